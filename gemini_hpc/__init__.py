@@ -1,1 +1,30 @@
+"""gemini-hpc: in-memory checkpoint replicas for training jobs on Slurm.
 
+``import gemini_hpc`` is cheap: torch is imported only when `Checkpointer` (or another name of the
+training front) is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from gemini_hpc.train.checkpointer import Checkpointer
+    from gemini_hpc.train.loader import StatefulLoader
+
+__all__ = ["Checkpointer", "StatefulLoader", "__version__"]
+
+_LAZY = {
+    "Checkpointer": "gemini_hpc.train.checkpointer",
+    "StatefulLoader": "gemini_hpc.train.loader",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'gemini_hpc' has no attribute {name!r}")

@@ -1,1 +1,1 @@
-
+"""Typed messages, framing and the MUNGE handshake. No pickle anywhere."""

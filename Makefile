@@ -1,0 +1,62 @@
+# gemini-hpc: `make demo` shows the main job, `make test` runs every test; both install what they need first.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+TORCH := torch==2.13.0
+DEBIAN := slurm-wlm slurm-client slurmctld slurmd munge libmunge2 libslurm-dev iproute2 util-linux procps \
+          gcc libc6-dev make python3 python3-venv
+SOURCES := pyproject.toml README.md $(shell find gemini_hpc slurm prolog_epilog examples -type f \
+          -not -name '*.pyc' -not -name '*.so' -not -path '*/build/*' 2>/dev/null)
+
+.PHONY: help deps venv install demo test test-long lint bench clean
+
+help: ## this text
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+
+deps: ## install the Debian packages (as root)
+	@missing=$$(for p in $(DEBIAN); do dpkg -s $$p 2>/dev/null | grep -q '^Status: install ok' || echo $$p; done); \
+	if [ -n "$$missing" ]; then \
+	  echo "installing Debian packages: $$missing"; \
+	  export DEBIAN_FRONTEND=noninteractive; \
+	  apt-get update -qq; apt-get install -y -qq --no-install-recommends $$missing >/dev/null; \
+	fi
+
+$(VENV)/.made: deps
+	@[ -x $(PY) ] || /usr/bin/python3 -m venv $(VENV)
+	@$(PY) -c 'import torch' 2>/dev/null || { echo "installing torch (CPU build)"; $(PY) -m pip install -q $(TORCH); }
+	@$(PY) -c 'import hatchling, numpy, pytest, hypothesis, ruff, mypy, pytest_timeout, msgspec, xxhash' 2>/dev/null \
+	  || { echo "installing Python packages"; $(PY) -m pip install -q hatchling numpy msgspec xxhash \
+	       pytest pytest-timeout hypothesis ruff mypy; }
+	@touch $@
+
+$(VENV)/.installed: $(SOURCES) | $(VENV)/.made
+	@echo "installing gemini-hpc into $(VENV)"
+	@$(PY) -m pip install -q --no-build-isolation --no-deps --force-reinstall .
+	@touch $@
+
+venv: $(VENV)/.made
+install: $(VENV)/.installed ## Python environment with this package in .venv
+
+demo: install ## a node dies in mid-training: watch the job come back (about two minutes)
+	@$(VENV)/bin/gemini-hpc demo
+
+lint: install ## ruff and mypy
+	@$(VENV)/bin/ruff check gemini_hpc tests benchmarks examples
+	@$(VENV)/bin/mypy
+
+test: install lint ## every test, on real clusters in namespaces
+	@$(MAKE) -s -C slurm all test
+	@$(PY) -m pytest -q -m "not long" tests
+
+test-long: install ## the long campaigns
+	@$(PY) -m pytest -q -m long tests
+
+bench: install ## speed, as ratios; ONLY=save|pull|agent|recovery for one family; writes bench.json
+	@$(PY) -m benchmarks $(if $(ONLY),--only $(ONLY))
+
+clean: ## remove what was built here
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@$(MAKE) -s -C slurm clean

@@ -1,0 +1,118 @@
+"""`gemini-hpc run`: start the training step again in the same allocation when it dies on healthy nodes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import msgspec
+
+from gemini_hpc.wire import local
+
+VERDICT_WAIT_S = 20.0
+HEALTHY_FOR_S = 2.0
+
+
+def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser(
+        "run",
+        help="run a job step, and again in the same allocation when it dies on healthy nodes",
+        description="Runs COMMAND (usually srun ...) in a batch script. When it fails although all nodes of the job "
+        "are healthy, it is started again at once and every rank resumes from the replicas in memory. When a node "
+        "is dead, the command is not repeated: Slurm requeues the job.",
+        epilog="Exit status: that of the last COMMAND; 75 when a dead node was seen and Slurm did not requeue in time.",
+    )
+    parser.add_argument(
+        "--max-restarts", type=_count, default=3, metavar="N", help="at most N repetitions (default 3)"
+    )
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the step, e.g. srun python t.py"
+    )
+    parser.set_defaults(func=run)
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) > 1000:
+        raise argparse.ArgumentTypeError(f"wanted a whole number from 0 to 1000, found {text!r}")
+    return int(text)
+
+
+def ask_verdict(path: str, timeout_s: float = 2.0) -> local.Verdict | None:
+    """What the local agent knows of the job's nodes; None where no agent answers."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(timeout_s)
+            sock.connect(path)
+            sock.send(local.encode(local.VerdictRequest()))
+            reply = local.reply_decoder.decode(sock.recv(local.MAX_PACKET_BYTES))
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return reply if isinstance(reply, local.Verdict) else None
+
+
+def _nodes_healthy(path: str) -> bool:
+    """Wait for a clear verdict: True once no node is dead or suspect for a while, False for a dead one."""
+    deadline = time.monotonic() + VERDICT_WAIT_S
+    healthy_since: float | None = None
+    while time.monotonic() < deadline:
+        verdict = ask_verdict(path)
+        if verdict is None:
+            return True
+        if verdict.dead:
+            return False
+        if verdict.suspect:
+            healthy_since = None
+        else:
+            healthy_since = healthy_since or time.monotonic()
+            if time.monotonic() - healthy_since >= HEALTHY_FOR_S:
+                return True
+        time.sleep(0.1)
+    return False
+
+
+def _say(text: str) -> None:
+    print(f"gemini-hpc: run: {text}", file=sys.stderr, flush=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The verb."""
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        _say("wanted a command after --, found none; example: gemini-hpc run -- srun python train.py")
+        return 2
+    path = os.environ.get("GEMINI_SOCKET", "")
+    restarts = 0
+    while True:
+        status = _once(command)
+        if status == 0 or status == 130:
+            return status
+        if restarts >= args.max_restarts:
+            _say(f"the step ended with status {status}; {restarts} restarts are used up")
+            return status
+        if not path:
+            _say(f"the step ended with status {status}; not restarted: no agent protects this job")
+            return status
+        if not _nodes_healthy(path):
+            _say("a node of the job is dead: waiting for Slurm to requeue the job")
+            time.sleep(60)
+            return 75
+        restarts += 1
+        _say(f"the step ended with status {status} on healthy nodes: restart {restarts} of {args.max_restarts}")
+
+
+def _once(command: list[str]) -> int:
+    try:
+        child = subprocess.Popen(command)
+    except OSError as exc:
+        _say(f"{command[0]}: {exc.strerror}")
+        return 127
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
+        signal.signal(number, lambda n, _frame: child.send_signal(n))
+    code = child.wait()
+    return code if code >= 0 else 128 - code

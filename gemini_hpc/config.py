@@ -1,0 +1,119 @@
+"""Site settings: `/etc/gemini-hpc/gemini.toml`, each with a default and a sentence; unknown keys are errors."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+CONFIG_PATH = "/etc/gemini-hpc/gemini.toml"
+
+
+class ConfigError(ValueError):
+    """The settings file cannot be used; the message names the key, what was wanted and what was found."""
+
+
+def _setting(default: Any, doc: str) -> Any:
+    return field(default=default, metadata={"doc": doc})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All site settings. Durations are seconds, sizes are bytes."""
+
+    cluster_name: str = _setting("cluster", "Name of this cluster; part of every message's identity.")
+    run_dir: str = _setting("/run/gemini-hpc", "Root-owned directory of per-job sockets and map files.")
+    state_dir: str = _setting("/var/lib/gemini-hpc", "The controller's journal and event logs.")
+    slurm_user: str = _setting("slurm", "The SlurmUser: the controller runs as it; agents answer to it.")
+    controller_host: str = _setting("", "Host of the controller; empty: no controller, Slurm's own detection only.")
+    controller_port: int = _setting(7321, "TCP port of the controller.")
+    slurmd_port: int = _setting(6818, "TCP port of slurmd, probed before a node is fenced.")
+    agent_port_base: int = _setting(17000, "First TCP port of the agents; a job's ports follow from its id.")
+    agent_port_count: int = _setting(4096, "Number of TCP ports from agent_port_base on that agents may use.")
+    interface: str = _setting("", "Network interface that agents listen on and advertise; empty: the host name's.")
+    peer_address: str = _setting("{host}", 'Name under which an agent\'s peers are dialled, e.g. "{host}-ib0".')
+    heartbeat_s: float = _setting(0.5, "Interval of the heartbeats between agents.")
+    heartbeat_missed: int = _setting(3, "Missed heartbeats after which a peer is suspected.")
+    attach_timeout_s: float = _setting(10.0, "Bound of the prolog's wait for the agents' agreement.")
+    strict_prolog: bool = _setting(False, "Fail the prolog when the agent cannot be started (drains the node).")
+    retention_s: float = _setting(900.0, "How long replicas outlive a job's end without success.")
+    memory_fraction: float = _setting(0.5, "Share of a node's memory that one agent may use for replicas.")
+    memory_floor_bytes: int = _setting(256 << 20, "Free memory that reservations leave untouched.")
+    agent_restarts: int = _setting(5, "How often the supervisor starts a dead agent again.")
+    fence_confirm_s: float = _setting(5.0, "How long the controller's own probes must fail before it acts.")
+    fence_budget_nodes: int = _setting(2, "Nodes that the controller may fence within fence_budget_window_s.")
+    fence_budget_window_s: float = _setting(600.0, "Window of the fencing budget.")
+    reserve_candidates: int = _setting(2, "Replacement candidates reserved beside the survivors and the dead count.")
+    operators: tuple[str, ...] = _setting((), "User names that may inspect every job, besides root and SlurmUser.")
+    node_max_jobs_guard: bool = _setting(True, "Never fence a node on which another owner's job runs.")
+
+    def heartbeat_timeout_s(self) -> float:
+        """Silence after which a peer is suspected, in seconds."""
+        return self.heartbeat_s * self.heartbeat_missed
+
+    def address_of(self, host: str) -> str:
+        """Where a peer is dialled."""
+        return self.peer_address.replace("{host}", host)
+
+    def slurm_uid(self) -> int:
+        """uid of the SlurmUser; 0 where the user is unknown here."""
+        return _uid(self.slurm_user, 0)
+
+    def operator_uids(self) -> tuple[int, ...]:
+        """uids that may inspect every job: root, the SlurmUser, `operators`."""
+        named = (_uid(name, -1) for name in (self.slurm_user, *self.operators))
+        return (0, *(uid for uid in named if uid >= 0))
+
+
+def _uid(name: str, otherwise: int) -> int:
+    import pwd
+
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except KeyError:
+        return otherwise
+
+
+def _convert(key: str, want: Any, value: Any) -> Any:
+    wanted = type(want)
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if wanted is tuple and isinstance(value, list) and all(isinstance(v, str) for v in value):
+        return tuple(value)
+    if type(value) is not wanted:
+        raise ConfigError(f"{key}: wanted a {wanted.__name__}, found {value!r}")
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
+        raise ConfigError(f"{key}: wanted a number >= 0, found {value!r}")
+    return value
+
+
+def parse(text: str, where: str = CONFIG_PATH) -> Settings:
+    """Settings from TOML text. Raises `ConfigError` on bad syntax, unknown keys and wrong types."""
+    import tomllib
+
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as exc:
+        raise ConfigError(f"{where}: not valid TOML: {exc}") from None
+    defaults = {f.name: f.default for f in fields(Settings)}
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in defaults:
+            raise ConfigError(f"{where}: unknown key {key!r}; known keys are {', '.join(sorted(defaults))}")
+        try:
+            values[key] = _convert(key, defaults[key], value)
+        except ConfigError as exc:
+            raise ConfigError(f"{where}: {exc}") from None
+    return Settings(**values)
+
+
+def load(path: str = CONFIG_PATH) -> Settings:
+    """Settings of this host; the defaults where there is no file. Raises `ConfigError`."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            text = f.read(1 << 20)
+    except FileNotFoundError:
+        return Settings()
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {os.strerror(exc.errno or 0)}") from None
+    return parse(text, path)

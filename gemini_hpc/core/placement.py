@@ -1,0 +1,133 @@
+"""Which node keeps whose shards: Algorithm 1 of the GEMINI paper (SOSP '23, section 4), node ranks from 0.
+
+Letters as in the paper: N nodes, m replicas (the own copy included), k nodes lost at once. N/m whole groups keep
+each other's shards; where m does not divide N, the last group takes the rest and is a ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from math import comb
+from typing import Literal
+
+
+def _check(N: int, m: int) -> None:
+    if m < 1:
+        raise ValueError(f"{m} replicas asked for: at least 1 (the node's own copy) is needed")
+    if m > N:
+        raise ValueError(f"{m} replicas asked for on {N} node{'s' if N != 1 else ''}: at most one per node")
+
+
+def _check_rank(node_rank: int, N: int) -> None:
+    if not 0 <= node_rank < N:
+        raise ValueError(f"node rank {node_rank} is outside 0..{N - 1}")
+
+
+def groups(N: int, m: int) -> list[list[int]]:
+    """The group list G of Algorithm 1: floor(N/m) groups of m node ranks, the last with the N mod m more.
+
+    Raises ValueError for m < 1 or m > N, as does every function here.
+    """
+    _check(N, m)
+    q = N // m
+    G = [list(range(m * i, m * i + m)) for i in range(q)]
+    G[-1].extend(range(q * m, N))
+    return G
+
+
+def strategy(N: int, m: int) -> Literal["group", "mixed", "ring"]:
+    """`group` where m divides N; else `mixed`, or `ring` where the ring is all there is."""
+    _check(N, m)
+    if N % m == 0:
+        return "group"
+    return "mixed" if 2 * m <= N else "ring"
+
+
+def group_of(node_rank: int, N: int, m: int) -> int:
+    """Index into `groups(N, m)` of the group that a node belongs to."""
+    _check(N, m)
+    _check_rank(node_rank, N)
+    return min(node_rank // m, N // m - 1)
+
+
+def _ring(node_rank: int, N: int, m: int) -> tuple[int, int]:
+    """First node rank and size of a node's group; a whole group is a ring of m."""
+    g = group_of(node_rank, N, m)
+    return g * m, (N - g * m if g == N // m - 1 else m)
+
+
+def holders(node_rank: int, N: int, m: int) -> tuple[int, ...]:
+    """The m nodes that keep a node's shards: itself, then the next m-1 of its group, cyclically."""
+    first, size = _ring(node_rank, N, m)
+    return tuple(first + (node_rank - first + step) % size for step in range(m))
+
+
+def holds_for(node_rank: int, N: int, m: int) -> tuple[int, ...]:
+    """The m nodes whose shards a node keeps: itself, then the m-1 before it in its group, cyclically."""
+    first, size = _ring(node_rank, N, m)
+    return tuple(first + (node_rank - first - step) % size for step in range(m))
+
+
+def survivable(N: int, m: int, failed: Iterable[int]) -> bool:
+    """Whether every node's shards have a holder left when the nodes of `failed` are lost at once."""
+    _check(N, m)
+    lost = set(failed)
+    for node_rank in lost:
+        _check_rank(node_rank, N)
+    return not any(lost.issuperset(holders(node_rank, N, m)) for node_rank in lost)
+
+
+@lru_cache(maxsize=256)
+def recovery_probability(N: int, m: int, k: int) -> float:
+    """Probability that k nodes lost at once, all choices alike, leave memory recoverable. Exact for every k.
+
+    The paper's Corollary 1 is exact only for m <= k < 2m and m | N. Here each group has a polynomial whose
+    coefficient of x^j counts the choices of j of its nodes that leave every shard a holder; their product has
+    the survivable choices of k nodes as its coefficient of x^k.
+    """
+    _check(N, m)
+    if not 0 <= k <= N:
+        raise ValueError(f"{k} lost nodes of {N}: between 0 and {N} can be lost")
+    q, rest = divmod(N, m)
+    whole = q if rest == 0 else q - 1
+    product = _power(_survivable_choices(m, m, k), whole, k)
+    if rest:
+        product = _times(product, _survivable_choices(m + rest, m, k), k)
+    survivable_choices = product[k] if k < len(product) else 0
+    return survivable_choices / comb(N, k)
+
+
+def _survivable_choices(size: int, m: int, k: int) -> list[int]:
+    """For j = 0..min(k, size): choices of j nodes of a ring of `size` < 2m without m neighbours among them.
+
+    As size < 2m there is room for one run of m or more only: `size` places for it, r its length, a kept node at
+    either end, and any choice among the others.
+    """
+    choices = []
+    for j in range(min(k, size) + 1):
+        if j < size - 1:
+            fatal = sum(size * comb(size - r - 2, j - r) for r in range(m, j + 1))
+        else:
+            fatal = comb(size, j) if j >= m else 0  # one node left, or none
+        choices.append(comb(size, j) - fatal)
+    return choices
+
+
+def _times(a: list[int], b: list[int], degree: int) -> list[int]:
+    c = [0] * min(len(a) + len(b) - 1, degree + 1)
+    for i, x in enumerate(a):
+        for j, y in enumerate(b[: len(c) - i]):
+            c[i + j] += x * y
+    return c
+
+
+def _power(base: list[int], exponent: int, degree: int) -> list[int]:
+    result = [1]
+    while exponent:
+        if exponent & 1:
+            result = _times(result, base, degree)
+        exponent >>= 1
+        if exponent:
+            base = _times(base, base, degree)
+    return result

@@ -1,0 +1,198 @@
+"""An authenticated connection: `Link` for asyncio, `BlockingLink` for threads and command-line tools."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+
+from gemini_hpc.wire import handshake, peer
+from gemini_hpc.wire.frames import (
+    LENGTH_BYTES,
+    FrameError,
+    Sealer,
+    bare,
+    length_of,
+    read_bare,
+    read_exact,
+)
+from gemini_hpc.wire.handshake import Client, Greeting, HandshakeError, Session
+
+HANDSHAKE_TIMEOUT_S = 5.0
+SEND_BUFFER_BYTES = 32 << 20
+M = TypeVar("M", bound=peer.Message)
+
+
+class LinkClosed(Exception):
+    """The other end has gone, or what it sent was not authentic or not understood."""
+
+
+class Link:
+    """A connection between two authenticated ends on the event loop; `last_heard` is in monotonic seconds."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, session: Session) -> None:
+        self._reader, self._writer = reader, writer
+        self._out, self._in = Sealer(session.send_key), Sealer(session.receive_key)
+        self.session = session
+        self.last_heard = time.monotonic()
+
+    def send(self, message: peer.Message) -> None:
+        """Queue a message; a peer that does not drain its side is cut off, never waited for."""
+        transport = self._writer.transport
+        if transport.is_closing():
+            return
+        try:
+            self._writer.write(self._out.seal(peer.encode(message)))
+        except FrameError:
+            self.close()
+            raise
+        if transport.get_write_buffer_size() > SEND_BUFFER_BYTES:
+            transport.abort()
+
+    async def receive(self) -> peer.PeerMessage:
+        """The next message. Raises `LinkClosed`."""
+        try:
+            head = await self._reader.readexactly(LENGTH_BYTES)
+            body = await self._reader.readexactly(length_of(head))
+            message = peer.decoder.decode(self._in.open(body))
+        except (OSError, EOFError, FrameError, msgspec.MsgspecError) as exc:
+            self.close()
+            raise LinkClosed(str(exc)) from None
+        self.last_heard = time.monotonic()
+        return message
+
+    async def flush(self, message: peer.Message) -> None:
+        """Send a message and wait (bounded) until it has left."""
+        self.send(message)
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            while self._writer.transport.get_write_buffer_size():
+                await asyncio.sleep(0.001)
+
+    async def hand_over(self, message: peer.Message) -> socket.socket:
+        """Send a last message, then give the connection away as a blocking socket for raw bytes."""
+        await self.flush(message)
+        sock = self._writer.transport.get_extra_info("socket")
+        plain = socket.socket(fileno=os.dup(sock.fileno()))
+        self.abort()
+        plain.setblocking(True)
+        return plain
+
+    @property
+    def closed(self) -> bool:
+        """True once either side has closed."""
+        return self._writer.transport.is_closing()
+
+    def close(self) -> None:
+        """Close at once; what is queued may be lost."""
+        self._writer.close()
+
+    def abort(self) -> None:
+        """Drop the connection without waiting for what is queued."""
+        self._writer.transport.abort()
+
+
+async def _read_bare(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readexactly(LENGTH_BYTES)
+    return await reader.readexactly(length_of(head, handshake.MAX_HELLO_BYTES))
+
+
+async def connect(address: str, port: int, client: Client, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> Link:
+    """Dial and authenticate. Raises OSError, TimeoutError or `HandshakeError`."""
+    async with asyncio.timeout(timeout_s):
+        reader, writer = await asyncio.open_connection(address, port)
+        try:
+            writer.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            greeting = await asyncio.to_thread(client.greeting)
+            writer.write(bare(greeting))
+            reply = await _read_bare(reader)
+            session = await asyncio.to_thread(client.finish, reply)
+            return Link(reader, writer, session)
+        except (EOFError, FrameError) as exc:
+            writer.close()
+            raise HandshakeError(str(exc) or "connection closed") from None
+        except BaseException:
+            writer.close()
+            raise
+
+
+async def accept(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    admit: Callable[[Greeting], str],
+    *,
+    host: str,
+    restart: Callable[[], int],
+    instance: str,
+    timeout_s: float = HANDSHAKE_TIMEOUT_S,
+) -> Link:
+    """Authenticate a caller. `admit` returns "" or the reason for turning it away. Raises `HandshakeError`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            writer.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            greeting = await asyncio.to_thread(handshake.receive, await _read_bare(reader))
+            reason = admit(greeting)
+            if reason:
+                writer.write(bare(handshake.refusal(reason)))
+                await writer.drain()
+                raise HandshakeError(reason)
+            reply, session = await asyncio.to_thread(
+                handshake.answer, greeting, host=host, restart=restart(), instance=instance
+            )
+            writer.write(bare(reply))
+            return Link(reader, writer, session)
+    except (OSError, EOFError, FrameError, TimeoutError) as exc:
+        writer.close()
+        raise HandshakeError(str(exc) or type(exc).__name__) from None
+    except HandshakeError:
+        writer.close()
+        raise
+
+
+class BlockingLink:
+    """The same for plain sockets; used by pulls (raw bytes follow a frame) and by command-line tools."""
+
+    def __init__(self, sock: socket.socket, session: Session) -> None:
+        self.sock, self.session = sock, session
+        self._out, self._in = Sealer(session.send_key), Sealer(session.receive_key)
+
+    @classmethod
+    def connect(cls, address: str, port: int, client: Client, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> BlockingLink:
+        """Dial and authenticate. Raises OSError or `HandshakeError`."""
+        sock = socket.create_connection((address, port), timeout=timeout_s)
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.sendall(bare(client.greeting()))
+            return cls(sock, client.finish(read_bare(sock, handshake.MAX_HELLO_BYTES)))
+        except FrameError as exc:
+            sock.close()
+            raise HandshakeError(str(exc)) from None
+        except BaseException:
+            sock.close()
+            raise
+
+    def send(self, message: peer.Message) -> None:
+        """Send one message; OSError on time-out or a closed connection."""
+        self.sock.sendall(self._out.seal(peer.encode(message)))
+
+    def receive(self, kind: type[M]) -> M:
+        """The next message, which must be of `kind`. Raises `LinkClosed`."""
+        try:
+            body = read_exact(self.sock, length_of(read_exact(self.sock, LENGTH_BYTES)))
+            message = peer.decoder.decode(self._in.open(body))
+        except (OSError, FrameError, msgspec.MsgspecError) as exc:
+            raise LinkClosed(str(exc)) from None
+        if not isinstance(message, kind):
+            raise LinkClosed(f"wanted {kind.__name__}, got {type(message).__name__}")
+        return message
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.sock.close()
+
+
+Handler = Callable[[Link], Awaitable[None]]

@@ -1,0 +1,236 @@
+"""Messages on the agent's local socket (AF_UNIX, SOCK_SEQPACKET), one JSON object a packet.
+
+A client sends one request and reads one reply, in order. File descriptors travel beside the reply (or
+beside `HandBack`) as SCM_RIGHTS. Packets are at most `MAX_PACKET_BYTES`. The agent checks SO_PEERCRED:
+the job's owner or root. `page` in `Welcome` is a read-only memory page that the agent writes (`ControlPage`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+PROTOCOL = 1
+MAX_PACKET_BYTES = 64 * 1024
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="op", forbid_unknown_fields=False):
+    """Base of all local messages; the JSON key `op` names the type."""
+
+
+# ---- from the prolog, the epilog and `gemini-hpc run` --------------------------------------------------
+
+
+class Attach(Message, frozen=True, tag="attach"):
+    """A new incarnation of the job has been allocated; answered by `Ready` once all agents agree on the map."""
+
+    job: int
+    restart: int
+    nodelist: str
+    node: str
+    replicas: int
+    tier: str = ""
+    tier_interval: int = 0
+
+
+class Ready(Message, frozen=True, tag="ready"):
+    """The agents agreed (`state="mapped"`), or could not within the bound (`state="unmapped"`)."""
+
+    state: str
+
+
+class Epilog(Message, frozen=True, tag="epilog"):
+    """The job (or this incarnation of it) has ended on this node."""
+
+    job: int
+    restart: int
+    exit_code: str = ""
+
+
+class VerdictRequest(Message, frozen=True, tag="verdict?"):
+    """What does the agent know of the job's nodes? Asked on a communication error and between steps."""
+
+
+class Verdict(Message, frozen=True, tag="verdict"):
+    """Hosts whose silence was confirmed by other peers, hosts only suspected, and hosts heard of recently."""
+
+    dead: tuple[str, ...] = ()
+    suspect: tuple[str, ...] = ()
+    alive: tuple[str, ...] = ()
+
+
+# ---- from trainers -------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """First message of a training rank. The reply, `Welcome`, comes when the recovery round is over.
+
+    `step` identifies one launch of the training (SLURM_JOB_ID.SLURM_STEP_ID): a new value on any node
+    starts a new recovery round. `rejoin` is set by a trainer that was welcomed before and lost its agent.
+    """
+
+    proto: int
+    set: str
+    rank: int
+    world: int
+    local_rank: int
+    step: str
+    pid: int
+    rejoin: bool = False
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """Beside it one descriptor: the control page of this set.
+
+    `chosen_epoch`/`chosen_version`: the version to resume from; version 0 means none. `chosen_world` is
+    the number of shards of that version. `lost` says, one sentence a shard, why memory could not serve.
+    """
+
+    job: int
+    restart: int
+    epoch: int
+    node_rank: int
+    nodes: int
+    replicas: int
+    chosen_epoch: int = 0
+    chosen_version: int = 0
+    chosen_world: int = 0
+    lost: tuple[str, ...] = ()
+
+
+class Register(Message, frozen=True, tag="register"):
+    """Reserve (or find again) both slots of one shard on this node.
+
+    rank: the training rank whose shard it is; home: node rank where that training rank lives;
+    bytes: size of one slot.
+    """
+
+    set: str
+    rank: int
+    world: int
+    home: int
+    bytes: int
+
+
+class Slots(Message, frozen=True, tag="slots"):
+    """Beside it two descriptors (memfd of slot 0 and slot 1), each of `bytes` bytes."""
+
+    bytes: int
+
+
+class Begin(Message, frozen=True, tag="begin"):
+    """May a slot be filled with `version` (of the epoch of `Welcome`)? Answered by `Begun` or `Refused`."""
+
+    set: str
+    rank: int
+    version: int
+
+
+class Begun(Message, frozen=True, tag="begun"):
+    """Fill this slot."""
+
+    slot: int
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """Not now (R1/R2), with the reason; skip this save and say so."""
+
+    reason: str
+
+
+class Landed(Message, frozen=True, tag="landed"):
+    """The slot holds all `used` bytes of `version`; `digest` (xxh3_128 hex of those bytes) was made at source.
+
+    The agent verifies it before it counts the copy (R5); the reply (`Ok`) does not wait for that.
+    """
+
+    set: str
+    rank: int
+    version: int
+    slot: int
+    used: int
+    digest: str
+
+
+class Abort(Message, frozen=True, tag="abort"):
+    """The slot will not be completed with this version; it becomes void."""
+
+    set: str
+    rank: int
+    version: int
+    slot: int
+
+
+class Fetch(Message, frozen=True, tag="fetch"):
+    """Give me the chosen version of a shard; pulled from its holders where this node has no copy."""
+
+    set: str
+    rank: int
+
+
+class Copy(Message, frozen=True, tag="copy"):
+    """Beside it one read-only descriptor with `used` bytes of a verified copy."""
+
+    epoch: int
+    version: int
+    bytes: int
+    used: int
+    digest: str
+
+
+class Event(Message, frozen=True, tag="event"):
+    """Something for the event log (`resumed`, `first_iteration`, `skipped`, `degraded`, ...); t: Unix time."""
+
+    name: str
+    version: int
+    t: float
+    detail: str = ""
+
+
+class Finished(Message, frozen=True, tag="finished"):
+    """This rank has closed its checkpointer: its training succeeded."""
+
+    set: str
+    rank: int
+
+
+class HandBack(Message, frozen=True, tag="handback"):
+    """After an agent's death: one slot of a shard, its descriptor beside it; revalidated by digest.
+
+    digest empty: the slot holds nothing complete (it is handed back for its memory only).
+    """
+
+    set: str
+    rank: int
+    world: int
+    home: int
+    bytes: int
+    slot: int
+    epoch: int
+    version: int
+    used: int
+    digest: str
+
+
+# ---- replies in general --------------------------------------------------------------------------------
+
+
+class Ok(Message, frozen=True, tag="ok"):
+    """Done. `state` is set in the reply to `Epilog`: released or detached."""
+
+    state: str = ""
+
+
+class Error(Message, frozen=True, tag="error"):
+    """Refused for good, in one sentence for the user."""
+
+    error: str
+
+
+Request = (
+    Attach | Epilog | VerdictRequest | Hello | Register | Begin | Landed | Abort | Fetch | Event | Finished | HandBack
+)
+Reply = Ready | Verdict | Welcome | Slots | Begun | Refused | Copy | Ok | Error
+
+request_decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
+reply_decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+encode = msgspec.json.Encoder().encode

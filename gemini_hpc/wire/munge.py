@@ -1,0 +1,102 @@
+"""MUNGE credentials through libmunge (ctypes: no maintained Python binding under a fitting licence exists)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from typing import Any
+
+_OPT_TTL = 4
+_OPT_UID_RESTRICTION = 9
+_SUCCESS = 0
+TTL_S = 60
+MAX_CREDENTIAL_BYTES = 64 * 1024
+
+
+class MungeError(Exception):
+    """No credential could be made, or one was refused; the message is libmunge's."""
+
+
+@cache
+def _library() -> Any:
+    try:
+        lib = ctypes.CDLL("libmunge.so.2")
+    except OSError as exc:
+        raise MungeError(f"libmunge.so.2 cannot be loaded ({exc}); install the package libmunge2") from None
+    lib.munge_ctx_create.restype = ctypes.c_void_p
+    lib.munge_ctx_create.argtypes = []
+    lib.munge_ctx_destroy.restype = None
+    lib.munge_ctx_destroy.argtypes = [ctypes.c_void_p]
+    lib.munge_ctx_set.restype = ctypes.c_int
+    lib.munge_ctx_strerror.restype = ctypes.c_char_p
+    lib.munge_ctx_strerror.argtypes = [ctypes.c_void_p]
+    lib.munge_strerror.restype = ctypes.c_char_p
+    lib.munge_strerror.argtypes = [ctypes.c_int]
+    lib.munge_encode.restype = ctypes.c_int
+    lib.munge_encode.argtypes = [
+        ctypes.POINTER(ctypes.c_void_p),
+        ctypes.c_void_p,
+        ctypes.c_char_p,
+        ctypes.c_int,
+    ]
+    lib.munge_decode.restype = ctypes.c_int
+    lib.munge_decode.argtypes = [
+        ctypes.c_char_p,
+        ctypes.c_void_p,
+        ctypes.POINTER(ctypes.c_void_p),
+        ctypes.POINTER(ctypes.c_int),
+        ctypes.POINTER(ctypes.c_uint32),
+        ctypes.POINTER(ctypes.c_uint32),
+    ]
+    libc = ctypes.CDLL(None)
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.free.restype = None
+    return lib, libc
+
+
+def encode(payload: bytes, *, for_uid: int) -> bytes:
+    """A credential of this process that only `for_uid` can open. Raises `MungeError`."""
+    lib, libc = _library()
+    context = ctypes.c_void_p(lib.munge_ctx_create())
+    try:
+        lib.munge_ctx_set(context, _OPT_TTL, ctypes.c_int(TTL_S))
+        lib.munge_ctx_set(context, _OPT_UID_RESTRICTION, ctypes.c_uint32(for_uid))
+        credential = ctypes.c_void_p()
+        code = lib.munge_encode(ctypes.byref(credential), context, payload, len(payload))
+        if code != _SUCCESS or not credential.value:
+            detail = lib.munge_ctx_strerror(context) or lib.munge_strerror(code)
+            raise MungeError(detail.decode(errors="replace"))
+        try:
+            return ctypes.string_at(credential.value)
+        finally:
+            libc.free(credential)
+    finally:
+        lib.munge_ctx_destroy(context)
+
+
+def decode(credential: bytes) -> tuple[bytes, int]:
+    """(payload, uid of the maker) of a fresh credential; a second decode of the same one is refused.
+
+    Raises `MungeError` for anything that is not a valid, fresh credential that this uid may open.
+    """
+    if not credential or len(credential) > MAX_CREDENTIAL_BYTES or b"\0" in credential:
+        raise MungeError("malformed credential")
+    lib, libc = _library()
+    payload, length = ctypes.c_void_p(), ctypes.c_int()
+    uid, gid = ctypes.c_uint32(), ctypes.c_uint32()
+    code = lib.munge_decode(
+        credential, None, ctypes.byref(payload), ctypes.byref(length), ctypes.byref(uid), ctypes.byref(gid)
+    )
+    try:
+        if code != _SUCCESS:
+            raise MungeError(lib.munge_strerror(code).decode(errors="replace"))
+        return ctypes.string_at(payload.value or 0, length.value) if payload.value else b"", int(uid.value)
+    finally:
+        if payload.value:
+            libc.free(payload)
+
+
+def my_uid() -> int:
+    """The uid that credentials of this process carry."""
+    return os.geteuid()

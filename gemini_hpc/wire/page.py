@@ -1,0 +1,96 @@
+"""The control page: 4096 bytes of shared memory that an agent writes and its trainers read without asking.
+
+Each field is one aligned 8-byte little-endian word, written by one process only, so that a reader sees the
+old or the new value and never a mixture. The seal's epoch and version share one word for that reason.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+
+PAGE_BYTES = 4096
+MAGIC = 0x0001_494E_494D_4547
+_VERSION_BITS = 40
+_WORD = struct.Struct("<Q")
+
+MAGIC_AT, SEALED_AT, STATE_AT, BEAT_AT, DEAD_AT, ROUND_AT = 0, 8, 16, 24, 32, 40
+
+STATE_ARMING, STATE_PROTECTED, STATE_DEGRADED, STATE_FROZEN = 0, 1, 2, 3
+
+
+def pack_seal(epoch: int, version: int) -> int:
+    """One word for a sealed (epoch, version); ordered as the pair is."""
+    return (epoch << _VERSION_BITS) | version
+
+
+def unpack_seal(word: int) -> tuple[int, int]:
+    """Inverse of `pack_seal`."""
+    return word >> _VERSION_BITS, word & ((1 << _VERSION_BITS) - 1)
+
+
+class ControlPage:
+    """A view of the page. `fd` stays the caller's; writable only in the agent."""
+
+    def __init__(self, fd: int, *, writable: bool) -> None:
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        self._map = mmap.mmap(fd, PAGE_BYTES, access=access)
+        if writable:
+            self._put(MAGIC_AT, MAGIC)
+        elif self._get(MAGIC_AT) != MAGIC:
+            raise ValueError("not a control page")
+
+    def _get(self, at: int) -> int:
+        return int(_WORD.unpack_from(self._map, at)[0])
+
+    def _put(self, at: int, value: int) -> None:
+        _WORD.pack_into(self._map, at, value)
+
+    @property
+    def sealed(self) -> tuple[int, int]:
+        """The last sealed (epoch, version); (0, 0) where nothing is sealed."""
+        return unpack_seal(self._get(SEALED_AT))
+
+    def set_sealed(self, epoch: int, version: int) -> None:
+        """Publish a seal."""
+        self._put(SEALED_AT, pack_seal(epoch, version))
+
+    @property
+    def state(self) -> int:
+        """One of the STATE_ constants."""
+        return self._get(STATE_AT)
+
+    def set_state(self, state: int) -> None:
+        """Publish the protection state."""
+        self._put(STATE_AT, state)
+
+    @property
+    def beat_ns(self) -> int:
+        """CLOCK_MONOTONIC nanoseconds of the agent's last sign of life."""
+        return self._get(BEAT_AT)
+
+    def set_beat_ns(self, value: int) -> None:
+        """Publish a sign of life."""
+        self._put(BEAT_AT, value)
+
+    @property
+    def dead_nodes(self) -> int:
+        """Number of the job's nodes that are known to be dead."""
+        return self._get(DEAD_AT)
+
+    def set_dead_nodes(self, count: int) -> None:
+        """Publish the number of dead nodes."""
+        self._put(DEAD_AT, count)
+
+    @property
+    def round(self) -> int:
+        """The recovery round that the page belongs to."""
+        return self._get(ROUND_AT)
+
+    def set_round(self, number: int) -> None:
+        """Publish the recovery round."""
+        self._put(ROUND_AT, number)
+
+    def close(self) -> None:
+        """Unmap."""
+        self._map.close()

@@ -1,0 +1,346 @@
+"""Messages between agents, and between agents and the controller; msgpack, one a frame.
+
+Every stamp is a pair (epoch, version). `round` numbers the recovery rounds of one incarnation; a message
+of another round is dropped (R6; the incarnation itself is checked in the handshake).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+StampT = tuple[int, int]
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="kind"):
+    """Base of all messages between machines; the key `kind` names the type."""
+
+
+# ---- sign of life and suspicion ------------------------------------------------------------------------
+
+
+class Ping(Message, frozen=True, tag="ping"):
+    """Sent on every link each `heartbeat_s`."""
+
+
+class ProbeAsk(Message, frozen=True, tag="probe?"):
+    """Can you reach this host of our job? (indirect probing)"""
+
+    host: str
+
+
+class ProbeAnswer(Message, frozen=True, tag="probe"):
+    """The answer; alive: a frame, or an answer to a fresh connection, came from it just now."""
+
+    host: str
+    alive: bool
+
+
+class Obituary(Message, frozen=True, tag="obituary"):
+    """Sent on to every link: the peers agree that this host is silent (alive=False), or that it is back."""
+
+    host: str
+    alive: bool
+    restart: int
+
+
+# ---- recovery rounds, along the tree -------------------------------------------------------------------
+
+
+class Collect(Message, frozen=True, tag="collect"):
+    """Down: freeze, void what is half filled, report what you hold."""
+
+    round: int
+    step: str
+
+
+class CopyRecord(msgspec.Struct, frozen=True):
+    """One complete, verified copy."""
+
+    set: str
+    rank: int
+    world: int
+    home: int
+    bytes: int
+    used: int
+    stamp: StampT
+    digest: str
+
+
+class InventoryRecord(msgspec.Struct, frozen=True):
+    """What one agent holds."""
+
+    host: str
+    noderanks: dict[str, int] | None
+    map_restart: int
+    max_epoch: int
+    copies: tuple[CopyRecord, ...]
+    sealed: tuple[tuple[str, StampT], ...]
+    port: int
+    instance: str
+
+
+class InventoryUp(Message, frozen=True, tag="inventory"):
+    """Up: the inventories of a whole subtree."""
+
+    round: int
+    records: tuple[InventoryRecord, ...]
+
+
+class PullOrder(msgspec.Struct, frozen=True):
+    """`dest` pulls this copy from the first of `sources` that can serve it."""
+
+    dest: str
+    copy: CopyRecord
+    sources: tuple[str, ...]
+
+
+class SetPlan(msgspec.Struct, frozen=True):
+    """What a set resumes from; chosen None: nothing, and `lost` says why.
+
+    copies: the chosen copy of each rank with the hosts that hold it now.
+    """
+
+    name: str
+    chosen: StampT | None
+    world: int
+    copies: tuple[tuple[CopyRecord, tuple[str, ...]], ...]
+    lost: tuple[str, ...]
+
+
+class PlanDown(Message, frozen=True, tag="plan"):
+    """Down: the new map, epoch and versions. Void everything else, then acknowledge."""
+
+    round: int
+    step: str
+    epoch: int
+    noderanks: dict[str, int]
+    map_hash: str
+    ports: dict[str, int]
+    sets: tuple[SetPlan, ...]
+    pulls: tuple[PullOrder, ...]
+
+
+class PlanAck(Message, frozen=True, tag="ack"):
+    """Up: my whole subtree has voided and has the map with this hash."""
+
+    round: int
+    map_hash: str
+
+
+class Go(Message, frozen=True, tag="go"):
+    """Down: everyone has acknowledged; training may go on in the new epoch.
+
+    Sent again with the launch (`step`) that the round serves, once there is one.
+    """
+
+    round: int
+    step: str
+
+
+class NeedRound(Message, frozen=True, tag="round?"):
+    """Up: a new launch of the training (`step`) has said hello here, or a copy turned out bad."""
+
+    after_round: int
+    step: str
+
+
+# ---- sealing, along the tree ---------------------------------------------------------------------------
+
+
+class VoteUp(Message, frozen=True, tag="vote"):
+    """Up: the merged vote of a subtree for one set (see core.seal).
+
+    pairs: slot pairs that the subtree holds for the set; the root seals nothing before every shard of the
+    training (`world`) is held on all of its holders.
+    """
+
+    round: int
+    set: str
+    pairs: int
+    world: int
+    vote: msgspec.Raw
+
+
+class WordDown(Message, frozen=True, tag="word"):
+    """Down: the root's word for one set."""
+
+    round: int
+    set: str
+    sealed: StampT | None
+    abandoned: tuple[StampT, ...]
+
+
+# ---- pulls, on connections of their own ----------------------------------------------------------------
+
+
+class PullAsk(Message, frozen=True, tag="pull?"):
+    """Send me this copy; answered by `PullHead`, then `used` raw bytes (covered by the digest)."""
+
+    set: str
+    rank: int
+    stamp: StampT
+
+
+class PullHead(Message, frozen=True, tag="pull"):
+    """Head of a copy; copy None: not here, with the reason."""
+
+    copy: CopyRecord | None
+    reason: str = ""
+
+
+# ---- events and questions ------------------------------------------------------------------------------
+
+
+class EventRecord(msgspec.Struct, frozen=True):
+    """One line of a job's event log. t: Unix time in seconds."""
+
+    t: float
+    name: str
+    host: str
+    restart: int
+    version: int = 0
+    detail: str = ""
+
+
+class InspectAsk(Message, frozen=True, tag="inspect?"):
+    """Tell what you hold."""
+
+    request: int = 0
+
+
+class HeldSlot(msgspec.Struct, frozen=True):
+    """One slot as its holder sees it. state: empty, filling, complete; verified: Unix time of the last check."""
+
+    set: str
+    rank: int
+    world: int
+    home: int
+    slot: int
+    state: str
+    stamp: StampT | None
+    bytes: int
+    used: int
+    since: float
+    verified: float
+
+
+class SetState(msgspec.Struct, frozen=True):
+    """One set on one node. state: arming, protected, degraded, recovering, finished."""
+
+    name: str
+    world: int
+    sealed: StampT | None
+    state: str
+    ranks: tuple[int, ...]
+    note: str = ""
+
+
+class InspectPart(Message, frozen=True, tag="inspect"):
+    """One agent's part of the picture."""
+
+    host: str
+    job: int
+    uid: int
+    restart: int
+    replicas: int
+    epoch: int
+    round: int
+    state: str
+    hosts: tuple[str, ...]
+    noderanks: dict[str, int]
+    address: str
+    interface: str
+    port: int
+    memory_bytes: int
+    memory_cap_bytes: int
+    sets: tuple[SetState, ...]
+    held: tuple[HeldSlot, ...]
+    events: tuple[EventRecord, ...]
+    suspects: tuple[str, ...]
+    dead: tuple[str, ...]
+    request: int = 0
+
+
+# ---- agent and controller ------------------------------------------------------------------------------
+
+
+class Registration(Message, frozen=True, tag="register"):
+    """Agent -> controller, first message after the handshake and again after each attach (a hint: SITE 1)."""
+
+    job: int
+    restart: int
+    host: str
+    hosts: tuple[str, ...]
+    replicas: int
+    port: int
+    instance: str
+    state: str
+
+
+class Report(Message, frozen=True, tag="report"):
+    """Agent -> controller: this host of my job is silent; witnesses: peers that could not reach it either."""
+
+    job: int
+    restart: int
+    host: str
+    witnesses: tuple[str, ...]
+    t: float
+
+
+class EventsUp(Message, frozen=True, tag="events"):
+    """Agent -> controller: new lines of the event log."""
+
+    job: int
+    events: tuple[EventRecord, ...]
+
+
+class Release(Message, frozen=True, tag="release"):
+    """Controller -> agent: the job has ended for good (reason), free everything and exit."""
+
+    job: int
+    reason: str
+
+
+class JobAsk(Message, frozen=True, tag="job?"):
+    """User -> controller: the picture of this job."""
+
+    job: int
+
+
+class JobAnswer(Message, frozen=True, tag="job"):
+    """Controller -> user: parts of the agents that answered, the event log, what Slurm says; or a refusal."""
+
+    parts: tuple[InspectPart, ...] = ()
+    events: tuple[EventRecord, ...] = ()
+    slurm: dict[str, str] = {}
+    missing: tuple[str, ...] = ()
+    error: str = ""
+
+
+PeerMessage = (
+    Ping
+    | ProbeAsk
+    | ProbeAnswer
+    | Obituary
+    | Collect
+    | InventoryUp
+    | PlanDown
+    | PlanAck
+    | Go
+    | NeedRound
+    | VoteUp
+    | WordDown
+    | PullAsk
+    | PullHead
+    | InspectAsk
+    | InspectPart
+    | Registration
+    | Report
+    | EventsUp
+    | Release
+    | JobAsk
+    | JobAnswer
+)
+
+decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
+encode = msgspec.msgpack.Encoder().encode
