@@ -1,0 +1,131 @@
+"""The jobs' directories below the run directory, as root handles them: through descriptors, links never followed.
+
+The run directory belongs to root, so nobody else changes the entries in it. What is *inside* a job's directory
+belongs to the job's owner, who may change it at any moment: root only ever removes there.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+
+ENTRIES_MAX = 4096
+DEPTH_MAX = 16
+REMOVE_TIMEOUT_S = 2.0
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class JobDirError(Exception):
+    """A directory is not what it must be; the message says what was found."""
+
+
+def open_run_dir(path: str, create: bool) -> int:
+    """Descriptor of the run directory. With `create` it is made where missing.
+
+    Raises `FileNotFoundError` (without `create`) and `JobDirError` unless it is a real directory of root's
+    that nobody else can write to.
+    """
+    if create:
+        try:
+            os.mkdir(path, 0o755)
+        except FileExistsError:
+            pass
+        except OSError as exc:
+            raise JobDirError(f"{path} could not be made: {exc.strerror}") from None
+    try:
+        fd = os.open(path, _DIRECTORY)
+    except FileNotFoundError:
+        raise
+    except OSError as exc:
+        raise JobDirError(f"{path} must be a directory of root's, not a link: {exc.strerror}") from None
+    info = os.fstat(fd)
+    if info.st_uid != 0 or info.st_mode & 0o022:
+        os.close(fd)
+        raise JobDirError(
+            f"{path} must belong to root and be writable by root only, "
+            f"found uid {info.st_uid} mode {stat.S_IMODE(info.st_mode):04o}"
+        )
+    return fd
+
+
+def exists(run_fd: int, job: int, uid: int) -> bool:
+    """Whether the job has a directory of its owner's."""
+    try:
+        info = os.stat(str(job), dir_fd=run_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == uid
+
+
+def make(run_fd: int, job: int, uid: int, gid: int) -> None:
+    """Makes the job's directory (0700, its owner's). One of the same owner stays as it is; anything else of
+    that name is a leftover of another job and is removed first. Raises `JobDirError`."""
+    name = str(job)
+    if exists(run_fd, job, uid):
+        return
+    remove(run_fd, name)
+    # Root's until it is complete: its owner finds it empty and with the right mode, or not at all.
+    try:
+        os.mkdir(name, 0o700, dir_fd=run_fd)
+        fd = os.open(name, _DIRECTORY, dir_fd=run_fd)
+    except OSError as exc:
+        raise JobDirError(f"the directory of job {job} could not be made: {exc.strerror}") from None
+    try:
+        os.fchmod(fd, 0o700)
+        os.fchown(fd, uid, gid)
+    finally:
+        os.close(fd)
+
+
+def remove(run_fd: int, name: str) -> None:
+    """Removes one entry of the run directory with all below it. Raises `JobDirError` where the bounds on entries,
+    depth or time are exceeded, and leaves the rest for another time. Missing is fine."""
+    try:
+        info = os.stat(name, dir_fd=run_fd, follow_symlinks=False)
+        if not stat.S_ISDIR(info.st_mode):
+            os.unlink(name, dir_fd=run_fd)
+            return
+        _Removal(info).empty(run_fd, name, DEPTH_MAX)
+        os.rmdir(name, dir_fd=run_fd)
+    except FileNotFoundError:
+        return
+    except OSError as exc:
+        raise JobDirError(f"leftover {name!r} could not be removed: {exc.strerror}") from None
+
+
+class _Removal:
+    """Bounds shared by one recursive removal; never leaves the file system and the owner it began with."""
+
+    def __init__(self, top: os.stat_result) -> None:
+        self.top = top
+        self.entries_left = ENTRIES_MAX
+        self.deadline = time.monotonic() + REMOVE_TIMEOUT_S
+
+    def empty(self, parent_fd: int, name: str, depth: int) -> None:
+        if depth == 0:
+            raise JobDirError(f"leftover is deeper than {DEPTH_MAX} directories")
+        fd = os.open(name, _DIRECTORY, dir_fd=parent_fd)
+        try:
+            info = os.fstat(fd)
+            if (info.st_dev, info.st_uid) != (self.top.st_dev, self.top.st_uid):
+                raise JobDirError("leftover holds a directory of another owner or file system")
+            with os.scandir(fd) as entries:
+                names = [entry.name for entry, _ in zip(entries, range(self.entries_left + 1), strict=False)]
+            for entry in names:
+                self.entries_left -= 1
+                if self.entries_left < 0 or time.monotonic() > self.deadline:
+                    raise JobDirError("leftover is too large to remove at once")
+                self._remove(fd, entry, depth)
+        finally:
+            os.close(fd)
+
+    def _remove(self, fd: int, name: str, depth: int) -> None:
+        try:
+            os.unlink(name, dir_fd=fd)
+        except FileNotFoundError:
+            pass
+        except (IsADirectoryError, PermissionError):
+            self.empty(fd, name, depth - 1)
+            os.rmdir(name, dir_fd=fd)

@@ -1,0 +1,87 @@
+"""What dead agents left behind: the prolog of the next job on the node removes it.
+
+A job that was cancelled while it waited to be run again gets no epilog anywhere; without this its directory would
+stay until the node reboots. (Its memory is gone with the agent's process.)
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+
+from gemini_hpc.agent import ask, jobdir, privileges
+
+AGE_MIN_S = 60.0
+REMOVED_MAX = 8
+TIMEOUT_S = 1.0
+PROBE_TIMEOUT_S = 0.2
+
+_SOMEBODY, _NOBODY = 10, 11
+
+
+def remove(run_fd: int, run_dir: str, except_job: int) -> list[str]:
+    """Removes leftovers of other jobs, a bounded number in bounded time; returns what could not be removed, one
+    sentence each.
+
+    A leftover is a directory older than a minute, whose agent nobody hears from, of a job that has no step on
+    this node (an agent that crashed is started again by its supervisor, and its trainers wait for it).
+    """
+    deadline = time.monotonic() + TIMEOUT_S
+    problems: list[str] = []
+    candidates = [name for name in os.listdir(run_fd) if name.isascii() and name.isdecimal()]
+    removed = 0
+    for name in sorted(candidates):
+        if removed >= REMOVED_MAX or time.monotonic() > deadline:
+            break
+        if name == str(except_job) or not _is_leftover(run_fd, run_dir, name):
+            continue
+        removed += 1
+        try:
+            jobdir.remove(run_fd, name)
+        except jobdir.JobDirError as exc:
+            problems.append(f"{run_dir}/{name}: {exc}")
+    return problems
+
+
+def _is_leftover(run_fd: int, run_dir: str, name: str) -> bool:
+    try:
+        info = os.stat(name, dir_fd=run_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISDIR(info.st_mode) or time.time() - max(info.st_mtime, info.st_ctime) < AGE_MIN_S:
+        return False
+    return not _answers(f"{run_dir}/{name}", info.st_uid) and not _has_step(name)
+
+
+def _answers(directory: str, uid: int) -> bool:
+    """Asked as the directory's owner: what lies in it must not lead root anywhere. In doubt, yes."""
+
+    def probe() -> int:
+        try:
+            ask.connect(directory, uid, time.monotonic() + PROBE_TIMEOUT_S).close()
+        except ask.NobodyAnswersError:
+            return _NOBODY
+        return _SOMEBODY
+
+    try:
+        owner = privileges.owner(uid)
+    except privileges.PrivilegeError:
+        return False  # its user is gone, so nobody could have started an agent again
+    child = privileges.fork_as(owner, probe, _SOMEBODY, lambda _: None)
+    return privileges.outcome(child, 2 * PROBE_TIMEOUT_S) != _NOBODY
+
+
+def _has_step(job: str) -> bool:
+    """Whether a slurmstepd of this job runs here; its title is `slurmstepd: [JOB.STEP]`."""
+    wanted = f"slurmstepd: [{job}.".encode()
+    for pid in os.listdir("/proc"):
+        if not pid.isdecimal():
+            continue
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as f:
+                if f.read(64).startswith(wanted):
+                    return True
+        except OSError:
+            continue
+    return False

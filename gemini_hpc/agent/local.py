@@ -1,0 +1,156 @@
+"""The local socket: training ranks, the prolog and the epilog speak to the agent here, one packet a message."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import msgspec
+
+from gemini_hpc.wire import local
+
+_CREDENTIALS = struct.Struct("3i")
+_MAX_FDS = 4
+MAX_CLIENTS = 1024
+
+
+class Client:
+    """One connection to the local socket."""
+
+    def __init__(self, sock: socket.socket, pid: int, uid: int) -> None:
+        self._sock, self.pid, self.uid = sock, pid, uid
+        self.closed = asyncio.Event()
+
+    def drop(self) -> None:
+        """Close: the other end sees the end of file."""
+        if not self.closed.is_set():
+            self.closed.set()
+            with suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+
+Reply = tuple[local.Message, list[int]]
+Handle = Callable[[Client, local.Request, list[int]], Awaitable[Reply]]
+
+
+class LocalServer:
+    """Accepts clients of one uid (and root) on a SEQPACKET socket and answers their requests in order.
+
+    `handle` gets each request with the descriptors beside it (its to close) and returns the reply with the
+    descriptors to send (closed here after sending). `gone` is told when a client's connection ends.
+    """
+
+    def __init__(self, path: str, uid: int, handle: Handle, gone: Callable[[Client], None]) -> None:
+        self._path, self._uid, self._handle, self._gone = path, uid, handle, gone
+        self._clients: set[Client] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._sock.bind(path)
+        os.chmod(path, 0o600)
+        self._sock.listen(128)
+        asyncio.get_running_loop().add_reader(self._sock, self._accept)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            sock, _ = self._sock.accept()
+            sock.setblocking(False)
+            raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            pid, uid, _gid = _CREDENTIALS.unpack(raw)
+            if uid not in (self._uid, 0) or len(self._clients) >= MAX_CLIENTS:
+                sock.close()
+                return
+            client = Client(sock, pid, uid)
+            self._clients.add(client)
+            task = asyncio.ensure_future(self._serve(client, sock))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, client: Client, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
+        loop.add_reader(sock, readable.set)
+        try:
+            while True:
+                await readable.wait()
+                readable.clear()
+                try:
+                    data, fds, flags, _ = socket.recv_fds(sock, local.MAX_PACKET_BYTES + 1, _MAX_FDS)
+                except BlockingIOError:
+                    continue
+                for fd in fds:
+                    os.set_inheritable(fd, False)
+                if not data:
+                    return
+                readable.set()
+                reply, out = await self._answer(client, data, fds, flags)
+                try:
+                    await self._send(sock, local.encode(reply), out)
+                finally:
+                    for fd in out:
+                        os.close(fd)
+        except (OSError, asyncio.CancelledError):
+            pass
+        finally:
+            loop.remove_reader(sock)
+            sock.close()
+            client.closed.set()
+            self._clients.discard(client)
+            self._gone(client)
+
+    async def _answer(self, client: Client, data: bytes, fds: list[int], flags: int) -> Reply:
+        if len(data) > local.MAX_PACKET_BYTES or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            return self._refuse(
+                fds, f"a message has at most {local.MAX_PACKET_BYTES} bytes and {_MAX_FDS} descriptors"
+            )
+        try:
+            request = local.request_decoder.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+            return self._refuse(fds, f"not understood: {exc}")
+        return await self._handle(client, request, fds)
+
+    @staticmethod
+    def _refuse(fds: list[int], reason: str) -> Reply:
+        for fd in fds:
+            os.close(fd)
+        return local.Error(reason[:500]), []
+
+    @staticmethod
+    async def _send(sock: socket.socket, data: bytes, fds: list[int]) -> None:
+        loop = asyncio.get_running_loop()
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        while True:
+            try:
+                sock.sendmsg([data], ancillary)
+                return
+            except BlockingIOError:
+                writable = asyncio.Event()
+                loop.add_writer(sock, writable.set)
+                try:
+                    async with asyncio.timeout(10.0):
+                        await writable.wait()
+                except TimeoutError:
+                    raise OSError("client does not read") from None
+                finally:
+                    loop.remove_writer(sock)
+
+    def drop(self, wanted: Callable[[Client], bool]) -> None:
+        """Close every client for which `wanted` is true."""
+        for client in list(self._clients):
+            if wanted(client):
+                client.drop()
+
+    def close(self) -> None:
+        """Stop listening, close all clients, remove the socket."""
+        asyncio.get_running_loop().remove_reader(self._sock)
+        self._sock.close()
+        with suppress(FileNotFoundError):
+            os.unlink(self._path)
+        for task in list(self._tasks):
+            task.cancel()

@@ -1,0 +1,56 @@
+"""The map file: what the SPANK plugin and the batch script read of an incarnation, all or nothing (SITE 17)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+NAME = "map"
+
+
+def render(
+    *,
+    job: int,
+    restart: int,
+    nodelist: str,
+    hosts: Sequence[str],
+    noderanks: Mapping[str, int],
+    host: str,
+    master_port: int,
+    socket_path: str,
+    agent_port: int,
+    epoch: int,
+    map_hash: str,
+) -> str:
+    """The file's text; `hosts` in the order of Slurm's node list."""
+    by_rank = {rank: name for name, rank in noderanks.items()}
+    lines = {
+        "job": job,
+        "restart": restart,
+        "nodes": len(hosts),
+        "nodelist": nodelist,
+        "noderanks": ",".join(str(noderanks[h]) for h in hosts),
+        "noderank": noderanks[host],
+        "master_addr": by_rank[0],
+        "master_port": master_port,
+        "socket": socket_path,
+        "agent_port": agent_port,
+        "epoch": epoch,
+        "hash": map_hash,
+    }
+    return "GEMINI_MAP 1\n" + "".join(f"{k}={v}\n" for k, v in lines.items())
+
+
+def write(directory: str, text: str) -> None:
+    """Put the file in place in one step."""
+    temporary = os.path.join(directory, f".{NAME}.{os.getpid()}")
+    with open(temporary, "w", encoding="ascii") as f:
+        f.write(text)
+    os.replace(temporary, os.path.join(directory, NAME))
+
+
+def remove(directory: str) -> None:
+    """No map: plain Slurm."""
+    with suppress(FileNotFoundError):
+        os.unlink(os.path.join(directory, NAME))

@@ -1,0 +1,129 @@
+"""Replica memory: sealed memfds (never named files), reserved page by page before use, and their budget."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from contextlib import suppress
+
+import xxhash
+
+from gemini_hpc.config import Settings
+
+_F_ADD_SEALS = 1033
+_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
+_DIGEST_STRIDE_BYTES = 8 << 20
+
+
+class NoMemory(Exception):
+    """A reservation does not fit; the message has the numbers."""
+
+
+def meminfo() -> dict[str, int]:
+    """/proc/meminfo in bytes."""
+    table: dict[str, int] = {}
+    with open("/proc/meminfo", encoding="ascii") as f:
+        for line in f:
+            key, _, rest = line.partition(":")
+            table[key] = int(rest.split()[0]) * 1024
+    return table
+
+
+class Memfd:
+    """An anonymous file in memory of a fixed size; its pages are all there after `reserve`."""
+
+    def __init__(self, name: str, size_bytes: int, fd: int = -1) -> None:
+        self.size_bytes = size_bytes
+        self.fd = fd
+        self._map: mmap.mmap | None = None
+        if fd < 0:
+            self.fd = os.memfd_create(name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.fd, size_bytes)
+            fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL)
+
+    def reserve(self) -> None:
+        """Take all pages now (blocking, about 0.5 s a GiB), so that nothing can fail later. Raises `NoMemory`."""
+        try:
+            os.posix_fallocate(self.fd, 0, self.size_bytes)
+        except OSError as exc:
+            raise NoMemory(f"the kernel refused {self.size_bytes} bytes: {os.strerror(exc.errno or 0)}") from None
+
+    def view(self) -> memoryview:
+        """The whole file, writable; mapped at first use. Release the view before `close`."""
+        if self._map is None:
+            self._map = mmap.mmap(self.fd, self.size_bytes)
+        return memoryview(self._map)
+
+    def digest(self, used_bytes: int) -> str:
+        """xxh3_128 (hex) of the first `used_bytes`; the GIL is free meanwhile."""
+        hasher = xxhash.xxh3_128()
+        with self.view() as view:
+            for at in range(0, used_bytes, _DIGEST_STRIDE_BYTES):
+                hasher.update(view[at : min(used_bytes, at + _DIGEST_STRIDE_BYTES)])
+        return hasher.hexdigest()
+
+    def read_only_fd(self) -> int:
+        """A new descriptor of the same memory that cannot be written through."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Give the memory back (as far as nobody else has it mapped)."""
+        if self._map is not None:
+            with suppress(BufferError):  # a digest or a pull still reads it: unmapped when that ends
+                self._map.close()
+            self._map = None
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def adopt(fd: int, size_bytes: int) -> Memfd:
+    """A `Memfd` around a descriptor that a trainer handed back. Raises ValueError where it is not what it says."""
+    if os.fstat(fd).st_size != size_bytes:
+        raise ValueError(f"handed back {os.fstat(fd).st_size} bytes, wanted {size_bytes}")
+    if not os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:gemini"):
+        raise ValueError("not a replica's memory")
+    return Memfd("", size_bytes, fd)
+
+
+class Budget:
+    """How much of the node one agent may fill (SITE 15)."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._fraction = settings.memory_fraction
+        self._floor_bytes = settings.memory_floor_bytes
+        self.taken_bytes = 0
+
+    @property
+    def cap_bytes(self) -> int:
+        """The most that this agent may ever take."""
+        return int(meminfo()["MemTotal"] * self._fraction)
+
+    def take(self, wanted_bytes: int, what: str) -> None:
+        """Count a reservation. Raises `NoMemory` with the numbers where it does not fit."""
+        cap, available = self.cap_bytes, meminfo()["MemAvailable"]
+        if self.taken_bytes + wanted_bytes > cap:
+            raise NoMemory(
+                f"{what}: not enough memory for the replicas: wanted {_mib(wanted_bytes)} beside "
+                f"{_mib(self.taken_bytes)} already held, the node's cap is {_mib(cap)} "
+                f"(memory_fraction {self._fraction:g})"
+            )
+        if wanted_bytes > available - self._floor_bytes:
+            raise NoMemory(
+                f"{what}: not enough memory for the replicas: wanted {_mib(wanted_bytes)}, available "
+                f"{_mib(available)} less the floor of {_mib(self._floor_bytes)}"
+            )
+        self.taken_bytes += wanted_bytes
+
+    def give(self, given_bytes: int) -> None:
+        """A reservation has been freed."""
+        self.taken_bytes -= given_bytes
+
+    def below_floor(self) -> bool:
+        """True where the node's free memory has fallen below the floor."""
+        return meminfo()["MemAvailable"] < self._floor_bytes
+
+
+def _mib(n: int) -> str:
+    return f"{n / (1 << 20):,.0f} MiB"

@@ -1,0 +1,275 @@
+"""Links to peer agents: who dials whom, heartbeats, and what silence means.
+
+The agent at position p of the host list keeps links to its tree parent and children, to its two neighbours
+on either side of the ring of positions, and to the members of its placement group. The later position dials
+the earlier one. A peer is suspected after `heartbeat_missed` silent heartbeats, or when its connection broke
+and cannot be made again; it is called dead only when other peers cannot reach it either (indirect probing).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
+
+from gemini_hpc.agent.ports import candidates
+from gemini_hpc.config import Settings
+from gemini_hpc.wire import peer
+from gemini_hpc.wire.handshake import Client, HandshakeError
+from gemini_hpc.wire.link import Link, LinkClosed, connect
+
+_MAX_WITNESSES = 3
+_RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
+
+
+class Mesh:
+    """The links of one agent in one incarnation."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        job: int,
+        restart: int,
+        uid: int,
+        host: str,
+        instance: str,
+        hosts: tuple[str, ...],
+        on_link: Callable[[str], None],
+        on_message: Callable[[str, peer.PeerMessage], None],
+        on_dead: Callable[[str, tuple[str, ...]], None],
+    ) -> None:
+        self._settings = settings
+        self._job, self.restart, self._uid = job, restart, uid
+        self.host, self._instance, self.hosts = host, instance, hosts
+        self._on_link, self._on_message, self._on_dead = on_link, on_message, on_dead
+        self.position = {h: i for i, h in enumerate(hosts)}
+        self.links: dict[str, Link] = {}
+        self.ports: dict[str, int] = {}
+        self.heard: dict[str, float] = {}
+        self.dead: set[str] = set()
+        self.suspects: set[str] = set()
+        self.watching = True
+        self._partners: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._probes: dict[tuple[str, str], asyncio.Future[bool]] = {}
+        self._spawn(self._beat())
+
+    def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ---- partners --------------------------------------------------------------------------------------
+
+    def want(self, partners: Iterable[str]) -> None:
+        """Keep links to these hosts too; dial those that stand before us in the host list."""
+        for name in partners:
+            if name == self.host or name in self._partners or name not in self.position:
+                continue
+            self._partners.add(name)
+            if self.position[name] < self.position[self.host]:
+                self._spawn(self._keep(name))
+
+    def ring(self, reach: int = 2) -> set[str]:
+        """The neighbours on the ring of positions."""
+        n, p = len(self.hosts), self.position[self.host]
+        return {self.hosts[(p + d) % n] for d in range(-reach, reach + 1)} - {self.host}
+
+    def client(self, target: str, purpose: str) -> Client:
+        """The calling side of a handshake with a peer of this job."""
+        return Client(
+            purpose=purpose,
+            cluster=self._settings.cluster_name,
+            job=self._job,
+            restart=self.restart,
+            source=self.host,
+            target=target,
+            instance=self._instance,
+            server_uid=self._uid,
+        )
+
+    async def _dial(self, name: str, timeout_s: float) -> Link:
+        ports = candidates(self._settings, self._job)
+        known = self.ports.get(name)
+        if known is not None:
+            ports = [known, *(p for p in ports if p != known)]
+        failure: Exception = OSError("no port")
+        for port in ports[: len(ports) if known is None else 4]:
+            try:
+                address = self._settings.address_of(name)
+                link = await connect(address, port, self.client(name, "link"), timeout_s)
+                self.ports[name] = port
+                return link
+            except TimeoutError:
+                raise
+            except (OSError, HandshakeError) as exc:
+                failure = exc
+        raise failure
+
+    async def _keep(self, name: str) -> None:
+        tries = 0
+        while True:
+            with suppress(OSError, HandshakeError, TimeoutError):
+                link = await self._dial(name, 2.0)
+                tries = 0
+                await self.serve(name, link)
+            await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
+            tries += 1
+
+    async def serve(self, name: str, link: Link) -> None:
+        """Use an authenticated link until it breaks; a newer one to the same host replaces the older."""
+        old = self.links.get(name)
+        if old is not None:
+            old.abort()
+        self.links[name] = link
+        self.heard[name] = time.monotonic()
+        self._alive(name)
+        self._on_link(name)
+        try:
+            while True:
+                message = await link.receive()
+                self.heard[name] = link.last_heard
+                self._dispatch(name, message)
+        except LinkClosed:
+            pass
+        finally:
+            if self.links.get(name) is link:
+                del self.links[name]
+            link.abort()
+
+    # ---- messages --------------------------------------------------------------------------------------
+
+    def send(self, name: str, message: peer.Message) -> bool:
+        """Send to one host; False where there is no link to it."""
+        link = self.links.get(name)
+        if link is None or link.closed:
+            return False
+        link.send(message)
+        return True
+
+    def _dispatch(self, name: str, message: peer.PeerMessage) -> None:
+        if isinstance(message, peer.Ping):
+            return
+        if isinstance(message, peer.ProbeAsk):
+            self._spawn(self._answer_probe(name, message.host))
+        elif isinstance(message, peer.ProbeAnswer):
+            future = self._probes.get((name, message.host))
+            if future is not None and not future.done():
+                future.set_result(message.alive)
+        elif isinstance(message, peer.Obituary):
+            self._obituary(name, message)
+        else:
+            self._on_message(name, message)
+
+    def silent(self) -> set[str]:
+        """Partners that are suspected now: silent, or without a link."""
+        return self.suspects | {n for n in self._partners if n not in self.links and n in self.heard}
+
+    # ---- heartbeats and suspicion ----------------------------------------------------------------------
+
+    @property
+    def silence_s(self) -> float:
+        """Silence after which a peer is suspected."""
+        return self._settings.heartbeat_timeout_s()
+
+    async def _beat(self) -> None:
+        late_since = time.monotonic()
+        while True:
+            await asyncio.sleep(self._settings.heartbeat_s)
+            now = time.monotonic()
+            if now - late_since > 2 * self.silence_s:  # we ourselves were stopped: hear first, judge later
+                for name in self.heard:
+                    self.heard[name] = now
+            late_since = now
+            for link in list(self.links.values()):
+                link.send(peer.Ping())
+            for name in self._partners:
+                heard = self.heard.get(name)
+                silent = heard is not None and now - heard > self.silence_s
+                if silent and self.watching and name not in self.dead and name not in self.suspects:
+                    self.suspects.add(name)
+                    self._spawn(self._suspect(name))
+
+    async def _suspect(self, name: str) -> None:
+        try:
+            others = [h for h in self.links if h not in (name, *self.suspects)][:_MAX_WITNESSES]
+            timeout_s = self.silence_s
+            mine, *theirs = await asyncio.gather(
+                self._reach(name, timeout_s / 2), *(self._ask(other, name, timeout_s) for other in others)
+            )
+            if mine or any(answer is True for answer in theirs):
+                self.heard[name] = time.monotonic()
+                return
+            witnesses = tuple(o for o, answer in zip(others, theirs, strict=True) if answer is False)
+            if self.watching:
+                self._bury(name)
+                self._on_dead(name, (self.host, *witnesses))
+        finally:
+            self.suspects.discard(name)
+
+    async def _reach(self, name: str, timeout_s: float) -> bool:
+        link = self.links.get(name)
+        if link is not None and time.monotonic() - link.last_heard <= self.silence_s / 2:
+            return True
+        try:
+            probe = await self._dial(name, timeout_s)
+        except HandshakeError as exc:
+            return str(exc).startswith("refused")
+        except (OSError, TimeoutError):
+            return False
+        probe.abort()
+        return True
+
+    async def _ask(self, other: str, name: str, timeout_s: float) -> bool | None:
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._probes[other, name] = future
+        try:
+            if not self.send(other, peer.ProbeAsk(name)):
+                return None
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            return None
+        finally:
+            self._probes.pop((other, name), None)
+
+    async def _answer_probe(self, asker: str, name: str) -> None:
+        if name in self.position:
+            alive = await self._reach(name, self.silence_s / 2)
+            self.send(asker, peer.ProbeAnswer(name, alive))
+
+    def _bury(self, name: str) -> None:
+        if name in self.dead:
+            return
+        self.dead.add(name)
+        for other in self.links:
+            self.send(other, peer.Obituary(name, False, self.restart))
+
+    def _obituary(self, sender: str, message: peer.Obituary) -> None:
+        name = message.host
+        if message.restart != self.restart or name == self.host or name not in self.position:
+            return
+        heard = self.heard.get(name)
+        if message.alive:
+            if name in self.dead:
+                self._alive(name)
+        elif name not in self.dead and (heard is None or time.monotonic() - heard > self.silence_s / 2):
+            self._bury(name)
+            self._on_dead(name, (sender,))
+
+    def _alive(self, name: str) -> None:
+        if name in self.dead:
+            self.dead.discard(name)
+            for other in self.links:
+                self.send(other, peer.Obituary(name, True, self.restart))
+
+    def close(self) -> None:
+        """Drop all links and stop dialling."""
+        self.watching = False
+        for task in list(self._tasks):
+            task.cancel()
+        for link in list(self.links.values()):
+            link.abort()
+        self.links.clear()

@@ -1,0 +1,21 @@
+"""The address that an agent listens on."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+
+_SIOCGIFADDR = 0x8915
+
+
+def interface_address(interface: str) -> tuple[str, str]:
+    """(IPv4 address, name) of a network interface; ("", "") for none, and where the interface has no address."""
+    if not interface:
+        return "", ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            raw = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return "", ""
+    return socket.inet_ntoa(raw[20:24]), interface

@@ -1,0 +1,77 @@
+"""One agent's part of what `gemini-hpc inspect` shows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gemini_hpc.wire import page, peer
+
+if TYPE_CHECKING:
+    from gemini_hpc.agent.agent import Agent
+    from gemini_hpc.agent.trainingset import TrainingSet
+
+_STATES = {
+    page.STATE_ARMING: "arming",
+    page.STATE_PROTECTED: "protected",
+    page.STATE_DEGRADED: "degraded",
+    page.STATE_FROZEN: "recovering",
+}
+
+
+def _set(training: TrainingSet) -> peer.SetState:
+    sealed = training.sealed
+    state = "finished" if training.succeeded else _STATES.get(training.page.state, "unknown")
+    return peer.SetState(
+        name=training.name,
+        world=training.world or training.chosen_world,
+        sealed=None if sealed is None else (sealed.epoch, sealed.version),
+        state=state,
+        ranks=tuple(sorted(training.greeted)),
+        note=training.note or "; ".join(training.lost)[:500],
+    )
+
+
+def inspect_part(agent: Agent, request: int) -> peer.InspectPart:
+    """Everything that this node can tell of the job."""
+    held = []
+    for shard in agent.store:
+        for index, slot in enumerate(shard.pair.slots):
+            held.append(
+                peer.HeldSlot(
+                    set=shard.set,
+                    rank=shard.rank,
+                    world=shard.world,
+                    home=shard.home,
+                    slot=index,
+                    state=slot.state,
+                    stamp=None if slot.stamp is None else (slot.stamp.epoch, slot.stamp.version),
+                    bytes=shard.bytes,
+                    used=slot.bytes_used,
+                    since=shard.since[index],
+                    verified=shard.verified[index],
+                )
+            )
+    rounds, mesh = agent.rounds, agent.mesh
+    return peer.InspectPart(
+        host=agent.node,
+        job=agent.job,
+        uid=agent.uid,
+        restart=max(agent.restart, 0),
+        replicas=agent.replicas,
+        epoch=agent.epoch,
+        round=rounds.round if rounds is not None else 0,
+        state="detached" if agent.detached else (rounds.stage if rounds is not None else "idle"),
+        hosts=agent.hosts,
+        noderanks=agent.noderanks,
+        address=agent.address or agent.address_of(agent.node),
+        interface=agent.interface,
+        port=agent.port,
+        memory_bytes=agent.budget.taken_bytes,
+        memory_cap_bytes=agent.budget.cap_bytes,
+        sets=tuple(_set(t) for t in agent.sets.values()),
+        held=tuple(held),
+        events=tuple(agent.events[-200:]),
+        suspects=tuple(sorted(mesh.silent() - mesh.dead)) if mesh is not None else (),
+        dead=tuple(sorted(mesh.dead)) if mesh is not None else (),
+        request=request,
+    )

@@ -1,0 +1,176 @@
+"""The prolog's work on one node: an agent for this incarnation of the job, started or found again.
+
+    python3 -I -m gemini_hpc.agent.prolog JOB UID RESTART REPLICAS NODE NODELIST TIER TIER_INTERVAL
+
+Runs as root, called by `prolog_epilog/prolog`, which has checked the integers; TIER and TIER_INTERVAL may be empty.
+Root makes the job's directory and clears leftovers of dead jobs; whatever touches the inside of the job's directory
+is done by a child that has become the job's owner for good.
+
+Exit status: 0; or `EXIT_STRICT` where gemini.toml says strict_prolog = true and the agent could not be started.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import stat
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+
+from gemini_hpc.agent import ask, jobdir, launch, leftovers, privileges
+from gemini_hpc.agent.report import complain
+from gemini_hpc.config import ConfigError, Settings, load
+
+EXIT_STRICT = 3
+POLL_S = 0.005
+EXITED_GRACE_S = 0.5  # it may have left a daemon of its own behind
+OWNER_GRACE_S = 1.0
+REPLICAS_MAX = 32
+TIER_INTERVAL_MAX_S = 604800
+
+# How the child that is the job's owner tells root how it went.
+_PROTECTED, _UNPROTECTED, _NOT_STARTED = 0, 10, 11
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """One run of a job, as slurmd describes it; `tier_interval_s` is 0 and `tier` empty where not given."""
+
+    job: int
+    uid: int
+    restart: int
+    replicas: int
+    node: str
+    nodelist: str
+    tier: str
+    tier_interval_s: int
+
+
+def parse(argv: list[str]) -> Incarnation:
+    """The incarnation of a command line; raises `ValueError` with what was wanted and found."""
+    if len(argv) != 8:
+        raise ValueError(f"wanted 8 arguments, found {len(argv)}")
+    job, uid, restart, replicas, node, nodelist, tier, tier_interval = argv
+    return Incarnation(
+        job=parse_number("job id", job, 1, 2**32 - 1),
+        uid=parse_number("uid", uid, 0, 2**32 - 2),
+        restart=parse_number("restart count", restart, 0, 2**32 - 1),
+        replicas=parse_number("replicas", replicas, 1, REPLICAS_MAX),
+        node=_text("node name", node, r"[A-Za-z0-9._-]{1,255}"),
+        nodelist=_text("node list", nodelist, r"[A-Za-z0-9._,\[\]-]{1,60000}"),
+        tier=_text("tier", tier, r"|/[ -~]{0,4095}", banned="\"'`\\"),
+        tier_interval_s=parse_number("tier interval", tier_interval, 1, TIER_INTERVAL_MAX_S) if tier_interval else 0,
+    )
+
+
+def parse_number(what: str, text: str, least: int, most: int) -> int:
+    """A strict decimal number within bounds; raises `ValueError`."""
+    if re.fullmatch(r"0|[1-9][0-9]{0,9}", text) and least <= int(text) <= most:
+        return int(text)
+    raise ValueError(f"{what}: wanted a whole number from {least} to {most}, found {text[:80]!r}")
+
+
+def _text(what: str, text: str, pattern: str, banned: str = "") -> str:
+    if re.fullmatch(pattern, text) and not any(c in text for c in banned):
+        return text
+    raise ValueError(f"{what}: found {text[:80]!r}, which cannot be one")
+
+
+def _unprotected(job: int, why: str) -> None:
+    complain("prolog", job, f"not protected: {why}")
+
+
+def main(argv: list[str]) -> int:
+    """Does the prolog's work; returns the exit status. Never raises."""
+    try:
+        inc = parse(argv)
+    except ValueError as exc:
+        _unprotected(0, f"{exc}")
+        return 0
+    try:
+        settings = load()
+    except ConfigError as exc:
+        _unprotected(inc.job, f"{exc}")
+        return 0
+    try:
+        outcome = _protect(inc, settings)
+    except (jobdir.JobDirError, privileges.PrivilegeError, OSError) as exc:
+        _unprotected(inc.job, f"{exc}")
+        outcome = _NOT_STARTED
+    return EXIT_STRICT if settings.strict_prolog and outcome == _NOT_STARTED else 0
+
+
+def _protect(inc: Incarnation, settings: Settings) -> int:
+    owner = privileges.owner(inc.uid)
+    run_fd = jobdir.open_run_dir(settings.run_dir, create=True)
+    jobdir.make(run_fd, inc.job, inc.uid, owner.pw_gid)
+    child = privileges.fork_as(owner, lambda: _as_owner(inc, settings), _NOT_STARTED, partial(_unprotected, inc.job))
+    # While the owner's side waits for the agent.
+    for problem in leftovers.remove(run_fd, settings.run_dir, except_job=inc.job):
+        complain("prolog", inc.job, problem)
+    return privileges.outcome(child, settings.attach_timeout_s + OWNER_GRACE_S)
+
+
+def _as_owner(inc: Incarnation, settings: Settings) -> int:
+    """The part that root must not do. A status of `_PROTECTED`, `_UNPROTECTED` (an agent is there, but said no or
+    nothing: perhaps the user's doing, so never an error of the node) or `_NOT_STARTED`."""
+    directory = f"{settings.run_dir}/{inc.job}"
+    try:
+        answer = _attach(directory, inc, time.monotonic() + settings.attach_timeout_s)
+        if answer != "ready":
+            raise ask.AskError(f"wanted 'ready', the agent said {answer[:80]!r}")
+    except ask.AskError as exc:
+        _unprotected(inc.job, f"{exc}")
+        return _UNPROTECTED
+    except launch.LaunchError as exc:
+        _unprotected(inc.job, f"the agent could not be started: {exc}; see {directory}/agent.log")
+        return _NOT_STARTED
+    return _PROTECTED
+
+
+def _attach(directory: str, inc: Incarnation, deadline: float) -> str:
+    """Finds the agent, or starts it once, and announces this incarnation; returns what it answered."""
+    question = {
+        "op": "attach",
+        "job": inc.job,
+        "restart": inc.restart,
+        "nodelist": inc.nodelist,
+        "node": inc.node,
+        "replicas": inc.replicas,
+        "tier": inc.tier,
+        "tier_interval": inc.tier_interval_s,
+    }
+    process: int | None = None
+    ended = False
+    while True:
+        try:
+            with ask.connect(directory, inc.uid, deadline) as sock:
+                return str(ask.ask(sock, question, deadline)["op"])
+        except ask.NobodyAnswersError:
+            if process is None:
+                _clear_way(f"{directory}/{ask.SOCKET_NAME}")
+                process = launch.start(directory, inc.job, inc.uid, inc.node)
+            elif not ended and select.select([process], [], [], 0)[0]:
+                ended = True
+                deadline = min(deadline, time.monotonic() + EXITED_GRACE_S)
+            if time.monotonic() + POLL_S > deadline:
+                why = "it ended at once" if ended else "it did not open its socket in time"
+                raise launch.LaunchError(why) from None
+            time.sleep(POLL_S)
+
+
+def _clear_way(path: str) -> None:
+    """A file, link or pipe in the socket's place must not keep the agent from binding; a dead agent's socket is left
+    to the new one, for its supervisor may be starting it again at this moment."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            os.unlink(path)
+    except OSError:
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

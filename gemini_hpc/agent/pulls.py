@@ -1,0 +1,144 @@
+"""The pulls of one node in one round: its own copies as planned, and guests that a rank asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from threading import Event
+from typing import TYPE_CHECKING
+
+from gemini_hpc.agent import pull
+from gemini_hpc.agent.memory import Memfd, NoMemory
+from gemini_hpc.agent.trainingset import TrainingSet
+from gemini_hpc.core.slots import Refused, Stamp
+from gemini_hpc.wire import peer
+from gemini_hpc.wire.handshake import Client
+
+if TYPE_CHECKING:
+    from gemini_hpc.agent.agent import Agent
+
+_AT_ONCE = 4
+
+
+class Pulls:
+    """Fetches copies from peers, a few at once, next source on failure."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._running: dict[tuple[str, int], asyncio.Task[Memfd]] = {}
+        self._gate = asyncio.Semaphore(_AT_ONCE)
+        self._stop = Event()
+        self.bytes = 0
+
+    async def cease(self) -> None:
+        """Give up all pulls and return when none writes any more."""
+        self._stop.set()
+        tasks = list(self._running.values())
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._running.clear()
+        self._stop = Event()
+
+    def start(self, orders: list[peer.PullOrder]) -> None:
+        """Begin what the plan gives this node to do."""
+        if orders:
+            self._agent.spawn(self._all(orders, time.time()))
+
+    async def _all(self, orders: list[peer.PullOrder], since: float) -> None:
+        stop = self._stop
+        results = await asyncio.gather(
+            *(self._shared(o.copy, o.sources, keep=True) for o in orders), return_exceptions=True
+        )
+        if stop.is_set():
+            return
+        good = [o for o, r in zip(orders, results, strict=True) if isinstance(r, Memfd)]
+        took, size = time.time() - since, sum(o.copy.used for o in good)
+        version = max((o.copy.stamp[1] for o in orders), default=0)
+        for order, result in zip(orders, results, strict=True):
+            if isinstance(result, BaseException):
+                self._agent.log("unserved", version=version, detail=f"shard {order.copy.rank}: {result}")
+        self._agent.log("pulled", version=version, detail=f"{len(good)} shards, {size} bytes in {took:.3f} s")
+
+    async def obtain(self, training: TrainingSet, copy: peer.CopyRecord) -> Memfd:
+        """Memory with this verified copy: held here, being pulled, or pulled now as a guest. Raises `PullFailed`."""
+        key = (copy.set, copy.rank)
+        if key in self._running:
+            return await asyncio.shield(self._running[key])
+        found = self._agent.store.find(copy.set, copy.rank, Stamp(*copy.stamp))
+        if found is not None and found[0].pair.slots[found[1]].state == "complete":
+            return found[0].memory[found[1]]
+        if copy.rank in training.guests:
+            return training.guests[copy.rank]
+        return await self._shared(copy, training.sources.get(copy.rank, ()), keep=False)
+
+    async def _shared(self, copy: peer.CopyRecord, sources: tuple[str, ...], *, keep: bool) -> Memfd:
+        key = (copy.set, copy.rank)
+        task = self._running.get(key)
+        if task is None:
+            task = asyncio.ensure_future(self._one(copy, sources, keep=keep))
+            self._running[key] = task
+            task.add_done_callback(lambda t: self._done(key, t))
+        return await asyncio.shield(task)
+
+    def _done(self, key: tuple[str, int], task: asyncio.Task[Memfd]) -> None:
+        if self._running.get(key) is task:
+            del self._running[key]
+        if not task.cancelled():
+            task.exception()
+
+    async def _one(self, copy: peer.CopyRecord, sources: tuple[str, ...], *, keep: bool) -> Memfd:
+        agent, stop = self._agent, self._stop
+        mesh = agent.mesh
+        if mesh is None:
+            raise pull.PullFailed("no peers")
+        async with self._gate:
+            ways = []
+            for host in sources:
+                if host != agent.node and host not in mesh.dead:
+                    port = mesh.ports.get(host) or pull_port(agent, host)
+                    ways.append((host, agent.address_of(host), port, mesh.client(host, "pull")))
+            if not keep:
+                return await self._guest(copy, ways, stop)
+            stamp = Stamp(*copy.stamp)
+            try:
+                shard = await agent.store.make(copy.set, copy.rank, copy.world, copy.home, copy.bytes)
+                index = shard.pair.begin(stamp, None, frozenset(), voted=frozenset())
+            except (NoMemory, Refused) as exc:
+                raise pull.PullFailed(str(exc)) from None
+            memory = shard.memory[index]
+            try:
+                source, trouble = await asyncio.to_thread(pull.fetch, copy, memory, ways, stop)
+            except pull.PullFailed:
+                if shard.pair.slots[index].stamp == stamp:
+                    shard.pair.void(index)
+                raise
+            if trouble:
+                agent.log("next_holder", version=stamp.version, detail=f"shard {copy.rank} from {source}; {trouble}")
+            shard.pair.complete(index, stamp, copy.digest, copy.used)
+            shard.since[index] = shard.verified[index] = time.time()
+            self.bytes += copy.used
+            agent.recount(copy.set)
+            return memory
+
+    async def _guest(self, copy: peer.CopyRecord, ways: list[tuple[str, str, int, Client]], stop: Event) -> Memfd:
+        agent = self._agent
+        memory = Memfd(f"gemini:guest:{copy.rank}", copy.used)
+        try:
+            await asyncio.to_thread(memory.reserve)
+            source, trouble = await asyncio.to_thread(pull.fetch, copy, memory, ways, stop)
+        except NoMemory as exc:
+            memory.close()
+            raise pull.PullFailed(str(exc)) from None
+        except BaseException:
+            memory.close()
+            raise
+        if trouble:
+            agent.log("next_holder", version=copy.stamp[1], detail=f"shard {copy.rank} from {source}; {trouble}")
+        agent.training(copy.set).guests[copy.rank] = memory
+        self.bytes += copy.used
+        return memory
+
+
+def pull_port(agent: Agent, host: str) -> int:
+    """The port that the plan names for a host."""
+    plan = agent.rounds.plan if agent.rounds is not None else None
+    return plan.ports.get(host, 0) if plan is not None else 0

@@ -1,0 +1,17 @@
+"""How prolog and epilog complain: one line to slurmd (stderr) and to the system's log, nothing else."""
+
+from __future__ import annotations
+
+import sys
+import syslog
+from contextlib import suppress
+
+
+def complain(where: str, job: int, text: str) -> None:
+    """Logs `text`, which may hold anything, as one line."""
+    shown = "".join(c if c.isprintable() else "?" for c in text)[:500]
+    line = f"{where}: job={job} {shown}"
+    with suppress(OSError, ValueError):  # slurmd may have closed its end; the system's log still gets it
+        print(f"gemini-hpc: {line}", file=sys.stderr, flush=True)
+    syslog.openlog("gemini-hpc", syslog.LOG_PID, syslog.LOG_DAEMON)
+    syslog.syslog(syslog.LOG_ERR, line)

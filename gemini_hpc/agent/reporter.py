@@ -1,0 +1,121 @@
+"""The agent's line to the controller: registration, reports of silent peers, events; all optional."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from gemini_hpc.agent.picture import inspect_part
+from gemini_hpc.wire import peer
+from gemini_hpc.wire.handshake import Client, HandshakeError
+from gemini_hpc.wire.link import Link, LinkClosed, connect
+
+if TYPE_CHECKING:
+    from gemini_hpc.agent.agent import Agent
+
+_RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+_BACKLOG = 500
+
+
+class Reporter:
+    """Dials the controller for as long as the agent lives; without one, nothing is lost but speed."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._link: Link | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._backlog: deque[peer.EventRecord] = deque(maxlen=_BACKLOG)
+
+    @property
+    def connected(self) -> bool:
+        """True while a controller listens."""
+        return self._link is not None and not self._link.closed
+
+    def start(self) -> None:
+        """Begin to dial, where there is a controller."""
+        if self._agent.settings.controller_host:
+            self._task = self._agent.spawn(self._run())
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._task is not None:
+            self._task.cancel()
+        if self._link is not None:
+            self._link.close()
+
+    def register(self) -> None:
+        """Tell which incarnation this agent is in."""
+        agent = self._agent
+        if self._link is not None and agent.restart >= 0:
+            self._link.send(
+                peer.Registration(
+                    job=agent.job,
+                    restart=agent.restart,
+                    host=agent.node,
+                    hosts=agent.hosts,
+                    replicas=agent.replicas,
+                    port=agent.port,
+                    instance=agent.instance,
+                    state="detached" if agent.detached else "attached",
+                )
+            )
+
+    def tell(self, event: peer.EventRecord) -> None:
+        """Pass an event on, now or when there is a line."""
+        self._backlog.append(event)
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._link is not None and self._backlog:
+            self._link.send(peer.EventsUp(self._agent.job, tuple(self._backlog)))
+            self._backlog.clear()
+
+    def report(self, host: str, witnesses: tuple[str, ...]) -> None:
+        """A peer is silent."""
+        if self._link is not None:
+            agent = self._agent
+            self._link.send(peer.Report(agent.job, agent.restart, host, witnesses, time.time()))
+
+    async def _run(self) -> None:
+        tries = 0
+        while True:
+            with suppress(OSError, TimeoutError, HandshakeError, LinkClosed):
+                await self._serve()
+                tries = 0
+            self._link = None
+            await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
+            tries += 1
+
+    async def _serve(self) -> None:
+        agent = self._agent
+        settings = agent.settings
+        client = Client(
+            purpose="control",
+            cluster=settings.cluster_name,
+            job=agent.job,
+            restart=max(agent.restart, 0),
+            source=agent.node,
+            target=settings.controller_host,
+            instance=agent.instance,
+            server_uid=settings.slurm_uid(),
+        )
+        link = await connect(settings.controller_host, settings.controller_port, client)
+        self._link = link
+        try:
+            self.register()
+            self._flush()
+            if agent.mesh is not None:
+                for host in agent.mesh.dead:
+                    self.report(host, (agent.node,))
+            while True:
+                message = await link.receive()
+                if isinstance(message, peer.InspectAsk):
+                    link.send(inspect_part(agent, message.request))
+                elif isinstance(message, peer.Release) and message.job == agent.job:
+                    agent.release(f"controller: {message.reason}")
+        finally:
+            self._link = None
+            link.close()

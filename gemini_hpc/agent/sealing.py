@@ -1,0 +1,133 @@
+"""Sealing one set: this agent's vote goes up the tree, the root's word comes down (R2, R3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from gemini_hpc.core.seal import SILENT, Root, Vote, Word, merge, vote_of
+from gemini_hpc.core.slots import SlotPair, Stamp
+from gemini_hpc.wire import peer
+
+
+class WireVote(msgspec.Struct, frozen=True, array_like=True):
+    """`core.seal.Vote` as it travels."""
+
+    complete: tuple[peer.StampT, ...]
+    seen: tuple[peer.StampT, ...]
+    floor: peer.StampT | None
+    kept: tuple[peer.StampT, ...]
+
+
+class Ballot(msgspec.Struct, frozen=True):
+    """A vote, the number of slot pairs behind it, and the number of shards that the training has."""
+
+    vote: Vote
+    pairs: int
+    world: int
+
+
+_NOTHING = Ballot(SILENT, 0, 0)
+_decoder = msgspec.msgpack.Decoder(WireVote)
+
+
+def _stamps(stamps: Iterable[Stamp]) -> tuple[peer.StampT, ...]:
+    return tuple(sorted((s.epoch, s.version) for s in stamps))
+
+
+def to_wire(round_number: int, set_name: str, ballot: Ballot) -> peer.VoteUp:
+    """The message for a ballot."""
+    v = ballot.vote
+    floor = None if v.floor is None else (v.floor.epoch, v.floor.version)
+    wire = WireVote(_stamps(v.complete), _stamps(v.seen), floor, _stamps(v.kept))
+    raw = msgspec.Raw(msgspec.msgpack.encode(wire))
+    return peer.VoteUp(round_number, set_name, ballot.pairs, ballot.world, raw)
+
+
+def from_wire(message: peer.VoteUp) -> Ballot:
+    """The ballot in a message. Raises msgspec.MsgspecError."""
+    w = _decoder.decode(message.vote)
+    vote = Vote(
+        frozenset(Stamp(*s) for s in w.complete),
+        frozenset(Stamp(*s) for s in w.seen),
+        None if w.floor is None else Stamp(*w.floor),
+        frozenset(Stamp(*s) for s in w.kept),
+    )
+    return Ballot(vote, message.pairs, message.world)
+
+
+class Sealing:
+    """The votes of this agent and its children for one set in one round; the root's word as known here.
+
+    A node that holds nothing of the set has no voice; but the root seals only while the pairs that were voted
+    for number world x m, so that no shard and no holder can be missing unnoticed.
+    """
+
+    def __init__(
+        self,
+        replicas: int,
+        children: Iterable[str],
+        up: Callable[[Ballot], None] | None,
+        spread: Callable[[Word], None],
+    ) -> None:
+        self._replicas = replicas
+        self._own = _NOTHING
+        self._below = dict.fromkeys(children, _NOTHING)
+        self._up, self._spread = up, spread
+        self._root = Root(["job"]) if up is None else None
+        self._sent: Ballot | None = None
+        self.word = Word()
+        self.voted: frozenset[Stamp] = frozenset()
+
+    def recount(self, pairs: list[SlotPair], world: int) -> None:
+        """Vote anew after something has changed on this node."""
+        self._own = Ballot(vote_of(pairs) if pairs else SILENT, len(pairs), world)
+        self._tell()
+
+    def heard(self, child: str, ballot: Ballot) -> None:
+        """A child's newer vote."""
+        if child in self._below:
+            self._below[child] = ballot
+            self._tell()
+
+    def repeat(self) -> None:
+        """The link upward is new: vote again."""
+        self._sent = None
+        self._tell()
+
+    def _merged(self) -> Ballot:
+        ballots = [b for b in (self._own, *self._below.values()) if b.pairs]
+        if not ballots:
+            return _NOTHING
+        pairs = sum(b.pairs for b in ballots)
+        return Ballot(merge(b.vote for b in ballots), pairs, max(b.world for b in ballots))
+
+    def _tell(self) -> None:
+        ballot = self._merged()
+        if self._root is None:
+            if ballot != self._sent and self._up is not None:
+                self.voted |= self._own.vote.complete
+                self._sent = ballot
+                self._up(ballot)
+            return
+        vote = ballot.vote
+        if ballot.pairs != ballot.world * self._replicas:
+            vote = Vote(frozenset(), vote.seen, vote.floor, vote.kept)
+        self.voted |= self._own.vote.complete
+        self._root.update("job", vote)
+        word = self._root.word()
+        if word != self.word:
+            self.hear(word)
+
+    def hear(self, word: Word) -> None:
+        """The root's word; it goes on to the children and to the trainers."""
+        if word == self.word:
+            return
+        sealed = word.sealed
+        if self.word.sealed is not None and (sealed is None or sealed < self.word.sealed):
+            return
+        self.word = word
+        if sealed is not None:
+            self.voted = frozenset(s for s in self.voted if s > sealed)
+        self._spread(word)

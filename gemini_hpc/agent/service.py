@@ -1,0 +1,311 @@
+"""What the agent does for training ranks: one method a request of `wire.local`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from typing import TYPE_CHECKING
+
+from gemini_hpc.agent.local import Client, Reply
+from gemini_hpc.agent.memory import NoMemory, adopt
+from gemini_hpc.agent.pull import PullFailed
+from gemini_hpc.agent.store import Shard
+from gemini_hpc.agent.trainingset import TrainingSet
+from gemini_hpc.core.slots import Refused, Stamp
+from gemini_hpc.wire import local, page
+
+if TYPE_CHECKING:
+    from gemini_hpc.agent.agent import Agent
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_MAX_WORLD = 1 << 20
+_OTHER_LAUNCH_S = 5.0
+_ROUND_S = 100.0
+
+
+class Rejected(Exception):
+    """A request that cannot be served; the text is for the user."""
+
+
+class Service:
+    """Requests of training ranks, on behalf of the agent that owns sets and store."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._clients: dict[Client, tuple[str, str, int]] = {}
+        self._fills: dict[tuple[str, int, int], Client] = {}
+
+    # ---- bookkeeping -----------------------------------------------------------------------------------
+
+    def gone(self, client: Client) -> None:
+        """A connection has ended: what it was filling is void."""
+        who = self._clients.pop(client, None)
+        for (name, rank, index), filler in list(self._fills.items()):
+            if filler is client:
+                del self._fills[name, rank, index]
+                shard = self._agent.store.get(name, rank)
+                if shard is not None and shard.pair.slots[index].state == "filling":
+                    shard.pair.void(index)
+                    self._agent.recount(name)
+        if who is not None:
+            training = self._agent.sets.get(who[1])
+            if training is not None and training.present.get(who[2]) is client:
+                del training.present[who[2]]
+
+    def steps(self) -> set[str]:
+        """Launches whose training ranks are connected now."""
+        return {step for step, _, _ in self._clients.values()}
+
+    def drop_others(self, step: str) -> None:
+        """A new round: connections of earlier launches (or of this one, which must say hello again) end."""
+        for client in list(self._clients):
+            client.drop()
+        self._fills.clear()
+
+    def _training(self, client: Client, name: str) -> TrainingSet:
+        who = self._clients.get(client)
+        training = self._agent.sets.get(name)
+        if who is None or who[1] != name or training is None:
+            raise Rejected("say hello first")
+        rounds = self._agent.rounds
+        if rounds is None or rounds.stage != "live":
+            raise Rejected("a recovery round is on")
+        return training
+
+    def _shard(self, client: Client, name: str, rank: int) -> tuple[TrainingSet, Shard]:
+        training = self._training(client, name)
+        shard = self._agent.store.get(name, rank)
+        if shard is None:
+            raise Rejected(f"shard of rank {rank} is not registered here")
+        return training, shard
+
+    # ---- requests --------------------------------------------------------------------------------------
+
+    async def handle(self, client: Client, request: local.Request, fds: list[int]) -> Reply:
+        """Answer one request of a training rank; takes the descriptors."""
+        try:
+            if isinstance(request, local.HandBack):
+                return await self._hand_back(client, request, fds)
+            if isinstance(request, local.Hello):
+                return await self._hello(client, request)
+            if isinstance(request, local.Register):
+                return await self._register(client, request)
+            if isinstance(request, local.Begin):
+                return self._begin(client, request)
+            if isinstance(request, local.Landed):
+                return self._landed(client, request)
+            if isinstance(request, local.Abort):
+                return self._abort(client, request)
+            if isinstance(request, local.Fetch):
+                return await self._fetch(client, request)
+            if isinstance(request, local.Event):
+                detail = request.detail[:300]
+                self._agent.log(request.name[:40], version=request.version, detail=detail, t=request.t)
+                return local.Ok(), []
+            if isinstance(request, local.Finished):
+                self._training(client, request.set).finished.add(request.rank)
+                return local.Ok(), []
+        except (Rejected, NoMemory) as exc:
+            return local.Error(str(exc)), []
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return local.Error("not a request of a training rank"), []
+
+    async def _hello(self, client: Client, m: local.Hello) -> Reply:
+        agent = self._agent
+        if m.proto != local.PROTOCOL:
+            raise Rejected(f"protocol {m.proto} of the training process, the agent speaks {local.PROTOCOL}")
+        if not _NAME.fullmatch(m.set) or not 0 <= m.rank < m.world <= _MAX_WORLD:
+            raise Rejected(f"set {m.set[:64]!r}, rank {m.rank} of {m.world} cannot be")
+        rounds = agent.rounds
+        if rounds is None or agent.detached:
+            raise Rejected("this node has no part in a running incarnation of the job")
+        if not m.rejoin:
+            try:
+                async with asyncio.timeout(_ROUND_S):
+                    await self._round_for(m)
+            except TimeoutError:
+                raise Rejected("the agents did not agree in time; see gemini-hpc inspect") from None
+        elif rounds.stage != "live" or rounds.step != m.step:
+            raise Rejected("the job has gone on without this process")
+        if client.closed.is_set():
+            raise Rejected("closed")
+        training = agent.training(m.set)
+        training.greeted.add(m.rank)
+        training.finished.discard(m.rank)
+        training.present[m.rank] = client
+        training.world = m.world
+        self._clients[client] = (m.step, m.set, m.rank)
+        chosen = training.chosen or Stamp(0, 0)
+        welcome = local.Welcome(
+            job=agent.job,
+            restart=agent.restart,
+            epoch=agent.epoch,
+            node_rank=agent.noderanks[agent.node],
+            nodes=len(agent.hosts),
+            replicas=agent.replicas,
+            chosen_epoch=chosen.epoch,
+            chosen_version=chosen.version,
+            chosen_world=training.chosen_world,
+            lost=training.lost[:100],
+        )
+        return welcome, [training.page_fd()]
+
+    async def _round_for(self, m: local.Hello) -> None:
+        """Wait for the round that serves this launch; ask for one where it is a new launch."""
+        agent = self._agent
+        rounds = agent.rounds
+        assert rounds is not None
+        await rounds.wait_live(None)
+        again = m.set in agent.sets and m.rank in agent.sets[m.set].greeted
+        if rounds.step == m.step and not again:
+            return
+        deadline = time.monotonic() + _OTHER_LAUNCH_S
+        while others := self.steps() - {m.step}:
+            if time.monotonic() > deadline:
+                raise Rejected(f"another training of this job is running (step {', '.join(sorted(others))})")
+            await asyncio.sleep(0.02)
+        before = rounds.round
+        need_new = again or bool(rounds.step)
+        while True:
+            if rounds.stage == "live" and rounds.step == m.step and (rounds.round > before or not need_new):
+                return
+            if rounds.stage == "live":
+                rounds.need(rounds.round, m.step)
+            if rounds.stage == "live" and rounds.step == m.step and not need_new:
+                return
+            try:
+                async with asyncio.timeout(1.0):  # the wish may be lost with a link: ask again
+                    await rounds.changed()
+            except TimeoutError:
+                continue
+
+    async def _register(self, client: Client, m: local.Register) -> Reply:
+        agent = self._agent
+        training = self._training(client, m.set)
+        if not 0 <= m.rank < m.world <= _MAX_WORLD or not 0 <= m.home < len(agent.hosts):
+            raise Rejected(f"shard of rank {m.rank} of {m.world}, home {m.home} cannot be")
+        if not 0 < m.bytes < 1 << 50:
+            raise Rejected(f"a shard of {m.bytes} bytes cannot be")
+        assert agent.rounds is not None
+        number = agent.rounds.round
+        try:
+            shard = await agent.store.make(m.set, m.rank, m.world, m.home, m.bytes)
+        except NoMemory as exc:
+            training.note = str(exc)
+            agent.log("refused", detail=str(exc))
+            raise
+        if agent.rounds is None or agent.rounds.round != number:
+            raise Rejected("a recovery round is on")
+        shard.registered_round = number
+        training.world = m.world
+        agent.recount(m.set)
+        return local.Slots(m.bytes), [os.dup(memory.fd) for memory in shard.memory]
+
+    def _begin(self, client: Client, m: local.Begin) -> Reply:
+        agent = self._agent
+        training, shard = self._shard(client, m.set, m.rank)
+        if shard.registered_round != (agent.rounds.round if agent.rounds else 0) or training.sealing is None:
+            raise Rejected(f"shard of rank {m.rank} is not registered in this round")
+        word, voted = training.sealing.word, training.sealing.voted
+        stamp = Stamp(agent.epoch, m.version)
+        try:
+            index = shard.pair.begin(stamp, training.sealed, word.abandoned, voted=voted)
+        except Refused as exc:
+            return local.Refused(exc.reason), []
+        shard.since[index] = time.time()
+        self._fills[m.set, m.rank, index] = client
+        agent.recount(m.set)
+        return local.Begun(index), []
+
+    def _filling(self, client: Client, name: str, rank: int, index: int, version: int) -> Shard | None:
+        _, shard = self._shard(client, name, rank)
+        if index not in (0, 1) or self._fills.get((name, rank, index)) is not client:
+            return None
+        slot = shard.pair.slots[index]
+        if slot.state != "filling" or slot.stamp != Stamp(self._agent.epoch, version):
+            return None
+        return shard
+
+    def _landed(self, client: Client, m: local.Landed) -> Reply:
+        shard = self._filling(client, m.set, m.rank, m.slot, m.version)
+        if shard is None:
+            return local.Error(f"slot {m.slot} of rank {m.rank} is not being filled with version {m.version}"), []
+        if not 0 < m.used <= shard.bytes:
+            raise Rejected(f"{m.used} bytes used of a slot of {shard.bytes}")
+        del self._fills[m.set, m.rank, m.slot]
+        self._agent.spawn(self._verify(shard, m))
+        return local.Ok(), []
+
+    async def _verify(self, shard: Shard, m: local.Landed) -> None:
+        agent = self._agent
+        stamp = Stamp(agent.epoch, m.version)
+        digest = await asyncio.to_thread(shard.memory[m.slot].digest, m.used)
+        slot = shard.pair.slots[m.slot]
+        if slot.state != "filling" or slot.stamp != stamp:
+            return
+        if digest == m.digest:
+            shard.pair.complete(m.slot, stamp, digest, m.used)
+            shard.since[m.slot] = shard.verified[m.slot] = time.time()
+        else:
+            shard.pair.void(m.slot)
+            agent.log("damaged", version=m.version, detail=f"shard {m.rank}: the digest differs after landing")
+        agent.recount(m.set)
+
+    def _abort(self, client: Client, m: local.Abort) -> Reply:
+        shard = self._filling(client, m.set, m.rank, m.slot, m.version)
+        if shard is not None:
+            del self._fills[m.set, m.rank, m.slot]
+            shard.pair.void(m.slot)
+            self._agent.recount(m.set)
+        return local.Ok(), []
+
+    async def _fetch(self, client: Client, m: local.Fetch) -> Reply:
+        agent = self._agent
+        training = self._training(client, m.set)
+        copy = training.chosen_copies.get(m.rank)
+        if copy is None:
+            raise Rejected(f"shard {m.rank} is not part of the chosen version")
+        try:
+            memory = await agent.pulls.obtain(training, copy)
+        except PullFailed as exc:
+            agent.log("unserved", version=copy.stamp[1], detail=f"shard {m.rank}: {exc}")
+            raise Rejected(f"shard {m.rank} of version {copy.stamp[1]} could not be had: {exc}") from None
+        reply = local.Copy(copy.stamp[0], copy.stamp[1], copy.bytes, copy.used, copy.digest)
+        return reply, [memory.read_only_fd()]
+
+    async def _hand_back(self, client: Client, m: local.HandBack, fds: list[int]) -> Reply:
+        agent = self._agent
+        training = self._training(client, m.set)
+        if len(fds) != 1 or m.slot not in (0, 1) or m.bytes <= 0 or not 0 <= m.rank < m.world:
+            raise Rejected("a hand-back needs one descriptor and a slot")
+        shard = agent.store.get(m.set, m.rank)
+        if shard is None or shard.bytes != m.bytes or shard.world != m.world:
+            shard = await agent.store.make(m.set, m.rank, m.world, m.home, m.bytes, reserve=False)
+        if m.epoch > agent.epoch or shard.pair.slots[m.slot].state != "empty":
+            raise Rejected(f"slot {m.slot} of rank {m.rank} cannot take version {m.version} back")
+        try:
+            memory = adopt(os.dup(fds[0]), m.bytes)
+        except (ValueError, OSError) as exc:
+            raise Rejected(str(exc)) from None
+        shard.memory[m.slot].close()
+        shard.memory[m.slot] = memory
+        assert agent.rounds is not None
+        shard.registered_round = agent.rounds.round
+        training.world = m.world
+        if m.digest and 0 < m.used <= m.bytes:
+            digest = await asyncio.to_thread(memory.digest, m.used)
+            stamp = Stamp(m.epoch, m.version)
+            if digest == m.digest and shard.pair.slots[m.slot].state == "empty":
+                shard.pair.restore(m.slot, stamp, digest, m.used)
+                shard.since[m.slot] = shard.verified[m.slot] = time.time()
+            else:
+                agent.log("damaged", version=m.version, detail=f"shard {m.rank}: handed back with another digest")
+        if training.sealing is not None:
+            training.sealing.voted |= shard.pair.complete_stamps()
+        training.page.set_state(page.STATE_PROTECTED)
+        agent.recount(m.set)
+        return local.Ok(), []

@@ -1,0 +1,76 @@
+"""One training of the job as this node sees it: its seal, what it resumes from, and who takes part."""
+
+from __future__ import annotations
+
+from gemini_hpc.agent.local import Client
+from gemini_hpc.agent.memory import Memfd
+from gemini_hpc.agent.sealing import Sealing
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.wire import page, peer
+
+
+class TrainingSet:
+    """State of one set (`Checkpointer(name=...)`) on this node."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.world = 0
+        self._memory = Memfd(f"gemini:page:{name}", page.PAGE_BYTES)
+        self.page = page.ControlPage(self._memory.fd, writable=True)
+        self.sealing: Sealing | None = None
+        self.chosen: Stamp | None = None
+        self.chosen_world = 0
+        self.chosen_copies: dict[int, peer.CopyRecord] = {}
+        self.sources: dict[int, tuple[str, ...]] = {}
+        self.lost: tuple[str, ...] = ()
+        self.note = ""
+        self.present: dict[int, Client] = {}
+        self.greeted: set[int] = set()
+        self.finished: set[int] = set()
+        self.guests: dict[int, Memfd] = {}
+
+    @property
+    def sealed(self) -> Stamp | None:
+        """The newest version that counts as sealed: the root's word, or what this incarnation resumed from."""
+        word = self.sealing.word.sealed if self.sealing is not None else None
+        return word if word is not None else self.chosen
+
+    @property
+    def succeeded(self) -> bool:
+        """All ranks that trained here have closed their checkpointers."""
+        return bool(self.greeted) and self.finished >= self.greeted
+
+    def page_fd(self) -> int:
+        """A descriptor of the control page for a trainer."""
+        return self._memory.read_only_fd()
+
+    def plan(self, plan: peer.SetPlan | None, round_number: int) -> None:
+        """Start anew with what a round has decided for this set."""
+        self.sealing = None
+        self.present.clear()
+        self.greeted.clear()
+        self.finished.clear()
+        self.drop_guests()
+        self.chosen, self.chosen_world, self.sources, self.lost = None, 0, {}, ()
+        self.chosen_copies = {}
+        self.note = ""
+        if plan is not None:
+            self.chosen = None if plan.chosen is None else Stamp(*plan.chosen)
+            self.chosen_world, self.lost = plan.world, plan.lost
+            self.sources = {copy.rank: hosts for copy, hosts in plan.copies}
+            self.chosen_copies = {copy.rank: copy for copy, _ in plan.copies}
+        self.page.set_sealed(*(self.chosen or (0, 0)))
+        self.page.set_state(page.STATE_ARMING)
+        self.page.set_round(round_number)
+
+    def drop_guests(self) -> None:
+        """Free copies that were pulled for loading only."""
+        for memory in self.guests.values():
+            memory.close()
+        self.guests.clear()
+
+    def close(self) -> None:
+        """Free everything."""
+        self.drop_guests()
+        self.page.close()
+        self._memory.close()
