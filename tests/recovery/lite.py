@@ -1,0 +1,172 @@
+"""A training program without torch: the same requests to the agents, a state that betrays every mixture.
+
+    srun python lite.py LOG STEPS STEP_SECONDS [SHARD_BYTES] [--max-lost ...]
+
+One rank a node. The state of rank r after version v is a chain of hashes over (rank, epoch, version), so it names
+its whole lineage; each rank also computes the state of the ranks whose copies its node holds, which stands for
+the transport between trainers. After a recovery every rank fetches *all* shards and checks that they are of one
+version and one lineage. Each line of LOG is a JSON object: what, rank, version, epoch, restart, t, ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import socket
+import sys
+import time
+
+import xxhash
+
+from gemini_hpc.core import placement
+from gemini_hpc.wire import local
+from gemini_hpc.wire.page import ControlPage
+
+SET = "default"
+
+
+class Agent:
+    def __init__(self, path: str) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sock.settimeout(120)
+        self.sock.connect(path)
+
+    def ask(self, request: local.Message, fds: list[int] | None = None) -> tuple[local.Message, list[int]]:
+        if fds:
+            socket.send_fds(self.sock, [local.encode(request)], fds)
+        else:
+            self.sock.send(local.encode(request))
+        data, got, _, _ = socket.recv_fds(self.sock, local.MAX_PACKET_BYTES, 4)
+        if not data:
+            raise ConnectionError("the agent has gone")
+        return local.reply_decoder.decode(data), list(got)
+
+
+def link(state: str, rank: int, epoch: int, version: int) -> str:
+    return hashlib.blake2b(f"{state} {rank} {epoch} {version}".encode(), digest_size=16).hexdigest()
+
+
+class Slots:
+    def __init__(self, agent: Agent, rank: int, world: int, home: int, size: int) -> None:
+        self.rank, self.world, self.home, self.size = rank, world, home, size
+        self.fds: list[int] = []
+        self.maps: list[mmap.mmap] = []
+        self.stamps: list[tuple[int, int, int, str]] = [(0, 0, 0, "")] * 2
+        reply, self.fds = agent.ask(local.Register(SET, rank, world, home, size))
+        if not isinstance(reply, local.Slots):
+            raise SystemExit(f"lite: {reply}")
+        self.maps = [mmap.mmap(fd, size) for fd in self.fds]
+
+    def save(self, agent: Agent, epoch: int, version: int, payload: bytes) -> str:
+        reply, _ = agent.ask(local.Begin(SET, self.rank, version))
+        if not isinstance(reply, local.Begun):
+            return str(reply)
+        view = self.maps[reply.slot]
+        view[: len(payload)] = payload
+        digest = xxhash.xxh3_128(payload).hexdigest()
+        landed, _ = agent.ask(local.Landed(SET, self.rank, version, reply.slot, len(payload), digest))
+        self.stamps[reply.slot] = (epoch, version, len(payload), digest)
+        return "" if isinstance(landed, local.Ok) else str(landed)
+
+    def hand_back(self, agent: Agent) -> None:
+        for index, fd in enumerate(self.fds):
+            epoch, version, used, digest = self.stamps[index]
+            back = local.HandBack(
+                SET, self.rank, self.world, self.home, self.size, index, epoch, version, used, digest
+            )
+            agent.ask(back, [fd])
+
+
+def main() -> int:
+    log_path, steps, pause = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+    size = int(sys.argv[4]) if len(sys.argv) > 4 else 1 << 16
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    step_id = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def say(what: str, version: int, **more: object) -> None:
+        line = {"what": what, "rank": rank, "version": version, "restart": restart, "step": step_id}
+        os.write(log, (json.dumps({**line, "t": time.time(), **more}) + "\n").encode())
+
+    path = os.environ["GEMINI_SOCKET"]
+    agent = Agent(path)
+    hello = local.Hello(local.PROTOCOL, SET, rank, world, 0, step_id, os.getpid())
+    welcome, fds = agent.ask(hello)
+    if not isinstance(welcome, local.Welcome):
+        print(f"lite: rank {rank}: {welcome}", file=sys.stderr)
+        return 3
+    page = ControlPage(fds[0], writable=False)
+    version = welcome.chosen_version
+    states = {r: "" for r in range(world)}
+    lineage: list[int] = []
+    if version:
+        for r in range(welcome.chosen_world):
+            copy, got = agent.ask(local.Fetch(SET, r))
+            if not isinstance(copy, local.Copy):
+                print(f"lite: rank {rank}: shard {r}: {copy}", file=sys.stderr)
+                return 4
+            head = json.loads(os.pread(got[0], copy.used, 0).rstrip(b"\0"))
+            os.close(got[0])
+            if head["version"] != version or (lineage and head["lineage"] != lineage):
+                say("MIXED", version, found=head)
+                return 5
+            lineage, states[r] = head["lineage"], head["state"]
+    for line in welcome.lost:
+        say("lost", version, reason=line)
+    say("resumed", version, epoch=welcome.epoch, lineage=lineage, node_rank=welcome.node_rank)
+    expect = ""
+    for v, e in enumerate(lineage, 1):
+        expect = link(expect, 0, e, v)
+    if expect != states[0]:
+        say("MIXED", version, found="chain")
+        return 5
+    n, m = welcome.nodes, welcome.replicas
+    held = [Slots(agent, r, world, r, size) for r in placement.holds_for(welcome.node_rank, n, m)]
+    late = False
+    while version < steps:
+        time.sleep(pause)
+        version += 1  # the optimizer step of the program: only now is v-1's state overwritten
+        lineage.append(welcome.epoch)
+        for r in states:
+            states[r] = link(states[r], r, welcome.epoch, version)
+        say("step", version, epoch=welcome.epoch)
+        try:
+            for slots in held:
+                head = {"version": version, "lineage": lineage, "state": states[slots.rank], "rank": slots.rank}
+                payload = json.dumps(head).encode()
+                trouble = slots.save(agent, welcome.epoch, version, payload.ljust(size, b"\0")[:size])
+                if trouble:
+                    say("skipped", version, reason=trouble)
+            deadline = time.monotonic() + (0.0 if late else 5.0)
+            while page.sealed < (welcome.epoch, version) and time.monotonic() < deadline:
+                time.sleep(0.0005)
+            late = page.sealed < (welcome.epoch, version)
+            say("late" if late else "sealed", version)
+        except (OSError, ConnectionError):
+            say("agent gone", version)
+            for _ in range(100):
+                try:
+                    agent = Agent(path)
+                    again, fds = agent.ask(
+                        local.Hello(local.PROTOCOL, SET, rank, world, 0, step_id, os.getpid(), rejoin=True)
+                    )
+                    if isinstance(again, local.Welcome):
+                        page = ControlPage(fds[0], writable=False)
+                        for slots in held:
+                            slots.hand_back(agent)
+                        say("rejoined", version)
+                        break
+                except OSError:
+                    pass
+                time.sleep(0.05)
+    agent.ask(local.Event("done", version, time.time()))
+    agent.ask(local.Finished(SET, rank))
+    say("done", version, state=states[rank])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
