@@ -1,0 +1,280 @@
+"""`gemini-hpc devcluster`: a real multi-node Slurm cluster on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+
+from gemini_hpc.devcluster import profiles, requirements, status, teardown
+from gemini_hpc.devcluster.cluster import Cluster
+from gemini_hpc.devcluster.errors import DevclusterError
+from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.profiles import Setting
+
+if TYPE_CHECKING:
+    _Subparsers = argparse._SubParsersAction[Any]
+
+_DESCRIPTION = """\
+A real Slurm cluster (slurmctld, slurmd, munged) on this machine, each node in namespaces of its own. It needs root
+and Debian's Slurm packages, and leaves this machine's network, users and settings alone. Users alice and bob exist
+inside only.
+"""
+_EXAMPLES = """\
+example:
+  gemini-hpc devcluster up --nodes 3
+  gemini-hpc devcluster sbatch -N2 --gemini-replicas=2 job.sh
+  gemini-hpc devcluster power-off n2
+  gemini-hpc devcluster run -- squeue
+  gemini-hpc devcluster down
+"""
+
+
+class _VerbParser(argparse.ArgumentParser):
+    """A parser that can leave the end of its command line alone.
+
+    With `words_before_command` = n it takes its own options and n positionals; what follows them, or follows "--", is
+    the namespace's `command`, options too. (argparse.REMAINDER rejects a command that starts with an option.)
+    """
+
+    def __init__(self, *, words_before_command: int | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._before = words_before_command
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._before is None:
+            return super().parse_known_args(args, namespace)
+        words, index, positionals = list(args), 0, 0
+        while index < len(words) and words[index] != "--":
+            option = words[index].partition("=")[0]
+            if option in self._option_string_actions:
+                takes_value = self._option_string_actions[option].nargs != 0 and option == words[index]
+                index += 2 if takes_value else 1
+            elif positionals < self._before and not option.startswith("-"):
+                index, positionals = index + 1, positionals + 1
+            else:
+                break
+        result, unknown = super().parse_known_args(words[:index], namespace)
+        result.command = words[index + (words[index : index + 1] == ["--"]) :]
+        if not result.command:
+            self.error("nothing to run is given")
+        return result, unknown
+
+
+def register(subparsers: _Subparsers) -> None:
+    """Add the verb `devcluster` to a command line; its `func` takes the parsed arguments, returns the exit code."""
+    parser = subparsers.add_parser(
+        "devcluster",
+        help="a real multi-node Slurm cluster on this machine",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(
+        dest="devcluster_verb", metavar="VERB", required=True, parser_class=_VerbParser, title="verbs"
+    )
+    _register_life(verbs)
+    _register_commands(verbs)
+    _register_nodes(verbs)
+
+
+def _add(
+    verbs: _Subparsers, verb: str, sentence: str, action: Callable[[Any], int], **more: Any
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = verbs.add_parser(verb, help=sentence, description=f"{sentence}.", **more)
+    parser.set_defaults(func=_guarded(action))
+    if verb != "list":
+        parser.add_argument("--name", default="dev", help="which cluster (default: dev)")
+    return parser
+
+
+def _register_life(verbs: _Subparsers) -> None:
+    up = _add(verbs, "up", "Start a cluster and wait until all its nodes are idle", _up)
+    up.add_argument("--nodes", type=int, default=5, metavar="K", help="nodes n1..nK (default: 5)")
+    meanings = "; ".join(f"{profile.name}: {profile.sentence}" for profile in profiles.PROFILES.values())
+    up.add_argument("--profile", default="fast", help=f"{meanings} (default: fast)")
+    up.add_argument("--cpus", type=int, default=4, help="CPUs per node, as Slurm is told (default: 4)")
+    up.add_argument("--memory-mb", type=int, default=2000, help="MiB per node, as Slurm is told (default: 2000)")
+    up.add_argument("--replace", action="store_true", help="take a running cluster of this name down first")
+    up.add_argument("--no-site", action="store_true", help="without SPANK plugin, prolog and epilog")
+    up.add_argument("--no-controller", action="store_true", help="without the gemini controller service")
+    up.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a key of the cluster's gemini.toml, e.g. heartbeat_s=0.5 (repeatable)",
+    )
+    _add(verbs, "down", "End a cluster and remove every trace of it, also of one that died half way", _down)
+    shown = _add(verbs, "status", "Show a cluster's nodes, their power and Slurm's view of them", _status)
+    shown.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    _add(verbs, "list", "List the clusters of this machine", _list)
+
+
+def _register_commands(verbs: _Subparsers) -> None:
+    usage = "%(prog)s [-h] [--name NAME] [--user USER]"
+    run = _add(
+        verbs,
+        "run",
+        "Run a command on the controller host",
+        _run,
+        words_before_command=0,
+        usage=f"{usage} [--] CMD ...",
+    )
+    execute = _add(
+        verbs, "exec", "Run a command on a node", _run, words_before_command=1, usage=f"{usage} NODE [--] CMD ..."
+    )
+    execute.add_argument("node", metavar="NODE")
+    run.set_defaults(node=None)
+    for parser in (run, execute):
+        parser.add_argument("--user", help="as this user, in their home (default: root)")
+    sbatch = _add(
+        verbs,
+        "sbatch",
+        "Submit a job on the controller host; a script from this machine is copied into the user's home",
+        _sbatch,
+        words_before_command=0,
+        usage=f"{usage} [--] SBATCH-ARGUMENT ...",
+    )
+    sbatch.add_argument("--user", default="alice", help="as this user (default: alice)")
+
+
+def _register_nodes(verbs: _Subparsers) -> None:
+    off = _add(verbs, "power-off", "Cut a node's power; its peers hear nothing more of it", _power_off)
+    off.add_argument("--reset", action="store_true", help="let its peers see their connections closed first")
+    on = _add(verbs, "power-on", "Start a node again, empty; Slurm may still call it down (see resume)", _power_on)
+    resume = _add(verbs, "resume", "Take a node out of DOWN and DRAIN", _resume)
+    shape = _add(verbs, "shape", "Limit a node's link in both directions", _shape)
+    shape.add_argument("--rate", required=True, help="1gbit, 200mbit, ... or off")
+    for parser in (off, on, resume, shape):
+        parser.add_argument("node", metavar="NODE")
+
+
+def _guarded(action: Callable[[Any], int]) -> Callable[[Any], int]:
+    """A verb whose errors are one line and an exit code."""
+
+    def call(args: Any) -> int:
+        try:
+            return action(args)
+        except DevclusterError as error:
+            print(f"gemini-hpc devcluster: {error}", file=sys.stderr)
+        except OSError as error:
+            print(f"gemini-hpc devcluster: {error}", file=sys.stderr)
+        except subprocess.TimeoutExpired as error:
+            print(f"gemini-hpc devcluster: no answer within {error.timeout:g} s; is it overloaded?", file=sys.stderr)
+        except KeyboardInterrupt:
+            print("gemini-hpc devcluster: interrupted", file=sys.stderr)
+            return 128 + signal.SIGINT
+        return 1
+
+    return call
+
+
+def _up(args: Any) -> int:
+    cluster = Cluster.up(
+        args.name,
+        args.nodes,
+        args.profile,
+        cpus=args.cpus,
+        memory_mb=args.memory_mb,
+        site=not args.no_site,
+        controller=not args.no_controller,
+        settings=dict(_setting(text) for text in args.set),
+        replace=args.replace,
+    )
+    print(f"cluster {cluster.name}: {len(cluster.node_names)} nodes idle after {cluster.ready_s:.2f} s")
+    shown = cluster.status()
+    absent = [part for part in ("plugin", "prolog", "epilog") if not getattr(shown, part)]
+    if absent and not args.no_site:
+        print(f"without {', '.join(absent)}: this installation has none")
+    print(f"files: {cluster.directory}")
+    return 0
+
+
+def _setting(text: str) -> tuple[str, Setting]:
+    """KEY=VALUE with VALUE as TOML writes it; what TOML does not know is a string."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise DevclusterError(f"--set {text}: write KEY=VALUE, e.g. heartbeat_s=0.5")
+    try:
+        parsed: Setting = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+    return key, parsed
+
+
+def _down(args: Any) -> int:
+    requirements.check_root()
+    found = teardown.down(Layout(args.name))
+    print(f"cluster {args.name}: {'gone' if found else 'there was none'}")
+    return 0
+
+
+def _status(args: Any) -> int:
+    shown = Cluster.attach(args.name).status()
+    print(msgspec.json.encode(shown).decode() if args.json else shown)
+    return 0
+
+
+def _list(args: Any) -> int:
+    for name, alive in status.names().items():
+        print(f"{name}\t{'running' if alive else f'dead: gemini-hpc devcluster down --name {name}'}")
+    return 0
+
+
+def _run(args: Any) -> int:
+    return _become(Cluster.attach(args.name), args.command, args.user, args.node)
+
+
+def _sbatch(args: Any) -> int:
+    cluster = Cluster.attach(args.name)
+    return _become(cluster, ["sbatch", *cluster.stage_script(args.command, args.user)], args.user, None)
+
+
+def _become(cluster: Cluster, command: Sequence[str], user: str | None, node: str | None) -> NoReturn:
+    """Turn into the command, so that terminal, signals and exit code are its own."""
+    terminal = {"TERM": os.environ["TERM"]} if "TERM" in os.environ else {}
+    argv, env = cluster.command(command, user, terminal, node=node)
+    os.execve(argv[0], argv, env)
+
+
+def _power_off(args: Any) -> int:
+    Cluster.attach(args.name).power_off(args.node, args.reset)
+    return 0
+
+
+def _power_on(args: Any) -> int:
+    cluster, began = Cluster.attach(args.name), time.monotonic()
+    cluster.power_on(args.node)
+    print(f"{args.node}: registered after {time.monotonic() - began:.2f} s, {cluster.node_state(args.node)}")
+    return 0
+
+
+def _resume(args: Any) -> int:
+    Cluster.attach(args.name).resume(args.node)
+    return 0
+
+
+def _shape(args: Any) -> int:
+    Cluster.attach(args.name).shape(args.node, None if args.rate == "off" else args.rate)
+    return 0
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(prog="gemini-hpc")
+    register(parser.add_subparsers(metavar="COMMAND", required=True))
+    args = parser.parse_args()
+    code: int = args.func(args)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

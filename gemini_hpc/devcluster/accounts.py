@@ -1,0 +1,48 @@
+"""Users that exist only inside a cluster, and the passwd, group and hosts files that say so."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from gemini_hpc.devcluster.errors import DevclusterError
+from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.network import CONTROLLER, CONTROLLER_ADDRESS, node_address
+
+USERS = {"alice": 5001, "bob": 5002}
+
+
+@dataclass(frozen=True)
+class Account:
+    name: str
+    uid: int
+    gid: int
+    home: Path
+
+
+def write(layout: Layout, nodes: list[str]) -> None:
+    """etc/passwd, etc/group, etc/hosts and the homes of the cluster's own users."""
+    passwd = [f"{name}:x:{uid}:{uid}:{name}:{layout.home / name}:/bin/bash" for name, uid in USERS.items()]
+    group = [f"{name}:x:{uid}:" for name, uid in USERS.items()]
+    for lines, host_file in ((passwd, Path("/etc/passwd")), (group, Path("/etc/group"))):
+        lines += [line for line in host_file.read_text().splitlines() if line.split(":")[0] not in USERS]
+        (layout.etc / host_file.name).write_text("\n".join(lines) + "\n")
+    hosts = ["127.0.0.1 localhost", f"{CONTROLLER_ADDRESS} {CONTROLLER}"]
+    hosts += [f"{node_address(node)} {node}" for node in nodes]
+    (layout.etc / "hosts").write_text("\n".join(hosts) + "\n")
+    for name, uid in USERS.items():
+        home = layout.home / name
+        home.mkdir(mode=0o700)
+        os.chown(home, uid, uid)
+
+
+def account(layout: Layout, name: str) -> Account:
+    """A user as the cluster knows it."""
+    for line in (layout.etc / "passwd").read_text().splitlines():
+        fields = line.split(":")
+        if fields[0] == name and len(fields) == 7:
+            return Account(name, int(fields[2]), int(fields[3]), Path(fields[5]))
+    raise DevclusterError(
+        f"cluster {layout.name} has no user {name!r}; it has {', '.join(USERS)} and this host's users"
+    )

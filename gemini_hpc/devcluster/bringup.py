@@ -1,0 +1,77 @@
+"""The order in which a cluster comes up."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Mapping, Sequence
+
+from gemini_hpc.devcluster import (
+    accounts,
+    environment,
+    hosts,
+    network,
+    record,
+    services,
+    settings,
+    slurmconf,
+    teardown,
+)
+from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.profiles import Profile, Setting
+from gemini_hpc.devcluster.record import ClusterRecord
+from gemini_hpc.devcluster.sitefiles import SiteBuild, SiteFiles
+
+
+def bring_up(
+    layout: Layout,
+    profile: Profile,
+    nodes: list[str],
+    *,
+    cpus: int,
+    memory_mb: int,
+    site: bool,
+    overrides: Mapping[str, Setting],
+    slurm_conf: Sequence[str],
+) -> None:
+    """Hosts, network, munged, slurmctld, slurmds. Until the last line the cluster dies with this process."""
+    _directories(layout)
+    build = SiteBuild(layout) if site else None
+    try:
+        accounts.write(layout, nodes)
+        settings.write(layout, profile, overrides)
+        teardown.create_mount_points()
+        boot, outer = hosts.boot_controller(layout, environment.build(layout))
+        try:
+            network.create_bridge(outer.pid)
+            services.start_munged(layout, outer)
+            found = build.files if build else SiteFiles()
+            slurmconf.write(layout, profile, nodes, cpus=cpus, memory_mb=memory_mb, site=found, extra=slurm_conf)
+            services.start_slurmctld(layout, outer)
+            started = hosts.boot_nodes(layout, outer, nodes)
+            services.wait_slurmctld(layout, outer)
+            if build:
+                build.wait()
+            hosts.start_slurmd(layout, started)
+            flags = (found.plugin is not None, found.prolog is not None, found.epilog is not None)
+            record.save(layout.record, ClusterRecord(profile.name, nodes, *flags))
+            boot.commit()
+        finally:
+            boot.close()
+    finally:
+        if build:
+            build.cancel()
+
+
+def _directories(layout: Layout) -> None:
+    slurm = pwd.getpwnam("slurm")
+    layout.directory.mkdir(mode=0o755)
+    for path in (
+        *(layout.nodes, layout.etc, layout.slurm_etc, layout.settings, layout.log, layout.home, layout.spool),
+        *(layout.munge, layout.site, layout.opt, layout.state, layout.controller),
+    ):
+        path.mkdir()
+        path.chmod(0o755)
+    # slurmctld and the controller service have given up root when they open these.
+    for path in (layout.state, layout.controller, layout.log):
+        os.chown(path, slurm.pw_uid, slurm.pw_gid)

@@ -1,0 +1,339 @@
+"""A cluster as its users see it: start, look, run commands, cut the power, end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from gemini_hpc.devcluster import (
+    accounts,
+    bringup,
+    enter,
+    environment,
+    hosts,
+    lock,
+    network,
+    processes,
+    profiles,
+    record,
+    requirements,
+    services,
+    slurm,
+    status,
+    submit,
+    teardown,
+)
+from gemini_hpc.devcluster.enter import ClusterProcess
+from gemini_hpc.devcluster.errors import DevclusterError
+from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.processes import ProcessId
+from gemini_hpc.devcluster.profiles import Setting
+from gemini_hpc.devcluster.status import ClusterStatus
+
+
+class Cluster:
+    """A running cluster. Made by `up` or `attach`; as a context manager it is taken down at the end.
+
+    Nodes are n1..nK, the controller host is ctl. Paths below `directory` are the same inside and outside.
+    Every method raises `DevclusterError` if the cluster is gone or has no such node or user.
+    """
+
+    def __init__(self, layout: Layout, node_names: Sequence[str], ready_s: float | None = None) -> None:
+        self._layout = layout
+        self.name = layout.name
+        self.node_names = list(node_names)
+        # Seconds from the call of `up` to all nodes idle; None after `attach`.
+        self.ready_s = ready_s
+
+    @classmethod
+    def up(
+        cls,
+        name: str = "dev",
+        nodes: int = 5,
+        profile: str = "fast",
+        *,
+        cpus: int = 4,
+        memory_mb: int = 2000,
+        site: bool = True,
+        controller: bool = True,
+        settings: Mapping[str, Setting] | None = None,
+        slurm_conf: Sequence[str] = (),
+        replace: bool = False,
+    ) -> Self:
+        """Start a cluster and return when all its nodes are idle; whatever goes wrong, nothing is left of it.
+
+        `site`: with the SPANK plugin, prolog and epilog, where this installation has them. `controller`: with the
+        gemini controller service, likewise. `settings`: keys for gemini.toml. `slurm_conf`: lines for the end of
+        slurm.conf. `replace`: take a running cluster of this name down first. Remains of a dead one always are.
+        """
+        began = time.monotonic()
+        requirements.check()
+        environment.interpreter()
+        layout, chosen = Layout(name), profiles.profile(profile)
+        limits = (("nodes", nodes, network.MAX_NODES), ("cpus", cpus, 1024), ("memory_mb", memory_mb, 1 << 30))
+        for what, value, most in limits:
+            if not 1 <= value <= most:
+                raise DevclusterError(f"{what}={value}: must be between 1 and {most}")
+        if status.is_alive(layout) and not replace:
+            raise DevclusterError(f"cluster {name} is already running: take it down first, or use --replace")
+        teardown.down(layout)
+        cluster = cls(layout, network.node_names(nodes))
+        try:
+            with lock.starting(), lock.cluster(layout):
+                if layout.directory.exists():
+                    raise _TakenError(f"cluster {name} is just being started by somebody else")
+                bringup.bring_up(
+                    layout,
+                    chosen,
+                    cluster.node_names,
+                    cpus=cpus,
+                    memory_mb=memory_mb,
+                    site=site,
+                    overrides=settings or {},
+                    slurm_conf=slurm_conf,
+                )
+                slurm.wait_idle(layout, cluster._outer(), cluster.node_names, 30.0)
+                cluster.ready_s = time.monotonic() - began
+                if controller and services.controller_exists():
+                    services.start_controller(layout, cluster._outer())
+        except _TakenError:
+            raise
+        except BaseException:
+            teardown.down(layout)
+            raise
+        return cluster
+
+    @classmethod
+    def attach(cls, name: str = "dev") -> Self:
+        """A cluster that is already running."""
+        requirements.check_root()
+        layout = Layout(name)
+        cluster = cls(layout, [])
+        cluster._outer()
+        cluster.node_names = record.load_cluster(layout).nodes
+        return cluster
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.down()
+
+    def down(self) -> None:
+        """End every process and remove every file of the cluster. Does nothing if that has been done."""
+        teardown.down(self._layout)
+
+    # What is there
+
+    @property
+    def directory(self) -> Path:
+        return self._layout.directory
+
+    @property
+    def log_directory(self) -> Path:
+        """slurmctld.log, slurmd.nK.log, controller.log, plugin-build.log, init.log."""
+        return self._layout.log
+
+    def home(self, user: str) -> Path:
+        return accounts.account(self._layout, user).home
+
+    def address(self, host: str) -> str:
+        """IPv4 address of a node, or of "ctl"."""
+        return network.CONTROLLER_ADDRESS if host == network.CONTROLLER else network.node_address(self._known(host))
+
+    def is_on(self, node: str) -> bool:
+        return hosts.running(self._layout, self._known(node)) is not None
+
+    def node_pid(self, node: str) -> int:
+        """Host pid of the init of a node that is on."""
+        return self._running(node).pid
+
+    def node_state(self, node: str) -> str:
+        """Slurm's state of a node as sinfo says it: "idle", "mixed", "down*", "drained"."""
+        return self.node_states()[self._known(node)]
+
+    def node_states(self) -> dict[str, str]:
+        return slurm.node_states(self._layout, self._outer())
+
+    def job(self, job_id: int) -> dict[str, str]:
+        """The fields of `scontrol show job` (JobState, NodeList, Restarts, ...)."""
+        return slurm.show(self._layout, self._outer(), "job", str(job_id))
+
+    def wait_idle(self, nodes: Sequence[str] | None = None, timeout_s: float = 30.0) -> None:
+        """Until Slurm calls these nodes (default: all) idle."""
+        chosen = self.node_names if nodes is None else [self._known(node) for node in nodes]
+        slurm.wait_idle(self._layout, self._outer(), chosen, timeout_s)
+
+    def status(self) -> ClusterStatus:
+        """Nodes, their power, Slurm's view of them; whether the controller service runs."""
+        return status.collect(self._layout, self._outer())
+
+    # Commands
+
+    def run(
+        self,
+        argv: Sequence[str],
+        user: str | None = None,
+        timeout_s: float = 30.0,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        *,
+        stdin: str | None = None,
+        node: str | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on the controller host (or on `node`), as root or as `user` in their home.
+
+        A non-zero exit is for the caller to see. After `timeout_s` the command is killed and
+        `subprocess.TimeoutExpired` raised.
+        """
+        pipe = subprocess.DEVNULL if stdin is None else subprocess.PIPE
+        process = enter.start(self.command(argv, user, env, cwd, node=node), stdin=pipe)
+        return enter.complete(process, stdin, timeout_s)
+
+    def exec(
+        self,
+        node: str,
+        argv: Sequence[str],
+        user: str | None = None,
+        timeout_s: float = 30.0,
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        stdin: str | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """`run` on a node."""
+        return self.run(argv, user, timeout_s, env, cwd, stdin=stdin, node=node)
+
+    def popen(
+        self,
+        argv: Sequence[str],
+        user: str | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        *,
+        node: str | None = None,
+        stdin: enter.Stream = subprocess.DEVNULL,
+        stdout: enter.Stream = subprocess.PIPE,
+        stderr: enter.Stream = subprocess.PIPE,
+    ) -> ClusterProcess:
+        """Start a command and do not wait for it. Its signals go to the whole process group."""
+        return enter.start(self.command(argv, user, env, cwd, node=node), stdin, stdout, stderr)
+
+    def command(
+        self,
+        argv: Sequence[str],
+        user: str | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        *,
+        node: str | None = None,
+    ) -> tuple[list[str], dict[str, str]]:
+        """Argument vector and environment, for the host, that run a command inside."""
+        host = self._outer() if node is None else self._running(node)
+        return enter.command(self._layout, host.pid, argv, user=user, env=env, cwd=cwd)
+
+    def sbatch(
+        self,
+        args: Sequence[str],
+        user: str = "alice",
+        *,
+        script: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 30.0,
+    ) -> int:
+        """Submit as `user` from their home; the job id. `script`: a batch script's text instead of a file.
+
+        A script file may be anywhere on this machine: it is copied into the home.
+        """
+        argv = [requirements.program("sbatch"), "--parsable", *self.stage_script(args, user)]
+        done = self.run(argv, user, timeout_s, env, stdin=script)
+        if done.returncode:
+            raise DevclusterError(" ".join(done.stderr.split()) or "sbatch failed")
+        return int(done.stdout.strip().split(";")[0])
+
+    def stage_script(self, args: Sequence[str], user: str) -> list[str]:
+        """The arguments of sbatch, the script among them copied to where `user` can read it."""
+        return submit.stage_script(args, accounts.account(self._layout, user))
+
+    # Power and links
+
+    def power_off(self, node: str, reset: bool = False) -> None:
+        """Cut a node's power. Its peers hear nothing more of it; with `reset` they see their connections closed."""
+        with lock.cluster(self._layout):
+            hosts.power_off(self._layout, self._outer(), node, self._running(node), reset)
+
+    def power_on(self, node: str, timeout_s: float = 20.0) -> None:
+        """Start a node, empty, and return when its slurmd has registered. Slurm may still call it down: `resume`."""
+        with lock.cluster(self._layout):
+            if self.is_on(node):
+                raise DevclusterError(f"node {node} of cluster {self.name} is already on")
+            outer, last = self._outer(), slurm.slurmd_started(self._layout, self._outer(), node)
+            # Slurm tells one slurmd from the next by the second in which it started.
+            time.sleep(max(0.0, last + 1.0 - time.time()))
+            began = int(time.time())
+            hosts.start_slurmd(self._layout, hosts.boot_nodes(self._layout, outer, [node]))
+        deadline = time.monotonic() + timeout_s
+        while slurm.slurmd_started(self._layout, outer, node) < began:
+            if time.monotonic() > deadline:
+                raise DevclusterError(
+                    f"slurmd of {node} has not registered within {timeout_s:g} s; see {self._layout.log}"
+                )
+            time.sleep(0.05)
+
+    def resume(self, node: str) -> None:
+        """Take a node out of DOWN and DRAIN."""
+        slurm.ask(self._layout, self._outer(), "scontrol", "update", f"nodename={self._known(node)}", "state=resume")
+
+    def shape(self, node: str, rate: str | None) -> None:
+        """Limit a node's link in both directions ("1gbit"); None takes the limit away. It outlives a power-off."""
+        if rate is not None:
+            network.rate_bits(rate)
+        with lock.cluster(self._layout):
+            if process := hosts.running(self._layout, self._known(node)):
+                network.shape(self._outer().pid, node, process.pid, rate)
+            hosts.set_rate(self._layout, node, rate)
+
+    # The gemini controller service
+
+    def controller_start(self) -> int:
+        """Start the service as user slurm on the controller host; its host pid."""
+        return services.start_controller(self._layout, self._outer()).pid
+
+    def controller_stop(self, sig: signal.Signals = signal.SIGTERM) -> bool:
+        """End the service; False if it did not run."""
+        return services.stop_controller(self._layout, self._outer(), sig)
+
+    def controller_pid(self) -> int | None:
+        """Host pid of the service, None if it does not run."""
+        found = services.controller(self._layout, self._outer())
+        return found.pid if found else None
+
+    def _outer(self) -> ProcessId:
+        outer = processes.load(self._layout.outer)
+        if outer is None or not processes.is_alive(outer):
+            raise DevclusterError(
+                f"cluster {self.name} is not running: gemini-hpc devcluster up --name {self.name} starts it"
+            )
+        return outer
+
+    def _known(self, node: str) -> str:
+        if node not in self.node_names:
+            raise DevclusterError(f"cluster {self.name} has no node {node!r}, only {', '.join(self.node_names)}")
+        return node
+
+    def _running(self, node: str) -> ProcessId:
+        process = hosts.running(self._layout, self._known(node))
+        if process is None:
+            raise DevclusterError(f"node {node} of cluster {self.name} is off")
+        return process
+
+
+class _TakenError(DevclusterError):
+    """The files are somebody else's: do not clean them up."""

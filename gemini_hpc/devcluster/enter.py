@@ -1,0 +1,108 @@
+"""Commands on the hosts of a cluster, as any of its users."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from gemini_hpc.devcluster import accounts
+from gemini_hpc.devcluster.layout import INSIDE_PYTHON, MARKER, Layout
+from gemini_hpc.devcluster.requirements import program
+
+Stream = int | IO[str] | IO[bytes] | None
+# sh and not `env -C`: a command whose name holds "=" stays a command.
+_IN_DIRECTORY = 'cd -- "$0" && exec "$@"'
+
+
+def search_path() -> str:
+    """PATH inside; Slurm's own directories come along where they are not the usual ones."""
+    usual = ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]
+    slurm = [str(Path(program(name)).parent) for name in ("srun", "slurmd", "slurmctld")]
+    return os.pathsep.join(dict.fromkeys([str(INSIDE_PYTHON.parent), *slurm, *usual]))
+
+
+def environment(layout: Layout, user: str, home: Path) -> dict[str, str]:
+    """A login's environment; nothing of the tool's own gets in."""
+    return {
+        "PATH": search_path(),
+        "HOME": str(home),
+        "USER": user,
+        "LOGNAME": user,
+        "SHELL": "/bin/bash",
+        "LANG": "C.UTF-8",
+        "SLURM_CONF": str(layout.slurm_conf),
+        MARKER: layout.name,
+    }
+
+
+def command(
+    layout: Layout,
+    pid: int,
+    argv: Sequence[str],
+    *,
+    user: str | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+) -> tuple[list[str], dict[str, str]]:
+    """Argument vector and environment that run `argv` beside the process `pid`.
+
+    `user` None is root; `cwd` None is the user's home, or / where there is none (or for root).
+    """
+    enter = [program("nsenter"), "-t", str(pid), "-n", "-m", "-u", "-i", "-p", "--"]
+    who = accounts.account(layout, user or "root")
+    if user is not None and who.uid != 0:
+        enter += [program("setpriv"), f"--reuid={who.uid}", f"--regid={who.gid}", "--init-groups", "--"]
+    if cwd is None:
+        cwd = who.home if who.uid and who.home.is_dir() else "/"
+    inside = ["/bin/sh", "-c", _IN_DIRECTORY, str(cwd), *argv]
+    return enter + inside, {**environment(layout, who.name, who.home), **(env or {})}
+
+
+class ClusterProcess(subprocess.Popen[str]):
+    """A command on a host. Signals go to the whole process group: to nsenter and to what it runs."""
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, sig)
+
+
+def start(
+    command_and_environment: tuple[list[str], dict[str, str]],
+    stdin: Stream = subprocess.DEVNULL,
+    stdout: Stream = subprocess.PIPE,
+    stderr: Stream = subprocess.PIPE,
+) -> ClusterProcess:
+    argv, env = command_and_environment
+    return ClusterProcess(
+        argv,
+        env=env,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        cwd="/",
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    )
+
+
+def complete(process: ClusterProcess, text: str | None, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Wait for a command; after `timeout_s` its process group is killed and TimeoutExpired raised."""
+    try:
+        stdout, stderr = process.communicate(text, timeout_s)
+    except BaseException:
+        # Also on Ctrl-C. The leader, nsenter, has not been waited for, so the number still means this group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        # A process that has left the group may hold the pipes open for ever.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=2.0)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout or "", stderr or "")

@@ -1,0 +1,141 @@
+"""The controller host and the nodes: namespaces, power on, power off."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+
+from gemini_hpc.devcluster import enter, environment, network, processes, record
+from gemini_hpc.devcluster.boot import Boot, Mount
+from gemini_hpc.devcluster.errors import DevclusterError
+from gemini_hpc.devcluster.layout import INSIDE, MARKER, SETTINGS, Layout
+from gemini_hpc.devcluster.processes import ProcessId
+from gemini_hpc.devcluster.record import NodeRecord
+from gemini_hpc.devcluster.requirements import program
+
+# How long a power-off with reset leaves the link up for the dying connections' last packets.
+RESET_S = 0.2
+_TMPFS: list[Mount] = [["tmpfs", "/tmp", 0o1777], ["tmpfs", "/dev/shm", 0o1777]]
+
+
+def boot_controller(layout: Layout, python: list[Mount]) -> tuple[Boot, ProcessId]:
+    """The controller host. Its init encloses all nodes: when it dies, the whole cluster does."""
+    etc: list[Mount] = [
+        ["bind", str(layout.etc / name), f"/etc/{name}", True] for name in ("passwd", "group", "hosts")
+    ]
+    etc.append(["bind", str(layout.settings), str(SETTINGS), False])
+    if os.path.isdir("/etc/slurm"):
+        etc.append(["bind", str(layout.slurm_etc), "/etc/slurm", False])
+    boot = Boot(
+        [sys.executable, "-I", "-S", str(environment.package() / environment.INIT), layout.name],
+        network.CONTROLLER,
+        [
+            # First, for the environment may itself lie below /tmp.
+            *python,
+            *etc,
+            *_TMPFS,
+            ["tmpfs", "/run", 0o755],
+            ["mkdir", "/run/lock", 0o1777],
+            ["mkdir", "/run/munge", 0o755],
+            ["mkdir", "/run/gemini-hpc", 0o755],
+            ["proc"],
+        ],
+        environment={MARKER: layout.name},
+        log=layout.log / "init.log",
+        record=layout.outer,
+    )
+    try:
+        return boot, boot.wait_ready()
+    except BaseException:
+        boot.close()
+        raise
+
+
+def boot_nodes(layout: Layout, outer: ProcessId, nodes: Sequence[str]) -> dict[str, ProcessId]:
+    """Switch several nodes on at once: namespaces and link, no daemon yet."""
+    python = environment.interpreter()
+    if python.startswith(f"{sys.prefix}/"):
+        python = str(INSIDE / "base" / os.path.relpath(python, sys.prefix))
+    init = INSIDE / "src" / "gemini_hpc" / environment.INIT
+    boots: dict[str, Boot] = {}
+    found: dict[str, ProcessId] = {}
+    try:
+        for node in nodes:
+            boot_id = layout.boot_id(node)
+            boot_id.write_text(f"{uuid.uuid4()}\n")
+            argv, env = enter.command(layout, outer.pid, [python, "-I", "-S", str(init), layout.name])
+            mounts: list[Mount] = [
+                *_TMPFS,
+                ["tmpfs", "/run/gemini-hpc", 0o755],
+                ["tmpfs", str(layout.spool), 0o755],
+                ["proc"],
+                # All nodes share one kernel, but a node that was off has booted anew.
+                ["bind", str(boot_id), "/proc/sys/kernel/random/boot_id", True],
+            ]
+            boots[node] = Boot(argv, node, mounts, environment=env, log=layout.log / "init.log")
+        for node, boot in boots.items():
+            found[node] = boot.wait_ready()
+            network.plug(outer.pid, node, found[node].pid)
+            known = record.load_node(layout, node)
+            rate = known.rate if known else None
+            if rate:
+                network.shape(outer.pid, node, found[node].pid, rate)
+            record.save(layout.node(node), NodeRecord(found[node].pid, found[node].start, rate))
+            boot.commit()
+    finally:
+        for boot in boots.values():
+            boot.close()
+    return found
+
+
+def start_slurmd(layout: Layout, nodes: dict[str, ProcessId]) -> None:
+    """slurmd on several nodes at once; they have read their configuration when this returns."""
+    started = {
+        node: enter.start(
+            enter.command(layout, process.pid, [program("slurmd"), "-f", str(layout.slurm_conf), "-N", node])
+        )
+        for node, process in nodes.items()
+    }
+    for node, process in started.items():
+        done = enter.complete(process, None, 20.0)
+        if done.returncode:
+            raise DevclusterError(f"slurmd did not start on {node}: {' '.join(done.stderr.split())}")
+
+
+def running(layout: Layout, node: str) -> ProcessId | None:
+    """The init of a node that is on."""
+    known = record.load_node(layout, node)
+    process = ProcessId(known.pid, known.start) if known else None
+    return process if process and processes.is_alive(process) else None
+
+
+def power_off(layout: Layout, outer: ProcessId, node: str, process: ProcessId, reset: bool) -> None:
+    """Cut the power. In silence: the link goes first, and peers hear nothing. With `reset`: the processes go
+    first, their connections are closed by the kernel, and peers hear that."""
+    if not reset:
+        network.unplug(outer.pid, node)
+        _end(node, process)
+        return
+    # The network namespace has to outlive its last process, or the link goes down with it before the packets are out.
+    keep = os.open(f"/proc/{process.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _end(node, process)
+        time.sleep(RESET_S)
+        network.unplug(outer.pid, node)
+    finally:
+        os.close(keep)
+
+
+def _end(node: str, process: ProcessId) -> None:
+    if not processes.end(process):
+        raise DevclusterError(f"node {node}: process {process.pid} does not end; try again")
+
+
+def set_rate(layout: Layout, node: str, rate: str | None) -> None:
+    """Remember a link's limit, so that it is there again after the next power-on."""
+    known = record.load_node(layout, node)
+    if known is not None:
+        record.save(layout.node(node), NodeRecord(known.pid, known.start, rate))

@@ -1,0 +1,105 @@
+"""Bridge, links and rates of a cluster; all of it lives in the cluster's own network namespaces."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from gemini_hpc.devcluster.errors import DevclusterError
+from gemini_hpc.devcluster.requirements import program
+
+CONTROLLER = "ctl"
+CONTROLLER_ADDRESS = "10.77.0.1"
+MAX_NODES = 64
+_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?bit)")
+
+
+def node_names(count: int) -> list[str]:
+    return [f"n{number}" for number in range(1, count + 1)]
+
+
+def node_address(node: str) -> str:
+    return f"10.77.0.{10 + int(node[1:])}"
+
+
+def _tool(name: str, pid: int, lines: Sequence[str]) -> None:
+    """Run a batch of `ip` or `tc` lines in the network namespace of a process."""
+    command = [program("nsenter"), "-t", str(pid), "-n", program(name), "-batch", "-"]
+    done = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise DevclusterError(f"{name} failed in the cluster's network: {' '.join(done.stderr.split())}")
+
+
+def create_bridge(outer: int) -> None:
+    _tool(
+        "ip",
+        outer,
+        [
+            "link set lo up",
+            "link add br0 type bridge forward_delay 0 mcast_snooping 0",
+            f"addr add {CONTROLLER_ADDRESS}/24 dev br0",
+            "link set br0 up",
+        ],
+    )
+
+
+def plug(outer: int, node: str, node_pid: int) -> None:
+    """Give a node its link. The hardware address is the same at every start: neighbours' caches stay right."""
+    port, number = f"v{node}", int(node[1:])
+    mac = f"02:00:0a:4d:00:{10 + number:02x}"
+    _tool(
+        "ip",
+        outer,
+        [
+            f"link add {port} type veth peer name eth0 address {mac} netns {node_pid}",
+            f"link set {port} master br0 up",
+        ],
+    )
+    _tool(
+        "ip",
+        node_pid,
+        ["link set lo up", f"addr add {node_address(node)}/24 dev eth0", "link set eth0 up"],
+    )
+
+
+def unplug(outer: int, node: str) -> None:
+    """Take the link away from both ends at once: nothing that the node sends afterwards arrives."""
+    _tool("ip", outer, [f"link del v{node}"])
+
+
+def is_plugged(outer: int, node: str) -> bool:
+    devices = Path(f"/proc/{outer}/net/dev").read_text()
+    return re.search(rf"^\s*v{node}:", devices, re.MULTILINE) is not None
+
+
+def rate_bits(rate: str) -> float:
+    """Bits per second of a rate as tc writes it: 1gbit, 200mbit, 64kbit."""
+    found = _RATE.fullmatch(rate)
+    if not found or float(found[1]) <= 0:
+        raise DevclusterError(f"rate {rate!r} is not understood: write 1gbit, 200mbit, 64kbit, or off")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def shape(outer: int, node: str, node_pid: int, rate: str | None) -> None:
+    """Limit what goes to and what comes from a node; None takes the limit away."""
+    for pid, device in ((outer, f"v{node}"), (node_pid, "eth0")):
+        if rate is None:
+            if "tbf" in _qdisc(pid, device):
+                _tool("tc", pid, [f"qdisc del dev {device} root"])
+        else:
+            # A bucket of 2 ms, but never below two full segments of the largest size.
+            burst = max(int(rate_bits(rate) / 8 * 0.002), 2 * 65536)
+            _tool("tc", pid, [f"qdisc replace dev {device} root tbf rate {rate} burst {burst} latency 50ms"])
+
+
+def _qdisc(pid: int, device: str) -> str:
+    command = [program("nsenter"), "-t", str(pid), "-n", program("tc"), "qdisc", "show", "dev", device]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+def listens(pid: int, port: int) -> bool:
+    """Whether somebody listens on a TCP port in the network namespace of a process."""
+    return re.search(rf":{port:04X} \S+ 0A ", Path(f"/proc/{pid}/net/tcp").read_text()) is not None

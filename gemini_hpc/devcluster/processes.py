@@ -1,0 +1,108 @@
+"""Processes named by pid and start time, so that a recycled pid is never taken for an old friend."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+PROC = Path("/proc")
+
+
+class ProcessId(msgspec.Struct, frozen=True):
+    """A process as the host sees it. `start`: field 22 of /proc/PID/stat, clock ticks since boot."""
+
+    pid: int
+    start: int
+
+
+def identify(pid: int) -> ProcessId | None:
+    """The process that has `pid` now; None if there is none, or only a zombie."""
+    try:
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else ProcessId(pid, int(fields[19]))
+
+
+def is_alive(process: ProcessId) -> bool:
+    return identify(process.pid) == process
+
+
+def ends(process: ProcessId, within_s: float) -> bool:
+    """Whether a process ends by itself within that time."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except OSError:
+        return True
+    try:
+        return not is_alive(process) or bool(select.select([fd], [], [], within_s)[0])
+    finally:
+        os.close(fd)
+
+
+def load(record: Path) -> ProcessId | None:
+    """The process recorded in a file; None where there is no such file or it was never finished."""
+    try:
+        return msgspec.json.decode(record.read_bytes(), type=ProcessId)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def end(process: ProcessId, sig: signal.Signals = signal.SIGKILL, wait_s: float = 10.0) -> bool:
+    """Send `sig` and wait until the process is gone. False if it is still there after `wait_s`."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except OSError:
+        return True
+    try:
+        # Looked at after the pidfd was opened: from here on the descriptor cannot mean another process.
+        if not is_alive(process):
+            return True
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(fd, sig)
+        return bool(select.select([fd], [], [], wait_s)[0])
+    finally:
+        os.close(fd)
+
+
+def with_environment(*settings: str) -> Iterator[ProcessId]:
+    """All processes whose environment at start had every one of `settings` ("NAME=value")."""
+    wanted = {setting.encode() for setting in settings}
+    for entry in PROC.iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            environment = (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        if wanted <= set(environment.split(b"\0")) and (found := identify(int(entry.name))):
+            yield found
+
+
+def namespace(pid: int | str, kind: str) -> str:
+    """The identity of a process's namespace, as in "net:[4026531840]"; empty if the process is gone."""
+    try:
+        return os.readlink(PROC / str(pid) / "ns" / kind)
+    except OSError:
+        return ""
+
+
+def in_namespace(pid_namespace: str, inner_pid: int) -> ProcessId | None:
+    """The process that is known as `inner_pid` within a pid namespace."""
+    for entry in PROC.iterdir():
+        if not entry.name.isdigit() or namespace(entry.name, "pid") != pid_namespace:
+            continue
+        try:
+            status = (entry / "status").read_text()
+        except OSError:
+            continue
+        names = next((line.split()[1:] for line in status.splitlines() if line.startswith("NSpid:")), [])
+        if names and int(names[-1]) == inner_pid:
+            return identify(int(entry.name))
+    return None

@@ -1,0 +1,57 @@
+"""Named sets of Slurm and gemini settings that a cluster can be started with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gemini_hpc.devcluster.errors import DevclusterError
+
+Setting = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class Profile:
+    """`slurm` goes into slurm.conf, `gemini` into gemini.toml, both over what every profile has."""
+
+    name: str
+    sentence: str
+    slurm: Mapping[str, str] = field(default_factory=dict)
+    gemini: Mapping[str, Setting] = field(default_factory=dict)
+
+
+FAST = Profile(
+    "fast",
+    "timers tuned so that failures are noticed within seconds",
+    slurm={
+        # Below 5 it is silently ignored, and the default of 120 s delays every requeue.
+        "AuthInfo": "cred_expire=5",
+        "SlurmdTimeout": "10",
+        "SlurmctldTimeout": "30",
+        "TCPTimeout": "1",
+        "MessageTimeout": "5",
+        "BatchStartTimeout": "10",
+        "KillWait": "2",
+        # A small value drains survivors when a batch host dies.
+        "UnkillableStepTimeout": "60",
+        "CompleteWait": "0",
+        "InactiveLimit": "0",
+        "MinJobAge": "300",
+        "SchedulerParameters": "sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sched_delay=0,"
+        "requeue_setup_env_fail,nohold_on_prolog_fail",
+    },
+    gemini={
+        "heartbeat_s": 0.2,
+        "heartbeat_missed": 3,
+        "fence_confirm_s": 0.5,
+        "fence_budget_nodes": 4,
+    },
+)
+STOCK = Profile("stock", "Slurm's default timers", slurm={"SchedulerParameters": "nohold_on_prolog_fail"})
+PROFILES = {profile.name: profile for profile in (FAST, STOCK)}
+
+
+def profile(name: str) -> Profile:
+    if name not in PROFILES:
+        raise DevclusterError(f"there is no profile {name!r}: choose from {', '.join(PROFILES)}")
+    return PROFILES[name]

@@ -1,0 +1,118 @@
+"""The daemons of the controller host: munged, slurmctld and the gemini controller service."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pwd
+import secrets
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from gemini_hpc.devcluster import enter, network, processes
+from gemini_hpc.devcluster.errors import DevclusterError, log_tail
+from gemini_hpc.devcluster.layout import CONTROLLER, INSIDE_PYTHON, MARKER, ROLE, Layout
+from gemini_hpc.devcluster.processes import ProcessId
+from gemini_hpc.devcluster.requirements import program
+from gemini_hpc.devcluster.slurmconf import SLURMCTLD_PORT
+
+CONTROLLER_MODULE = "gemini_hpc.control"
+SETTLE_S = 0.4
+# The shell's pid is that of the service after the two execs.
+_RECORD_AND_EXEC = 'echo $$ >"$0" && exec "$@"'
+
+
+def _start(layout: Layout, outer: ProcessId, argv: list[str]) -> None:
+    done = enter.complete(enter.start(enter.command(layout, outer.pid, argv)), None, 20.0)
+    if done.returncode:
+        raise DevclusterError(f"{os.path.basename(argv[0])} did not start: {' '.join(done.stderr.split())}")
+
+
+def start_munged(layout: Layout, outer: ProcessId) -> None:
+    """One munged for all hosts, at its usual socket: they see the same /run/munge."""
+    key = layout.munge / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(secrets.token_bytes(128))
+    options = [
+        f"--key-file={key}",
+        f"--log-file={layout.munge / 'munged.log'}",
+        f"--seed-file={layout.munge / 'munged.seed'}",
+        "--pid-file=/run/munge/munged.pid",
+        "--socket=/run/munge/munge.socket.2",
+        "--num-threads=4",
+    ]
+    _start(layout, outer, [program("munged"), *options])
+
+
+def start_slurmctld(layout: Layout, outer: ProcessId) -> None:
+    """slurmctld as user slurm."""
+    _start(layout, outer, [program("slurmctld"), "-f", str(layout.slurm_conf), "-i"])
+
+
+def wait_slurmctld(layout: Layout, outer: ProcessId, timeout_s: float = 15.0) -> None:
+    """Until it answers: a slurmd that registers earlier tries again only after seconds."""
+    log, deadline = layout.log / "slurmctld.log", time.monotonic() + timeout_s
+    while not network.listens(outer.pid, SLURMCTLD_PORT):
+        fatal = log.exists() and "fatal:" in log.read_text(errors="replace")
+        if fatal or time.monotonic() > deadline:
+            raise DevclusterError(f"slurmctld did not come up: {log_tail(log)}")
+        time.sleep(0.01)
+
+
+def controller_exists() -> bool:
+    return importlib.util.find_spec(f"{CONTROLLER_MODULE}.__main__") is not None
+
+
+def controller(layout: Layout, outer: ProcessId) -> ProcessId | None:
+    """The gemini controller service, if it runs."""
+    try:
+        inner = int(layout.controller_pid.read_text())
+    except (OSError, ValueError):
+        return None
+    found = processes.in_namespace(processes.namespace(outer.pid, "pid"), inner)
+    ours = processes.with_environment(f"{MARKER}={layout.name}", f"{ROLE}={CONTROLLER}")
+    return found if found in set(ours) else None
+
+
+def _has_content(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
+def start_controller(layout: Layout, outer: ProcessId) -> ProcessId:
+    """Start the service as user slurm, from its own log on, and return once it runs."""
+    if not controller_exists():
+        raise DevclusterError(f"this installation has no controller service ({CONTROLLER_MODULE} cannot be run)")
+    if running := controller(layout, outer):
+        raise DevclusterError(f"the controller service of {layout.name} already runs (pid {running.pid})")
+    slurm = pwd.getpwnam("slurm")
+    layout.controller_pid.unlink(missing_ok=True)
+    argv = [
+        *(program("setsid"), "--fork", "/bin/sh", "-c", _RECORD_AND_EXEC, str(layout.controller_pid)),
+        *(program("setpriv"), f"--reuid={slurm.pw_uid}", f"--regid={slurm.pw_gid}", "--init-groups", "--"),
+        *(str(INSIDE_PYTHON), "-I", "-m", CONTROLLER_MODULE),
+    ]
+    extra = {ROLE: CONTROLLER, "HOME": "/nonexistent", "USER": "slurm", "LOGNAME": "slurm"}
+    log = layout.log / "controller.log"
+    with log.open("a") as output:
+        start = enter.command(layout, outer.pid, argv, env=extra)
+        enter.start(start, stdout=output, stderr=subprocess.STDOUT).wait(20.0)
+    deadline = time.monotonic() + 5.0
+    while not _has_content(layout.controller_pid) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    found = controller(layout, outer)
+    # One that cannot be imported, or does not like its settings, ends within this time.
+    if found is None or processes.ends(found, SETTLE_S):
+        raise DevclusterError(f"the controller service ended at once: {log_tail(log)}")
+    return found
+
+
+def stop_controller(layout: Layout, outer: ProcessId, sig: signal.Signals, wait_s: float = 5.0) -> bool:
+    """End the service with `sig`, and after `wait_s` by force. False if it did not run."""
+    found = controller(layout, outer)
+    if found is None:
+        return False
+    if not processes.end(found, sig, wait_s):
+        processes.end(found)
+    return True

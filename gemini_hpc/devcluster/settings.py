@@ -1,0 +1,35 @@
+"""gemini.toml as the cluster's site would have it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from gemini_hpc.devcluster.errors import DevclusterError
+from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.network import CONTROLLER
+from gemini_hpc.devcluster.profiles import Profile, Setting
+
+
+def write(layout: Layout, profile: Profile, overrides: Mapping[str, Setting]) -> None:
+    """The keys that every cluster needs, then the profile's, then those given to `up`."""
+    values: dict[str, Setting] = {
+        "controller_host": CONTROLLER,
+        "slurm_user": "slurm",
+        "cluster_name": layout.name,
+        "state_dir": str(layout.controller),
+        **profile.gemini,
+        **overrides,
+    }
+    lines = [f"{key} = {_toml(key, value)}\n" for key, value in values.items()]
+    (layout.settings / "gemini.toml").write_text("".join(lines))
+
+
+def _toml(key: str, value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_toml(key, item) for item in value)}]"
+    if isinstance(value, bool | int | float | str):
+        return json.dumps(value, ensure_ascii=False)
+    raise DevclusterError(
+        f"setting {key} = {value!r}: only strings, numbers, booleans and lists of them are possible"
+    )

@@ -1,0 +1,62 @@
+"""What Slurm says about nodes and jobs, asked on the controller host as root."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+
+from gemini_hpc.devcluster import enter
+from gemini_hpc.devcluster.errors import DevclusterError, log_tail
+from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.processes import ProcessId
+from gemini_hpc.devcluster.requirements import program
+
+_FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w:/]*)=")
+
+
+def ask(layout: Layout, outer: ProcessId, name: str, *arguments: str, timeout_s: float = 10.0) -> str:
+    """The standard output of a Slurm command; `DevclusterError` with its complaint if it fails."""
+    process = enter.start(enter.command(layout, outer.pid, [program(name), *arguments]))
+    done = enter.complete(process, None, timeout_s)
+    if done.returncode:
+        raise DevclusterError(f"{name} {' '.join(arguments)}: {' '.join(done.stderr.split()) or 'failed'}")
+    return done.stdout
+
+
+def node_states(layout: Layout, outer: ProcessId) -> dict[str, str]:
+    """Node -> state as sinfo says it, in small letters ("idle", "down*", "drained")."""
+    lines = ask(layout, outer, "sinfo", "-h", "-N", "-o", "%N %T").splitlines()
+    states = {}
+    for line in lines:
+        node, state = line.split(maxsplit=1)
+        states[node] = state
+    return states
+
+
+def show(layout: Layout, outer: ProcessId, kind: str, name: str) -> dict[str, str]:
+    """The fields of `scontrol show KIND NAME` (the first record)."""
+    line = ask(layout, outer, "scontrol", "show", kind, name, "-o").splitlines()[0]
+    parts = _FIELD.split(line)
+    return {key: value.strip() for key, value in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def wait_idle(layout: Layout, outer: ProcessId, nodes: Sequence[str], timeout_s: float) -> None:
+    """Until Slurm calls every one of `nodes` idle."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        states = node_states(layout, outer)
+        late = {node: states.get(node, "unknown") for node in nodes if states.get(node) != "idle"}
+        if not late:
+            return
+        if time.monotonic() > deadline:
+            text = ", ".join(f"{node} is {state}" for node, state in late.items())
+            log = layout.log / f"slurmd.{next(iter(late))}.log"
+            raise DevclusterError(f"not idle within {timeout_s:g} s: {text}; {log.name} ends: {log_tail(log)}")
+        time.sleep(0.03)
+
+
+def slurmd_started(layout: Layout, outer: ProcessId, node: str) -> float:
+    """When the slurmd that last registered was started, in seconds since the epoch; 0 if none ever did."""
+    text = show(layout, outer, "node", node).get("SlurmdStartTime", "None")
+    return 0.0 if text in ("None", "Unknown") else time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))

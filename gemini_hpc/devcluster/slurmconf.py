@@ -1,0 +1,73 @@
+"""slurm.conf and plugstack.conf of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.network import CONTROLLER, CONTROLLER_ADDRESS, node_address
+from gemini_hpc.devcluster.profiles import Profile
+from gemini_hpc.devcluster.sitefiles import SiteFiles
+
+SLURMCTLD_PORT = 6817
+SLURMD_PORT = 6818
+
+
+def write(
+    layout: Layout,
+    profile: Profile,
+    nodes: Sequence[str],
+    *,
+    cpus: int,
+    memory_mb: int,
+    site: SiteFiles,
+    extra: Sequence[str],
+) -> None:
+    """Both files. `extra`: whole lines for the end of slurm.conf."""
+    values = {
+        "ClusterName": layout.name,
+        "SlurmctldHost": f"{CONTROLLER}({CONTROLLER_ADDRESS})",
+        "SlurmctldPort": str(SLURMCTLD_PORT),
+        "SlurmdPort": str(SLURMD_PORT),
+        "SlurmUser": "slurm",
+        "SlurmdUser": "root",
+        "AuthType": "auth/munge",
+        "StateSaveLocation": str(layout.state),
+        "SlurmdSpoolDir": f"{layout.spool}/%n",
+        "SlurmctldPidFile": "/run/slurmctld.pid",
+        "SlurmdPidFile": "/run/slurmd.%n.pid",
+        "SlurmctldLogFile": str(layout.log / "slurmctld.log"),
+        "SlurmdLogFile": f"{layout.log}/slurmd.%n.log",
+        # Not linuxproc: it loses an srun whose batch script died first, and that srun later kills the step of the
+        # same id in the job's next incarnation.
+        "ProctrackType": "proctrack/pgid",
+        "TaskPlugin": "task/none",
+        "JobAcctGatherType": "jobacct_gather/none",
+        "AccountingStorageType": "accounting_storage/none",
+        "MpiDefault": "none",
+        "SwitchType": "switch/none",
+        "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_Core_Memory",
+        "DefMemPerCPU": "100",
+        # Nodes are described as asked for, whatever the machine below them really has.
+        "SlurmdParameters": "config_overrides",
+        "ReturnToService": "2",
+        "JobRequeue": "1",
+        "SchedulerType": "sched/backfill",
+        "PrologFlags": "Alloc",
+        "PlugStackConfig": str(layout.slurm_etc / "plugstack.conf"),
+        **profile.slurm,
+    }
+    if site.prolog:
+        values["Prolog"] = str(site.prolog)
+    if site.epilog:
+        values["Epilog"] = str(site.epilog)
+    lines = [f"{key}={value}" for key, value in values.items()]
+    lines += [
+        f"NodeName={node} NodeAddr={node_address(node)} CPUs={cpus} RealMemory={memory_mb} State=UNKNOWN"
+        for node in nodes
+    ]
+    lines += [f"PartitionName=main Nodes={','.join(nodes)} Default=YES MaxTime=INFINITE State=UP", *extra]
+    layout.slurm_conf.write_text("\n".join(lines) + "\n")
+    plugin = f"optional {site.plugin}\n" if site.plugin else ""
+    (layout.slurm_etc / "plugstack.conf").write_text(plugin)

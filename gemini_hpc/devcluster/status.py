@@ -1,0 +1,95 @@
+"""What is known about a cluster at one moment. Its JSON form is `devcluster status --json`."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+
+import msgspec
+
+from gemini_hpc.devcluster import hosts, network, processes, record, services, slurm
+from gemini_hpc.devcluster.errors import DevclusterError
+from gemini_hpc.devcluster.layout import ROOT, Layout
+from gemini_hpc.devcluster.processes import ProcessId
+
+
+class NodeStatus(msgspec.Struct, frozen=True):
+    """`pid`: host pid of the node's init, None when it is off. `slurm_state`: as sinfo says it, "unknown" if it
+    does not answer. `rate`: limit of its link as given to `shape`, None without one."""
+
+    name: str
+    address: str
+    on: bool
+    pid: int | None
+    slurm_state: str
+    rate: str | None
+
+
+class ClusterStatus(msgspec.Struct, frozen=True):
+    """`controller_pid`: host pid of the gemini controller service, None when it does not run."""
+
+    name: str
+    profile: str
+    directory: str
+    outer_pid: int
+    controller_pid: int | None
+    plugin: bool
+    prolog: bool
+    epilog: bool
+    nodes: list[NodeStatus]
+
+    def __str__(self) -> str:
+        parts = [part for part in ("plugin", "prolog", "epilog") if getattr(self, part)]
+        controller = f"controller pid {self.controller_pid}" if self.controller_pid else "no controller"
+        lines = [f"cluster {self.name}: profile {self.profile}, {', '.join(parts) or 'no site files'}, {controller}"]
+        lines += [
+            f"{node.name:<4} {node.address:<12} {'on' if node.on else 'OFF':<4} {node.slurm_state:<12} "
+            f"{node.rate or ''}".rstrip()
+            for node in self.nodes
+        ]
+        return "\n".join(lines)
+
+
+def collect(layout: Layout, outer: ProcessId) -> ClusterStatus:
+    """Ask the hosts' inits and Slurm; a Slurm that does not answer leaves its part "unknown"."""
+    known, states = record.load_cluster(layout), dict[str, str]()
+    with contextlib.suppress(DevclusterError, subprocess.TimeoutExpired):
+        states = slurm.node_states(layout, outer)
+    nodes = []
+    for node in known.nodes:
+        process, facts = hosts.running(layout, node), record.load_node(layout, node)
+        nodes.append(
+            NodeStatus(
+                name=node,
+                address=network.node_address(node),
+                on=process is not None,
+                pid=process.pid if process else None,
+                slurm_state=states.get(node, "unknown"),
+                rate=facts.rate if facts else None,
+            )
+        )
+    controller = services.controller(layout, outer)
+    return ClusterStatus(
+        name=layout.name,
+        profile=known.profile,
+        directory=str(layout.directory),
+        outer_pid=outer.pid,
+        controller_pid=controller.pid if controller else None,
+        plugin=known.plugin,
+        prolog=known.prolog,
+        epilog=known.epilog,
+        nodes=nodes,
+    )
+
+
+def names() -> dict[str, bool]:
+    """All clusters of this machine that have files, and whether each is alive."""
+    if not ROOT.is_dir():
+        return {}
+    found = sorted(entry.name for entry in ROOT.iterdir() if entry.is_dir())
+    return {name: is_alive(Layout(name)) for name in found}
+
+
+def is_alive(layout: Layout) -> bool:
+    outer = processes.load(layout.outer)
+    return outer is not None and processes.is_alive(outer)

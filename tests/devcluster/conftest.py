@@ -1,0 +1,134 @@
+"""Clusters for the tests, and what must be gone once one is taken down."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gemini_hpc.devcluster import Cluster, DevclusterError
+from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.requirements import check
+from gemini_hpc.devcluster.status import names
+from gemini_hpc.devcluster.teardown import MOUNT_POINTS, down, members
+
+ROOT = Path("/var/lib/gemini-devcluster")
+# Other people's clusters on this machine stay out of it.
+PREFIX = f"t{os.getpid()}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    try:
+        check()
+    except DevclusterError as error:
+        here = Path(__file__).parent
+        for item in items:
+            if item.path.is_relative_to(here):
+                item.add_marker(pytest.mark.skip(reason=str(error)))
+
+
+def links() -> set[str]:
+    """Names of the machine's own network devices."""
+    return set(os.listdir("/sys/class/net"))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The namespaces that a cluster had, to be looked for after its end."""
+
+    name: str
+    namespaces: frozenset[str]
+    links: frozenset[str]
+
+    @classmethod
+    def of(cls, name: str) -> Trace:
+        found = (namespaces(process.pid) for process in members(Layout(name)))
+        # nsenter waits for its command in the pid namespace of the machine.
+        return cls(name, frozenset[str]().union(*found) - namespaces("self"), frozenset(links()))
+
+    def assert_gone(self) -> None:
+        layout = Layout(self.name)
+        assert not layout.directory.exists()
+        assert not layout.lock.exists()
+        assert members(layout) == []
+        assert f"gemini-devcluster/{self.name}" not in Path("/proc/self/mountinfo").read_text()
+        assert self.name not in everything_running()
+        assert not {who: spaces & self.namespaces for who, spaces in inhabited().items() if spaces & self.namespaces}
+        assert links() <= self.links
+        if not names():
+            assert not ROOT.exists()
+            assert not [path for path in MOUNT_POINTS if path.exists()]
+
+
+def namespaces(pid: int | str) -> frozenset[str]:
+    found = set()
+    for kind in ("net", "mnt", "pid", "uts", "ipc"):
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/{pid}/ns/{kind}"))
+    return frozenset(found)
+
+
+def inhabited() -> dict[str, frozenset[str]]:
+    """Process -> its namespaces, without the other clusters: the kernel gives freed numbers to the next who asks."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                text = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if b"GEMINI_DEVCLUSTER=" not in (entry / "environ").read_bytes():
+                    found[f"{entry.name} {text}"] = namespaces(entry.name)
+    return found
+
+
+def everything_running() -> str:
+    lines = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True, check=True).stdout
+    return "\n".join(line for line in lines.splitlines() if "pytest" not in line)
+
+
+def tool(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """The command line."""
+    return subprocess.run(
+        [sys.executable, "-m", "gemini_hpc.cli.devcluster", "devcluster", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+
+
+@pytest.fixture(scope="module")
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Five nodes without plugin and controller, shared by a module; a test leaves all of them on and idle."""
+    name = f"{PREFIX}-{request.module.__name__.rpartition('_')[2]}"
+    with Cluster.up(name, nodes=5, site=False, controller=False) as started:
+        trace = Trace.of(name)
+        yield started
+    trace.assert_gone()
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A name for a cluster that the test starts itself; it is taken down in any case."""
+    chosen = f"{PREFIX}-x"
+    yield chosen
+    down(Layout(chosen))
+
+
+@pytest.fixture
+def wait_until() -> Callable[[Callable[[], bool], float], None]:
+    import time
+
+    def wait(condition: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {timeout_s} s"
+            time.sleep(0.05)
+
+    return wait
