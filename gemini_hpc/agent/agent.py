@@ -330,10 +330,14 @@ class Agent:
 
     def apply(self, plan: peer.PlanDown) -> None:
         """Void all but the chosen versions, take map and epoch, begin to pull."""
-        chosen = {s.name: None if s.chosen is None else Stamp(*s.chosen) for s in plan.sets}
+        keep = {s.name: tuple(Stamp(*stamp) for stamp in s.keep) for s in plan.sets}
         for shard in self.store:
-            shard.pair.void_except(chosen.get(shard.set))
+            shard.pair.void_except(*keep.get(shard.set, ()))
         self._adopt(plan)
+        mine = self.noderanks[self.node]
+        for shard in self.store.shards.values():
+            if mine in placement.holders(shard.home % len(self.hosts), len(self.hosts), self.replicas):
+                shard.registered_round = plan.round
         self._save_state(plan)
         self.pulls.start([o for o in plan.pulls if o.dest == self.node])
 
@@ -341,6 +345,7 @@ class Agent:
         """Everyone has acknowledged: trainers may come."""
         for training in self.sets.values():
             self._open_seal(training)
+            self.recount(training.name)
         self._write_map(plan)
         chosen = [f"{s.name}: version {s.chosen[1]}" for s in plan.sets if s.chosen is not None]
         lost = [f"{s.name}: {reason}" for s in plan.sets for reason in s.lost]
@@ -470,12 +475,13 @@ class Agent:
                 sealed = None if message.sealed is None else Stamp(*message.sealed)
                 sealing.hear(Word(sealed, frozenset(Stamp(*s) for s in message.abandoned)))
 
-    def _on_dead(self, host: str, witnesses: tuple[str, ...]) -> None:
+    def _on_dead(self, host: str, witnesses: tuple[str, ...], known: bool) -> None:
         if self.detached or self.mesh is None:
             return
         for training in self.sets.values():
             training.page.set_dead_nodes(len(self.mesh.dead))
-        self.log("detected", detail=f"{host} is silent; witnesses {', '.join(witnesses)}")
+        if not known:
+            self.log("detected", detail=f"{host} is silent; witnesses {', '.join(witnesses)}")
         self.reporter.report(host, witnesses)
 
     async def _call(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

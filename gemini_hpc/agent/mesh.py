@@ -38,7 +38,7 @@ class Mesh:
         hosts: tuple[str, ...],
         on_link: Callable[[str], None],
         on_message: Callable[[str, peer.PeerMessage], None],
-        on_dead: Callable[[str, tuple[str, ...]], None],
+        on_dead: Callable[[str, tuple[str, ...], bool], None],
     ) -> None:
         self._settings = settings
         self._job, self.restart, self._uid = job, restart, uid
@@ -204,8 +204,7 @@ class Mesh:
                 return
             witnesses = tuple(o for o, answer in zip(others, theirs, strict=True) if answer is False)
             if self.watching:
-                self._bury(name)
-                self._on_dead(name, (self.host, *witnesses))
+                self._bury(name, (self.host, *witnesses))
         finally:
             self.suspects.discard(name)
 
@@ -240,12 +239,13 @@ class Mesh:
             alive = await self._reach(name, self.silence_s / 2)
             self.send(asker, peer.ProbeAnswer(name, alive))
 
-    def _bury(self, name: str) -> None:
-        if name in self.dead:
-            return
+    def _bury(self, name: str, witnesses: tuple[str, ...]) -> None:
+        known = name in self.dead
         self.dead.add(name)
-        for other in self.links:
-            self.send(other, peer.Obituary(name, False, self.restart))
+        if not known:
+            for other in self.links:
+                self.send(other, peer.Obituary(name, False, self.restart))
+        self._on_dead(name, witnesses, known)
 
     def _obituary(self, sender: str, message: peer.Obituary) -> None:
         name = message.host
@@ -256,8 +256,7 @@ class Mesh:
             if name in self.dead:
                 self._alive(name)
         elif name not in self.dead and (heard is None or time.monotonic() - heard > self.silence_s / 2):
-            self._bury(name)
-            self._on_dead(name, (sender,))
+            self._bury(name, (sender,))
 
     def _alive(self, name: str) -> None:
         if name in self.dead:

@@ -101,6 +101,7 @@ class Pulls:
             stamp = Stamp(*copy.stamp)
             try:
                 shard = await agent.store.make(copy.set, copy.rank, copy.world, copy.home, copy.bytes)
+                shard.registered_round = self._round()
                 index = shard.pair.begin(stamp, None, frozenset(), voted=frozenset())
             except (NoMemory, Refused) as exc:
                 raise pull.PullFailed(str(exc)) from None
@@ -118,6 +119,9 @@ class Pulls:
             self.bytes += copy.used
             agent.recount(copy.set)
             return memory
+
+    def _round(self) -> int:
+        return self._agent.rounds.round if self._agent.rounds is not None else 0
 
     async def _guest(self, copy: peer.CopyRecord, ways: list[tuple[str, str, int, Client]], stop: Event) -> Memfd:
         agent = self._agent

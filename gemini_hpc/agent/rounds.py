@@ -221,7 +221,9 @@ class Rounds:
 
     def _decide(self, records: tuple[peer.InventoryRecord, ...]) -> peer.PlanDown:
         m = min(self._host.replicas, len(self._hosts))
-        plan = recovery.plan({r.host: _inventory(r) for r in records}, self._hosts, m)
+        plan = recovery.plan(
+            {r.host: _inventory(r) for r in records}, self._hosts, m, min_epoch=self._host.restart + 1
+        )
         for warning in plan.warnings:
             self._host.log("warning", detail=warning)
         sets, pulls = [], []
@@ -231,22 +233,26 @@ class Rounds:
             lost = tuple(f"shard {x.rank}: {x.reason}" for x in s.lost)
             if s.outcome == "never-sealed":
                 lost = ("no version had been sealed yet",)
-            chosen = None if s.chosen is None else (s.chosen.epoch, s.chosen.version)
-            sets.append(peer.SetPlan(s.set_name, chosen, s.world, copies, lost))
+            keep = tuple((stamp.epoch, stamp.version) for stamp in s.keep)
+            sets.append(peer.SetPlan(s.set_name, _pair(s.chosen), keep, _pair(s.sealed), s.world, copies, lost))
             pulls += [peer.PullOrder(p.dest_host, _record(p.shard), p.sources) for p in s.pulls]
         if not plan.sets and not plan.survivable:
             reason = f"all copies are gone with {', '.join(plan.gone)}"
-            sets.append(peer.SetPlan("default", None, 0, (), (reason,)))
+            sets.append(peer.SetPlan("default", None, (), None, 0, (), (reason,)))
         return peer.PlanDown(
             round=self.round,
             step=self.step,
-            epoch=max(plan.epoch, 1),
+            epoch=plan.epoch,
             noderanks=plan.noderanks,
             map_hash=noderank.map_hash(plan.noderanks, self._host.job, self._host.restart),
             ports={r.host: r.port for r in records},
             sets=tuple(sets),
             pulls=tuple(pulls),
         )
+
+
+def _pair(stamp: Stamp | None) -> peer.StampT | None:
+    return None if stamp is None else (stamp.epoch, stamp.version)
 
 
 def _inventory(record: peer.InventoryRecord) -> recovery.Inventory:

@@ -19,6 +19,7 @@ class TrainingSet:
         self.page = page.ControlPage(self._memory.fd, writable=True)
         self.sealing: Sealing | None = None
         self.chosen: Stamp | None = None
+        self.settled: Stamp | None = None
         self.chosen_world = 0
         self.chosen_copies: dict[int, peer.CopyRecord] = {}
         self.sources: dict[int, tuple[str, ...]] = {}
@@ -31,9 +32,9 @@ class TrainingSet:
 
     @property
     def sealed(self) -> Stamp | None:
-        """The newest version that counts as sealed: the root's word, or what this incarnation resumed from."""
+        """The newest version that counts as sealed: the root's word, before it what the plan says."""
         word = self.sealing.word.sealed if self.sealing is not None else None
-        return word if word is not None else self.chosen
+        return word if word is not None else self.settled
 
     @property
     def succeeded(self) -> bool:
@@ -51,15 +52,17 @@ class TrainingSet:
         self.greeted.clear()
         self.finished.clear()
         self.drop_guests()
-        self.chosen, self.chosen_world, self.sources, self.lost = None, 0, {}, ()
+        self.chosen, self.settled, self.chosen_world, self.sources, self.lost = None, None, 0, {}, ()
         self.chosen_copies = {}
         self.note = ""
         if plan is not None:
             self.chosen = None if plan.chosen is None else Stamp(*plan.chosen)
-            self.chosen_world, self.lost = plan.world, plan.lost
+            self.settled = None if plan.sealed is None else Stamp(*plan.sealed)
+            self.world = self.chosen_world = plan.world
+            self.lost = plan.lost
             self.sources = {copy.rank: hosts for copy, hosts in plan.copies}
             self.chosen_copies = {copy.rank: copy for copy, _ in plan.copies}
-        self.page.set_sealed(*(self.chosen or (0, 0)))
+        self.page.set_sealed(*(self.settled or (0, 0)))
         self.page.set_state(page.STATE_ARMING)
         self.page.set_round(round_number)
 

@@ -100,7 +100,7 @@ def main() -> int:
         return 3
     page = ControlPage(fds[0], writable=False)
     version = welcome.chosen_version
-    states = {r: "" for r in range(world)}
+    states = dict.fromkeys(range(world), "")
     lineage: list[int] = []
     if version:
         for r in range(welcome.chosen_world):
@@ -126,6 +126,9 @@ def main() -> int:
     n, m = welcome.nodes, welcome.replicas
     held = [Slots(agent, r, world, r, size) for r in placement.holds_for(welcome.node_rank, n, m)]
     late = False
+    chosen, patience = (welcome.chosen_epoch, version), time.monotonic() + 10
+    while page.sealed < chosen and time.monotonic() < patience:
+        time.sleep(0.0005)
     while version < steps:
         time.sleep(pause)
         version += 1  # the optimizer step of the program: only now is v-1's state overwritten

@@ -1,0 +1,345 @@
+"""`gemini-hpc demo`: the main job on a development cluster: a node loses its power, the job goes on.
+
+Runs the same training twice, once undisturbed and once with a power cut in the middle, and compares every loss
+and the final parameters and optimizer states bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gemini_hpc.devcluster.cluster import Cluster
+
+USER = "alice"
+_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+_BAR = 30
+
+
+class DemoFailed(Exception):
+    """The demonstration did not show what it should; the message says what."""
+
+
+def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser(
+        "demo",
+        help="watch a job lose a node and come back from its peers' memory",
+        description="Starts a development cluster of 5 nodes, trains a small GPT on 3 of them, cuts the power of one "
+        "in mid-run and compares the result, bit by bit, with an undisturbed run. Needs root.",
+        epilog="Exit status: 0 if everything held, 1 if not.",
+    )
+    parser.add_argument("--name", default="demo", help="name of the cluster (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="training iterations (default: %(default)s)")
+    parser.add_argument("--parallel", choices=("ddp", "fsdp2"), default="ddp", help="how the model is distributed")
+    parser.add_argument("--victim", choices=("worker", "batch-host"), default="worker", help="which node is cut")
+    parser.add_argument("--cuts", type=int, default=1, help="number of cuts, one after the other (default: 1)")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    parser.add_argument("--keep", action="store_true", help="leave the cluster running, to look around")
+    parser.set_defaults(func=run)
+
+
+@dataclass
+class Run:
+    """One training job and what it wrote."""
+
+    cluster: Cluster
+    id: int
+    directory: Path
+    steps: int
+    cut_at: list[float] = field(default_factory=list)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Rank 0's log, one object an iteration, then one of digests."""
+        path = self.directory / "loss.jsonl"
+        if not path.exists():
+            return []
+        text = path.read_text()
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def step(self) -> int:
+        """The last iteration that rank 0 has finished."""
+        return max((line["step"] for line in self.lines() if "step" in line), default=0)
+
+    @property
+    def state(self) -> str:
+        """The job's state in Slurm."""
+        return self.cluster.job(self.id).get("JobState", "UNKNOWN")
+
+    def output(self) -> str:
+        """The batch script's output."""
+        path = self.directory / "out"
+        return path.read_text() if path.exists() else ""
+
+
+class Show:
+    """Progress on a terminal, or plain lines where there is none."""
+
+    def __init__(self) -> None:
+        self._live = sys.stdout.isatty()
+        self._began = time.monotonic()
+        self._last = ""
+
+    def say(self, text: str = "") -> None:
+        """A line that stays."""
+        self._wipe()
+        print(text, flush=True)
+
+    def title(self, text: str) -> None:
+        """A heading with the time since the start."""
+        self.say(f"[{time.monotonic() - self._began:5.1f} s] {text}")
+
+    def progress(self, done: int, total: int, note: str) -> None:
+        """A bar that is overwritten; without a terminal a line each fifth of the way."""
+        if self._live:
+            filled = _BAR * done // max(1, total)
+            text = f"  [{'#' * filled}{'.' * (_BAR - filled)}] {done}/{total} {note}"
+            print(f"\r\033[K{text}", end="", flush=True)
+            self._last = text
+        else:
+            text = f"  iteration {5 * (done // (total // 5 * 5 // 5 or 1)) * (total // 5) // 5} of {total}: {note}"
+            if text != self._last:
+                self._last = text
+                print(text, flush=True)
+
+    def _wipe(self) -> None:
+        if self._live and self._last:
+            print("\r\033[K", end="")
+            self._last = ""
+
+
+def _example() -> Path:
+    import gemini_hpc
+
+    package = Path(gemini_hpc.__file__).parent
+    for candidate in (package / "_site" / "examples", package.parent / "examples"):
+        if (candidate / "job.sh").exists():
+            return candidate
+    raise DemoFailed("the examples are not installed with this package")
+
+
+def _submit(cluster: Cluster, label: str, args: argparse.Namespace, options: list[str]) -> Run:
+    directory = cluster.home(USER) / label
+    directory.mkdir()
+    for path in _example().iterdir():
+        if path.is_file():
+            shutil.copy(path, directory / path.name)
+            (directory / path.name).chmod(0o755)
+    shutil.chown(directory, USER_UID)
+    training = ["--parallel", args.parallel, "--steps", str(args.steps), "--log", str(directory / "loss.jsonl")]
+    script = [str(directory / "job.sh"), *training]
+    output = f"--output={directory}/out"
+    job = cluster.sbatch(["--requeue", "-N3", f"--chdir={directory}", output, *options, *script], user=USER)
+    return Run(cluster, job, directory, args.steps)
+
+
+USER_UID = 5001
+
+
+def _wait(run: Run, show: Show, note: str, until: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not until():
+        if time.monotonic() > deadline:
+            raise DemoFailed(f"job {run.id}: {note}: not within {timeout_s:g} s\n{run.output()[-3000:]}")
+        state = run.state
+        if state in _ENDED and not until():
+            if state != "COMPLETED":
+                raise DemoFailed(f"job {run.id} ended as {state}\n{run.output()[-3000:]}")
+            return
+        show.progress(run.step(), run.steps, f"{note} ({state.lower()})")
+        time.sleep(0.1)
+
+
+def _inspect(run: Run, *options: str) -> str:
+    done = run.cluster.run(["gemini-hpc", "inspect", str(run.id), *options], user=USER, timeout_s=20)
+    if done.returncode:
+        raise DemoFailed(f"gemini-hpc inspect {run.id}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _cut(run: Run, args: argparse.Namespace, show: Show) -> str:
+    hosts = run.cluster.run(["scontrol", "show", "hostnames", run.cluster.job(run.id)["NodeList"]]).stdout.split()
+    victim = hosts[0] if args.victim == "batch-host" else hosts[1]
+    run.cut_at.append(time.time())
+    run.cluster.power_off(victim)
+    show.title(f"*** power of {victim} cut, in iteration {run.step() + 1} ***")
+    return victim
+
+
+def _recovered(run: Run, restart: int) -> bool:
+    return any(line.get("restart") == restart and "step" in line for line in run.lines())
+
+
+_TIMELINE = (
+    ("detected", "detected by its peers"),
+    ("confirmed", "confirmed by the controller"),
+    ("reserved", "survivors reserved"),
+    ("down", "DOWN in Slurm"),
+    ("pending", "requeued, pending"),
+    ("running", "running again"),
+    ("attached", "prolog: agents attached"),
+    ("agreed", "agents agree on map and version"),
+    ("pulled", "pulled from the peers"),
+    ("imports_done", "Python imports done"),
+    ("resumed", "state loaded"),
+    ("first_iteration", "first new iteration"),
+)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Moments of one recovery, in seconds after the cut."""
+
+    rows: tuple[tuple[float, str, str], ...]
+    total_s: float
+    own_s: float
+
+
+def timeline(document: dict[str, Any], cut: float, restart: int, first_step: float) -> Timeline:
+    """Moments of the recovery into incarnation `restart`, and our own share of its length.
+
+    own = everything up to the request to start again, the start margin included, plus from the later of 'imports
+    done' and 'batch script started' to the first new iteration.
+    """
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    detail: dict[str, str] = {}
+    for event in document["events"]:
+        after = event["t"] - cut
+        if after < 0 or after > first_step - cut + 5:
+            continue
+        first.setdefault(event["name"], after)
+        last[event["name"]] = after
+        detail.setdefault(event["name"], f"{event['host']}: {event['detail']}" if event["detail"] else event["host"])
+    rows = []
+    for name, text in _TIMELINE:
+        if name in first:
+            late = name in ("pulled", "resumed", "imports_done", "attached")
+            rows.append((last[name] if late else first[name], text, detail[name]))
+    total = first_step - cut
+    rows = [row for row in rows if row[1] != "first new iteration"]
+    rows.append((total, "first new iteration", f"restart {restart}"))
+    rows.sort()
+    ready = max(last.get("imports_done", 0.0), first.get("running", 0.0))
+    asked = first.get("running", first.get("pending", 0.0))
+    own = asked + total - ready
+    return Timeline(tuple(rows), total, own)
+
+
+def _compare(reference: Run, run: Run) -> tuple[int, list[str]]:
+    """(iterations compared, what differs)."""
+    wanted = {line["step"]: line["loss"] for line in reference.lines() if "step" in line}
+    trouble = []
+    for line in run.lines():
+        if "step" in line and wanted.get(line["step"]) != line["loss"]:
+            trouble.append(f"loss of iteration {line['step']} (restart {line['restart']}) differs")
+    seen = {line["step"] for line in run.lines() if "step" in line}
+    if seen != set(wanted) or len(wanted) != reference.steps:
+        trouble.append(f"{len(seen)} and {len(wanted)} iterations, wanted {reference.steps}")
+    digests = [[line["digests"] for line in r.lines() if "digests" in line] for r in (reference, run)]
+    if not digests[0] or digests[0][-1:] != digests[1][-1:]:
+        trouble.append("final parameters or optimizer states differ")
+    return len(seen), trouble
+
+
+def run(args: argparse.Namespace) -> int:
+    """The verb."""
+    from gemini_hpc.devcluster.cluster import Cluster
+    from gemini_hpc.devcluster.errors import DevclusterError
+
+    show = Show()
+    try:
+        show.title("starting 5 nodes: slurmctld, slurmd, munged, and the gemini controller")
+        cluster = Cluster.up(args.name, nodes=5, replace=True)
+        try:
+            return _demo(cluster, args, show)
+        finally:
+            if args.keep:
+                show.say(f"The cluster is still there: gemini-hpc devcluster status --name {args.name}")
+            else:
+                cluster.down()
+    except DevclusterError as exc:
+        show.say(f"gemini-hpc demo: {exc}")
+    except DemoFailed as exc:
+        show.say(f"gemini-hpc demo: FAILED: {exc}")
+    return 1
+
+
+def _demo(cluster: Cluster, args: argparse.Namespace, show: Show) -> int:
+    show.title(f"the reference: sbatch -N3 job.sh, {args.steps} iterations without replicas or disturbance")
+    reference = _submit(cluster, "reference", args, [])
+    _wait(reference, show, "reference run", lambda: reference.state == "COMPLETED", 180)
+
+    show.title("the main job: sbatch --requeue -N3 --gemini-replicas=2 job.sh")
+    main = _submit(cluster, "main", args, ["--gemini-replicas=2"])
+    span = args.steps // (args.cuts + 1)
+    figures: dict[str, Any] = {"cuts": []}
+    before = ""
+    for number in range(1, args.cuts + 1):
+        goal = span * number
+        _wait(main, show, "training", lambda goal=goal: main.step() >= goal, 120)  # type: ignore[misc]
+        before = _inspect(main)
+        victim = _cut(main, args, show)
+        _wait(main, show, f"{victim} is dead", lambda n=number: _recovered(main, n), 90)  # type: ignore[misc]
+        show.title("training goes on")
+        if number < args.cuts:
+            cluster.power_on(victim)
+            cluster.resume(victim)
+    first_steps = {
+        n: min(line["time"] for line in main.lines() if line.get("restart") == n and "step" in line)
+        for n in range(1, args.cuts + 1)
+    }
+    time.sleep(0.5)
+    after = _inspect(main)
+    document = json.loads(_inspect(main, "--json"))
+    _wait(main, show, "training", lambda: main.state == "COMPLETED", 180)
+    document["events"] += [e for e in json.loads(_inspect(main, "--json"))["events"] if e not in document["events"]]
+
+    show.say()
+    show.say("gemini-hpc inspect, before the cut:")
+    show.say(_indent(before))
+    show.say("gemini-hpc inspect, after the recovery:")
+    show.say(_indent(after))
+    failed = []
+    for number in range(1, args.cuts + 1):
+        cut, first = main.cut_at[number - 1], first_steps[number]
+        line = timeline(document, cut, number, first)
+        show.say(f"Timeline of recovery {number} (seconds after the power cut):")
+        for t, text, detail in line.rows:
+            show.say(f"  {t:6.2f}  {text:<34} {detail[:80]}")
+        lost = _lost(main, number)
+        show.say(f"  power cut to first new iteration: {line.total_s:.2f} s, of it our own share {line.own_s:.2f} s")
+        show.say(f"  completed iterations repeated: {lost}")
+        figures["cuts"].append({"total_s": line.total_s, "own_s": line.own_s, "lost": lost, "rows": line.rows})
+        if lost not in (0, 1):
+            failed.append(f"recovery {number} repeated {lost} completed iterations, at most 1 is allowed")
+    compared, trouble = _compare(reference, main)
+    failed += trouble
+    if not trouble:
+        show.say(f"{compared} losses, the final parameters and the optimizer states: identical bits in both runs.")
+    figures["failed"] = failed
+    if args.json:
+        Path(args.json).write_text(json.dumps(figures, indent=1))
+    if failed:
+        raise DemoFailed("; ".join(failed[:5]))
+    show.title("done: the job lost a node and nothing else")
+    return 0
+
+
+def _lost(run: Run, restart: int) -> int:
+    """Completed iterations that had to be repeated in the recovery into this incarnation."""
+    old = max((line["step"] for line in run.lines() if "step" in line and line["restart"] < restart), default=0)
+    new = min(line["step"] for line in run.lines() if "step" in line and line["restart"] == restart)
+    return int(max(0, old - new + 1))
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  | {line}" for line in text.rstrip().splitlines())

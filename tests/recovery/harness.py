@@ -1,0 +1,203 @@
+"""Runs `lite.py` as a real job on a real cluster and tells what became of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gemini_hpc.devcluster.cluster import Cluster
+
+LITE = Path(__file__).with_name("lite.py")
+Line = dict[str, Any]
+
+
+def wait_for(what: str, true: Callable[[], object], timeout_s: float = 30.0, every_s: float = 0.02) -> Any:
+    """Poll until `true()` is; AssertionError naming `what` after the time-out."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = true()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {timeout_s:g} s in vain: {what}")
+        time.sleep(every_s)
+
+
+@dataclass
+class LiteJob:
+    """One job of alice's that runs `lite.py`, one rank a node."""
+
+    cluster: Cluster
+    nodes: int = 3
+    replicas: int = 2
+    steps: int = 60
+    pause_s: float = 0.1
+    size: int = 1 << 16
+    run: str = "srun"
+    options: tuple[str, ...] = ()
+    id: int = 0
+    directory: Path = field(default_factory=Path)
+
+    def submit(self) -> LiteJob:
+        home = self.cluster.home("alice")
+        self.directory = home / f"lite-{time.time_ns()}"
+        self.directory.mkdir()
+        shutil.chown(self.directory, 5001)
+        shutil.copy(LITE, self.directory / "lite.py")
+        (self.directory / "lite.py").chmod(0o644)
+        script = self.directory / "job.sh"
+        script.write_text(
+            "#!/bin/bash\n"
+            f"{self.run} python {self.directory}/lite.py {self.log} {self.steps} {self.pause_s} {self.size}\n"
+            'echo "step ended with $?"\n'
+        )
+        script.chmod(0o755)
+        self.id = self.cluster.sbatch(
+            [
+                "--requeue",
+                "--open-mode=append",
+                f"--output={self.directory}/out",
+                f"-N{self.nodes}",
+                "--ntasks-per-node=1",
+                f"--gemini-replicas={self.replicas}",
+                *self.options,
+                str(script),
+            ]
+        )
+        return self
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "log"
+
+    def lines(self, what: str = "", restart: int | None = None) -> list[Line]:
+        if not self.log.exists():
+            return []
+        text = self.log.read_text()
+        lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        return [
+            line
+            for line in lines
+            if (not what or line["what"] == what) and (restart is None or line["restart"] == restart)
+        ]
+
+    def output(self) -> str:
+        path = self.directory / "out"
+        return path.read_text() if path.exists() else ""
+
+    def slurm(self) -> dict[str, str]:
+        return self.cluster.job(self.id)
+
+    @property
+    def state(self) -> str:
+        return self.slurm().get("JobState", "gone")
+
+    def hosts(self) -> list[str]:
+        """The job's hosts now, in Slurm's order."""
+        text = self.slurm().get("NodeList", "")
+        names = self.cluster.run(["scontrol", "show", "hostnames", text]).stdout.split()
+        return names
+
+    def agent_log(self, node: str) -> str:
+        return self.cluster.exec(node, ["cat", f"/run/gemini-hpc/{self.id}/agent.log"]).stdout
+
+    def agent_pid(self, node: str) -> int:
+        """pid, in the node, of the agent proper (the supervisor's child); 0 where there is none."""
+        pids = self.cluster.exec(node, ["pgrep", "-f", f"gemini_hpc.agent --job {self.id} "]).stdout.split()
+        return max(map(int, pids), default=0)
+
+    # ---- milestones ------------------------------------------------------------------------------------
+
+    def reach(self, version: int, what: str = "sealed", timeout_s: float = 40.0, restart: int | None = None) -> None:
+        """Wait until every rank has got to a version."""
+
+        def there() -> bool:
+            ranks = {line["rank"] for line in self.lines(what, restart) if line["version"] >= version}
+            return len(ranks) == self.nodes
+
+        try:
+            wait_for(f"every rank {what} {version}", there, timeout_s)
+        except AssertionError as exc:
+            raise AssertionError(f"{exc}\n{self.story()}") from None
+
+    def finish(self, timeout_s: float = 90.0) -> None:
+        """Wait until every rank is done and the job has completed; then check what a recovery must hold to."""
+
+        def over() -> bool:
+            state = self.state
+            if state in ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"):
+                raise AssertionError(f"job {state}\n{self.story()}")
+            return state == "COMPLETED"
+
+        try:
+            wait_for(f"job {self.id} completes", over, timeout_s, 0.1)
+        except AssertionError as exc:
+            raise AssertionError(f"{exc}\n{self.story()}") from None
+        assert not self.lines("MIXED"), self.story()
+        done = [line for line in self.lines("done")]
+        assert {line["rank"] for line in done} == set(range(self.nodes)), self.story()
+
+    def resumed(self, restart: int) -> int:
+        """The version that all ranks resumed from in an incarnation (the last launch in it)."""
+        versions: dict[int, int] = {line["rank"]: line["version"] for line in self.lines("resumed", restart)}
+        assert len(versions) == self.nodes and len(set(versions.values())) == 1, f"{versions}\n{self.story()}"
+        return versions[0]
+
+    def completed(self, before_t: float) -> int:
+        """The newest optimizer step that any rank had completed before a moment."""
+        return max((line["version"] for line in self.lines("step") if line["t"] < before_t), default=0)
+
+    def repeated(self, restart: int) -> int:
+        """How many completed steps the recovery into this incarnation had to repeat."""
+        start = min(line["t"] for line in self.lines("resumed", restart))
+        return self.completed(start) - self.resumed(restart)
+
+    def story(self) -> str:
+        """Everything that helps to understand a failed test."""
+        lines = [f"{line['t']:.3f} {line}" for line in self.lines() if line["what"] not in ("sealed", "step")]
+        parts = ["", *lines[-30:], self.output()[-2000:], str(self.slurm())]
+        for node in self.cluster.node_names:
+            if self.cluster.is_on(node):
+                parts.append(f"--- {node}\n{self.agent_log(node)[-2500:]}")
+        controller = self.cluster.log_directory / "controller.log"
+        if controller.exists():
+            parts.append(f"--- controller\n{controller.read_text()[-4000:]}")
+        return "\n".join(parts)
+
+
+def leaks(cluster: Cluster) -> list[str]:
+    """What jobs have left behind in a cluster on which none runs any more."""
+    found = []
+    for node in cluster.node_names:
+        if not cluster.is_on(node):
+            continue
+        agents = cluster.exec(node, ["pgrep", "-af", "gemini_hpc[.]agent"]).stdout
+        if agents:
+            found.append(f"{node}: {agents.strip()}")
+        script = "ls -l /proc/[0-9]*/fd 2>/dev/null | grep -c memfd:gemini || true"
+        memfds = cluster.exec(node, ["bash", "-c", script]).stdout.strip()
+        if memfds not in ("", "0"):
+            found.append(f"{node}: {memfds} memfds")
+        shm = cluster.exec(node, ["ls", "/dev/shm"]).stdout.split()
+        if shm:
+            found.append(f"{node}: /dev/shm has {shm}")
+    reservations = cluster.run(["scontrol", "show", "reservation", "-o"]).stdout
+    if "ReservationName" in reservations:
+        found.append(reservations.strip())
+    return found
+
+
+def restore(cluster: Cluster) -> None:
+    """Bring every node back for the next test."""
+    for node in cluster.node_names:
+        if not cluster.is_on(node):
+            cluster.power_on(node)
+    for node, state in cluster.node_states().items():
+        if any(word in state.lower() for word in ("down", "drain", "fail")):
+            cluster.resume(node)
+    cluster.wait_idle()

@@ -1,0 +1,133 @@
+"""Nodes lose their power in mid-training: the job comes back from its peers' memory."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from harness import LiteJob, wait_for
+
+from gemini_hpc.devcluster.cluster import Cluster
+
+Lite = Any
+
+
+def cut_and_finish(job: LiteJob, *nodes: str, reset: bool = False) -> None:
+    for node in nodes:
+        job.cluster.power_off(node, reset=reset)
+    job.finish()
+    assert job.repeated(1) in (0, 1), job.story()
+    assert job.resumed(1) > 0, job.story()
+    assert not set(nodes) & set(job.hosts())
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["silent", "reset"])
+def test_node_cut(lite: Lite, reset: bool) -> None:
+    job = lite()
+    job.reach(10)
+    before = {line["rank"]: line["node_rank"] for line in job.lines("resumed", 0)}
+    survivors = [job.hosts()[0], job.hosts()[2]]
+    cut_and_finish(job, job.hosts()[1], reset=reset)
+    assert set(survivors) < set(job.hosts()), "survivors keep their part"
+    assert {line["rank"]: line["node_rank"] for line in job.lines("resumed", 1)} == before
+
+
+def test_batch_host_cut(lite: Lite) -> None:
+    job = lite()
+    job.reach(10)
+    cut_and_finish(job, job.hosts()[0])
+
+
+def test_two_nodes_of_different_groups(lite: Lite) -> None:
+    job = lite(nodes=4)
+    job.reach(10)
+    hosts = job.hosts()
+    cut_and_finish(job, hosts[1], hosts[3])
+
+
+@pytest.mark.parametrize(("nodes", "replicas"), [(3, 3), (5, 2), (5, 3)])
+def test_odd_sizes(lite: Lite, nodes: int, replicas: int) -> None:
+    job = lite(nodes=nodes, replicas=replicas)
+    job.reach(8)
+    cut_and_finish(job, *job.hosts()[nodes - replicas + 1 : nodes])
+
+
+def test_whole_group_lost(lite: Lite) -> None:
+    job = lite(nodes=4, steps=40)
+    job.reach(8)
+    hosts = job.hosts()
+    for node in hosts[2:]:
+        job.cluster.power_off(node)
+    job.finish()
+    assert job.resumed(1) == 0
+    reasons = " ".join(line["reason"] for line in job.lines("lost"))
+    assert "shard 2" in reasons and "shard 3" in reasons, reasons
+    assert hosts[2] in reasons and hosts[3] in reasons, reasons
+
+
+def test_cut_before_the_first_seal(lite: Lite) -> None:
+    job = lite(steps=30, pause_s=2.0)
+    job.reach(0, "resumed")
+    job.cluster.power_off(job.hosts()[1])
+    wait_for("requeued", lambda: job.slurm().get("Restarts") == "1")
+    job.cluster.run(["scontrol", "show", "job", str(job.id)])
+    job.reach(1, "step", 60, 1)
+    assert job.resumed(1) == 0, job.story()
+
+
+def test_second_cut_right_after_recovery(lite: Lite) -> None:
+    job = lite()
+    job.reach(10)
+    job.cluster.power_off(job.hosts()[1])
+    job.reach(job.completed(time.time()), "resumed", 60, 1)
+    job.cluster.power_off(job.hosts()[2])
+    job.finish()
+    assert job.repeated(1) in (0, 1) and job.repeated(2) in (0, 1), job.story()
+    assert job.resumed(2) >= job.resumed(1) > 0
+
+
+def test_second_cut_during_recovery(lite: Lite) -> None:
+    job = lite(nodes=4)
+    job.reach(10)
+    hosts = job.hosts()
+    job.cluster.power_off(hosts[1])
+    wait_for("requeued", lambda: job.state in ("PENDING", "COMPLETING", "REQUEUED"))
+    job.cluster.power_off(hosts[3])
+    job.finish(120)
+    last = max(line["restart"] for line in job.lines("resumed"))
+    assert job.resumed(last) > 0 and job.repeated(last) in (0, 1), job.story()
+
+
+def test_node_that_reboots_within_a_second(lite: Lite) -> None:
+    job = lite()
+    job.reach(10)
+    node = job.hosts()[1]
+    job.cluster.power_off(node)
+    job.cluster.power_on(node)
+    job.finish(120)
+    last = max(line["restart"] for line in job.lines("resumed"))
+    assert last >= 1 and job.resumed(last) > 0 and job.repeated(last) in (0, 1), job.story()
+
+
+def test_controller_stopped(lite: Lite, cluster: Cluster) -> None:
+    cluster.controller_stop()
+    job = lite()
+    job.reach(10)
+    cut_and_finish(job, job.hosts()[1])
+
+
+def test_busy_cluster_keeps_the_survivors_for_us(lite: Lite, cluster: Cluster) -> None:
+    job = lite(steps=80)
+    job.reach(10)
+    hosts = job.hosts()
+    script = cluster.home("bob") / "rival.sh"
+    script.write_text("#!/bin/bash\nsleep 6\n")
+    script.chmod(0o755)
+    for _ in range(12):
+        cluster.sbatch(["--exclusive", "-N1", "--nice=0", str(script)], user="bob")
+    wait_for("rivals run", lambda: "bob" in cluster.run(["squeue", "-h", "-t", "R", "-o", "%u"]).stdout)
+    cluster.power_off(hosts[1])
+    job.finish(120)
+    assert job.repeated(1) in (0, 1) and job.resumed(1) > 0, job.story()
+    assert {hosts[0], hosts[2]} < set(job.hosts()), job.story()
