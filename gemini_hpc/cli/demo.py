@@ -206,32 +206,32 @@ class Timeline:
 def timeline(document: dict[str, Any], cut: float, restart: int, first_step: float) -> Timeline:
     """Moments of the recovery into incarnation `restart`, and our own share of its length.
 
-    own = everything up to the request to start again, the start margin included, plus from the later of 'imports
-    done' and 'batch script started' to the first new iteration.
+    own = cut to DOWN (detection, confirmation, reservation), pending to running (the start margin that we ask for),
+    running to agreed (our prolog), and from the later of 'imports done' and 'agreed' to the first new iteration.
+    The rest is Slurm's (DOWN to pending) and Python's (imports).
     """
     first: dict[str, float] = {}
     last: dict[str, float] = {}
     detail: dict[str, str] = {}
     for event in document["events"]:
         after = event["t"] - cut
-        if after < 0 or after > first_step - cut + 5:
-            continue
-        first.setdefault(event["name"], after)
-        last[event["name"]] = after
-        detail.setdefault(event["name"], f"{event['host']}: {event['detail']}" if event["detail"] else event["host"])
-    rows = []
-    for name, text in _TIMELINE:
-        if name in first:
-            late = name in ("pulled", "resumed", "imports_done", "attached")
-            rows.append((last[name] if late else first[name], text, detail[name]))
+        if 0 <= after <= first_step - cut + 2:
+            name = event["name"]
+            first.setdefault(name, after)
+            last[name] = after
+            detail.setdefault(name, " ".join(x for x in (event["host"], event["detail"]) if x and x[0] != "{"))
+    late = ("pulled", "resumed", "imports_done", "attached")
+    rows = [
+        (last[name] if name in late else first[name], text, detail[name])
+        for name, text in _TIMELINE
+        if name in first and name != "first_iteration"
+    ]
     total = first_step - cut
-    rows = [row for row in rows if row[1] != "first new iteration"]
     rows.append((total, "first new iteration", f"restart {restart}"))
-    rows.sort()
-    ready = max(last.get("imports_done", 0.0), first.get("running", 0.0))
-    asked = first.get("running", first.get("pending", 0.0))
-    own = asked + total - ready
-    return Timeline(tuple(rows), total, own)
+    down, pending, running = (first.get(name, 0.0) for name in ("down", "pending", "running"))
+    agreed = max(first.get("agreed", 0.0), running)
+    own = down + (running - pending) + (agreed - running) + total - max(last.get("imports_done", 0.0), agreed)
+    return Timeline(tuple(sorted(rows)), total, own)
 
 
 def _compare(reference: Run, run: Run) -> tuple[int, list[str]]:
@@ -244,7 +244,7 @@ def _compare(reference: Run, run: Run) -> tuple[int, list[str]]:
     seen = {line["step"] for line in run.lines() if "step" in line}
     if seen != set(wanted) or len(wanted) != reference.steps:
         trouble.append(f"{len(seen)} and {len(wanted)} iterations, wanted {reference.steps}")
-    digests = [[line["digests"] for line in r.lines() if "digests" in line] for r in (reference, run)]
+    digests = [[line["final"] for line in r.lines() if "final" in line] for r in (reference, run)]
     if not digests[0] or digests[0][-1:] != digests[1][-1:]:
         trouble.append("final parameters or optimizer states differ")
     return len(seen), trouble

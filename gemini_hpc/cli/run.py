@@ -16,6 +16,7 @@ from gemini_hpc.wire import local
 
 VERDICT_WAIT_S = 20.0
 HEALTHY_FOR_S = 2.0
+LOST_GRACE_S = 0.2
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -29,11 +30,9 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         epilog="Exit status: that of the last COMMAND; 75 when a dead node was seen and Slurm did not requeue in time.",
     )
     parser.add_argument(
-        "--max-restarts", type=_count, default=3, metavar="N", help="at most N repetitions (default 3)"
+        "--max-restarts", type=_count, default=3, metavar="N", help="repeat at most N times (default 3)"
     )
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the step, e.g. srun python t.py"
-    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="e.g. srun python t.py")
     parser.set_defaults(func=run)
 
 
@@ -89,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
     path = os.environ.get("GEMINI_SOCKET", "")
     restarts = 0
     while True:
-        status = _once(command)
-        if status == 0 or status == 130:
+        status = _once(command, path)
+        if status in (0, 130):
             return status
         if restarts >= args.max_restarts:
             _say(f"the step ended with status {status}; {restarts} restarts are used up")
@@ -106,13 +105,49 @@ def run(args: argparse.Namespace) -> int:
         _say(f"the step ended with status {status} on healthy nodes: restart {restarts} of {args.max_restarts}")
 
 
-def _once(command: list[str]) -> int:
+class _Step:
+    """The running command. Signals for the batch script go on to it.
+
+    On SIGTERM beside a dead node the job is being requeued, and an srun that waits for the dead node would hold
+    up its start elsewhere (and, when it gives up, kill the step of the same id there): it is ended at once.
+    """
+
+    def __init__(self, command: list[str], socket_path: str) -> None:
+        self._socket_path = socket_path
+        self._child = subprocess.Popen(command)
+        self._terminated = False
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
+            signal.signal(number, self._forward)
+
+    def _forward(self, number: int, _frame: object) -> None:
+        if number == signal.SIGTERM:
+            self._terminated = True
+        if self._child.poll() is None:
+            self._child.send_signal(number)
+
+    def wait(self) -> int:
+        """The exit status, 128 + n for signal n."""
+        while True:
+            try:
+                code = self._child.wait(0.1)
+            except subprocess.TimeoutExpired:
+                if self._terminated and self._node_lost():
+                    time.sleep(LOST_GRACE_S)
+                    self._child.kill()
+                    code = self._child.wait()
+                else:
+                    continue
+            return code if code >= 0 else 128 - code
+
+    def _node_lost(self) -> bool:
+        verdict = ask_verdict(self._socket_path, 0.5) if self._socket_path else None
+        return verdict is not None and bool(verdict.dead)
+
+
+def _once(command: list[str], path: str) -> int:
     try:
-        child = subprocess.Popen(command)
+        step = _Step(command, path)
     except OSError as exc:
         _say(f"{command[0]}: {exc.strerror}")
         return 127
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
-        signal.signal(number, lambda n, _frame: child.send_signal(n))
-    code = child.wait()
-    return code if code >= 0 else 128 - code
+    return step.wait()

@@ -41,9 +41,9 @@ FAST = Profile(
         "requeue_setup_env_fail,nohold_on_prolog_fail",
     },
     gemini={
-        "heartbeat_s": 0.2,
-        "heartbeat_missed": 3,
-        "fence_confirm_s": 0.5,
+        "heartbeat_s": 0.1,
+        "heartbeat_missed": 4,
+        "fence_confirm_s": 0.4,
         "fence_budget_nodes": 4,
     },
 )

@@ -1,0 +1,25 @@
+#!/bin/bash
+#SBATCH --job-name=train-gpt
+#SBATCH -N3 --ntasks-per-node=1
+# What a protected job needs: requeue after a node failure, and one output file for all of its lives.
+#SBATCH --requeue --open-mode=append
+#SBATCH --output=train-gpt-%j.out
+#
+# Submit with the number of copies (the node's own one included):
+#
+#     sbatch --gemini-replicas=2 job.sh [options of train_gpt.py]
+#
+# `gemini-hpc run` starts the step, and starts it again in the same allocation when only software failed. The ranks
+# find RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in their environment.
+
+python=/opt/gemini-hpc/venv/bin/python
+[ -x "$python" ] || python=python3
+
+# Slurm runs a copy of this script, so look for the training beside the original.
+script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
+here=$(dirname "${script:-$SLURM_SUBMIT_DIR/job.sh}")
+
+# Without replicas (no agent) nobody exports MASTER_ADDR: a plain Slurm job says it itself.
+[ -n "${GEMINI_SOCKET:-}" ] || export MASTER_ADDR=$(hostname) MASTER_PORT=$((29000 + SLURM_JOB_ID % 1000))
+
+exec gemini-hpc run -- srun "$python" "$here/train_gpt.py" --log "train-gpt-$SLURM_JOB_ID.jsonl" "$@"

@@ -1,0 +1,53 @@
+"""`gemini-hpc controller`: the service beside slurmctld."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from gemini_hpc.config import CONFIG_PATH, ConfigError, load
+
+if TYPE_CHECKING:
+    _Subparsers = argparse._SubParsersAction[Any]
+
+
+def register(subparsers: _Subparsers) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "controller",
+        help="run the service beside slurmctld",
+        description="Run the controller service as SlurmUser (root becomes SlurmUser). Without --foreground it "
+        "goes to the background and logs to controller.log below state_dir.",
+    )
+    parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
+    parser.add_argument("--foreground", action="store_true", help="stay in the foreground, log to stderr (systemd)")
+    parser.add_argument("--verbose", action="store_true", help="log every Slurm command with its duration")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status."""
+    try:
+        settings = load(args.config)
+    except ConfigError as exc:
+        print(f"gemini-hpc controller: {exc}", file=sys.stderr)
+        return 2
+    if not args.foreground:
+        log = os.path.join(settings.state_dir, "controller.log")
+        try:
+            os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)
+            out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        except OSError as exc:
+            print(f"gemini-hpc controller: {log}: {exc.strerror}", file=sys.stderr)
+            return 1
+        if os.fork():
+            return 0
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDONLY)
+        for fd, new in ((null, 0), (out, 1), (out, 2)):
+            os.dup2(fd, new)
+    from gemini_hpc.control.server import main
+
+    return main(settings, args.verbose)

@@ -1,0 +1,211 @@
+"""`gemini-hpc inspect JOBID`: what protects a job now, which losses it would survive, and its past recoveries."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
+
+if TYPE_CHECKING:
+    _Subparsers = argparse._SubParsersAction[Any]
+    from gemini_hpc.control.picture import Document
+
+_ID = re.compile(r"([0-9]{1,10})(_[0-9]{1,10})?")
+MAX_SHARDS_SHOWN = 64
+MAX_FATAL_SHOWN = 12
+
+
+class _UserError(Exception):
+    pass
+
+
+def register(subparsers: _Subparsers) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "inspect",
+        help="show what protects a job now, and its past recoveries",
+        description="Show the replicas of a job: nodes, versions, holders, losses it would survive, past recoveries.",
+    )
+    parser.add_argument("job", metavar="JOBID", help="job id, or array task as 10_3")
+    parser.add_argument("--json", action="store_true", help="print the documented JSON document (schema 1)")
+    parser.add_argument(
+        "--watch", metavar="S", type=float, nargs="?", const=1.0, help="again every S seconds (default 1)"
+    )
+    parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status: 0; 1 with one line on stderr; 2 for a wrong command line."""
+    try:
+        m = _ID.fullmatch(args.job)
+        if m is None:
+            print(f"gemini-hpc inspect: {args.job!r} is not a job id: wanted a number", file=sys.stderr)
+            return 2
+        settings = load(args.config)
+        job = int(m[1]) if m[2] is None else _raw_id(args.job)
+        _show(settings, job, args)
+    except (_UserError, ConfigError) as exc:
+        print(f"gemini-hpc inspect: {exc}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _raw_id(task: str) -> int:
+    import asyncio
+
+    from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob
+
+    async def find() -> int:
+        return await Slurm().raw_id(task)
+
+    try:
+        return asyncio.run(find())
+    except UnknownJob:
+        raise _UserError(f"job {task}: unknown, or not yours") from None
+    except SlurmError as exc:
+        raise _UserError(str(exc)) from None
+
+
+def _show(settings: Settings, job: int, args: argparse.Namespace) -> None:
+    source = _Source(settings, job)
+    while True:
+        document = source.document()
+        if args.watch is not None and sys.stdout.isatty() and not args.json:
+            sys.stdout.write("\x1b[2J\x1b[H")
+        print(json.dumps(document) if args.json else render(document), flush=True)
+        if args.watch is None:
+            return
+        time.sleep(max(0.1, args.watch))
+
+
+class _Source:
+    """Where the answers come from; a controller that goes away is replaced by the agents, and comes back."""
+
+    def __init__(self, settings: Settings, job: int) -> None:
+        self._settings, self._job = settings, job
+        self._line: Any = None
+
+    def document(self) -> Document:
+        from gemini_hpc.control import ask
+        from gemini_hpc.control.picture import picture
+
+        asked = "controller"
+        try:
+            try:
+                if self._line is None:
+                    self._line = ask.ControllerLine(self._settings, self._job)
+                answer = self._line.ask(self._job)
+            except ask.NoControllerError as exc:
+                self._line, asked = None, "agents"
+                answer = ask.agents(self._settings, self._job)
+                if not answer.parts:
+                    raise ask.AskError(f"job {self._job}: no controller ({exc}) and no agent answers") from None
+        except ask.AskError as exc:
+            raise _UserError(str(exc)) from None
+        return picture(self._job, answer.parts, answer.events, answer.slurm, answer.missing, asked, time.time())
+
+
+# ---- text ----------------------------------------------------------------------------------------------
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} TiB"
+
+
+def _age(s: float | None) -> str:
+    if s is None:
+        return "-"
+    if s < 120:
+        return f"{s:.1f} s"
+    return f"{s / 60:.0f} min" if s < 7200 else f"{s / 3600:.1f} h"
+
+
+def _version(v: list[int] | None) -> str:
+    return f"{v[0]}:{v[1]}" if v else "-"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
+
+
+def render(d: Document) -> str:
+    """The document as text."""
+    slurm = d["slurm"]
+    reason = f" ({slurm['reason']})" if slurm.get("reason") else ""
+    lines = [
+        f"job {d['job']}: {d['state']}   slurm {slurm.get('state', '?')}{reason}   restarts "
+        f"{slurm.get('restarts', '?')}   replicas {d['replicas']}   epoch {d['epoch']}   (asked: {d['asked']})"
+    ]
+    lines += [f"note: {note}" for note in d["notes"]]
+    if d["nodes"]:
+        lines.append("nodes")
+        lines += _table(["rank", "host", "group", "state", "address", "memory"], [_node(n) for n in d["nodes"]])
+    for s in d["sets"]:
+        lines += _set(s, len(d["nodes"]))
+    for r in d["recoveries"]:
+        lines += _recovery(r)
+    return "\n".join(lines)
+
+
+def _node(n: Document) -> list[str]:
+    place = f"{n['address']} ({n['interface']})" if n["interface"] else n["address"] or "-"
+    memory = f"{_bytes(n['memory_bytes'])} of {_bytes(n['memory_cap_bytes'])}" if n["agent"] else "-"
+    state = n["state"] + ("" if n["member"] else ", no longer in the job")
+    if n["dead"] or n["suspects"]:
+        state += f" (dead: {','.join(n['dead']) or '-'}; suspects: {','.join(n['suspects']) or '-'})"
+    rank = "-" if n["node_rank"] is None else str(n["node_rank"])
+    return [rank, n["host"], "-" if n["group"] is None else str(n["group"]), state, place, memory]
+
+
+def _set(s: Document, nodes: int) -> list[str]:
+    lines = [f"set {s['name']}: {s['state']}, world {s['world']}, sealed {_version(s['sealed'])}"]
+    lines += [f"  note: {note}" for note in s["notes"]]
+    rows = []
+    for shard in s["shards"][:MAX_SHARDS_SHOWN]:
+        for i, h in enumerate(shard["holders"] or [None]):
+            first = [str(shard["rank"]), str(shard["home"]), _bytes(shard["bytes"])] if i == 0 else ["", "", ""]
+            if h is None:
+                rows.append([*first, "nobody", "", "", "", ""])
+            else:
+                times = [_age(h["age_s"]), _age(h["verified_age_s"])]
+                rows.append([*first, h["host"], h["state"], _version(h["version"]), *times])
+    lines += _table(["shard", "home", "size", "holder", "state", "version", "age", "verified"], rows)
+    if len(s["shards"]) > MAX_SHARDS_SHOWN:
+        lines.append(f"  ... and {len(s['shards']) - MAX_SHARDS_SHOWN} more shards (--json has them all)")
+    return lines + _survival(s["survival"], nodes)
+
+
+def _survival(v: Document, nodes: int) -> list[str]:
+    if v["lost_already"]:
+        return ["  would survive: nothing yet"]
+    shares = ", ".join(
+        f"{row['k']} node{'s' if row['k'] > 1 else ''}: {100 * row['probability']:.4g} %" for row in v["survives"]
+    )
+    counted = _version(v["counted_version"])
+    lines = [f"  would survive the loss of {shares} (all choices alike, exact, copies of {counted})"]
+    fatal = ["+".join(f) for f in v["fatal"] if len(f) <= nodes]
+    if fatal:
+        more = f" and {len(fatal) - MAX_FATAL_SHOWN} more" if len(fatal) > MAX_FATAL_SHOWN else ""
+        lines.append(f"  would not survive the loss of: {', '.join(fatal[:MAX_FATAL_SHOWN])}{more}")
+    return lines
+
+
+def _recovery(r: Document) -> list[str]:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(r["began"]))
+    lines = [f"recovery of restart {r['restart']} at {when}, {r['total_s']:.1f} s"]
+    for e in r["events"]:
+        host = f" {e['host']}" if e["host"] else ""
+        detail = f": {e['detail']}" if e["detail"] else ""
+        lines.append(f"  +{e['after_s']:7.3f}  (+{e['gap_s']:.3f})  {e['name']}{host}{detail}")
+    return lines
