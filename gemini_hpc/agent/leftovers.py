@@ -49,7 +49,7 @@ def _is_leftover(run_fd: int, run_dir: str, name: str) -> bool:
         info = os.stat(name, dir_fd=run_fd, follow_symlinks=False)
     except FileNotFoundError:
         return False
-    if not stat.S_ISDIR(info.st_mode) or time.time() - max(info.st_mtime, info.st_ctime) < AGE_MIN_S:
+    if not stat.S_ISDIR(info.st_mode) or time.time() - info.st_mtime < AGE_MIN_S:
         return False
     return not _answers(f"{run_dir}/{name}", info.st_uid) and not _has_step(name)
 

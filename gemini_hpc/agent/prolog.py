@@ -17,6 +17,7 @@ import select
 import stat
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -107,11 +108,19 @@ def _protect(inc: Incarnation, settings: Settings) -> int:
     owner = privileges.owner(inc.uid)
     run_fd = jobdir.open_run_dir(settings.run_dir, create=True)
     jobdir.make(run_fd, inc.job, inc.uid, owner.pw_gid)
+    _offer_to_oom_killer()
     child = privileges.fork_as(owner, lambda: _as_owner(inc, settings), _NOT_STARTED, partial(_unprotected, inc.job))
     # While the owner's side waits for the agent.
     for problem in leftovers.remove(run_fd, settings.run_dir, except_job=inc.job):
         complain("prolog", inc.job, problem)
     return privileges.outcome(child, settings.attach_timeout_s + OWNER_GRACE_S)
+
+
+def _offer_to_oom_killer() -> None:
+    """The agent inherits it: slurmd may be exempt from the killer, and training must not die for its replicas. Once
+    the owner's side has dropped root, the kernel no longer lets it do this."""
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
+        f.write("1000")
 
 
 def _as_owner(inc: Incarnation, settings: Settings) -> int:

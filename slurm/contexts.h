@@ -1,0 +1,21 @@
+/* What the plugin does in each of Slurm's contexts; one file each. */
+#ifndef GEMINI_CONTEXTS_H
+#define GEMINI_CONTEXTS_H
+
+#include <slurm/spank.h>
+
+#include "config.h"
+
+/* Documented: the job asks for more copies than it has nodes. */
+enum { EXIT_UNPROTECTABLE = 78 };
+
+/* sbatch, salloc */
+int allocator_init_post_opt(spank_t sp);
+
+/* srun, inside an allocation or making one */
+int local_init_post_opt(spank_t sp);
+
+/* slurmstepd, as the user, in the process that becomes the task */
+int remote_task_init(spank_t sp, const struct config *config);
+
+#endif

@@ -1,0 +1,43 @@
+/* The names under which a job's options and its place reach scripts and tasks. */
+#ifndef GEMINI_JOB_ENV_H
+#define GEMINI_JOB_ENV_H
+
+#include <slurm/spank.h>
+
+#include "options.h"
+
+/*
+ * Each option travels under three names. X for the user's code; SLURM_X for
+ * the plugin (Slurm carries it even with --export=NONE); and in the job control
+ * environment, which prolog and epilog see as SPANK_X.
+ */
+#define ENV_REPLICAS "GEMINI_REPLICAS"
+#define ENV_TIER "GEMINI_TIER"
+#define ENV_TIER_INTERVAL "GEMINI_TIER_INTERVAL"
+#define SLURM_ENV(name) "SLURM_" name
+
+/* Where the node's agent is and what this node is to the job. */
+#define ENV_SOCKET "GEMINI_SOCKET"
+#define ENV_NODE_RANK "GEMINI_NODE_RANK"
+#define ENV_NODES "GEMINI_NODES"
+#define ENV_EPOCH "GEMINI_EPOCH"
+#define ENV_RESTART "GEMINI_RESTART"
+
+/*
+ * "job.restart.step" of the step that RANK and its kin were exported for: what
+ * a nested srun or sbatch inherits is known as ours and not as the user's.
+ */
+#define ENV_RANKS_OF "GEMINI_RANKS_OF"
+
+/* Both end with NULL. */
+extern const char *const job_env_place[];	/* GEMINI_SOCKET ... GEMINI_RESTART */
+extern const char *const job_env_ranks[];	/* RANK, WORLD_SIZE ... MASTER_PORT */
+
+/*
+ * Puts the options where the new job's prolog, batch script and tasks find
+ * them, and takes away what this process inherited from a protected job that
+ * it runs in.
+ */
+int job_env_publish(spank_t sp, const struct options *options);
+
+#endif

@@ -1,0 +1,39 @@
+#include <stdlib.h>
+#include <string.h>
+
+#include "contexts.h"
+#include "job_env.h"
+#include "message.h"
+#include "number.h"
+#include "options.h"
+
+/* A step inherits the job's options; others cannot take effect without a prolog. */
+static void warn_if_different(const struct options *options)
+{
+	const char *replicas = getenv(SLURM_ENV(ENV_REPLICAS));
+	const char *tier = getenv(SLURM_ENV(ENV_TIER));
+	const char *interval = getenv(SLURM_ENV(ENV_TIER_INTERVAL));
+	uint32_t job_replicas = 0;
+	uint32_t job_interval_s = 0;
+
+	if (replicas)
+		(void)options_parse_replicas(replicas, &job_replicas);
+	if (interval)
+		(void)options_parse_tier_interval(interval, &job_interval_s);
+	if ((options->replicas && options->replicas != job_replicas) ||
+	    (options->tier[0] && strcmp(options->tier, tier ? tier : "") != 0) ||
+	    (options->tier_interval_s && options->tier_interval_s != job_interval_s))
+		slurm_error(MESSAGE_PREFIX "the --gemini options belong to the allocation and have no effect "
+			    "on a step: give them to sbatch, salloc or an srun that makes its own");
+}
+
+int local_init_post_opt(spank_t sp)
+{
+	const struct options *options = options_get();
+
+	if (getenv("SLURM_JOB_ID")) {
+		warn_if_different(options);
+		return 0;
+	}
+	return allocator_init_post_opt(sp);
+}

@@ -1,0 +1,15 @@
+/* Strict decimal numbers: digits only, no sign, no blanks, no leading zeros. */
+#ifndef GEMINI_NUMBER_H
+#define GEMINI_NUMBER_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* True and *out set, if the `len` bytes at `s` are one number within min..max. */
+bool number_parse(const char *s, size_t len, uint64_t min, uint64_t max, uint64_t *out);
+
+/* The same for a whole string. */
+bool number_parse_string(const char *s, uint64_t min, uint64_t max, uint64_t *out);
+
+#endif

@@ -1,0 +1,131 @@
+#include "options.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "message.h"
+#include "number.h"
+
+enum { OPTION_REPLICAS, OPTION_TIER, OPTION_TIER_INTERVAL };
+
+static struct options given;
+
+bool options_parse_replicas(const char *text, uint32_t *replicas)
+{
+	uint64_t value;
+
+	if (!number_parse_string(text, 1, REPLICAS_MAX, &value))
+		return false;
+	*replicas = (uint32_t)value;
+	return true;
+}
+
+bool options_parse_tier(const char *text)
+{
+	const size_t len = strnlen(text, TIER_MAX + 1);
+
+	if (len == 0 || len > TIER_MAX || text[0] != '/')
+		return false;
+	for (size_t i = 0; i < len; i++)
+		if (text[i] < ' ' || text[i] > '~' || strchr("\"'`\\", text[i]))
+			return false;
+	return true;
+}
+
+bool options_parse_tier_interval(const char *text, uint32_t *seconds)
+{
+	uint64_t value;
+
+	if (!number_parse_string(text, 1, TIER_INTERVAL_MAX_S, &value))
+		return false;
+	*seconds = (uint32_t)value;
+	return true;
+}
+
+/* Runs once per place an option comes from: the environment, then the command line. */
+static int on_option(int which, const char *text, int remote)
+{
+	char shown[MESSAGE_SHOWN_SIZE];
+
+	/* A step takes its values from the job, which were checked at submission. */
+	if (remote)
+		return 0;
+	if (!text)
+		text = "";
+	switch (which) {
+	case OPTION_REPLICAS:
+		if (options_parse_replicas(text, &given.replicas))
+			return 0;
+		slurm_error(MESSAGE_PREFIX "--gemini-replicas: wanted a whole number from 1 to %d, found '%s'",
+			    REPLICAS_MAX, message_shown(text, shown));
+		return -1;
+	case OPTION_TIER:
+		if (options_parse_tier(text)) {
+			(void)snprintf(given.tier, sizeof(given.tier), "%s", text);
+			return 0;
+		}
+		slurm_error(MESSAGE_PREFIX "--gemini-tier: wanted the absolute path of a directory "
+			    "(printable ASCII without quotes or backslashes, at most %d bytes), found '%s'",
+			    TIER_MAX, message_shown(text, shown));
+		return -1;
+	case OPTION_TIER_INTERVAL:
+		if (options_parse_tier_interval(text, &given.tier_interval_s))
+			return 0;
+		slurm_error(MESSAGE_PREFIX "--gemini-tier-interval: wanted whole seconds from 1 to %d, found '%s'",
+			    TIER_INTERVAL_MAX_S, message_shown(text, shown));
+		return -1;
+	default:
+		return -1;
+	}
+}
+
+static struct spank_option option_table[] = {
+	{ .name = (char[]){ "gemini-replicas" },
+	  .arginfo = (char[]){ "N" },
+	  .usage = (char[]){ "keep N copies of the training state in the memory of the job's own nodes (1-32)" },
+	  .has_arg = 1,
+	  .val = OPTION_REPLICAS,
+	  .cb = on_option },
+	{ .name = (char[]){ "gemini-tier" },
+	  .arginfo = (char[]){ "DIR" },
+	  .usage = (char[]){ "also save to DIR on a shared file system, for failures that memory cannot cover" },
+	  .has_arg = 1,
+	  .val = OPTION_TIER,
+	  .cb = on_option },
+	{ .name = (char[]){ "gemini-tier-interval" },
+	  .arginfo = (char[]){ "SECONDS" },
+	  .usage = (char[]){ "time between two saves to --gemini-tier (1-604800)" },
+	  .has_arg = 1,
+	  .val = OPTION_TIER_INTERVAL,
+	  .cb = on_option },
+};
+
+int options_register(spank_t sp)
+{
+	int rc = 0;
+
+	for (size_t i = 0; i < sizeof(option_table) / sizeof(option_table[0]); i++)
+		if (spank_option_register(sp, &option_table[i]) != ESPANK_SUCCESS) {
+			slurm_error(MESSAGE_PREFIX "could not register --%s", option_table[i].name);
+			rc = -1;
+		}
+	return rc;
+}
+
+const struct options *options_get(void)
+{
+	return &given;
+}
+
+bool options_complete(const struct options *options)
+{
+	if (options->tier[0] && !options->replicas) {
+		slurm_error(MESSAGE_PREFIX "--gemini-tier protects nothing by itself: add --gemini-replicas=N");
+		return false;
+	}
+	if (options->tier_interval_s && !options->tier[0]) {
+		slurm_error(MESSAGE_PREFIX "--gemini-tier-interval needs a place to save to: add --gemini-tier=DIR");
+		return false;
+	}
+	return true;
+}

@@ -1,0 +1,40 @@
+/* The three options that users give to sbatch, salloc and srun. */
+#ifndef GEMINI_OPTIONS_H
+#define GEMINI_OPTIONS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include <slurm/spank.h>
+
+enum {
+	REPLICAS_MAX = 32,		/* copies of every shard, the own node's included */
+	TIER_MAX = 4096,		/* bytes of a path */
+	TIER_INTERVAL_MAX_S = 604800,	/* a week */
+};
+
+/* What was asked for; 0 and "" mean: not given. All values are valid ones. */
+struct options {
+	uint32_t replicas;
+	uint32_t tier_interval_s;
+	char tier[TIER_MAX + 1];
+};
+
+/* Registers the options; must run in slurm_spank_init of every context. */
+int options_register(spank_t sp);
+
+/* The options given so far. */
+const struct options *options_get(void);
+
+/* Each checks one value as the user wrote it. */
+bool options_parse_replicas(const char *text, uint32_t *replicas);
+bool options_parse_tier(const char *text);
+bool options_parse_tier_interval(const char *text, uint32_t *seconds);
+
+/*
+ * False, with a message, if options were given that mean nothing without
+ * another one.
+ */
+bool options_complete(const struct options *options);
+
+#endif

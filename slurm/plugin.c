@@ -1,0 +1,65 @@
+/*
+ * gemini-hpc's SPANK plugin: which context does what.
+ *
+ * It says nothing when all is well: scripts parse the output of sbatch.
+ */
+#include <stdbool.h>
+
+#include <slurm/spank.h>
+
+#include "config.h"
+#include "contexts.h"
+#include "options.h"
+
+#define EXPORTED __attribute__((visibility("default")))
+
+EXPORTED extern const char plugin_name[];
+EXPORTED extern const char plugin_type[];
+EXPORTED extern const unsigned int plugin_version;
+EXPORTED extern const unsigned int spank_plugin_version;
+EXPORTED int slurm_spank_init(spank_t sp, int argc, char **argv);
+EXPORTED int slurm_spank_init_post_opt(spank_t sp, int argc, char **argv);
+EXPORTED int slurm_spank_task_init(spank_t sp, int argc, char **argv);
+
+SPANK_PLUGIN(gemini_hpc, 1)
+
+static struct config config;
+static bool usable;	/* Slurm goes on calling an optional plugin whose init failed */
+
+int slurm_spank_init(spank_t sp, int argc, char **argv)
+{
+	usable = config_parse(argc, argv, &config);
+	if (options_register(sp) != 0)
+		usable = false;
+	return usable ? 0 : -1;
+}
+
+int slurm_spank_init_post_opt(spank_t sp, int argc, char **argv)
+{
+	(void)argc;
+	(void)argv;
+	if (!usable)
+		return 0;
+	switch (spank_context()) {
+	case S_CTX_ALLOCATOR:
+		return allocator_init_post_opt(sp);
+	case S_CTX_LOCAL:
+		return local_init_post_opt(sp);
+	default:
+		return 0;
+	}
+}
+
+int slurm_spank_task_init(spank_t sp, int argc, char **argv)
+{
+	(void)argc;
+	(void)argv;
+	if (!usable)
+		return 0;
+	switch (spank_context()) {
+	case S_CTX_REMOTE:
+		return remote_task_init(sp, &config);
+	default:
+		return 0;
+	}
+}

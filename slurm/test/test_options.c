@@ -1,0 +1,156 @@
+/* Which values the options accept, and what is said of the others. */
+#include "options.h"
+
+#include "number.h"
+#include "test/callbacks.h"
+#include "test/check.h"
+#include "test/spank_stub.h"
+
+static struct spank_handle handle;
+
+static const struct {
+	const char *option, *text;
+} refused[] = {
+	{ "gemini-replicas", "0" },
+	{ "gemini-replicas", "-1" },
+	{ "gemini-replicas", "x" },
+	{ "gemini-replicas", "33" },
+	{ "gemini-replicas", "99" },
+	{ "gemini-replicas", "" },
+	{ "gemini-replicas", " 2" },
+	{ "gemini-replicas", "2 " },
+	{ "gemini-replicas", "2x" },
+	{ "gemini-replicas", "+2" },
+	{ "gemini-replicas", "02" },
+	{ "gemini-replicas", "0x2" },
+	{ "gemini-replicas", "2.0" },
+	{ "gemini-replicas", "2\n" },
+	{ "gemini-replicas", "4294967298" },
+	{ "gemini-replicas", "18446744073709551618" },
+	{ "gemini-replicas", "99999999999999999999999999999999999999999999999999" },
+	{ "gemini-tier", "" },
+	{ "gemini-tier", "relative" },
+	{ "gemini-tier", "./x" },
+	{ "gemini-tier", "/a\nb" },
+	{ "gemini-tier", "/a\tb" },
+	{ "gemini-tier", "/a\x7f" },
+	{ "gemini-tier", "/a\x1b[31m" },
+	{ "gemini-tier", "/a'b" },
+	{ "gemini-tier", "/a\"b" },
+	{ "gemini-tier", "/a`b" },
+	{ "gemini-tier", "/a\\b" },
+	{ "gemini-tier", "/\xc3\xa4" },
+	{ "gemini-tier-interval", "0" },
+	{ "gemini-tier-interval", "-5" },
+	{ "gemini-tier-interval", "604801" },
+	{ "gemini-tier-interval", "1h" },
+	{ "gemini-tier-interval", "" },
+};
+
+static const struct {
+	const char *option, *text;
+} accepted[] = {
+	{ "gemini-replicas", "1" },
+	{ "gemini-replicas", "2" },
+	{ "gemini-replicas", "32" },
+	{ "gemini-tier", "/" },
+	{ "gemini-tier", "/lustre/some user/$(x);&|*" },
+	{ "gemini-tier-interval", "1" },
+	{ "gemini-tier-interval", "604800" },
+};
+
+static void test_values(enum spank_context context)
+{
+	for (size_t i = 0; i < sizeof(refused) / sizeof(refused[0]); i++) {
+		stub_reset(context);
+		CHECK(slurm_spank_init(&handle, 0, NULL) == 0);
+		CHECK(stub_options_registered() == 3);
+		CHECK(stub_option(refused[i].option, refused[i].text, 0) == -1);
+		CHECK(stub_message_count() == 1);
+		CHECK(strncmp(stub_messages(), "gemini-hpc: --gemini-", 21) == 0);
+		CHECK(strstr(stub_messages(), refused[i].option));
+		CHECK(strchr(stub_messages(), '\n') == stub_messages() + strlen(stub_messages()) - 1);
+		CHECK(!strchr(stub_messages(), '\x1b'));
+	}
+	for (size_t i = 0; i < sizeof(accepted) / sizeof(accepted[0]); i++) {
+		stub_reset(context);
+		CHECK(slurm_spank_init(&handle, 0, NULL) == 0);
+		CHECK(stub_option(accepted[i].option, accepted[i].text, 0) == 0);
+		CHECK(stub_message_count() == 0);
+	}
+}
+
+static void test_length(void)
+{
+	static char path[TIER_MAX + 2];
+
+	memset(path, 'a', sizeof(path) - 1);
+	path[0] = '/';
+	CHECK(!options_parse_tier(path));
+	path[TIER_MAX] = '\0';
+	CHECK(options_parse_tier(path));
+	stub_reset(S_CTX_ALLOCATOR);
+	CHECK(slurm_spank_init(&handle, 0, NULL) == 0);
+	CHECK(stub_option("gemini-tier", path, 0) == 0);
+	CHECK_STRING(options_get()->tier, path);
+}
+
+static void test_last_one_counts(void)
+{
+	stub_reset(S_CTX_LOCAL);
+	CHECK(slurm_spank_init(&handle, 0, NULL) == 0);
+	CHECK(stub_option("gemini-replicas", "4", 0) == 0);	/* from the environment */
+	CHECK(stub_option("gemini-replicas", "2", 0) == 0);	/* from the command line */
+	CHECK(options_get()->replicas == 2);
+	CHECK(stub_option("gemini-replicas", "0", 0) == -1);
+	CHECK(options_get()->replicas == 2);
+	/* A step's copy was checked at submission and is not used. */
+	CHECK(stub_option("gemini-replicas", "rubbish", 1) == 0);
+	CHECK(options_get()->replicas == 2);
+	CHECK(stub_option("gemini-replicas", NULL, 0) == -1);
+}
+
+static void test_numbers(void)
+{
+	uint64_t value;
+
+	CHECK(number_parse_string("18446744073709551615", 0, UINT64_MAX, &value) && value == UINT64_MAX);
+	CHECK(!number_parse_string("18446744073709551616", 0, UINT64_MAX, &value));
+	CHECK(number_parse_string("0", 0, 9, &value) && value == 0);
+	CHECK(!number_parse_string("00", 0, 9, &value));
+}
+
+static void test_site_arguments(void)
+{
+	char good[] = "run_dir=/somewhere", relative[] = "run_dir=x", unknown[] = "rundir=/x", empty[] = "run_dir=";
+	char *bad[] = { relative, unknown, empty };
+	char *argv[] = { good };
+
+	stub_reset(S_CTX_ALLOCATOR);
+	CHECK(slurm_spank_init(&handle, 1, argv) == 0);
+	for (size_t i = 0; i < 3; i++) {
+		stub_reset(S_CTX_ALLOCATOR);
+		argv[0] = bad[i];
+		CHECK(slurm_spank_init(&handle, 1, argv) == -1);
+		CHECK(stub_message_count() == 1);
+		CHECK(strstr(stub_messages(), "gemini-hpc: plugstack.conf: "));
+		/* The options stay known, so that jobs which use them are not refused as nonsense. */
+		CHECK(stub_options_registered() == 3);
+		CHECK(slurm_spank_init_post_opt(&handle, 1, argv) == 0);
+	}
+}
+
+int main(void)
+{
+	static const enum spank_context all[] = { S_CTX_LOCAL, S_CTX_REMOTE, S_CTX_ALLOCATOR, S_CTX_SLURMD,
+						  S_CTX_JOB_SCRIPT };
+
+	for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++)
+		test_values(all[i]);
+	test_length();
+	test_last_one_counts();
+	test_numbers();
+	test_site_arguments();
+	PASSED();
+	return 0;
+}

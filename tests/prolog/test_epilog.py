@@ -1,0 +1,103 @@
+"""`prolog_epilog/epilog` as slurmd runs it, on an imagined node with a fake agent."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from .conftest import ALICE, BOB, Node
+from .expect import one_line, silent
+
+
+def test_released_agent_leaves_nothing(node: Node) -> None:
+    assert silent(node.prolog())
+    assert silent(node.epilog())
+    assert node.agents() == []
+    assert not node.exists("/run/gemini-hpc/7")
+    assert silent(node.epilog())
+
+
+def test_detached_agent_keeps_its_directory(node: Node) -> None:
+    node.mode("detach")
+    assert silent(node.prolog())
+    assert silent(node.epilog(SLURM_JOB_RESTART_COUNT="1"))
+    assert silent(node.epilog(SLURM_JOB_RESTART_COUNT="1"))
+    assert len(node.agents()) == 1
+    attach, first, second = [r["message"] for r in node.records()]
+    assert attach["op"] == "attach"
+    assert first == second == {"op": "epilog", "job": 7, "restart": 1, "exit_code": "256"}
+
+
+def test_no_agent(node: Node) -> None:
+    assert silent(node.epilog())
+    assert not node.exists("/run/gemini-hpc")
+    assert silent(node.prolog())
+    (agent,) = node.agents()
+    node.sh(f"kill -9 {agent}")
+    assert silent(node.epilog())
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("silent", "did not answer in time"),
+        ("garbage", "not JSON"),
+        ("oversized", "longer than"),
+        ("refuse", "refused"),
+    ],
+)
+def test_agent_that_does_not_do_its_part(node: Node, mode: str, words: str) -> None:
+    node.site("attach_timeout_s = 0.5")
+    node.mode(mode)
+    node.prolog()
+    began = time.monotonic()
+    assert words in one_line(node.epilog())
+    assert time.monotonic() - began < 5
+    assert node.exists("/run/gemini-hpc/7")
+
+
+def test_owner_who_stops_the_helper_is_not_waited_for(node: Node) -> None:
+    """The helper's second half is the owner's process, and the owner may send it any signal."""
+    node.mode("silent")
+    node.site("attach_timeout_s = 0.5")
+    node.prolog()
+    node.sh(
+        """
+        setsid -f sh -c '
+            until pids=$(pgrep -u alice -f "[g]emini_hpc.agent.epilog"); do sleep 0.01; done
+            setpriv --reuid alice --regid alice --clear-groups kill -STOP $pids
+            touch /run/stopped' >/dev/null 2>&1
+        """
+    )
+    began = time.monotonic()
+    assert node.epilog().returncode == 0
+    assert time.monotonic() - began < 6
+    assert node.exists("/run/stopped")
+    assert node.sh("pgrep -f '[g]emini_hpc.agent.epilog' || :") == ""
+
+
+def test_directory_of_another_owner_is_left_alone(node: Node) -> None:
+    node.sh(f"mkdir -p /run/gemini-hpc/7; chown {BOB} /run/gemini-hpc/7")
+    assert silent(node.epilog())
+    assert node.exists("/run/gemini-hpc/7")
+
+
+@pytest.mark.parametrize("make", ["mkfifo", "touch", "mkdir", "ln -s /run/victim"])
+def test_something_else_in_the_sockets_place(node: Node, make: str) -> None:
+    node.sh(
+        f"touch /run/victim; mkdir -p /run/gemini-hpc/7; {make} /run/gemini-hpc/7/agent.sock; "
+        f"chown -hR {ALICE} /run/gemini-hpc/7"
+    )
+    assert silent(node.epilog())
+    assert node.exists("/run/victim")
+
+
+@pytest.mark.parametrize("value", ["$(touch /run/pwned)", "-1", "1;touch /run/pwned", "9" * 30])
+def test_hostile_exit_code(node: Node, value: str) -> None:
+    one_line(node.epilog(SLURM_JOB_EXIT_CODE=value))
+
+
+def test_epilog_never_fails_even_strict(node: Node) -> None:
+    node.site("strict_prolog = true\nnonsense = 1")
+    one_line(node.epilog())

@@ -1,0 +1,371 @@
+"""`prolog_epilog/prolog` as slurmd runs it, on an imagined node with a fake agent."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from .conftest import ALICE, ALICE_EXTRA_GID, ALICE_GID, BOB, ROOT, Node
+from .expect import one_line, silent
+
+SCRIPTS = [ROOT / "prolog_epilog" / name for name in ("prolog", "epilog")]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
+def test_script_is_posix_sh_without_eval(script: Path) -> None:
+    text = script.read_text()
+    assert text.startswith("#!/bin/sh\n")
+    assert "set -u\n" in text
+    assert "eval" not in text
+    assert script.stat().st_mode & 0o777 == 0o755
+    subprocess.run(["/bin/sh", "-n", script], check=True)
+
+
+@pytest.mark.parametrize("env", [{"SPANK_GEMINI_REPLICAS": ""}, {"SLURM_HET_JOB_ID": "12"}])
+def test_nothing_is_started_for_other_jobs(tattling_node: Node, env: dict[str, str]) -> None:
+    assert silent(tattling_node.prolog(**env))
+    assert silent(tattling_node.epilog(**env))
+    assert not tattling_node.exists("/run/python-was-started")
+    assert not tattling_node.exists("/run/gemini-hpc")
+
+
+def test_the_tattling_python_would_tell(tattling_node: Node) -> None:
+    tattling_node.prolog()
+    assert tattling_node.exists("/run/python-was-started")
+
+
+def test_more_replicas_than_nodes_is_left_to_the_plugin(tattling_node: Node) -> None:
+    assert silent(tattling_node.prolog(SPANK_GEMINI_REPLICAS="4"))
+    assert not tattling_node.exists("/run/python-was-started")
+
+
+def test_missing_installation_is_one_line(tattling_node: Node) -> None:
+    tattling_node.sh("umount /opt/gemini-hpc/venv")
+    assert "missing" in one_line(tattling_node.prolog())
+    assert "missing" in one_line(tattling_node.epilog())
+
+
+def test_agent_is_started_as_the_jobs_owner(node: Node) -> None:
+    assert silent(node.prolog(SPANK_GEMINI_TIER="/lustre/x", SPANK_GEMINI_TIER_INTERVAL="60"))
+    (record,) = node.records()
+    assert record["message"] == {
+        "op": "attach",
+        "job": 7,
+        "restart": 0,
+        "nodelist": "n[1-3]",
+        "node": "n2",
+        "replicas": 2,
+        "tier": "/lustre/x",
+        "tier_interval": 60,
+    }
+    agent = record["agent"]
+    assert agent["argv"] == ["--job", "7", "--uid", str(ALICE), "--node", "n2", "--dir", "/run/gemini-hpc/7"]
+    assert agent["uids"] == [ALICE] * 3
+    assert agent["gids"] == [ALICE_GID] * 3
+    assert agent["groups"] == [ALICE_GID, ALICE_EXTRA_GID]
+    assert agent["flags"] == {"isolated": 1}
+    assert agent["cwd"] == "/"
+    assert set(agent["env"]) <= {"PATH", "LC_ALL"}
+    assert agent["oom_score_adj"] == "1000"
+    log = "/run/gemini-hpc/7/agent.log"
+    assert agent["fds"] == {"0": "/dev/null", "1": log, "2": log}
+    assert agent["mode"] == "0o700"
+    stat = node.sh("stat -c '%u %g %a' /run/gemini-hpc /run/gemini-hpc/7")
+    assert stat == f"0 0 755\n{ALICE} {ALICE_GID} 700\n"
+
+
+def test_agent_survives_the_end_of_the_prologs_process_group(node: Node) -> None:
+    env = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_UID": str(ALICE),
+        "SLURMD_NODENAME": "n2",
+        "SLURM_NODELIST": "n2",
+        "SPANK_GEMINI_REPLICAS": "1",
+    }
+    done = node.run(["/usr/bin/setsid", "--wait", "/bin/sh", "-c", "/opt/scripts/prolog; kill -9 0"], **env)
+    assert done.returncode != 0
+    (agent,) = node.agents()
+    session = node.records()[0]["agent"]["session"]
+    assert node.sh(f"pgrep -s {session}").split() == [str(agent)]
+
+
+def test_second_prolog_finds_the_same_agent(node: Node) -> None:
+    assert silent(node.prolog())
+    before = node.agents()
+    assert silent(node.prolog(SLURM_JOB_RESTART_COUNT="1"))
+    assert silent(node.prolog(SLURM_JOB_RESTART_COUNT="1"))
+    assert node.agents() == before
+    assert len(before) == 1
+    assert [r["message"]["restart"] for r in node.records()] == [0, 1, 1]
+
+
+def test_jobs_of_root_are_allowed(node: Node) -> None:
+    assert silent(node.prolog(uid=0))
+    (record,) = node.records()
+    assert record["agent"]["uids"] == [0, 0, 0]
+
+
+def test_unknown_user(node: Node) -> None:
+    assert "uid 61999 is not known" in one_line(node.prolog(uid=61999))
+    assert node.agents() == []
+
+
+HOSTILE_INTEGERS = [
+    "$(touch /run/pwned)",
+    "`touch /run/pwned`",
+    "1;touch /run/pwned",
+    "a[$(touch /run/pwned)]",
+    "-1",
+    "+1",
+    "1 1",
+    " 1",
+    "1\n1",
+    "0x10",
+    "1.5",
+    "01",
+    "99999999999999999999",
+    "*",
+    "../../etc",
+]
+
+
+@pytest.mark.parametrize(
+    "name", ["SLURM_JOB_ID", "SLURM_JOB_UID", "SLURM_JOB_RESTART_COUNT", "SPANK_GEMINI_REPLICAS"]
+)
+def test_hostile_integers(node: Node, name: str) -> None:
+    for value in HOSTILE_INTEGERS:
+        one_line(node.prolog(**{name: value}))
+        if name == "SPANK_GEMINI_REPLICAS":
+            assert silent(node.epilog(**{name: value}))  # it only matters that there is one
+        else:
+            one_line(node.epilog(**{name: value}))
+    assert node.agents() == []
+    assert not node.exists("/run/gemini-hpc")
+
+
+@pytest.mark.parametrize("value", ["0", "33", "2147483648", "9999999999"])
+def test_replicas_out_of_range(node: Node, value: str) -> None:
+    done = node.prolog(SPANK_GEMINI_REPLICAS=value, SLURM_JOB_NUM_NODES="9999999999")
+    assert "replicas" in one_line(done)
+    assert node.agents() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SPANK_GEMINI_TIER", "relative"),
+        ("SPANK_GEMINI_TIER", "/a\nb"),
+        ("SPANK_GEMINI_TIER", "/a'b"),
+        ("SPANK_GEMINI_TIER", "/\x1b[31m"),
+        ("SPANK_GEMINI_TIER", "/" + "a" * 4096),
+        ("SPANK_GEMINI_TIER", "/\udcff"),
+        ("SPANK_GEMINI_TIER_INTERVAL", "-1"),
+        ("SPANK_GEMINI_TIER_INTERVAL", "604801"),
+        ("SPANK_GEMINI_TIER_INTERVAL", "$(touch /run/pwned)"),
+        ("SLURM_JOB_NUM_NODES", "$(touch /run/pwned)"),
+        ("SLURMD_NODENAME", "n2;touch /run/pwned"),
+        ("SLURMD_NODENAME", ""),
+        ("SLURM_NODELIST", "n1 n2"),
+        ("SLURM_NODELIST", ""),
+    ],
+)
+def test_hostile_texts(node: Node, name: str, value: str) -> None:
+    one_line(node.prolog(**{name: value}))
+    assert node.agents() == []
+
+
+def test_texts_arrive_untouched(node: Node) -> None:
+    tier = "/lustre/a b/$(touch /run/pwned);touch /run/pwned|*?~&&#"
+    assert silent(node.prolog(SPANK_GEMINI_TIER=tier))
+    assert node.records()[0]["message"]["tier"] == tier
+
+
+def test_newer_slurms_name_of_the_node_list(node: Node) -> None:
+    assert silent(node.prolog(SLURM_JOB_NODELIST="a[1-3]", SLURMD_NODENAME="a1"))
+    assert node.records()[0]["message"]["nodelist"] == "a[1-3]"
+
+
+@pytest.mark.parametrize("make", ["ln -s /run/target 7", "ln -s /run/nowhere 7", "touch 7", "mkfifo 7"])
+def test_something_else_in_the_directorys_place(node: Node, make: str) -> None:
+    node.sh(f"mkdir -p /run/target /run/gemini-hpc; touch /run/target/precious; cd /run/gemini-hpc; {make}")
+    assert silent(node.prolog())
+    assert len(node.records()) == 1
+    assert node.sh("stat -c '%F %u' /run/gemini-hpc/7") == f"directory {ALICE}\n"
+    assert node.sh("ls /run/target") == "precious\n"
+
+
+def test_directory_of_another_owner_is_replaced_and_links_in_it_are_not_followed(node: Node) -> None:
+    node.sh(
+        f"""
+        mkdir -p /run/target/inner /run/gemini-hpc/7/a/b; touch /run/target/precious /run/target/inner/precious
+        cd /run/gemini-hpc/7; ln -s /run/target link; ln -s /run/target/precious a/link; ln -s /run/target a/b/link
+        mkfifo a/pipe; touch map a/b/file; chown -hR {BOB} /run/gemini-hpc/7
+        """
+    )
+    assert silent(node.prolog())
+    assert node.sh("stat -c '%u' /run/gemini-hpc/7") == f"{ALICE}\n"
+    assert not node.exists("/run/gemini-hpc/7/a")
+    assert node.sh("cd /run/target; find . | sort") == ".\n./inner\n./inner/precious\n./precious\n"
+
+
+def test_leftover_that_is_too_deep_is_refused_in_bounded_time(node: Node) -> None:
+    deep = "/".join(["d"] * 40)
+    node.sh(f"mkdir -p /run/gemini-hpc/7/{deep}; chown -R {BOB} /run/gemini-hpc/7")
+    assert "deeper" in one_line(node.prolog())
+    assert node.agents() == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        "mkdir /run/target; ln -s /run/target /run/gemini-hpc",
+        "ln -s /run/nowhere /run/gemini-hpc",
+        f"mkdir /run/gemini-hpc; chown {BOB} /run/gemini-hpc",
+        "mkdir /run/gemini-hpc; chmod 777 /run/gemini-hpc",
+        "touch /run/gemini-hpc",
+    ],
+)
+def test_run_directory_that_is_not_roots_is_refused(node: Node, make: str) -> None:
+    node.sh(make)
+    assert "/run/gemini-hpc" in one_line(node.prolog())
+    assert node.agents() == []
+    assert node.sh("ls /run/target 2>/dev/null || :") == ""
+    assert not node.exists("/run/nowhere")
+
+
+@pytest.mark.parametrize("make", ["mkfifo agent.sock", "ln -s /run/victim agent.sock", "touch agent.sock"])
+def test_something_else_in_the_sockets_place(node: Node, make: str) -> None:
+    _make_job_dir(node, make)
+    node.sh("touch /run/victim")
+    assert silent(node.prolog())
+    assert len(node.records()) == 1
+    assert node.exists("/run/victim")
+
+
+def test_socket_of_a_dead_agent(node: Node) -> None:
+    assert silent(node.prolog())
+    (dead,) = node.agents()
+    node.sh(f"kill -9 {dead}")
+    assert silent(node.prolog(SLURM_JOB_RESTART_COUNT="1"))
+    (alive,) = node.agents()
+    assert alive != dead
+
+
+@pytest.mark.parametrize("make", ["ln -s /run/victim agent.log", "mkfifo agent.log", "mkdir agent.log"])
+def test_log_is_never_written_elsewhere(node: Node, make: str) -> None:
+    node.sh("echo untouched >/run/victim; chmod 666 /run/victim")
+    _make_job_dir(node, make)
+    assert silent(node.prolog())
+    assert node.records()[0]["agent"]["fds"] == {"0": "/dev/null", "1": "/dev/null", "2": "/dev/null"}
+    assert node.sh("cat /run/victim") == "untouched\n"
+
+
+def test_agent_of_another_user_is_not_believed(node: Node) -> None:
+    _make_job_dir(node, "true")
+    code = (
+        "import socket,time,os; p='/run/gemini-hpc/7/agent.sock';"
+        "s=socket.socket(socket.AF_UNIX,socket.SOCK_SEQPACKET); s.bind(p); os.chmod(p,0o777);"
+        "s.listen(1); open('/run/listening','w'); time.sleep(50)"
+    )
+    node.sh(f'setsid -f /usr/bin/python3 -c "{code}" >/dev/null 2>&1 </dev/null')
+    node.sh("until [ -e /run/listening ]; do sleep 0.05; done")
+    assert f"wanted an agent of uid {ALICE}, found one of uid 0" in one_line(node.prolog())
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("silent", "did not answer in time"),
+        ("garbage", "not JSON"),
+        ("oversized", "longer than"),
+        ("refuse", "two?lines?[31m"),
+        ("hangup", "did not open its socket in time"),
+        ("never", "did not open its socket in time"),
+        ("exit", "ended at once"),
+    ],
+)
+def test_agent_that_does_not_do_its_part(node: Node, mode: str, words: str) -> None:
+    node.site("attach_timeout_s = 1.5")
+    node.mode(mode)
+    began = time.monotonic()
+    assert words in one_line(node.prolog())
+    assert time.monotonic() - began < 4
+
+
+def test_agent_that_is_slow_to_start_is_waited_for(node: Node) -> None:
+    node.mode("slow")
+    assert silent(node.prolog())
+
+
+@pytest.mark.parametrize(("mode", "status"), [("exit", 1), ("never", 1), ("ok", 0), ("refuse", 0), ("silent", 0)])
+def test_strict_prolog_fails_only_when_no_agent_could_be_started(node: Node, mode: str, status: int) -> None:
+    node.site("strict_prolog = true\nattach_timeout_s = 1.0")
+    node.mode(mode)
+    assert node.prolog().returncode == status
+
+
+def test_user_errors_never_fail_a_strict_prolog(node: Node) -> None:
+    node.site("strict_prolog = true")
+    one_line(node.prolog(SPANK_GEMINI_REPLICAS="99", SLURM_JOB_NUM_NODES="100"))
+    one_line(node.prolog(SPANK_GEMINI_TIER="x"))
+
+
+def test_bad_site_settings(node: Node) -> None:
+    node.site("nonsense = 1")
+    assert "nonsense" in one_line(node.prolog())
+    assert node.agents() == []
+
+
+def test_other_run_directory(node: Node) -> None:
+    node.site('run_dir = "/run/elsewhere"')
+    assert silent(node.prolog())
+    assert node.exists("/run/elsewhere/7/agent.sock")
+    assert silent(node.epilog())
+    assert not node.exists("/run/elsewhere/7")
+
+
+def test_leftovers_of_dead_agents_are_removed(node: Node) -> None:
+    assert silent(node.prolog(job=50))
+    node.sh(
+        f"""
+        mkdir -p /run/target; touch /run/target/precious
+        cd /run/gemini-hpc
+        mkdir 51 52 53 54 other; touch 51/map 51/agent.log; ln -s /run/target 51/link
+        cp -a 51 55; chown -hR 61999 55
+        chown -hR {BOB} 51 52 53 54
+        touch -d '10 minutes ago' 50 51 52 54 55 other
+        """
+    )
+    title = "slurmstepd: [54.0]"
+    node.sh(f"setsid -f bash -c 'exec -a \"{title}\" sleep 100' >/dev/null 2>&1")
+    node.sh("until pgrep -f '^slurmstepd: .54' >/dev/null; do sleep 0.05; done")
+    assert silent(node.prolog())
+    # 50: its agent lives. 53: too young. 54: a step of it runs, so its agent is about to be started again.
+    assert node.sh("ls /run/gemini-hpc").split() == ["50", "53", "54", "7", "other"]
+    assert node.exists("/run/target/precious")
+
+
+def test_leftovers_take_bounded_time(node: Node) -> None:
+    node.sh(
+        f"""
+        mkdir -p /run/gemini-hpc; cd /run/gemini-hpc
+        for i in $(seq 100 139); do mkdir $i; done; chown -R {BOB} 1*; touch -d '10 minutes ago' 1*
+        """
+    )
+    began = time.monotonic()
+    assert silent(node.prolog())
+    assert time.monotonic() - began < 3
+    assert len(node.sh("ls /run/gemini-hpc").split()) >= 41 - 8
+    for _ in range(20):
+        node.prolog()
+    assert node.sh("ls /run/gemini-hpc").split() == ["7"]
+
+
+def _make_job_dir(node: Node, make: str) -> None:
+    node.sh(
+        f"mkdir -p /run/gemini-hpc/7; cd /run/gemini-hpc/7; {make}; "
+        f"chown -hR {ALICE}:{ALICE_GID} /run/gemini-hpc/7; chmod 700 /run/gemini-hpc/7"
+    )
