@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import msgspec
@@ -16,7 +17,9 @@ from gemini_hpc.wire import local
 
 VERDICT_WAIT_S = 20.0
 HEALTHY_FOR_S = 2.0
-LOST_GRACE_S = 0.2
+LOST_GRACE_S = 0.8
+REQUEUE_WAIT_S = 60.0
+EXIT_NOT_REQUEUED = 75
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,7 +30,7 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         description="Runs COMMAND (usually srun ...) in a batch script. When it fails although all nodes of the job "
         "are healthy, it is started again at once and every rank resumes from the replicas in memory. When a node "
         "is dead, the command is not repeated: Slurm requeues the job.",
-        epilog="Exit status: that of the last COMMAND; 75 when a dead node was seen and Slurm did not requeue in time.",
+        epilog="Exit status: that of the last COMMAND; 75 for a dead node and no requeue in time.",
     )
     parser.add_argument(
         "--max-restarts", type=_count, default=3, metavar="N", help="repeat at most N times (default 3)"
@@ -55,11 +58,11 @@ def ask_verdict(path: str, timeout_s: float = 2.0) -> local.Verdict | None:
     return reply if isinstance(reply, local.Verdict) else None
 
 
-def _nodes_healthy(path: str) -> bool:
+def _nodes_healthy(path: str, ended: threading.Event) -> bool:
     """Wait for a clear verdict: True once no node is dead or suspect for a while, False for a dead one."""
     deadline = time.monotonic() + VERDICT_WAIT_S
     healthy_since: float | None = None
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and not ended.is_set():
         verdict = ask_verdict(path)
         if verdict is None:
             return True
@@ -71,7 +74,7 @@ def _nodes_healthy(path: str) -> bool:
             healthy_since = healthy_since or time.monotonic()
             if time.monotonic() - healthy_since >= HEALTHY_FOR_S:
                 return True
-        time.sleep(0.1)
+        ended.wait(0.1)
     return False
 
 
@@ -86,10 +89,16 @@ def run(args: argparse.Namespace) -> int:
         _say("wanted a command after --, found none; example: gemini-hpc run -- srun python train.py")
         return 2
     path = os.environ.get("GEMINI_SOCKET", "")
+    ended = threading.Event()
     restarts = 0
     while True:
-        status = _once(command, path)
-        if status in (0, 130):
+        try:
+            step = _Step(command, path, ended)
+        except OSError as exc:
+            _say(f"{command[0]}: {exc.strerror}")
+            return 127
+        status = step.wait()
+        if status in (0, 130) or ended.is_set():
             return status
         if restarts >= args.max_restarts:
             _say(f"the step ended with status {status}; {restarts} restarts are used up")
@@ -97,10 +106,11 @@ def run(args: argparse.Namespace) -> int:
         if not path:
             _say(f"the step ended with status {status}; not restarted: no agent protects this job")
             return status
-        if not _nodes_healthy(path):
-            _say("a node of the job is dead: waiting for Slurm to requeue the job")
-            time.sleep(60)
-            return 75
+        if not _nodes_healthy(path, ended):
+            if not ended.is_set():
+                _say("a node of the job is dead: waiting for Slurm to requeue the job")
+                ended.wait(REQUEUE_WAIT_S)
+            return status if ended.is_set() else EXIT_NOT_REQUEUED
         restarts += 1
         _say(f"the step ended with status {status} on healthy nodes: restart {restarts} of {args.max_restarts}")
 
@@ -112,16 +122,15 @@ class _Step:
     up its start elsewhere (and, when it gives up, kill the step of the same id there): it is ended at once.
     """
 
-    def __init__(self, command: list[str], socket_path: str) -> None:
-        self._socket_path = socket_path
+    def __init__(self, command: list[str], socket_path: str, ended: threading.Event) -> None:
+        self._socket_path, self._ended = socket_path, ended
         self._child = subprocess.Popen(command)
-        self._terminated = False
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
             signal.signal(number, self._forward)
 
     def _forward(self, number: int, _frame: object) -> None:
         if number == signal.SIGTERM:
-            self._terminated = True
+            self._ended.set()
         if self._child.poll() is None:
             self._child.send_signal(number)
 
@@ -131,7 +140,7 @@ class _Step:
             try:
                 code = self._child.wait(0.1)
             except subprocess.TimeoutExpired:
-                if self._terminated and self._node_lost():
+                if self._ended.is_set() and self._node_lost():
                     time.sleep(LOST_GRACE_S)
                     self._child.kill()
                     code = self._child.wait()
@@ -142,12 +151,3 @@ class _Step:
     def _node_lost(self) -> bool:
         verdict = ask_verdict(self._socket_path, 0.5) if self._socket_path else None
         return verdict is not None and bool(verdict.dead)
-
-
-def _once(command: list[str], path: str) -> int:
-    try:
-        step = _Step(command, path)
-    except OSError as exc:
-        _say(f"{command[0]}: {exc.strerror}")
-        return 127
-    return step.wait()

@@ -100,8 +100,7 @@ class LiteJob:
     def hosts(self) -> list[str]:
         """The job's hosts now, in Slurm's order."""
         text = self.slurm().get("NodeList", "")
-        names = self.cluster.run(["scontrol", "show", "hostnames", text]).stdout.split()
-        return names
+        return self.cluster.run(["scontrol", "show", "hostnames", text]).stdout.split()
 
     def agent_log(self, node: str) -> str:
         return self.cluster.exec(node, ["cat", f"/run/gemini-hpc/{self.id}/agent.log"]).stdout
@@ -139,7 +138,7 @@ class LiteJob:
         except AssertionError as exc:
             raise AssertionError(f"{exc}\n{self.story()}") from None
         assert not self.lines("MIXED"), self.story()
-        done = [line for line in self.lines("done")]
+        done = list(self.lines("done"))
         assert {line["rank"] for line in done} == set(range(self.nodes)), self.story()
 
     def resumed(self, restart: int) -> int:

@@ -1,0 +1,83 @@
+"""However a job ends, its memory is given back; the fixture's leak check after each test is part of the test."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+from harness import LiteJob, leaks, wait_for
+
+from gemini_hpc.devcluster.cluster import Cluster
+
+Lite = Any
+
+
+def gone(cluster: Cluster, timeout_s: float = 20.0) -> None:
+    wait_for("memory given back", lambda: not leaks(cluster), timeout_s, 0.1)
+
+
+def test_finished(lite: Lite, cluster: Cluster) -> None:
+    job = lite(steps=10)
+    job.finish()
+    gone(cluster, 5)
+
+
+def test_cancelled_while_running(lite: Lite, cluster: Cluster) -> None:
+    job = lite()
+    job.reach(5)
+    cluster.run(["scancel", str(job.id)])
+    gone(cluster)
+
+
+def test_failed(cluster: Cluster) -> None:
+    """Kept for a post-mortem restart until the retention time is over, or the user says that it is not wanted."""
+    job = LiteJob(cluster, steps=1000).submit()
+    job.reach(5)
+    cluster.exec(job.hosts()[0], ["pkill", "-KILL", "-f", "lite[.]py"])
+    wait_for("job over", lambda: job.state in ("FAILED", "COMPLETED"), 30)
+    gone(cluster, 60)
+
+
+def test_cancelled_while_pending_after_a_requeue(lite: Lite, cluster: Cluster) -> None:
+    job = lite()
+    job.reach(5)
+    cluster.run(["scontrol", "requeuehold", str(job.id)])
+    wait_for("pending", lambda: job.state == "PENDING", 30)
+    assert leaks(cluster), "replicas outlive the requeue"
+    cluster.run(["scancel", str(job.id)])
+    gone(cluster)
+
+
+def test_requeued_elsewhere(lite: Lite, cluster: Cluster) -> None:
+    """The old nodes are drained by hand: the job restarts on others, pulls everything, and the old ones let go."""
+    job = lite(steps=600)
+    job.reach(5)
+    old = job.hosts()[1:]
+    for node in old:
+        cluster.run(["scontrol", "update", f"nodename={node}", "state=drain", "reason=test"])
+    cluster.run(["scontrol", "requeue", str(job.id)])
+    job.reach(1, "resumed", 60, 1)
+    assert not set(old) & set(job.hosts())
+    wait_for("old agents gone", lambda: not any(job.agent_pid(n) for n in old), 60, 0.5)
+    cluster.run(["scancel", str(job.id)])
+    gone(cluster)
+
+
+def test_owner_requeue_resumes_from_memory(lite: Lite, cluster: Cluster) -> None:
+    job = lite()
+    job.reach(10)
+    cluster.run(["scontrol", "requeue", str(job.id)], user="alice")
+    job.finish()
+    assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
+
+
+def test_retention_without_a_controller(lite: Lite, cluster: Cluster) -> None:
+    """Nobody tells the agents that the job has ended: they let go by themselves when the time is over."""
+    cluster.controller_stop(signal.SIGKILL)
+    job = lite()
+    job.reach(5)
+    cluster.run(["scancel", str(job.id)])
+    time.sleep(3)
+    assert leaks(cluster), "kept for the retention time"
+    gone(cluster, 40)

@@ -1,0 +1,163 @@
+"""Processes die, stop or lie on healthy nodes: the same allocation, no requeue, nothing lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import LiteJob, wait_for
+
+from gemini_hpc.devcluster.cluster import Cluster
+
+Lite = Any
+RUN = "gemini-hpc run --max-restarts 2 -- srun --kill-on-bad-exit=1"
+
+
+def kill(job: LiteJob, node: str, pattern: str, number: int = signal.SIGKILL) -> None:
+    done = job.cluster.exec(node, ["pkill", f"-{number}", "-f", pattern])
+    assert done.returncode == 0, f"{pattern} does not run on {node}"
+
+
+def launches(job: LiteJob) -> list[str]:
+    return sorted({line["step"] for line in job.lines("resumed")})
+
+
+def test_trainer_killed_starts_again_in_the_same_allocation(lite: Lite) -> None:
+    job = lite(run=RUN)
+    job.reach(10)
+    kill(job, job.hosts()[1], "lite[.]py")
+    job.finish()
+    assert job.slurm()["Restarts"] == "0"
+    _first, second = launches(job)
+    again = {line["version"] for line in job.lines("resumed") if line["step"] == second}
+    start = min(line["t"] for line in job.lines("resumed") if line["step"] == second)
+    assert len(again) == 1 and job.completed(start) - again.pop() in (0, 1), job.story()
+    assert "restart 1 of 2" in job.output()
+
+
+def test_restarts_are_bounded(lite: Lite, cluster: Cluster) -> None:
+    job = LiteJob(cluster, run="gemini-hpc run --max-restarts 1 -- srun false #").submit()
+    wait_for("job fails", lambda: job.state == "FAILED" or "step ended with" in job.output(), 40)
+    assert job.output().count("restart 1 of 1") == 1 and "1 restarts are used up" in job.output()
+
+
+def test_agent_killed_training_goes_on_and_protection_returns(lite: Lite) -> None:
+    job = lite(steps=100)
+    job.reach(10)
+    node = job.hosts()[1]
+    job.cluster.exec(node, ["kill", "-9", str(job.agent_pid(node))])
+    wait_for("hand-back", lambda: job.lines("rejoined"), 20)
+    at = max(line["version"] for line in job.lines("rejoined"))
+    job.reach(at + 5)
+    assert len(launches(job)) == 1, "the training was not started again"
+    job.cluster.power_off(job.hosts()[2])
+    job.finish()
+    assert job.resumed(1) > at and job.repeated(1) in (0, 1), job.story()
+
+
+@pytest.mark.parametrize("position", [0, 1], ids=["root", "leaf"])
+def test_agent_stopped_for_a_while_is_not_fenced(lite: Lite, position: int) -> None:
+    job = lite(steps=100)
+    job.reach(10)
+    node = job.hosts()[position]
+    pid = str(job.agent_pid(node))
+    job.cluster.exec(node, ["kill", "-STOP", pid])
+    time.sleep(4)
+    job.cluster.exec(node, ["kill", "-CONT", pid])
+    at = job.completed(time.time())
+    job.reach(min(at + 5, 99))
+    job.finish()
+    assert job.slurm()["Restarts"] == "0"
+    states = job.cluster.node_states()
+    assert all("drain" not in s and "down" not in s for s in states.values()), states
+
+
+def test_trainer_stopped_for_a_while(lite: Lite) -> None:
+    job = lite()
+    job.reach(10)
+    node = job.hosts()[1]
+    kill(job, node, "lite[.]py", signal.SIGSTOP)
+    time.sleep(3)
+    kill(job, node, "lite[.]py", signal.SIGCONT)
+    job.finish()
+    assert job.slurm()["Restarts"] == "0" and len(launches(job)) == 1
+
+
+def memfds(job: LiteJob, node: str, rank: int) -> list[Path]:
+    """The agent's memory of one shard on a node, as paths on this machine."""
+    inner = job.agent_pid(node)
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+            same = lines["NSpid"].split()[-1] == str(inner)
+            root = os.readlink(status.parent / "ns" / "pid")
+            mine = os.readlink(f"/proc/{job.cluster.node_pid(node)}/ns/pid")
+        except (OSError, KeyError):
+            continue
+        if same and root == mine:
+            fds = (status.parent / "fd").iterdir()
+            return [fd for fd in fds if f"memfd:gemini:default:{rank}:" in os.readlink(fd)]
+    raise AssertionError(f"no agent found on {node}")
+
+
+def flip(path: Path) -> None:
+    with path.open("r+b", buffering=0) as f:
+        f.seek(10)
+        byte = f.read(1)
+        f.seek(10)
+        f.write(bytes([byte[0] ^ 1]))
+
+
+def test_flipped_byte_in_a_survivors_memory(lite: Lite) -> None:
+    """m=3 on 3 nodes: two survivors hold each shard; both slots of one of them are damaged while nobody writes."""
+    job = lite(replicas=3, nodes=3)
+    job.reach(10)
+    hosts = job.hosts()
+    job.cluster.power_off(hosts[1])
+    wait_for("step ended", lambda: job.state in ("COMPLETING", "PENDING"), 30)
+    for path in memfds(job, hosts[0], 1):
+        flip(path)
+    job.finish()
+    assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
+    assert "damaged" in job.agent_log(hosts[0]) or "damaged" in job.story()
+
+
+def test_second_failure_before_the_first_new_seal(lite: Lite) -> None:
+    """R4: after a recovery the old epoch's copies must carry until the new epoch has a seal of its own."""
+    job = lite(nodes=4, pause_s=1.5, steps=14)
+    job.reach(4)
+    hosts = job.hosts()
+    job.cluster.power_off(hosts[1])
+    job.reach(1, "resumed", 60, 1)
+    job.cluster.power_off(hosts[3])
+    job.finish(120)
+    assert job.resumed(2) >= job.resumed(1) > 0 and job.repeated(2) in (0, 1), job.story()
+
+
+def test_zombie_agent_of_an_old_incarnation(lite: Lite) -> None:
+    """A stopped agent wakes up on a node that the job has left: nobody listens to it, and it goes."""
+    job = lite(steps=120)
+    job.reach(10)
+    hosts = job.hosts()
+    zombie = hosts[1]
+    pid = str(job.agent_pid(zombie))
+    job.cluster.exec(zombie, ["kill", "-STOP", pid])
+    job.cluster.run(["scontrol", "update", f"nodename={zombie}", "state=down", "reason=test"])
+    job.reach(1, "resumed", 60, 1)
+    assert zombie not in job.hosts()
+    before = job.resumed(1)
+    job.cluster.exec(zombie, ["kill", "-CONT", pid])
+    job.finish()
+    assert before > 0 and job.repeated(1) in (0, 1), job.story()
+    wait_for("the zombie goes", lambda: job.agent_pid(zombie) == 0, 60)
+
+
+def test_unreachable_controller_never_stops_training(lite: Lite, cluster: Cluster) -> None:
+    cluster.controller_stop(signal.SIGKILL)
+    job = lite(steps=20)
+    job.finish()
+    cluster.controller_start()
