@@ -1,0 +1,87 @@
+"""The event log of each job: `state_dir/jobs/<raw id>.jsonl`, of bounded size.
+
+What agents say in it is bounded and escaped."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+
+import msgspec
+
+from gemini_hpc.control.journal import end_line
+from gemini_hpc.wire.peer import EventRecord
+
+MAX_LOG_BYTES = 1 << 20
+KEPT_S = 14 * 86400.0
+MAX_NAME = 32
+MAX_DETAIL = 240
+MAX_EVENTS_AT_ONCE = 256
+_CLOCK_SKEW_S = 3600.0
+_decoder = msgspec.json.Decoder(EventRecord)
+
+
+def _plain(text: str, limit: int) -> str:
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text[:limit])[:limit]
+
+
+def tame(event: EventRecord, host: str) -> EventRecord:
+    """An agent's event as it may be kept: its own host name, bounded printable text, a time near ours."""
+    now = time.time()
+    t = event.t if abs(event.t - now) < _CLOCK_SKEW_S else now
+    name = "".join(c for c in event.name[:MAX_NAME] if c.isalnum() or c in "_-") or "unnamed"
+    return EventRecord(
+        t=t,
+        name=name,
+        host=host,
+        restart=max(0, event.restart),
+        version=max(0, event.version),
+        detail=_plain(event.detail, MAX_DETAIL),
+    )
+
+
+class EventLogs:
+    """All jobs' logs below one directory."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        old = time.time() - KEPT_S
+        for name in os.listdir(directory):
+            path = os.path.join(directory, name)
+            if name.endswith(".jsonl") and os.path.getmtime(path) < old:
+                os.unlink(path)
+
+    def _path(self, job: int) -> str:
+        return os.path.join(self._directory, f"{int(job)}.jsonl")
+
+    def add(self, job: int, events: Iterable[EventRecord]) -> None:
+        """Append; a log that has grown too long loses its older half."""
+        path = self._path(job)
+        data = b"".join(msgspec.json.encode(e) + b"\n" for e in events)
+        with open(path, "a+b") as f:
+            end_line(f)
+            f.write(data)
+            size = f.tell()
+        if size > MAX_LOG_BYTES:
+            with open(path, "rb") as f:
+                f.seek(size - MAX_LOG_BYTES // 2)
+                f.readline()
+                rest = f.read()
+            with open(path + ".new", "wb") as f:
+                f.write(rest)
+            os.replace(path + ".new", path)
+
+    def read(self, job: int) -> tuple[EventRecord, ...]:
+        """All events of a job in order of time."""
+        events: list[EventRecord] = []
+        try:
+            with open(self._path(job), "rb") as f:
+                for line in f:
+                    with suppress(msgspec.MsgspecError):
+                        events.append(_decoder.decode(line))
+        except FileNotFoundError:
+            return ()
+        return tuple(sorted(events, key=lambda e: e.t))

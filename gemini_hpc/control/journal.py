@@ -1,0 +1,107 @@
+"""The controller's memory on disk: what it is about to do, what it has done, one JSON line each (SITE 3, 5).
+
+A line with phase `before` is on disk before the action starts; a controller that comes up again reads which
+recoveries were left open and how many nodes were fenced lately.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import IO
+
+import msgspec
+
+_COMPACT_BYTES = 1 << 20
+_KEEP_S = 86400.0
+
+
+class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line. key: `raw job id.restart`; step: open, reserve, down, requeue, pin, start, detach, delete, close."""
+
+    t: float
+    key: str
+    step: str
+    phase: str
+    data: dict[str, str | int | float | list[str]] = {}
+
+
+_decoder = msgspec.json.Decoder(Record)
+
+
+def _read(path: str) -> Iterator[Record]:
+    try:
+        with open(path, "rb") as f:
+            for line in f:
+                with suppress(msgspec.MsgspecError):  # a line cut short by a crash
+                    yield _decoder.decode(line)
+    except FileNotFoundError:
+        return
+
+
+def end_line(file: IO[bytes]) -> None:
+    """Close the line that a crash cut short, or the next one would be lost with it."""
+    if file.seek(0, os.SEEK_END):
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+
+
+class Journal:
+    """An append-only file; one controller writes it."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        records = list(_read(path))
+        downs = [r for r in records if (r.step, r.phase) == ("down", "before")]
+        self._fenced = [(r.t, str(r.data.get("node", ""))) for r in downs]
+        self._open: dict[str, list[Record]] = {}
+        for record in records:
+            self._follow(record)
+        self._compact(records)
+        self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115 (open for the life of the controller)
+        end_line(self._file)
+
+    def _follow(self, record: Record) -> None:
+        if record.step == "open":
+            self._open[record.key] = [record]
+        elif record.step == "close":
+            self._open.pop(record.key, None)
+        elif record.key in self._open:
+            self._open[record.key].append(record)
+
+    def _compact(self, records: list[Record]) -> None:
+        if not os.path.exists(self._path) or os.path.getsize(self._path) < _COMPACT_BYTES:
+            return
+        fresh = time.time() - _KEEP_S
+        kept = [r for r in records if r.t >= fresh or r.key in self._open]
+        with open(self._path + ".new", "wb") as f:
+            f.writelines(msgspec.json.encode(r) + b"\n" for r in kept)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(self._path + ".new", self._path)
+
+    def write(self, key: str, step: str, phase: str, **data: str | int | float | list[str]) -> None:
+        """Append one line; it is on disk on return."""
+        record = Record(time.time(), key, step, phase, data)
+        self._file.write(msgspec.json.encode(record) + b"\n")
+        self._file.flush()
+        os.fdatasync(self._file.fileno())
+        self._follow(record)
+        if (step, phase) == ("down", "before"):
+            self._fenced.append((record.t, str(data.get("node", ""))))
+
+    def fenced(self, window_s: float) -> int:
+        """Nodes fenced (or begun to be) within the last `window_s`."""
+        since = time.time() - window_s
+        return len({node for t, node in self._fenced if t >= since})
+
+    def left_open(self) -> dict[str, list[Record]]:
+        """Recoveries without an end: key -> their lines."""
+        return {key: list(records) for key, records in self._open.items()}
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

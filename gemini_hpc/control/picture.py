@@ -1,0 +1,251 @@
+"""One job's picture as a JSON document: a pure merge of what agents, controller and Slurm said.
+
+Schema 1 (`gemini-hpc inspect --json`; keys are only ever added to it). Times are Unix seconds, ages seconds, sizes
+bytes, a version is [epoch, version] or null:
+
+  schema, job, asked ("controller" or "agents"), t, state, replicas, epoch, restart
+  slurm       {state, nodes, restarts, reason, requeue, user, partition, note, ...}: strings, as Slurm has them
+  nodes       [{node_rank, host, group, state, agent, address, interface, port, memory_bytes, memory_cap_bytes,
+                suspects, dead, member}]
+  sets        [{name, world, sealed, state, notes, shards: [{rank, home, bytes, holders: [{host, state, version,
+                age_s, verified_age_s}]}], survival: {counted_version, survives: [{k, probability}], fatal: [[host]],
+                exact, lost_already}}]
+  recoveries  [{restart, began, total_s, events: [{t, after_s, gap_s, name, host, detail}]}]
+  events      [{t, name, host, restart, version, detail}]
+  missing     hosts of the job without an answer;   notes   sentences for the reader
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from gemini_hpc.control.survival import survival
+from gemini_hpc.wire.peer import EventRecord, HeldSlot, InspectPart, StampT
+
+SCHEMA = 1
+RECOVERY_STARTS = ("detected", "taken_over")
+RECOVERY_GAP_S = 900.0
+_RECOVERY_ENDS = ("first_iteration", "first_new_iteration")
+Document = dict[str, Any]
+
+
+def picture(
+    job: int,
+    parts: Sequence[InspectPart],
+    events: Iterable[EventRecord],
+    slurm: dict[str, str],
+    missing: Iterable[str],
+    asked: str,
+    now: float,
+) -> Document:
+    """The document. Parts of an older incarnation count only where no newer one has that host."""
+    restart = max((p.restart for p in parts), default=int(slurm.get("restarts", "0") or 0))
+    newest: dict[str, InspectPart] = {}
+    for part in sorted(parts, key=lambda p: (p.restart, p.round)):
+        newest[part.host] = part
+    parts = list(newest.values())
+    leader = max(parts, key=lambda p: (p.restart, p.epoch, p.round), default=None)
+    members = [h for h in slurm.get("nodes", "").split(",") if h] or list(leader.hosts if leader else ())
+    ranks = dict(leader.noderanks) if leader else {}
+    absent = sorted({h for h in members if h not in newest} | set(missing))
+    sets = [_set(name, parts, members, now) for name in sorted({s.name for p in parts for s in p.sets})]
+    document: Document = {
+        "schema": SCHEMA,
+        "job": job,
+        "asked": asked,
+        "t": now,
+        "state": _state(parts, absent, sets, slurm),
+        "replicas": leader.replicas if leader else 0,
+        "epoch": max((p.epoch for p in parts), default=0),
+        "restart": restart,
+        "slurm": dict(slurm),
+        "nodes": _nodes(parts, members, absent, ranks, _groups(parts, ranks)),
+        "sets": sets,
+        "missing": absent,
+    }
+    log = merge_events([*events, *(e for p in parts for e in p.events)])
+    document["recoveries"] = recoveries(log)
+    document["events"] = [_event(e) for e in log]
+    document["notes"] = _notes(document, absent, slurm)
+    return document
+
+
+def merge_events(events: Iterable[EventRecord]) -> list[EventRecord]:
+    """In order of time, each once (agents send them to the controller and tell them when asked)."""
+    unique = {(round(e.t, 3), e.name, e.host, e.restart, e.version, e.detail): e for e in events}
+    return sorted(unique.values(), key=lambda e: e.t)
+
+
+def _event(e: EventRecord) -> Document:
+    return {"t": e.t, "name": e.name, "host": e.host, "restart": e.restart, "version": e.version, "detail": e.detail}
+
+
+def _state(
+    parts: Sequence[InspectPart], absent: Sequence[str], sets: Sequence[Document], slurm: dict[str, str]
+) -> str:
+    if not parts:
+        return "unprotected"
+    if any(s["survival"]["lost_already"] for s in sets) or not sets:
+        return "arming" if slurm.get("state") in ("RUNNING", "CONFIGURING", "") else "waiting"
+    if absent:
+        return "partly protected"
+    states = {s["state"] for s in sets}
+    for word in ("degraded", "recovering", "arming"):
+        if word in states:
+            return word
+    return "protected"
+
+
+def _groups(parts: Sequence[InspectPart], ranks: dict[str, int]) -> dict[str, int]:
+    """Nodes that hold copies for each other belong together; a group is named by its place among them."""
+    home = {rank: host for host, rank in ranks.items()}
+    group = {host: {host} for host in ranks}
+    for part in parts:
+        for slot in part.held:
+            owner = home.get(slot.home)
+            if owner is None or part.host not in group or slot.state == "empty" or group[owner] is group[part.host]:
+                continue
+            merged = group[owner] | group[part.host]
+            for host in merged:
+                group[host] = merged
+    order = sorted({min(ranks[h] for h in g) for g in group.values()})
+    return {host: order.index(min(ranks[h] for h in g)) for host, g in group.items()}
+
+
+def _nodes(
+    parts: Sequence[InspectPart],
+    members: Sequence[str],
+    absent: Sequence[str],
+    ranks: dict[str, int],
+    groups: dict[str, int],
+) -> list[Document]:
+    rows: list[Document] = []
+    for p in parts:
+        rows.append(
+            {
+                "node_rank": ranks.get(p.host, p.noderanks.get(p.host)),
+                "host": p.host,
+                "group": groups.get(p.host),
+                "state": p.state,
+                "agent": True,
+                "address": p.address,
+                "interface": p.interface,
+                "port": p.port,
+                "memory_bytes": p.memory_bytes,
+                "memory_cap_bytes": p.memory_cap_bytes,
+                "suspects": list(p.suspects),
+                "dead": list(p.dead),
+                "member": p.host in members,
+            }
+        )
+    for host in absent:
+        row = dict.fromkeys(("address", "interface"), "") | dict.fromkeys(
+            ("port", "memory_bytes", "memory_cap_bytes"), 0
+        )
+        facts = {"node_rank": ranks.get(host), "host": host, "group": groups.get(host), "state": "no agent"}
+        rows.append({**facts, "agent": False, **row, "suspects": [], "dead": [], "member": host in members})
+    return sorted(rows, key=lambda r: (r["node_rank"] is None, r["node_rank"] or 0, r["host"]))
+
+
+def _set(name: str, parts: Sequence[InspectPart], members: Sequence[str], now: float) -> Document:
+    states = [s for p in parts for s in p.sets if s.name == name]
+    held = [(p.host, slot) for p in parts for slot in p.held if slot.set == name and slot.state != "empty"]
+    world = max([s.world for s in states] + [slot.world for _, slot in held], default=0)
+    sealed = max((s.sealed for s in states if s.sealed is not None), default=None)
+    by_rank: dict[int, list[tuple[str, HeldSlot]]] = {rank: [] for rank in range(world)}
+    for host, slot in held:
+        by_rank.setdefault(slot.rank, []).append((host, slot))
+    hosts = sorted(set(members) | {host for host, _ in held})
+    counted = _counted(by_rank)
+    holders = [_holders(copies, counted) for copies in by_rank.values()]
+    found = survival(hosts, holders)
+    order = ("recovering", "degraded", "arming", "protected", "finished")
+    state = next((w for w in order if any(s.state == w for s in states)), "arming")
+    return {
+        "name": name,
+        "world": world,
+        "sealed": list(sealed) if sealed else None,
+        "state": state,
+        "notes": sorted({s.note for s in states if s.note}),
+        "shards": [_shard(rank, copies, sealed, now) for rank, copies in sorted(by_rank.items())],
+        "survival": {
+            "counted_version": list(counted) if counted else None,
+            "survives": [{"k": k, "probability": p} for k, p in enumerate(found.probability, 1)],
+            "fatal": [list(f) for f in found.fatal],
+            "exact": True,
+            "lost_already": found.lost_already,
+        },
+    }
+
+
+def _holders(copies: Sequence[tuple[str, HeldSlot]], stamp: StampT | None) -> frozenset[str]:
+    return frozenset(host for host, slot in copies if slot.state == "complete" and slot.stamp == stamp)
+
+
+def _counted(by_rank: dict[int, list[tuple[str, HeldSlot]]]) -> StampT | None:
+    """The version whose copies are counted: the one that every shard has on the most nodes, the newest of equals.
+
+    The parts were not taken at one instant: one holder may have recycled the sealed version's slot already, while
+    another does not have the next one yet.
+    """
+    slots = [slot for copies in by_rank.values() for _, slot in copies]
+    stamps = {slot.stamp for slot in slots if slot.stamp and slot.state == "complete"}
+
+    def score(stamp: StampT) -> tuple[int, int, StampT]:
+        counts = [len(_holders(copies, stamp)) for copies in by_rank.values()]
+        return (min(counts), sum(counts), stamp)
+
+    return max(stamps, key=score, default=None)
+
+
+def _shard(rank: int, copies: Sequence[tuple[str, HeldSlot]], sealed: StampT | None, now: float) -> Document:
+    rows = []
+    for host, slot in sorted(copies, key=lambda c: (c[0], c[1].stamp or (0, 0))):
+        state = "sealed" if slot.state == "complete" and sealed and slot.stamp == sealed else slot.state
+        rows.append(
+            {
+                "host": host,
+                "state": state,
+                "version": list(slot.stamp) if slot.stamp else None,
+                "age_s": round(max(0.0, now - slot.since), 3) if slot.since else None,
+                "verified_age_s": round(max(0.0, now - slot.verified), 3) if slot.verified else None,
+            }
+        )
+    first = copies[0][1] if copies else None
+    size = max((slot.used or slot.bytes for _, slot in copies), default=0)
+    return {"rank": rank, "home": first.home if first else None, "bytes": size, "holders": rows}
+
+
+def recoveries(events: Sequence[EventRecord]) -> list[Document]:
+    """Past recoveries: from the first report about an incarnation to the last event before the next one."""
+    found: list[list[EventRecord]] = []
+    for event in events:
+        # A second dead node of the same incarnation belongs to the recovery that is under way.
+        fresh = event.name in RECOVERY_STARTS and not (found and found[-1][0].restart == event.restart)
+        if fresh:
+            found.append([event])
+        elif found and event.t - found[-1][-1].t < RECOVERY_GAP_S and found[-1][-1].name not in _RECOVERY_ENDS:
+            found[-1].append(event)
+    documents = []
+    for log in found:
+        began, last, rows = log[0].t, log[0].t, []
+        for e in log:
+            row = {"t": e.t, "after_s": round(e.t - began, 3), "gap_s": round(e.t - last, 3), "name": e.name}
+            rows.append({**row, "host": e.host, "detail": e.detail})
+            last = e.t
+        total_s = round(last - began, 3)
+        documents.append({"restart": log[0].restart, "began": began, "total_s": total_s, "events": rows})
+    return documents
+
+
+def _notes(document: Document, absent: Sequence[str], slurm: dict[str, str]) -> list[str]:
+    notes = [slurm["note"]] if slurm.get("note") else []
+    if absent and document["nodes"]:
+        notes.append(f"partly protected: no agent on {', '.join(absent)}")
+    for s in document["sets"]:
+        if s["survival"]["lost_already"]:
+            empty = [str(d["rank"]) for d in s["shards"] if not d["holders"]]
+            which = f" (nothing of rank {', '.join(empty)})" if empty else ""
+            notes.append(f"set {s['name']}: no version has a complete copy of every shard yet{which}")
+    return notes

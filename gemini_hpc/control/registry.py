@@ -1,0 +1,194 @@
+"""Which agents are connected, and what Slurm has said about their jobs. Kept on disk, so that a restarted controller
+still knows on which nodes each incarnation ran (Slurm forgets them at the requeue).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+
+from gemini_hpc.control.slurm import Slurm, SlurmError
+from gemini_hpc.control.slurmtext import COMPLETING, CONFIGURING, RUNNING, Job
+from gemini_hpc.wire.link import Link
+from gemini_hpc.wire.peer import InspectAsk
+
+_KEPT_INCARNATIONS = 4
+FRESH_S = 1.0
+
+
+@dataclass
+class Agent:
+    """One connected agent. `restart`: the incarnation that it said it serves."""
+
+    link: Link
+    host: str
+    job: int
+    restart: int
+    replicas: int
+    port: int
+    instance: str
+    state: str
+    since: float = field(default_factory=time.time)
+
+    @property
+    def connected(self) -> bool:
+        """Whether its link is open, as far as this end knows."""
+        return not self.link.closed
+
+
+class Stored(msgspec.Struct):
+    """What is kept of a job on disk.
+
+    `original`: the user's own ReqNodeList, before any pin of ours. `slurmds`: when slurmd had been started on the
+    nodes of incarnation `slurmds_of`, to tell a rebooted node by.
+    """
+
+    raw_id: int
+    user_id: int
+    allocations: dict[int, list[str]] = {}
+    original: list[str] = []
+    slurmds: dict[str, float] = {}
+    slurmds_of: int = -1
+    ended_at: float = 0.0
+    ended_state: str = ""
+
+
+class Track:
+    """One job."""
+
+    def __init__(self, stored: Stored, path: str) -> None:
+        self.stored = stored
+        self._path = path
+        self.job: Job | None = None
+        self.agents: dict[str, Agent] = {}
+        self.running_since: tuple[int, float] | None = None
+        self.parts_asked = 0
+
+    @property
+    def raw_id(self) -> int:
+        """Slurm's raw job id."""
+        return self.stored.raw_id
+
+    @property
+    def user_id(self) -> int:
+        """Its owner, from Slurm."""
+        return self.stored.user_id
+
+    def members(self, restart: int) -> tuple[str, ...]:
+        """The nodes of an incarnation, as Slurm had them; empty if they were never seen."""
+        return tuple(self.stored.allocations.get(restart, ()))
+
+    def learn(self, job: Job) -> None:
+        """Take over what Slurm says now."""
+        self.job = job
+        changed = False
+        if job.state in (RUNNING, CONFIGURING) and job.nodes:
+            if tuple(self.stored.allocations.get(job.restarts, ())) != job.nodes:
+                if job.restarts == 0:
+                    self.stored.original = list(job.req_nodes)
+                self.stored.allocations[job.restarts] = list(job.nodes)
+                for old in sorted(self.stored.allocations)[:-_KEPT_INCARNATIONS]:
+                    del self.stored.allocations[old]
+                changed = True
+            if job.state == RUNNING and (self.running_since is None or self.running_since[0] != job.restarts):
+                self.running_since = (job.restarts, time.monotonic())
+        changed = self._ended(job.state, job.over) or changed
+        if changed:
+            self.save()
+
+    async def remember_nodes(self, slurm: Slurm) -> None:
+        """Once per incarnation: when slurmd was started on each of its nodes."""
+        job = self.job
+        if job is None or self.stored.slurmds_of == job.restarts or not self.members(job.restarts):
+            return
+        self.stored.slurmds_of, self.stored.slurmds = job.restarts, {}
+        try:
+            nodes = await slurm.nodes(self.members(job.restarts))
+        except SlurmError:
+            self.stored.slurmds_of = -1
+            return
+        self.stored.slurmds = {n.name: n.slurmd_start for n in nodes.values()}
+        self.save()
+
+    def slurmd_before(self, restart: int, host: str) -> float:
+        """When slurmd had been started there; 0.0 if that was not seen."""
+        return self.stored.slurmds.get(host, 0.0) if self.stored.slurmds_of == restart else 0.0
+
+    def see(self, state: str, over: bool) -> None:
+        """Take over a state from the watcher's table."""
+        if self._ended(state, over):
+            self.save()
+
+    def _ended(self, state: str, over: bool) -> bool:
+        if over and not self.stored.ended_at:
+            self.stored.ended_at, self.stored.ended_state = time.time(), state
+            return True
+        if not over and self.stored.ended_at and state != COMPLETING:
+            self.stored.ended_at, self.stored.ended_state = 0.0, ""
+            return True
+        return False
+
+    def save(self) -> None:
+        """Write it to disk."""
+        with open(self._path + ".new", "wb") as f:
+            f.write(msgspec.json.encode(self.stored))
+        os.replace(self._path + ".new", self._path)
+
+    def forget(self) -> None:
+        """Remove it from disk."""
+        with suppress(FileNotFoundError):
+            os.unlink(self._path)
+
+
+class Registry:
+    """All jobs that have, or had, agents."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        self.jobs: dict[int, Track] = {}
+        decoder = msgspec.json.Decoder(Stored, strict=False)
+        for name in os.listdir(directory):
+            if name.endswith(".job"):
+                with suppress(msgspec.MsgspecError, OSError), open(os.path.join(directory, name), "rb") as f:
+                    stored = decoder.decode(f.read())
+                    self.jobs[stored.raw_id] = Track(stored, self._path(stored.raw_id))
+
+    def _path(self, raw_id: int) -> str:
+        return os.path.join(self._directory, f"{int(raw_id)}.job")
+
+    def track(self, job: Job) -> Track:
+        """The job's entry, made or brought up to date."""
+        track = self.jobs.get(job.raw_id)
+        if track is None or track.user_id != job.user_id:
+            track = self.jobs[job.raw_id] = Track(Stored(job.raw_id, job.user_id), self._path(job.raw_id))
+        track.learn(job)
+        return track
+
+    def drop(self, raw_id: int) -> None:
+        """Forget a job that is over."""
+        track = self.jobs.pop(raw_id, None)
+        if track is not None:
+            track.forget()
+
+    def vouched(self, host: str) -> bool:
+        """Whether some agent there has spoken within the last second; if not, it is asked to.
+
+        Saves slurmd from bare connections: each one leaves two error lines in its log.
+        """
+        here = [t.agents[host] for t in self.jobs.values() if host in t.agents and t.agents[host].connected]
+        if any(time.monotonic() - a.link.last_heard < FRESH_S for a in here):
+            return True
+        for agent in here:
+            agent.link.send(InspectAsk())
+        return False
+
+    def linked(self, raw_id: int, host: str) -> Agent | None:
+        """The connected agent of a job on a host."""
+        track = self.jobs.get(raw_id)
+        agent = track.agents.get(host) if track else None
+        return agent if agent is not None and agent.connected else None

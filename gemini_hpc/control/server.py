@@ -1,0 +1,411 @@
+"""The controller service: agents register and report here, users ask here (DESIGN §2, SITE 1, 5, 21)."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import pwd
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections import Counter, deque
+from contextlib import suppress
+from typing import IO
+
+from gemini_hpc.config import Settings
+from gemini_hpc.control.eventlog import MAX_EVENTS_AT_ONCE, EventLogs, tame
+from gemini_hpc.control.journal import Journal
+from gemini_hpc.control.recovery import Recoveries
+from gemini_hpc.control.registry import Agent, Registry, Track
+from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob, find_tool
+from gemini_hpc.control.slurmtext import Job
+from gemini_hpc.control.watch import Watcher
+from gemini_hpc.wire import peer
+from gemini_hpc.wire.frames import FrameError
+from gemini_hpc.wire.handshake import Greeting, HandshakeError
+from gemini_hpc.wire.link import Link, LinkClosed, accept
+
+log = logging.getLogger("gemini_hpc.control")
+
+MAX_HANDSHAKES = 256
+MAX_QUERIES_PER_UID = 16
+MAX_AGENTS_PER_UID = 20_000
+MAX_STRANGERS_PER_UID = 512  # links that have not registered yet
+REGISTER_TIMEOUT_S = 15.0  # an agent dials while its prolog still waits for the peers
+EARLY_MESSAGES = 8
+GOODBYE_S = 5.0
+QUERY_IDLE_S = 60.0
+PARTS_TIMEOUT_S = 0.3
+MESSAGES_PER_S, MESSAGES_BURST = 200.0, 2000.0
+JOB_CACHE_S = 0.5
+NOT_YOURS = "unknown, or not yours"
+
+
+class ServiceError(Exception):
+    """The controller cannot run here; the message says why and what to do."""
+
+
+class _Rate:
+    """A token bucket."""
+
+    def __init__(self) -> None:
+        self._tokens, self._at = MESSAGES_BURST, time.monotonic()
+
+    def take(self) -> bool:
+        now = time.monotonic()
+        self._tokens = min(MESSAGES_BURST, self._tokens + (now - self._at) * MESSAGES_PER_S)
+        self._at = now
+        self._tokens -= 1
+        return self._tokens >= 0
+
+
+class Controller:
+    """One controller; `serve` runs until cancelled."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.slurm = Slurm(on_call=lambda what, took: log.debug("slurm=%r ms=%.0f", what, took * 1000))
+        os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)
+        self._lock = self._take_lock()
+        jobs = os.path.join(settings.state_dir, "jobs")
+        self.registry = Registry(jobs)
+        self.logs = EventLogs(jobs)
+        self.journal = Journal(os.path.join(settings.state_dir, "journal.jsonl"))
+        self.recoveries = Recoveries(settings, self.slurm, self.journal, self.logs, self.registry)
+        self.watcher = Watcher(settings, self.slurm, self.registry, self.recoveries)
+        self._handshakes = 0
+        self._open: Counter[tuple[str, int]] = Counter()
+        self._reads: dict[int, tuple[float, asyncio.Future[Job]]] = {}
+        self._parts: dict[int, tuple[int, dict[str, peer.InspectPart], asyncio.Event]] = {}
+        self._request = 0
+        self._host = settings.controller_host or socket.gethostname()
+        self._instance = secrets.token_hex(8)
+        self._privileged = {0, os.geteuid()} | {u for u in map(_uid, settings.operators) if u is not None}
+
+    def _take_lock(self) -> IO[str]:
+        path = os.path.join(self.settings.state_dir, "lock")
+        handle = open(path, "w")  # noqa: SIM115 (held for life)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            handle.close()
+            raise ServiceError(f"another controller holds {path}: only one may act; stop it first") from None
+        return handle
+
+    async def serve(self) -> None:
+        """Listen, watch and recover until cancelled."""
+        server = await asyncio.start_server(self._connection, port=self.settings.controller_port, backlog=1024)
+        log.info("event=ready port=%d pid=%d", self.settings.controller_port, os.getpid())
+        watcher = asyncio.ensure_future(self.watcher.run())
+        resume = asyncio.ensure_future(self.recoveries.resume())
+        try:
+            async with server:
+                await server.serve_forever()
+        finally:
+            watcher.cancel()
+            resume.cancel()
+            self.journal.close()
+
+    # ---- connections -----------------------------------------------------------------------------------
+
+    def _admit(self, greeting: Greeting) -> str:
+        hello = greeting.hello
+        if hello.cluster != self.settings.cluster_name:
+            return f"this is the controller of cluster {self.settings.cluster_name}"
+        if hello.purpose == "control":
+            if self._open["stranger", greeting.uid] >= MAX_STRANGERS_PER_UID:
+                return "too many connections that have not registered"
+            return "too many agents" if self._open["control", greeting.uid] >= MAX_AGENTS_PER_UID else ""
+        if hello.purpose == "query":
+            return "too many questions at once" if self._open["query", greeting.uid] >= MAX_QUERIES_PER_UID else ""
+        return "the controller serves control and query"
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._handshakes >= MAX_HANDSHAKES:
+            writer.transport.abort()
+            return
+        _keepalive(writer.transport.get_extra_info("socket"))
+        self._handshakes += 1
+        try:
+            link = await accept(
+                reader, writer, self._admit, host=self._host, restart=lambda: 0, instance=self._instance
+            )
+        except HandshakeError as exc:
+            log.info("event=turned-away reason=%s", str(exc)[:200])
+            return
+        finally:
+            self._handshakes -= 1
+        uid, purpose = link.session.peer_uid, link.session.purpose
+        self._open[purpose, uid] += 1
+        try:
+            if purpose == "control":
+                await self._agent(link)
+            else:
+                await self._query(link)
+        except (LinkClosed, TimeoutError, FrameError):
+            pass
+        except Exception:
+            log.exception("a connection of uid %d failed", uid)
+        finally:
+            self._open[purpose, uid] -= 1
+            link.close()
+
+    # ---- agents ----------------------------------------------------------------------------------------
+
+    async def read_job(self, raw_id: int, fresh: bool = False) -> Job:
+        """A job from Slurm; the thousand agents of one job cost one call. Raises `SlurmError`."""
+        known = self._reads.get(raw_id)
+        if known is None or fresh or time.monotonic() - known[0] > JOB_CACHE_S:
+            future = asyncio.ensure_future(self.slurm.job(raw_id))
+            known = self._reads[raw_id] = (time.monotonic(), future)
+            self._reads = {k: v for k, v in self._reads.items() if time.monotonic() - v[0] < 10 * JOB_CACHE_S}
+        return await asyncio.shield(known[1])
+
+    async def _agent(self, link: Link) -> None:
+        uid = link.session.peer_uid
+        self._open["stranger", uid] += 1
+        try:
+            early: deque[peer.PeerMessage] = deque(maxlen=EARLY_MESSAGES)
+            async with asyncio.timeout(REGISTER_TIMEOUT_S):
+                # An agent that is not attached yet may have events to tell before it can register.
+                while not isinstance(first := await link.receive(), peer.Registration):
+                    early.append(first)
+            if first.job != link.session.job:
+                return
+            agent = await self._register(link, first)
+        finally:
+            self._open["stranger", uid] -= 1
+        if agent is None:
+            return
+        rate = _Rate()
+        try:
+            for message in early:
+                await self._from_agent(agent, message)
+            while True:
+                message = await link.receive()
+                if not rate.take():
+                    log.warning("job=%d host=%s event=cut-off reason=too-many-messages", agent.job, agent.host)
+                    return
+                await self._from_agent(agent, message)
+        finally:
+            track = self.registry.jobs.get(agent.job)
+            if track is not None and track.agents.get(agent.host) is agent:
+                log.info("job=%d event=agent-gone host=%s", agent.job, agent.host)
+
+    async def _register(self, link: Link, message: peer.Registration) -> Agent | None:
+        """The agent's entry, if Slurm says that the job is its uid's; None: refused, or told to go."""
+        uid, raw_id = link.session.peer_uid, message.job
+        while True:
+            try:
+                job = await self.read_job(raw_id)
+                if message.restart > job.restarts or (not job.nodes and message.restart == job.restarts):
+                    job = await self.read_job(raw_id, fresh=True)
+                break
+            except UnknownJob:
+                # It is over and forgotten; whoever holds memory for it may free it.
+                if raw_id not in self.registry.jobs:
+                    log.info("job=%d event=release host=%s reason=unknown", raw_id, message.host[:64])
+                    link.send(peer.Release(raw_id, "job unknown to Slurm"))
+                    await asyncio.sleep(GOODBYE_S)
+                return None
+            except SlurmError as exc:
+                log.warning("job=%d event=register-waits slurm=%s", raw_id, exc)
+                if link.closed:
+                    return None
+                await asyncio.sleep(1.0)
+        if job.user_id != uid or message.host != link.session.peer_host:
+            log.warning("job=%d uid=%d event=refused host=%s", raw_id, uid, message.host[:64])
+            return None
+        track = self.registry.track(job)
+        if not any(message.host in nodes for nodes in track.stored.allocations.values()) and track.stored.allocations:
+            log.warning("job=%d event=refused host=%s reason=not-in-allocation", raw_id, message.host[:64])
+            return None
+        await track.remember_nodes(self.slurm)
+        agent = Agent(
+            link=link,
+            host=message.host,
+            job=raw_id,
+            restart=message.restart,
+            replicas=message.replicas,
+            port=message.port if 0 < message.port < 65536 else 0,
+            instance=message.instance[:64],
+            state=message.state[:32],
+        )
+        old = track.agents.get(agent.host)
+        track.agents[agent.host] = agent
+        if old is not None and old.link is not link:
+            old.link.close()
+        log.info("job=%d restart=%d event=registered host=%s", raw_id, agent.restart, agent.host)
+        return agent
+
+    async def _from_agent(self, agent: Agent, message: peer.PeerMessage) -> None:
+        track = self.registry.jobs.get(agent.job)
+        if track is None:
+            return
+        if isinstance(message, peer.Report):
+            if message.job == agent.job:
+                if not track.members(message.restart):
+                    with suppress(SlurmError):
+                        track.learn(await self.read_job(agent.job))
+                self.recoveries.report(track, agent.host, message)
+        elif isinstance(message, peer.EventsUp):
+            if message.job == agent.job:
+                self.logs.add(agent.job, [tame(e, agent.host) for e in message.events[:MAX_EVENTS_AT_ONCE]])
+        elif isinstance(message, peer.InspectPart):
+            waiting = self._parts.get(message.request)
+            if waiting is not None and waiting[0] == agent.job == message.job and message.host == agent.host:
+                waiting[1][agent.host] = message
+                waiting[2].set()
+        elif isinstance(message, peer.Registration) and (message.job, message.host) == (agent.job, agent.host):
+            agent.restart, agent.state = message.restart, message.state[:32]
+            agent.port = message.port if 0 < message.port < 65536 else agent.port
+            if message.restart not in track.stored.allocations:
+                with suppress(SlurmError):
+                    track.learn(await self.read_job(agent.job, fresh=True))
+                    await track.remember_nodes(self.slurm)
+
+    # ---- questions -------------------------------------------------------------------------------------
+
+    async def _query(self, link: Link) -> None:
+        while True:
+            async with asyncio.timeout(QUERY_IDLE_S):
+                message = await link.receive()
+            if not isinstance(message, peer.JobAsk):
+                return
+            answer = await self._answer(message.job, link.session.peer_uid)
+            try:
+                link.send(answer)
+            except FrameError:
+                return
+
+    async def _answer(self, raw_id: int, uid: int) -> peer.JobAnswer:
+        refused = peer.JobAnswer(error=f"job {raw_id}: {NOT_YOURS}")
+        track = self.registry.jobs.get(raw_id)
+        job: Job | None = None
+        try:
+            job = await self.read_job(raw_id)
+        except UnknownJob:
+            job = None
+        except SlurmError as exc:
+            log.warning("job=%d slurm=%s", raw_id, exc)
+            job = track.job if track else None
+        owner = job.user_id if job else (track.user_id if track else None)
+        if owner is None or (uid != owner and uid not in self._privileged):
+            return refused
+        if job is not None and track is not None:
+            track.learn(job)
+        parts = await self._ask_agents(track) if track else {}
+        members = job.nodes if job and job.nodes else ()
+        missing = tuple(h for h in members if h not in parts)
+        return peer.JobAnswer(
+            parts=tuple(parts.values()), events=self.logs.read(raw_id), slurm=slurm_facts(job), missing=missing
+        )
+
+    async def _ask_agents(self, track: Track) -> dict[str, peer.InspectPart]:
+        agents = [a for a in track.agents.values() if a.connected]
+        self._request += 1
+        request = self._request
+        found: dict[str, peer.InspectPart] = {}
+        event = asyncio.Event()
+        self._parts[request] = (track.raw_id, found, event)
+        try:
+            for agent in agents:
+                agent.link.send(peer.InspectAsk(request))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PARTS_TIMEOUT_S):
+                    while len(found) < len(agents):
+                        event.clear()
+                        await event.wait()
+        finally:
+            del self._parts[request]
+        return dict(found)
+
+
+def slurm_facts(job: Job | None) -> dict[str, str]:
+    """What Slurm says, for `inspect`."""
+    if job is None:
+        return {"state": "UNKNOWN", "reason": "Slurm does not know this job any more"}
+    facts = {
+        "id": job.id,
+        "state": job.state,
+        "nodes": ",".join(job.nodes),
+        "num_nodes": str(job.num_nodes),
+        "restarts": str(job.restarts),
+        "reason": job.reason,
+        "requeue": "1" if job.requeue else "0",
+        "user": job.user,
+        "partition": job.partition,
+        "reservation": job.reservation,
+        "req_nodes": ",".join(job.req_nodes),
+    }
+    if job.het:
+        facts["note"] = "heterogeneous job: never requeued by gemini-hpc"
+    elif not job.requeue:
+        facts["note"] = "submitted without --requeue: never requeued after a failure"
+    elif not job.batch:
+        facts["note"] = "not a batch job: never requeued after a failure"
+    return facts
+
+
+def _uid(name: str) -> int | None:
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except KeyError:
+        log.warning("operator %s is not a user of this host", name)
+        return None
+
+
+def _keepalive(sock: socket.socket) -> None:
+    with suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
+
+
+def _become(settings: Settings) -> None:
+    """Run as SlurmUser: agents and users encrypt their greetings for that uid alone, so root becomes it."""
+    try:
+        user = pwd.getpwnam(settings.slurm_user)
+    except KeyError:
+        raise ServiceError(f"slurm_user {settings.slurm_user!r} is not a user of this host") from None
+    if os.geteuid() == user.pw_uid:
+        return
+    if os.geteuid() != 0:
+        raise ServiceError(
+            f"run the controller as {settings.slurm_user} (uid {user.pw_uid}) or root, not as uid {os.geteuid()}"
+        )
+    os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)
+    os.chown(settings.state_dir, user.pw_uid, user.pw_gid)
+    os.initgroups(user.pw_name, user.pw_gid)
+    os.setresgid(user.pw_gid, user.pw_gid, user.pw_gid)
+    os.setresuid(user.pw_uid, user.pw_uid, user.pw_uid)
+
+
+async def _main(settings: Settings) -> None:
+    controller = Controller(settings)
+    loop = asyncio.get_running_loop()
+    serving = asyncio.ensure_future(controller.serve())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, serving.cancel)
+    with suppress(asyncio.CancelledError):
+        await serving
+
+
+def main(settings: Settings, verbose: bool = False) -> int:
+    """Run in the foreground until SIGTERM; 0, or 1 with one line on stderr."""
+    level = logging.DEBUG if verbose else logging.INFO
+    logging.basicConfig(level=level, format="%(asctime)s.%(msecs)03d %(message)s", datefmt="%Y-%m-%dT%H:%M:%S")
+    try:
+        _become(settings)
+        find_tool("scontrol")
+        asyncio.run(_main(settings))
+    except (ServiceError, SlurmError, OSError) as exc:
+        print(f"gemini-hpc controller: {exc}", file=sys.stderr)
+        return 1
+    return 0

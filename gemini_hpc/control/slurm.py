@@ -1,0 +1,314 @@
+"""The one Slurm client: every Slurm command of this package is run here, and nowhere else.
+
+Commands are run by absolute path, as argument vectors, with a fixed environment and a hard time-out; after every
+change the object is read again. (pyslurm fits exactly one Slurm release and can exit the process on import; it is
+not used and may become an option later.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+
+from gemini_hpc.control.slurmtext import (
+    ROW_FORMAT,
+    Job,
+    Node,
+    ParseError,
+    Reservation,
+    Row,
+    parse_job,
+    parse_node,
+    parse_reservation,
+    parse_row,
+)
+
+TIMEOUT_S = 10.0
+PARALLEL_COMMANDS = 4
+_DIRECTORIES = ("/usr/bin", "/usr/local/bin", "/opt/slurm/bin", "/usr/local/slurm/bin")
+_IDS_PER_CALL = 400
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+_JOB_ID = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
+_START = re.compile(r"now(\+[0-9]{1,6})?")
+
+
+class SlurmError(Exception):
+    """A Slurm command said no; the message is its own."""
+
+
+class UnknownJob(SlurmError):
+    """Slurm does not know this job (any more)."""
+
+
+class SlurmUnreachable(SlurmError):
+    """No answer from slurmctld: nothing is known, so nothing may be concluded."""
+
+
+def find_tool(name: str) -> str:
+    """The absolute path of a Slurm command. Raises `SlurmError` naming the places that were searched."""
+    places = list(_DIRECTORIES)
+    conf = os.environ.get("SLURM_CONF", "")
+    if conf.startswith("/"):
+        prefix = os.path.dirname(os.path.dirname(conf))
+        places += [os.path.join(prefix, "bin"), os.path.join(os.path.dirname(prefix), "bin")]
+    for place in places:
+        path = os.path.join(place, name)
+        if os.path.isfile(path) and os.access(path, os.X_OK):
+            return path
+    raise SlurmError(f"{name} was not found in {', '.join(places)}: install Slurm's commands or set SLURM_CONF")
+
+
+def _environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k == "SLURM_CONF"}
+    return {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "TZ": "UTC", **kept}
+
+
+def _error(text: str, command: str) -> SlurmError:
+    message = " ".join(text.split())[:300] or f"{command} failed without a word"
+    low = message.lower()
+    if "invalid job id" in low:
+        return UnknownJob(message)
+    contact = ("unable to contact", "connection refused", "socket timed out", "connection failure", "not responding")
+    if any(word in low for word in contact):
+        return SlurmUnreachable(message)
+    return SlurmError(message)
+
+
+def _names(names: Iterable[str]) -> str:
+    out = list(names)
+    for name in out:
+        if not _SAFE_NAME.fullmatch(name):
+            raise SlurmError(f"{name!r} is not a node name")
+    return ",".join(out)
+
+
+def _checked(pattern: re.Pattern[str], value: str, what: str) -> str:
+    if not pattern.fullmatch(value):
+        raise SlurmError(f"{value!r} is not {what}")
+    return value
+
+
+class Slurm:
+    """Slurm, as seen by an operator. `on_call` hears of every command: its words and its duration in seconds."""
+
+    def __init__(self, timeout_s: float = TIMEOUT_S, on_call: Callable[[str, float], None] | None = None) -> None:
+        self._timeout_s = timeout_s
+        self._on_call = on_call
+        self._gate = asyncio.Semaphore(PARALLEL_COMMANDS)
+        self._tools: dict[str, str] = {}
+
+    async def _run(self, tool: str, *args: str) -> str:
+        if tool not in self._tools:
+            self._tools[tool] = find_tool(tool)
+        async with self._gate:
+            began = time.monotonic()
+            process = await asyncio.create_subprocess_exec(
+                self._tools[tool],
+                *args,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=_environment(),
+                cwd="/",
+            )
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    out, err = await process.communicate()
+            except TimeoutError:
+                raise SlurmUnreachable(f"{tool} gave no answer within {self._timeout_s:g} s") from None
+            finally:
+                if process.returncode is None:
+                    with suppress(ProcessLookupError):
+                        process.kill()
+            if self._on_call is not None:
+                self._on_call(" ".join((tool, *args)), time.monotonic() - began)
+        if process.returncode:
+            raise _error((err or out).decode(errors="replace"), tool)
+        return out.decode(errors="replace")
+
+    async def _lines(self, *args: str) -> list[str]:
+        return [line for line in (await self._run("scontrol", *args)).splitlines() if line.strip()]
+
+    # ---- reading ---------------------------------------------------------------------------------------
+
+    async def job(self, raw_id: int) -> Job:
+        """One job by its raw id. Raises `UnknownJob`, `SlurmUnreachable`, `SlurmError`."""
+        try:
+            jobs = [parse_job(line) for line in await self._lines("show", "job", "-o", str(int(raw_id)))]
+        except ParseError as exc:
+            raise SlurmError(f"job {raw_id}: {exc}") from None
+        own = [job for job in jobs if job.raw_id == raw_id]
+        if not own:
+            raise UnknownJob(f"job {raw_id} is not known")
+        if len(own) > 1:
+            raise SlurmError(f"job {raw_id}: Slurm's answer names it {len(own)} times")
+        return own[0]
+
+    async def raw_id(self, task: str) -> int:
+        """The raw id of an array task written as `10_3`. Raises `UnknownJob`, `SlurmError`."""
+        lines = await self._lines("show", "job", "-o", _checked(_JOB_ID, task, "a job id"))
+        try:
+            jobs = [parse_job(line) for line in lines]
+        except ParseError as exc:
+            raise SlurmError(f"job {task}: {exc}") from None
+        for job in jobs:
+            if task in (job.id, str(job.raw_id)):
+                return job.raw_id
+        raise UnknownJob(f"job {task} is not known")
+
+    async def rows(self, raw_ids: Sequence[int]) -> dict[int, Row]:
+        """State and nodes of many jobs in one call (per 400 ids); a job that Slurm has forgotten is left out."""
+        found: dict[int, Row] = {}
+        for at in range(0, len(raw_ids), _IDS_PER_CALL):
+            ids = raw_ids[at : at + _IDS_PER_CALL]
+            found.update(await self._rows(ids))
+        return found
+
+    async def _rows(self, ids: Sequence[int]) -> dict[int, Row]:
+        text = ",".join(str(int(i)) for i in ids)
+        try:
+            out = await self._run("squeue", "-h", "-a", "-r", "-t", "all", "-o", ROW_FORMAT, "-j", text)
+        except UnknownJob:
+            return {}
+        try:
+            rows = [parse_row(line) for line in out.splitlines() if line.strip()]
+        except ParseError as exc:
+            raise SlurmError(str(exc)) from None
+        return {row.raw_id: row for row in rows if row.raw_id in ids}
+
+    async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
+        """These nodes, or all."""
+        wanted = _names(names)
+        try:
+            lines = await self._lines("show", "node", "-o", *([wanted] if wanted else []))
+            return {node.name: node for node in map(parse_node, lines)}
+        except ParseError as exc:
+            raise SlurmError(str(exc)) from None
+
+    async def reservations(self) -> list[Reservation]:
+        """All reservations."""
+        lines = await self._lines("show", "reservation", "-o")
+        try:
+            return [parse_reservation(line) for line in lines if line.startswith("ReservationName=")]
+        except ParseError as exc:
+            raise SlurmError(str(exc)) from None
+
+    async def owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
+        """(uid, raw job id) of everything that runs or ends on each of these nodes."""
+        wanted = tuple(names)
+        states = "RUNNING,SUSPENDED,COMPLETING,CONFIGURING,STOPPED"
+        out = await self._run("squeue", "-h", "-a", "-r", "-t", states, "-w", _names(wanted), "-o", ROW_FORMAT)
+        found: dict[str, set[tuple[int, int]]] = {name: set() for name in wanted}
+        for line in out.splitlines():
+            if line.strip():
+                try:
+                    row = parse_row(line)
+                except ParseError as exc:
+                    raise SlurmError(str(exc)) from None
+                for name in row.nodes:
+                    if name in found:
+                        found[name].add((row.user_id, row.raw_id))
+        return found
+
+    async def free_soonest(self, names: Iterable[str]) -> list[str]:
+        """These busy nodes, those whose jobs end first in front."""
+        wanted = tuple(names)
+        layout = f"%e|{ROW_FORMAT}"
+        out = await self._run("squeue", "-h", "-a", "-r", "-t", "RUNNING", "-w", _names(wanted), "-o", layout)
+        ends = dict.fromkeys(wanted, "")
+        for line in out.splitlines():
+            end, _, row = line.strip().partition("|")
+            try:
+                nodes = parse_row(row).nodes
+            except ParseError:
+                continue
+            for name in nodes:
+                if name in ends:
+                    ends[name] = max(ends[name], end)
+        return sorted(wanted, key=lambda name: (ends[name], name))
+
+    # ---- changing --------------------------------------------------------------------------------------
+
+    async def node_down(self, name: str, reason: str) -> Node:
+        """DOWN and drained: without the drain a stale reply of a dead node makes it idle again (ReturnToService)."""
+        words = " ".join(reason.replace('"', "'").split())
+        await self._run("scontrol", "update", f"NodeName={_names([name])}", "State=DRAIN", f"Reason={words}")
+        await self._run("scontrol", "update", f"NodeName={name}", "State=DOWN", f"Reason={words}")
+        node = (await self.nodes([name]))[name]
+        if not node.down:
+            raise SlurmError(f"node {name} was set DOWN and is {node.state}")
+        return node
+
+    async def node_resume(self, name: str) -> None:
+        """Give a node back that was drained in error."""
+        await self._run("scontrol", "update", f"NodeName={_names([name])}", "State=RESUME")
+
+    async def create_reservation(self, name: str, nodes: Sequence[str], user_id: int, minutes: int = 10) -> None:
+        """Hold nodes for one user, past the jobs that run there. Raises `SlurmError` (an overlap with another)."""
+        await self._run(
+            "scontrol",
+            "create",
+            "reservation",
+            f"ReservationName={_checked(_SAFE_NAME, name, 'a reservation name')}",
+            f"Nodes={_names(nodes)}",
+            f"Users={int(user_id)}",
+            "StartTime=now",
+            f"Duration={int(minutes)}",
+            "Flags=IGNORE_JOBS,FLEX,NO_HOLD_JOBS_AFTER",
+        )
+
+    async def shrink_reservation(self, name: str, nodes: Sequence[str]) -> None:
+        """Let go of all nodes of a reservation but these."""
+        checked = _checked(_SAFE_NAME, name, "a reservation name")
+        await self._run("scontrol", "update", f"ReservationName={checked}", f"Nodes={_names(nodes)}")
+
+    async def delete_reservation(self, name: str) -> bool:
+        """False where it is still referenced by a job; a reservation that is gone already counts as deleted."""
+        checked = _checked(_SAFE_NAME, name, "a reservation name")
+        try:
+            await self._run("scontrol", "delete", f"ReservationName={checked}")
+        except SlurmUnreachable:
+            raise
+        except SlurmError:
+            return name not in {r.name for r in await self.reservations()}
+        return True
+
+    async def pin(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
+        """Next start on these nodes (and more), out of this reservation; refused on a job that is not pending.
+
+        `ResetAccrueTime` makes Slurm refuse the whole update on a running job, where a shorter ReqNodeList
+        would silently shrink it.
+        """
+        await self._update(job, "ResetAccrueTime", f"ReqNodeList={_names(nodes)}", f"ReservationName={reservation}")
+        after = await self.job(job.raw_id)
+        if set(after.req_nodes) != set(nodes) or after.reservation != reservation:
+            found = ",".join(after.req_nodes) or "none"
+            raise SlurmError(f"job {job.id} was pinned to {_names(nodes)} and has {found}")
+        return after
+
+    async def set_start_time(self, job: Job, start: str) -> None:
+        """Earliest start (`now+2`; a plain `now` can fail the job for good with a revoked credential)."""
+        await self._update(job, f"StartTime={_checked(_START, start, 'a relative start time')}")
+
+    async def nudge(self, job: Job) -> None:
+        """An update that changes nothing: the scheduler runs after each."""
+        await self._update(job, "ResetAccrueTime")
+
+    async def detach_reservation(self, job: Job, previous: str = "") -> None:
+        """Back to the job's own reservation, or none."""
+        if previous:
+            _checked(_SAFE_NAME, previous, "a reservation name")
+        await self._update(job, f"ReservationName={previous}")
+
+    async def requeue(self, job: Job) -> None:
+        """Send a running or ended job back to pending."""
+        await self._run("scontrol", "requeue", _checked(_JOB_ID, job.id, "a job id"))
+
+    async def _update(self, job: Job, *changes: str) -> None:
+        if not job.actable:
+            raise SlurmError(f"job {job.id}: an update would change other jobs too")
+        await self._run("scontrol", "update", f"JobId={_checked(_JOB_ID, job.id, 'a job id')}", *changes)

@@ -1,0 +1,287 @@
+"""What Slurm's commands print, as typed facts: `scontrol -o` lines and `squeue -o` rows of 22.05 and later.
+
+A job's name, command and comments are its owner's text and stand in the same line as the fields that decide
+what is done to nodes. A key that the decisions need and that occurs twice is therefore an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import calendar
+import re
+import time
+from dataclasses import dataclass
+
+from gemini_hpc.core import hostlist
+
+_KEY = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_/:]*)=")
+_ID = re.compile(r"(.*)\(([0-9]+)\)")
+_STATE_MARKS = "*~#!%$@^-+"
+# Fields that decide something; any of them twice in one line means that a name imitates a field.
+_IDENTITY = frozenset(("JobId", "ArrayJobId", "ArrayTaskId", "HetJobId", "HetJobOffset", "PackJobId"))
+_OPTIONAL = frozenset(("ArrayJobId", "ArrayTaskId", "HetJobId", "HetJobOffset", "PackJobId", "Reservation"))
+_STATE_FIELDS = frozenset(("JobState", "Reason", "Requeue", "Restarts", "BatchFlag", "StartTime", "EndTime"))
+_NODE_FIELDS = frozenset(("NodeList", "ReqNodeList", "ExcNodeList", "NumNodes"))
+_GUARDED = _IDENTITY | _STATE_FIELDS | _NODE_FIELDS | {"UserId", "GroupId", "Partition", "Features", "Reservation"}
+# Their owner's text begins with these keys: what stands behind them is read only for the fields always printed.
+_FREE_TEXT = frozenset(("Network", "Command", "WorkDir", "StdErr", "Comment", "AdminComment", "SystemComment"))
+_NONE = frozenset(("", "(null)", "None", "none", "N/A", "Unknown", "NONE"))
+
+PENDING, RUNNING, COMPLETING, CONFIGURING = "PENDING", "RUNNING", "COMPLETING", "CONFIGURING"
+FAILED, COMPLETED, CANCELLED, NODE_FAIL = "FAILED", "COMPLETED", "CANCELLED", "NODE_FAIL"
+_STOPPED = frozenset(("SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"))
+_WAITING = frozenset((PENDING, "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"))
+LIVE = _STOPPED | _WAITING | {RUNNING, COMPLETING, CONFIGURING}
+
+
+class ParseError(ValueError):
+    """Text of a Slurm command that cannot be read, or that could be read in two ways."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One job, or one task of an array. `id` is what updates must name; `raw_id` what a node's scripts see."""
+
+    id: str
+    raw_id: int
+    state: str
+    reason: str
+    user_id: int
+    user: str
+    nodes: tuple[str, ...]
+    req_nodes: tuple[str, ...]
+    exc_nodes: tuple[str, ...]
+    num_nodes: int
+    restarts: int
+    requeue: bool
+    partition: str
+    reservation: str
+    features: str
+    array_job_id: int | None
+    array_task_id: str
+    het: bool
+    batch: bool
+    batch_host: str
+    min_cpus: int
+    min_memory_mb: int
+    start_time: float
+    end_time: float
+    exit_code: str
+
+    @property
+    def actable(self) -> bool:
+        """Whether updates of `id` change this one job and nothing else (SITE 8, 9)."""
+        return not self.het and (self.array_job_id is None or self.array_task_id.isdigit())
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has ended, for good as far as Slurm is concerned."""
+        return self.state not in LIVE
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the watcher needs of a job; none of it is its owner's text."""
+
+    raw_id: int
+    state: str
+    user_id: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node. Times are Unix seconds, 0.0 where Slurm does not know."""
+
+    name: str
+    state: str
+    flags: frozenset[str]
+    address: str
+    port: int
+    partitions: tuple[str, ...]
+    features: frozenset[str]
+    cpus: int
+    memory_mb: int
+    reason: str
+    boot_time: float
+    slurmd_start: float
+
+    @property
+    def up(self) -> bool:
+        """Whether Slurm would start something here now or later."""
+        bad = {"DRAIN", "NOT_RESPONDING", "FAIL", "MAINT", "POWERED_DOWN", "POWERING_DOWN", "INVALID_REG"}
+        return self.state in ("IDLE", "MIXED", "ALLOCATED") and not self.flags & bad
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs here and nothing is ending here."""
+        return self.up and self.state == "IDLE" and not self.flags & {"COMPLETING", "RESERVED", "PLANNED", "REBOOT"}
+
+    @property
+    def down(self) -> bool:
+        """Whether Slurm holds it for dead."""
+        return self.state in ("DOWN", "ERROR")
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """One reservation."""
+
+    name: str
+    nodes: tuple[str, ...]
+    users: tuple[str, ...]
+    state: str
+    flags: frozenset[str]
+
+
+def pairs(line: str) -> list[tuple[str, str]]:
+    """The key=value pairs of one `scontrol -o` line; values may hold spaces."""
+    found = list(_KEY.finditer(line))
+    ends = [m.start() for m in found[1:]] + [len(line)]
+    return [(m[1], line[m.end() : end].strip()) for m, end in zip(found, ends, strict=True)]
+
+
+def _text(value: str) -> str:
+    return "" if value in _NONE else value
+
+
+def _int(value: str) -> int:
+    m = re.match(r"[0-9]+", value)
+    return int(m[0]) if m else 0
+
+
+def _hosts(value: str) -> tuple[str, ...]:
+    try:
+        return tuple(hostlist.expand(_text(value)))
+    except ValueError as exc:
+        raise ParseError(str(exc)) from None
+
+
+def _megabytes(value: str) -> int:
+    m = re.fullmatch(r"([0-9.]+)([KMGT]?)", value)
+    if not m:
+        return 0
+    return int(float(m[1]) * {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1 << 20}[m[2]])
+
+
+def _time(value: str) -> float:
+    """Unix time of Slurm's stamp; the client asks for UTC."""
+    try:
+        return float(calendar.timegm(time.strptime(value, "%Y-%m-%dT%H:%M:%S")))
+    except ValueError:
+        return 0.0
+
+
+def state_of(value: str) -> str:
+    """One word for a job's state; later releases print several (`PENDING,COMPLETING`), the most passing one rules."""
+    words = [w for w in re.split(r"[,+ ]", value.upper()) if w]
+    for passing in (COMPLETING, CONFIGURING, "STAGE_OUT"):
+        if passing in words:
+            return passing
+    return words[0] if words else ""
+
+
+def parse_job(line: str) -> Job:
+    """One line of `scontrol show job -o`. Raises `ParseError`."""
+    fields: dict[str, str] = {}
+    section = "identity"  # then "name" (its owner's text), "body", "text" (its owner's text again)
+    for key, value in pairs(line):
+        if key in fields and key in _GUARDED:
+            raise ParseError(f"the job's text fields imitate Slurm's field {key}=")
+        if key == "JobName":
+            section = "name"
+        elif section == "name" and key == "UserId":
+            section = "body"
+        elif section == "body" and key in _FREE_TEXT:
+            section = "text"
+        if section == ("identity" if key in _IDENTITY else "body") or key in _GUARDED - _OPTIONAL:
+            fields.setdefault(key, value)
+    missing = {"JobId", "UserId", "JobState", "NodeList", "Restarts", "Requeue"} - fields.keys()
+    owner = _ID.fullmatch(fields.get("UserId", ""))
+    if missing or owner is None:
+        raise ParseError(f"not a job record (no {', '.join(sorted(missing)) or 'UserId'}): {line[:80]!r}")
+    raw_id = int(fields["JobId"])
+    array = int(fields["ArrayJobId"]) if fields.get("ArrayJobId", "").isdigit() else None
+    task = fields.get("ArrayTaskId", "")
+    return Job(
+        id=f"{array}_{task}" if array is not None else str(raw_id),
+        raw_id=raw_id,
+        state=state_of(fields["JobState"]),
+        reason=_text(fields.get("Reason", "")),
+        user_id=int(owner[2]),
+        user=owner[1],
+        nodes=_hosts(fields["NodeList"]),
+        req_nodes=_hosts(fields.get("ReqNodeList", "")),
+        exc_nodes=_hosts(fields.get("ExcNodeList", "")),
+        num_nodes=_int(fields.get("NumNodes", "0")),
+        restarts=_int(fields["Restarts"]),
+        requeue=fields["Requeue"].split()[0] != "0",
+        partition=_text(fields.get("Partition", "")),
+        reservation=_text(fields.get("Reservation", "")),
+        features=_text(fields.get("Features", "")),
+        array_job_id=array,
+        array_task_id=task,
+        het="HetJobId" in fields or "HetJobOffset" in fields or "PackJobId" in fields,
+        batch=fields.get("BatchFlag", "1") != "0",
+        batch_host=_text(fields.get("BatchHost", "")),
+        min_cpus=_int(fields.get("MinCPUsNode", "0")),
+        min_memory_mb=_megabytes(fields.get("MinMemoryNode", "0")),
+        start_time=_time(fields.get("StartTime", "")),
+        end_time=_time(fields.get("EndTime", "")),
+        exit_code=fields.get("ExitCode", ""),
+    )
+
+
+def parse_node(line: str) -> Node:
+    """One line of `scontrol show node -o`. Raises `ParseError`."""
+    fields: dict[str, str] = {}
+    for key, value in pairs(line):
+        fields.setdefault(key, value)
+    if "NodeName" not in fields or "State" not in fields:
+        raise ParseError(f"not a node record: {line[:80]!r}")
+    name = fields["NodeName"]
+    base, *extra = fields["State"].split()[0].upper().split("+")
+    flags = {f.rstrip(_STATE_MARKS) for f in extra}
+    if "*" in fields["State"].split()[0]:
+        flags.add("NOT_RESPONDING")
+    active = _text(fields.get("ActiveFeatures", "")) or _text(fields.get("AvailableFeatures", ""))
+    return Node(
+        name=name,
+        state=base.rstrip(_STATE_MARKS),
+        flags=frozenset(flags),
+        address=_text(fields.get("NodeAddr", "")) or name,
+        port=_int(fields.get("Port", "0")),
+        partitions=tuple(p for p in _text(fields.get("Partitions", "")).split(",") if p),
+        features=frozenset(f for f in active.split(",") if f),
+        cpus=_int(fields.get("CPUTot", "0")),
+        memory_mb=_int(fields.get("RealMemory", "0")),
+        reason=_text(fields.get("Reason", "")),
+        boot_time=_time(fields.get("BootTime", "")),
+        slurmd_start=_time(fields.get("SlurmdStartTime", "")),
+    )
+
+
+def parse_reservation(line: str) -> Reservation:
+    """One line of `scontrol show reservation -o`. Raises `ParseError`."""
+    fields: dict[str, str] = {}
+    for key, value in pairs(line):
+        fields.setdefault(key, value)
+    if "ReservationName" not in fields:
+        raise ParseError(f"not a reservation record: {line[:80]!r}")
+    return Reservation(
+        name=fields["ReservationName"],
+        nodes=_hosts(fields.get("Nodes", "")),
+        users=tuple(u for u in _text(fields.get("Users", "")).split(",") if u),
+        state=fields.get("State", ""),
+        flags=frozenset(f for f in fields.get("Flags", "").split(",") if f),
+    )
+
+
+ROW_FORMAT = "%A|%U|%T|%N"
+
+
+def parse_row(line: str) -> Row:
+    """One row of `squeue -h -o ROW_FORMAT`. Raises `ParseError`."""
+    parts = line.strip().split("|")
+    if len(parts) != 4 or not (parts[0].isdigit() and parts[1].isdigit()):
+        raise ParseError(f"not a row of squeue: {line[:80]!r}")
+    return Row(int(parts[0]), state_of(parts[2]), int(parts[1]), _hosts(parts[3]))

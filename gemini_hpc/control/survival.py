@@ -1,0 +1,70 @@
+"""Which node losses a job would survive now, counted from the copies that exist, not from the plan. Pure.
+
+A shard is the set of nodes that hold a good copy of it. A loss is survived if every shard keeps a holder. All
+counts are exact for k <= 3, whatever the number of nodes: losses that hit a single-holder shard are counted by
+binomials, those that hit a pair by the pairs' graph, those that hit a triple one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import combinations
+from math import comb
+
+MAX_K = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """`probability[k-1]`: share of the k-node losses that are survived; `fatal`: the smallest losses that are not."""
+
+    probability: tuple[float, ...]
+    fatal: tuple[tuple[str, ...], ...]
+    lost_already: bool
+
+
+def survival(nodes: Iterable[str], shards: Iterable[frozenset[str]]) -> Survival:
+    """Exact shares for k = 1..3 (fewer on smaller jobs)."""
+    names = sorted(set(nodes))
+    ks = range(1, min(MAX_K, len(names)) + 1)
+    sets = set(shards)
+    if frozenset() in sets:
+        return Survival(tuple(0.0 for _ in ks), (), True)
+    fatal = sorted({tuple(sorted(s)) for s in _minimal(sets)}, key=lambda t: (len(t), t))
+    singles = {f[0] for f in fatal if len(f) == 1}
+    edges = [frozenset(f) for f in fatal if len(f) == 2]
+    triples = [frozenset(f) for f in fatal if len(f) == 3]
+    safe = len(names) - len(singles)
+    shares = []
+    for k in ks:
+        good = comb(safe, k)
+        if k == 2:
+            good -= len(edges)
+        elif k == 3:
+            good -= _triples_with_an_edge(edges, safe) + len(triples)
+        shares.append(good / comb(len(names), k))
+    return Survival(tuple(shares), tuple(f for f in fatal if len(f) <= MAX_K), False)
+
+
+def _minimal(sets: set[frozenset[str]]) -> list[frozenset[str]]:
+    """Sets of at most three nodes that contain no other of them."""
+    small = sorted((s for s in sets if len(s) <= MAX_K), key=len)
+    kept: set[frozenset[str]] = set()
+    for s in small:
+        parts = (frozenset(c) for n in range(1, len(s)) for c in combinations(s, n))
+        if not any(part in kept for part in parts):
+            kept.add(s)
+    return list(kept)
+
+
+def _triples_with_an_edge(edges: list[frozenset[str]], nodes: int) -> int:
+    """Triples of `nodes` nodes that contain an edge: paths would count twice, triangles three times."""
+    near: dict[str, set[str]] = {}
+    for edge in edges:
+        a, b = edge
+        near.setdefault(a, set()).add(b)
+        near.setdefault(b, set()).add(a)
+    paths = sum(comb(len(n), 2) for n in near.values())
+    triangles = sum(len(near[a] & near[b]) for a, b in map(tuple, edges)) // 3
+    return len(edges) * (nodes - 2) - paths + triangles

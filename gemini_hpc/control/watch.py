@@ -1,0 +1,98 @@
+"""The end of jobs: one question to Slurm about all tracked jobs, and `Release` to agents whose replicas serve nobody.
+
+Nothing else frees the memory of a job that was cancelled while pending: no epilog runs for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+
+from gemini_hpc.config import Settings
+from gemini_hpc.control.decide import release_reason
+from gemini_hpc.control.recovery import Recoveries
+from gemini_hpc.control.registry import Agent, Registry, Track
+from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob
+from gemini_hpc.control.slurmtext import LIVE, RUNNING
+from gemini_hpc.wire.peer import Release
+
+log = logging.getLogger("gemini_hpc.control")
+
+INTERVAL_S = 1.0
+MAX_INTERVAL_S = 10.0
+ELSEWHERE_S = 30.0
+
+
+class Watcher:
+    """Looks at all tracked jobs about once a second, less often where Slurm is slow to answer."""
+
+    def __init__(self, settings: Settings, slurm: Slurm, registry: Registry, recoveries: Recoveries) -> None:
+        self._settings, self._slurm = settings, slurm
+        self._registry, self._recoveries = registry, recoveries
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            began = time.monotonic()
+            try:
+                await self.look()
+            except SlurmError as exc:
+                # No answer means no knowledge: nobody is released.
+                log.warning("watcher: %s", exc)
+            took = time.monotonic() - began
+            await asyncio.sleep(min(MAX_INTERVAL_S, max(INTERVAL_S, 20 * took)) if took > 0.1 else INTERVAL_S)
+
+    async def look(self) -> None:
+        """One round."""
+        tracks = dict(self._registry.jobs)
+        if not tracks:
+            return
+        rows = await self._slurm.rows(list(tracks))
+        for raw_id, track in tracks.items():
+            row = rows.get(raw_id)
+            if row is not None and row.user_id != track.user_id:
+                row = None  # job ids have started anew
+            state = row.state if row else None
+            if row is not None:
+                track.see(row.state, row.state not in LIVE)
+                if row.state == RUNNING and (track.job is None or track.job.state != RUNNING):
+                    # What the row does not say (restarts, the whole node list) is read once per change.
+                    with suppress(UnknownJob):
+                        track.learn(await self._slurm.job(raw_id))
+                        await track.remember_nodes(self._slurm)
+                elif track.job is not None and row.state != track.job.state:
+                    with suppress(UnknownJob):
+                        track.learn(await self._slurm.job(raw_id))
+            if self._recoveries.active(raw_id):
+                continue
+            ended_for_s = time.time() - track.stored.ended_at if track.stored.ended_at else None
+            reason = release_reason(state, ended_for_s, self._settings.retention_s)
+            if reason:
+                self._release_all(track, reason)
+            elif state == RUNNING:
+                self._release_elsewhere(track)
+
+    def _release_all(self, track: Track, reason: str) -> None:
+        agents = [a for a in track.agents.values() if a.connected]
+        for agent in agents:
+            self._release(agent, reason)
+        if not agents:
+            self._registry.drop(track.raw_id)
+
+    def _release_elsewhere(self, track: Track) -> None:
+        """Agents on nodes that the job has left, once its new incarnation has run for a while."""
+        if track.running_since is None or track.job is None:
+            return
+        restart, since = track.running_since
+        if time.monotonic() - since < ELSEWHERE_S or restart != track.job.restarts:
+            return
+        for agent in list(track.agents.values()):
+            if agent.connected and agent.restart < restart and agent.host not in track.members(restart):
+                self._release(agent, "the job runs elsewhere")
+
+    @staticmethod
+    def _release(agent: Agent, reason: str) -> None:
+        log.info("job=%d event=release host=%s reason=%s", agent.job, agent.host, reason)
+        agent.link.send(Release(agent.job, reason))

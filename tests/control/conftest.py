@@ -1,0 +1,136 @@
+"""A real cluster with the real controller, and fake agents on its nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gemini_hpc.devcluster import Cluster, DevclusterError
+from gemini_hpc.devcluster.requirements import check
+
+PYTHON = "/opt/gemini-hpc/venv/bin/python"
+# A step on every node: a survivor without one keeps the job COMPLETING until Slurm's message to the dead times out.
+SLEEPER = "#!/bin/sh\necho started on $(hostname) restart ${SLURM_RESTART_COUNT:-0}\nsrun sleep 600\n"
+
+
+def until(what: Callable[[], Any], timeout_s: float = 20.0, every_s: float = 0.05) -> Any:
+    """The first true value of `what`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if value := what():
+            return value
+        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        time.sleep(every_s)
+
+
+class Site:
+    """A cluster with a controller; fake agents are started on nodes of a job."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.processes: list[Any] = []
+        self.logs: dict[str, Path] = {}
+        shutil.copy(Path(__file__).parent / "fake_agent.py", cluster.home("alice") / "fake_agent.py")
+        os.chmod(cluster.home("alice") / "fake_agent.py", 0o755)
+
+    def submit(self, *args: str, user: str = "alice", script: str = SLEEPER) -> int:
+        return self.cluster.sbatch(args, user=user, script=script)
+
+    def running(self, job: int, restart: int = 0, timeout_s: float = 30.0) -> dict[str, str]:
+        def there() -> dict[str, str] | None:
+            facts = self.cluster.job(job)
+            return facts if facts["JobState"] == "RUNNING" and facts["Restarts"] == str(restart) else None
+
+        return until(there, timeout_s)
+
+    def nodes(self, job: int) -> list[str]:
+        out = self.cluster.run(["squeue", "-h", "-j", str(job), "-o", "%N"]).stdout.strip()
+        return self.cluster.run(["scontrol", "show", "hostnames", out]).stdout.split() if out else []
+
+    def agents(self, job: int, restart: int, hosts: Sequence[str], mode: str = "", user: str = "alice") -> None:
+        for host in hosts:
+            self.agent(job, restart, host, hosts, mode, user)
+        for host in hosts:
+            until(lambda host=host: "registered" in self.words(job, restart, host), 20)
+
+    def agent(self, job: int, restart: int, host: str, hosts: Sequence[str], mode: str, user: str = "alice") -> None:
+        script = self.cluster.home("alice") / "fake_agent.py"
+        if user != "alice":
+            script = Path(shutil.copy(script, self.cluster.home(user) / "fake_agent.py"))
+        log = self.cluster.directory / f"fake-{job}-{restart}-{host}.log"
+        self.logs[f"{job}.{restart}.{host}"] = log
+        argv = [PYTHON, "-I", str(script), str(job), str(restart), host, ",".join(hosts), *([mode] if mode else [])]
+        with log.open("w") as out:
+            self.processes.append(self.cluster.popen(argv, user=user, node=host, stdout=out, stderr=out))
+
+    def words(self, job: int, restart: int, host: str) -> str:
+        return self.logs[f"{job}.{restart}.{host}"].read_text()
+
+    def events(self, job: int) -> list[dict[str, Any]]:
+        path = self.cluster.directory / "controller" / "jobs" / f"{job}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def event(self, job: int, name: str) -> dict[str, Any] | None:
+        return next((e for e in self.events(job) if e["name"] == name), None)
+
+    def reservations(self) -> list[str]:
+        out = self.cluster.run(["scontrol", "show", "reservation", "-o"]).stdout
+        return [line.split()[0].split("=")[1] for line in out.splitlines() if line.startswith("ReservationName=")]
+
+    def inspect(self, job: int, *args: str, user: str = "alice", node: str | None = None) -> Any:
+        argv = [PYTHON, "-I", "-m", "gemini_hpc.cli.main", "inspect", str(job), *args]
+        return self.cluster.run(argv, user=user, node=node)
+
+    def log(self) -> str:
+        return (self.cluster.log_directory / "controller.log").read_text()
+
+    def close(self) -> None:
+        for process in self.processes:
+            with suppress(OSError):
+                process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def make_site(request: pytest.FixtureRequest) -> Iterator[Callable[..., Site]]:
+    try:
+        check()
+    except DevclusterError as error:
+        pytest.skip(str(error))
+    made: list[Site] = []
+
+    def make(**options: Any) -> Site:
+        name = f"ctl{os.getpid()}-{len(made)}"
+        site = Site(Cluster.up(name, **{"nodes": 5, "site": False, **options}))
+        made.append(site)
+        return site
+
+    yield make
+    for site in made:
+        report = getattr(request.node, "report_call", None)
+        if report is not None and report.failed:
+            print(site.log())
+        if keep := os.environ.get("GEMINI_TEST_LOGS"):
+            shutil.copytree(site.cluster.log_directory, Path(keep) / request.node.name, dirs_exist_ok=True)
+        site.close()
+        site.cluster.down()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    outcome: Any = yield
+    if call.when == "call":
+        item.report_call = outcome.get_result()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def site(make_site: Callable[..., Site]) -> Site:
+    return make_site()

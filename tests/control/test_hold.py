@@ -1,0 +1,77 @@
+"""No controller: a survivor's epilog holds the survivors."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from .conftest import PYTHON, Site, until
+
+EPILOG = f"""#!/bin/sh
+python={PYTHON}
+t0=$(date +%s.%N)
+env -i PATH=/usr/bin:/bin SLURM_CONF="$SLURM_CONF" $python -I -m gemini_hpc.control.hold --job "$SLURM_JOB_ID" \\
+  --restart "${{SLURM_JOB_RESTART_COUNT:-0}}" --node "$SLURMD_NODENAME" --nodes "$SLURM_NODELIST" </dev/null
+echo "$SLURMD_NODENAME rc=$? $(date +%s.%N) - $t0" >>"$0.log"
+exit 0
+"""
+
+
+def install(tmp: Path) -> str:
+    path = tmp / "epilog"
+    path.write_text(EPILOG)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+    return str(path)
+
+
+def epilog_site(make_site: Callable[..., Site]) -> tuple[Site, Path]:
+    place = Path(f"/var/lib/gemini-hold-test-{os.getpid()}")
+    place.mkdir(exist_ok=True)
+    return make_site(controller=False, slurm_conf=[f"Epilog={install(place)}"]), place
+
+
+def test_epilog_holds_the_survivors_on_a_busy_cluster(make_site: Callable[..., Site]) -> None:
+    site, place = epilog_site(make_site)
+    try:
+        job = site.submit("-N3", "--requeue", "--exclusive")
+        site.running(job)
+        short = "#!/bin/sh\nsrun sleep 3\n"
+        for _ in range(12):
+            site.submit("-N1", "--exclusive", user="bob", script=short)
+        site.cluster.power_off("n2")
+        cut = time.time()
+        site.cluster.run(["scontrol", "update", "nodename=n2", "state=down", "reason=slurm"])
+        seen: set[str] = set()
+
+        def again() -> bool:
+            seen.update(site.cluster.run(["squeue", "-h", "-u", "bob", "-t", "R,CG", "-o", "%N"]).stdout.split())
+            facts = site.cluster.job(job)
+            return (facts["Restarts"], facts["JobState"]) == ("1", "RUNNING")
+
+        until(again, 30)
+        print(f"again after {time.time() - cut:.2f} s; epilogs:\n{(place / 'epilog.log').read_text()}")
+        assert {"n1", "n3"} < set(site.nodes(job))
+        assert not seen & {"n1", "n3"}, f"bob's jobs ran on {seen}"
+        until(lambda: not site.reservations(), 10)
+    finally:
+        for file in place.iterdir():
+            file.unlink()
+        place.rmdir()
+
+
+def test_nothing_is_held_when_no_node_is_dead(make_site: Callable[..., Site]) -> None:
+    site, place = epilog_site(make_site)
+    try:
+        job = site.submit("-N3", "--requeue", "--exclusive")
+        site.running(job)
+        site.cluster.run(["scontrol", "requeue", str(job)])
+        until(lambda: site.cluster.job(job)["JobState"] == "PENDING", 15)
+        assert site.cluster.job(job)["ReqNodeList"] == "(null)"
+        assert site.reservations() == []
+    finally:
+        for file in place.iterdir():
+            file.unlink()
+        place.rmdir()

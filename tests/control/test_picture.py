@@ -1,0 +1,177 @@
+"""The picture of a job: survival counted from real copies, recoveries from the log, and what is stored on disk."""
+
+from __future__ import annotations
+
+import os
+import time
+from itertools import combinations
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemini_hpc.cli.inspect import render
+from gemini_hpc.control.eventlog import MAX_LOG_BYTES, EventLogs, tame
+from gemini_hpc.control.journal import Journal
+from gemini_hpc.control.picture import picture
+from gemini_hpc.control.survival import survival
+from gemini_hpc.core.placement import holders, recovery_probability
+from gemini_hpc.wire.peer import EventRecord, HeldSlot, InspectPart, SetState
+
+NOW = 1000.0
+
+
+@settings(max_examples=300)
+@given(
+    st.integers(1, 8).flatmap(
+        lambda n: st.tuples(
+            st.just([f"n{i}" for i in range(n)]),
+            st.lists(st.frozensets(st.sampled_from([f"n{i}" for i in range(n)]), max_size=4), max_size=8),
+        )
+    )
+)
+def test_survival_is_what_counting_all_losses_gives(job: tuple[list[str], list[frozenset[str]]]) -> None:
+    nodes, shards = job
+    found = survival(nodes, shards)
+    for k, share in enumerate(found.probability, 1):
+        losses = [set(c) for c in combinations(nodes, k)]
+        good = sum(all(s - lost for s in shards) for lost in losses)
+        assert abs(share - good / len(losses)) < 1e-12
+        for lost in losses:
+            named = any(set(f) <= lost for f in found.fatal) or found.lost_already
+            assert named == (not all(s - lost for s in shards))
+
+
+def test_survival_of_the_planned_placement_is_the_papers() -> None:
+    for n, m in ((4, 2), (5, 2), (8, 2), (9, 3), (16, 2), (200, 2)):
+        names = [f"n{i}" for i in range(n)]
+        shards = [frozenset(names[h] for h in holders(rank, n, m)) for rank in range(n)]
+        for k, share in enumerate(survival(names, shards).probability, 1):
+            assert abs(share - recovery_probability(n, m, k)) < 1e-9
+
+
+def part(host: str, held: list[HeldSlot]) -> InspectPart:
+    hosts = ("n1", "n2", "n3", "n4")
+    return InspectPart(
+        host=host,
+        job=7,
+        uid=5001,
+        restart=0,
+        replicas=2,
+        epoch=1,
+        round=1,
+        state="protected",
+        hosts=hosts,
+        noderanks={h: i for i, h in enumerate(hosts)},
+        address="10.0.0.1",
+        interface="eth0",
+        port=1,
+        memory_bytes=1,
+        memory_cap_bytes=2,
+        sets=(SetState("default", 4, (1, 5), "protected", (hosts.index(host),)),),
+        held=tuple(held),
+        events=(),
+        suspects=(),
+        dead=(),
+    )
+
+def slot(rank: int, version: int, state: str = "complete", number: int = 0) -> HeldSlot:
+    stamp = (1, version) if version else None
+    return HeldSlot("default", rank, 4, rank, number, state, stamp, 100, 90, NOW - 2, NOW - 1)
+
+
+def pairs(newest: dict[str, int]) -> list[InspectPart]:
+    """n1+n2 and n3+n4 hold each other's shards; each node's slots: version 5 and `newest`."""
+    parts = []
+    for i, host in enumerate(("n1", "n2", "n3", "n4")):
+        group = (0, 1) if i < 2 else (2, 3)
+        held = [s for r in group for s in (slot(r, 5), slot(r, newest.get(host, 6), "filling", 1))]
+        parts.append(part(host, held))
+    return parts
+
+
+SLURM = {"state": "RUNNING", "nodes": "n1,n2,n3,n4", "restarts": "0"}
+
+
+def test_two_groups() -> None:
+    d = picture(7, pairs({}), [], SLURM, (), "controller", NOW)
+    assert d["state"] == "protected" and [n["group"] for n in d["nodes"]] == [0, 0, 1, 1]
+    v = d["sets"][0]["survival"]
+    assert v["fatal"] == [["n1", "n2"], ["n3", "n4"]] and v["counted_version"] == [1, 5]
+    assert [row["probability"] for row in v["survives"]] == [1.0, 4 / 6, 0.0]
+    assert "would not survive the loss of: n1+n2, n3+n4" in render(d)
+    assert d["sets"][0]["shards"][0]["holders"][0]["state"] == "sealed"
+
+
+def test_a_missing_agent_shows_at_once() -> None:
+    d = picture(7, pairs({})[:3], [], SLURM, ("n4",), "controller", NOW)
+    assert d["state"] == "partly protected" and d["missing"] == ["n4"]
+    v = d["sets"][0]["survival"]
+    assert ["n3"] in v["fatal"] and v["survives"][0]["probability"] == 0.75
+
+
+def test_a_copy_that_is_not_complete_does_not_count() -> None:
+    parts = pairs({})
+    parts[1] = part("n2", [slot(0, 5, "filling"), slot(1, 5)])
+    v = picture(7, parts, [], SLURM, (), "controller", NOW)["sets"][0]["survival"]
+    assert v["fatal"] == [["n1"], ["n3", "n4"]]
+
+
+def test_parts_taken_while_versions_change_hands() -> None:
+    # n1 has recycled version 4 already (5 complete, 6 filling); n2 still has 4 and 5: both have 5.
+    parts = pairs({})
+    parts[1] = part("n2", [slot(0, 4), slot(0, 5, number=1), slot(1, 4), slot(1, 5, number=1)])
+    v = picture(7, parts, [], SLURM, (), "controller", NOW)["sets"][0]["survival"]
+    assert v["counted_version"] == [1, 5] and v["survives"][0]["probability"] == 1.0
+
+
+def test_nothing_yet_and_nobody() -> None:
+    empty = [part(h, []) for h in ("n1", "n2", "n3", "n4")]
+    d = picture(7, empty, [], SLURM, (), "agents", NOW)
+    assert d["state"] == "arming" and d["sets"][0]["survival"]["lost_already"]
+    assert "nothing yet" in render(d)
+    nobody = picture(7, [], [], SLURM, ("n1",), "controller", NOW)
+    assert nobody["state"] == "unprotected"
+    assert render(nobody)
+
+
+def test_recoveries() -> None:
+    names = ["registered", "detected", "confirmed", "down", "detected", "running", "pulled"]
+    names += ["first_iteration", "saved"]
+    log = [EventRecord(100.0 + i, name, "n2" if name == "detected" else "", 0) for i, name in enumerate(names)]
+    log += [EventRecord(500.0, "detected", "n3", 1), EventRecord(501.5, "confirmed", "n3", 1)]
+    found = picture(7, pairs({}), [*log, log[1]], SLURM, (), "controller", NOW)["recoveries"]
+    assert [r["restart"] for r in found] == [0, 1]
+    assert [e["name"] for e in found[0]["events"]] == names[1:8]
+    assert found[0]["total_s"] == 6.0 and found[1]["events"][1]["after_s"] == 1.5
+
+
+def test_event_log_is_bounded_and_tame(tmp_path: Path) -> None:
+    logs = EventLogs(str(tmp_path))
+    evil = tame(EventRecord(1e18, "a\x1b[2Jb" * 50, "victim", -1, 0, "x\n\x1b" * 1000), "n1")
+    assert evil.host == "n1" and evil.detail.isprintable() and len(evil.detail) <= 240 and len(evil.name) <= 32
+    assert abs(evil.t - time.time()) < 10 and evil.restart == 0
+    for _ in range(60):
+        logs.add(7, [evil] * 100)
+    assert os.path.getsize(tmp_path / "7.jsonl") <= MAX_LOG_BYTES * 1.1
+    assert len(logs.read(7)) > 100
+    assert logs.read(8) == ()
+
+
+def test_journal_remembers_fencing_and_open_recoveries(tmp_path: Path) -> None:
+    path = str(tmp_path / "journal.jsonl")
+    journal = Journal(path)
+    journal.write("7.0", "open", "before", job=7, restart=0, dead=["n2"])
+    journal.write("7.0", "down", "before", node="n2")
+    journal.write("8.0", "open", "before", job=8, restart=0)
+    journal.write("8.0", "close", "after", outcome="running")
+    journal.close()
+    with open(path, "ab") as f:
+        f.write(b'{"t": 1, "key": "9.0", "st')  # a crash in mid-line
+    again = Journal(path)
+    assert again.fenced(600.0) == 1 and again.fenced(0.0) == 0
+    left = again.left_open()
+    assert list(left) == ["7.0"] and [r.step for r in left["7.0"]] == ["open", "down"]
+    again.write("7.0", "close", "after")
+    again.close()
+    assert Journal(path).left_open() == {}

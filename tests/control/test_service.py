@@ -1,0 +1,187 @@
+"""The service: whom it believes, whom it answers, when it lets memory go, and what survives its own death."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+from .conftest import Site, until
+
+
+def start(site: Site, mode: str = "") -> tuple[int, list[str]]:
+    job = site.submit("-N3", "--requeue", "--exclusive")
+    site.running(job)
+    hosts = site.nodes(job)
+    site.agents(job, 0, hosts, mode)
+    return job, hosts
+
+
+def untouched(site: Site) -> bool:
+    return set(site.cluster.node_states().values()) <= {"idle", "allocated"} and not site.reservations()
+
+
+def test_false_report_about_a_live_node_changes_nothing(site: Site) -> None:
+    job, _ = start(site, "accuse:n2")
+    said = until(lambda: site.event(job, "dismissed"), 10)
+    assert "false suspicion" in said["detail"]
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline:
+        assert untouched(site)
+        time.sleep(0.2)
+    assert site.cluster.job(job)["Restarts"] == "0"
+
+
+def test_reports_about_nodes_of_others_are_dropped(site: Site) -> None:
+    job, _ = start(site, "accuse:n4")
+    site.cluster.power_off("n4")
+    until(lambda: "not plausible" in site.log(), 10)
+    time.sleep(1.5)
+    assert site.event(job, "detected") is None
+    assert "drain" not in site.cluster.node_states()["n4"]
+
+
+def test_an_agent_that_is_gone_on_a_live_node_is_no_reason_to_requeue(site: Site) -> None:
+    job, _ = start(site)
+    site.processes[1].kill()
+    until(lambda: site.event(job, "detected"), 10)
+    time.sleep(3)
+    assert untouched(site)
+    assert site.cluster.job(job)["JobState"] == "RUNNING" and site.cluster.job(job)["Restarts"] == "0"
+
+
+def test_other_uid_cannot_register_for_a_job(site: Site) -> None:
+    job = site.submit("-N2", "--requeue")
+    site.running(job)
+    hosts = site.nodes(job)
+    site.agent(job, 0, hosts[0], hosts, "accuse:n2", user="bob")
+    until(lambda: "event=refused" in site.log(), 10)
+    assert "event=registered" not in site.log()
+
+
+def test_cancelled_while_pending_releases_the_agents(site: Site) -> None:
+    job, _ = start(site)
+    site.cluster.run(["scontrol", "update", "nodename=n4,n5", "state=drain", "reason=test"])
+    site.cluster.power_off("n2")
+    until(lambda: site.event(job, "start_set"), 15)
+    cancelled = time.time()
+    site.cluster.run(["scancel", str(job)], user="alice")
+    for host in ("n1", "n3"):
+        until(lambda host=host: "released job CANCELLED" in site.words(job, 0, host), 10)
+    print(f"released after {time.time() - cancelled:.2f} s")
+    until(lambda: not site.reservations(), 5)
+
+
+def test_completed_releases_at_once_and_failed_after_retention(make_site) -> None:
+    site = make_site(settings={"retention_s": 3.0})
+    good = site.submit("-N1", script="#!/bin/sh\nsleep 4\n")
+    bad = site.submit("-N1", script="#!/bin/sh\nsleep 4; exit 2\n")
+    for job in (good, bad):
+        site.running(job)
+        site.agents(job, 0, site.nodes(job), "silent")
+    where = {job: site.nodes(job)[0] for job in (good, bad)}
+    until(lambda: "released job COMPLETED" in site.words(good, 0, where[good]), 15)
+    assert "released" not in site.words(bad, 0, where[bad])
+    until(lambda: "released job FAILED" in site.words(bad, 0, where[bad]), 15)
+
+
+def test_agent_of_a_job_that_slurm_does_not_know_is_told_to_go(site: Site) -> None:
+    site.agent(4711, 0, "n1", ["n1"], "silent")
+    until(lambda: "released job unknown to Slurm" in site.words(4711, 0, "n1"), 15)
+
+
+def test_inspect(site: Site) -> None:
+    job, hosts = start(site)
+    timed = time.monotonic()
+    done = site.inspect(job)
+    took = time.monotonic() - timed
+    print(done.stdout, f"{took:.2f} s")
+    assert done.returncode == 0, done.stderr
+    assert "would survive the loss of 1 node: 100 %" in done.stdout
+    document = json.loads(site.inspect(job, "--json", user="slurm").stdout)
+    assert document["schema"] == 1 and document["state"] == "protected" and document["asked"] == "controller"
+    assert document["sets"][0]["survival"]["survives"][1] == {"k": 2, "probability": 0.0}
+    assert {e["host"] for e in document["events"]} == set(hosts)
+    refused = site.inspect(job, user="bob")
+    unknown = site.inspect(99999, user="bob")
+    assert refused.returncode == unknown.returncode == 1
+    assert refused.stderr.replace(str(job), "N") == unknown.stderr.replace("99999", "N")
+    assert refused.stdout == "" and refused.stderr.count("\n") == 1
+    assert site.inspect("abc").returncode == 2  # type: ignore[arg-type]
+    assert site.inspect(job, user="root").returncode == 0
+
+    site.cluster.controller_stop()
+    without = site.inspect(job, "--json")
+    assert without.returncode == 0, without.stderr
+    assert json.loads(without.stdout)["asked"] == "agents"
+    assert json.loads(without.stdout)["state"] == "protected"
+    assert "not yours" in site.inspect(job, user="bob").stderr
+    for process in site.processes:
+        process.kill()
+    nobody = site.inspect(job)
+    assert nobody.returncode == 1 and "no agent answers" in nobody.stderr and nobody.stderr.count("\n") == 1
+
+
+def test_partly_protected_when_an_agent_is_missing(site: Site) -> None:
+    job, _ = start(site, "silent")
+    site.processes[0].kill()
+    document = json.loads(site.inspect(job, "--json").stdout)
+    assert document["state"] == "partly protected" and len(document["missing"]) == 1
+
+
+def test_restarted_controller_finishes_what_it_began(site: Site) -> None:
+    theirs = [site.submit("-N1", "--exclusive", "-w", n, user="bob") for n in ("n4", "n5")]
+    for other in theirs:
+        site.running(other)
+    job, _ = start(site)
+    site.cluster.power_off("n2")
+    until(lambda: site.event(job, "pinned"), 15)
+    site.cluster.controller_stop(signal.SIGKILL)
+    assert site.reservations()
+    site.cluster.controller_start()
+    until(lambda: site.event(job, "taken_over"), 10)
+    site.cluster.run(["scancel", *map(str, theirs)])
+    site.running(job, restart=1)
+    assert {"n1", "n3"} < set(site.nodes(job))
+    until(lambda: not site.reservations(), 10)
+
+
+def test_controller_that_came_back_after_the_start_cleans_up(site: Site) -> None:
+    job, _ = start(site)
+    site.cluster.power_off("n2")
+    until(lambda: site.event(job, "start_set"), 15)
+    site.cluster.controller_stop(signal.SIGKILL)
+    site.running(job, restart=1)
+    assert site.reservations()
+    site.cluster.controller_start()
+    until(lambda: not site.reservations(), 10)
+    assert site.cluster.job(job)["JobState"] == "RUNNING"
+
+
+def test_only_one_controller_acts(site: Site) -> None:
+    done = site.cluster.run(["/opt/gemini-hpc/venv/bin/python", "-I", "-m", "gemini_hpc.control"], user="slurm")
+    assert done.returncode == 1 and "another controller" in done.stderr
+
+
+def test_budget_stops_mass_fencing(make_site) -> None:
+    site = make_site(settings={"fence_budget_nodes": 1})
+    job, _ = start(site)
+    site.cluster.power_off("n2")
+    site.cluster.power_off("n3")
+    until(lambda: [e for e in site.events(job) if e["name"] == "dismissed" and "budget" in e["detail"]], 15)
+    time.sleep(1)
+    states = site.cluster.node_states()
+    assert not [n for n, s in states.items() if "dr" in s]
+
+
+def test_another_owners_job_on_the_node_vetoes(site: Site) -> None:
+    job = site.submit("-N3", "--requeue", "-n3", "--oversubscribe")
+    site.running(job)
+    hosts = site.nodes(job)
+    other = site.submit("-N1", "-w", hosts[1], user="bob")
+    site.running(other)
+    site.agents(job, 0, hosts)
+    site.cluster.power_off(hosts[1])
+    said = until(lambda: site.event(job, "dismissed"), 15)
+    assert "other owners" in said["detail"]
+    assert "dr" not in site.cluster.node_states()[hosts[1]]
