@@ -8,6 +8,7 @@ loop; digests, page reservation and bulk transfers run in threads.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import sys
 import time
@@ -91,6 +92,11 @@ class Agent:
 
     async def run(self) -> None:
         """Serve until released."""
+        lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return  # the prolog and the supervisor started one at the same time: one is enough
         server = await self._listen()
         if self._again:
             self._take_over()
@@ -146,6 +152,7 @@ class Agent:
         while True:
             await asyncio.sleep(0.25)
             now = time.monotonic()
+            self.reporter.beat()
             for training in self.sets.values():
                 training.page.set_beat_ns(time.monotonic_ns())
             if not self.detached:
@@ -277,7 +284,7 @@ class Agent:
         if trained and all(s.succeeded for s in trained):
             self.release("the training succeeded")
             return local.Ok("released")
-        return local.Ok("hold" if hold else "detached")
+        return local.Ok("hold" if hold else "detached", self.restart)
 
     # ---- the rounds' host ------------------------------------------------------------------------------
 

@@ -52,6 +52,11 @@ def connect(directory: str, uid: int, deadline: float) -> socket.socket:
     return sock
 
 
+def peer_pid(sock: socket.socket) -> int:
+    """pid of the process that listens at the other end."""
+    return int(struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
+
 def ask(sock: socket.socket, question: dict[str, Any], deadline: float) -> dict[str, Any]:
     """Sends one packet and returns the one that comes back. Raises `NobodyAnswersError` and `AskError`."""
     packet = json.dumps(question).encode()

@@ -1,6 +1,6 @@
 """The epilog's work on one node: the agent learns that the job has ended here.
 
-    python3 -I -m gemini_hpc.agent.epilog JOB UID RESTART EXIT_CODE
+    python3 -I -m gemini_hpc.agent.epilog JOB UID RESTART EXIT_CODE NODE NODELIST
 
 Runs as root, called by `prolog_epilog/epilog`, perhaps more than once for a job. A child that has become the job's
 owner for good talks to the agent; root itself only removes the job's directory, once the agent has released the
@@ -11,6 +11,7 @@ Exit status: 0, always.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from functools import partial
@@ -23,28 +24,30 @@ from gemini_hpc.config import ConfigError, load
 ANSWER_TIMEOUT_S = 3.0
 GONE_TIMEOUT_S = 1.0
 OWNER_GRACE_S = 0.5
+HOLD_TIMEOUT_S = 5.0
 
 # How the child that is the job's owner tells root how it went.
 _RELEASED, _KEPT, _FAILED = 10, 11, 12
+_HOLD, _HOLD_MAX = 64, 127  # and how: the agent's own restart count on top (the epilog's may be the next one)
 
 
 def main(argv: list[str]) -> int:
     """Does the epilog's work; returns 0. Never raises."""
     job = 0
     try:
-        if len(argv) != 4:
-            raise ValueError(f"wanted 4 arguments, found {len(argv)}")
+        if len(argv) != 6:
+            raise ValueError(f"wanted 6 arguments, found {len(argv)}")
         job = parse_number("job id", argv[0], 1, 2**32 - 1)
         uid = parse_number("uid", argv[1], 0, 2**32 - 2)
         restart = parse_number("restart count", argv[2], 0, 2**32 - 1)
         exit_code = parse_number("exit code", argv[3], 0, 2**32 - 1)
-        _end(load().run_dir, job, uid, restart, exit_code)
+        _end(load().run_dir, job, uid, restart, exit_code, tuple(argv[4:]))
     except (ValueError, ConfigError, jobdir.JobDirError, privileges.PrivilegeError, OSError) as exc:
         complain("epilog", job, f"the agent was not told: {exc}")
     return 0
 
 
-def _end(run_dir: str, job: int, uid: int, restart: int, exit_code: int) -> None:
+def _end(run_dir: str, job: int, uid: int, restart: int, exit_code: int, place: tuple[str, ...]) -> None:
     try:
         run_fd = jobdir.open_run_dir(run_dir, create=False)
         if not jobdir.exists(run_fd, job, uid):
@@ -58,10 +61,10 @@ def _end(run_dir: str, job: int, uid: int, restart: int, exit_code: int) -> None
         try:
             with ask.connect(f"{run_dir}/{job}", uid, now + ANSWER_TIMEOUT_S) as sock:
                 answer = ask.ask(sock, question, now + ANSWER_TIMEOUT_S)
-                if answer["op"] != "ok" or answer.get("state") not in ("released", "detached"):
+                if answer["op"] != "ok" or answer.get("state") not in ("released", "detached", "hold"):
                     raise ask.AskError("the agent's reply to the epilog is none")
-                if answer["state"] == "detached":
-                    return _KEPT
+                if answer["state"] != "released":
+                    return _hold_status(answer.get("restart")) if answer["state"] == "hold" else _KEPT
                 # So that the next prolog of this job does not meet a dying agent.
                 ask.wait_until_gone(sock, time.monotonic() + GONE_TIMEOUT_S)
                 return _RELEASED
@@ -72,8 +75,28 @@ def _end(run_dir: str, job: int, uid: int, restart: int, exit_code: int) -> None
             return _FAILED
 
     child = privileges.fork_as(privileges.owner(uid), as_owner, _FAILED, partial(complain, "epilog", job))
-    if privileges.outcome(child, ANSWER_TIMEOUT_S + GONE_TIMEOUT_S + OWNER_GRACE_S) == _RELEASED:
+    outcome = privileges.outcome(child, ANSWER_TIMEOUT_S + GONE_TIMEOUT_S + OWNER_GRACE_S)
+    if outcome == _RELEASED:
         jobdir.remove(run_fd, str(job))
+    elif _HOLD <= outcome <= _HOLD_MAX:
+        _hold(job, outcome - _HOLD, place)
+
+
+def _hold_status(restart: object) -> int:
+    return min(_HOLD + restart, _HOLD_MAX) if isinstance(restart, int) and restart >= 0 else _KEPT
+
+
+def _hold(job: int, restart: int, place: tuple[str, ...]) -> None:
+    """A peer died, no controller answers and this node is the first alive: the survivors are held from here.
+
+    The one Slurm action of prolog and epilog; what the agent says is a hint that `control.hold` checks with Slurm.
+    """
+    argv = [sys.executable, "-I", "-m", "gemini_hpc.control.hold"]
+    argv += ["--job", str(job), "--restart", str(restart), "--node", place[0], "--nodes", place[1]]
+    try:
+        subprocess.run(argv, stdin=subprocess.DEVNULL, timeout=HOLD_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        complain("epilog", job, f"the survivors are not held: {exc}")
 
 
 if __name__ == "__main__":

@@ -11,9 +11,12 @@ Exit status: 0; or `EXIT_STRICT` where gemini.toml says strict_prolog = true and
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import select
+import signal
+import socket
 import stat
 import sys
 import time
@@ -27,6 +30,7 @@ from gemini_hpc.config import ConfigError, Settings, load
 
 EXIT_STRICT = 3
 POLL_S = 0.005
+AWAKE_S = 1.5
 EXITED_GRACE_S = 0.5  # it may have left a daemon of its own behind
 OWNER_GRACE_S = 1.0
 REPLICAS_MAX = 32
@@ -157,6 +161,8 @@ def _attach(directory: str, inc: Incarnation, deadline: float) -> str:
     while True:
         try:
             with ask.connect(directory, inc.uid, deadline) as sock:
+                if process is None:
+                    _ensure_awake(sock)
                 return str(ask.ask(sock, question, deadline)["op"])
         except ask.NobodyAnswersError:
             if process is None:
@@ -169,6 +175,17 @@ def _attach(directory: str, inc: Incarnation, deadline: float) -> str:
                 why = "it ended at once" if ended else "it did not open its socket in time"
                 raise launch.LaunchError(why) from None
             time.sleep(POLL_S)
+
+
+def _ensure_awake(sock: socket.socket) -> None:
+    """An agent of an earlier incarnation that no longer answers is killed: a node that comes back empty can be
+    served by its peers, one that hangs would keep the whole job from agreeing. Raises `NobodyAnswersError`."""
+    try:
+        ask.ask(sock, {"op": "verdict?"}, time.monotonic() + AWAKE_S)
+    except ask.AskError:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(ask.peer_pid(sock), signal.SIGKILL)
+        raise ask.NobodyAnswersError("a hung agent was killed") from None
 
 
 def _clear_way(path: str) -> None:

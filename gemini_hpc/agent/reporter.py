@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _BACKLOG = 500
+_REPEAT_S = 2.0
 
 
 class Reporter:
@@ -27,6 +28,7 @@ class Reporter:
         self._agent = agent
         self._link: Link | None = None
         self._task: asyncio.Task[None] | None = None
+        self._reported = 0.0
         self._backlog: deque[peer.EventRecord] = deque(maxlen=_BACKLOG)
 
     @property
@@ -79,6 +81,18 @@ class Reporter:
             agent = self._agent
             self._link.send(peer.Report(agent.job, agent.restart, host, witnesses, time.time()))
 
+    def beat(self) -> None:
+        """A sign of life, and again what is still silent; called a few times a second."""
+        agent = self._agent
+        if self._link is None:
+            return
+        self._link.send(peer.Ping())
+        now = time.monotonic()
+        if agent.mesh is not None and not agent.detached and now - self._reported > _REPEAT_S:
+            self._reported = now
+            for host in agent.mesh.dead:
+                self.report(host, (agent.node,))
+
     async def _run(self) -> None:
         tries = 0
         while True:
@@ -107,9 +121,7 @@ class Reporter:
         try:
             self.register()
             self._flush()
-            if agent.mesh is not None:
-                for host in agent.mesh.dead:
-                    self.report(host, (agent.node,))
+            self._reported = 0.0
             while True:
                 message = await link.receive()
                 if isinstance(message, peer.InspectAsk):

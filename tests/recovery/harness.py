@@ -105,6 +105,13 @@ class LiteJob:
     def agent_log(self, node: str) -> str:
         return self.cluster.exec(node, ["cat", f"/run/gemini-hpc/{self.id}/agent.log"]).stdout
 
+    def events(self) -> list[Line]:
+        """The job's event log, as its owner sees it."""
+        done = self.cluster.run(["gemini-hpc", "inspect", str(self.id), "--json"], user="alice")
+        assert done.returncode == 0, done.stderr
+        events: list[Line] = json.loads(done.stdout)["events"]
+        return events
+
     def agent_pid(self, node: str) -> int:
         """pid, in the node, of the agent proper (the supervisor's child); 0 where there is none."""
         pids = self.cluster.exec(node, ["pgrep", "-f", f"gemini_hpc.agent --job {self.id} "]).stdout.split()

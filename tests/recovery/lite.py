@@ -125,7 +125,7 @@ def main() -> int:
         return 5
     n, m = welcome.nodes, welcome.replicas
     held = [Slots(agent, r, world, r, size) for r in placement.holds_for(welcome.node_rank, n, m)]
-    late = False
+    late, seen = False, (0, 0)
     chosen, patience = (welcome.chosen_epoch, version), time.monotonic() + 10
     while page.sealed < chosen and time.monotonic() < patience:
         time.sleep(0.0005)
@@ -147,7 +147,8 @@ def main() -> int:
                 trouble = slots.save(agent, welcome.epoch, version, payload.ljust(size, b"\0")[:size])
                 if trouble:
                     say("skipped", version, reason=trouble)
-            deadline = time.monotonic() + (0.0 if late else 5.0)
+            waiting = not late or page.sealed != seen
+            deadline, seen = time.monotonic() + (5.0 if waiting else 0.0), page.sealed
             while page.sealed < (welcome.epoch, version) and time.monotonic() < deadline:
                 time.sleep(0.0005)
             late = page.sealed < (welcome.epoch, version)

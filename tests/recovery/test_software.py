@@ -41,8 +41,8 @@ def test_trainer_killed_starts_again_in_the_same_allocation(lite: Lite) -> None:
 
 def test_restarts_are_bounded(lite: Lite, cluster: Cluster) -> None:
     job = LiteJob(cluster, run="gemini-hpc run --max-restarts 1 -- srun false #").submit()
-    wait_for("job fails", lambda: job.state == "FAILED" or "step ended with" in job.output(), 40)
-    assert job.output().count("restart 1 of 1") == 1 and "1 restarts are used up" in job.output()
+    wait_for("restarts used up", lambda: "1 restarts are used up" in job.output(), 40)
+    assert job.output().count("restart 1 of 1") == 1
 
 
 def test_agent_killed_training_goes_on_and_protection_returns(lite: Lite) -> None:
@@ -100,7 +100,8 @@ def memfds(job: LiteJob, node: str, rank: int) -> list[Path]:
             continue
         if same and root == mine:
             fds = (status.parent / "fd").iterdir()
-            return [fd for fd in fds if f"memfd:gemini:default:{rank}:" in os.readlink(fd)]
+            found = [fd for fd in fds if f"memfd:gemini:default:{rank}:" in os.readlink(fd)]
+            return list({fd.stat().st_ino: fd for fd in found}.values())  # a mapping holds a second descriptor
     raise AssertionError(f"no agent found on {node}")
 
 
@@ -119,11 +120,13 @@ def test_flipped_byte_in_a_survivors_memory(lite: Lite) -> None:
     hosts = job.hosts()
     job.cluster.power_off(hosts[1])
     wait_for("step ended", lambda: job.state in ("COMPLETING", "PENDING"), 30)
-    for path in memfds(job, hosts[0], 1):
+    paths = memfds(job, hosts[0], 1)
+    assert len(paths) == 2, paths
+    for path in paths:
         flip(path)
     job.finish()
     assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
-    assert "damaged" in job.agent_log(hosts[0]) or "damaged" in job.story()
+    assert any(e["name"] == "damaged" and e["host"] == hosts[0] for e in job.events()), job.events()
 
 
 def test_second_failure_before_the_first_new_seal(lite: Lite) -> None:
@@ -138,22 +141,28 @@ def test_second_failure_before_the_first_new_seal(lite: Lite) -> None:
     assert job.resumed(2) >= job.resumed(1) > 0 and job.repeated(2) in (0, 1), job.story()
 
 
-def test_zombie_agent_of_an_old_incarnation(lite: Lite) -> None:
-    """A stopped agent wakes up on a node that the job has left: nobody listens to it, and it goes."""
+def test_zombie_of_an_old_incarnation(lite: Lite) -> None:
+    """A node is cut off, not dead: when its link is back, nobody listens to its agent, and it lets go."""
     job = lite(steps=120)
     job.reach(10)
-    hosts = job.hosts()
-    zombie = hosts[1]
-    pid = str(job.agent_pid(zombie))
-    job.cluster.exec(zombie, ["kill", "-STOP", pid])
-    job.cluster.run(["scontrol", "update", f"nodename={zombie}", "state=down", "reason=test"])
+    zombie = job.hosts()[1]
+    job.cluster.exec(zombie, ["ip", "link", "set", "eth0", "down"])
     job.reach(1, "resumed", 60, 1)
     assert zombie not in job.hosts()
-    before = job.resumed(1)
-    job.cluster.exec(zombie, ["kill", "-CONT", pid])
+    job.cluster.exec(zombie, ["ip", "link", "set", "eth0", "up"])
     job.finish()
-    assert before > 0 and job.repeated(1) in (0, 1), job.story()
+    assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
     wait_for("the zombie goes", lambda: job.agent_pid(zombie) == 0, 60)
+
+
+def test_hung_agent_is_replaced_by_the_next_incarnation(lite: Lite) -> None:
+    job = lite()
+    job.reach(10)
+    node = job.hosts()[1]
+    job.cluster.exec(node, ["kill", "-STOP", str(job.agent_pid(node))])
+    job.cluster.run(["scontrol", "requeue", str(job.id)], user="alice")
+    job.finish()
+    assert node in job.hosts() and job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
 
 
 def test_unreachable_controller_never_stops_training(lite: Lite, cluster: Cluster) -> None:

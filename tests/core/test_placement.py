@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import time
+from itertools import combinations, product
+from math import comb
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gemini_hpc.core import placement
+from gemini_hpc.core.placement import (
+    group_of,
+    groups,
+    holders,
+    holds_for,
+    recovery_probability,
+    strategy,
+    survivable,
+)
+
+sizes = st.integers(1, 40).flatmap(lambda N: st.tuples(st.just(N), st.integers(1, N)))
+
+
+def test_the_figures_of_the_paper() -> None:
+    assert groups(4, 2) == [[0, 1], [2, 3]]
+    assert (groups(5, 2), strategy(5, 2)) == ([[0, 1], [2, 3, 4]], "mixed")  # figure 3c
+    assert [strategy(N, 2) for N in (2, 3, 4, 5)] == ["group", "ring", "group", "mixed"]
+    assert [holders(i, 5, 2) for i in range(5)] == [(0, 1), (1, 0), (2, 3), (3, 4), (4, 2)]
+    assert round(recovery_probability(16, 2, 2), 3) == 0.933
+    assert recovery_probability(16, 2, 3) == 0.8
+
+
+@given(sizes)
+def test_every_shard_has_m_holders_and_every_node_keeps_m(size: tuple[int, int]) -> None:
+    N, m = size
+    G = groups(N, m)
+    assert [node for group in G for node in group] == list(range(N))
+    assert len(G) == N // m
+    assert all(len(group) == m for group in G[:-1])
+    kept = dict.fromkeys(range(N), 0)
+    for node in range(N):
+        found = holders(node, N, m)
+        assert found[0] == node == holds_for(node, N, m)[0]
+        assert len(set(found)) == m
+        assert set(found) <= set(G[group_of(node, N, m)])
+        for holder in found:
+            kept[holder] += 1
+            assert node in holds_for(holder, N, m)
+    assert set(kept.values()) == {m}
+
+
+@pytest.mark.parametrize(("N", "m"), [(N, m) for N in range(1, 9) for m in range(1, N + 1)])
+def test_probability_is_what_counting_gives(N: int, m: int) -> None:
+    for k in range(N + 1):
+        good = sum(survivable(N, m, set(lost)) for lost in combinations(range(N), k))
+        assert recovery_probability(N, m, k) == pytest.approx(good / comb(N, k), abs=1e-12)
+
+
+@given(sizes, st.data())
+def test_survivable_is_a_holder_left_for_each(size: tuple[int, int], data: st.DataObject) -> None:
+    N, m = size
+    failed = data.draw(st.sets(st.integers(0, N - 1)))
+    assert survivable(N, m, failed) == all(set(holders(node, N, m)) - failed for node in range(N))
+    assert survivable(N, m, set(list(failed)[: m - 1]))
+
+
+@given(st.integers(1, 12), st.integers(1, 6), st.data())
+def test_corollary_1(q: int, m: int, data: st.DataObject) -> None:
+    N = q * m
+    k = data.draw(st.integers(0, N))
+    bound = 1.0 if k < m else max(0.0, 1 - N * comb(N - m, k - m) / (m * comb(N, k)))
+    if k < 2 * m:
+        assert recovery_probability(N, m, k) == pytest.approx(bound)
+    else:
+        assert recovery_probability(N, m, k) >= bound - 1e-12
+
+
+def _fewest_fatal_sets(N: int, m: int) -> int:
+    """Over all placements that keep an own copy: the fewest distinct holder sets (k = m, proof of theorem 1)."""
+    if N <= 5:
+        choices = [
+            [frozenset({i, *others}) for others in combinations(sorted(set(range(N)) - {i}), m - 1)] for i in range(N)
+        ]
+        return min(len(set(placed)) for placed in product(*choices))
+    sets = [frozenset(chosen) for chosen in combinations(range(N), m)]
+    # A placement's sets cover all nodes, and any cover is a placement: each node picks a set that holds it.
+    return next(n for n in range(1, N + 1) for some in combinations(sets, n) if len(frozenset().union(*some)) == N)
+
+
+@pytest.mark.parametrize(("N", "m"), [(N, m) for N in range(2, 8) for m in range(2, N + 1)])
+def test_theorem_1_against_all_placements(N: int, m: int) -> None:
+    best = 1 - _fewest_fatal_sets(N, m) / comb(N, m)
+    ours = recovery_probability(N, m, m)
+    if N % m == 0:
+        assert ours == pytest.approx(best)
+    else:
+        assert best - ours <= (2 * m - 3) / comb(N, m) + 1e-12
+
+
+def test_large_jobs_are_counted_quickly() -> None:
+    placement.recovery_probability.cache_clear()
+    start = time.perf_counter()
+    values = [recovery_probability(N, m, k) for N in (1000, 1001) for m in (2, 3) for k in (1, 2, 3)]
+    assert time.perf_counter() - start < 0.5
+    assert values[:3] == [1.0, pytest.approx(1 - 1 / 999), pytest.approx(1 - 500 * 998 / comb(1000, 3))]
+    assert 0 <= recovery_probability(1000, 3, 500) <= 1
+
+
+@pytest.mark.parametrize("function", [groups, strategy])
+@pytest.mark.parametrize(("N", "m", "sentence"), [(4, 0, "at least 1"), (2, 3, "3 replicas asked for on 2 nodes")])
+def test_impossible_replicas_are_told(function: object, N: int, m: int, sentence: str) -> None:
+    assert callable(function)
+    with pytest.raises(ValueError, match=sentence):
+        function(N, m)
+
+
+def test_ranks_and_losses_out_of_range_are_told() -> None:
+    with pytest.raises(ValueError, match=r"node rank 4 is outside 0\.\.3"):
+        holders(4, 4, 2)
+    with pytest.raises(ValueError, match=r"outside 0\.\.3"):
+        survivable(4, 2, {7})
+    with pytest.raises(ValueError, match="5 lost nodes of 4"):
+        recovery_probability(4, 2, 5)

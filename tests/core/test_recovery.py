@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gemini_hpc.core.placement import holders, survivable
+from gemini_hpc.core.recovery import CopyInfo, Inventory, SetPlan, choose, plan
+from gemini_hpc.core.slots import Stamp
+
+HOSTS = ["n0", "n1", "n2", "n3"]
+FIVE, SIX = Stamp(0, 5), Stamp(0, 6)
+
+
+def copy(rank: int, stamp: Stamp = FIVE, *, world: int = 4, digest: str = "", name: str = "") -> CopyInfo:
+    return CopyInfo(name, rank, world, rank, 8192, 5000, stamp, digest or f"{rank}@{stamp}")
+
+
+def job(
+    N: int = 4, m: int = 2, stamps: tuple[Stamp, ...] = (FIVE,), sealed: Stamp | None = FIVE
+) -> dict[str, Inventory]:
+    """One rank per node, all copies in place."""
+    noderanks = {f"n{node}": node for node in range(N)}
+    return {
+        host: Inventory(
+            host,
+            noderanks,
+            0,
+            tuple(copy(r, s, world=N) for r in range(N) if node in holders(r, N, m) for s in stamps),
+            0,
+            () if sealed is None else (("", sealed),),
+        )
+        for host, node in noderanks.items()
+    }
+
+
+def without(inventory: Inventory, rank: int, stamp: Stamp) -> Inventory:
+    return replace(inventory, copies=tuple(c for c in inventory.copies if (c.rank, c.stamp) != (rank, stamp)))
+
+
+def the_set(inventories: dict[str, Inventory], hosts: list[str] = HOSTS, m: int = 2) -> SetPlan:
+    found = plan(inventories, hosts, m).set_plan("")
+    assert found is not None
+    return found
+
+
+def test_a_replacement_pulls_its_own_shard_and_its_peers() -> None:
+    inventories = job()
+    del inventories["n1"]
+    made = plan(inventories, ["new", "n0", "n2", "n3"], 2)
+    assert made.noderanks == {"n0": 0, "new": 1, "n2": 2, "n3": 3}
+    assert (made.epoch, made.gone, made.survivable, made.warnings) == (1, ("n1",), True, ())
+    found = made.set_plan("")
+    assert found is not None
+    assert (found.outcome, found.chosen, found.world, found.keep, found.sealed) == ("chosen", FIVE, 4, (FIVE,), FIVE)
+    assert [shard.rank for shard in found.shards] == [0, 1, 2, 3]
+    assert {(pull.dest_host, pull.shard.rank, pull.sources) for pull in found.pulls} == {
+        ("new", 0, ("n0",)),
+        ("new", 1, ("n0",)),
+    }
+
+
+def test_an_untouched_job_moves_nothing() -> None:
+    assert the_set(job()).pulls == ()
+
+
+def test_a_first_start_has_no_plan() -> None:
+    made = plan({host: Inventory(host, None, -1, (), -1) for host in HOSTS}, HOSTS, 2)
+    assert (made.epoch, made.sets, made.survivable) == (0, (), True)
+    assert made.noderanks == {host: node for node, host in enumerate(HOSTS)}
+    assert plan({}, HOSTS, 2, min_epoch=7).epoch == 7
+
+
+def test_the_highest_version_that_is_whole_is_chosen() -> None:
+    inventories = job(stamps=(FIVE, SIX))
+    assert the_set(inventories).chosen == SIX
+    inventories["n0"] = without(inventories["n0"], 0, SIX)
+    assert the_set(inventories).chosen == SIX
+    inventories["n1"] = without(inventories["n1"], 0, SIX)
+    assert the_set(inventories).chosen == FIVE
+    later = job(stamps=(Stamp(1, 2),))
+    later["n0"] = replace(later["n0"], copies=(*later["n0"].copies, *job()["n0"].copies))
+    assert the_set(later).chosen == Stamp(1, 2)
+
+
+def test_an_unsealed_version_is_chosen_with_its_fallback() -> None:
+    """6 is whole but has one copy of shard 0 left: voiding 5 now would let the next failure lose everything."""
+    inventories = job(stamps=(FIVE, SIX))
+    inventories["n1"] = without(inventories["n1"], 0, SIX)
+    found = the_set(inventories)
+    assert (found.chosen, found.keep, found.sealed) == (SIX, (SIX, FIVE), FIVE)
+    assert [(pull.dest_host, pull.shard.rank, pull.sources) for pull in found.pulls] == [("n1", 0, ("n0",))]
+    forgotten = the_set({host: replace(inventory, sealed=()) for host, inventory in inventories.items()})
+    assert (forgotten.chosen, forgotten.keep, forgotten.sealed) == (SIX, (SIX, FIVE), None)
+
+
+def test_the_last_sealed_version_is_the_fallback_whatever_lies_between() -> None:
+    inventories = job(stamps=(Stamp(0, 4), FIVE, SIX), sealed=Stamp(0, 4))
+    assert the_set(inventories).keep == (SIX, Stamp(0, 4))
+
+
+def test_the_epoch_is_above_all_that_anybody_has_seen() -> None:
+    inventories = job(stamps=(Stamp(3, 5),), sealed=None)
+    inventories["n2"] = replace(inventories["n2"], max_epoch=7)
+    assert plan(inventories, HOSTS, 2).epoch == 8
+    assert plan(inventories, HOSTS, 2, min_epoch=20).epoch == 20
+    assert plan(job(stamps=(Stamp(3, 5),)), HOSTS, 2).epoch == 4
+
+
+def test_lost_shards_are_named_with_their_holders() -> None:
+    inventories = job()
+    del inventories["n0"], inventories["n1"]
+    inventories["n2"] = replace(inventories["n2"], copies=(*inventories["n2"].copies, copy(0, Stamp(0, 3))))
+    made = plan(inventories, ["n2", "n3", "a", "b"], 2)
+    found = made.set_plan("")
+    assert found is not None
+    assert (found.outcome, found.chosen, made.survivable, made.gone) == ("lost", None, False, ("n0", "n1"))
+    assert [shard.rank for shard in found.lost] == [0, 1]
+    assert found.lost[0].reason == (
+        "no complete copy of shard 0 at version 0.5, only of 0.3; its holders were n0 (gone), n1 (gone)"
+    )
+    assert found.lost[1].reason == "no complete copy of shard 1 at version 0.5; gone: n0, n1"
+
+
+def test_a_failure_before_the_first_seal_is_not_a_loss() -> None:
+    inventories = job(stamps=(Stamp(0, 1),), sealed=None)
+    for host in HOSTS:
+        inventories[host] = without(inventories[host], 2, Stamp(0, 1))
+    assert the_set(inventories).outcome == "never-sealed"
+    inventories["n0"] = replace(inventories["n0"], sealed=(("", Stamp(0, 1)),))
+    assert the_set(inventories).outcome == "lost"
+
+
+def test_a_digest_that_fewer_hosts_have_is_not_used() -> None:
+    inventories = job(N=3, m=3)
+    for host, digest in (("n0", "bad"), ("n1", "good"), ("n2", "good")):
+        others = without(inventories[host], 0, FIVE).copies
+        inventories[host] = replace(inventories[host], copies=(copy(0, world=3, digest=digest), *others))
+    hosts = HOSTS[:3]
+    made = plan(inventories, hosts, 3)
+    found = made.set_plan("")
+    assert found is not None
+    assert found.shards[0].digest == "good"
+    assert [(pull.dest_host, pull.shard.digest) for pull in found.pulls] == [("n0", "good")]
+    assert set(found.pulls[0].sources) == {"n1", "n2"}
+    assert made.warnings == (
+        "set '': digests of shard 0 at version 0.5 differ: that of n1, n2 is used, that of n0 is not",
+    )
+    inventories["n2"] = without(inventories["n2"], 0, FIVE)
+    tied = plan(inventories, hosts, 3).set_plan("")
+    assert tied is not None
+    assert tied.shards[0].digest == "bad"  # one against one: the home node's
+
+
+def test_the_map_of_the_latest_restart_counts() -> None:
+    inventories = job()
+    old = {"n3": 0, "n2": 1, "n1": 2, "n0": 3}
+    inventories["n0"] = replace(inventories["n0"], noderanks=old, map_restart=-1)
+    assert plan(inventories, HOSTS, 2).noderanks == {host: node for node, host in enumerate(HOSTS)}
+    inventories["n0"] = replace(inventories["n0"], map_restart=0)
+    made = plan(inventories, ["n1", "n0", "n2", "n3"], 2)
+    assert made.noderanks == {host: node for node, host in enumerate(HOSTS)}
+    assert made.warnings == ("node-rank maps of restart 0 differ: n1's is used, n0's is not",)
+
+
+def test_what_cannot_be_is_ignored_and_said() -> None:
+    inventories = job()
+    hostile = [copy(7), copy(-1), replace(copy(0), home=-2), replace(copy(0, Stamp(9, 9)), world=10**18)]
+    inventories["n0"] = replace(inventories["n0"], copies=(*inventories["n0"].copies, *hostile))
+    made = plan(inventories, HOSTS, 2)
+    found = made.set_plan("")
+    assert found is not None
+    assert found.chosen == FIVE
+    assert len(made.warnings) == 3
+
+
+def test_sets_are_planned_apart() -> None:
+    inventories = job()
+    second = tuple(copy(rank, Stamp(0, 40), world=2, name="critic") for rank in range(2))
+    inventories["n2"] = replace(inventories["n2"], copies=(*inventories["n2"].copies, *second))
+    made = plan(inventories, HOSTS, 2)
+    assert [(found.set_name, found.chosen, found.world) for found in made.sets] == [
+        ("", FIVE, 4),
+        ("critic", Stamp(0, 40), 2),
+    ]
+    assert {(pull.dest_host, pull.shard.rank) for pull in made.sets[1].pulls} == {
+        ("n0", 0), ("n1", 0), ("n0", 1), ("n1", 1),
+    }  # fmt: skip
+
+
+def test_a_wrong_number_of_replicas_is_told() -> None:
+    with pytest.raises(ValueError, match="3 replicas asked for on 2 nodes"):
+        plan({}, ["a", "b"], 3)
+
+
+def test_sources_are_spread() -> None:
+    inventories = job(N=3, m=3)
+    del inventories["n0"]
+    noderanks = {"n1": 1, "n2": 2, "x": 0}
+    world = 12
+    shards = [CopyInfo("", rank, world, 0, 1, 1, FIVE, str(rank)) for rank in range(world)]
+    for host in ("n1", "n2"):
+        inventories[host] = replace(inventories[host], copies=tuple(shards))
+    found = the_set(inventories, ["x", "n1", "n2"], 3)
+    assert plan(inventories, ["x", "n1", "n2"], 3).noderanks == noderanks
+    firsts = [pull.sources[0] for pull in found.pulls]
+    assert firsts.count("n1") == firsts.count("n2") == world // 2
+
+
+@given(st.integers(1, 7).flatmap(lambda N: st.tuples(st.just(N), st.integers(1, N))), st.data())
+def test_within_the_promise_everything_comes_back(size: tuple[int, int], data: st.DataObject) -> None:
+    N, m = size
+    inventories = job(N, m)
+    failed = data.draw(st.sets(st.integers(0, N - 1)))
+    for node in failed:
+        del inventories[f"n{node}"]
+    hosts = data.draw(st.permutations([f"n{node}" if node not in failed else f"new{node}" for node in range(N)]))
+    made = plan(inventories, hosts, m)
+    found = made.set_plan("")
+    if failed == set(range(N)):
+        assert found is None  # nobody is left who knows that there was something
+        return
+    assert made.survivable == survivable(N, m, failed)
+    assert found is not None
+    assert (found.outcome == "chosen") == survivable(N, m, failed)
+    if found.chosen is None:
+        assert found.lost and all(shard.reason for shard in found.lost)
+        return
+    held = {host: {c.rank for c in inventories[host].copies} for host in inventories}
+    for pull in found.pulls:
+        assert pull.shard.rank not in held.get(pull.dest_host, set())
+        assert pull.sources and all(pull.shard.rank in held[source] for source in pull.sources)
+        held.setdefault(pull.dest_host, set()).add(pull.shard.rank)
+    by_rank = {rank: host for host, rank in made.noderanks.items()}
+    assert all(rank in held[by_rank[holder]] for rank in range(N) for holder in holders(rank, N, m))
+
+
+@given(st.lists(st.builds(copy, st.integers(0, 3), st.sampled_from([FIVE, SIX, Stamp(1, 1)]))))
+def test_choose_needs_every_rank(copies: list[CopyInfo]) -> None:
+    whole = [s for s in (FIVE, SIX, Stamp(1, 1)) if {c.rank for c in copies if c.stamp == s} == set(range(4))]
+    assert choose(copies) == max(whole, default=None)

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gemini_hpc.core.seal import SILENT, Root, Subtree, Vote, Word, children, merge, parent, vote_of
+from gemini_hpc.core.slots import Slot, SlotPair, Stamp
+
+
+def v(version: int) -> Stamp:
+    return Stamp(0, version)
+
+
+def holding(*complete: int, filling: int | None = None) -> SlotPair:
+    slots = [Slot("complete", v(version), "d", 1) for version in complete]
+    if filling is not None:
+        slots.append(Slot("filling", v(filling)))
+    slots += [Slot() for _ in range(2 - len(slots))]
+    pair = SlotPair(slots)
+    pair.high = pair.newest()
+    return pair
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> SlotPair:
+    versions = draw(st.lists(st.integers(1, 6), unique=True, max_size=2))
+    pair = SlotPair([Slot(draw(st.sampled_from(["complete", "filling"])), v(version)) for version in versions])
+    pair.slots += [Slot() for _ in range(2 - len(pair.slots))]
+    pair.high = pair.newest()
+    if draw(st.booleans()):  # something newer was begun and voided
+        pair.high = v(draw(st.integers(6, 8)))
+    return pair
+
+
+def test_a_version_is_sealed_when_the_last_member_has_it() -> None:
+    root = Root(["a", "b"])
+    root.update("a", vote_of([holding(4, 5)]))
+    assert root.word() == Word()  # b is silent, not gone (R3)
+    root.update("b", vote_of([holding(4, filling=5), holding(4, 5)]))
+    assert root.word() == Word(v(4))
+    root.update("b", vote_of([holding(4, 5), holding(4, 5)]))
+    assert root.word() == Word(v(5))
+
+
+def test_what_one_has_skipped_is_abandoned_for_all() -> None:
+    """Neither vote alone shows it: A has 5, B has gone from 4 to 6."""
+    a, b = vote_of([holding(4, 5)]), vote_of([holding(4, filling=6)])
+    assert a.dead == b.dead == frozenset()
+    assert merge([a, b]).dead == {v(5)}
+    root = Root(["a", "b"])
+    root.update("a", a)
+    root.update("b", b)
+    assert root.word() == Word(v(4), frozenset({v(5)}))
+    root.update("b", vote_of([holding(4, 5)]))  # an old vote that comes late
+    assert root.word() == Word(v(4), frozenset({v(5)}))
+    root.update("a", vote_of([holding(4, 6)]))
+    root.update("b", vote_of([holding(4, 6)]))
+    assert root.word() == Word(v(6))
+
+
+def test_a_late_copy_is_waited_for() -> None:
+    root = Root(["a", "b"])
+    root.update("a", vote_of([holding(4, 5)]))
+    root.update("b", vote_of([holding(4, filling=5)]))
+    assert root.word() == Word(v(4))
+
+
+def test_a_restarted_root_takes_up_where_its_page_stands() -> None:
+    root = Root(["a", "b"], sealed=v(7))
+    root.update("a", vote_of([holding(6, 7)]))
+    root.update("b", vote_of([holding(7, filling=8)]))
+    assert root.word() == Word(v(7))  # and 6, sealed long ago, is not called abandoned
+
+
+def test_nothing_is_sealed_over_the_head_of_a_shard_to_come() -> None:
+    assert vote_of([], expected=2) == vote_of([]) == SILENT
+    early = vote_of([holding(4, 5)], expected=2)
+    assert not early.complete
+    assert early.seen == {v(4), v(5)}
+
+
+def test_strangers_have_no_vote() -> None:
+    with pytest.raises(ValueError, match="a vote from 'c', who is not a member"):
+        Root(["a", "b"]).update("c", SILENT)
+    with pytest.raises(ValueError, match="at least one member"):
+        Root([])
+
+
+@given(st.lists(st.lists(pairs(), min_size=1, max_size=3), min_size=1, max_size=5))
+def test_a_merged_vote_says_what_all_the_pairs_say(agents: list[list[SlotPair]]) -> None:
+    every = [pair for agent in agents for pair in agent]
+    votes = [vote_of(agent) for agent in agents]
+    merged = merge(votes)
+    seen = frozenset().union(*(pair.complete_stamps() for pair in every))
+    assert merged.complete == frozenset(stamp for stamp in seen if all(stamp in p.complete_stamps() for p in every))
+    dead = {s for s in seen if any(p.high is not None and p.high > s and p.find(s) is None for p in every)}
+    assert merged.dead == dead
+    assert merge([merge(votes[:1]), merge([*votes[1:], votes[0]])]) == merged
+    assert merge(reversed(votes)) == merged
+    assert len(merged.kept) <= 3
+
+
+@given(st.lists(pairs(), min_size=1, max_size=12), st.integers(1, 4))
+def test_the_tree_gives_what_the_root_alone_would(agents: list[SlotPair], fanout: int) -> None:
+    n = len(agents)
+    trees: list[Subtree] = [
+        (Root if position == 0 else Subtree)([position, *children(position, n, fanout)]) for position in range(n)
+    ]
+    for position in reversed(range(n)):
+        trees[position].update(position, vote_of([agents[position]]))
+        up = parent(position, fanout)
+        if up is not None:
+            trees[up].update(position, trees[position].vote())
+    flat = Root(range(n))
+    for position, pair in enumerate(agents):
+        flat.update(position, vote_of([pair]))
+    root = trees[0]
+    assert isinstance(root, Root)
+    assert root.word() == flat.word()
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.lists(pairs(), min_size=1, max_size=2)), max_size=12))
+def test_decisions_stand(votes: list[tuple[int, list[SlotPair]]]) -> None:
+    root = Root(range(3))
+    sealed: list[Stamp] = []
+    abandoned: set[Stamp] = set()
+    for member, held in votes:
+        root.update(member, vote_of(held))
+        word = root.word()
+        if word.sealed is not None:
+            sealed.append(word.sealed)
+        abandoned |= word.abandoned
+        assert sealed == sorted(sealed)
+        assert not abandoned & set(sealed)
+
+
+@given(st.lists(st.lists(pairs(), min_size=1, max_size=2), min_size=3, max_size=3))
+def test_the_order_of_votes_does_not_matter(held: list[list[SlotPair]]) -> None:
+    words = set()
+    for order in permutations(range(3)):
+        root = Root(range(3))
+        for member in order:
+            root.update(member, vote_of(held[member]))
+            root.update(member, vote_of(held[member]))
+        words.add((root.word().sealed, root.word().abandoned))
+    assert len(words) == 1
+
+
+@given(st.integers(1, 400), st.integers(1, 17))
+def test_the_tree_reaches_everybody_once(n: int, fanout: int) -> None:
+    below = [child for position in range(n) for child in children(position, n, fanout)]
+    assert sorted(below) == list(range(1, n))
+    assert all(
+        position in children(up, n, fanout) for position in range(n) if (up := parent(position, fanout)) is not None
+    )
+    assert parent(0, fanout) is None
+
+
+def test_positions_outside_the_tree_are_refused() -> None:
+    with pytest.raises(ValueError, match="position -1"):
+        parent(-1)
+    with pytest.raises(ValueError, match="position 3 of 3"):
+        children(3, 3)
+
+
+def test_a_vote_of_a_thousand_agents_is_as_small_as_one() -> None:
+    votes = [vote_of([holding(version, version + 1)]) for version in range(1, 1001)]
+    merged: Vote = merge(votes)
+    assert len(merged.kept) <= 2
+    assert merged.complete == frozenset()

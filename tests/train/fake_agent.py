@@ -1,0 +1,338 @@
+"""Agents of a whole job in one process: real sockets, real memfds, the real slot rules; no network, no Slurm.
+
+Tests start training processes against it, break things, and look at what the agents saw.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from gemini_hpc.core import placement
+from gemini_hpc.core.manifest import HEADER_BYTES, parse_header
+from gemini_hpc.core.slots import Refused, SlotPair, Stamp
+from gemini_hpc.wire import local, page
+
+
+@dataclass
+class Held:
+    """Both slots of a shard on one node."""
+
+    rank: int
+    world: int
+    home: int
+    bytes: int
+    fds: list[int]
+    pair: SlotPair = field(default_factory=SlotPair)
+
+    def digest(self, index: int, used: int) -> str:
+        hasher = xxhash.xxh3_128()
+        at = 0
+        while at < used:
+            part = os.pread(self.fds[index], min(used - at, 1 << 22), at)
+            hasher.update(part)
+            at += len(part)
+        return hasher.hexdigest()
+
+
+class Node:
+    """One node's agent."""
+
+    def __init__(self, job: FakeJob, rank: int, path: str) -> None:
+        self.job, self.rank, self.path = job, rank, path
+        self.held: dict[int, Held] = {}
+        self.page_fd = -1
+        self.page: page.ControlPage | None = None
+        self.connections: list[socket.socket] = []
+        self.server: socket.socket | None = None
+        self.handed_back: list[local.HandBack] = []
+        self.hellos: list[local.Hello] = []
+        self.start()
+
+    def start(self) -> None:
+        self.page_fd = os.memfd_create("page")
+        os.ftruncate(self.page_fd, page.PAGE_BYTES)
+        self.page = page.ControlPage(self.page_fd, writable=True)
+        if os.path.exists(self.path):
+            os.unlink(self.path)
+        self.server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.server.bind(self.path)
+        self.server.listen(32)
+        threading.Thread(target=self._accept, args=(self.server,), daemon=True).start()
+
+    def die(self) -> None:
+        """As SIGKILL does to an agent: connections end, all it knew is forgotten (trainers keep the memory)."""
+        with self.job.lock:
+            if self.server is not None:
+                self.server.shutdown(socket.SHUT_RDWR)
+                self.server.close()
+                os.unlink(self.path)
+                self.server = None
+            for sock in self.connections:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+            self.connections.clear()
+            self.forget()
+
+    def cut(self) -> None:
+        """Connections end; the agent lives and keeps everything."""
+        with self.job.lock:
+            for sock in self.connections:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+            self.connections.clear()
+            for held in self.held.values():
+                held.pair.void_filling()
+
+    def forget(self) -> None:
+        for held in self.held.values():
+            for fd in held.fds:
+                os.close(fd)
+        self.held.clear()
+
+    def _accept(self, server: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = server.accept()
+            except OSError:
+                return
+            self.connections.append(sock)
+            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            while True:
+                data, fds, _, _ = socket.recv_fds(sock, local.MAX_PACKET_BYTES, 4)
+                if not data:
+                    return
+                request = local.request_decoder.decode(data)
+                delay = self.job.delay.get(type(request).__name__, 0.0)
+                if delay:
+                    time.sleep(delay)
+                with self.job.lock:
+                    reply, out = self._answer(request, list(fds))
+                packet = local.encode(reply)
+                if out:
+                    socket.send_fds(sock, [packet], out)
+                else:
+                    sock.sendall(packet)
+                if isinstance(request, local.Landed):
+                    with self.job.lock:
+                        self._verify(request)
+        except OSError:
+            pass
+        finally:
+            sock.close()
+
+    def _answer(self, m: local.Message, fds: list[int]) -> tuple[local.Message, list[int]]:
+        job = self.job
+        if isinstance(m, local.Hello):
+            self.hellos.append(m)
+            chosen = job.chosen or Stamp(0, 0)
+            return local.Welcome(
+                job=1,
+                restart=job.restart,
+                epoch=job.epoch,
+                node_rank=self.rank,
+                nodes=len(job.nodes),
+                replicas=job.m,
+                chosen_epoch=chosen.epoch,
+                chosen_version=chosen.version,
+                chosen_world=job.chosen_world,
+                lost=job.lost,
+            ), [self.page_fd]
+        if isinstance(m, local.Register):
+            if job.refuse_register:
+                return local.Error(job.refuse_register), []
+            held = self.held.get(m.rank)
+            if held is None or held.bytes != m.bytes or held.world != m.world:
+                made = []
+                for index in range(2):
+                    fd = os.memfd_create(f"gemini:{m.set}:{m.rank}:{index}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                    os.ftruncate(fd, m.bytes)
+                    made.append(fd)
+                if held is not None:
+                    job.ancestors.append(held)
+                self.held[m.rank] = held = Held(m.rank, m.world, m.home, m.bytes, made)
+            held.home = m.home
+            return local.Slots(held.bytes), held.fds
+        if isinstance(m, local.Begin):
+            reason = job.refuse_begin(self.rank, m) if job.refuse_begin else ""
+            if reason:
+                return local.Refused(reason), []
+            held = self.held.get(m.rank)
+            if held is None:
+                return local.Refused("not registered"), []
+            voted = held.pair.complete_stamps()
+            try:
+                return local.Begun(
+                    held.pair.begin(Stamp(job.epoch, m.version), job.sealed, job.abandoned(), voted=voted)
+                ), []
+            except Refused as refused:
+                return local.Refused(refused.reason), []
+        if isinstance(m, local.Abort):
+            held = self.held.get(m.rank)
+            if held is not None and held.pair.slots[m.slot].stamp == Stamp(job.epoch, m.version):
+                held.pair.void(m.slot)
+            return local.Ok(), []
+        if isinstance(m, local.Fetch):
+            for node in job.nodes:
+                held = node.held.get(m.rank)
+                index = held.pair.find(job.chosen) if held is not None and job.chosen else None
+                if held is not None and index is not None:
+                    slot = held.pair.slots[index]
+                    fd = os.open(f"/proc/self/fd/{held.fds[index]}", os.O_RDONLY)
+                    job.leaked.append(fd)
+                    assert slot.stamp and slot.digest
+                    return local.Copy(
+                        slot.stamp.epoch, slot.stamp.version, held.bytes, slot.bytes_used, slot.digest
+                    ), [fd]
+            return local.Error(f"nobody holds shard {m.rank}"), []
+        if isinstance(m, local.Event):
+            job.events.append((self.rank, m))
+            return local.Ok(), []
+        if isinstance(m, local.Finished):
+            job.finished.add(m.rank)
+            return local.Ok(), []
+        if isinstance(m, local.VerdictRequest):
+            return job.verdict, []
+        if isinstance(m, local.HandBack):
+            self.handed_back.append(m)
+            if m.rank in self.held and self.held[m.rank].fds[m.slot] >= 0:
+                return local.Error(f"slot {m.slot} of rank {m.rank} is not wanted back"), []
+            held = self.held.setdefault(m.rank, Held(m.rank, m.world, m.home, m.bytes, [-1, -1]))
+            held.fds[m.slot] = fds[0]
+            if m.digest and held.digest(m.slot, m.used) == m.digest:
+                stamp = Stamp(m.epoch, m.version)
+                held.pair.slots[m.slot].state = "complete"
+                held.pair.slots[m.slot].stamp = stamp
+                held.pair.slots[m.slot].digest = m.digest
+                held.pair.slots[m.slot].bytes_used = m.used
+                held.pair.high = max(held.pair.high or stamp, stamp)
+            return local.Ok(), []
+        if isinstance(m, local.Landed):
+            held = self.held.get(m.rank)
+            if held is None or held.pair.slots[m.slot].stamp != Stamp(job.epoch, m.version):
+                return local.Error("that slot is not being filled with this version"), []
+            return local.Ok(), []
+        return local.Error(f"not understood: {m}"), []
+
+    def _verify(self, m: local.Landed) -> None:
+        held = self.held.get(m.rank)
+        if held is None:
+            return
+        if held.digest(m.slot, m.used) != m.digest:
+            self.job.corrupt.append(m)
+            held.pair.void(m.slot)
+            return
+        header = parse_header(os.pread(held.fds[m.slot], HEADER_BYTES, 0), held.bytes)
+        assert (header.rank, header.stamp, header.used_bytes) == (m.rank, Stamp(self.job.epoch, m.version), m.used)
+        try:
+            held.pair.complete(m.slot, Stamp(self.job.epoch, m.version), m.digest, m.used)
+        except ValueError:
+            return
+        self.job.landed.append((self.rank, m.rank, m.version))
+        self.job.reseal()
+
+
+class FakeJob:
+    """All nodes of one job, and what its agents know together. `m` replicas."""
+
+    def __init__(self, directory: Path, nodes: int, m: int) -> None:
+        self.lock = threading.RLock()
+        self.m, self.epoch, self.restart = m, 1, 0
+        self.chosen: Stamp | None = None
+        self.chosen_world = 0
+        self.sealed: Stamp | None = None
+        self.seals: list[Stamp] = []
+        self.lost: tuple[str, ...] = ()
+        self.events: list[tuple[int, local.Event]] = []
+        self.landed: list[tuple[int, int, int]] = []
+        self.corrupt: list[local.Landed] = []
+        self.finished: set[int] = set()
+        self.leaked: list[int] = []
+        self.ancestors: list[Held] = []
+        self.refuse_begin: Callable[[int, local.Begin], str] | None = None
+        self.refuse_register = ""
+        self.verdict = local.Verdict(alive=("a", "b"))
+        self.delay: dict[str, float] = {}
+        self.seal_until = 1 << 30
+        self.nodes = [Node(self, rank, str(directory / f"agent{rank}.sock")) for rank in range(nodes)]
+
+    def pairs(self) -> list[Held]:
+        return [held for node in self.nodes for held in node.held.values()]
+
+    def abandoned(self) -> frozenset[Stamp]:
+        pairs = self.pairs()
+        seen = {stamp for held in pairs for stamp in held.pair.complete_stamps()}
+        return frozenset(
+            s
+            for s in seen
+            if any(h.pair.find(s) is None and h.pair.high is not None and h.pair.high > s for h in pairs)
+        )
+
+    def reseal(self) -> None:
+        pairs = self.pairs()
+        if not pairs or len(pairs) != pairs[0].world * self.m:
+            return
+        for held in pairs:
+            wanted = placement.holders(held.home, len(self.nodes), self.m)
+            assert all(held.rank in self.nodes[h].held for h in wanted), "a shard is not where placement wants it"
+        common = frozenset.intersection(*(held.pair.complete_stamps() for held in pairs))
+        common = frozenset(s for s in common if s.version <= self.seal_until)
+        if common and (self.sealed is None or max(common) > self.sealed):
+            self.sealed = max(common)
+            self.seals.append(self.sealed)
+            for node in self.nodes:
+                if node.page is not None:
+                    node.page.set_sealed(*self.sealed)
+                    node.page.set_state(page.STATE_PROTECTED)
+
+    def stop_after(self, version: int) -> None:
+        """No version above this one will be taken any more: what a crash just after its seal leaves behind."""
+        self.seal_until = version
+        self.refuse_begin = lambda node, m: "the test stops here" if m.version > version else ""
+
+    def requeue(self, lost: tuple[int, ...] = ()) -> Stamp | None:
+        """A new incarnation: the nodes of `lost` come back empty; the newest version that is complete is chosen."""
+        with self.lock:
+            world = max((held.world for held in self.pairs()), default=0)
+            for rank in lost:
+                self.nodes[rank].forget()
+            candidates = []
+            for rank in range(world):
+                have = [node.held[rank].pair.complete_stamps() for node in self.nodes if rank in node.held]
+                candidates.append(frozenset().union(*have))
+            common = frozenset.intersection(*candidates) if candidates else frozenset()
+            self.chosen = max(common) if common else None
+            self.chosen_world = world if self.chosen else 0
+            for held in self.pairs():
+                held.pair.void_except(self.chosen)
+            self.epoch += 1
+            self.restart += 1
+            self.sealed = self.chosen
+            self.refuse_begin, self.seal_until = None, 1 << 30
+            self.finished.clear()
+            self.events.clear()
+            for node in self.nodes:
+                assert node.page is not None
+                node.page.set_sealed(*(self.chosen or (0, 0)))
+            return self.chosen
+
+    def saw(self, name: str) -> list[local.Event]:
+        return [event for _, event in self.events if event.name == name]
+
+    def close(self) -> None:
+        for node in self.nodes:
+            if node.server is not None:
+                node.die()
+        for fd in self.leaked:
+            os.close(fd)

@@ -1,0 +1,154 @@
+"""Starting training processes for the tests, and reading what they print."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from .fake_agent import FakeJob
+
+ROOT = Path(__file__).resolve().parents[2]
+_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class _Zygote:
+    """See zygote.py; started at first use, ends with this process."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+        self._codes: dict[int, int] = {}
+        self._pids: list[int] = []
+        self._changed = threading.Condition()
+
+    def _start(self) -> subprocess.Popen[str]:
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("GEMINI_", "SLURM_"))}
+        env.update(PYTHONPATH=str(ROOT), **_THREADS)
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("zygote.py"))],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        threading.Thread(target=self._read, args=(process,), daemon=True).start()
+        atexit.register(process.kill)
+        return process
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            answer = json.loads(line)
+            with self._changed:
+                if "code" in answer:
+                    self._codes[answer["pid"]] = answer["code"]
+                else:
+                    self._pids.append(answer["pid"])
+                self._changed.notify_all()
+
+    def fork(self, **request: Any) -> int:
+        with self._lock:
+            if self._process is None:
+                self._process = self._start()
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            with self._changed:
+                assert self._changed.wait_for(lambda: bool(self._pids), 120), "the zygote does not answer"
+                return self._pids.pop()
+
+    def code(self, pid: int, timeout_s: float) -> int | None:
+        with self._changed:
+            self._changed.wait_for(lambda: pid in self._codes, timeout_s)
+            return self._codes.get(pid)
+
+
+_zygote = _Zygote()
+
+
+class Process:
+    """One training process."""
+
+    def __init__(self, env: dict[str, str], options: dict[str, Any]) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="gemini-test-"))
+        self._out, self._err = self._directory / "out", self._directory / "err"
+        self.pid = _zygote.fork(env=env, options=options, out=str(self._out), err=str(self._err))
+
+    def poll(self) -> int | None:
+        return _zygote.code(self.pid, 0.0)
+
+    def signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def wait(self, timeout_s: float) -> int | None:
+        return _zygote.code(self.pid, timeout_s)
+
+    def read(self) -> tuple[str, str]:
+        return (
+            self._out.read_text() if self._out.exists() else "",
+            self._err.read_text() if self._err.exists() else "",
+        )
+
+
+class Run:
+    """Training processes of one launch; ranks are dealt to the job's nodes in blocks."""
+
+    def __init__(self, job: FakeJob | None, world: int, options: dict[str, Any]) -> None:
+        port = free_port()
+        self.processes = []
+        self.stderr: list[str] = []
+        for rank in range(world):
+            env = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "GLOO_SOCKET_IFNAME": "lo",
+            }
+            if job is not None:
+                env["GEMINI_SOCKET"] = job.nodes[rank * len(job.nodes) // world].path
+                env["GEMINI_STEP"] = f"1.{job.restart}"
+            self.processes.append(Process(env, options))
+
+    def wait(self, timeout_s: float = 120.0, codes: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
+        """Results by rank."""
+        results: list[dict[str, Any]] = []
+        failures = []
+        deadline = time.monotonic() + timeout_s
+        for rank, process in enumerate(self.processes):
+            code = process.wait(max(0.0, deadline - time.monotonic()))
+            if code is None:
+                failures.append(f"rank {rank} hangs")
+                for p in self.processes:
+                    p.signal(signal.SIGKILL)
+                process.wait(10.0)
+            elif code not in codes:
+                failures.append(f"rank {rank} ended with {code}")
+            out, err = process.read()
+            self.stderr.append(err)
+            lines = [line for line in out.splitlines() if line.startswith("{")]
+            results.append(json.loads(lines[-1]) if lines else {})
+        assert not failures, "; ".join(failures) + "\n" + "\n".join(self.stderr)
+        return results
+
+
+def train(job: FakeJob | None, world: int, **options: Any) -> list[dict[str, Any]]:
+    """One launch to its end; every rank must succeed."""
+    return Run(job, world, options).wait()

@@ -1,0 +1,204 @@
+"""Whatever breaks around it, the training goes on; and it says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from gemini_hpc.wire import local
+
+from .fake_agent import FakeJob
+from .launch import Run, train
+
+MakeJob = Callable[[int, int], FakeJob]
+
+
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
+        time.sleep(0.005)
+
+
+def sealed_version(job: FakeJob) -> int:
+    return job.sealed.version if job.sealed else 0
+
+
+def test_agent_dies_and_comes_back(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    run = Run(job, 2, {"kind": "ddp", "steps": 120, "sleep_s": 0.05, "kwargs": {"seal_timeout_s": 1.0}})
+    wait_for(lambda: sealed_version(job) >= 5, "the first seals")
+    job.nodes[1].die()
+    before = sealed_version(job)
+    time.sleep(1.0)
+    with job.lock:
+        assert sealed_version(job) <= before + 1, "nothing can be sealed without an agent"
+        job.nodes[1].start()
+    wait_for(lambda: sealed_version(job) > before + 2, "seals after the hand-back")
+    results = run.wait()
+    back = job.nodes[1].handed_back
+    assert {(m.rank, m.slot) for m in back} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert any(m.digest and m.version >= before - 1 for m in back)
+    assert job.nodes[1].hellos[-1].rejoin
+    assert all(r["report"]["version"] == 120 and r["report"]["state"] == "protected" for r in results)
+    assert "protection is degraded: the agent is gone" in run.stderr[1]
+    assert "protected again" in run.stderr[1]
+    assert not job.corrupt
+
+
+def test_a_cut_connection_is_not_a_dead_agent(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    run = Run(job, 2, {"kind": "ddp", "steps": 60, "sleep_s": 0.05, "kwargs": {"seal_timeout_s": 1.0}})
+    wait_for(lambda: sealed_version(job) >= 4, "the first seals")
+    memory = {h.rank: os.fstat(h.fds[0]).st_ino for h in job.nodes[1].held.values()}
+    job.nodes[1].cut()
+    before = sealed_version(job)
+    wait_for(lambda: sealed_version(job) > before + 2, "seals after the reconnection")
+    assert all(r["report"]["state"] == "protected" for r in run.wait())
+    assert memory == {h.rank: os.fstat(h.fds[0]).st_ino for h in job.nodes[1].held.values()}
+
+
+def test_agent_of_another_incarnation_is_not_joined(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    run = Run(job, 1, {"steps": 60, "sleep_s": 0.05})
+    wait_for(lambda: sealed_version(job) >= 3, "the first seals")
+    job.nodes[0].die()
+    job.epoch += 1
+    job.nodes[0].start()
+    result = run.wait()[0]
+    assert result["report"]["state"] == "unprotected"
+    assert "no longer protected: the agent came back for epoch 2" in run.stderr[0]
+    assert not job.nodes[0].handed_back
+
+
+def test_refused_begin_skips_one_save(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    job.refuse_begin = lambda node, m: "busy draining" if (node, m.rank, m.version) == (0, 0, 6) else ""
+    run = Run(job, 2, {"kind": "ddp", "steps": 12, "sleep_s": 0.05, "kwargs": {"seal_timeout_s": 0.5}})
+    results = run.wait()
+    assert results[0]["report"]["versions"]["reasons"] == {"busy draining": 1}
+    versions = [s.version for s in job.seals]
+    assert 6 not in versions and {7, 12} <= set(versions)
+    assert any("busy draining" in e.detail and e.version == 6 for e in job.saw("skipped"))
+    assert "version 6 skipped: busy draining" in run.stderr[0]
+
+
+def test_refused_memory_means_unprotected_everywhere(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    job.refuse_register = "not enough memory for the replicas: wanted 9 MiB, the node's cap is 5 MiB"
+    run = Run(job, 2, {"kind": "ddp", "steps": 8, "sleep_s": 0.02})
+    results = run.wait()
+    assert all(r["report"]["state"] == "unprotected" for r in results)
+    assert all(err.count("wanted 9 MiB, the node's cap is 5 MiB") == 1 for err in run.stderr)
+
+
+def test_without_an_agent_one_line(make_job: MakeJob) -> None:
+    run = Run(None, 2, {"kind": "ddp", "steps": 3})
+    results = run.wait()
+    lines = [line for err in run.stderr for line in err.splitlines() if line.startswith("gemini-hpc:")]
+    assert lines == ["gemini-hpc: this training is not protected: no agent here (GEMINI_SOCKET is not set)"]
+    assert results[0]["losses"].keys() == {"1", "2", "3"}
+
+
+def test_an_agent_on_some_nodes_only(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    job.nodes[1].die()
+    run = Run(job, 2, {"kind": "ddp", "steps": 3})
+    assert all(r["report"]["state"] == "unprotected" for r in run.wait())
+    assert run.stderr[0].count("not protected: no agent at") == 1
+
+
+def test_more_replicas_than_nodes(make_job: MakeJob) -> None:
+    job = make_job(1, 2)
+    run = Run(job, 1, {"steps": 3})
+    run.wait()
+    assert "2 replicas asked for, the training runs on 1 node" in run.stderr[0]
+
+
+def test_broken_links(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    run = Run(
+        job, 2, {"kind": "ddp", "steps": 12, "interrupt_at": 6, "sleep_s": 0.05, "kwargs": {"seal_timeout_s": 0.5}}
+    )
+    results = run.wait()
+    assert all(r["report"]["state"] == "degraded" for r in results)
+    assert all("degraded: the link" in err for err in run.stderr)
+    assert job.saw("degraded")
+    assert {r["report"]["version"] for r in results} == {12}
+
+
+def test_a_seal_that_never_comes_is_waited_for_once(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    job.seal_until = 4
+    run = Run(job, 1, {"steps": 10, "sleep_s": 0.02, "kwargs": {"seal_timeout_s": 0.3}})
+    result = run.wait()[0]
+    assert "version 5 was not sealed within 0.3 s" in run.stderr[0]
+    assert result["report"]["times"]["seal_wait_s"] < 2 * 0.3 + 0.5
+    assert result["report"]["state"] == "degraded"
+
+
+def test_a_slow_agent_slows_nothing_for_good(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    job.delay["Begin"] = 0.4
+    run = Run(job, 1, {"steps": 20, "sleep_s": 0.02, "kwargs": {"seal_timeout_s": 0.1}})
+    result = run.wait()[0]
+    assert result["report"]["version"] == 20
+    assert result["report"]["unsaved"]["skipped"] > 0
+
+
+def test_step_without_optimizer_step_is_warned_of_once(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    run = Run(job, 1, {"steps": 8, "twice_at": 5, "sleep_s": 0.05})
+    result = run.wait()[0]
+    assert result["report"]["version"] == 9
+    assert run.stderr[0].count("without an optimizer step since the last one") == 1
+    assert 6 not in [s.version for s in job.seals] and sealed_version(job) == 9
+
+
+def test_a_parameter_changed_behind_our_back(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    job.stop_after(9)
+    options = {"kind": "ddp", "steps": 12, "tamper_at": 6, "kwargs": {"audit": 1}}
+    run = Run(job, 2, options)
+    whole = run.wait()
+    eager = set().union(*(r["report"]["captured"]["eager"] for r in whole))
+    assert eager == {"model.blocks.0.weight"}
+    assert any("model.blocks.0.weight" in e.detail for e in job.saw("changed"))
+    chosen = job.requeue(lost=(1,))
+    assert chosen is not None and chosen.version == 9
+    resumed = train(job, 2, seed=3, **options)
+    assert [r["digest"] for r in resumed] == [r["digest"] for r in whole]
+
+
+@pytest.mark.parametrize("how", ["leave_at", "raise_at", "die_at"])
+def test_ending_without_close(make_job: MakeJob, how: str) -> None:
+    """Python must not abort over threads that wait for other ranks; and nothing says that the training succeeded."""
+    job = make_job(2, 2)
+    job.verdict = local.Verdict(alive=("a", "b"))
+    run = Run(job, 2, {"kind": "ddp", "steps": 20, how: 6, "sleep_s": 0.02, "kwargs": {"hold_s": 0.5}})
+    run.wait(codes={"leave_at": (0,), "raise_at": (1,), "die_at": (1,)}[how])
+    assert not job.finished
+    assert sealed_version(job) >= 4
+
+
+def test_held_while_a_node_is_dead(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    job.verdict = local.Verdict(dead=("n2",), alive=("n1",))
+    run = Run(job, 1, {"steps": 20, "raise_at": 3, "kwargs": {"hold_s": 30.0}})
+    wait_for(lambda: any(e.name == "imports_done" for _, e in job.events), "the start")
+    time.sleep(4.0)
+    assert run.processes[0].poll() is None, "held: Slurm is to end it"
+    run.processes[0].signal(signal.SIGKILL)
+    run.wait(codes=(-9,))
+    assert "node n2 is dead: waiting up to 30 s" in run.stderr[0]
+
+
+def test_let_go_when_all_nodes_live(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    run = Run(job, 1, {"steps": 20, "raise_at": 3, "kwargs": {"hold_s": 60.0}})
+    run.wait(timeout_s=40, codes=(1,))
+    assert "Connection closed by peer" in run.stderr[0]

@@ -1,0 +1,120 @@
+"""A resumed run is, bit for bit, the run that was never interrupted; also on nodes that lost everything."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .fake_agent import FakeJob
+from .launch import Run, train
+
+MakeJob = Callable[[int, int], FakeJob]
+FULL = {"workers": 2, "accumulate": 2, "kwargs": {"audit": 1}}
+
+
+def assert_continues(whole: list[dict[str, Any]], resumed: list[dict[str, Any]], version: int) -> None:
+    for a, b in zip(whole, resumed, strict=True):
+        assert b["start"] == version
+        assert len(b["losses"]) > 2
+        assert b["losses"] == {s: loss for s, loss in a["losses"].items() if int(s) > version}
+        assert b["digest"] == a["digest"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "nodes", "m", "more"),
+    [
+        ("plain", 1, 1, 1, {"scaler": True, "inf_at": 5}),
+        ("ddp", 2, 2, 2, {"scaler": True, "inf_at": 5, "kwargs": {"audit": 1, "ownership": "full"}}),
+        ("ddp", 3, 3, 2, {"width": 300}),  # wide enough for the order of summation in a ring to show
+        ("fsdp2", 2, 2, 2, {}),
+        ("fsdp2", 3, 3, 2, {"kwargs": {"audit": 1, "max_repeated": 2}}),
+        ("ddp", 4, 2, 2, {"workers": 0}),
+    ],
+)
+def test_bit_identical(make_job: MakeJob, kind: str, world: int, nodes: int, m: int, more: dict[str, Any]) -> None:
+    job = make_job(nodes, m)
+    job.stop_after(7)  # what a failure right after the seal of version 7 leaves
+    options = {"kind": kind, "steps": 12, **FULL, **more}
+    whole = train(job, world, **options)
+    assert not job.corrupt
+    assert whole[0]["report"]["captured"]["eager"] == {}
+    chosen = job.requeue(lost=(nodes - 1,) if m > 1 else ())
+    assert chosen is not None and chosen.version == 7
+    resumed = train(job, world, seed=1234, **options)  # other weights, other generators: all must come from memory
+    assert_continues(whole, resumed, 7)
+    assert not job.ancestors, "memory of the same size is used again"
+    assert not job.ancestors, "memory of the same size is used again"
+    assert job.sealed is not None and job.sealed.version == 12
+    assert job.finished == set(range(world))
+    assert len(job.saw("resumed")) == len(job.saw("first_iteration")) == world
+
+
+def test_killed_in_the_middle(make_job: MakeJob) -> None:
+    options = {"kind": "ddp", "steps": 40, **FULL, "workers": 0}
+    whole = train(None, 2, **options)
+    job = make_job(2, 2)
+    run = Run(job, 2, {**options, "sleep_s": 0.02})
+    deadline = time.monotonic() + 60
+    while not (job.sealed and job.sealed.version >= 9) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    for process in run.processes:
+        process.signal(signal.SIGKILL)
+    run.wait(codes=(-signal.SIGKILL,))
+    sealed = job.sealed
+    assert sealed is not None
+    chosen = job.requeue(lost=(0,))
+    assert chosen is not None and chosen.version >= sealed.version
+    assert_continues(whole, train(job, 2, seed=5, **options), chosen.version)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("ddp", 4), ("ddp", 2)),
+        (("fsdp2", 3), ("fsdp2", 2)),
+        (("fsdp2", 2), ("plain", 1)),
+        (("ddp", 2), ("fsdp2", 3)),
+    ],
+)
+def test_resharding(make_job: MakeJob, before: tuple[str, int], after: tuple[str, int]) -> None:
+    options = {"steps": 4, "norm": "layer"}
+    job = make_job(1, 1)
+    saved = train(job, before[1], kind=before[0], sleep_s=0.05, **options)
+    chosen = job.requeue()
+    assert chosen is not None
+    loaded = train(job, after[1], kind=after[0], seed=77, **options)
+    assert loaded[0]["start"] == chosen.version == 4
+    assert {r["digest"] for r in loaded} == {saved[0]["digest"]}
+
+
+def test_a_different_model_is_refused(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    train(job, 1, steps=4, sleep_s=0.05)
+    assert job.requeue() is not None
+    run = Run(job, 1, {"steps": 6, "width": 48})
+    run.wait(codes=(1,))
+    assert "does not fit this training" in run.stderr[0]
+    assert "model.embed.weight is (50, 48)" in run.stderr[0]
+
+
+def test_nothing_to_resume_from_says_why(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    job.lost = ("shard 3: both holders are gone",)
+    run = Run(job, 1, {"steps": 2})
+    assert run.wait()[0]["start"] == 0
+    assert "shard 3: both holders are gone" in run.stderr[0]
+
+
+def test_a_shard_that_cannot_be_fetched_starts_over_on_all_ranks(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    train(job, 2, kind="ddp", steps=4, sleep_s=0.05)
+    assert job.requeue() is not None
+    for node in job.nodes:
+        node.held.pop(1)
+    run = Run(job, 2, {"kind": "ddp", "steps": 4})
+    assert [r["start"] for r in run.wait()] == [0, 0]
+    assert "nobody holds shard 1" in run.stderr[0]
