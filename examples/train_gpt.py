@@ -196,8 +196,10 @@ def main() -> None:
         record(**line)
         ckpt.step()  # gemini: the state of this iteration is complete (the last statement of the loop)
 
-    final = digest(model, optimizer)
-    print(f"rank {rank}: {a.steps} steps done, state {final}", flush=True)
+    final = [digest(model, optimizer)] * world
+    if world > 1:
+        dist.all_gather_object(final, final[rank])
+    print(f"rank {rank}: {a.steps} steps done, state {final[rank]}", flush=True)
     record(final=final, start=start)
     if a.replicas_report and rank == 0:
         print(json.dumps(ckpt.report(), indent=1), flush=True)

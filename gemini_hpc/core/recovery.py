@@ -3,8 +3,15 @@
 1. The previous node-rank map is the one of the latest restart that a survivor remembers; replacements fill gaps.
 2. The new epoch is above every epoch that anyone has seen.
 3. Per set, the highest stamp of which every shard has a complete copy somewhere is chosen.
-4. Every holder of the new placement that lacks such a copy pulls it, the home node first in its list of sources.
-5. Every agent voids the rest (`SlotPair.void_except`) and acknowledges before training goes on.
+4. Every agent voids all but the stamps to keep (`SlotPair.void_except`) and acknowledges; only then training goes on.
+5. Every holder of the new placement that lacks the chosen stamp pulls it, the home node first in its list of sources.
+
+An agent that has given its inventory takes no write, vote or word of the old epoch any more: else the chosen
+version could be overwritten, by rights of the old epoch, before the plan arrives.
+
+The chosen stamp may never have been sealed: every shard has a copy of it, but not every holder. Then one more failure
+could take the only copy of some shard, so the version to fall back on is kept beside it until the new root has sealed
+the chosen one, and until then the chosen one does not count as sealed: `keep` and `sealed` of the plan say so.
 """
 
 from __future__ import annotations
@@ -36,8 +43,8 @@ class CopyInfo:
 @dataclass(frozen=True, slots=True)
 class Inventory:
     """What one reachable agent has. `noderanks` is the map of the incarnation that it last belonged to, and
-    `map_restart` that incarnation's restart count. `sealed` has, per set, the highest stamp that the agent has ever
-    known to be sealed, earlier epochs included: without it a loss can pass for a first seal that had not come."""
+    `map_restart` that incarnation's restart count. `sealed` has, per set, the highest stamp that the agent knows to
+    have been sealed, in this epoch or by the plan of its recovery (`SetPlan.sealed`)."""
 
     host: str
     noderanks: dict[str, int] | None
@@ -67,7 +74,10 @@ class SetPlan:
     """Recovery of one training set. `outcome`:
 
     - `chosen`: `chosen` is the stamp to load, `world` its number of training ranks, `shards` one copy per rank
-      in rank order (for its digest, sizes and home), `pulls` what is to be moved.
+      in rank order (for its digest, sizes and home), `pulls` what is to be moved. `keep` is what a holder does not
+      void: the chosen stamp and, where it had not been sealed, the one to fall back on. `sealed` is what counts as
+      sealed, in R1 and before the next optimizer step, until the new root's first word: the chosen stamp or an
+      earlier one.
     - `lost`: more holders are gone than the replicas allow; `lost` names the missing shards of the newest stamp.
     - `never-sealed`: copies exist, but no loss of nodes explains the gaps: the first seal had not come.
     """
@@ -79,12 +89,18 @@ class SetPlan:
     shards: tuple[CopyInfo, ...]
     pulls: tuple[Pull, ...]
     lost: tuple[LostShard, ...]
+    keep: tuple[Stamp, ...] = ()
+    sealed: Stamp | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPlan:
-    """`gone` are hosts of the previous map without an inventory. `sets` is empty where nobody has any copy:
-    with `survivable` a first start, without it everything may have been lost."""
+    """`gone` are hosts of the previous map without an inventory, `survivable` says whether m replicas promise to
+    survive that. `sets` is empty where nobody has any copy: a first start, or everything is lost.
+
+    Without `survivable`, or with a warning that a sealed version has lost shards, what is chosen may be much older
+    than the tier's last: the caller compares.
+    """
 
     noderanks: dict[str, int]
     epoch: int
@@ -97,8 +113,11 @@ class RecoveryPlan:
         return next((plan for plan in self.sets if plan.set_name == set_name), None)
 
 
-def plan(inventories: Mapping[str, Inventory], hosts: Sequence[str], m: int) -> RecoveryPlan:
+def plan(inventories: Mapping[str, Inventory], hosts: Sequence[str], m: int, *, min_epoch: int = 0) -> RecoveryPlan:
     """The plan for a job that now has `hosts`, in host-list order, with m replicas.
+
+    The new epoch is above all that the inventories know, and at least `min_epoch`: a caller with a number that only
+    grows (the restart count) so keeps apart from lineages that nobody reachable remembers.
 
     `inventories` is by host, of all reachable agents; hosts outside the allocation may be sources. The result
     depends on nothing else, so that agents with the same inventories agree. Raises ValueError for m < 1,
@@ -112,17 +131,18 @@ def plan(inventories: Mapping[str, Inventory], hosts: Sequence[str], m: int) -> 
     gone = tuple(sorted((previous or {}).keys() - inventories.keys(), key=order))
     survivable = _survivable(previous, gone, m)
     held = _held(inventories, order, warnings)
-    epoch = 1 + max(
+    epoch = max(
         (
-            epoch
+            epoch + 1
             for inventory in inventories.values()
             for epoch in (inventory.max_epoch, *(copy.stamp.epoch for copy in inventory.copies))
         ),
-        default=-1,
+        default=0,
     )
+    epoch = max(epoch, min_epoch)
     context = _Context(noderanks, previous or {}, frozenset(inventories), frozenset(gone), survivable, m, order)
     sealed = _known_sealed(inventories)
-    sets = tuple(_plan_set(name, held[name], sealed.get(name), context, warnings) for name in sorted(held))
+    sets = tuple(_plan_set(name, held[name], sealed.get(name, set()), context, warnings) for name in sorted(held))
     return RecoveryPlan(noderanks, epoch, sets, gone, survivable, tuple(warnings))
 
 
@@ -183,11 +203,11 @@ def _survivable(previous: dict[str, int] | None, gone: tuple[str, ...], m: int) 
     return placement.survivable(N, m, lost)
 
 
-def _known_sealed(inventories: Mapping[str, Inventory]) -> dict[str, Stamp]:
-    sealed: dict[str, Stamp] = {}
+def _known_sealed(inventories: Mapping[str, Inventory]) -> dict[str, set[Stamp]]:
+    sealed: dict[str, set[Stamp]] = defaultdict(set)
     for inventory in inventories.values():
         for name, stamp in inventory.sealed:
-            sealed[name] = max(stamp, sealed.get(name, stamp))
+            sealed[name].add(stamp)
     return sealed
 
 
@@ -213,7 +233,7 @@ def _held(
 def _plan_set(
     name: str,
     stamps: dict[tuple[Stamp, int], dict[int, _Held]],
-    sealed: Stamp | None,
+    sealed: set[Stamp],
     context: _Context,
     warnings: list[str],
 ) -> SetPlan:
@@ -223,8 +243,9 @@ def _plan_set(
     chosen, world = max(choosable)
     if any(stamp == chosen and other != world for stamp, other in stamps):
         warnings.append(f"set {name!r}: copies of version {chosen} name different numbers of ranks; {world} is used")
-    if sealed is not None and chosen < sealed:
-        warnings.append(f"set {name!r}: version {sealed} was sealed but has lost shards; {chosen} is used")
+    if sealed and chosen < max(sealed):
+        warnings.append(f"set {name!r}: version {max(sealed)} was sealed but has lost shards; {chosen} is used")
+    keep = (chosen, *_fallback(chosen, choosable, sealed))
     shards: list[CopyInfo] = []
     pulls: list[Pull] = []
     by_rank = {rank: host for host, rank in context.noderanks.items()}
@@ -238,7 +259,16 @@ def _plan_set(
             dest = by_rank[holder]
             if dest not in keepers:
                 pulls.append(Pull(dest, shard, _sources(by_rank[home], list(keepers), rank + turn)))
-    return SetPlan(name, "chosen", chosen, world, tuple(shards), tuple(pulls), ())
+    settled = max(sealed & set(keep), default=None)
+    return SetPlan(name, "chosen", chosen, world, tuple(shards), tuple(pulls), (), keep, settled)
+
+
+def _fallback(chosen: Stamp, choosable: list[tuple[Stamp, int]], sealed: set[Stamp]) -> tuple[Stamp, ...]:
+    """What is kept beside the chosen stamp until that is sealed: the last sealed one, else the next best."""
+    if chosen in sealed:
+        return ()
+    older = {stamp for stamp, _ in choosable if stamp < chosen}
+    return tuple(sorted(older & sealed or older)[-1:])
 
 
 def _trusted(name: str, found: _Held, context: _Context, warnings: list[str]) -> dict[str, CopyInfo]:
@@ -271,7 +301,7 @@ def _sources(home_host: str, keepers: list[str], turn: int) -> tuple[str, ...]:
 def _lost_set(
     name: str,
     stamps: dict[tuple[Stamp, int], dict[int, _Held]],
-    sealed: Stamp | None,
+    sealed: set[Stamp],
     context: _Context,
 ) -> SetPlan:
     newest, world = max(stamps, key=lambda key: (key[0], len(stamps[key])))
@@ -287,7 +317,7 @@ def _lost_set(
         for rank in range(min(world, MAX_LISTED))
         if rank not in stamps[newest, world]
     )
-    outcome: Literal["lost", "never-sealed"] = "never-sealed" if context.survivable and sealed is None else "lost"
+    outcome: Literal["lost", "never-sealed"] = "never-sealed" if context.survivable and not sealed else "lost"
     return SetPlan(name, outcome, None, world, (), (), lost)
 
 

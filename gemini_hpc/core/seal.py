@@ -122,14 +122,15 @@ class Root(Subtree):
     """The top of the tree: what it has sealed stays sealed, what it has abandoned is never sealed.
 
     It need not outlive its agent: a new root that hears every member again can only find the same (a voter keeps
-    what it voted for, a dead stamp stays dead), so a restart delays words and never contradicts one.
+    what it voted for, a dead stamp stays dead), so a restart delays words and never contradicts one. `sealed` is what
+    the agent of a restarted root still knows, from the page that its trainers have handed back; None in a new epoch.
     """
 
     __slots__ = ("_facts", "_sealed")
 
-    def __init__(self, members: Iterable[Hashable]) -> None:
+    def __init__(self, members: Iterable[Hashable], sealed: Stamp | None = None) -> None:
         super().__init__(members)
-        self._sealed: Stamp | None = None
+        self._sealed = sealed
         self._facts = SILENT
 
     def update(self, member: Hashable, vote: Vote) -> None:

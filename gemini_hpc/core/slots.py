@@ -62,7 +62,7 @@ class SlotPair:
         that (crash and hand-back) passes every complete stamp. In this order:
 
         1. A filling slot whose own writer has gone on to a newer version (same epoch). A slot that is being
-           restored from a peer bears an older epoch: it is left alone until the other slot is sealed.
+           restored from a peer bears an older epoch: it is left alone until it is abandoned or a later stamp sealed.
         2. An empty slot.
         3. The older of two complete slots, if the newer one or a later stamp is sealed (R1).
         4. The newer one, if the root has abandoned it, or if it was never voted for and the older is sealed.
@@ -79,20 +79,16 @@ class SlotPair:
     def _room(self, stamp: Stamp, sealed: Stamp | None, abandoned: frozenset[Stamp], voted: frozenset[Stamp]) -> int:
         for index, slot in enumerate(self.slots):
             if slot.state == "filling":
-                assert slot.stamp is not None
-                other = self.slots[1 - index]
-                if slot.stamp.epoch == stamp.epoch or (other.state == "complete" and _is_sealed(other, sealed)):
+                filling = _stamp(slot)
+                overtaken = filling in abandoned or (sealed is not None and filling < sealed)
+                if filling.epoch == stamp.epoch or overtaken:
                     return index
         for index, slot in enumerate(self.slots):
             if slot.state == "empty":
                 return index
-        for index, slot in enumerate(self.slots):
+        for slot in self.slots:
             if slot.state == "filling":
-                other = self.slots[1 - index]
-                raise Refused(
-                    f"version {slot.stamp} is being restored here and "
-                    + (f"{other.stamp} is not sealed" if other.state == "complete" else "so is the other slot")
-                )
+                raise Refused(f"version {slot.stamp} is still being restored here")
         older, newer = (0, 1) if _stamp(self.slots[0]) < _stamp(self.slots[1]) else (1, 0)
         if _is_sealed(self.slots[newer], sealed):
             return older
@@ -130,11 +126,12 @@ class SlotPair:
             if slot.state == "filling":
                 self.void(index)
 
-    def void_except(self, stamp: Stamp | None) -> tuple[Stamp, ...]:
-        """R4, at recovery: keep only a complete copy of the chosen stamp. Returns what was voided, in slot order."""
+    def void_except(self, *keep: Stamp) -> tuple[Stamp, ...]:
+        """R4, at recovery: keep only complete copies of these stamps (`recovery.SetPlan.keep`). Returns what was
+        voided, in slot order. The pair then belongs to the new epoch: it may go back to a kept stamp."""
         voided = []
         for index, slot in enumerate(self.slots):
-            if slot.stamp is not None and (slot.state != "complete" or slot.stamp != stamp):
+            if slot.stamp is not None and (slot.state != "complete" or slot.stamp not in keep):
                 voided.append(slot.stamp)
                 self.void(index)
         self.high = self.newest()

@@ -215,9 +215,11 @@ class HandBack(Message, frozen=True, tag="handback"):
 
 
 class Ok(Message, frozen=True, tag="ok"):
-    """Done. `state` is set in the reply to `Epilog`: released or detached."""
+    """Done. In the reply to `Epilog`, state is released, detached, or hold: detached, and this node is to hold the
+    survivors of incarnation `restart`, because no controller answers."""
 
     state: str = ""
+    restart: int = 0
 
 
 class Error(Message, frozen=True, tag="error"):

@@ -97,11 +97,14 @@ class PullOrder(msgspec.Struct, frozen=True):
 class SetPlan(msgspec.Struct, frozen=True):
     """What a set resumes from; chosen None: nothing, and `lost` says why.
 
-    copies: the chosen copy of each rank with the hosts that hold it now.
+    copies: the chosen copy of each rank with the hosts that hold it now. keep: what a holder does not void.
+    sealed: what counts as sealed until the root's first word (core.recovery.SetPlan).
     """
 
     name: str
     chosen: StampT | None
+    keep: tuple[StampT, ...]
+    sealed: StampT | None
     world: int
     copies: tuple[tuple[CopyRecord, tuple[str, ...]], ...]
     lost: tuple[str, ...]

@@ -1,0 +1,255 @@
+"""What of the training state this rank keeps, and how it gets from the tensors into a slot.
+
+Between `step()` and the first optimizer pre-hook after it, parameters and optimizer tensors are expected not to
+change; in that time a background thread copies them. The expectation is checked: a tensor that changed before its
+copy was made voids the version, and is copied at `step()` from then on (it becomes eager).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import xxhash
+
+from gemini_hpc.train.directory import Manifest
+from gemini_hpc.train.ownership import Block, Entry
+from gemini_hpc.train.tree import Leaf, local
+
+_BATCH_BYTES = 1 << 20  # pieces below this go through one _foreach_copy_
+
+
+class StateChangedError(Exception):
+    """The training state no longer has the shape that was planned."""
+
+
+@dataclass
+class _Source:
+    """A tensor with pieces in this rank's shard."""
+
+    key: str
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]  # (offset in the local tensor, size)
+    first_piece: int
+    shape: torch.Size
+    dtype: torch.dtype
+    eager: bool = False
+    ptr: int = -1
+    base: torch.Tensor | None = None
+    views: list[torch.Tensor] = field(default_factory=list)
+    staging: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass
+class Job:
+    """One version on its way into a slot. `left` is set when the training may change its tensors again."""
+
+    version: int
+    small: bytes
+    views: list[list[torch.Tensor]]
+    watch: list[tuple[int, torch.Tensor, int]]  # (source, tensor, its version counter at step())
+    digests: list[str] | None
+    ready: torch.cuda.Event | None = None  # the device has come to step(); nothing of this is tested without a GPU
+    device: torch.device | None = None
+    left: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    saved: bool = True
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    started: bool = False
+    cancelled: bool = False
+
+    def start(self) -> bool:
+        """From the copying thread: True if the copy may begin."""
+        with self.lock:
+            self.started = not self.cancelled
+            return self.started
+
+    def cancel(self) -> bool:
+        """From the training: True if the copy had not begun, and never will."""
+        with self.lock:
+            self.cancelled = not self.started
+            return self.cancelled
+
+    def give_up(self) -> None:
+        """This version will not be complete."""
+        self.saved = False
+        self.left.set()
+
+
+def _bytes_of(view: torch.Tensor) -> memoryview:
+    flat = view.detach().contiguous().cpu().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def _digest(views: Sequence[torch.Tensor]) -> str:
+    hasher = xxhash.xxh3_128()
+    for view in views:
+        hasher.update(_bytes_of(view))
+    return hasher.hexdigest()
+
+
+class Capture:
+    """The tensors behind the pieces of a manifest, found anew at every step."""
+
+    def __init__(
+        self, manifest: Manifest, leaves: Sequence[Leaf], entries: Sequence[Entry], blocks: Sequence[Block]
+    ) -> None:
+        """blocks: as dealt, by entry; the manifest's pieces are the same ones in the same order."""
+        self.manifest = manifest
+        self._planned = {leaf.key for leaf in leaves}
+        self._sources: list[_Source] = []
+        self._by_key: dict[str, _Source] = {}
+        self._targets: dict[int, tuple[int, list[torch.Tensor]]] = {}
+        self.eager_since: dict[str, str] = {}
+        self.lock = threading.Lock()
+        for number, block in enumerate(blocks):
+            leaf, entry = leaves[block.entry], entries[block.entry]
+            offset = tuple(b - e for b, e in zip(block.offset, entry.offset, strict=True))
+            source = self._by_key.get(leaf.key)
+            if source is None:
+                here = local(leaf.tensor)
+                source = _Source(leaf.key, [], number, here.shape, here.dtype)
+                self._by_key[leaf.key] = source
+                self._sources.append(source)
+            source.boxes.append((offset, block.size))
+
+    @property
+    def keys(self) -> list[str]:
+        """Names of the tensors of which this rank keeps something."""
+        return [source.key for source in self._sources]
+
+    def bind(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """Find the planned tensors among the present ones. Returns those that are not in the plan, which have to go
+        with the small state. Raises StateChangedError where one is gone or has another shape."""
+        found = {leaf.key: leaf.tensor for leaf in leaves}
+        for source in self._sources:
+            tensor = found.get(source.key)
+            if tensor is None:
+                raise StateChangedError(f"{source.key} is gone from the training state")
+            here = local(tensor)
+            if here.data_ptr() != source.ptr or here is not source.base:
+                self._bind_one(source, here)
+        if len(found) == len(self._planned):
+            return []
+        return [leaf for leaf in leaves if leaf.key not in self._planned]
+
+    @staticmethod
+    def _bind_one(source: _Source, here: torch.Tensor) -> None:
+        if here.shape != source.shape or here.dtype != source.dtype:
+            raise StateChangedError(
+                f"{source.key} was {tuple(source.shape)} {source.dtype}, is {tuple(here.shape)} {here.dtype} now"
+            )
+        source.ptr, source.base = here.data_ptr(), here
+        detached = here.detach()
+        source.views = []
+        for offset, size in source.boxes:
+            view = detached
+            for dim, (start, length) in enumerate(zip(offset, size, strict=True)):
+                if length != view.shape[dim]:
+                    view = view.narrow(dim, start, length)
+            source.views.append(view)
+
+    def snapshot(self, version: int, small: bytes, audit: bool) -> Job:
+        """Begin the capture of a version: eager tensors are copied now, the others are noted."""
+        job = Job(version, small, [], [], [] if audit else None)
+        with torch.no_grad():
+            for index, source in enumerate(self._sources):
+                if source.eager:
+                    if not source.staging:
+                        source.staging = [v.contiguous().clone() for v in source.views]
+                    for stage, view in zip(source.staging, source.views, strict=True):
+                        stage.copy_(view)
+                    job.views.append(source.staging)
+                else:
+                    assert source.base is not None
+                    job.views.append(source.views)
+                    job.watch.append((index, source.base, source.base._version))
+                if job.digests is not None:
+                    job.digests.append(_digest(job.views[-1]))
+        device = next((s.base.device for s in self._sources if s.base is not None and s.base.is_cuda), None)
+        if device is not None:
+            job.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            job.ready.record(torch.cuda.current_stream(device))
+            job.device = device
+        return job
+
+    # ---- from the copying thread -----------------------------------------------------------------------
+
+    def _target(self, index: int, area: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the pieces in a slot's tensor area (kept by slot index)."""
+        kept = self._targets.get(index)
+        if kept is not None and kept[0] == area.data_ptr():
+            return kept[1]
+        manifest = self.manifest
+        views = []
+        dtypes = [source.dtype for source in self._sources for _ in source.boxes]
+        for piece, dtype in zip(manifest.pieces, dtypes, strict=True):
+            raw = area[piece.at : piece.at + manifest.nbytes(piece)]
+            views.append(raw.view(dtype).view(piece.size))
+        self._targets[index] = (area.data_ptr(), views)
+        return views
+
+    def copy(self, job: Job, index: int, area: torch.Tensor) -> None:
+        """Copy everything that the job noted into the tensor area of slot `index`."""
+        targets = self._target(index, area)
+        small_from: list[torch.Tensor] = []
+        small_to: list[torch.Tensor] = []
+        stream = torch.cuda.Stream(job.device) if job.ready is not None else None  # type: ignore[no-untyped-call]
+        if stream is not None and job.ready is not None:
+            stream.wait_event(job.ready)
+        with torch.no_grad(), torch.cuda.stream(stream):
+            number = 0
+            for views in job.views:
+                for view in views:
+                    target = targets[number]
+                    number += 1
+                    if target.numel() * target.element_size() < _BATCH_BYTES and not view.is_cuda:
+                        small_from.append(view)
+                        small_to.append(target)
+                    else:
+                        target.copy_(view)
+            if small_to:
+                torch._foreach_copy_(small_to, small_from)
+        if stream is not None:
+            stream.synchronize()
+
+    def changed(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
+        """After `copy`: names of tensors whose copy cannot be trusted. They are eager from now on."""
+        bad = [self._sources[i].key for i, tensor, version in job.watch if tensor._version != version]
+        bad += [
+            source.key
+            for source in self._sources
+            if not source.eager and source.base is not None and source.base.data_ptr() != source.ptr
+        ]
+        if job.digests is not None:
+            targets = self._target(index, area)
+            number = 0
+            for source, views, digest in zip(self._sources, job.views, job.digests, strict=True):
+                count = len(views)
+                if _digest(targets[number : number + count]) != digest:
+                    bad.append(source.key)
+                number += count
+        return self.make_eager(bad, "changed before its copy was made")
+
+    # ---- at the pre-hook -------------------------------------------------------------------------------
+
+    def audit(self, job: Job) -> list[str]:
+        """Names of tensors that have changed since `step()` without an optimizer; they are eager from now on."""
+        if job.digests is None:
+            return []
+        bad = [
+            source.key
+            for source, digest in zip(self._sources, job.digests, strict=True)
+            if not source.eager and _digest(source.views) != digest
+        ]
+        return self.make_eager(bad, "changed between step() and the optimizer")
+
+    def make_eager(self, keys: Sequence[str], why: str) -> list[str]:
+        """Copy these at `step()` from now on."""
+        with self.lock:
+            for key in keys:
+                source = self._by_key[key]
+                self.eager_since.setdefault(key, why)
+                source.eager = True
+        return list(dict.fromkeys(keys))

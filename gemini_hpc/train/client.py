@@ -1,0 +1,232 @@
+"""The connection of one training rank to the agent of its node, and what happens when the agent dies."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from gemini_hpc.wire import local
+from gemini_hpc.wire.page import ControlPage
+
+REQUEST_TIMEOUT_S = 30.0
+WELCOME_TIMEOUT_S = 120.0  # a recovery round waits for every node; pulls of large shards go on behind it
+REJOIN_TIMEOUT_S = 30.0
+RETRY_FAST_S, RETRY_FAST_FOR_S, RETRY_SLOW_S = 0.2, 60.0, 5.0
+
+Reply = tuple[local.Reply, list[int]]
+Exchange = Callable[..., Reply]
+
+
+class AgentLost(ConnectionError):
+    """There is no agent at the other end now."""
+
+
+class AgentRefused(RuntimeError):
+    """The agent answered with an error."""
+
+
+def ask_once(path: str, message: local.Message, timeout_s: float) -> local.Reply:
+    """One request on a connection of its own. Raises AgentLost."""
+    sock = _connect(path)
+    try:
+        reply, fds = _exchange(sock, message, timeout_s, ())
+        for fd in fds:
+            os.close(fd)
+        return reply
+    finally:
+        sock.close()
+
+
+def _connect(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.settimeout(REQUEST_TIMEOUT_S)
+        sock.connect(path)
+    except OSError as error:
+        sock.close()
+        raise AgentLost(f"no agent at {path}: {error.strerror or error}") from None
+    return sock
+
+
+def _exchange(sock: socket.socket, message: local.Message, timeout_s: float, fds: Sequence[int]) -> Reply:
+    try:
+        sock.settimeout(timeout_s)
+        packet = local.encode(message)
+        if fds:
+            socket.send_fds(sock, [packet], list(fds))
+        else:
+            sock.sendall(packet)
+        data, got, _, _ = socket.recv_fds(sock, local.MAX_PACKET_BYTES, 8)
+    except OSError as error:
+        raise AgentLost(f"the agent does not answer: {error.strerror or error}") from None
+    if not data:
+        raise AgentLost("the agent has closed the connection")
+    try:
+        return local.reply_decoder.decode(data), list(got)
+    except msgspec.MsgspecError as error:
+        for fd in got:
+            os.close(fd)
+        raise AgentLost(f"the agent's answer is not understood: {error}") from None
+
+
+class AgentClient:
+    """Requests to the agent, from any thread; one at a time.
+
+    A watcher sees the agent's death at once: `lost` becomes true, requests raise AgentLost, and it reconnects in the
+    background for ever. `rejoin` then hands the memory back over the new connection and says whether to go on.
+    """
+
+    def __init__(
+        self, path: str, rejoin: Callable[[local.Welcome, Exchange], bool], lost: Callable[[], None]
+    ) -> None:
+        self._path, self._rejoin, self._on_lost = path, rejoin, lost
+        self._lock = threading.Lock()
+        self._sock: socket.socket | None = None
+        self._closed = threading.Event()
+        self._hello: local.Hello | None = None
+        self._page: ControlPage | None = None
+
+    @property
+    def lost(self) -> bool:
+        """There is no usable connection now."""
+        return self._sock is None
+
+    @property
+    def page(self) -> ControlPage | None:
+        """The control page of the current agent; None before the welcome."""
+        return self._page
+
+    def hello(self, hello: local.Hello, waiting: Callable[[float], None]) -> local.Welcome:
+        """Join the training (bounded by WELCOME_TIMEOUT_S); `waiting(seconds)` is called now and then meanwhile.
+
+        Raises AgentLost and AgentRefused.
+        """
+        sock = _connect(self._path)
+        try:
+            welcome = self._greet(sock, hello, WELCOME_TIMEOUT_S, waiting)
+        except BaseException:
+            sock.close()
+            raise
+        self._hello = msgspec.structs.replace(hello, rejoin=True)
+        self._sock = sock
+        threading.Thread(target=self._watch, name="gemini-agent", daemon=True).start()
+        return welcome
+
+    def _greet(
+        self, sock: socket.socket, hello: local.Hello, timeout_s: float, waiting: Callable[[float], None] | None
+    ) -> local.Welcome:
+        started = time.monotonic()
+        try:
+            sock.sendall(local.encode(hello))
+        except OSError as error:
+            raise AgentLost(f"the agent does not answer: {error}") from None
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        while not poll.poll(1000):
+            waited = time.monotonic() - started
+            if waited > timeout_s:
+                raise AgentLost(f"the agent did not welcome this rank within {timeout_s:.0f} s")
+            if waiting is not None:
+                waiting(waited)
+        try:
+            data, fds, _, _ = socket.recv_fds(sock, local.MAX_PACKET_BYTES, 8)
+            reply = local.reply_decoder.decode(data) if data else None
+        except (OSError, msgspec.MsgspecError) as error:
+            raise AgentLost(f"the agent's welcome is not understood: {error}") from None
+        try:
+            if isinstance(reply, local.Error):
+                raise AgentRefused(reply.error)
+            if not isinstance(reply, local.Welcome) or len(fds) != 1:
+                raise AgentLost("the agent did not welcome this rank")
+            try:
+                self._page = ControlPage(fds[0], writable=False)
+            except (OSError, ValueError) as error:
+                raise AgentLost(f"the agent's control page cannot be used: {error}") from None
+            return reply
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def request(self, message: local.Message, *, timeout_s: float = REQUEST_TIMEOUT_S) -> Reply:
+        """The reply to `message` and the descriptors beside it (the caller's to close). Raises AgentLost and
+        AgentRefused."""
+        with self._lock:
+            sock = self._sock
+            if sock is None:
+                raise AgentLost("the agent is not there")
+            try:
+                reply, fds = _exchange(sock, message, timeout_s, ())
+            except AgentLost:
+                # a late answer would be taken for the next one's: this connection is done
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+                raise
+        if isinstance(reply, local.Error):
+            for fd in fds:
+                os.close(fd)
+            raise AgentRefused(reply.error)
+        return reply, fds
+
+    def event(self, name: str, version: int, detail: str = "", t: float | None = None) -> None:
+        """Put something into the event log; silently nothing where there is no agent."""
+        with suppress(AgentLost, AgentRefused):
+            self.request(local.Event(name=name, version=version, t=time.time() if t is None else t, detail=detail))
+
+    def close(self) -> None:
+        """End the connection and the watcher."""
+        self._closed.set()
+        sock = self._sock
+        if sock is not None:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            sock = self._sock
+            assert sock is not None
+            poll = select.poll()
+            poll.register(sock, select.POLLRDHUP)  # data is for the requesting thread, the end is for us
+            while not self._closed.is_set() and not poll.poll(1000):
+                pass
+            self._sock = None
+            if not self._closed.is_set():
+                self._on_lost()
+            with self._lock:
+                sock.close()
+            if not self._reconnect():
+                return
+
+    def _reconnect(self) -> bool:
+        """True once connected again; False when closed, or when the agent belongs to another incarnation."""
+        assert self._hello is not None
+        started = time.monotonic()
+        while not self._closed.is_set():
+            fast = time.monotonic() - started < RETRY_FAST_FOR_S
+            if self._closed.wait(RETRY_FAST_S if fast else RETRY_SLOW_S):
+                return False
+            try:
+                sock = _connect(self._path)
+            except AgentLost:
+                continue
+            try:
+                welcome = self._greet(sock, self._hello, REJOIN_TIMEOUT_S, None)
+
+                def exchange(message: local.Message, fds: Sequence[int] = (), sock: socket.socket = sock) -> Reply:
+                    return _exchange(sock, message, REQUEST_TIMEOUT_S, fds)
+
+                if not self._rejoin(welcome, exchange):
+                    sock.close()
+                    return False
+            except (AgentLost, AgentRefused):
+                sock.close()
+                continue
+            self._sock = sock
+            return True
+        return False

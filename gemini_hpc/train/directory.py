@@ -1,0 +1,121 @@
+"""A shard's manifest: which tensors a training rank has, and which boxes of them lie where in its slot."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import torch
+
+from gemini_hpc.core.manifest import TENSOR_ALIGN_BYTES
+
+FORMAT = 1
+
+_DTYPES: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Inverse of `dtype_name`. Raises ValueError for an unknown name."""
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise ValueError(f"manifest: unknown dtype {name[:40]!r}") from None
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor that the rank has. shape: the global one.
+
+    optimizer: index of the optimizer whose state of parameter `owner` this is, named `name`; -1 for a parameter.
+    like_owner: an optimizer tensor that is sharded as its parameter is. shared: the same key on other ranks means
+    the same (global) tensor; else the tensor is this rank's own.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    shared: bool
+    device: str
+    optimizer: int = -1
+    owner: str = ""
+    name: str = ""
+    like_owner: bool = False
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """One box of `rows[row]`: global offset and size by dimension; its bytes start `at` in the tensor area."""
+
+    row: int
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    at: int
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """Everything that is needed to read a slot's tensor area. aliases: further names of tied parameters."""
+
+    rank: int
+    world: int
+    rows: tuple[Row, ...]
+    pieces: tuple[Piece, ...]
+    aliases: dict[str, str] = {}
+    format: int = FORMAT
+
+    def nbytes(self, piece: Piece) -> int:
+        """Bytes of a piece."""
+        return math.prod(piece.size) * dtype_of(self.rows[piece.row].dtype).itemsize
+
+    def tensor_bytes(self) -> int:
+        """Bytes of the tensor area."""
+        return max((p.at + self.nbytes(p) for p in self.pieces), default=0)
+
+
+_decoder = msgspec.msgpack.Decoder(Manifest)
+
+
+def pack(manifest: Manifest) -> bytes:
+    """The manifest as stored in a slot."""
+    return msgspec.msgpack.encode(manifest)
+
+
+def unpack(data: bytes | memoryview, tensor_bytes: int) -> Manifest:
+    """Inverse of `pack`. Raises ValueError where a piece is no box of its tensor or lies outside the tensor area."""
+    try:
+        manifest = _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"manifest: {error}") from None
+    if manifest.format != FORMAT:
+        raise ValueError(f"manifest: format {manifest.format} found, {FORMAT} wanted")
+    for row in manifest.rows:
+        dtype_of(row.dtype)
+    for piece in manifest.pieces:
+        if not 0 <= piece.row < len(manifest.rows):
+            raise ValueError(f"manifest: a piece names row {piece.row} of {len(manifest.rows)}")
+        row = manifest.rows[piece.row]
+        boxed = len(piece.offset) == len(piece.size) == len(row.shape) and all(
+            min(o, s) >= 0 and o + s <= n for o, s, n in zip(piece.offset, piece.size, row.shape, strict=True)
+        )
+        if not boxed:
+            raise ValueError(f"manifest: {piece.offset}+{piece.size} is no box of {row.key} {row.shape}")
+        if piece.at % TENSOR_ALIGN_BYTES or not 0 <= piece.at <= tensor_bytes - manifest.nbytes(piece):
+            raise ValueError(f"manifest: a piece of {row.key} lies outside the tensor area")
+    return manifest
+
+
+def place(rows: tuple[Row, ...], boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> tuple[Piece, ...]:
+    """Give each box (row, offset, size) its aligned place, in the order given; empty boxes are left out."""
+    pieces = []
+    at = 0
+    for row, offset, size in boxes:
+        length = math.prod(size) * dtype_of(rows[row].dtype).itemsize
+        if not length:
+            continue
+        pieces.append(Piece(row, offset, size, at))
+        at += -(-length // TENSOR_ALIGN_BYTES) * TENSOR_ALIGN_BYTES
+    return tuple(pieces)

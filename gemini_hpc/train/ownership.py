@@ -1,0 +1,143 @@
+"""Who keeps which part of the training state: decided once, the same on every rank, balanced by bytes.
+
+Sharded state stays with the rank that has it. What several ranks have alike (replicated parameters and their
+optimizer state) is cut into blocks of rows and dealt out, so that nothing is sent twice.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+Ownership = Literal["split", "full"]
+_Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
+_BLOCKS_PER_RANK = 32  # a dealt block is at most 1/32 of a rank's fair share: greedy dealing ends within that of it
+_LEAST_BLOCK_BYTES = 4 << 10  # below this, the cost of one more copy outweighs balance
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor as one rank has it: the box (offset, size) of the global tensor `key` of `shape`.
+
+    print: fingerprint of the content where equality with other ranks is assumed (replicated plain tensors), 0
+    where the box says it all.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    itemsize: int
+    print: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the box."""
+        return math.prod(self.size) * self.itemsize
+
+
+class Block(msgspec.Struct, frozen=True, array_like=True):
+    """A box that one rank keeps; `entry` is its index in the list that the rank gave."""
+
+    entry: int
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def unequal(entries: Sequence[Sequence[Entry]]) -> frozenset[str]:
+    """Keys that cannot be one global tensor: shapes, item sizes or fingerprints differ between ranks, or the boxes
+    overlap partly or leave gaps. They have to be kept by each rank for itself."""
+    seen: dict[str, Entry] = {}
+    boxes: dict[str, set[_Box]] = {}
+    bad = set()
+    for mine in entries:
+        for entry in mine:
+            first = seen.setdefault(entry.key, entry)
+            if (first.shape, first.itemsize, first.print) != (entry.shape, entry.itemsize, entry.print):
+                bad.add(entry.key)
+            if entry.bytes:
+                boxes.setdefault(entry.key, set()).add((entry.offset, entry.size))
+    tiled: dict[tuple[tuple[int, ...], frozenset[_Box]], bool] = {}  # layers of a model are cut alike
+    for key, found in boxes.items():
+        what = seen[key].shape, frozenset(found)
+        if what not in tiled:
+            tiled[what] = _tiles(*what)
+        if not tiled[what]:
+            bad.add(key)
+    return frozenset(bad)
+
+
+def _tiles(shape: tuple[int, ...], boxes: frozenset[_Box]) -> bool:
+    """Whether the boxes fill the shape without overlap."""
+    if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
+        return False
+    low = np.array([offset for offset, _ in boxes], dtype=np.int64).reshape(len(boxes), -1)
+    high = low + np.array([size for _, size in boxes], dtype=np.int64).reshape(len(boxes), -1)
+    for i in range(len(boxes) - 1):  # same volume as the whole and pairwise apart
+        if ((low[i] < high[i + 1 :]) & (low[i + 1 :] < high[i])).all(axis=1).any():
+            return False
+    return True
+
+
+def deal(entries: Sequence[Sequence[Entry]], mode: Ownership = "split") -> list[list[Block]]:
+    """For every rank the blocks that it keeps, in the order of its entries. `entries[r]` is what rank r has.
+
+    Pure, so that all ranks come to the same result from the same gathered lists.
+    """
+    if mode == "full":
+        return [[Block(i, e.offset, e.size) for i, e in enumerate(mine) if e.bytes] for mine in entries]
+    index: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = {}
+    for rank, mine in enumerate(entries):
+        for i, entry in enumerate(mine):
+            if entry.bytes:
+                index.setdefault((entry.key, entry.offset, entry.size), []).append((rank, i))
+    total = sum(entries[h[0][0]][h[0][1]].bytes for h in index.values())
+    block_bytes = max(_LEAST_BLOCK_BYTES, total // (len(entries) * _BLOCKS_PER_RANK))
+
+    kept: list[list[Block]] = [[] for _ in entries]
+    load = [0] * len(entries)
+    shared: list[tuple[int, tuple[int, ...], tuple[int, ...], dict[int, int]]] = []
+    for having in index.values():
+        rank, i = having[0]
+        entry = entries[rank][i]
+        if len(having) == 1:
+            kept[rank].append(Block(i, entry.offset, entry.size))
+            load[rank] += entry.bytes
+        else:
+            holders = dict(having)
+            shared.extend((size, offset, box, holders) for size, offset, box in _cut(entry, block_bytes))
+    heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for size, offset, box, holders in sorted(shared, key=lambda block: -block[0]):
+        ranks = tuple(holders)
+        heap = heaps.setdefault(ranks, [(0, rank) for rank in ranks])
+        while heap[0][0] != load[heap[0][1]]:  # loads of other holder sets have moved on since
+            heapq.heapreplace(heap, (load[heap[0][1]], heap[0][1]))
+        rank = heap[0][1]
+        load[rank] += size
+        heapq.heapreplace(heap, (load[rank], rank))
+        kept[rank].append(Block(holders[rank], offset, box))
+    for blocks in kept:
+        blocks.sort(key=lambda block: (block.entry, block.offset))
+    return kept
+
+
+def _cut(entry: Entry, block_bytes: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """(bytes, offset, size) of blocks of whole rows, as equal as they get, none much above `block_bytes`."""
+    dim = next((d for d, n in enumerate(entry.size) if n > 1), None)
+    parts = -(-entry.bytes // block_bytes)
+    if dim is None or parts < 2:
+        return [(entry.bytes, entry.offset, entry.size)]
+    rows = entry.size[dim]
+    parts = min(parts, rows)
+    row_bytes = entry.bytes // rows
+    blocks = []
+    for part in range(parts):
+        start, stop = rows * part // parts, rows * (part + 1) // parts
+        offset = (*entry.offset[:dim], entry.offset[dim] + start, *entry.offset[dim + 1 :])
+        size = (*entry.size[:dim], stop - start, *entry.size[dim + 1 :])
+        blocks.append(((stop - start) * row_bytes, offset, size))
+    return blocks

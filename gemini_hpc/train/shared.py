@@ -1,0 +1,85 @@
+"""Replica memory as seen by a training process: the two slots of one shard, mapped and ready for torch."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from dataclasses import dataclass
+
+import torch
+
+_MADV_POPULATE_WRITE = 23
+_POPULATE_STEP_BYTES = 64 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+@dataclass
+class Content:
+    """What is known of a slot. digest empty: nothing complete."""
+
+    epoch: int = 0
+    version: int = 0
+    used: int = 0
+    digest: str = ""
+
+
+class Slot:
+    """One mapped buffer. Takes `fd`, and keeps it for handing the memory back to a new agent."""
+
+    def __init__(self, fd: int, total_bytes: int) -> None:
+        self.fd = fd
+        self._map = mmap.mmap(fd, total_bytes)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.content = Content()
+        self.has_manifest = False
+
+    def populate(self) -> None:
+        """Make the mapping's pages present, so that no later copy pays for page faults. The GIL is free meanwhile.
+        A kernel that cannot (before 5.14) leaves it to the first copy."""
+        start, total = self.bytes.data_ptr(), self.bytes.numel()
+        for at in range(0, total, _POPULATE_STEP_BYTES):
+            if _libc.madvise(start + at, min(_POPULATE_STEP_BYTES, total - at), _MADV_POPULATE_WRITE):
+                return
+
+    def put(self, at: int, data: bytes) -> None:
+        """Write small bytes."""
+        if data:
+            self.bytes[at : at + len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def view(self) -> memoryview:
+        """All bytes, for hashing."""
+        return memoryview(self._map)
+
+
+class Shard:
+    """Both slots of the shard of training rank `rank`, whose home is node rank `home`."""
+
+    def __init__(self, rank: int, world: int, home: int, total_bytes: int, fds: list[int]) -> None:
+        if len(fds) != 2:
+            for fd in fds:
+                os.close(fd)
+            raise ValueError(f"the agent sent {len(fds)} descriptors for a shard, 2 wanted")
+        self.rank, self.world, self.home, self.total_bytes = rank, world, home, total_bytes
+        self.slots = [Slot(fd, total_bytes) for fd in fds]
+
+    def populate(self) -> None:
+        """See `Slot.populate`."""
+        for slot in self.slots:
+            slot.populate()
+
+    def close(self) -> None:
+        """Give the descriptors up; the mappings end with the last tensor that views them."""
+        for slot in self.slots:
+            if slot.fd >= 0:
+                os.close(slot.fd)
+                slot.fd = -1
+
+
+def map_copy(fd: int, total_bytes: int) -> torch.Tensor:
+    """The bytes behind a read-only descriptor, as a tensor; takes `fd`. Writes to it would stay private."""
+    try:
+        return torch.frombuffer(mmap.mmap(fd, total_bytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    finally:
+        os.close(fd)
