@@ -183,7 +183,8 @@ _TIMELINE = (
     ("confirmed", "confirmed by the controller"),
     ("reserved", "survivors reserved"),
     ("down", "DOWN in Slurm"),
-    ("pending", "requeued, pending"),
+    ("completing", "requeued, completing"),
+    ("requeued", "pending again"),
     ("running", "running again"),
     ("attached", "prolog: agents attached"),
     ("agreed", "agents agree on map and version"),
@@ -228,7 +229,7 @@ def timeline(document: dict[str, Any], cut: float, restart: int, first_step: flo
     ]
     total = first_step - cut
     rows.append((total, "first new iteration", f"restart {restart}"))
-    down, pending, running = (first.get(name, 0.0) for name in ("down", "pending", "running"))
+    down, pending, running = (first.get(name, 0.0) for name in ("down", "requeued", "running"))
     agreed = max(first.get("agreed", 0.0), running)
     own = down + (running - pending) + (agreed - running) + total - max(last.get("imports_done", 0.0), agreed)
     return Timeline(tuple(sorted(rows)), total, own)

@@ -126,7 +126,7 @@ def test_an_epoch_that_nobody_remembers_is_not_used_again() -> None:
 
     def life(*weak: str) -> None:
         world = World(2, 2, 1, weak=weak)
-        world.settle(3)
+        world.settle(4)
         world.suspect("h0")
         world.crash("h1")
         world.recover(list)

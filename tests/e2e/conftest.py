@@ -1,0 +1,64 @@
+"""Real training (the example, with torch) on a real cluster, against one undisturbed reference run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from training import STEPS, Training
+
+from gemini_hpc.devcluster.cluster import Cluster
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SMALL = ["--steps", str(STEPS), "--layers", "2", "--dim", "96", "--iteration-s", "0.15"]
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    with Cluster.up(f"e2e{os.getpid()}", nodes=5) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def train(cluster: Cluster) -> Iterator[Callable[..., Training]]:
+    def submit(label: str, *options: str, parallel: str = "ddp") -> Training:
+        directory = cluster.home("alice") / f"{label}-{time.time_ns()}"
+        shutil.copytree(EXAMPLES, directory, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in [directory, *directory.iterdir()]:
+            path.chmod(0o755)
+        shutil.chown(directory, 5001)
+        arguments = [*SMALL, "--parallel", parallel, "--log", str(directory / "loss.jsonl")]
+        fixed = ["--requeue", "-N3", f"--chdir={directory}", f"--output={directory}/out"]
+        return Training(cluster, cluster.sbatch([*fixed, *options, str(directory / "job.sh"), *arguments]), directory)
+
+    yield submit
+    cluster.run(["scancel", "--user=alice"])
+    for node in cluster.node_names:
+        if not cluster.is_on(node):
+            cluster.power_on(node)
+    for node, state in cluster.node_states().items():
+        if "down" in state or "drain" in state:
+            cluster.resume(node)
+    cluster.wait_idle(timeout_s=60)
+
+
+@pytest.fixture(scope="session")
+def references() -> dict[str, Training]:
+    """The undisturbed runs, made at first use."""
+    return {}
+
+
+@pytest.fixture
+def reference(train: Callable[..., Training], references: dict[str, Training]) -> Callable[[str], Training]:
+    def get(parallel: str) -> Training:
+        if parallel not in references:
+            run = train("reference", parallel=parallel)
+            run.finish()
+            references[parallel] = run
+        return references[parallel]
+
+    return get

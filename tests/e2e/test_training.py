@@ -1,0 +1,67 @@
+"""The main job with torch: whatever is cut or killed, every loss and the final state are those of an undisturbed run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from training import Training
+
+from gemini_hpc.devcluster.cluster import Cluster
+
+Train = Callable[..., Training]
+Reference = Callable[[str], Training]
+CUT_AT = 15
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_node_cut(train: Train, reference: Reference, parallel: str) -> None:
+    wanted = reference(parallel)
+    job = train("cut", "--gemini-replicas=2", parallel=parallel)
+    job.reach(CUT_AT)
+    job.cluster.power_off(job.hosts()[1])
+    job.finish()
+    job.assert_same_as(wanted)
+    assert job.repeated() <= 1 and "resumed at version" in job.output(), job.output()
+
+
+def test_cut_with_reset_survivors_raise_first(train: Train, reference: Reference) -> None:
+    """SITE 7: connections break at once; the ranks are held until Slurm knows of the dead node."""
+    wanted = reference("ddp")
+    job = train("reset", "--gemini-replicas=2")
+    job.reach(CUT_AT)
+    job.cluster.power_off(job.hosts()[2], reset=True)
+    job.finish()
+    job.assert_same_as(wanted)
+    assert job.repeated() <= 1 and job.cluster.job(job.id)["Restarts"] == "1", job.output()
+
+
+def test_trainer_killed(train: Train, reference: Reference) -> None:
+    wanted = reference("ddp")
+    job = train("killed", "--gemini-replicas=2")
+    job.reach(CUT_AT)
+    job.cluster.exec(job.hosts()[1], ["pkill", "-KILL", "-f", "train_gpt[.]py"])
+    job.finish()
+    job.assert_same_as(wanted)
+    assert job.repeated() <= 1 and job.cluster.job(job.id)["Restarts"] == "0", job.output()
+
+
+def test_agent_killed_then_node_cut(train: Train, reference: Reference, cluster: Cluster) -> None:
+    wanted = reference("ddp")
+    job = train("agent", "--gemini-replicas=2")
+    job.reach(8)
+    host = job.hosts()[0]
+    pids = cluster.exec(host, ["pgrep", "-f", f"gemini_hpc.agent --job {job.id} "]).stdout.split()
+    cluster.exec(host, ["kill", "-9", max(pids, key=int)])
+    job.reach(25)
+    job.cluster.power_off(job.hosts()[1])
+    job.finish()
+    job.assert_same_as(wanted)
+    assert job.repeated() <= 1 and "resumed at version 2" in job.output(), job.output()
+
+
+def test_protection_changes_nothing(train: Train, reference: Reference) -> None:
+    wanted = reference("ddp")
+    job = train("undisturbed", "--gemini-replicas=3")
+    job.finish()
+    job.assert_same_as(wanted)

@@ -1,0 +1,81 @@
+"""The wait for a seal ends when there is nothing to wait for, and comes back with the next seal."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from gemini_hpc.train.seal import SealGate
+from gemini_hpc.wire import page
+
+
+class Scene:
+    """A gate, its page, and what it said."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.fd = os.memfd_create("page")
+        os.ftruncate(self.fd, page.PAGE_BYTES)
+        self.page = page.ControlPage(self.fd, writable=True)
+        self.page.set_state(page.STATE_PROTECTED)
+        self.lost = False
+        self.said: list[str] = []
+        self.gate = SealGate(
+            lambda: self.page,
+            lambda: self.lost,
+            3,
+            timeout_s,
+            self.said.append,
+            lambda version: self.said.append(f"restored {version}"),
+        )
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene(60.0)
+    yield made
+    os.close(made.fd)
+
+
+def test_sealed(scene: Scene) -> None:
+    scene.page.set_sealed(3, 7)
+    assert scene.gate.wait(7, lambda: False)
+    assert not scene.said
+
+
+def test_an_older_epoch_does_not_count(scene: Scene) -> None:
+    scene.page.set_sealed(2, 9)
+    assert not scene.gate.wait(7, lambda: True)
+
+
+@pytest.mark.parametrize("how", ["lost", "frozen", "degraded", "told"])
+def test_ends_at_once(scene: Scene, how: str) -> None:
+    def happen() -> None:
+        time.sleep(0.05)
+        if how == "lost":
+            scene.lost = True
+        elif how == "told":
+            scene.gate.degrade("a link broke")
+        else:
+            scene.page.set_state(page.STATE_FROZEN if how == "frozen" else page.STATE_DEGRADED)
+
+    threading.Thread(target=happen).start()
+    assert not scene.gate.wait(1, lambda: False)
+    assert len(scene.said) == 1 and scene.gate.degraded
+    assert not scene.gate.wait(2, lambda: False), "no waiting while degraded"
+    scene.lost = False
+    scene.page.set_state(page.STATE_PROTECTED)
+    scene.page.set_sealed(3, 4)
+    assert not scene.gate.degraded
+    assert scene.said[1:] == ["restored 4"]
+    assert scene.gate.wait(4, lambda: False)
+
+
+def test_runs_out(scene: Scene) -> None:
+    other = Scene(0.05)
+    assert not other.gate.wait(1, lambda: False)
+    assert other.said == ["version 1 was not sealed within 0.05 s"]
+    os.close(other.fd)
