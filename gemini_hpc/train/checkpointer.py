@@ -217,7 +217,9 @@ class Checkpointer:
             problem = f"{m} replicas asked for, the training runs on {len(nodes)} node{'s' * (len(nodes) > 1)}"
         if problem:
             if self._rank == 0:
-                self._say(f"this training is not protected: {problem}")
+                kept = max(n.chosen[1] for n in notices)
+                more = f"; version {kept} is in memory, but cannot be used: starting from step 0" if kept else ""
+                self._say(f"this training is not protected: {problem}{more}")
             if self._client is not None and self._client.page is not None:
                 self._client.event("unprotected", 0, problem)
             return

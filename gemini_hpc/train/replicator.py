@@ -233,6 +233,8 @@ class Replicator:
     def _drop(self, rank: int, error: Exception, version: int) -> None:
         if self._outboxes.pop(rank, None) is not None:
             self._say("degraded", version, f"the link to rank {rank} broke: {error}")
+            if version:
+                self._gate.degrade(f"nothing can be sealed without rank {rank}'s copies")
 
     def _spread(self, version: int, slot: Slot, used: int) -> str:
         """Digest of the slot's used bytes; on the way each chunk goes to every holder that accepts it."""
@@ -243,6 +245,7 @@ class Replicator:
                     accepting[rank] = box
                 else:
                     self._say("refused", version, f"rank {rank} could not take this version")
+                    self._gate.degrade(f"version {version} cannot be sealed without rank {rank}'s copy")
             except LinkBroken as error:
                 self._drop(rank, error, version)
         hasher = xxhash.xxh3_128()

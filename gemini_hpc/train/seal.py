@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from gemini_hpc.wire.page import STATE_FROZEN, ControlPage
+from gemini_hpc.wire.page import STATE_DEGRADED, STATE_FROZEN, ControlPage
 
 _POLL_S = 0.0003
 
@@ -65,14 +65,14 @@ class SealGate:
         started = time.monotonic()
         try:
             while self.sealed < wanted:
-                if hopeless():
+                if hopeless() or self._degraded_at is not None:
                     return False
                 page = self._page()
                 if self._lost() or page is None:
                     self.degrade("the agent is gone")
                     return False
-                if page.state == STATE_FROZEN:
-                    self.degrade("the agents have frozen this job's slots")
+                if page.state in (STATE_FROZEN, STATE_DEGRADED):
+                    self.degrade("the agents cannot seal now")
                     return False
                 if time.monotonic() - started > self._timeout_s:
                     self.degrade(f"version {version} was not sealed within {self._timeout_s:g} s")
