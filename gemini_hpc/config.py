@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -13,8 +14,17 @@ class ConfigError(ValueError):
     """The settings file cannot be used; the message names the key, what was wanted and what was found."""
 
 
-def _setting(default: Any, doc: str) -> Any:
-    return field(default=default, metadata={"doc": doc})
+_KINDS = {
+    str: "a string",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    tuple: "a list of strings",
+}
+
+
+def _setting(default: Any, doc: str, least: float = 0, most: float = 1e18) -> Any:
+    return field(default=default, metadata={"doc": doc, "least": least, "most": most})
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +36,22 @@ class Settings:
     state_dir: str = _setting("/var/lib/gemini-hpc", "The controller's journal and event logs.")
     slurm_user: str = _setting("slurm", "The SlurmUser: the controller runs as it; agents answer to it.")
     controller_host: str = _setting("", "Host of the controller; empty: no controller, Slurm's own detection only.")
-    controller_port: int = _setting(7321, "TCP port of the controller.")
-    slurmd_port: int = _setting(6818, "TCP port of slurmd, probed before a node is fenced.")
-    agent_port_base: int = _setting(17000, "First TCP port of the agents; a job's ports follow from its id.")
-    agent_port_count: int = _setting(4096, "Number of TCP ports from agent_port_base on that agents may use.")
+    controller_port: int = _setting(7321, "TCP port of the controller.", 1, 65535)
+    slurmd_port: int = _setting(6818, "TCP port of slurmd, probed before a node is fenced.", 1, 65535)
+    agent_port_base: int = _setting(
+        17000, "First TCP port of the agents; a job's ports follow from its id.", 1, 65519
+    )
+    agent_port_count: int = _setting(
+        4096, "Number of TCP ports from agent_port_base on that agents may use.", 16, 65535
+    )
     interface: str = _setting("", "Network interface that agents listen on and advertise; empty: the host name's.")
     peer_address: str = _setting("{host}", 'Name under which an agent\'s peers are dialled, e.g. "{host}-ib0".')
-    heartbeat_s: float = _setting(0.5, "Interval of the heartbeats between agents.")
-    heartbeat_missed: int = _setting(3, "Missed heartbeats after which a peer is suspected.")
-    attach_timeout_s: float = _setting(10.0, "Bound of the prolog's wait for the agents' agreement.")
+    heartbeat_s: float = _setting(0.5, "Interval of the heartbeats between agents.", 0.01, 60)
+    heartbeat_missed: int = _setting(3, "Missed heartbeats after which a peer is suspected.", 1, 1000)
+    attach_timeout_s: float = _setting(10.0, "Bound of the prolog's wait for the agents' agreement.", 0.1, 50)
     strict_prolog: bool = _setting(False, "Fail the prolog when the agent cannot be started (drains the node).")
     retention_s: float = _setting(900.0, "How long replicas outlive a job's end without success.")
-    memory_fraction: float = _setting(0.5, "Share of a node's memory that one agent may use for replicas.")
+    memory_fraction: float = _setting(0.5, "Share of a node's memory that one agent may use for replicas.", 0, 1)
     memory_floor_bytes: int = _setting(256 << 20, "Free memory that reservations leave untouched.")
     agent_restarts: int = _setting(5, "How often the supervisor starts a dead agent again.")
     fence_confirm_s: float = _setting(5.0, "How long the controller's own probes must fail before it acts.")
@@ -74,37 +88,59 @@ def _uid(name: str, otherwise: int) -> int:
         return otherwise
 
 
-def _convert(key: str, want: Any, value: Any) -> Any:
+def _convert(key: str, want: Any, value: Any, least: float, most: float) -> Any:
     wanted = type(want)
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(value) if abs(value) <= most else math.inf
     if wanted is tuple and isinstance(value, list) and all(isinstance(v, str) for v in value):
         return tuple(value)
     if type(value) is not wanted:
-        raise ConfigError(f"{key}: wanted a {wanted.__name__}, found {value!r}")
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
-        raise ConfigError(f"{key}: wanted a number >= 0, found {value!r}")
+        raise ConfigError(f"{key}: wanted {_KINDS[wanted]}, found {_shown(value)}")
+    if wanted in (int, float) and not least <= value <= most:
+        limits = f"from {least:g} to {most:g}" if most < 1e18 else f">= {least:g}"
+        raise ConfigError(f"{key}: wanted a number {limits}, found {_shown(value)}")
+    if wanted is str and not value.isprintable():
+        raise ConfigError(f"{key}: wanted printable text, found {_shown(value)}")
     return value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def parse(text: str, where: str = CONFIG_PATH) -> Settings:
     """Settings from TOML text. Raises `ConfigError` on bad syntax, unknown keys and wrong types."""
     import tomllib
+    from difflib import get_close_matches
 
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as exc:
-        raise ConfigError(f"{where}: not valid TOML: {exc}") from None
-    defaults = {f.name: f.default for f in fields(Settings)}
+        raise ConfigError(f"{where}: not valid TOML: {str(exc)[:200]}") from None
+    except (RecursionError, ValueError):  # nested without end, or a number of thousands of digits
+        raise ConfigError(f"{where}: not TOML that can be settings") from None
+    known = {f.name: f for f in fields(Settings)}
     values: dict[str, Any] = {}
     for key, value in table.items():
-        if key not in defaults:
-            raise ConfigError(f"{where}: unknown key {key!r}; known keys are {', '.join(sorted(defaults))}")
+        if key not in known:
+            near = get_close_matches(key, known, 1)
+            instead = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(sorted(known))}"
+            raise ConfigError(f"{where}: unknown key {key[:80]!r}; {instead}")
+        field_, limits = known[key], known[key].metadata
         try:
-            values[key] = _convert(key, defaults[key], value)
+            values[key] = _convert(key, field_.default, value, limits["least"], limits["most"])
         except ConfigError as exc:
             raise ConfigError(f"{where}: {exc}") from None
-    return Settings(**values)
+    settings = Settings(**values)
+    if settings.agent_port_base + settings.agent_port_count > 65536:
+        raise ConfigError(
+            f"{where}: agent_port_base + agent_port_count: wanted at most 65536, found "
+            f"{settings.agent_port_base + settings.agent_port_count}"
+        )
+    return settings
 
 
 def load(path: str = CONFIG_PATH) -> Settings:
@@ -114,6 +150,8 @@ def load(path: str = CONFIG_PATH) -> Settings:
             text = f.read(1 << 20)
     except FileNotFoundError:
         return Settings()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not valid TOML: it is not UTF-8 text") from None
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {os.strerror(exc.errno or 0)}") from None
     return parse(text, path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import signal
 import sys
 import time
@@ -18,6 +19,9 @@ _SETTLED_S = 60.0
 
 
 def _child(settings: Settings, args: argparse.Namespace, again: bool) -> int:
+    # Two descriptors a shard, one a client: what slurmd passes on (often 1024) is for programs with select().
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     # The agent speaks no TLS and hashes with blake2b and xxh3: OpenSSL would be a sixth of its memory.
     sys.modules.update(dict.fromkeys(("ssl", "_ssl", "_hashlib")))  # type: ignore[arg-type]
     from gemini_hpc.agent.agent import serve

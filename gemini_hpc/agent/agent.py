@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -38,12 +39,17 @@ from gemini_hpc.core import hostlist, placement
 from gemini_hpc.core.seal import Word
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import local, page, peer
+from gemini_hpc.wire.allowance import Allowance
+from gemini_hpc.wire.frames import FrameError
 from gemini_hpc.wire.handshake import Greeting, HandshakeError
-from gemini_hpc.wire.link import Link, accept
+from gemini_hpc.wire.link import Link, LinkClosed, accept
 
 MAX_EVENTS = 1000
+MAX_SETS = 64
+SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _MAX_CALLERS = 512
 _STATE = "state"
+_TICK_S = 0.2
 
 
 class State(msgspec.Struct, frozen=True):
@@ -87,11 +93,13 @@ class Agent:
         self._detached_at = time.monotonic()
         self._stopped = asyncio.Event()
         self._recounts: set[str] = set()
+        self._complaints = Allowance(per_s=1.0, burst=1.0)
 
     # ---- life ------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Serve until released."""
+        asyncio.get_running_loop().set_exception_handler(self._failed)
         lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,7 +111,9 @@ class Agent:
         else:
             with suppress(FileNotFoundError):
                 os.unlink(self._state_path)
-        self._local = LocalServer(f"{self.directory}/agent.sock", self.uid, self._handle_local, self.service.gone)
+        self._local = LocalServer(
+            f"{self.directory}/agent.sock", self.uid, self._handle_local, self.service.gone, self.complain
+        )
         self.reporter.start()
         self.spawn(self._tick())
         await self._stopped.wait()
@@ -150,11 +160,15 @@ class Agent:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(0.25)
+            await asyncio.sleep(_TICK_S)
             now = time.monotonic()
             self.reporter.beat()
+            missing = self.mesh is not None and bool(self.mesh.silent() | self.mesh.dead)
             for training in self.sets.values():
                 training.page.set_beat_ns(time.monotonic_ns())
+                if training.sealing is not None and not self.detached:
+                    training.sealing.miss(missing)
+                    self._show_state(training)
             if not self.detached:
                 self._detached_at = now
             elif now - self._detached_at > self.settings.retention_s:
@@ -181,8 +195,21 @@ class Agent:
         self.events.append(event)
         del self.events[:-MAX_EVENTS]
         self.reporter.tell(event)
+        self._print(event.t, name, version, event.detail)
+
+    def complain(self, text: str) -> None:
+        """What a stranger can cause: a line in the agent's own log, at most one a second, and no event."""
+        if self._complaints.take():
+            missed = self._complaints.settle()
+            more = f" (and {missed} others before)" if missed else ""
+            self._print(time.time(), "complaint", 0, text[:300] + more)
+
+    def _failed(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self.complain(f"{context.get('message', 'failed')}: {context.get('exception')!r}")
+
+    def _print(self, t: float, name: str, version: int, detail: str) -> None:
         print(
-            f"t={event.t:.3f} job={self.job} restart={self.restart} node={self.node} event={name} "
+            f"t={t:.3f} job={self.job} restart={self.restart} node={self.node} event={name} "
             f"version={version} detail={detail!r}",
             flush=True,
         )
@@ -239,6 +266,7 @@ class Agent:
             on_link=self._on_link,
             on_message=self._on_message,
             on_dead=self._on_dead,
+            complain=self.complain,
         )
         self.rounds = Rounds(self, self.node, hosts, self.spawn)
         self.mesh.want(self.mesh.ring())
@@ -392,6 +420,10 @@ class Agent:
 
     # ---- sets and seals --------------------------------------------------------------------------------
 
+    def may_have(self, name: str) -> bool:
+        """Whether there is, or may be made, a set of this name."""
+        return name in self.sets or (len(self.sets) < MAX_SETS and SET_NAME.fullmatch(name) is not None)
+
     def training(self, name: str) -> TrainingSet:
         """The set of this name, made at first use."""
         training = self.sets.get(name)
@@ -410,7 +442,10 @@ class Agent:
         if above is not None:
             up = lambda ballot: void(self.send(above, to_wire(number, name, ballot)))  # noqa: E731
         training.sealing = Sealing(
-            self.replicas, rounds.children, up, lambda word: self._sealed(training, number, word)
+            self.replicas,
+            rounds.children,
+            up,
+            lambda word, degraded: self._sealed(training, number, word, degraded),
         )
 
     def recount(self, set_name: str) -> None:
@@ -428,20 +463,31 @@ class Agent:
         pairs = [s.pair for s in self.store.of_set(set_name) if s.registered_round == number]
         training.sealing.recount(pairs, training.world)
 
-    def _sealed(self, training: TrainingSet, number: int, word: Word) -> None:
+    def _sealed(self, training: TrainingSet, number: int, word: Word, degraded: bool) -> None:
         rounds = self.rounds
         if rounds is None or number != rounds.round:
             return
-        sealed = None if word.sealed is None else (word.sealed.epoch, word.sealed.version)
-        abandoned = tuple((s.epoch, s.version) for s in sorted(word.abandoned))
         for child in rounds.children:
-            self.send(child, peer.WordDown(number, training.name, sealed, abandoned))
+            self.send(child, _word_down(number, training.name, word, degraded))
+        self._show_state(training)
         if word.sealed is not None:
             training.page.set_sealed(*word.sealed)
-            training.page.set_state(page.STATE_PROTECTED)
             if word.sealed.epoch == self.epoch:
                 self.store.drop_stale(training.name, number)
                 training.drop_guests()
+
+    def _show_state(self, training: TrainingSet) -> None:
+        """Tell the trainers whether a seal can come: they wait for one only then."""
+        sealing, rounds, mesh = training.sealing, self.rounds, self.mesh
+        if sealing is None or rounds is None or mesh is None or rounds.stage != "live":
+            return
+        cut_off = rounds.parent is not None and rounds.parent not in mesh.links
+        if sealing.degraded or cut_off:
+            state = page.STATE_DEGRADED
+        else:
+            state = page.STATE_ARMING if sealing.word.sealed is None else page.STATE_PROTECTED
+        if training.page.state != state:
+            training.page.set_state(state)
 
     # ---- peers -----------------------------------------------------------------------------------------
 
@@ -459,10 +505,8 @@ class Agent:
             if name == rounds.parent:
                 training.sealing.repeat()
             elif name in rounds.children:
-                word = training.sealing.word
-                sealed = None if word.sealed is None else (word.sealed.epoch, word.sealed.version)
-                abandoned = tuple((s.epoch, s.version) for s in sorted(word.abandoned))
-                self.send(name, peer.WordDown(rounds.round, training.name, sealed, abandoned))
+                sealing = training.sealing
+                self.send(name, _word_down(rounds.round, training.name, sealing.word, sealing.degraded))
 
     def _on_message(self, name: str, message: peer.PeerMessage) -> None:
         rounds = self.rounds
@@ -470,17 +514,16 @@ class Agent:
         if rounds.on_message(name, message):
             return
         if isinstance(message, (peer.VoteUp, peer.WordDown)):
-            if message.round != rounds.round or rounds.stage != "live":
+            if message.round != rounds.round or rounds.stage != "live" or not self.may_have(message.set):
                 return
             sealing = self.training(message.set).sealing
             if sealing is None:
                 return
             if isinstance(message, peer.VoteUp):
-                with suppress(msgspec.MsgspecError):
-                    sealing.heard(name, from_wire(message))
+                sealing.heard(name, from_wire(message))
             elif name == rounds.parent:
                 sealed = None if message.sealed is None else Stamp(*message.sealed)
-                sealing.hear(Word(sealed, frozenset(Stamp(*s) for s in message.abandoned)))
+                sealing.hear(Word(sealed, frozenset(Stamp(*s) for s in message.abandoned)), message.degraded)
 
     def _on_dead(self, host: str, witnesses: tuple[str, ...], known: bool) -> None:
         if self.detached or self.mesh is None:
@@ -506,8 +549,9 @@ class Agent:
                 instance=self.instance,
             )
             await self._serve(link)
-        except HandshakeError:
-            pass
+        except (HandshakeError, LinkClosed, FrameError, TimeoutError, OSError) as exc:
+            host = (writer.get_extra_info("peername") or ("somewhere",))[0]
+            self.complain(f"a call from {host} has ended: {exc or type(exc).__name__}")
         finally:
             self._callers -= 1
             writer.close()
@@ -564,6 +608,12 @@ class Agent:
         silent = mesh.silent()
         alive = tuple(h for h in self.hosts if h not in mesh.dead and h not in silent)
         return local.Verdict(tuple(sorted(mesh.dead)), tuple(sorted(silent - mesh.dead)), alive[:1000])
+
+
+def _word_down(number: int, set_name: str, word: Word, degraded: bool) -> peer.WordDown:
+    sealed = None if word.sealed is None else (word.sealed.epoch, word.sealed.version)
+    abandoned = tuple((s.epoch, s.version) for s in sorted(word.abandoned))
+    return peer.WordDown(number, set_name, sealed, abandoned, degraded)
 
 
 def void(_: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import errno
 import os
 import socket
 import struct
@@ -17,6 +18,7 @@ from gemini_hpc.wire import local
 _CREDENTIALS = struct.Struct("3i")
 _MAX_FDS = 4
 MAX_CLIENTS = 1024
+_ACCEPT_PAUSE_S = 0.2
 
 
 class Client:
@@ -42,13 +44,22 @@ class LocalServer:
     """Accepts clients of one uid (and root) on a SEQPACKET socket and answers their requests in order.
 
     `handle` gets each request with the descriptors beside it (its to close) and returns the reply with the
-    descriptors to send (closed here after sending). `gone` is told when a client's connection ends.
+    descriptors to send (closed here after sending). `gone` is told when a client's connection ends, `complain` of who
+    was turned away and of requests that could not be served for reasons of our own.
     """
 
-    def __init__(self, path: str, uid: int, handle: Handle, gone: Callable[[Client], None]) -> None:
-        self._path, self._uid, self._handle, self._gone = path, uid, handle, gone
+    def __init__(
+        self,
+        path: str,
+        uid: int,
+        handle: Handle,
+        gone: Callable[[Client], None],
+        complain: Callable[[str], None],
+    ) -> None:
+        self._path, self._uid, self._handle, self._gone, self._complain = path, uid, handle, gone, complain
         self._clients: set[Client] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._pause: asyncio.TimerHandle | None = None
         with suppress(FileNotFoundError):
             os.unlink(path)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
@@ -58,13 +69,23 @@ class LocalServer:
         asyncio.get_running_loop().add_reader(self._sock, self._accept)
 
     def _accept(self) -> None:
-        with suppress(OSError):
+        try:
             sock, _ = self._sock.accept()
+        except OSError as exc:
+            if exc.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                # The caller stays in the queue: without a pause this would be a busy loop.
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(self._sock)
+                self._pause = loop.call_later(_ACCEPT_PAUSE_S, loop.add_reader, self._sock, self._accept)
+                self._complain(f"no local client can be taken: {exc.strerror}")
+            return
+        with suppress(OSError):
             sock.setblocking(False)
             raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             pid, uid, _gid = _CREDENTIALS.unpack(raw)
             if uid not in (self._uid, 0) or len(self._clients) >= MAX_CLIENTS:
                 sock.close()
+                self._complain(f"local client of uid {uid} turned away")
                 return
             client = Client(sock, pid, uid)
             self._clients.add(client)
@@ -87,6 +108,8 @@ class LocalServer:
                 for fd in fds:
                     os.set_inheritable(fd, False)
                 if not data:
+                    for fd in fds:
+                        os.close(fd)
                     return
                 readable.set()
                 reply, out = await self._answer(client, data, fds, flags)
@@ -111,9 +134,14 @@ class LocalServer:
             )
         try:
             request = local.request_decoder.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        except msgspec.MsgspecError as exc:
             return self._refuse(fds, f"not understood: {exc}")
-        return await self._handle(client, request, fds)
+        try:
+            return await self._handle(client, request, fds)
+        except Exception as exc:
+            kind = type(request).__name__
+            self._complain(f"{kind} of pid {client.pid} failed: {exc!r}")
+            return local.Error(f"the agent could not serve this {kind}"), []
 
     @staticmethod
     def _refuse(fds: list[int], reason: str) -> Reply:
@@ -149,6 +177,8 @@ class LocalServer:
     def close(self) -> None:
         """Stop listening, close all clients, remove the socket."""
         asyncio.get_running_loop().remove_reader(self._sock)
+        if self._pause is not None:
+            self._pause.cancel()
         self._sock.close()
         with suppress(FileNotFoundError):
             os.unlink(self._path)

@@ -11,8 +11,8 @@ import xxhash
 
 from gemini_hpc.config import Settings
 
-_F_ADD_SEALS = 1033
-_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_SEALS = 1 | 2 | 4  # no further seal, no shrinking, no growing
 _DIGEST_STRIDE_BYTES = 8 << 20
 
 
@@ -40,7 +40,7 @@ class Memfd:
         if fd < 0:
             self.fd = os.memfd_create(name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, size_bytes)
-            fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL)
+            fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
 
     def reserve(self) -> None:
         """Take all pages now (blocking, about 0.5 s a GiB), so that nothing can fail later. Raises `NoMemory`."""
@@ -51,6 +51,8 @@ class Memfd:
 
     def view(self) -> memoryview:
         """The whole file, writable; mapped at first use. Release the view before `close`."""
+        if self.fd < 0:  # mmap would take -1 for anonymous memory
+            raise ValueError("this memory has been given back")
         if self._map is None:
             self._map = mmap.mmap(self.fd, self.size_bytes)
         return memoryview(self._map)
@@ -79,12 +81,18 @@ class Memfd:
 
 
 def adopt(fd: int, size_bytes: int) -> Memfd:
-    """A `Memfd` around a descriptor that a trainer handed back. Raises ValueError where it is not what it says."""
+    """A `Memfd` around a copy of a descriptor that a trainer handed back. Raises ValueError where it is not what it
+    says, or not sealed as it was: whoever can shrink a file can kill the process that has it mapped."""
+    try:
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError:
+        seals = -1
+    writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+    if seals != _SEALS or not writable or not os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:gemini"):
+        raise ValueError("the descriptor handed back is not a replica's memory")
     if os.fstat(fd).st_size != size_bytes:
         raise ValueError(f"handed back {os.fstat(fd).st_size} bytes, wanted {size_bytes}")
-    if not os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:gemini"):
-        raise ValueError("not a replica's memory")
-    return Memfd("", size_bytes, fd)
+    return Memfd("", size_bytes, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0))
 
 
 class Budget:

@@ -39,11 +39,13 @@ class Mesh:
         on_link: Callable[[str], None],
         on_message: Callable[[str, peer.PeerMessage], None],
         on_dead: Callable[[str, tuple[str, ...], bool], None],
+        complain: Callable[[str], None],
     ) -> None:
         self._settings = settings
         self._job, self.restart, self._uid = job, restart, uid
         self.host, self._instance, self.hosts = host, instance, hosts
         self._on_link, self._on_message, self._on_dead = on_link, on_message, on_dead
+        self._complain = complain
         self.position = {h: i for i, h in enumerate(hosts)}
         self.links: dict[str, Link] = {}
         self.ports: dict[str, int] = {}
@@ -125,15 +127,18 @@ class Mesh:
             old.abort()
         self.links[name] = link
         self.heard[name] = time.monotonic()
-        self._alive(name)
-        self._on_link(name)
+        said = "its coming"
         try:
+            self._alive(name)
+            self._on_link(name)
             while True:
                 message = await link.receive()
-                self.heard[name] = link.last_heard
+                self.heard[name], said = link.last_heard, type(message).__name__
                 self._dispatch(name, message)
-        except LinkClosed:
-            pass
+        except LinkClosed as exc:
+            self._complain(f"link to {name} has ended: {exc}")
+        except Exception as exc:  # what one peer says must not end the dialling of it for good
+            self._complain(f"link to {name}: {said} could not be taken: {exc!r}")
         finally:
             if self.links.get(name) is link:
                 del self.links[name]

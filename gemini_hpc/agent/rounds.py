@@ -98,15 +98,15 @@ class Rounds:
         """Coordinator only: start the next round."""
         self._enter(self.round + 1, step)
 
-    def need(self, after_round: int, step: str) -> None:
-        """Somebody needs a round after `after_round`; the wish travels up, once."""
+    def need(self, after_round: int, step: str, again: bool) -> None:
+        """A launch wants to be served by a round after `after_round` (or by that one, if it serves nobody yet)."""
         if self.parent is not None:
-            self._host.send(self.parent, peer.NeedRound(after_round, step))
+            self._host.send(self.parent, peer.NeedRound(after_round, step, again))
         elif self.stage == "live" and after_round == self.round:
-            if self.step:
-                self.begin(step)
-            else:
+            if not self.step:
                 self._bind(step)
+            elif again or self.step != step:
+                self.begin(step)
 
     def _bind(self, step: str) -> None:
         """The first launch after an attach needs no round of its own; everyone hears which launch it is."""
@@ -179,7 +179,7 @@ class Rounds:
                     self._bind(message.step)
         elif isinstance(message, peer.NeedRound):
             if name in self.children:
-                self.need(message.after_round, message.step)
+                self.need(message.after_round, message.step, message.again)
         else:
             return False
         return True

@@ -9,6 +9,7 @@ import msgspec
 from gemini_hpc.core.seal import SILENT, Root, Vote, Word, merge, vote_of
 from gemini_hpc.core.slots import SlotPair, Stamp
 from gemini_hpc.wire import peer
+from gemini_hpc.wire.bounds import Strict
 
 
 class WireVote(msgspec.Struct, frozen=True, array_like=True):
@@ -21,15 +22,17 @@ class WireVote(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ballot(msgspec.Struct, frozen=True):
-    """A vote, the number of slot pairs behind it, and the number of shards that the training has."""
+    """A vote, the number of slot pairs behind it, the number of shards that the training has, and whether a peer
+    is missing."""
 
     vote: Vote
     pairs: int
     world: int
+    degraded: bool = False
 
 
 _NOTHING = Ballot(SILENT, 0, 0)
-_decoder = msgspec.msgpack.Decoder(WireVote)
+_decoder = Strict(msgspec.msgpack.Decoder(WireVote))
 
 
 def _stamps(stamps: Iterable[Stamp]) -> tuple[peer.StampT, ...]:
@@ -42,7 +45,7 @@ def to_wire(round_number: int, set_name: str, ballot: Ballot) -> peer.VoteUp:
     floor = None if v.floor is None else (v.floor.epoch, v.floor.version)
     wire = WireVote(_stamps(v.complete), _stamps(v.seen), floor, _stamps(v.kept))
     raw = msgspec.Raw(msgspec.msgpack.encode(wire))
-    return peer.VoteUp(round_number, set_name, ballot.pairs, ballot.world, raw)
+    return peer.VoteUp(round_number, set_name, ballot.pairs, ballot.world, ballot.degraded, raw)
 
 
 def from_wire(message: peer.VoteUp) -> Ballot:
@@ -54,7 +57,7 @@ def from_wire(message: peer.VoteUp) -> Ballot:
         None if w.floor is None else Stamp(*w.floor),
         frozenset(Stamp(*s) for s in w.kept),
     )
-    return Ballot(vote, message.pairs, message.world)
+    return Ballot(vote, message.pairs, message.world, message.degraded)
 
 
 class Sealing:
@@ -69,7 +72,7 @@ class Sealing:
         replicas: int,
         children: Iterable[str],
         up: Callable[[Ballot], None] | None,
-        spread: Callable[[Word], None],
+        spread: Callable[[Word, bool], None],
     ) -> None:
         self._replicas = replicas
         self._own = _NOTHING
@@ -77,13 +80,21 @@ class Sealing:
         self._up, self._spread = up, spread
         self._root = Root(["job"]) if up is None else None
         self._sent: Ballot | None = None
+        self._missing = False
         self.word = Word()
+        self.degraded = False
         self.voted: frozenset[Stamp] = frozenset()
 
     def recount(self, pairs: list[SlotPair], world: int) -> None:
         """Vote anew after something has changed on this node."""
         self._own = Ballot(vote_of(pairs) if pairs else SILENT, len(pairs), world)
         self._tell()
+
+    def miss(self, missing: bool) -> None:
+        """Whether this agent misses one of its peers."""
+        if missing != self._missing:
+            self._missing = missing
+            self._tell()
 
     def heard(self, child: str, ballot: Ballot) -> None:
         """A child's newer vote."""
@@ -98,10 +109,9 @@ class Sealing:
 
     def _merged(self) -> Ballot:
         ballots = [b for b in (self._own, *self._below.values()) if b.pairs]
-        if not ballots:
-            return _NOTHING
-        pairs = sum(b.pairs for b in ballots)
-        return Ballot(merge(b.vote for b in ballots), pairs, max(b.world for b in ballots))
+        degraded = self._missing or any(b.degraded for b in self._below.values())
+        vote = merge(b.vote for b in ballots) if ballots else SILENT
+        return Ballot(vote, sum(b.pairs for b in ballots), max((b.world for b in ballots), default=0), degraded)
 
     def _tell(self) -> None:
         ballot = self._merged()
@@ -116,18 +126,17 @@ class Sealing:
             vote = Vote(frozenset(), vote.seen, vote.floor, vote.kept)
         self.voted |= self._own.vote.complete
         self._root.update("job", vote)
-        word = self._root.word()
-        if word != self.word:
-            self.hear(word)
+        self.hear(self._root.word(), ballot.degraded)
 
-    def hear(self, word: Word) -> None:
+    def hear(self, word: Word, degraded: bool) -> None:
         """The root's word; it goes on to the children and to the trainers."""
-        if word == self.word:
+        if word == self.word and degraded == self.degraded:
             return
+        self.degraded = degraded
         sealed = word.sealed
         if self.word.sealed is not None and (sealed is None or sealed < self.word.sealed):
             return
         self.word = word
         if sealed is not None:
             self.voted = frozenset(s for s in self.voted if s > sealed)
-        self._spread(word)
+        self._spread(word, degraded)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import time
 from typing import TYPE_CHECKING
 
@@ -13,16 +12,20 @@ from gemini_hpc.agent.memory import NoMemory, adopt
 from gemini_hpc.agent.pull import PullFailed
 from gemini_hpc.agent.store import Shard
 from gemini_hpc.agent.trainingset import TrainingSet
+from gemini_hpc.core import placement
 from gemini_hpc.core.slots import Refused, Stamp
-from gemini_hpc.wire import local, page
+from gemini_hpc.wire import local
+from gemini_hpc.wire.allowance import Allowance
 
 if TYPE_CHECKING:
     from gemini_hpc.agent.agent import Agent
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_MAX_WORLD = 1 << 20
+_MAX_SHARDS = 4096  # on one node, all sets together; each takes two descriptors
 _OTHER_LAUNCH_S = 5.0
 _ROUND_S = 100.0
+_LEAVE_S = 2.0
+_MAX_STEP = 64
+_EVENTS_PER_S, _EVENTS_BURST = 2.0, 200.0
 
 
 class Rejected(Exception):
@@ -36,6 +39,8 @@ class Service:
         self._agent = agent
         self._clients: dict[Client, tuple[str, str, int]] = {}
         self._fills: dict[tuple[str, int, int], Client] = {}
+        self._keepers: dict[tuple[str, int], Client] = {}
+        self._events = Allowance(_EVENTS_PER_S, _EVENTS_BURST)
 
     # ---- bookkeeping -----------------------------------------------------------------------------------
 
@@ -49,6 +54,7 @@ class Service:
                 if shard is not None and shard.pair.slots[index].state == "filling":
                     shard.pair.void(index)
                     self._agent.recount(name)
+        self._keepers = {key: keeper for key, keeper in self._keepers.items() if keeper is not client}
         if who is not None:
             training = self._agent.sets.get(who[1])
             if training is not None and training.present.get(who[2]) is client:
@@ -81,6 +87,22 @@ class Service:
             raise Rejected(f"shard of rank {rank} is not registered here")
         return training, shard
 
+    def _keep(self, client: Client, m: local.Register | local.HandBack) -> TrainingSet:
+        """The set, where this client may write the shard: each shard has one writer on a node, and is one that
+        this node keeps, of a training that is as large as its ranks said."""
+        agent = self._agent
+        training = self._training(client, m.set)
+        if m.world != training.world or m.rank >= m.world or m.home >= len(agent.hosts):
+            raise Rejected(f"shard of rank {m.rank} of {m.world}, home {m.home} cannot be")
+        if agent.noderanks[agent.node] not in placement.holders(m.home, len(agent.hosts), agent.replicas):
+            raise Rejected(f"node rank {agent.noderanks[agent.node]} keeps nothing of node rank {m.home}")
+        keeper = self._keepers.get((m.set, m.rank))
+        if keeper is not None and keeper is not client and not keeper.closed.is_set():
+            raise Rejected(f"shard of rank {m.rank} is written by process {keeper.pid} here")
+        if (m.set, m.rank) not in agent.store.shards and len(agent.store.shards) >= _MAX_SHARDS:
+            raise Rejected(f"a node keeps at most {_MAX_SHARDS} shards")
+        return training
+
     # ---- requests --------------------------------------------------------------------------------------
 
     async def handle(self, client: Client, request: local.Request, fds: list[int]) -> Reply:
@@ -101,11 +123,17 @@ class Service:
             if isinstance(request, local.Fetch):
                 return await self._fetch(client, request)
             if isinstance(request, local.Event):
-                detail = request.detail[:300]
-                self._agent.log(request.name[:40], version=request.version, detail=detail, t=request.t)
+                if self._events.take():
+                    name, detail = _plain(request.name, 40), request.detail[:300]
+                    self._agent.log(name, version=request.version, detail=detail, t=request.t)
+                else:
+                    self._agent.complain(f"process {client.pid} has more events to tell than are kept")
                 return local.Ok(), []
             if isinstance(request, local.Finished):
-                self._training(client, request.set).finished.add(request.rank)
+                training = self._training(client, request.set)
+                if training.present.get(request.rank) is not client:
+                    raise Rejected(f"rank {request.rank} is not this process's")
+                training.finished.add(request.rank)
                 return local.Ok(), []
         except (Rejected, NoMemory) as exc:
             return local.Error(str(exc)), []
@@ -118,11 +146,14 @@ class Service:
         agent = self._agent
         if m.proto != local.PROTOCOL:
             raise Rejected(f"protocol {m.proto} of the training process, the agent speaks {local.PROTOCOL}")
-        if not _NAME.fullmatch(m.set) or not 0 <= m.rank < m.world <= _MAX_WORLD:
+        if not agent.may_have(m.set) or m.rank >= m.world or not 0 < len(m.step) <= _MAX_STEP:
             raise Rejected(f"set {m.set[:64]!r}, rank {m.rank} of {m.world} cannot be")
+        if client in self._clients:
+            raise Rejected("this connection has said hello before")
         rounds = agent.rounds
         if rounds is None or agent.detached:
             raise Rejected("this node has no part in a running incarnation of the job")
+        await self._alone(m)
         if not m.rejoin:
             try:
                 async with asyncio.timeout(_ROUND_S):
@@ -134,6 +165,8 @@ class Service:
         if client.closed.is_set():
             raise Rejected("closed")
         training = agent.training(m.set)
+        if training.greeted and m.world != training.world:
+            raise Rejected(f"rank {m.rank} says that {m.world} ranks train, others said {training.world}")
         training.greeted.add(m.rank)
         training.finished.discard(m.rank)
         training.present[m.rank] = client
@@ -153,6 +186,21 @@ class Service:
             lost=training.lost[:100],
         )
         return welcome, [training.page_fd()]
+
+    async def _alone(self, m: local.Hello) -> None:
+        """Wait, for a moment, until an earlier process of this rank has left; it may just have been killed."""
+        deadline = time.monotonic() + _LEAVE_S
+        while True:
+            training = self._agent.sets.get(m.set)
+            other = training.present.get(m.rank) if training is not None else None
+            if other is None or other.closed.is_set() or self._clients.get(other, ("",))[0] != m.step:
+                return
+            if time.monotonic() > deadline:
+                raise Rejected(
+                    f"rank {m.rank} of set {m.set!r} trains here already (process {other.pid}); "
+                    "several trainings in one job need names: Checkpointer(name=...)"
+                )
+            await asyncio.sleep(0.02)
 
     async def _round_for(self, m: local.Hello) -> None:
         """Wait for the round that serves this launch; ask for one where it is a new launch."""
@@ -174,7 +222,7 @@ class Service:
             if rounds.stage == "live" and rounds.step == m.step and (rounds.round > before or not need_new):
                 return
             if rounds.stage == "live":
-                rounds.need(rounds.round, m.step)
+                rounds.need(rounds.round, m.step, again)
             if rounds.stage == "live" and rounds.step == m.step and not need_new:
                 return
             try:
@@ -185,11 +233,9 @@ class Service:
 
     async def _register(self, client: Client, m: local.Register) -> Reply:
         agent = self._agent
-        training = self._training(client, m.set)
-        if not 0 <= m.rank < m.world <= _MAX_WORLD or not 0 <= m.home < len(agent.hosts):
-            raise Rejected(f"shard of rank {m.rank} of {m.world}, home {m.home} cannot be")
-        if not 0 < m.bytes < 1 << 50:
-            raise Rejected(f"a shard of {m.bytes} bytes cannot be")
+        training = self._keep(client, m)
+        if m.bytes == 0:
+            raise Rejected("a shard of 0 bytes cannot be")
         assert agent.rounds is not None
         number = agent.rounds.round
         try:
@@ -200,8 +246,9 @@ class Service:
             raise
         if agent.rounds is None or agent.rounds.round != number:
             raise Rejected("a recovery round is on")
+        self._keep(client, m)
+        self._keepers[m.set, m.rank] = client
         shard.registered_round = number
-        training.world = m.world
         agent.recount(m.set)
         return local.Slots(m.bytes), [os.dup(memory.fd) for memory in shard.memory]
 
@@ -210,6 +257,8 @@ class Service:
         training, shard = self._shard(client, m.set, m.rank)
         if shard.registered_round != (agent.rounds.round if agent.rounds else 0) or training.sealing is None:
             raise Rejected(f"shard of rank {m.rank} is not registered in this round")
+        if self._keepers.get((m.set, m.rank)) is not client:
+            raise Rejected(f"shard of rank {m.rank} is not registered by this process")
         word, voted = training.sealing.word, training.sealing.voted
         stamp = Stamp(agent.epoch, m.version)
         try:
@@ -279,33 +328,43 @@ class Service:
 
     async def _hand_back(self, client: Client, m: local.HandBack, fds: list[int]) -> Reply:
         agent = self._agent
-        training = self._training(client, m.set)
-        if len(fds) != 1 or m.slot not in (0, 1) or m.bytes <= 0 or not 0 <= m.rank < m.world:
+        training = self._keep(client, m)
+        if len(fds) != 1 or m.slot not in (0, 1) or m.bytes == 0:
             raise Rejected("a hand-back needs one descriptor and a slot")
         shard = agent.store.get(m.set, m.rank)
-        if shard is None or shard.bytes != m.bytes or shard.world != m.world:
-            shard = await agent.store.make(m.set, m.rank, m.world, m.home, m.bytes, reserve=False)
-        if m.epoch > agent.epoch or shard.pair.slots[m.slot].state != "empty":
+        taken = shard is not None and (shard.bytes != m.bytes or shard.pair.slots[m.slot].state != "empty")
+        if taken or m.epoch > agent.epoch:
             raise Rejected(f"slot {m.slot} of rank {m.rank} cannot take version {m.version} back")
         try:
-            memory = adopt(os.dup(fds[0]), m.bytes)
+            memory = adopt(fds[0], m.bytes)
         except (ValueError, OSError) as exc:
             raise Rejected(str(exc)) from None
+        try:
+            shard = await agent.store.make(m.set, m.rank, m.world, m.home, m.bytes, reserve=False)
+            if self._keep(client, m) and shard.pair.slots[m.slot].state != "empty":
+                raise Rejected(f"slot {m.slot} of rank {m.rank} is no longer empty")
+        except BaseException:
+            memory.close()
+            raise
         shard.memory[m.slot].close()
         shard.memory[m.slot] = memory
+        self._keepers[m.set, m.rank] = client
         assert agent.rounds is not None
         shard.registered_round = agent.rounds.round
-        training.world = m.world
         if m.digest and 0 < m.used <= m.bytes:
             digest = await asyncio.to_thread(memory.digest, m.used)
             stamp = Stamp(m.epoch, m.version)
-            if digest == m.digest and shard.pair.slots[m.slot].state == "empty":
+            free = shard.pair.slots[m.slot].state == "empty" and shard.pair.find(stamp) is None
+            if digest == m.digest and free:
                 shard.pair.restore(m.slot, stamp, digest, m.used)
                 shard.since[m.slot] = shard.verified[m.slot] = time.time()
             else:
                 agent.log("damaged", version=m.version, detail=f"shard {m.rank}: handed back with another digest")
         if training.sealing is not None:
             training.sealing.voted |= shard.pair.complete_stamps()
-        training.page.set_state(page.STATE_PROTECTED)
         agent.recount(m.set)
         return local.Ok(), []
+
+
+def _plain(text: str, limit: int) -> str:
+    return "".join(c for c in text[:limit] if c.isascii() and (c.isalnum() or c in "_-")) or "unnamed"

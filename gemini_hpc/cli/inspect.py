@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
@@ -34,10 +35,17 @@ def register(subparsers: _Subparsers) -> None:
     parser.add_argument("job", metavar="JOBID", help="job id, or array task as 10_3")
     parser.add_argument("--json", action="store_true", help="print the documented JSON document (schema 1)")
     parser.add_argument(
-        "--watch", metavar="S", type=float, nargs="?", const=1.0, help="again every S seconds (default 1)"
+        "--watch", metavar="S", type=_seconds, nargs="?", const=1.0, help="again every S seconds (default 1)"
     )
     parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
     parser.set_defaults(func=run)
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0.1 <= float(text) <= 86400:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"wanted seconds from 0.1 to 86400, found {text[:40]!r}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,10 +53,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         m = _ID.fullmatch(args.job)
         if m is None:
-            print(f"gemini-hpc inspect: {args.job!r} is not a job id: wanted a number", file=sys.stderr)
+            print(f"gemini-hpc inspect: {args.job[:80]!r} is not a job id: wanted a number", file=sys.stderr)
             return 2
         settings = load(args.config)
         job = int(m[1]) if m[2] is None else _raw_id(args.job)
+        if job >= 1 << 32:
+            raise _UserError(f"job {job}: unknown, or not yours")
         _show(settings, job, args)
     except (_UserError, ConfigError) as exc:
         print(f"gemini-hpc inspect: {exc}", file=sys.stderr)
@@ -78,10 +88,10 @@ def _show(settings: Settings, job: int, args: argparse.Namespace) -> None:
         document = source.document()
         if args.watch is not None and sys.stdout.isatty() and not args.json:
             sys.stdout.write("\x1b[2J\x1b[H")
-        print(json.dumps(document) if args.json else render(document), flush=True)
+        print(json.dumps(document) if args.json else _tame(render(document)), flush=True)
         if args.watch is None:
             return
-        time.sleep(max(0.1, args.watch))
+        time.sleep(args.watch)
 
 
 class _Source:
@@ -109,6 +119,11 @@ class _Source:
         except ask.AskError as exc:
             raise _UserError(str(exc)) from None
         return picture(self._job, answer.parts, answer.events, answer.slurm, answer.missing, asked, time.time())
+
+
+def _tame(text: str) -> str:
+    """What agents say comes from the job's owner, and may be read on an operator's terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 # ---- text ----------------------------------------------------------------------------------------------

@@ -17,7 +17,9 @@ from gemini_hpc.wire import local
 
 VERDICT_WAIT_S = 20.0
 HEALTHY_FOR_S = 2.0
-LOST_GRACE_S = 0.8
+# The survivors' slurmstepds look for left-over processes once a second before they report to srun; one that finds
+# no srun any more retries for 3 s, in which the job stays COMPLETING.
+LOST_GRACE_S = 1.6
 REQUEUE_WAIT_S = 60.0
 EXIT_NOT_REQUEUED = 75
 

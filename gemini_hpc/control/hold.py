@@ -91,9 +91,7 @@ async def prepare(settings: Settings, raw_id: int, restart: int, node: str, memb
         note=lambda step, phase, **data: None,
     )
     await rescue.reserve(job, nodes, len(dead) + settings.reserve_candidates, alone=False)
-    if not rescue.reservation and any(
-        r.name.startswith(f"{PREFIX}{raw_id}_") for r in await slurm.reservations()
-    ):
+    if not rescue.reservation and any(r.name.startswith(f"{PREFIX}{raw_id}_") for r in await slurm.reservations()):
         raise NothingToHoldError("another survivor was faster")
     return rescue
 

@@ -25,6 +25,7 @@ from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob, find_tool
 from gemini_hpc.control.slurmtext import Job
 from gemini_hpc.control.watch import Watcher
 from gemini_hpc.wire import peer
+from gemini_hpc.wire.allowance import Allowance
 from gemini_hpc.wire.frames import FrameError
 from gemini_hpc.wire.handshake import Greeting, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, accept
@@ -78,6 +79,7 @@ class Controller:
         self.recoveries = Recoveries(settings, self.slurm, self.journal, self.logs, self.registry)
         self.watcher = Watcher(settings, self.slurm, self.registry, self.recoveries)
         self._handshakes = 0
+        self._turned_away = Allowance(per_s=1.0, burst=1.0)
         self._open: Counter[tuple[str, int]] = Counter()
         self._reads: dict[int, tuple[float, asyncio.Future[Job]]] = {}
         self._parts: dict[int, tuple[int, dict[str, peer.InspectPart], asyncio.Event]] = {}
@@ -135,7 +137,8 @@ class Controller:
                 reader, writer, self._admit, host=self._host, restart=lambda: 0, instance=self._instance
             )
         except HandshakeError as exc:
-            log.info("event=turned-away reason=%s", str(exc)[:200])
+            if self._turned_away.take():
+                log.info("event=turned-away reason=%r others=%d", str(exc)[:200], self._turned_away.settle())
             return
         finally:
             self._handshakes -= 1

@@ -154,6 +154,7 @@ class Checkpointer:
         self._name, self._max_repeated, self._seal_timeout_s = name, max_repeated, seal_timeout_s
         self._audit, self._chunk_bytes, self._ownership, self._hold_s = audit, chunk_bytes, ownership, hold_s
 
+        self._epoch = 0
         self._version = 0
         self._resumed_at = 0
         self._first_done = True

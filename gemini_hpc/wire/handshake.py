@@ -16,6 +16,7 @@ import os
 import msgspec
 
 from gemini_hpc.wire import munge
+from gemini_hpc.wire.bounds import Job, Restart, Strict
 
 PROTOCOL = 1
 MAX_HELLO_BYTES = 16 * 1024
@@ -31,8 +32,8 @@ class ClientHello(msgspec.Struct, frozen=True):
     proto: int
     purpose: str
     cluster: str
-    job: int
-    restart: int
+    job: Job
+    restart: Restart
     source: str
     target: str
     instance: str
@@ -47,8 +48,8 @@ class ServerHello(msgspec.Struct, frozen=True):
     nonce: bytes
     share: bytes
     host: str
-    job: int
-    restart: int
+    job: Job
+    restart: Restart
     instance: str
 
 
@@ -72,9 +73,9 @@ class Session(msgspec.Struct, frozen=True):
     job: int
 
 
-_hello = msgspec.msgpack.Decoder(ClientHello)
-_answer = msgspec.msgpack.Decoder(ServerHello)
-_envelope = msgspec.msgpack.Decoder(Envelope)
+_hello = Strict(msgspec.msgpack.Decoder(ClientHello))
+_answer = Strict(msgspec.msgpack.Decoder(ServerHello))
+_envelope = Strict(msgspec.msgpack.Decoder(Envelope))
 
 
 def _keys(hello: ClientHello, share: bytes) -> tuple[bytes, bytes]:

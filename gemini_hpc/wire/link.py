@@ -7,7 +7,9 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from typing import ParamSpec, TypeVar
 
 import msgspec
 
@@ -26,6 +28,20 @@ from gemini_hpc.wire.handshake import Client, Greeting, HandshakeError, Session
 HANDSHAKE_TIMEOUT_S = 5.0
 SEND_BUFFER_BYTES = 32 << 20
 M = TypeVar("M", bound=peer.Message)
+P = ParamSpec("P")
+R = TypeVar("R")
+_MUNGE_THREADS = 4
+
+
+@cache
+def _munge_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_MUNGE_THREADS, "gemini-munge")
+
+
+async def _beside(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Run what asks MUNGE in threads of its own: a munged that hangs must hold up handshakes only, and never the
+    digests and pulls that share asyncio's threads."""
+    return await asyncio.get_running_loop().run_in_executor(_munge_threads(), partial(call, *args, **kwargs))
 
 
 class LinkClosed(Exception):
@@ -107,10 +123,10 @@ async def connect(address: str, port: int, client: Client, timeout_s: float = HA
         reader, writer = await asyncio.open_connection(address, port)
         try:
             writer.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            greeting = await asyncio.to_thread(client.greeting)
+            greeting = await _beside(client.greeting)
             writer.write(bare(greeting))
             reply = await _read_bare(reader)
-            session = await asyncio.to_thread(client.finish, reply)
+            session = await _beside(client.finish, reply)
             return Link(reader, writer, session)
         except (EOFError, FrameError) as exc:
             writer.close()
@@ -134,13 +150,13 @@ async def accept(
     try:
         async with asyncio.timeout(timeout_s):
             writer.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            greeting = await asyncio.to_thread(handshake.receive, await _read_bare(reader))
+            greeting = await _beside(handshake.receive, await _read_bare(reader))
             reason = admit(greeting)
             if reason:
                 writer.write(bare(handshake.refusal(reason)))
                 await writer.drain()
                 raise HandshakeError(reason)
-            reply, session = await asyncio.to_thread(
+            reply, session = await _beside(
                 handshake.answer, greeting, host=host, restart=restart(), instance=instance
             )
             writer.write(bare(reply))

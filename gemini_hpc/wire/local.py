@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from gemini_hpc.wire.bounds import Bytes, Count, Epoch, Job, Restart, Seconds, Strict, Time, Version
+
 PROTOCOL = 1
 MAX_PACKET_BYTES = 64 * 1024
 
@@ -23,13 +25,13 @@ class Message(msgspec.Struct, frozen=True, tag_field="op", forbid_unknown_fields
 class Attach(Message, frozen=True, tag="attach"):
     """A new incarnation of the job has been allocated; answered by `Ready` once all agents agree on the map."""
 
-    job: int
-    restart: int
+    job: Job
+    restart: Restart
     nodelist: str
     node: str
-    replicas: int
+    replicas: Count
     tier: str = ""
-    tier_interval: int = 0
+    tier_interval: Seconds = 0
 
 
 class Ready(Message, frozen=True, tag="ready"):
@@ -41,8 +43,8 @@ class Ready(Message, frozen=True, tag="ready"):
 class Epilog(Message, frozen=True, tag="epilog"):
     """The job (or this incarnation of it) has ended on this node."""
 
-    job: int
-    restart: int
+    job: Job
+    restart: Restart
     exit_code: str = ""
 
 
@@ -70,9 +72,9 @@ class Hello(Message, frozen=True, tag="hello"):
 
     proto: int
     set: str
-    rank: int
-    world: int
-    local_rank: int
+    rank: Count
+    world: Count
+    local_rank: Count
     step: str
     pid: int
     rejoin: bool = False
@@ -105,10 +107,10 @@ class Register(Message, frozen=True, tag="register"):
     """
 
     set: str
-    rank: int
-    world: int
-    home: int
-    bytes: int
+    rank: Count
+    world: Count
+    home: Count
+    bytes: Bytes
 
 
 class Slots(Message, frozen=True, tag="slots"):
@@ -121,8 +123,8 @@ class Begin(Message, frozen=True, tag="begin"):
     """May a slot be filled with `version` (of the epoch of `Welcome`)? Answered by `Begun` or `Refused`."""
 
     set: str
-    rank: int
-    version: int
+    rank: Count
+    version: Version
 
 
 class Begun(Message, frozen=True, tag="begun"):
@@ -144,10 +146,10 @@ class Landed(Message, frozen=True, tag="landed"):
     """
 
     set: str
-    rank: int
-    version: int
+    rank: Count
+    version: Version
     slot: int
-    used: int
+    used: Bytes
     digest: str
 
 
@@ -155,8 +157,8 @@ class Abort(Message, frozen=True, tag="abort"):
     """The slot will not be completed with this version; it becomes void."""
 
     set: str
-    rank: int
-    version: int
+    rank: Count
+    version: Version
     slot: int
 
 
@@ -164,7 +166,7 @@ class Fetch(Message, frozen=True, tag="fetch"):
     """Give me the chosen version of a shard; pulled from its holders where this node has no copy."""
 
     set: str
-    rank: int
+    rank: Count
 
 
 class Copy(Message, frozen=True, tag="copy"):
@@ -181,8 +183,8 @@ class Event(Message, frozen=True, tag="event"):
     """Something for the event log (`resumed`, `first_iteration`, `skipped`, `degraded`, ...); t: Unix time."""
 
     name: str
-    version: int
-    t: float
+    version: Version
+    t: Time
     detail: str = ""
 
 
@@ -190,7 +192,7 @@ class Finished(Message, frozen=True, tag="finished"):
     """This rank has closed its checkpointer: its training succeeded."""
 
     set: str
-    rank: int
+    rank: Count
 
 
 class HandBack(Message, frozen=True, tag="handback"):
@@ -200,14 +202,14 @@ class HandBack(Message, frozen=True, tag="handback"):
     """
 
     set: str
-    rank: int
-    world: int
-    home: int
-    bytes: int
+    rank: Count
+    world: Count
+    home: Count
+    bytes: Bytes
     slot: int
-    epoch: int
-    version: int
-    used: int
+    epoch: Epoch
+    version: Version
+    used: Bytes
     digest: str
 
 
@@ -233,6 +235,6 @@ Request = (
 )
 Reply = Ready | Verdict | Welcome | Slots | Begun | Refused | Copy | Ok | Error
 
-request_decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
-reply_decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+request_decoder: Strict[Request] = Strict(msgspec.json.Decoder(Request))
+reply_decoder: Strict[Reply] = Strict(msgspec.json.Decoder(Reply))
 encode = msgspec.json.Encoder().encode

@@ -9,9 +9,10 @@ from __future__ import annotations
 import mmap
 import struct
 
+from gemini_hpc.wire.bounds import VERSION_BITS
+
 PAGE_BYTES = 4096
 MAGIC = 0x0001_494E_494D_4547
-_VERSION_BITS = 40
 _WORD = struct.Struct("<Q")
 
 MAGIC_AT, SEALED_AT, STATE_AT, BEAT_AT, DEAD_AT, ROUND_AT = 0, 8, 16, 24, 32, 40
@@ -21,12 +22,12 @@ STATE_ARMING, STATE_PROTECTED, STATE_DEGRADED, STATE_FROZEN = 0, 1, 2, 3
 
 def pack_seal(epoch: int, version: int) -> int:
     """One word for a sealed (epoch, version); ordered as the pair is."""
-    return (epoch << _VERSION_BITS) | version
+    return (epoch << VERSION_BITS) | version
 
 
 def unpack_seal(word: int) -> tuple[int, int]:
     """Inverse of `pack_seal`."""
-    return word >> _VERSION_BITS, word & ((1 << _VERSION_BITS) - 1)
+    return word >> VERSION_BITS, word & ((1 << VERSION_BITS) - 1)
 
 
 class ControlPage:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-StampT = tuple[int, int]
+from gemini_hpc.wire.bounds import Bytes, Count, Epoch, Job, Pairs, Port, Restart, Round, Stamp, Strict, Time, Version
+
+StampT = Stamp
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="kind"):
@@ -40,7 +42,7 @@ class Obituary(Message, frozen=True, tag="obituary"):
 
     host: str
     alive: bool
-    restart: int
+    restart: Restart
 
 
 # ---- recovery rounds, along the tree -------------------------------------------------------------------
@@ -49,7 +51,7 @@ class Obituary(Message, frozen=True, tag="obituary"):
 class Collect(Message, frozen=True, tag="collect"):
     """Down: freeze, void what is half filled, report what you hold."""
 
-    round: int
+    round: Round
     step: str
 
 
@@ -57,11 +59,11 @@ class CopyRecord(msgspec.Struct, frozen=True):
     """One complete, verified copy."""
 
     set: str
-    rank: int
-    world: int
-    home: int
-    bytes: int
-    used: int
+    rank: Count
+    world: Count
+    home: Count
+    bytes: Bytes
+    used: Bytes
     stamp: StampT
     digest: str
 
@@ -70,19 +72,19 @@ class InventoryRecord(msgspec.Struct, frozen=True):
     """What one agent holds."""
 
     host: str
-    noderanks: dict[str, int] | None
+    noderanks: dict[str, Count] | None
     map_restart: int
-    max_epoch: int
+    max_epoch: Epoch
     copies: tuple[CopyRecord, ...]
     sealed: tuple[tuple[str, StampT], ...]
-    port: int
+    port: Port
     instance: str
 
 
 class InventoryUp(Message, frozen=True, tag="inventory"):
     """Up: the inventories of a whole subtree."""
 
-    round: int
+    round: Round
     records: tuple[InventoryRecord, ...]
 
 
@@ -105,7 +107,7 @@ class SetPlan(msgspec.Struct, frozen=True):
     chosen: StampT | None
     keep: tuple[StampT, ...]
     sealed: StampT | None
-    world: int
+    world: Count
     copies: tuple[tuple[CopyRecord, tuple[str, ...]], ...]
     lost: tuple[str, ...]
 
@@ -113,12 +115,12 @@ class SetPlan(msgspec.Struct, frozen=True):
 class PlanDown(Message, frozen=True, tag="plan"):
     """Down: the new map, epoch and versions. Void everything else, then acknowledge."""
 
-    round: int
+    round: Round
     step: str
-    epoch: int
-    noderanks: dict[str, int]
+    epoch: Epoch
+    noderanks: dict[str, Count]
     map_hash: str
-    ports: dict[str, int]
+    ports: dict[str, Port]
     sets: tuple[SetPlan, ...]
     pulls: tuple[PullOrder, ...]
 
@@ -126,7 +128,7 @@ class PlanDown(Message, frozen=True, tag="plan"):
 class PlanAck(Message, frozen=True, tag="ack"):
     """Up: my whole subtree has voided and has the map with this hash."""
 
-    round: int
+    round: Round
     map_hash: str
 
 
@@ -136,15 +138,19 @@ class Go(Message, frozen=True, tag="go"):
     Sent again with the launch (`step`) that the round serves, once there is one.
     """
 
-    round: int
+    round: Round
     step: str
 
 
 class NeedRound(Message, frozen=True, tag="round?"):
-    """Up: a new launch of the training (`step`) has said hello here, or a copy turned out bad."""
+    """Up: a launch of the training (`step`) has said hello here and wants to be served after `after_round`.
 
-    after_round: int
+    again: a rank of that launch had been welcomed before, so that a round of its own is needed.
+    """
+
+    after_round: Round
     step: str
+    again: bool
 
 
 # ---- sealing, along the tree ---------------------------------------------------------------------------
@@ -154,23 +160,25 @@ class VoteUp(Message, frozen=True, tag="vote"):
     """Up: the merged vote of a subtree for one set (see core.seal).
 
     pairs: slot pairs that the subtree holds for the set; the root seals nothing before every shard of the
-    training (`world`) is held on all of its holders.
+    training (`world`) is held on all of its holders. degraded: an agent of the subtree misses one of its peers.
     """
 
-    round: int
+    round: Round
     set: str
-    pairs: int
-    world: int
+    pairs: Pairs
+    world: Count
+    degraded: bool
     vote: msgspec.Raw
 
 
 class WordDown(Message, frozen=True, tag="word"):
-    """Down: the root's word for one set."""
+    """Down: the root's word for one set. degraded: nothing can be sealed now, so nobody should wait for it."""
 
-    round: int
+    round: Round
     set: str
     sealed: StampT | None
     abandoned: tuple[StampT, ...]
+    degraded: bool
 
 
 # ---- pulls, on connections of their own ----------------------------------------------------------------
@@ -180,7 +188,7 @@ class PullAsk(Message, frozen=True, tag="pull?"):
     """Send me this copy; answered by `PullHead`, then `used` raw bytes (covered by the digest)."""
 
     set: str
-    rank: int
+    rank: Count
     stamp: StampT
 
 
@@ -197,11 +205,11 @@ class PullHead(Message, frozen=True, tag="pull"):
 class EventRecord(msgspec.Struct, frozen=True):
     """One line of a job's event log. t: Unix time in seconds."""
 
-    t: float
+    t: Time
     name: str
     host: str
-    restart: int
-    version: int = 0
+    restart: Restart
+    version: Version = 0
     detail: str = ""
 
 
@@ -215,23 +223,23 @@ class HeldSlot(msgspec.Struct, frozen=True):
     """One slot as its holder sees it. state: empty, filling, complete; verified: Unix time of the last check."""
 
     set: str
-    rank: int
-    world: int
-    home: int
+    rank: Count
+    world: Count
+    home: Count
     slot: int
     state: str
     stamp: StampT | None
-    bytes: int
-    used: int
-    since: float
-    verified: float
+    bytes: Bytes
+    used: Bytes
+    since: Time
+    verified: Time
 
 
 class SetState(msgspec.Struct, frozen=True):
     """One set on one node. state: arming, protected, degraded, recovering, finished."""
 
     name: str
-    world: int
+    world: Count
     sealed: StampT | None
     state: str
     ranks: tuple[int, ...]
@@ -242,20 +250,20 @@ class InspectPart(Message, frozen=True, tag="inspect"):
     """One agent's part of the picture."""
 
     host: str
-    job: int
+    job: Job
     uid: int
-    restart: int
-    replicas: int
-    epoch: int
-    round: int
+    restart: Restart
+    replicas: Count
+    epoch: Epoch
+    round: Round
     state: str
     hosts: tuple[str, ...]
-    noderanks: dict[str, int]
+    noderanks: dict[str, Count]
     address: str
     interface: str
-    port: int
-    memory_bytes: int
-    memory_cap_bytes: int
+    port: Port
+    memory_bytes: Bytes
+    memory_cap_bytes: Bytes
     sets: tuple[SetState, ...]
     held: tuple[HeldSlot, ...]
     events: tuple[EventRecord, ...]
@@ -270,12 +278,12 @@ class InspectPart(Message, frozen=True, tag="inspect"):
 class Registration(Message, frozen=True, tag="register"):
     """Agent -> controller, first message after the handshake and again after each attach (a hint: SITE 1)."""
 
-    job: int
-    restart: int
+    job: Job
+    restart: Restart
     host: str
     hosts: tuple[str, ...]
-    replicas: int
-    port: int
+    replicas: Count
+    port: Port
     instance: str
     state: str
 
@@ -283,31 +291,31 @@ class Registration(Message, frozen=True, tag="register"):
 class Report(Message, frozen=True, tag="report"):
     """Agent -> controller: this host of my job is silent; witnesses: peers that could not reach it either."""
 
-    job: int
-    restart: int
+    job: Job
+    restart: Restart
     host: str
     witnesses: tuple[str, ...]
-    t: float
+    t: Time
 
 
 class EventsUp(Message, frozen=True, tag="events"):
     """Agent -> controller: new lines of the event log."""
 
-    job: int
+    job: Job
     events: tuple[EventRecord, ...]
 
 
 class Release(Message, frozen=True, tag="release"):
     """Controller -> agent: the job has ended for good (reason), free everything and exit."""
 
-    job: int
+    job: Job
     reason: str
 
 
 class JobAsk(Message, frozen=True, tag="job?"):
     """User -> controller: the picture of this job."""
 
-    job: int
+    job: Job
 
 
 class JobAnswer(Message, frozen=True, tag="job"):
@@ -345,5 +353,5 @@ PeerMessage = (
     | JobAnswer
 )
 
-decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
+decoder: Strict[PeerMessage] = Strict(msgspec.msgpack.Decoder(PeerMessage))
 encode = msgspec.msgpack.Encoder().encode

@@ -437,7 +437,7 @@ class World:
         hosts = list(shuffle(hosts))
         inventories = {host: self.inventory(self.agents[host]) for host in reachable}
         self.recoveries += 1
-        self.restart += 1
+        self.restart += set(hosts) != set(self.hosts)  # the same nodes: a new step, not a new incarnation
         min_epoch = 0 if "epoch-forgotten" in self.weak else self.restart
         made = plan(inventories, hosts, self.m, min_epoch=min_epoch)
         self.set_plan = made.set_plan("")

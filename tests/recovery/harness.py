@@ -38,6 +38,7 @@ class LiteJob:
     steps: int = 60
     pause_s: float = 0.1
     size: int = 1 << 16
+    prefix: str = ""
     run: str = "srun"
     options: tuple[str, ...] = ()
     id: int = 0
@@ -53,7 +54,7 @@ class LiteJob:
         script = self.directory / "job.sh"
         script.write_text(
             "#!/bin/bash\n"
-            f"{self.run} python {self.directory}/lite.py {self.log} {self.steps} {self.pause_s} {self.size}\n"
+            f"{self.prefix}{self.run} python {self.directory}/lite.py {self.log} {self.steps} {self.pause_s} {self.size}\n"
             'echo "step ended with $?"\n'
         )
         script.chmod(0o755)

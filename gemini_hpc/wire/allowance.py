@@ -1,0 +1,33 @@
+"""How often something may happen that a stranger can cause: log lines above all."""
+
+from __future__ import annotations
+
+import time
+
+
+class Allowance:
+    """A token bucket: `take` is true for `burst` events at once and `per_s` events a second in the long run.
+
+    `missed` counts the refusals since the last event that was let through.
+    """
+
+    def __init__(self, per_s: float, burst: float) -> None:
+        self._per_s, self._burst = per_s, burst
+        self._tokens, self._at = burst, time.monotonic()
+        self.missed = 0
+
+    def take(self) -> bool:
+        """Whether one more may happen now."""
+        now = time.monotonic()
+        self._tokens = min(self._burst, self._tokens + (now - self._at) * self._per_s)
+        self._at = now
+        if self._tokens < 1:
+            self.missed += 1
+            return False
+        self._tokens -= 1
+        return True
+
+    def settle(self) -> int:
+        """The number missed so far, which is then counted anew."""
+        missed, self.missed = self.missed, 0
+        return missed

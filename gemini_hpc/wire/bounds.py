@@ -1,0 +1,49 @@
+"""What numbers and names in messages may be, and decoders that refuse everything else in one way.
+
+Whoever sends, a decoded message holds no number that later code cannot pack, count or print.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Generic, Protocol, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+VERSION_BITS, EPOCH_BITS = 40, 23  # both share one signed word: `page.pack_seal`
+MAX_RANKS = 1 << 20
+
+Job = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Restart = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Epoch = Annotated[int, msgspec.Meta(ge=0, lt=1 << EPOCH_BITS)]
+Version = Annotated[int, msgspec.Meta(ge=0, lt=1 << VERSION_BITS)]
+Round = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANKS)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]
+Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]  # Unix time in seconds; neither NaN nor infinity
+Pairs = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Seconds = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Stamp = tuple[Epoch, Version]
+
+
+class _Decodes(Protocol[T_co]):
+    def decode(self, buf: bytes | msgspec.Raw, /) -> T_co: ...
+
+
+class Strict(Generic[T]):
+    """A msgspec decoder that raises `msgspec.MsgspecError`, and nothing else, on whatever bytes it is given."""
+
+    def __init__(self, decoder: _Decodes[T]) -> None:
+        self._decode = decoder.decode
+
+    def decode(self, data: bytes | msgspec.Raw) -> T:
+        """The message in `data`. Raises `msgspec.MsgspecError`."""
+        try:
+            return self._decode(data)
+        except UnicodeDecodeError:
+            raise msgspec.DecodeError("text that is not UTF-8") from None
+        except RecursionError:
+            raise msgspec.DecodeError("nested too deeply") from None

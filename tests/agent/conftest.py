@@ -1,0 +1,197 @@
+"""A real agent process, alone on its node: one attached job of one node, no Slurm, no MUNGE."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from gemini_hpc.wire import local
+from gemini_hpc.wire.page import ControlPage
+
+JOB, STEP, SIZE = 77, "77.0", 1 << 16
+_SERVE = (
+    "import sys, os; from gemini_hpc.agent.agent import serve; from gemini_hpc.config import Settings; "
+    "s = Settings(interface='lo', agent_port_base=int(sys.argv[2]), memory_fraction=float(sys.argv[3]), "
+    "memory_floor_bytes=0, attach_timeout_s=5.0); "
+    "sys.exit(serve(s, job=77, uid=os.geteuid(), node='n1', directory=sys.argv[1], again=sys.argv[4] == 'again'))"
+)
+Answer = tuple[local.Message | None, list[int]]
+
+
+class Caller:
+    """A connection to the agent's socket that sends whatever it likes."""
+
+    def __init__(self, path: Path) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sock.settimeout(15)
+        self.sock.connect(str(path))
+
+    def raw(self, data: bytes, fds: list[int] | None = None) -> local.Message | None:
+        """The reply to these bytes; None where the agent closed the connection."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            if fds:
+                socket.send_fds(self.sock, [data], fds)
+            else:
+                self.sock.send(data)
+            reply, got, _, _ = socket.recv_fds(self.sock, local.MAX_PACKET_BYTES, 8)
+            for fd in got:
+                os.close(fd)
+            return local.reply_decoder.decode(reply) if reply else None
+        return None
+
+    def ask(self, message: local.Message, fds: list[int] | None = None) -> local.Message | None:
+        return self.raw(local.encode(message), fds)
+
+    def ask_fds(self, message: local.Message) -> Answer:
+        self.sock.send(local.encode(message))
+        reply, fds, _, _ = socket.recv_fds(self.sock, local.MAX_PACKET_BYTES, 8)
+        return (local.reply_decoder.decode(reply) if reply else None), list(fds)
+
+    def hello(self, rank: int = 0, world: int = 1, name: str = "default", **more: Any) -> local.Message | None:
+        return self.ask(
+            local.Hello(local.PROTOCOL, name, rank, world, 0, more.pop("step", STEP), os.getpid(), **more)
+        )
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+class Trainer:
+    """A training rank that does everything right; `step` saves one version and waits for its seal."""
+
+    def __init__(self, agent: AgentProcess, name: str = "default", size: int = SIZE) -> None:
+        self.name, self.size, self.version = name, size, 0
+        self.caller = Caller(agent.socket)
+        welcome, fds = self.caller.ask_fds(local.Hello(local.PROTOCOL, name, 0, 1, 0, STEP, os.getpid()))
+        assert isinstance(welcome, local.Welcome), welcome
+        self.epoch, self.page = welcome.epoch, ControlPage(fds[0], writable=False)
+        os.close(fds[0])
+        slots, self.fds = self.caller.ask_fds(local.Register(name, 0, 1, 0, size))
+        assert isinstance(slots, local.Slots), slots
+        self.maps = [mmap.mmap(fd, size) for fd in self.fds]
+
+    def step(self, timeout_s: float = 10.0) -> None:
+        self.version += 1
+        begun = self.caller.ask(local.Begin(self.name, 0, self.version))
+        assert isinstance(begun, local.Begun), begun
+        payload = str(self.version).encode().ljust(1000)
+        self.maps[begun.slot][: len(payload)] = payload
+        digest = xxhash.xxh3_128(payload).hexdigest()
+        landed = local.Landed(self.name, 0, self.version, begun.slot, len(payload), digest)
+        assert self.caller.ask(landed) == local.Ok()
+        deadline = time.monotonic() + timeout_s
+        while self.page.sealed < (self.epoch, self.version):
+            assert time.monotonic() < deadline, f"version {self.version} is not sealed"
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        self.caller.close()
+        for m in self.maps:
+            m.close()
+        for fd in self.fds:
+            os.close(fd)
+
+
+class AgentProcess:
+    """The agent proper, without its supervisor."""
+
+    def __init__(self, fraction: float = 0.5, nodelist: str = "n1") -> None:
+        self._fraction = fraction
+        self.directory = Path(tempfile.mkdtemp(prefix="gemini-agent-"))
+        self.socket = self.directory / "agent.sock"
+        self.log_path = self.directory / "log"
+        self._callers: list[Any] = []
+        self.start(nodelist=nodelist)
+
+    def start(self, *, again: bool = False, nodelist: str = "n1") -> None:
+        base = 20000 + os.getpid() % 1000 * 16
+        argv = [str(self.directory), str(base), str(self._fraction), "again" if again else "new"]
+        with self.log_path.open("a") as log:
+            self.process = subprocess.Popen([sys.executable, "-c", _SERVE, *argv], stdout=log, stderr=log)
+        attach = local.Attach(JOB, 0, nodelist, "n1", 1)
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                caller = Caller(self.socket)
+                break
+            except OSError:
+                assert self.process.poll() is None and time.monotonic() < deadline, self.log()
+                time.sleep(0.02)
+        if not again:
+            assert caller.ask(attach) == local.Ready("mapped"), self.log()
+        caller.close()
+
+    @property
+    def port(self) -> int:
+        text = (self.directory / "map").read_text()
+        return int(next(line for line in text.splitlines() if line.startswith("agent_port=")).split("=")[1])
+
+    def caller(self) -> Caller:
+        self._callers.append(Caller(self.socket))
+        return self._callers[-1]
+
+    def trainer(self, name: str = "default", size: int = SIZE) -> Trainer:
+        self._callers.append(Trainer(self, name, size))
+        return self._callers[-1]
+
+    def fds(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def rss_bytes(self) -> int:
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def quiet(self, fds: int, timeout_s: float = 5.0) -> None:
+        """Wait until the agent has no more descriptors than it had."""
+        deadline = time.monotonic() + timeout_s
+        while self.fds() > fds:
+            assert time.monotonic() < deadline, f"{self.fds()} descriptors, {fds} before"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(5)
+
+    def close(self) -> None:
+        for caller in self._callers:
+            caller.close()
+        self.kill()
+        for path in self.directory.iterdir():
+            path.unlink()
+        self.directory.rmdir()
+
+
+@pytest.fixture
+def make_agent() -> Iterator[Callable[..., AgentProcess]]:
+    made: list[AgentProcess] = []
+
+    def make(**options: Any) -> AgentProcess:
+        made.append(AgentProcess(**options))
+        return made[-1]
+
+    yield make
+    for agent in made:
+        running, log = agent.process.poll() is None, agent.log()
+        agent.close()
+        assert running, f"the agent died:\n{log}"
+        assert "Traceback" not in log, log
+
+
+@pytest.fixture
+def agent(make_agent: Callable[..., AgentProcess]) -> AgentProcess:
+    return make_agent()

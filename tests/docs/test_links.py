@@ -1,0 +1,247 @@
+"""README and docs name only what exists: links, make targets, verbs, options, settings, events, arguments, keys."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from gemini_hpc import config
+from gemini_hpc.cli.main import build_parser
+from gemini_hpc.control.picture import picture
+from gemini_hpc.wire.peer import EventRecord, HeldSlot, InspectPart, SetState
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Options of other programs that the pages name.
+FOREIGN = {
+    *("--requeue", "--open-mode", "--wrap", "--ntasks-per-node", "--kill-on-bad-exit", "--export", "--output"),
+    "--node-rank",  # torchrun's
+}
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
+LONE = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*(?![\w-])")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def fences(text: str) -> Iterator[tuple[str, str]]:
+    for found in FENCE.finditer(text):
+        yield found[2], re.sub(rf"^{found[1]}", "", found[3], flags=re.M)
+
+
+def spans(text: str) -> list[str]:
+    return [span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", FENCE.sub("", text))]
+
+
+def code(text: str) -> list[str]:
+    """Every line of a block and every span."""
+    return [*spans(text), *(line for _, block in fences(text) for line in block.splitlines())]
+
+
+def anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ +(.+)$", FENCE.sub("", text), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+def section(page: str, heading: str) -> str:
+    text = (ROOT / page).read_text()
+    return text.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+
+
+@pytest.fixture(params=PAGES, ids=lambda page: page.name)
+def page(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.param
+    return found
+
+
+def test_links(page: Path) -> None:
+    text = page.read_text()
+    bad = []
+    for link in LINK.findall(FENCE.sub("", text)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            bad.append(link)
+    assert not bad
+
+
+def targets(makefile: Path) -> set[str]:
+    return set(re.findall(r"^([a-z-]+):(?!=)", makefile.read_text(), re.M))
+
+
+def test_make_targets(page: Path) -> None:
+    known = {"": targets(ROOT / "Makefile"), "slurm": targets(ROOT / "slurm" / "Makefile")}
+    for line in code(page.read_text()):
+        found = re.match(r"(?:.* )?make(?: -C (\w+))?((?: [a-z-]+\b(?!=))*)(?: |$)", line.partition("#")[0])
+        if found:
+            assert set(found[2].split()) <= known[found[1] or ""], line
+
+
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+def options(parser: argparse.ArgumentParser) -> set[str]:
+    return {option for action in parser._actions for option in action.option_strings}
+
+
+def every_option(parser: argparse.ArgumentParser) -> set[str]:
+    return options(parser).union(*map(every_option, subparsers(parser).values()))
+
+
+def wrong_in(command: str) -> str:
+    """What is wrong in the words behind `gemini-hpc`; "" if nothing."""
+    parser = build_parser()
+    for word in re.sub(r"[\[\]|]", " ", command).split():
+        if word == "--":
+            break
+        option = re.match(r"--?[a-z][a-z-]*", word)
+        verbs = subparsers(parser)
+        if option:
+            if getattr(parser, "_before", None) is not None and option[0] not in options(parser):
+                break  # the rest is the command's own
+            if option[0] not in options(parser):
+                return f"{parser.prog} has no {option[0]}"
+        elif verbs:
+            if word not in verbs:
+                return f"{parser.prog} has no verb {word}"
+            parser = verbs[word]
+    return ""
+
+
+def test_commands(page: Path) -> None:
+    for line in code(page.read_text()):
+        for command in re.split(r"(?:^|(?<=[\s(\"])|(?<=/bin/))gemini-hpc(?= )", line.partition("  #")[0])[1:]:
+            if re.match(r" [a-z-]", command):
+                wrong = wrong_in(re.split(r" \||;|  |,", command)[0])
+                assert not wrong, f"{line}: {wrong}"
+
+
+@pytest.mark.parametrize(
+    ("command", "wrong"),
+    [
+        (" inspect 7 --json --watch 2", ""),
+        (" inspect 7 --yaml", "--yaml"),
+        (" heal 7", "no verb heal"),
+        (" devcluster power-off n2 --reset", ""),
+        (" devcluster explode n2", "no verb explode"),
+        (" devcluster status --loud", "--loud"),
+        (" devcluster sbatch --user bob -N2 --exclusive job.sh", ""),
+        (" run --max-restarts 2 -- srun --anything", ""),
+        (" run --restarts 2 -- srun", "--restarts"),
+    ],
+)
+def test_wrong_commands_are_noticed(command: str, wrong: str) -> None:
+    found = wrong_in(command)
+    assert wrong in found if wrong else not found
+
+
+def test_lone_options(page: Path) -> None:
+    ours = set(re.findall(r'"(gemini-[a-z-]+)"', (ROOT / "slurm" / "options.c").read_text()))
+    known = every_option(build_parser()) | FOREIGN | {f"--{name}" for name in ours}
+    named = {found for line in code(page.read_text()) for found in re.findall(LONE, line)}
+    assert named <= known
+
+
+def test_settings_in_examples(page: Path) -> None:
+    text = page.read_text()
+    blocks = [block for kind, block in fences(text) if kind == "toml"]
+    lone = [span for span in spans(text) if re.match(r"[a-z_]+ = ", span)]
+    for toml in [*blocks, *lone]:
+        config.parse(toml, page.name)
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \| (.+) \|$", section("docs/admin.md", "Settings"), re.M)
+    found = {key: tomllib.loads(f"value = {value}")["value"] for key, value, _ in rows}
+    wanted = {f.name: list(f.default) if isinstance(f.default, tuple) else f.default for f in fields(config.Settings)}
+    assert found == wanted
+    assert [type(found[key]) for key in wanted] == [type(value) for value in wanted.values()]
+
+
+def test_every_event_is_documented() -> None:
+    table = "\n".join(re.findall(r"^\| .*", section("docs/admin.md", "Event names"), re.M))
+    named = set(re.findall(r"`([a-z_]+)`", table))
+    sources = "\n".join(path.read_text() for path in sorted((ROOT / "gemini_hpc").rglob("*.py")))
+    assert all(f'"{name}"' in sources for name in named)
+    call = r"\b(?:self|agent|rescue|_agent|_host|client|_client|helper)\.(?:log|say|_say|_once|_note|event)\(\s*"
+    told = set(re.findall(call + r'"([a-z_]+)"\s*[,)]', sources))
+    assert len(told) > 20
+    assert told <= named
+
+
+def test_every_argument_and_the_report_are_documented() -> None:
+    torch = pytest.importorskip("torch")
+    import gemini_hpc as gemini
+
+    text = (ROOT / "docs" / "training.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text, re.M))
+    parameters = inspect.signature(gemini.Checkpointer).parameters.values()
+    tuning = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not None}
+    for name, default in tuning.items():
+        assert rows.get(name, "").strip('"') == str(default), name
+    model = torch.nn.Linear(2, 2)
+    ckpt = gemini.Checkpointer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    table = section("docs/training.md", "report")
+    report = ckpt.report()
+    assert all(f"`{key}`" in table for key in [*report, *report["captured"]])
+    ckpt.close()
+
+
+def test_every_key_of_the_json_document_is_documented() -> None:
+    text = (ROOT / "docs" / "inspect-json.md").read_text()
+    held = HeldSlot("default", 0, 1, 0, 0, "complete", (1, 5), 100, 90, 1.0, 2.0)
+    part = InspectPart(
+        host="n1",
+        job=7,
+        uid=1,
+        restart=0,
+        replicas=1,
+        epoch=1,
+        round=1,
+        state="live",
+        hosts=("n1",),
+        noderanks={"n1": 0},
+        address="n1",
+        interface="",
+        port=1,
+        memory_bytes=1,
+        memory_cap_bytes=2,
+        sets=(SetState("default", 1, (1, 5), "protected", (0,)),),
+        held=(held,),
+        events=(EventRecord(1.0, "detected", "n1", 0),),
+        suspects=(),
+        dead=(),
+    )
+    document = picture(7, [part], [], {"state": "RUNNING", "nodes": "n1"}, (), "controller", 3.0)
+    assert document["schema"] == 1
+
+    def keys(value: object) -> Iterator[str]:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                yield key
+                yield from keys(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                yield from keys(inner)
+
+    missing = {key for key in keys(document) if not re.search(rf"`(?:[^`]*\W)?{key}(?:\W[^`]*)?`", text)}
+    assert not missing
+
+
+def test_the_whole_of_cluster_is_named() -> None:
+    from gemini_hpc.devcluster import Cluster
+
+    text = (ROOT / "docs" / "devcluster.md").read_text()
+    public = [name for name in vars(Cluster) if not name.startswith("_")]
+    assert [name for name in public if not re.search(rf"\b{name}\b", text)] == []
