@@ -1,0 +1,153 @@
+"""What the families share: their options, the clusters they measure on and the jobs they run there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.progress import Progress
+from gemini_hpc.devcluster.cluster import Cluster
+
+USER = "alice"
+USER_UID = 5001
+PYTHON = "/opt/gemini-hpc/venv/bin/python"
+_PROGRAMS = Path(__file__).with_name("programs")
+_OVER = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+Line = dict[str, Any]
+
+
+class MeasureError(Exception):
+    """A figure could not be measured; the message says why."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says. runs 0: each family's own number."""
+
+    runs: int
+    gb: float
+    progress: Progress
+
+    def count(self, usual: int) -> int:
+        """How often to measure."""
+        return self.runs or usual
+
+    @property
+    def state_bytes(self) -> int:
+        """Training state of one rank."""
+        return int(self.gb * 1e9)
+
+
+@contextmanager
+def cluster(nodes: int, **more: Any) -> Iterator[Cluster]:
+    """A development cluster of this process's own, down again at the end."""
+    with Cluster.up(f"bench{os.getpid()}", nodes=nodes, **more) as up:
+        yield up
+
+
+def directory(on: Cluster, *programs: str) -> Path:
+    """A new directory of the user's, with these programs in it; the same path inside the cluster."""
+    made = on.home(USER) / f"bench-{time.time_ns()}"
+    made.mkdir()
+    shutil.chown(made, USER_UID)
+    for name in programs:
+        shutil.copy(_PROGRAMS / name, made / name)
+        (made / name).chmod(0o644)
+    return made
+
+
+def wait_for(what: str, true: Callable[[], object], timeout_s: float, every_s: float = 0.05) -> None:
+    """Poll until `true()` is. Raises MeasureError."""
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        if time.monotonic() > deadline:
+            raise MeasureError(f"waited {timeout_s:g} s in vain: {what}")
+        time.sleep(every_s)
+
+
+class TrainingJob:
+    """`programs/trainer.py` as a batch job, one rank a node."""
+
+    def __init__(self, on: Cluster, nodes: int, replicas: int, arguments: list[str]) -> None:
+        """replicas 0: an unprotected job."""
+        self.cluster = on
+        self.directory = directory(on, "trainer.py")
+        script = self.directory / "job.sh"
+        words = " ".join([PYTHON, f"{self.directory}/trainer.py", "--out", f"{self.directory}/rank", *arguments])
+        script.write_text(
+            "#!/bin/bash\n"
+            'if [ -z "${GEMINI_SOCKET:-}" ]; then\n'
+            "  export MASTER_ADDR=$(hostname) MASTER_PORT=29400\n"
+            "fi\n"
+            f"srun {words}\n"
+        )
+        script.chmod(0o755)
+        options = [f"--gemini-replicas={replicas}"] if replicas else []
+        self.id = on.sbatch(
+            [
+                "--no-requeue",
+                f"-N{nodes}",
+                "--ntasks-per-node=1",
+                f"--output={self.directory}/out",
+                *options,
+                str(script),
+            ],
+            user=USER,
+        )
+
+    def lines(self, what: str = "") -> list[Line]:
+        """What the ranks have written so far, rank by rank."""
+        found: list[Line] = []
+        for path in sorted(self.directory.glob("rank.*")):
+            text = path.read_text()
+            found += [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        return [line for line in found if not what or line["what"] == what]
+
+    @property
+    def state(self) -> str:
+        """The job's state in Slurm."""
+        return self.cluster.job(self.id).get("JobState", "UNKNOWN")
+
+    def hosts(self) -> list[str]:
+        """The job's nodes."""
+        nodelist = self.cluster.job(self.id)["NodeList"]
+        return self.cluster.run(["scontrol", "show", "hostnames", nodelist]).stdout.split()
+
+    def check(self) -> str:
+        """The job's state. Raises MeasureError with the job's output if it has failed."""
+        state = self.state
+        if state in _OVER:
+            out = self.directory / "out"
+            text = out.read_text()[-3000:] if out.exists() else ""
+            raise MeasureError(f"job {self.id} ended as {state}\n{text}")
+        return state
+
+    def wait_line(self, what: str, ranks: int, timeout_s: float) -> list[Line]:
+        """Wait until each of the ranks has written such a line."""
+
+        def there() -> bool:
+            self.check()
+            return len({line["rank"] for line in self.lines(what)}) >= ranks
+
+        wait_for(f"job {self.id}: {what} on {ranks} ranks", there, timeout_s, 0.1)
+        return self.lines(what)
+
+    def finish(self, timeout_s: float, meanwhile: Callable[[], None]) -> None:
+        """Wait for the job's success; `meanwhile` is called now and then."""
+
+        def over() -> bool:
+            meanwhile()
+            return self.check() == "COMPLETED"
+
+        wait_for(f"job {self.id} completes", over, timeout_s, 0.3)
+
+    def cancel(self) -> None:
+        """End it."""
+        self.cluster.run(["scancel", str(self.id)])

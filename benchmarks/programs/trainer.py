@@ -1,0 +1,443 @@
+"""A training whose compute is sleep and whose state is real, saved after every iteration in one of several ways.
+
+    srun python trainer.py --out PREFIX --bytes N --plan first,calibrate,none:6,gemini:6,sync:5
+
+Each rank has its own N bytes of state: the tensors of a GPT and of Adam for them (nothing is replicated between
+ranks, as in pipeline or expert parallelism). Forward and backward are a sleep; then come a small all-reduce, which keeps the
+ranks in step, and an optimizer that changes every tensor but does no arithmetic, as on a GPU neither would need this
+machine's cores. Each rank writes one JSON object a line to PREFIX.RANK.
+
+plan: `first`: iterations until the first version is sealed; `calibrate`: sets the length of an iteration to 1.5 times
+what a version takes to be sealed (or durable), unless --iteration says it; MODE:K: a block of K iterations that are
+saved in that way, one of none, gemini, baseline, torch_save, dcp; `sync:K`: the copy of the state into a slot
+and a memcpy of as many bytes to the same place, K times each, nothing else going on.
+
+Reaches into the checkpointer (page, slots, capture) to see what its users need not see.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import math
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import gemini_hpc as gemini
+
+LAYERS = 12
+CHUNK_BYTES = 8 << 20
+SLICE_S = 0.002  # the emulated compute wakes up as often, in every mode, to see whether the version is safe by now
+SHM = "/dev/shm"
+
+
+class Model(nn.Module):
+    """The parameters of a GPT of 12 blocks; with Adam's two moments about `state_bytes`."""
+
+    def __init__(self, state_bytes: int) -> None:
+        super().__init__()
+        dim = max(8, round(math.sqrt(state_bytes / (12 * 12 * LAYERS)) / 8) * 8)
+        for layer in range(LAYERS):
+            for name, shape in (
+                ("qkv", (3 * dim, dim)),
+                ("qkv_bias", (3 * dim,)),
+                ("out", (dim, dim)),
+                ("out_bias", (dim,)),
+                ("up", (4 * dim, dim)),
+                ("up_bias", (4 * dim,)),
+                ("down", (dim, 4 * dim)),
+                ("down_bias", (dim,)),
+                ("norm1", (2, dim)),
+                ("norm2", (2, dim)),
+            ):
+                self.register_parameter(f"b{layer}_{name}", nn.Parameter(torch.randn(shape)))
+
+
+class EmulatedAdam(torch.optim.Optimizer):
+    """Adam's state; a step changes a little of every tensor in place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 1e-3})
+        for p in model.parameters():
+            self.state[p] = {
+                "step": torch.zeros(()),
+                "exp_avg": torch.full_like(p, 0.5),
+                "exp_avg_sq": torch.full_like(p, 0.25),
+            }
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                for tensor in (p, state["exp_avg"], state["exp_avg_sq"]):
+                    tensor.view(-1)[:16].add_(1.0)
+                state["step"].add_(1.0)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of the state, by name."""
+        found = {}
+        for index, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            found[f"p{index}"] = p.detach()
+            for name, value in self.state[p].items():
+                found[f"p{index}.{name}"] = value
+        return found
+
+
+class Nothing:
+    """No protection."""
+
+    def save(self) -> None:
+        """At the end of an iteration; the training waits for it."""
+
+    def durable(self) -> bool:
+        """Whether the last save is where it should be."""
+        return True
+
+    def close(self) -> None:
+        """No more saves for now; returns when the last one has ended."""
+
+
+class Gemini(Nothing):
+    """This project."""
+
+    def __init__(self, ckpt: gemini.Checkpointer) -> None:
+        self._ckpt = ckpt
+
+    @property
+    def sealed(self) -> tuple[int, int]:
+        client = self._ckpt._client
+        if client is None or client.page is None or not self._ckpt._protected:
+            raise SystemExit(f"the training is not protected: {self._ckpt.report()['findings']}")
+        return client.page.sealed
+
+    def save(self) -> None:
+        self._ckpt.step()
+
+    def durable(self) -> bool:
+        return self.sealed >= (self._ckpt._epoch, self._ckpt.version)
+
+    def close(self) -> None:
+        deadline = time.monotonic() + 60
+        while not self.durable():
+            if time.monotonic() > deadline:
+                raise SystemExit(f"version {self._ckpt.version} was never sealed: {self._ckpt.report()}")
+            time.sleep(SLICE_S)
+
+
+class Baseline(Nothing):
+    """What anyone would write first: two slots in memory that is there, filled while the training waits, then sent to
+    the next rank by a thread over a gloo group of its own. No digest, no agreement, no agent."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], rank: int, world: int) -> None:
+        self._sources = list(tensors.values())
+        total = sum(t.numel() * t.element_size() for t in self._sources)
+        own = [torch.zeros(total, dtype=torch.uint8) for _ in range(2)]
+        self._slots = [(slot, self._views(slot)) for slot in own]
+        self._landing = [torch.zeros(total, dtype=torch.uint8) for _ in range(2)]
+        self._to, self._from, self._turn = (rank + 1) % world, (rank - 1) % world, 0
+        self._group = dist.new_group(backend="gloo")
+        self._thread = ThreadPoolExecutor(1)
+        self._sent: Future[None] | None = None
+
+    def _views(self, slot: torch.Tensor) -> list[torch.Tensor]:
+        views, at = [], 0
+        for t in self._sources:
+            size = t.numel() * t.element_size()
+            views.append(slot[at : at + size].view(t.dtype).view(t.shape))
+            at += size
+        return views
+
+    def save(self) -> None:
+        if self._sent is not None:
+            self._sent.result()
+        self._turn ^= 1
+        slot, views = self._slots[self._turn]
+        with torch.no_grad():
+            torch._foreach_copy_(views, self._sources)
+        self._sent = self._thread.submit(self._send, slot, self._landing[self._turn])
+
+    def _send(self, slot: torch.Tensor, landing: torch.Tensor) -> None:
+        for at in range(0, slot.numel(), CHUNK_BYTES):
+            works = [
+                dist.isend(slot[at : at + CHUNK_BYTES], self._to, group=self._group),
+                dist.irecv(landing[at : at + CHUNK_BYTES], self._from, group=self._group),
+            ]
+            for work in works:
+                work.wait()
+
+    def durable(self) -> bool:
+        return self._sent is None or self._sent.done()
+
+    def close(self) -> None:
+        if self._sent is not None:
+            self._sent.result()
+        self._thread.shutdown()
+
+
+class TorchSave(Nothing):
+    """torch.save to memory; durable on this node only."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], rank: int) -> None:
+        self._tensors, self._path = tensors, f"{SHM}/bench-{rank}.pt"
+
+    def save(self) -> None:
+        torch.save(self._tensors, self._path)
+
+    def close(self) -> None:
+        os.unlink(self._path)
+
+
+class DcpAsync(Nothing):
+    """torch.distributed.checkpoint.async_save with staging in shared memory; durable on this node only."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], rank: int) -> None:
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        self._tensors = {f"rank{rank}.{name}": t for name, t in tensors.items()}
+        self._path = f"{SHM}/bench-dcp"
+        self._group = dist.new_group(backend="gloo")
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+            )
+        )
+        self._saved: Any = None
+
+    def save(self) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        if self._saved is not None:
+            self._saved.result()
+        self._saved = dcp.async_save(
+            self._tensors,
+            storage_writer=dcp.FileSystemWriter(self._path, sync_files=False, overwrite=True),
+            process_group=self._group,
+            async_stager=self._stager,
+        )
+
+    def durable(self) -> bool:
+        return self._saved is None or bool(self._saved.done())
+
+    def close(self) -> None:
+        if self._saved is not None:
+            self._saved.result()
+        self._stager.close()
+        shutil.rmtree(self._path, ignore_errors=True)
+
+
+class Bench:
+    """One rank of the training."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self._out = open(f"{args.out}.{self.rank}", "w", buffering=1)  # noqa: SIM115
+        self.iteration_s, self._fixed = args.iteration or 0.5, bool(args.iteration)
+        self._first_iteration_s = args.first_iteration
+        self._hook_began = self.hook_s = 0.0
+        self._block = 0
+        self._gradient = torch.zeros(256 << 10)
+        torch.manual_seed(self.rank)
+        self.model = Model(args.bytes)
+        self.optimizer = EmulatedAdam(self.model)
+        self._tensors = self.optimizer.tensors()
+        # the hooks run in the order of registration: the checkpointer's own lies between these two
+        register_optimizer_step_pre_hook(lambda *_: self._hook(began=True))
+        self.ckpt = gemini.Checkpointer(self.model, self.optimizer) if args.protect else None
+        register_optimizer_step_pre_hook(lambda *_: self._hook(began=False))
+        if self.ckpt is not None:
+            self.ckpt.resume()
+        size = sum(t.numel() * t.element_size() for t in self._tensors.values())
+        self.say("ready", bytes=size, tensors=len(self._tensors))
+
+    def say(self, what: str, **more: Any) -> None:
+        """A line of the log."""
+        self._out.write(json.dumps({"what": what, "rank": self.rank, **more}) + "\n")
+
+    def _hook(self, *, began: bool) -> None:
+        if began:
+            self._hook_began = time.perf_counter()
+        else:
+            self.hook_s = time.perf_counter() - self._hook_began
+
+    def _agree(self, value: float, op: Any = dist.ReduceOp.MAX) -> float:
+        tensor = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(tensor, op=op)
+        return float(tensor.item())
+
+    def _make(self, mode: str) -> Nothing:
+        if mode == "gemini":
+            assert self.ckpt is not None, "--protect is wanted"
+            return Gemini(self.ckpt)
+        makers: dict[str, Callable[[], Nothing]] = {
+            "none": Nothing,
+            "baseline": lambda: Baseline(self._tensors, self.rank, self.world),
+            "torch_save": lambda: TorchSave(self._tensors, self.rank),
+            "dcp": lambda: DcpAsync(self._tensors, self.rank),
+        }
+        return makers[mode]()
+
+    def _compute(self, seconds: float, seen: Callable[[], bool]) -> float:
+        """Sleep as long as forward and backward would take; the moment at which `seen` became true, or 0."""
+        until, at = time.perf_counter() + seconds, 0.0
+        while (now := time.perf_counter()) < until:
+            if not at and seen():
+                at = now
+            time.sleep(min(SLICE_S, until - now))
+        dist.all_reduce(self._gradient)
+        return at
+
+    def block(self, mode: str, count: int) -> None:
+        """Iterations in one mode. The first has no save before it and is marked: its length does not count."""
+        dist.barrier()
+        saver = self._make(mode)
+        dist.barrier()
+        self._block += 1
+        step_s, saved_at = 0.0, 0.0
+        ended = time.perf_counter()
+        for index in range(count):
+            durable_at = self._compute(self.iteration_s, saver.durable)
+            self.hook_s = 0.0
+            self.optimizer.step()
+            hook_s, now = self.hook_s, time.perf_counter()
+            if index:  # this iteration hid the save of the one before, and paid for it at both ends
+                if not durable_at and saver.durable():
+                    durable_at = now
+                self.say(
+                    "save",
+                    mode=mode,
+                    block=self._block,
+                    step_s=step_s,
+                    hook_s=hook_s,
+                    durable_s=durable_at - saved_at if durable_at else None,
+                )
+            saved_at = time.perf_counter()
+            saver.save()
+            now = time.perf_counter()
+            step_s = now - saved_at
+            self.say("iteration", mode=mode, block=self._block, index=index, seconds=now - ended)
+            ended = now
+        saver.close()
+
+    def first(self) -> None:
+        """From the first `step()` to the first sealed version, and what the training waited meanwhile."""
+        saver = self._make("gemini")
+        assert isinstance(saver, Gemini)
+        began = sealed_at = waited_s = longest_s = first_s = 0.0
+        count = 0
+        while True:
+            at = self._compute(self._first_iteration_s, lambda: saver.sealed > (0, 0))
+            self.hook_s = 0.0
+            self.optimizer.step()
+            sealed_at = sealed_at or at or (time.perf_counter() if saver.sealed > (0, 0) else 0.0)
+            waited_s += self.hook_s
+            longest_s = max(longest_s, self.hook_s)
+            if self._agree(float(bool(sealed_at)), dist.ReduceOp.MIN):
+                break
+            now = time.perf_counter()
+            began = began or now
+            saver.save()
+            count += 1
+            spent = time.perf_counter() - now
+            first_s = first_s or spent
+            waited_s += spent
+            longest_s = max(longest_s, spent)
+        self.say(
+            "first",
+            sealed_s=sealed_at - began,
+            waited_s=waited_s,
+            longest_s=longest_s,
+            first_step_s=first_s,
+            steps=count,
+            iteration_s=self._first_iteration_s,
+        )
+        saver.close()
+
+    def calibrate(self) -> None:
+        """Choose the length of an iteration."""
+        saver, took = self._make("gemini"), []
+        for _ in range(5):
+            dist.barrier()
+            self.optimizer.step()
+            began = time.perf_counter()
+            saver.save()
+            saver.close()
+            took.append(time.perf_counter() - began)
+        usual = self._agree(statistics.median(took))
+        if not self._fixed:
+            self.iteration_s = max(0.3, math.ceil(15 * usual) / 10)
+        self.say("calibrated", sealed_s=usual, iteration_s=self.iteration_s)
+
+    def sync(self, count: int) -> None:
+        """The copy that a trainer would wait for if it had to, and memcpy."""
+        assert self.ckpt is not None
+        capture, replicator = self.ckpt._capture, self.ckpt._replicator
+        assert capture is not None and replicator is not None and replicator.shard is not None
+        copied, saved = replicator.counters.copy_s, replicator.counters.saved
+        layout = replicator._layout
+        area = replicator.shard.slots[0].bytes[layout.tensor_offset :][: layout.tensor_bytes]
+        source = area.clone()
+        for turn in range(2 * count + 2):
+            dist.barrier()
+            job = capture.snapshot(0, b"", False)
+            began = time.perf_counter()
+            if turn % 2:
+                ctypes.memmove(area.data_ptr(), source.data_ptr(), area.numel())
+            else:
+                capture.copy(job, 0, area)
+            spent = time.perf_counter() - began
+            if turn > 1:
+                self.say("copied", how="memcpy" if turn % 2 else "capture", seconds=spent, bytes=area.numel())
+        self.say("background", copy_s=copied / max(1, saved), saved=saved)
+
+    def end(self) -> None:
+        """A good end."""
+        if self.ckpt is not None:
+            report = self.ckpt.report()
+            self.say("report", **{k: report[k] for k in ("state", "versions", "unsaved", "times", "findings")})
+            self.ckpt.close()
+        self.say("done")
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--out", required=True, help="prefix of the log files")
+    p.add_argument("--bytes", type=int, required=True, help="training state of one rank")
+    p.add_argument("--plan", required=True, help="what to do, in order")
+    p.add_argument("--iteration", type=float, default=0.0, help="seconds of one iteration; 0: calibrated")
+    p.add_argument("--first-iteration", type=float, default=0.25, help="seconds of one iteration of `first`")
+    p.add_argument("--no-protect", dest="protect", action="store_false", help="make no checkpointer")
+    args = p.parse_args()
+    torch.set_num_threads(1)
+    for name, slurm in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID")):
+        os.environ.setdefault(name, os.environ[slurm])
+    dist.init_process_group("gloo")
+    bench = Bench(args)
+    for item in args.plan.split(","):
+        what, _, count = item.partition(":")
+        if what == "first":
+            bench.first()
+        elif what == "calibrate":
+            bench.calibrate()
+        elif what == "sync":
+            bench.sync(int(count))
+        else:
+            bench.block(what, int(count))
+    bench.end()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
