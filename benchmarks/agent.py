@@ -1,4 +1,4 @@
-"""The agent: how fast it is there, how soon a new job is protected, how little memory it takes beside the replicas."""
+"""The agent: how fast it is there, how soon a new job is protected, what memory it takes beside the replicas."""
 
 from __future__ import annotations
 

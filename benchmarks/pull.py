@@ -22,7 +22,7 @@ def measure(options: Options) -> list[Row]:
             offer = source.stdout.readline()
             if not offer:
                 raise MeasureError(f"the source did not start: {source.communicate()[1]}")
-            options.progress.say("pull", f"{runs} pulls of {options.gb:g} GB, and as many plain transfers")
+            options.progress.say("pull", f"{runs} pulls of {options.gb:g} GB, beside plain transfers")
             argv = [PYTHON, program, "fetch", "n1", "n2", on.address("n2"), str(runs)]
             try:
                 done = on.exec("n1", argv, user=USER, timeout_s=60 + 30 * runs * options.gb, stdin=offer)
@@ -34,10 +34,16 @@ def measure(options: Options) -> list[Row]:
     if done.returncode:
         raise MeasureError(f"the transfers failed: {done.stderr[-2000:]}")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    pulls, plains = ([line for line in lines if line["how"] == how] for how in ("pull", "plain"))
-    rates, plain_rates = ([line["bytes"] / 1e9 / line["seconds"] for line in of] for of in (pulls, plains))
+    pulls = [line for line in lines if line["how"] == "pull"]
+    rates, plain_rates, raw_rates = (
+        [line["bytes"] / 1e9 / line["seconds"] for line in lines if line["how"] == how]
+        for how in ("pull", "plain", "raw")
+    )
     with_reserve = [line["bytes"] / 1e9 / (line["seconds"] + line["reserve_s"]) for line in pulls]
-    plain = {"plain sockets": statistics.median(plain_rates)}
+    plain = {
+        "plain sockets": statistics.median(plain_rates),
+        "plain sockets, into memory touched before": statistics.median(raw_rates),
+    }
     return [
         median_row(
             "pull.throughput_ratio",

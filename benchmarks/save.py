@@ -73,6 +73,11 @@ def _stalls(lines: list[Line], mode: str) -> list[float]:
     return _medians(_worst_of_ranks(waits, mode, "wait_s"), 1e3)
 
 
+def _durables(lines: list[Line], mode: str) -> list[float]:
+    """Seconds from the call that saves until the version is safe, a median for each block."""
+    return _medians(_worst_of_ranks(lines, mode, "durable_s"))
+
+
 def _slowdowns(lines: list[Line], mode: str) -> list[float]:
     """Length of an iteration against that of the unprotected blocks before and after, one ratio for each block."""
     by_block: dict[int, list[float]] = defaultdict(list)
@@ -99,7 +104,7 @@ def _rows(lines: list[Line], others: list[Line], iteration_s: float) -> list[Row
         figures = {
             "stall": _stalls,
             "slowdown": _slowdowns,
-            "durable": lambda of, mode: _medians(_worst_of_ranks(of, mode, "durable_s")),
+            "durable": _durables,
         }[value]
         found = {name: figures(others, mode) for mode, name in PEERS.items()}
         return {name: statistics.median(values) for name, values in found.items() if values}
@@ -152,7 +157,7 @@ def _rows(lines: list[Line], others: list[Line], iteration_s: float) -> list[Row
             "save.sealed_s",
             "from step() until the version is sealed on both nodes (others: written; only the baseline has copies)",
             "s",
-            _medians(_worst_of_ranks(lines, "gemini", "durable_s")),
+            _durables(lines, "gemini"),
             peers=peers("durable"),
             baseline=BASELINE,
         ),

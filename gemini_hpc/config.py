@@ -44,7 +44,7 @@ class Settings:
     agent_port_count: int = _setting(
         4096, "Number of TCP ports from agent_port_base on that agents may use.", 16, 65535
     )
-    interface: str = _setting("", "Network interface that agents listen on and advertise; empty: the host name's.")
+    interface: str = _setting("", "Network interface that agents listen on (set peer_address too); empty: all.")
     peer_address: str = _setting("{host}", 'Name under which an agent\'s peers are dialled, e.g. "{host}-ib0".')
     heartbeat_s: float = _setting(0.5, "Interval of the heartbeats between agents.", 0.01, 60)
     heartbeat_missed: int = _setting(3, "Missed heartbeats after which a peer is suspected.", 1, 1000)
@@ -70,8 +70,11 @@ class Settings:
         return self.peer_address.replace("{host}", host)
 
     def slurm_uid(self) -> int:
-        """uid of the SlurmUser; 0 where the user is unknown here."""
-        return _uid(self.slurm_user, 0)
+        """uid of the SlurmUser. Raises `ConfigError` where the user is unknown here."""
+        uid = _uid(self.slurm_user, -1)
+        if uid < 0:
+            raise ConfigError(f"slurm_user: there is no user {self.slurm_user!r} on this host")
+        return uid
 
     def operator_uids(self) -> tuple[int, ...]:
         """uids that may inspect every job: root, the SlurmUser, `operators`."""

@@ -4,7 +4,8 @@
     python puller.py fetch HOST TARGET ADDRESS RUNS   reads that line from stdin; prints one JSON line a transfer
 
 Memory, handshake (MUNGE), frames, transfer and digest are the agent's own: `gemini_hpc.agent.pull` from the accepted
-or made connection on. The plain transfer uses the same kind of memory and pieces of the same size, and checks nothing.
+or made connection on. The plain transfer uses the same kind of memory and pieces of the same size, and checks
+nothing; `raw` is the same into ordinary memory that has been written before, so that no page is new.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ async def serve(host: str, size: int) -> None:
     await server.serve_forever()
 
 
-def _plain(memory: Memfd, address: str, port: int) -> None:
-    with socket.create_connection((address, port)) as sock, memory.view() as view:
+def _plain(view: memoryview, address: str, port: int) -> None:
+    with socket.create_connection((address, port)) as sock:
         at = 0
         while at < len(view):
             n = sock.recv_into(view[at : at + PIECE_BYTES])
@@ -86,15 +87,20 @@ def _plain(memory: Memfd, address: str, port: int) -> None:
 
 
 def fetch(host: str, target: str, address: str, runs: int) -> None:
-    """Both transfers in turns, each into memory of its own that is reserved beforehand."""
+    """The transfers in turns; pull and plain each into memory of their own that is reserved beforehand."""
     offer = msgspec.json.decode(sys.stdin.readline(), type=Offer)
-    for turn in range(2 * runs + 2):
+    touched = memoryview(bytearray(offer.copy.used))
+    for turn in range(3 * runs + 3):
+        how = ("plain", "pull", "raw")[turn % 3]
         memory = Memfd("gemini:bench", offer.copy.used)
         began = time.perf_counter()
         memory.reserve()
         reserved = time.perf_counter()
-        if turn % 2:
-            _plain(memory, address, offer.plain_port)
+        if how == "raw":
+            _plain(touched, address, offer.plain_port)
+        elif how == "plain":
+            with memory.view() as view:
+                _plain(view, address, offer.plain_port)
         else:
             client = Client(
                 purpose="pull",
@@ -109,8 +115,7 @@ def fetch(host: str, target: str, address: str, runs: int) -> None:
             pull.fetch(offer.copy, memory, [(target, address, offer.agent_port, client)], Event())
         ended = time.perf_counter()
         memory.close()
-        if turn > 1:  # the first pair warms up
-            how = "plain" if turn % 2 else "pull"
+        if turn > 2:  # the first ones warm up
             line = {"how": how, "seconds": ended - reserved, "reserve_s": reserved - began, "bytes": offer.copy.used}
             print(json.dumps(line), flush=True)
 

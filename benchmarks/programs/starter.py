@@ -2,8 +2,8 @@
 
     python starter.py NODE DIRECTORY...     each an empty directory of this user's, named after a job id
 
-Prints one JSON line an agent. Ready means what it means to the prolog: it has answered that its one-node job is mapped.
-Each agent is killed afterwards.
+Prints one JSON line an agent. Ready means what it means to the prolog: it has answered that its one-node job is
+mapped. Each agent is killed afterwards.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     srun python trainer.py --out PREFIX --bytes N --plan first,calibrate,none:6,gemini:6,sync:5
 
 Each rank has its own N bytes of state: the tensors of a GPT and of Adam for them (nothing is replicated between
-ranks, as in pipeline or expert parallelism). Forward and backward are a sleep; then come a small all-reduce, which keeps the
-ranks in step, and an optimizer that changes every tensor but does no arithmetic, as on a GPU neither would need this
-machine's cores. Each rank writes one JSON object a line to PREFIX.RANK.
+ranks, as in pipeline or expert parallelism). Forward and backward are a sleep; then come a small all-reduce, which
+keeps the ranks in step, and an optimizer that changes every tensor but does no arithmetic, as on a GPU neither would
+need this machine's cores. Each rank writes one JSON object a line to PREFIX.RANK.
 
 plan: `first`: iterations until the first version is sealed; `calibrate`: sets the length of an iteration to 1.5 times
 what a version takes to be sealed (or durable), unless --iteration says it; MODE:K: a block of K iterations that are
@@ -77,7 +77,7 @@ class EmulatedAdam(torch.optim.Optimizer):
             }
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
@@ -175,6 +175,7 @@ class Baseline(Nothing):
                 dist.irecv(landing[at : at + CHUNK_BYTES], self._from, group=self._group),
             ]
             for work in works:
+                assert work is not None
                 work.wait()
 
     def durable(self) -> bool:
@@ -216,13 +217,14 @@ class DcpAsync(Nothing):
         self._saved: Any = None
 
     def save(self) -> None:
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import async_save
 
         if self._saved is not None:
             self._saved.result()
-        self._saved = dcp.async_save(
+        self._saved = async_save(
             self._tensors,
-            storage_writer=dcp.FileSystemWriter(self._path, sync_files=False, overwrite=True),
+            storage_writer=FileSystemWriter(self._path, sync_files=False, overwrite=True),
             process_group=self._group,
             async_stager=self._stager,
         )

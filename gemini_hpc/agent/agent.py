@@ -111,6 +111,8 @@ class Agent:
         else:
             with suppress(FileNotFoundError):
                 os.unlink(self._state_path)
+        if self.settings.interface and not self.interface:
+            self.log("error", detail=f"interface {self.settings.interface} has no address: listening on all")
         self._local = LocalServer(
             f"{self.directory}/agent.sock", self.uid, self._handle_local, self.service.gone, self.complain
         )

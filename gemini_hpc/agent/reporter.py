@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gemini_hpc.agent.picture import inspect_part
+from gemini_hpc.config import ConfigError
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, connect
@@ -29,6 +30,7 @@ class Reporter:
         self._link: Link | None = None
         self._task: asyncio.Task[None] | None = None
         self._reported = 0.0
+        self._controller_uid = 0
         self._backlog: deque[peer.EventRecord] = deque(maxlen=_BACKLOG)
 
     @property
@@ -38,8 +40,15 @@ class Reporter:
 
     def start(self) -> None:
         """Begin to dial, where there is a controller."""
-        if self._agent.settings.controller_host:
-            self._task = self._agent.spawn(self._run())
+        settings = self._agent.settings
+        if not settings.controller_host:
+            return
+        try:
+            self._controller_uid = settings.slurm_uid()
+        except ConfigError as exc:
+            self._agent.log("error", detail=f"no controller: {exc}")
+            return
+        self._task = self._agent.spawn(self._run())
 
     def close(self) -> None:
         """Hang up."""
@@ -114,7 +123,7 @@ class Reporter:
             source=agent.node,
             target=settings.controller_host,
             instance=agent.instance,
-            server_uid=settings.slurm_uid(),
+            server_uid=self._controller_uid,
         )
         link = await connect(settings.controller_host, settings.controller_port, client)
         self._link = link

@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
             return status
         if not _nodes_healthy(path, ended):
             if not ended.is_set():
-                _say("a node of the job is dead: waiting for Slurm to requeue the job")
+                _say("a node of the job is dead, or silent for too long: waiting for Slurm to requeue the job")
                 ended.wait(REQUEUE_WAIT_S)
             return status if ended.is_set() else EXIT_NOT_REQUEUED
         restarts += 1

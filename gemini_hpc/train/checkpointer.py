@@ -40,6 +40,7 @@ from gemini_hpc.wire import local
 IMPORTED_AT = time.time()
 
 SOCKET_ENV = "GEMINI_SOCKET"  # set by the SPANK plugin where the job has an agent
+TIER_ENV = "SLURM_GEMINI_TIER"  # the user's --gemini-tier
 STEP_ENV = "GEMINI_STEP"  # names this launch of the training where Slurm's step id does not
 FETCH_TIMEOUT_S = 600.0  # a pull of a large shard from a peer over a slow network
 CLOSE_TIMEOUT_S = 10.0
@@ -225,6 +226,10 @@ class Checkpointer:
                 self._client.event("unprotected", 0, problem)
             return
         assert self._client is not None
+        if self._rank == 0 and os.environ.get(TIER_ENV):
+            self._say(
+                f"--gemini-tier={os.environ[TIER_ENV]}: this version has no persistent tier, nothing is saved there"
+            )
         self._epoch, self._node_rank = notice.epoch, notice.node_rank
         self._homes = homes
         self._me = Identity(self._name, self._rank, self._world, notice.node_rank, notice.epoch)

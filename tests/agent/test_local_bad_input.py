@@ -74,6 +74,8 @@ def test_packets_that_are_no_messages(agent: AgentProcess, name: str) -> None:
 
 def test_descriptors_nobody_asked_for_are_closed(agent: AgentProcess) -> None:
     trainer = agent.trainer()
+    trainer.step()
+    trainer.step()
     fds = agent.fds()
     pipes = [fd for _ in range(8) for fd in os.pipe()]
     caller = agent.caller()
@@ -95,6 +97,8 @@ def test_descriptors_nobody_asked_for_are_closed(agent: AgentProcess) -> None:
 
 def test_flood_of_clients(agent: AgentProcess) -> None:
     trainer = agent.trainer()
+    trainer.step()
+    trainer.step()  # both slots are mapped from now on
     before, fds = agent.rss_bytes(), agent.fds()
     callers: list[Caller] = []
     with suppress(OSError):
@@ -272,7 +276,7 @@ def test_sets_are_limited(agent: AgentProcess) -> None:
         replies.append(caller.hello(name=f"set{n}"))
         caller.close()
     refused(replies[-1], "cannot be")
-    agent.quiet(fds + 64)
+    agent.quiet(fds + 2 * 64)
     trainer.step()
 
 
@@ -453,7 +457,26 @@ _ops = [
     "finished",
     "handback",
 ]
-_fields = "job restart set rank world home bytes slot epoch version used digest step pid proto t name rejoin".split()
+_fields = [
+    "job",
+    "restart",
+    "set",
+    "rank",
+    "world",
+    "home",
+    "bytes",
+    "slot",
+    "epoch",
+    "version",
+    "used",
+    "digest",
+    "step",
+    "pid",
+    "proto",
+    "t",
+    "name",
+    "rejoin",
+]
 _value = _json | st.sampled_from(["default", "77.0", 0, 1, 2, 77, SIZE])
 
 
