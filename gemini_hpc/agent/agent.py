@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from gemini_hpc.agent import mapfile, pull
+from gemini_hpc.agent import mapfile, outside, pull
 from gemini_hpc.agent.local import Client, LocalServer, Reply
 from gemini_hpc.agent.memory import Budget
 from gemini_hpc.agent.mesh import Mesh
@@ -353,6 +353,10 @@ class Agent:
             instance=self.instance,
         )
 
+    async def outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
+        """What agents hold on nodes that the job has left."""
+        return await outside.inventories(self, former)
+
     def _adopt(self, plan: peer.PlanDown) -> None:
         assert self.mesh is not None
         self.noderanks, self.map_restart, self.epoch = dict(plan.noderanks), self.restart, plan.epoch
@@ -566,6 +570,8 @@ class Agent:
             return "" if greeting.uid in (self.uid, *self.settings.operator_uids()) else "not yours"
         if greeting.uid != self.uid:
             return "not yours"
+        if hello.purpose in ("inventory", "pull") and hello.restart > self.restart and self.detached:
+            return ""  # a newer incarnation that went on elsewhere may read what is kept here
         if hello.purpose not in ("link", "pull") or hello.source not in self.hosts or hello.source == self.node:
             return "not a peer"
         if hello.restart != self.restart:
@@ -577,6 +583,10 @@ class Agent:
             await self.mesh.serve(link.session.peer_host, link)
         elif link.session.purpose == "pull":
             await pull.serve(link, self._find)
+        elif link.session.purpose == "inventory":
+            async with asyncio.timeout(5.0):
+                if isinstance(await link.receive(), peer.Collect):
+                    await link.flush(peer.InventoryUp(0, (await self.inventory(),)))
         elif link.session.purpose == "query":
             async with asyncio.timeout(5.0):
                 message = await link.receive()

@@ -31,6 +31,7 @@ class Reporter:
         self._task: asyncio.Task[None] | None = None
         self._reported = 0.0
         self._controller_uid = 0
+        self._holders: asyncio.Future[dict[str, int]] | None = None
         self._backlog: deque[peer.EventRecord] = deque(maxlen=_BACKLOG)
 
     @property
@@ -90,6 +91,18 @@ class Reporter:
             agent = self._agent
             self._link.send(peer.Report(agent.job, agent.restart, host, witnesses, time.time()))
 
+    async def holders(self, timeout_s: float) -> dict[str, int]:
+        """Ports, by host, of all agents of this job that the controller knows; nothing without a controller."""
+        if self._link is None:
+            return {}
+        self._holders = asyncio.get_running_loop().create_future()
+        self._link.send(peer.HoldersAsk(self._agent.job))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._holders
+        except TimeoutError:
+            return {}
+
     def beat(self) -> None:
         """A sign of life, and again what is still silent; called a few times a second."""
         agent = self._agent
@@ -135,6 +148,9 @@ class Reporter:
                 message = await link.receive()
                 if isinstance(message, peer.InspectAsk):
                     link.send(inspect_part(agent, message.request))
+                elif isinstance(message, peer.Holders) and message.job == agent.job:
+                    if self._holders is not None and not self._holders.done():
+                        self._holders.set_result(message.ports)
                 elif isinstance(message, peer.Release) and message.job == agent.job:
                     agent.release(f"controller: {message.reason}")
         finally:

@@ -37,6 +37,9 @@ class Host(Protocol):
     async def inventory(self) -> peer.InventoryRecord:
         """Verify what is held, and tell."""
 
+    async def outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
+        """What agents hold on nodes that the job has left."""
+
     def apply(self, plan: peer.PlanDown) -> None:
         """Void all but the chosen versions, take map and epoch."""
 
@@ -71,6 +74,7 @@ class Rounds:
         self.plan: peer.PlanDown | None = None
         self._records: dict[str, tuple[peer.InventoryRecord, ...]] = {}
         self._acks: set[str] = set()
+        self._searching = False
         self._changed = asyncio.Event()
 
     async def wait_live(self, step: str | None) -> None:
@@ -121,6 +125,7 @@ class Rounds:
         self.round, self.step, self.plan = number, step, None
         self._records.clear()
         self._acks.clear()
+        self._searching = False
         self._host.freeze(step)
         self._stage("collect")
         for child in self.children:
@@ -190,8 +195,22 @@ class Rounds:
         records = tuple(r for part in self._records.values() for r in part)
         if self.parent is not None:
             self._host.send(self.parent, peer.InventoryUp(self.round, records))
-        else:
-            self._take(self._decide(records))
+            return
+        plan = self._decide(records)
+        if self._host.restart == 0 or self.round > 1 or any(s.chosen for s in plan.sets):
+            self._take(plan)
+        elif not self._searching:
+            self._searching = True
+            self._spawn(self._search(self.round, records))
+
+    async def _search(self, number: int, records: tuple[peer.InventoryRecord, ...]) -> None:
+        """Coordinator, first round of a restart that cannot be served by its own nodes: look on those it has left."""
+        former = {host for r in records for host in r.noderanks or {}}
+        more = await self._host.outside(tuple(sorted(former)))
+        if number == self.round and self.stage == "collect":
+            if any(r.copies for r in more):
+                self._host.log("found_outside", detail=f"copies on {', '.join(r.host for r in more)[:300]}")
+            self._take(self._decide((*records, *more)))
 
     def _take(self, plan: peer.PlanDown) -> None:
         self.plan = plan

@@ -255,6 +255,10 @@ class Controller:
                     with suppress(SlurmError):
                         track.learn(await self.read_job(agent.job))
                 self.recoveries.report(track, agent.host, message)
+        elif isinstance(message, peer.HoldersAsk):
+            if message.job == agent.job:
+                others = (a for a in track.agents.values() if a.connected and a.host != agent.host)
+                agent.link.send(peer.Holders(agent.job, {a.host: a.port for a in others if a.port}))
         elif isinstance(message, peer.EventsUp):
             if message.job == agent.job:
                 self.logs.add(agent.job, [tame(e, agent.host) for e in message.events[:MAX_EVENTS_AT_ONCE]])

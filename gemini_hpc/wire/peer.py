@@ -312,6 +312,19 @@ class Release(Message, frozen=True, tag="release"):
     reason: str
 
 
+class HoldersAsk(Message, frozen=True, tag="holders?"):
+    """Agent -> controller: which other agents of my job are there, on nodes that the job has left?"""
+
+    job: Job
+
+
+class Holders(Message, frozen=True, tag="holders"):
+    """Controller -> agent: hosts of connected agents of the job, with their ports (hints, like all of this)."""
+
+    job: Job
+    ports: dict[str, Port]
+
+
 class JobAsk(Message, frozen=True, tag="job?"):
     """User -> controller: the picture of this job."""
 
@@ -349,6 +362,8 @@ PeerMessage = (
     | Report
     | EventsUp
     | Release
+    | HoldersAsk
+    | Holders
     | JobAsk
     | JobAnswer
 )

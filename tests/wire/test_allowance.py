@@ -1,0 +1,22 @@
+"""How often a stranger can make us write."""
+
+from __future__ import annotations
+
+import pytest
+
+from gemini_hpc.wire import allowance
+from gemini_hpc.wire.allowance import Allowance
+
+
+def test_burst_then_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(allowance.time, "monotonic", lambda: now)
+    one = Allowance(per_s=2.0, burst=3.0)
+    assert [one.take() for _ in range(5)] == [True, True, True, False, False]
+    assert (one.settle(), one.settle()) == (2, 0)
+    now += 0.4
+    assert not one.take()
+    now += 0.2
+    assert one.take() and not one.take()
+    now += 1000
+    assert [one.take() for _ in range(5)] == [True, True, True, False, False]

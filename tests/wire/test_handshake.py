@@ -1,0 +1,251 @@
+"""The handshake with a MUNGE of our own that knows who may open what, who made it, and what was opened before."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gemini_hpc.wire import handshake, munge
+from gemini_hpc.wire.frames import LENGTH_BYTES, FrameError, Sealer
+from gemini_hpc.wire.handshake import Client, HandshakeError, Session
+
+ALICE, BOB, ROOT = 5001, 5002, 0
+
+
+class FakeMunge:
+    def __init__(self) -> None:
+        self.me = ALICE
+        self.down = False
+        self._made: dict[bytes, tuple[bytes, int, int]] = {}
+        self._opened: set[bytes] = set()
+
+    @contextmanager
+    def as_(self, uid: int) -> Iterator[None]:
+        before, self.me = self.me, uid
+        try:
+            yield
+        finally:
+            self.me = before
+
+    def encode(self, payload: bytes, *, for_uid: int) -> bytes:
+        if self.down:
+            raise munge.MungeError("Failed to access socket")
+        credential = b"MUNGE:" + secrets.token_hex(8).encode() + b":"
+        self._made[credential] = payload, self.me, for_uid
+        return credential
+
+    def decode(self, credential: bytes) -> tuple[bytes, int]:
+        if self.down:
+            raise munge.MungeError("Failed to access socket")
+        if credential not in self._made:
+            raise munge.MungeError("Invalid credential")
+        payload, maker, for_uid = self._made[credential]
+        if self.me not in (for_uid,):
+            raise munge.MungeError("Unauthorized credential for client")
+        if credential in self._opened:
+            raise munge.MungeError("Replayed credential")
+        self._opened.add(credential)
+        return payload, maker
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeMunge:
+    made = FakeMunge()
+    monkeypatch.setattr(munge, "encode", made.encode)
+    monkeypatch.setattr(munge, "decode", made.decode)
+    return made
+
+
+def client(**changes: object) -> Client:
+    fields: dict[str, object] = {
+        "purpose": "link",
+        "cluster": "c",
+        "job": 7,
+        "restart": 1,
+        "source": "n1",
+        "target": "n2",
+        "instance": "i1",
+        "server_uid": ALICE,
+    }
+    return Client(**(fields | changes))  # type: ignore[arg-type]
+
+
+def serve(data: bytes, host: str = "n2") -> tuple[bytes, Session]:
+    return handshake.answer(handshake.receive(data), host=host, restart=1, instance="i2")
+
+
+def test_both_ends_agree(fake: FakeMunge) -> None:
+    caller = client()
+    reply, theirs = serve(caller.greeting())
+    ours = caller.finish(reply)
+    assert (ours.send_key, ours.receive_key) == (theirs.receive_key, theirs.send_key)
+    assert ours.send_key != ours.receive_key
+    assert (ours.peer_uid, ours.peer_host, ours.peer_instance, ours.peer_restart) == (ALICE, "n2", "i2", 1)
+    assert (theirs.peer_uid, theirs.peer_host, theirs.peer_instance, theirs.purpose) == (ALICE, "n1", "i1", "link")
+    frame = Sealer(ours.send_key).seal(b"x")[LENGTH_BYTES:]
+    assert Sealer(theirs.receive_key).open(frame) == b"x"
+    with pytest.raises(FrameError):
+        Sealer(ours.receive_key).open(frame)
+
+
+def test_two_sessions_share_no_key(fake: FakeMunge) -> None:
+    sessions = [serve(client().greeting())[1] for _ in range(2)]
+    assert len({k for s in sessions for k in (s.send_key, s.receive_key)}) == 4
+
+
+def test_the_server_learns_who_calls_from_munge_alone(fake: FakeMunge) -> None:
+    with fake.as_(BOB):
+        greeting = client().greeting()
+    assert handshake.receive(greeting).uid == BOB
+
+
+def test_nobody_else_can_open_the_greeting(fake: FakeMunge) -> None:
+    greeting = client().greeting()
+    with fake.as_(BOB), pytest.raises(HandshakeError, match="Unauthorized"):
+        handshake.receive(greeting)
+
+
+def test_replayed_greeting(fake: FakeMunge) -> None:
+    greeting = client().greeting()
+    serve(greeting)
+    with pytest.raises(HandshakeError, match="Replayed"):
+        serve(greeting)
+
+
+def test_stolen_greeting_gives_the_thief_no_session(fake: FakeMunge) -> None:
+    """The thief is first, so MUNGE sees no replay; but the answer is for alice."""
+    reply, _ = serve(client().greeting())
+    with fake.as_(BOB), pytest.raises(HandshakeError, match="Unauthorized"):
+        client().finish(reply)
+
+
+def test_answer_of_another_user(fake: FakeMunge) -> None:
+    caller = client(server_uid=BOB)
+    with fake.as_(BOB):
+        hello = handshake.receive(caller.greeting()).hello
+    with fake.as_(4000):  # who has got hold of the greeting's content
+        reply, _ = handshake.answer(handshake.Greeting(hello, ALICE), host="n2", restart=1, instance="x")
+    with pytest.raises(HandshakeError, match="answered by uid 4000, wanted 5002"):
+        caller.finish(reply)
+
+
+def test_root_may_answer_for_anybody(fake: FakeMunge) -> None:
+    caller = client()
+    greeting = handshake.receive(caller.greeting())
+    with fake.as_(ROOT):
+        reply, _ = handshake.answer(greeting, host="n2", restart=1, instance="x")
+    assert caller.finish(reply).peer_uid == ROOT
+
+
+@pytest.mark.parametrize("other", [{"job": 8}, {"target": "n3"}], ids=str)
+def test_answer_about_something_else(fake: FakeMunge, other: dict[str, object]) -> None:
+    caller, elsewhere = client(), client(**other)
+    greeting = handshake.receive(elsewhere.greeting())
+    mixed = msgspec.structs.replace(
+        greeting, hello=msgspec.structs.replace(greeting.hello, nonce=caller._hello.nonce)
+    )
+    reply, _ = handshake.answer(mixed, host=greeting.hello.target, restart=1, instance="x")
+    with pytest.raises(HandshakeError, match="answered by"):
+        caller.finish(reply)
+
+
+def test_answer_to_another_greeting(fake: FakeMunge) -> None:
+    reply, _ = serve(client().greeting())
+    with pytest.raises(HandshakeError, match="not to this greeting"):
+        client().finish(reply)
+
+
+def test_reflected_greeting_is_no_answer(fake: FakeMunge) -> None:
+    caller = client()
+    with pytest.raises(HandshakeError, match="malformed answer"):
+        caller.finish(caller.greeting())
+
+
+def test_an_answer_is_no_greeting(fake: FakeMunge) -> None:
+    reply, _ = serve(client().greeting())
+    with pytest.raises(HandshakeError, match="malformed greeting"):
+        handshake.receive(reply)
+
+
+def test_refusal_in_plain_words(fake: FakeMunge) -> None:
+    with pytest.raises(HandshakeError, match=r"^refused: not yours$"):
+        client().finish(handshake.refusal("not yours"))
+    with pytest.raises(HandshakeError) as caught:
+        client().finish(handshake.refusal("x" * 10000))
+    assert len(str(caught.value)) < 300
+
+
+def test_munge_down(fake: FakeMunge) -> None:
+    caller, greeting = client(), client().greeting()
+    fake.down = True
+    with pytest.raises(HandshakeError, match="MUNGE: Failed to access socket"):
+        caller.greeting()
+    with pytest.raises(HandshakeError, match="MUNGE: Failed"):
+        handshake.receive(greeting)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"proto": 2}, {"nonce": b""}, {"nonce": b"x" * 17}, {"share": b""}, {"share": b"x" * 31}, {"job": -1},
+     {"job": 1 << 32}, {"restart": -1}, {"job": "7"}, {"source": None}, {"purpose": 3}],
+    ids=str,
+)  # fmt: skip
+def test_greetings_that_cannot_be(fake: FakeMunge, changes: dict[str, object]) -> None:
+    hello = msgspec.to_builtins(client()._hello, builtin_types=(bytes,)) | changes
+    credential = fake.encode(msgspec.msgpack.encode(hello), for_uid=ALICE)
+    with pytest.raises(HandshakeError, match=r"malformed greeting|protocol 2"):
+        handshake.receive(msgspec.msgpack.encode(handshake.Envelope(credential=credential)))
+
+
+@pytest.mark.parametrize("share", [b"", b"x" * 31, b"x" * 33])
+def test_answers_with_a_weak_share(fake: FakeMunge, share: bytes) -> None:
+    caller = client()
+    hello = handshake.receive(caller.greeting()).hello
+    answer = handshake.ServerHello(1, hello.nonce, share, "n2", 7, 1, "x")
+    credential = fake.encode(msgspec.msgpack.encode(answer), for_uid=ALICE)
+    with pytest.raises(HandshakeError, match="not to this greeting"):
+        caller.finish(msgspec.msgpack.encode(handshake.Envelope(credential=credential)))
+
+
+NOISE = [
+    b"",
+    b"\xc1",
+    b"\x81\xa1x" + b"\x91" * 16000,
+    b"\x81\xaacredential\xc6\xff\xff\xff\xff",
+    b"\x81\xa7refusal\xa2\xff\xfe",
+    b"\xdf\xff\xff\xff\xff",
+    os.urandom(16000),
+]
+
+
+@pytest.mark.parametrize("data", NOISE, ids=range(len(NOISE)))
+def test_noise_before_there_is_a_key(fake: FakeMunge, data: bytes) -> None:
+    with pytest.raises(HandshakeError, match=r"malformed greeting|MUNGE|refused"):
+        handshake.receive(data)
+    with pytest.raises(HandshakeError):
+        client().finish(data)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.binary(max_size=300))
+def test_any_bytes(fake: FakeMunge, data: bytes) -> None:
+    with pytest.raises(HandshakeError):
+        handshake.receive(data)
+    inside = fake.encode(data, for_uid=ALICE)
+    with pytest.raises(HandshakeError):
+        handshake.receive(msgspec.msgpack.encode(handshake.Envelope(credential=inside)))
+    with pytest.raises(HandshakeError):
+        client().finish(msgspec.msgpack.encode(handshake.Envelope(credential=fake.encode(data, for_uid=ALICE))))
+
+
+@pytest.mark.parametrize("credential", [b"", b"MUNGE:\0:", b"x" * (munge.MAX_CREDENTIAL_BYTES + 1)], ids=len)
+def test_credentials_that_never_reach_libmunge(credential: bytes) -> None:
+    with pytest.raises(munge.MungeError, match="malformed credential"):
+        munge.decode(credential)

@@ -1,0 +1,145 @@
+"""Decoding of what others sent: one kind of error for whatever is wrong, and no number that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemini_hpc.agent.sealing import from_wire
+from gemini_hpc.wire import local, peer
+from gemini_hpc.wire.page import pack_seal, unpack_seal
+
+
+def packed(**fields: Any) -> bytes:
+    return msgspec.msgpack.encode(fields)
+
+
+def vote(raw: bytes) -> peer.VoteUp:
+    return peer.VoteUp(round=1, set="s", pairs=1, world=1, degraded=False, vote=msgspec.Raw(raw))
+
+
+REQUESTS: list[local.Message] = [
+    local.Attach(7, 0, "n[1-2]", "n1", 2),
+    local.Epilog(7, 0),
+    local.VerdictRequest(),
+    local.Hello(1, "default", 0, 2, 0, "7.0", 99),
+    local.Register("default", 0, 2, 0, 4096),
+    local.Begin("default", 0, 1),
+    local.Landed("default", 0, 1, 0, 10, "x"),
+    local.Abort("default", 0, 1, 0),
+    local.Fetch("default", 0),
+    local.Event("resumed", 1, 1.7e9),
+    local.Finished("default", 0),
+    local.HandBack("default", 0, 2, 0, 4096, 0, 0, 0, 0, ""),
+]
+
+
+@pytest.mark.parametrize("message", REQUESTS, ids=lambda m: type(m).__name__)
+def test_requests_survive_the_way(message: local.Message) -> None:
+    assert local.request_decoder.decode(local.encode(message)) == message
+
+
+@pytest.mark.parametrize("message", REQUESTS, ids=lambda m: type(m).__name__)
+def test_every_number_is_bounded(message: local.Message) -> None:
+    fields = json.loads(local.encode(message))
+    numbers = {k for k, v in fields.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    for key in numbers - {"proto", "pid", "slot"}:
+        for bad in (-1, 10**30, 1 << 63):
+            with pytest.raises(msgspec.MsgspecError):
+                local.request_decoder.decode(json.dumps(fields | {key: bad}).encode())
+
+
+@pytest.mark.parametrize("time", ["NaN", "Infinity", "-Infinity", "1e999", "-1", "1e300", "null", '"1"'])
+def test_times(time: str) -> None:
+    data = f'{{"op":"event","name":"a","version":1,"t":{time}}}'.encode()
+    with pytest.raises(msgspec.MsgspecError):
+        local.request_decoder.decode(data)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_one_kind_of_error(data: bytes) -> None:
+    for decoder in (local.request_decoder, local.reply_decoder, peer.decoder):
+        try:
+            decoder.decode(data)
+        except msgspec.MsgspecError as exc:
+            assert len(str(exc)) < 1000
+
+
+DEEP = [
+    b'{"op":"verdict?","x":' + b"[" * 30000 + b"]" * 30000 + b"}",
+    b'{"op":"event","name":"\xff\xfe","version":1,"t":1}',
+]
+DEEP_PACKED = [
+    b"\x82\xa4kind\xa4ping\xa1x" + b"\x91" * 100000,
+    b"\x82\xa4kind\xa6round?\xa4step\xa2\xff\xfe",
+    b"\x82\xa4kind\xa9inventory\xa7records\xdd\xff\xff\xff\xff",
+    b"\xdf\xff\xff\xff\xff",
+    b"\x82\xa4kind\xa6round?\xa4step\xc7\x02\x05ab",
+    b"",
+]
+
+
+@pytest.mark.parametrize("data", DEEP, ids=range(len(DEEP)))
+def test_nested_and_not_utf8(data: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        local.request_decoder.decode(data)
+
+
+@pytest.mark.parametrize("data", DEEP_PACKED, ids=range(len(DEEP_PACKED)))
+def test_nested_huge_and_foreign(data: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        peer.decoder.decode(data)
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 63, (1 << 64) - 1, 1 << 50])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": "round?", "after_round": 0, "step": "", "again": True},
+        {"kind": "collect", "round": 0, "step": ""},
+        {"kind": "obituary", "host": "n1", "alive": True, "restart": 0},
+        {"kind": "release", "job": 1, "reason": ""},
+        {"kind": "job?", "job": 1},
+    ],
+    ids=lambda f: f["kind"],
+)
+def test_numbers_of_peers(fields: dict[str, Any], number: int) -> None:
+    peer.decoder.decode(packed(**fields))
+    for key in [k for k, v in fields.items() if type(v) is int]:
+        with pytest.raises(msgspec.MsgspecError):
+            peer.decoder.decode(packed(**(fields | {key: number})))
+
+
+@pytest.mark.parametrize("stamp", [[-1, 1], [1, 1 << 40], [1 << 23, 1], [1], [1, 2, 3], ["1", 2], [1.5, 2]], ids=str)
+def test_stamps_of_peers(stamp: list[Any]) -> None:
+    newest = ((1 << 23) - 1, (1 << 40) - 1)
+    good = msgspec.to_builtins(peer.WordDown(round=1, set="s", sealed=newest, abandoned=(newest,), degraded=False))
+    word = peer.decoder.decode(packed(**good))
+    assert isinstance(word, peer.WordDown) and word.sealed is not None
+    assert unpack_seal(pack_seal(*word.sealed)) == word.sealed < (1 << 63, 0)
+    with pytest.raises(msgspec.MsgspecError):
+        peer.decoder.decode(packed(**(good | {"sealed": stamp})))
+    with pytest.raises(msgspec.MsgspecError):
+        peer.decoder.decode(packed(**(good | {"abandoned": [stamp]})))
+    from_wire(vote(msgspec.msgpack.encode([[newest], [], None, []])))
+    with pytest.raises(msgspec.MsgspecError):
+        from_wire(vote(msgspec.msgpack.encode([[stamp], [], None, []])))
+
+
+@pytest.mark.parametrize("time", [math.nan, math.inf, -math.inf, -1.0, 1e300])
+def test_times_of_peers(time: float) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        peer.decoder.decode(packed(kind="report", job=1, restart=0, host="n1", witnesses=[], t=time))
+
+
+def test_nested_vote() -> None:
+    raw = b"\x94" + b"\x91" * 50000
+    with pytest.raises(msgspec.MsgspecError):
+        from_wire(vote(raw))
