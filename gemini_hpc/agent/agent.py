@@ -452,6 +452,7 @@ class Agent:
             rounds.children,
             up,
             lambda word, degraded: self._sealed(training, number, word, degraded),
+            training.settled,
         )
 
     def recount(self, set_name: str) -> None:
@@ -466,8 +467,11 @@ class Agent:
         if training is None or training.sealing is None or self.rounds is None:
             return
         number = self.rounds.round
-        pairs = [s.pair for s in self.store.of_set(set_name) if s.registered_round == number]
-        training.sealing.recount(pairs, training.world)
+        present = [s for s in self.store.of_set(set_name) if s.registered_round == number]
+        world = training.world
+        if not any(s.world == world for s in present):
+            world = training.chosen_world  # nothing registered yet: the votes are on what is resumed from
+        training.sealing.recount([s.pair for s in present if s.world == world], world)
 
     def _sealed(self, training: TrainingSet, number: int, word: Word, degraded: bool) -> None:
         rounds = self.rounds
@@ -476,10 +480,12 @@ class Agent:
         for child in rounds.children:
             self.send(child, _word_down(number, training.name, word, degraded))
         self._show_state(training)
+        if word.abandoned:
+            training.page.set_abandoned(*max(word.abandoned))
         if word.sealed is not None:
             training.page.set_sealed(*word.sealed)
             if word.sealed.epoch == self.epoch:
-                self.store.drop_stale(training.name, number)
+                self.store.drop_stale(training.name, number, training.world)
                 training.drop_guests()
 
     def _show_state(self, training: TrainingSet) -> None:

@@ -12,7 +12,6 @@ from gemini_hpc.agent.memory import Memfd, NoMemory
 from gemini_hpc.agent.trainingset import TrainingSet
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.wire import peer
-from gemini_hpc.wire.handshake import Client
 
 if TYPE_CHECKING:
     from gemini_hpc.agent.agent import Agent
@@ -86,59 +85,65 @@ class Pulls:
             task.exception()
 
     async def _one(self, copy: peer.CopyRecord, sources: tuple[str, ...], *, keep: bool) -> Memfd:
-        agent, stop = self._agent, self._stop
-        mesh = agent.mesh
-        if mesh is None:
-            raise pull.PullFailed("no peers")
+        if not keep:
+            return await self._guest(copy, sources)
+        agent, stop, number = self._agent, self._stop, self._round()
+        stamp = Stamp(*copy.stamp)
+        try:
+            shard = await agent.store.make(copy.set, copy.rank, copy.world, copy.home, copy.bytes)
+            if stop.is_set():
+                raise pull.PullFailed("given up for a new round")
+            shard.registered_round = number
+            # At once, not when the gate opens: a trainer that begins a newer version first would shut this one out.
+            index = shard.pair.begin(stamp, None, frozenset(), voted=frozenset())
+        except (NoMemory, Refused) as exc:
+            raise pull.PullFailed(str(exc)) from None
+        memory = shard.memory[index]
+        try:
+            await self._fetch(copy, memory, sources, stop)
+        except BaseException:
+            if shard.pair.slots[index].state == "filling" and shard.pair.slots[index].stamp == stamp:
+                shard.pair.void(index)
+            raise
+        shard.pair.complete(index, stamp, copy.digest, copy.used)
+        shard.since[index] = shard.verified[index] = time.time()
+        agent.recount(copy.set)
+        return memory
+
+    async def _fetch(self, copy: peer.CopyRecord, memory: Memfd, sources: tuple[str, ...], stop: Event) -> None:
+        agent = self._agent
         async with self._gate:
+            mesh = agent.mesh
+            if mesh is None:
+                raise pull.PullFailed("no peers")
             ways = []
             for host in sources:
                 if host != agent.node and host not in mesh.dead:
                     port = mesh.ports.get(host) or pull_port(agent, host)
                     ways.append((host, agent.address_of(host), port, mesh.client(host, "pull")))
-            if not keep:
-                return await self._guest(copy, ways, stop)
-            stamp = Stamp(*copy.stamp)
-            try:
-                shard = await agent.store.make(copy.set, copy.rank, copy.world, copy.home, copy.bytes)
-                shard.registered_round = self._round()
-                index = shard.pair.begin(stamp, None, frozenset(), voted=frozenset())
-            except (NoMemory, Refused) as exc:
-                raise pull.PullFailed(str(exc)) from None
-            memory = shard.memory[index]
-            try:
-                source, trouble = await asyncio.to_thread(pull.fetch, copy, memory, ways, stop)
-            except pull.PullFailed:
-                if shard.pair.slots[index].stamp == stamp:
-                    shard.pair.void(index)
-                raise
-            if trouble:
-                agent.log("next_holder", version=stamp.version, detail=f"shard {copy.rank} from {source}; {trouble}")
-            shard.pair.complete(index, stamp, copy.digest, copy.used)
-            shard.since[index] = shard.verified[index] = time.time()
-            self.bytes += copy.used
-            agent.recount(copy.set)
-            return memory
+            source, trouble = await asyncio.to_thread(pull.fetch, copy, memory, ways, stop)
+        if trouble:
+            agent.log("next_holder", version=copy.stamp[1], detail=f"shard {copy.rank} from {source}; {trouble}")
+        self.bytes += copy.used
 
     def _round(self) -> int:
         return self._agent.rounds.round if self._agent.rounds is not None else 0
 
-    async def _guest(self, copy: peer.CopyRecord, ways: list[tuple[str, str, int, Client]], stop: Event) -> Memfd:
-        agent = self._agent
+    async def _guest(self, copy: peer.CopyRecord, sources: tuple[str, ...]) -> Memfd:
+        agent, stop = self._agent, self._stop
         memory = Memfd(f"gemini:guest:{copy.rank}", copy.used)
         try:
             await asyncio.to_thread(memory.reserve)
-            source, trouble = await asyncio.to_thread(pull.fetch, copy, memory, ways, stop)
+            await self._fetch(copy, memory, sources, stop)
+            if stop.is_set():
+                raise pull.PullFailed("given up for a new round")
         except NoMemory as exc:
             memory.close()
             raise pull.PullFailed(str(exc)) from None
         except BaseException:
             memory.close()
             raise
-        if trouble:
-            agent.log("next_holder", version=copy.stamp[1], detail=f"shard {copy.rank} from {source}; {trouble}")
         agent.training(copy.set).guests[copy.rank] = memory
-        self.bytes += copy.used
         return memory
 
 

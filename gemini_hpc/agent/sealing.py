@@ -73,12 +73,13 @@ class Sealing:
         children: Iterable[str],
         up: Callable[[Ballot], None] | None,
         spread: Callable[[Word, bool], None],
+        settled: Stamp | None = None,
     ) -> None:
         self._replicas = replicas
         self._own = _NOTHING
         self._below = dict.fromkeys(children, _NOTHING)
         self._up, self._spread = up, spread
-        self._root = Root(["job"]) if up is None else None
+        self._root = Root(["job"], settled) if up is None else None
         self._sent: Ballot | None = None
         self._missing = False
         self.word = Word()

@@ -136,13 +136,13 @@ class Store:
             memory.close()
         self.budget.give(2 * shard.bytes)
 
-    def drop_stale(self, set_name: str, round_number: int) -> None:
-        """After a seal in this round: free ancestors and what no training rank has registered since."""
+    def drop_stale(self, set_name: str, round_number: int, world: int) -> None:
+        """After a seal in this round: free ancestors, and what no rank of a training of this size has registered."""
         for shard in [s for s in self.ancestors if s.set == set_name]:
             self.ancestors.remove(shard)
             self._close(shard)
         for key, shard in list(self.shards.items()):
-            if shard.set == set_name and shard.registered_round != round_number:
+            if shard.set == set_name and (shard.registered_round != round_number or shard.world != world):
                 del self.shards[key]
                 self._close(shard)
 

@@ -44,6 +44,7 @@ TIER_ENV = "SLURM_GEMINI_TIER"  # the user's --gemini-tier
 STEP_ENV = "GEMINI_STEP"  # names this launch of the training where Slurm's step id does not
 FETCH_TIMEOUT_S = 600.0  # a pull of a large shard from a peer over a slow network
 CLOSE_TIMEOUT_S = 10.0
+RESUME_ATTEMPTS = 3
 _ARMING, _ARMED, _REFUSED = 0, 1, -1
 
 
@@ -171,6 +172,7 @@ class Checkpointer:
         self._findings: list[str] = []
         self._job: Job | None = None
         self._gate_open = True
+        self._resumed_from: tuple[int, int] | None = None
         self._capture: Capture | None = None
         self._replicator: Replicator | None = None
         self._receivers: list[Receiver] = []
@@ -242,7 +244,7 @@ class Checkpointer:
             self._on_restored,
         )
         self._outgoing, self._incoming = self._neighbours(homes, nodes, m)
-        if self._world > 1 and m > 1:
+        if self._world > 1 and m > 1 and self._transport is None:
             from gemini_hpc.train.transport.gloo import GlooTransport
 
             self._transport = GlooTransport()
@@ -415,29 +417,16 @@ class Checkpointer:
         self._resume_called = True
         if not self._protected:
             return 0
-        welcome = self._welcome
-        if self._rank == 0:
-            for line in welcome.lost:
-                self._say(f"memory could not serve: {line}")
-        if not welcome.chosen_version:
-            return 0
         began = time.time()
-        shards: list[restore.Saved] = []
-        problem = ""
-        try:
-            shards = self._fetch_shards(welcome)
-        except (AgentLost, AgentRefused, ValueError, OSError) as error:
-            problem = f"rank {self._rank}: {error}"
-            self._say(f"version {welcome.chosen_version} cannot be loaded: {problem}")
-        failed = collective.gather_word(1 if problem else 0) if self._world > 1 else [1 if problem else 0]
-        if any(failed):
-            if self._rank == 0:
-                self._say(f"starting from step 0: version {welcome.chosen_version} was not readable everywhere")
+        shards = self._choose_and_fetch()
+        if not shards:
             return 0
+        welcome = self._welcome
         fetched = time.time()
         own = next((s for s in shards if s.manifest.rank == self._rank), shards[self._rank % len(shards)])
         small = restore.load(self._tree, own, shards, self._rank, welcome.chosen_world == self._world)
         self._version = self._resumed_at = welcome.chosen_version
+        self._resumed_from, self._gate_open = (welcome.chosen_epoch, welcome.chosen_version), False
         self._first_done = False
         if own.manifest.rank == self._rank:
             self._kept_capacity = own.header.layout.small_capacity
@@ -452,6 +441,41 @@ class Checkpointer:
         detail = {"rank": self._rank, "began": began, "fetched": fetched, "loaded": done, "shards": len(shards)}
         self._client.event("resumed", self._version, json.dumps(detail), t=done)
         return self._version
+
+    def _choose_and_fetch(self) -> list[restore.Saved]:
+        """The shards of the version to resume from; none for a fresh start. Collective.
+
+        Where a rank cannot get what it needs (a copy turned out damaged, its holder died), all ranks say hello
+        again: the agents verify what they hold and choose anew.
+        """
+        for _ in range(RESUME_ATTEMPTS):
+            welcome = self._welcome
+            if self._rank == 0:
+                for line in welcome.lost:
+                    self._say(f"memory could not serve: {line}")
+            if not welcome.chosen_version:
+                return []
+            shards: list[restore.Saved] = []
+            try:
+                shards = self._fetch_shards(welcome)
+            except (AgentLost, AgentRefused, ValueError, OSError) as error:
+                self._say(f"version {welcome.chosen_version} cannot be loaded: rank {self._rank}: {error}")
+            if all(self._gather(len(shards) > 0)):
+                return shards
+            if self._client is not None:
+                self._client.close()
+            self._gather(True)  # nobody says hello before everyone has hung up
+            self._protected = False
+            self._join()
+            if not self._protected:
+                return []
+        if self._rank == 0:
+            self._say(f"starting from step 0: version {self._welcome.chosen_version} was not readable everywhere")
+        return []
+
+    def _gather(self, value: bool) -> list[int]:
+        """A word of every rank."""
+        return collective.gather_word(int(value)) if self._world > 1 else [int(value)]
 
     def _fetch(self, rank: int) -> restore.Saved:
         assert self._client is not None
@@ -716,7 +740,10 @@ class Checkpointer:
         self._gate_open = True
         began = time.perf_counter()
         job = self._job
-        if job is not None:
+        if job is None and self._resumed_from is not None:
+            # The version that was chosen may not have been sealed: until it is, it must not be the past (R2).
+            self._gate.wait_for(self._resumed_from, lambda: not self._protected)
+        elif job is not None:
             self._wait_left(job)
             assert self._capture is not None
             for key in self._capture.audit(job):

@@ -58,16 +58,21 @@ class SealGate:
             self._on_degraded(reason)
 
     def wait(self, version: int, hopeless: Callable[[], bool]) -> bool:
-        """True when `version` is sealed; False when there is no point in waiting (any longer)."""
+        """True when `version` of this epoch is sealed; False when there is no point in waiting (any longer)."""
+        return self.wait_for((self._epoch, version), hopeless)
+
+    def wait_for(self, wanted: tuple[int, int], hopeless: Callable[[], bool]) -> bool:
+        """The same for any (epoch, version)."""
         if self.degraded:
             return False
-        wanted = (self._epoch, version)
         started = time.monotonic()
         try:
             while self.sealed < wanted:
                 if hopeless() or self._degraded_at is not None:
                     return False
                 page = self._page()
+                if page is not None and page.abandoned >= wanted:
+                    return False
                 if self._lost() or page is None:
                     self.degrade("the agent is gone")
                     return False
@@ -75,7 +80,7 @@ class SealGate:
                     self.degrade("the agents cannot seal now")
                     return False
                 if time.monotonic() - started > self._timeout_s:
-                    self.degrade(f"version {version} was not sealed within {self._timeout_s:g} s")
+                    self.degrade(f"version {wanted[1]} was not sealed within {self._timeout_s:g} s")
                     return False
                 time.sleep(_POLL_S)
             return True

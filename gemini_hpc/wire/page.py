@@ -15,7 +15,7 @@ PAGE_BYTES = 4096
 MAGIC = 0x0001_494E_494D_4547
 _WORD = struct.Struct("<Q")
 
-MAGIC_AT, SEALED_AT, STATE_AT, BEAT_AT, DEAD_AT, ROUND_AT = 0, 8, 16, 24, 32, 40
+MAGIC_AT, SEALED_AT, STATE_AT, BEAT_AT, DEAD_AT, ROUND_AT, ABANDONED_AT = 0, 8, 16, 24, 32, 40, 48
 
 STATE_ARMING, STATE_PROTECTED, STATE_DEGRADED, STATE_FROZEN = 0, 1, 2, 3
 
@@ -55,6 +55,15 @@ class ControlPage:
     def set_sealed(self, epoch: int, version: int) -> None:
         """Publish a seal."""
         self._put(SEALED_AT, pack_seal(epoch, version))
+
+    @property
+    def abandoned(self) -> tuple[int, int]:
+        """The newest abandoned (epoch, version): it will never be sealed, nobody should wait for it."""
+        return unpack_seal(self._get(ABANDONED_AT))
+
+    def set_abandoned(self, epoch: int, version: int) -> None:
+        """Publish an abandonment."""
+        self._put(ABANDONED_AT, pack_seal(epoch, version))
 
     @property
     def state(self) -> int:
