@@ -30,7 +30,7 @@ from gemini_hpc.agent.ports import candidates, master_port
 from gemini_hpc.agent.pulls import Pulls
 from gemini_hpc.agent.reporter import Reporter
 from gemini_hpc.agent.rounds import Rounds
-from gemini_hpc.agent.sealing import Sealing, from_wire, to_wire
+from gemini_hpc.agent.sealing import REGISTERED, RESUMED, Sealing, from_wire, to_wire
 from gemini_hpc.agent.service import Service
 from gemini_hpc.agent.store import Store
 from gemini_hpc.agent.trainingset import TrainingSet
@@ -50,6 +50,7 @@ SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _MAX_CALLERS = 512
 _STATE = "state"
 _TICK_S = 0.2
+_EMPTY_S = 30.0
 
 
 class State(msgspec.Struct, frozen=True):
@@ -107,10 +108,7 @@ class Agent:
             return  # the prolog and the supervisor started one at the same time: one is enough
         server = await self._listen()
         if self._again:
-            self._take_over()
-        else:
-            with suppress(FileNotFoundError):
-                os.unlink(self._state_path)
+            self._take_over(None)
         if self.settings.interface and not self.interface:
             self.log("error", detail=f"interface {self.settings.interface} has no address: listening on all")
         self._local = LocalServer(
@@ -126,6 +124,7 @@ class Agent:
             self.mesh.close()
         await self.pulls.cease()
         for training in self.sets.values():
+            self.drop_guests(training)
             training.close()
         self.store.clear()
         mapfile.remove(self.directory)
@@ -168,11 +167,14 @@ class Agent:
             missing = self.mesh is not None and bool(self.mesh.silent() | self.mesh.dead)
             for training in self.sets.values():
                 training.page.set_beat_ns(time.monotonic_ns())
+                training.page.set_dead_nodes(len(self.mesh.dead) if self.mesh is not None else 0)
                 if training.sealing is not None and not self.detached:
                     training.sealing.miss(missing)
                     self._show_state(training)
             if not self.detached:
                 self._detached_at = now
+            elif not self.budget.taken_bytes and now - self._detached_at > _EMPTY_S:
+                self.release("it holds nothing")
             elif now - self._detached_at > self.settings.retention_s:
                 self.release("the retention time is over")
             elif self.budget.taken_bytes and self.budget.below_floor():
@@ -221,6 +223,8 @@ class Agent:
     async def _attach(self, m: local.Attach) -> local.Message:
         if m.job != self.job or m.node != self.node:
             return local.Error(f"this is the agent of job {self.job} on {self.node}")
+        if self.restart < 0:
+            self._take_over(m)
         if m.restart < self.restart:
             return local.Error(f"restart {m.restart} is over, {self.restart} is on")
         if m.restart > self.restart or self.mesh is None or m.nodelist != self.nodelist:
@@ -251,6 +255,8 @@ class Agent:
         """A new incarnation: new links, new rounds; what is held stays."""
         if self.mesh is not None:
             self.mesh.close()
+        if self.rounds is not None:
+            self.rounds.close()
         self.service.drop_others("")
         mapfile.remove(self.directory)
         self.restart, self.hosts, self.nodelist = m.restart, hosts, m.nodelist
@@ -278,14 +284,18 @@ class Agent:
         self.log("attached", detail=f"{len(hosts)} nodes, {m.replicas} replicas")
         self.reporter.register()
 
-    def _take_over(self) -> None:
-        """Go on where this agent's dead predecessor was; its trainers hand the memory back."""
+    def _take_over(self, wanted: local.Attach | None) -> None:
+        """Go on where this agent's dead predecessor was; its trainers hand the memory back.
+
+        wanted: only if it was in this very incarnation (the prolog may be faster than the supervisor).
+        """
         try:
             state = msgspec.json.decode(Path(self._state_path).read_bytes(), type=State)
         except (OSError, msgspec.MsgspecError):
-            self.log("restarted", detail="nothing known of the predecessor")
             return
         m, plan = state.attach, state.plan
+        if wanted is not None and (m.restart, m.nodelist, m.node) != (wanted.restart, wanted.nodelist, wanted.node):
+            return
         self._enter(m, tuple(hostlist.expand(m.nodelist)))
         self._adopt(plan)
         assert self.rounds is not None
@@ -309,9 +319,12 @@ class Agent:
                 alive = [h for h in self.hosts if h not in self.mesh.dead]
                 hold = bool(self.mesh.dead) and alive[:1] == [self.node] and not self.reporter.connected
             mapfile.remove(self.directory)
+            with suppress(FileNotFoundError):
+                os.unlink(self._state_path)
             self.log("detached", detail=f"exit code {m.exit_code or 'unknown'}")
         trained = [s for s in self.sets.values() if s.greeted]
-        if trained and all(s.succeeded for s in trained):
+        dead = self.mesh is not None and bool(self.mesh.dead)  # then the job may be on its way to a new incarnation
+        if trained and all(s.succeeded for s in trained) and m.exit_code in ("", "0") and not dead:
             self.release("the training succeeded")
             return local.Ok("released")
         return local.Ok("hold" if hold else "detached", self.restart)
@@ -325,18 +338,19 @@ class Agent:
     def freeze(self, step: str) -> None:
         """Stop sealing, drop the trainers, void what is half filled."""
         for training in self.sets.values():
+            training.settled = training.sealed  # the root's last word goes into the inventory
             training.sealing = None
             training.page.set_state(page.STATE_FROZEN)
         self.service.drop_others(step)
 
-    async def inventory(self) -> peer.InventoryRecord:
-        """Verify what is held, and tell."""
+    async def inventory(self, *, verify: bool = True) -> peer.InventoryRecord:
+        """Verify what is held (unless whoever pulls it will), and tell."""
         await self.pulls.cease()
         for shard in list(self.store):
             shard.pair.void_filling()
             for index in (0, 1):
                 record = shard.record(index)
-                if record is None:
+                if record is None or not verify:
                     continue
                 digest = await asyncio.to_thread(shard.memory[index].digest, record.used)
                 if not shard.settle(index, digest):
@@ -367,6 +381,7 @@ class Agent:
         self.mesh.want(by_rank[rank] for rank in group)
         planned = {s.name: s for s in plan.sets}
         for name in planned.keys() | self.sets.keys():
+            self.drop_guests(self.training(name))
             self.training(name).plan(planned.get(name), plan.round)
 
     def apply(self, plan: peer.PlanDown) -> None:
@@ -378,7 +393,7 @@ class Agent:
         mine = self.noderanks[self.node]
         for shard in self.store.shards.values():
             if mine in placement.holders(shard.home % len(self.hosts), len(self.hosts), self.replicas):
-                shard.registered_round = plan.round
+                shard.resumed_round = plan.round
         self._save_state(plan)
         self.pulls.start([o for o in plan.pulls if o.dest == self.node])
 
@@ -455,6 +470,13 @@ class Agent:
             training.settled,
         )
 
+    def drop_guests(self, training: TrainingSet) -> None:
+        """Free copies that were pulled for loading only."""
+        for memory in training.guests.values():
+            self.budget.give(memory.size_bytes)
+            memory.close()
+        training.guests.clear()
+
     def recount(self, set_name: str) -> None:
         """Something has changed in this set's slots: vote anew, once per turn of the loop."""
         if set_name not in self._recounts:
@@ -467,11 +489,13 @@ class Agent:
         if training is None or training.sealing is None or self.rounds is None:
             return
         number = self.rounds.round
-        present = [s for s in self.store.of_set(set_name) if s.registered_round == number]
-        world = training.world
-        if not any(s.world == world for s in present):
-            world = training.chosen_world  # nothing registered yet: the votes are on what is resumed from
-        training.sealing.recount([s.pair for s in present if s.world == world], world)
+        shards = self.store.of_set(set_name)
+        present = [s for s in shards if s.registered_round == number and s.world == training.world]
+        kind, world = REGISTERED, training.world
+        if not present:  # nobody has registered yet: the vote is on what the training resumes from
+            kind, world = RESUMED, training.chosen_world
+            present = [s for s in shards if s.resumed_round == number and s.world == world]
+        training.sealing.recount([s.pair for s in present], world, kind)
 
     def _sealed(self, training: TrainingSet, number: int, word: Word, degraded: bool) -> None:
         rounds = self.rounds
@@ -485,8 +509,9 @@ class Agent:
         if word.sealed is not None:
             training.page.set_sealed(*word.sealed)
             if word.sealed.epoch == self.epoch:
-                self.store.drop_stale(training.name, number, training.world)
-                training.drop_guests()
+                self.store.drop_stale(training.name, number, training.world, word.sealed)
+                self.drop_guests(training)
+            self.pulls.overtaken(training.name, word.sealed)
 
     def _show_state(self, training: TrainingSet) -> None:
         """Tell the trainers whether a seal can come: they wait for one only then."""
@@ -585,14 +610,16 @@ class Agent:
         return ""
 
     async def _serve(self, link: Link) -> None:
-        if link.session.purpose == "link" and self.mesh is not None:
+        if link.session.purpose == "link" and link.session.peer_restart != self.restart:
+            link.abort()
+        elif link.session.purpose == "link" and self.mesh is not None:
             await self.mesh.serve(link.session.peer_host, link)
         elif link.session.purpose == "pull":
             await pull.serve(link, self._find)
         elif link.session.purpose == "inventory":
             async with asyncio.timeout(5.0):
                 if isinstance(await link.receive(), peer.Collect):
-                    await link.flush(peer.InventoryUp(0, (await self.inventory(),)))
+                    await link.flush(peer.InventoryUp(0, (await self.inventory(verify=False),)))
         elif link.session.purpose == "query":
             async with asyncio.timeout(5.0):
                 message = await link.receive()

@@ -108,8 +108,11 @@ class Budget:
         """The most that this agent may ever take."""
         return int(meminfo()["MemTotal"] * self._fraction)
 
-    def take(self, wanted_bytes: int, what: str) -> None:
-        """Count a reservation. Raises `NoMemory` with the numbers where it does not fit."""
+    def take(self, wanted_bytes: int, what: str, *, present: bool = False) -> None:
+        """Count a reservation. Raises `NoMemory` with the numbers where it does not fit.
+
+        present: the pages are there already (a trainer hands them back), so only the cap counts.
+        """
         cap, available = self.cap_bytes, meminfo()["MemAvailable"]
         if self.taken_bytes + wanted_bytes > cap:
             raise NoMemory(
@@ -117,7 +120,7 @@ class Budget:
                 f"{_mib(self.taken_bytes)} already held, the node's cap is {_mib(cap)} "
                 f"(memory_fraction {self._fraction:g})"
             )
-        if wanted_bytes > available - self._floor_bytes:
+        if not present and wanted_bytes > available - self._floor_bytes:
             raise NoMemory(
                 f"{what}: not enough memory for the replicas: wanted {_mib(wanted_bytes)}, available "
                 f"{_mib(available)} less the floor of {_mib(self._floor_bytes)}"

@@ -134,6 +134,7 @@ class Mesh:
             while True:
                 message = await link.receive()
                 self.heard[name], said = link.last_heard, type(message).__name__
+                self._alive(name)
                 self._dispatch(name, message)
         except LinkClosed as exc:
             self._complain(f"link to {name} has ended: {exc}")

@@ -26,16 +26,26 @@ class Pulls:
         self._agent = agent
         self._running: dict[tuple[str, int], asyncio.Task[Memfd]] = {}
         self._gate = asyncio.Semaphore(_AT_ONCE)
-        self._stop = Event()
+        self._stops: dict[tuple[str, int], Event] = {}
+        self._stamps: dict[tuple[str, int], Stamp] = {}
+        self._rounds_begun = 0
         self.bytes = 0
 
     async def cease(self) -> None:
         """Give up all pulls and return when none writes any more."""
-        self._stop.set()
-        tasks = list(self._running.values())
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._rounds_begun += 1
+        for stop in self._stops.values():
+            stop.set()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
         self._running.clear()
-        self._stop = Event()
+        self._stops.clear()
+
+    def overtaken(self, set_name: str, sealed: Stamp) -> None:
+        """Something newer has been sealed: what is still being pulled of this set is of no use any more."""
+        for (name, rank), stop in self._stops.items():
+            task = self._running.get((name, rank))
+            if name == set_name and task is not None and self._stamps.get((name, rank), sealed) < sealed:
+                stop.set()
 
     def start(self, orders: list[peer.PullOrder]) -> None:
         """Begin what the plan gives this node to do."""
@@ -43,11 +53,11 @@ class Pulls:
             self._agent.spawn(self._all(orders, time.time()))
 
     async def _all(self, orders: list[peer.PullOrder], since: float) -> None:
-        stop = self._stop
+        begun = self._rounds_begun
         results = await asyncio.gather(
             *(self._shared(o.copy, o.sources, keep=True) for o in orders), return_exceptions=True
         )
-        if stop.is_set():
+        if begun != self._rounds_begun:
             return
         good = [o for o, r in zip(orders, results, strict=True) if isinstance(r, Memfd)]
         took, size = time.time() - since, sum(o.copy.used for o in good)
@@ -87,15 +97,17 @@ class Pulls:
     async def _one(self, copy: peer.CopyRecord, sources: tuple[str, ...], *, keep: bool) -> Memfd:
         if not keep:
             return await self._guest(copy, sources)
-        agent, stop, number = self._agent, self._stop, self._round()
-        stamp = Stamp(*copy.stamp)
+        agent, number = self._agent, self._round()
+        stop = self._stops[copy.set, copy.rank] = Event()
+        stamp = self._stamps[copy.set, copy.rank] = Stamp(*copy.stamp)
         try:
             shard = await agent.store.make(copy.set, copy.rank, copy.world, copy.home, copy.bytes)
             if stop.is_set():
                 raise pull.PullFailed("given up for a new round")
-            shard.registered_round = number
+            shard.resumed_round = number
             # At once, not when the gate opens: a trainer that begins a newer version first would shut this one out.
             index = shard.pair.begin(stamp, None, frozenset(), voted=frozenset())
+            shard.pair.slots[index].busy = True
         except (NoMemory, Refused) as exc:
             raise pull.PullFailed(str(exc)) from None
         memory = shard.memory[index]
@@ -130,18 +142,23 @@ class Pulls:
         return self._agent.rounds.round if self._agent.rounds is not None else 0
 
     async def _guest(self, copy: peer.CopyRecord, sources: tuple[str, ...]) -> Memfd:
-        agent, stop = self._agent, self._stop
+        agent = self._agent
+        stop = self._stops[copy.set, copy.rank] = Event()
+        try:
+            agent.budget.take(copy.used, f"copy of shard {copy.rank} for loading")
+        except NoMemory as exc:
+            raise pull.PullFailed(str(exc)) from None
         memory = Memfd(f"gemini:guest:{copy.rank}", copy.used)
         try:
             await asyncio.to_thread(memory.reserve)
             await self._fetch(copy, memory, sources, stop)
             if stop.is_set():
                 raise pull.PullFailed("given up for a new round")
-        except NoMemory as exc:
+        except BaseException as exc:
             memory.close()
-            raise pull.PullFailed(str(exc)) from None
-        except BaseException:
-            memory.close()
+            agent.budget.give(copy.used)
+            if isinstance(exc, NoMemory):
+                raise pull.PullFailed(str(exc)) from None
             raise
         agent.training(copy.set).guests[copy.rank] = memory
         return memory

@@ -162,15 +162,22 @@ class Rounds:
                 self._enter(message.round, message.step)
             elif name == self.parent and message.round == self.round and self.stage == "collect":
                 self._gathered()
+            elif name == self.parent:
+                self._lost(message.round)
         elif isinstance(message, peer.InventoryUp):
             if name in self.children and message.round == self.round and self.stage == "collect":
                 self._records[name] = message.records
                 self._gathered()
         elif isinstance(message, peer.PlanDown):
-            if name == self.parent and (message.round, self.stage) in ((self.round, "collect"),):
+            if name == self.parent and message.round == self.round and self.stage == "collect":
                 self._take(message)
             elif name == self.parent and message.round == self.round and self.stage == "planned":
                 self._acknowledged()
+            elif name == self.parent and not (message.round == self.round and self.stage == "live"):
+                self._lost(message.round)
+        elif isinstance(message, peer.RoundLost):
+            if name in self.children:
+                self._restart(message.at, message.mine)
         elif isinstance(message, peer.PlanAck):
             same = self.plan is not None and message.map_hash == self.plan.map_hash
             if name in self.children and message.round == self.round and same:
@@ -188,6 +195,22 @@ class Rounds:
         else:
             return False
         return True
+
+    def _lost(self, at: int) -> None:
+        if self.parent is not None:
+            self._host.send(self.parent, peer.RoundLost(at, self.round))
+
+    def _restart(self, at: int, theirs: int) -> None:
+        if self.parent is not None:
+            self._host.send(self.parent, peer.RoundLost(at, max(theirs, self.round)))
+        elif at == self.round:
+            self._host.log("round_lost", detail=f"round {at} does not fit an agent that is in round {theirs}")
+            self.round = max(self.round, theirs)
+            self.begin(self.step)
+
+    def close(self) -> None:
+        """A newer incarnation has begun: this one answers nothing any more."""
+        self.round, self.stage = -1, "closed"
 
     def _gathered(self) -> None:
         if self._records.keys() != {self._name, *self.children}:
@@ -213,7 +236,7 @@ class Rounds:
             self._take(self._decide((*records, *more)))
 
     def _take(self, plan: peer.PlanDown) -> None:
-        self.plan = plan
+        self.plan, self.step = plan, plan.step
         self._host.apply(plan)
         self._stage("planned")
         for child in self.children:

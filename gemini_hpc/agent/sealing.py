@@ -22,15 +22,17 @@ class WireVote(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ballot(msgspec.Struct, frozen=True):
-    """A vote, the number of slot pairs behind it, the number of shards that the training has, and whether a peer
-    is missing."""
+    """A vote, the number of slot pairs behind it, the number of shards that the training has, whether a peer is
+    missing, and whether the pairs are RESUMED or REGISTERED (or both, of different nodes: no seal then)."""
 
     vote: Vote
     pairs: int
     world: int
     degraded: bool = False
+    kinds: int = 0
 
 
+RESUMED, REGISTERED = 1, 2
 _NOTHING = Ballot(SILENT, 0, 0)
 _decoder = Strict(msgspec.msgpack.Decoder(WireVote))
 
@@ -45,7 +47,7 @@ def to_wire(round_number: int, set_name: str, ballot: Ballot) -> peer.VoteUp:
     floor = None if v.floor is None else (v.floor.epoch, v.floor.version)
     wire = WireVote(_stamps(v.complete), _stamps(v.seen), floor, _stamps(v.kept))
     raw = msgspec.Raw(msgspec.msgpack.encode(wire))
-    return peer.VoteUp(round_number, set_name, ballot.pairs, ballot.world, ballot.degraded, raw)
+    return peer.VoteUp(round_number, set_name, ballot.pairs, ballot.world, ballot.degraded, ballot.kinds, raw)
 
 
 def from_wire(message: peer.VoteUp) -> Ballot:
@@ -57,7 +59,7 @@ def from_wire(message: peer.VoteUp) -> Ballot:
         None if w.floor is None else Stamp(*w.floor),
         frozenset(Stamp(*s) for s in w.kept),
     )
-    return Ballot(vote, message.pairs, message.world, message.degraded)
+    return Ballot(vote, message.pairs, message.world, message.degraded, message.kinds)
 
 
 class Sealing:
@@ -86,9 +88,9 @@ class Sealing:
         self.degraded = False
         self.voted: frozenset[Stamp] = frozenset()
 
-    def recount(self, pairs: list[SlotPair], world: int) -> None:
+    def recount(self, pairs: list[SlotPair], world: int, kind: int) -> None:
         """Vote anew after something has changed on this node."""
-        self._own = Ballot(vote_of(pairs) if pairs else SILENT, len(pairs), world)
+        self._own = Ballot(vote_of(pairs), len(pairs), world, kinds=kind) if pairs else _NOTHING
         self._tell()
 
     def miss(self, missing: bool) -> None:
@@ -112,20 +114,23 @@ class Sealing:
         ballots = [b for b in (self._own, *self._below.values()) if b.pairs]
         degraded = self._missing or any(b.degraded for b in self._below.values())
         vote = merge(b.vote for b in ballots) if ballots else SILENT
-        return Ballot(vote, sum(b.pairs for b in ballots), max((b.world for b in ballots), default=0), degraded)
+        kinds = 0
+        for b in ballots:
+            kinds |= b.kinds
+        world = max((b.world for b in ballots), default=0)
+        return Ballot(vote, sum(b.pairs for b in ballots), world, degraded, kinds)
 
     def _tell(self) -> None:
+        self.voted |= self._own.vote.complete  # before it can be told: what has been told is kept
         ballot = self._merged()
         if self._root is None:
             if ballot != self._sent and self._up is not None:
-                self.voted |= self._own.vote.complete
                 self._sent = ballot
                 self._up(ballot)
             return
         vote = ballot.vote
-        if ballot.pairs != ballot.world * self._replicas:
+        if ballot.pairs != ballot.world * self._replicas or ballot.kinds not in (RESUMED, REGISTERED):
             vote = Vote(frozenset(), vote.seen, vote.floor, vote.kept)
-        self.voted |= self._own.vote.complete
         self._root.update("job", vote)
         self.hear(self._root.word(), ballot.degraded)
 

@@ -266,6 +266,7 @@ class Service:
         except Refused as exc:
             return local.Refused(exc.reason), []
         shard.since[index] = time.time()
+        agent.drop_guests(training)  # every rank has loaded, or none would have come as far as a save
         self._fills[m.set, m.rank, index] = client
         agent.recount(m.set)
         return local.Begun(index), []
@@ -286,6 +287,7 @@ class Service:
         if not 0 < m.used <= shard.bytes:
             raise Rejected(f"{m.used} bytes used of a slot of {shard.bytes}")
         del self._fills[m.set, m.rank, m.slot]
+        shard.pair.slots[m.slot].busy = True
         self._agent.spawn(self._verify(shard, m))
         return local.Ok(), []
 
@@ -350,9 +352,13 @@ class Service:
         shard.memory[m.slot] = memory
         self._keepers[m.set, m.rank] = client
         assert agent.rounds is not None
-        shard.registered_round = agent.rounds.round
+        rounds, number = agent.rounds, agent.rounds.round
+        shard.registered_round = number
         if m.digest and 0 < m.used <= m.bytes:
             digest = await asyncio.to_thread(memory.digest, m.used)
+            self._keep(client, m)
+            if agent.rounds is not rounds or rounds.round != number:
+                raise Rejected("a recovery round came between")
             stamp = Stamp(m.epoch, m.version)
             free = shard.pair.slots[m.slot].state == "empty" and shard.pair.find(stamp) is None
             if digest == m.digest and free:

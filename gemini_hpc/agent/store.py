@@ -16,7 +16,11 @@ Key = tuple[str, int]
 
 @dataclass
 class Shard:
-    """Both slots of one shard on this node. home: node rank where its training rank lives."""
+    """Both slots of one shard on this node. home: node rank where its training rank lives.
+
+    registered_round: the last round in which a training rank registered it; resumed_round: the last one whose plan
+    has it here.
+    """
 
     set: str
     rank: int
@@ -28,6 +32,7 @@ class Shard:
     since: list[float] = field(default_factory=lambda: [0.0, 0.0])
     verified: list[float] = field(default_factory=lambda: [0.0, 0.0])
     registered_round: int = 0
+    resumed_round: int = 0
 
     def record(self, index: int) -> CopyRecord | None:
         """What can be told of a complete slot; None of any other."""
@@ -102,7 +107,7 @@ class Store:
             if old is not None and old.bytes == size_bytes and old.world == world:
                 old.home = home
                 return old
-            self.budget.take(2 * size_bytes, f"shard of rank {rank}")
+            self.budget.take(2 * size_bytes, f"shard of rank {rank}", present=not reserve)
             memory: list[Memfd] = []
             try:
                 for index in range(2):
@@ -136,11 +141,14 @@ class Store:
             memory.close()
         self.budget.give(2 * shard.bytes)
 
-    def drop_stale(self, set_name: str, round_number: int, world: int) -> None:
+    def drop_stale(self, set_name: str, round_number: int, world: int, sealed: Stamp) -> None:
         """After a seal in this round: free ancestors, and what no rank of a training of this size has registered."""
         for shard in [s for s in self.ancestors if s.set == set_name]:
-            self.ancestors.remove(shard)
-            self._close(shard)
+            heir = self.shards.get((set_name, shard.rank))
+            # A late seal may be of a version that only the ancestor has.
+            if heir is None or any(stamp >= sealed for stamp in heir.pair.complete_stamps()):
+                self.ancestors.remove(shard)
+                self._close(shard)
         for key, shard in list(self.shards.items()):
             if shard.set == set_name and (shard.registered_round != round_number or shard.world != world):
                 del self.shards[key]

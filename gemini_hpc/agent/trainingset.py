@@ -51,7 +51,6 @@ class TrainingSet:
         self.present.clear()
         self.greeted.clear()
         self.finished.clear()
-        self.drop_guests()
         self.chosen, self.settled, self.chosen_world, self.sources, self.lost = None, None, 0, {}, ()
         self.chosen_copies = {}
         self.note = ""
@@ -63,17 +62,11 @@ class TrainingSet:
             self.sources = {copy.rank: hosts for copy, hosts in plan.copies}
             self.chosen_copies = {copy.rank: copy for copy, _ in plan.copies}
         self.page.set_sealed(*(self.settled or (0, 0)))
+        self.page.set_abandoned(0, 0)
         self.page.set_state(page.STATE_ARMING)
         self.page.set_round(round_number)
 
-    def drop_guests(self) -> None:
-        """Free copies that were pulled for loading only."""
-        for memory in self.guests.values():
-            memory.close()
-        self.guests.clear()
-
     def close(self) -> None:
         """Free everything."""
-        self.drop_guests()
         self.page.close()
         self._memory.close()

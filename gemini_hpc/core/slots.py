@@ -33,12 +33,14 @@ class Refused(Exception):
 @dataclass(slots=True)
 class Slot:
     """One buffer of a pair. `stamp` is None exactly when it is empty; `digest` and `bytes_used` only count when
-    it is complete."""
+    it is complete. `busy`: somebody writes or reads its bytes on the agent's side (a pull, a digest), so that it is
+    given to no writer until that has ended."""
 
     state: SlotState = "empty"
     stamp: Stamp | None = None
     digest: str | None = None
     bytes_used: int = 0
+    busy: bool = False
 
 
 @dataclass(slots=True)
@@ -78,7 +80,7 @@ class SlotPair:
 
     def _room(self, stamp: Stamp, sealed: Stamp | None, abandoned: frozenset[Stamp], voted: frozenset[Stamp]) -> int:
         for index, slot in enumerate(self.slots):
-            if slot.state == "filling":
+            if slot.state == "filling" and not slot.busy:
                 filling = _stamp(slot)
                 overtaken = filling in abandoned or (sealed is not None and filling < sealed)
                 if filling.epoch == stamp.epoch or overtaken:
@@ -88,7 +90,9 @@ class SlotPair:
                 return index
         for slot in self.slots:
             if slot.state == "filling":
-                raise Refused(f"version {slot.stamp} is still being restored here")
+                raise Refused(
+                    f"version {slot.stamp} is still being {'verified or ' if slot.busy else ''}restored here"
+                )
         older, newer = (0, 1) if _stamp(self.slots[0]) < _stamp(self.slots[1]) else (1, 0)
         if _is_sealed(self.slots[newer], sealed):
             return older

@@ -153,6 +153,8 @@ class Client:
             raise HandshakeError("the answer is not to this greeting")
         if answer.job != self._hello.job or answer.host != self._hello.target:
             raise HandshakeError(f"answered by {answer.host} for job {answer.job}")
+        if self._hello.purpose == "link" and answer.restart != self._hello.restart:
+            raise HandshakeError(f"answered by restart {answer.restart}")
         outward, inward = _keys(self._hello, answer.share)
         return Session(
             send_key=outward,

@@ -142,6 +142,14 @@ class Go(Message, frozen=True, tag="go"):
     step: str
 
 
+class RoundLost(Message, frozen=True, tag="lost"):
+    """Up: the parent speaks of round `at`, which does not fit this agent's (it, or the parent, was restarted in
+    between); the coordinator begins a new round above both."""
+
+    at: Round
+    mine: Round
+
+
 class NeedRound(Message, frozen=True, tag="round?"):
     """Up: a launch of the training (`step`) has said hello here and wants to be served after `after_round`.
 
@@ -168,6 +176,7 @@ class VoteUp(Message, frozen=True, tag="vote"):
     pairs: Pairs
     world: Count
     degraded: bool
+    kinds: int
     vote: msgspec.Raw
 
 
@@ -352,6 +361,7 @@ PeerMessage = (
     | PlanAck
     | Go
     | NeedRound
+    | RoundLost
     | VoteUp
     | WordDown
     | PullAsk

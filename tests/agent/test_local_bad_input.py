@@ -50,6 +50,7 @@ PACKETS = {
     "surrogate": b'{"op":"event","name":"\\ud800","version":1,"t":1}',
     "nested": b'{"op":"verdict?","x":' + b"[" * 30000 + b"]" * 30000 + b"}",
     "nested open": b'{"op":"verdict?","x":' + b'{"a":' * 12000,
+    "one byte too many": b'{"op":"verdict?"}'.ljust(local.MAX_PACKET_BYTES + 1),
     "oversized": b'{"op":"event","name":"' + b"x" * local.MAX_PACKET_BYTES + b'","version":1,"t":1}',
 }
 

@@ -21,7 +21,7 @@ def packed(**fields: Any) -> bytes:
 
 
 def vote(raw: bytes) -> peer.VoteUp:
-    return peer.VoteUp(round=1, set="s", pairs=1, world=1, degraded=False, vote=msgspec.Raw(raw))
+    return peer.VoteUp(round=1, set="s", pairs=1, world=1, degraded=False, kinds=2, vote=msgspec.Raw(raw))
 
 
 REQUESTS: list[local.Message] = [
