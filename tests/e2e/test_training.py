@@ -1,4 +1,4 @@
-"""The main job with torch: whatever is cut or killed, every loss and the final state are those of an undisturbed run."""
+"""The main job with torch: whatever is cut or killed, losses and final state are those of an undisturbed run."""
 
 from __future__ import annotations
 

@@ -54,7 +54,8 @@ class LiteJob:
         script = self.directory / "job.sh"
         script.write_text(
             "#!/bin/bash\n"
-            f"{self.prefix}{self.run} python {self.directory}/lite.py {self.log} {self.steps} {self.pause_s} {self.size}\n"
+            f"{self.prefix}{self.run} python {self.directory}/lite.py "
+            f"{self.log} {self.steps} {self.pause_s} {self.size}\n"
             'echo "step ended with $?"\n'
         )
         script.chmod(0o755)
