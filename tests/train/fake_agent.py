@@ -150,7 +150,7 @@ class Node:
                 lost=job.lost,
             ), [self.page_fd]
         if isinstance(m, local.Register):
-            if job.refuse_register:
+            if job.refuse_register and self.rank in (job.refuse_register_on or (self.rank,)):
                 return local.Error(job.refuse_register), []
             held = self.held.get(m.rank)
             if held is None or held.bytes != m.bytes or held.world != m.world:
@@ -262,6 +262,7 @@ class FakeJob:
         self.ancestors: list[Held] = []
         self.refuse_begin: Callable[[int, local.Begin], str] | None = None
         self.refuse_register = ""
+        self.refuse_register_on: tuple[int, ...] = ()  # node ranks; none means all
         self.verdict = local.Verdict(alive=("a", "b"))
         self.delay: dict[str, float] = {}
         self.seal_until = 1 << 30

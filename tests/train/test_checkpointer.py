@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import gemini_hpc as gemini
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.train import ownership
 from gemini_hpc.train.capture import Capture, StateChangedError
 from gemini_hpc.train.directory import Manifest, place
@@ -194,6 +195,54 @@ def test_growing_small_state(job: FakeJob) -> None:
     assert other.resume() == 8
     assert growing.data == b"x" * 1_600_000
     other.close()
+
+
+def test_outgrown_slots_are_handed_back_until_something_newer_is_sealed(job: FakeJob) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    class Growing:
+        data = b""
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"data": self.data}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.data = state["data"]
+
+    growing = Growing()
+    with gemini.Checkpointer(model, optimizer, extra={"g": growing}, seal_timeout_s=0.2) as ckpt:
+
+        def step() -> None:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            ckpt.step()
+            while ckpt._armed == 0 or (ckpt._replicator and ckpt._replicator.busy):
+                wait_a_little()
+
+        while ckpt.version < 4:
+            step()
+        wait_sealed(job, 4)
+        job.seal_until = 4
+        growing.data = b"x" * 600_000
+        step()
+        keeper = ckpt._replicator
+        assert keeper is not None and len(keeper.former) == 1
+        job.nodes[0].die()
+        job.ancestors.clear()
+        job.nodes[0].start()
+        for _ in range(1000):
+            if job.ancestors:
+                break
+            wait_a_little()
+        assert [held.pair.find(Stamp(1, 4)) is not None for held in job.ancestors] == [True], "sealed, and kept"
+        job.seal_until = 1 << 30
+        while ckpt._client is not None and ckpt._client.lost:
+            wait_a_little()
+        step()
+        wait_sealed(job, 6)
+        step()
+        assert not keeper.former
 
 
 def test_user_mistakes_are_errors(job: FakeJob) -> None:

@@ -96,6 +96,50 @@ def test_refused_memory_means_unprotected_everywhere(make_job: MakeJob) -> None:
     assert all(err.count("wanted 9 MiB, the node's cap is 5 MiB") == 1 for err in run.stderr)
 
 
+def test_one_rank_without_memory_ends_protection_on_all(make_job: MakeJob) -> None:
+    """It goes on with the others into the collective in which they wait for its word."""
+    job = make_job(3, 2)
+    job.refuse_register, job.refuse_register_on = "not enough memory for the replicas", (1,)
+    run = Run(job, 3, {"kind": "ddp", "steps": 12, "sleep_s": 0.05})
+    results = run.wait(timeout_s=60)
+    assert [r["report"]["state"] for r in results] == ["unprotected"] * 3
+    assert [err.count("no longer protected: not enough memory") for err in run.stderr] == [0, 1, 0]
+    assert "rank 1 could not reserve its memory" in results[0]["report"]["findings"]
+    assert not job.landed
+
+
+def test_an_agent_dies_while_memory_is_reserved(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    job.delay["Register"] = 1.0
+    run = Run(job, 2, {"kind": "ddp", "steps": 60, "sleep_s": 0.05})
+    wait_for(lambda: any(e.name == "imports_done" for n, e in job.events if n == 1), "the start")
+    time.sleep(0.5)
+    job.nodes[1].die()
+    job.nodes[1].start()
+    results = run.wait(timeout_s=60)
+    assert [r["report"]["state"] for r in results] == ["unprotected"] * 2
+    assert run.stderr[1].count("no longer protected") == 1
+
+
+def test_one_rank_that_cannot_plan_ends_protection_on_all(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    run = Run(job, 2, {"kind": "ddp", "steps": 6, "no_manifest_on": 1})
+    results = run.wait(timeout_s=60)
+    assert [r["report"]["state"] for r in results] == ["unprotected"] * 2
+    assert all("pop from empty list" in err for err in run.stderr)
+
+
+@pytest.mark.parametrize("delay_s", [1.0, 6.0])
+def test_close_while_memory_is_reserved(make_job: MakeJob, delay_s: float) -> None:
+    """Threads that begin to wait for other ranks after close() would abort the process at its exit."""
+    job = make_job(2, 2)
+    job.delay["Register"] = delay_s
+    run = Run(job, 2, {"kind": "ddp", "steps": 2})
+    run.wait(timeout_s=60)
+    assert job.finished == {0, 1}
+    assert not any("link" in err for err in run.stderr)
+
+
 def test_without_an_agent_one_line(make_job: MakeJob) -> None:
     run = Run(None, 2, {"kind": "ddp", "steps": 3})
     results = run.wait()
@@ -148,6 +192,16 @@ def test_a_slow_agent_slows_nothing_for_good(make_job: MakeJob) -> None:
     result = run.wait()[0]
     assert result["report"]["version"] == 20
     assert result["report"]["unsaved"]["skipped"] > 0
+
+
+def test_events_never_wait_for_the_agent(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    job.delay["Begin"] = 2.0
+    run = Run(job, 1, {"steps": 60, "sleep_s": 0.05, "kwargs": {"seal_timeout_s": 0.1}})
+    report = run.wait()[0]["report"]
+    assert report["unsaved"]["skipped"] > 20
+    assert report["times"]["worst_step_s"] < 0.5
+    assert job.saw("skipped")
 
 
 def test_step_without_optimizer_step_is_warned_of_once(make_job: MakeJob) -> None:

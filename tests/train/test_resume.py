@@ -109,12 +109,51 @@ def test_nothing_to_resume_from_says_why(make_job: MakeJob) -> None:
     assert "shard 3: both holders are gone" in run.stderr[0]
 
 
-def test_a_shard_that_cannot_be_fetched_starts_over_on_all_ranks(make_job: MakeJob) -> None:
-    job = make_job(2, 2)
+def saved_and_requeued(job: FakeJob) -> None:
     train(job, 2, kind="ddp", steps=4, sleep_s=0.05)
     assert job.requeue() is not None
-    for node in job.nodes:
-        node.held.pop(1)
-    run = Run(job, 2, {"kind": "ddp", "steps": 4})
-    assert [r["start"] for r in run.wait()] == [0, 0]
+
+
+def test_a_version_that_cannot_be_loaded_is_left_for_the_next_launch(make_job: MakeJob) -> None:
+    """Training from 0 would replace it by version 1 of the next epoch, once that is sealed."""
+    job = make_job(2, 2)
+    saved_and_requeued(job)
+    shards = [node.held.pop(1) for node in job.nodes]
+    run = Run(job, 2, {"kind": "ddp", "steps": 6})
+    run.wait(codes=(75,))
     assert "nobody holds shard 1" in run.stderr[0]
+    assert "version 4 is not readable everywhere; ending with 75" in run.stderr[0]
+    assert not any("Traceback" in err for err in run.stderr)
+    assert not job.finished
+    for node, shard in zip(job.nodes, shards, strict=True):
+        node.held[1] = shard
+    assert [r["start"] for r in train(job, 2, kind="ddp", steps=6)] == [4, 4]
+
+
+def test_a_version_is_not_trained_over_where_one_agent_is_missing(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    saved_and_requeued(job)
+    job.nodes[1].die()
+    run = Run(job, 2, {"kind": "ddp", "steps": 6})
+    run.wait(codes=(75,))
+    assert "version 4 is in memory, but cannot be used: no agent at" in run.stderr[0]
+    assert not job.finished
+
+
+def test_an_agent_that_dies_over_the_hello_is_asked_again(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    saved_and_requeued(job)
+    job.delay["Hello"] = 0.5
+    before = len(job.nodes[1].hellos)
+    job.nodes[1].connections.clear()
+    run = Run(job, 2, {"kind": "ddp", "steps": 6})
+    deadline = time.monotonic() + 60
+    while not job.nodes[1].connections and time.monotonic() < deadline:
+        time.sleep(0.001)
+    kept, job.nodes[1].held = job.nodes[1].held, {}
+    job.nodes[1].die()
+    job.nodes[1].held = kept
+    time.sleep(0.05)
+    job.nodes[1].start()
+    assert [r["start"] for r in run.wait()] == [4, 4]
+    assert len(job.nodes[1].hellos) > before

@@ -1,0 +1,322 @@
+"""Runs inside the cluster as some user and does what nobody should: `attacker.py VERB JSON`; prints a JSON object."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import socket
+import struct
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from gemini_hpc.wire import handshake, munge, peer
+from gemini_hpc.wire.frames import LENGTH_BYTES, FrameError, Sealer, bare, read_bare, read_exact
+from gemini_hpc.wire.handshake import Client, Envelope, HandshakeError
+from gemini_hpc.wire.link import BlockingLink, LinkClosed
+
+Args = dict[str, Any]
+LIMIT_S = 12.0
+
+
+def envelope(credential: bytes) -> bytes:
+    return bare(msgspec.msgpack.encode(Envelope(credential=credential)))
+
+
+# ---- noise ---------------------------------------------------------------------------------------------
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def _until_closed(streams: Streams) -> float:
+    began = time.monotonic()
+    with suppress(OSError):
+        async with asyncio.timeout(LIMIT_S):
+            while await streams[0].read(1000):
+                pass
+    return time.monotonic() - began
+
+
+def _sends(data: bytes, end: bool = False) -> Callable[[Streams], Awaitable[float]]:
+    async def attack(streams: Streams) -> float:
+        streams[1].write(data)
+        if end:
+            streams[1].write_eof()
+        return await _until_closed(streams)
+
+    return attack
+
+
+async def _slow(streams: Streams) -> float:
+    async def drip() -> None:
+        for byte in struct.pack(">I", 4000) + bytes(4000):
+            streams[1].write(bytes([byte]))
+            await asyncio.sleep(0.1)
+
+    task = asyncio.ensure_future(drip())
+    took = await _until_closed(streams)
+    task.cancel()
+    return took
+
+
+NOISE: dict[str, Callable[[Streams], Awaitable[float]]] = {
+    "garbage": _sends(random.Random(1).randbytes(5000)),
+    "http": _sends(b"GET / HTTP/1.0\r\n\r\n"),
+    "truncated": _sends(struct.pack(">I", 100) + bytes(10), end=True),
+    "huge length": _sends(b"\xff" * 4 + bytes(100)),
+    "just too long": _sends(struct.pack(">I", handshake.MAX_HELLO_BYTES + 1)),
+    "empty frame": _sends(bare(b"")),
+    "nested": _sends(bare(b"\x81\xa1x" + b"\x91" * 16000)),
+    "huge array": _sends(bare(b"\x81\xaacredential\xdd\xff\xff\xff\xff")),
+    "not utf-8": _sends(bare(b"\x81\xa7refusal\xa2\xff\xfe")),
+    "wrong type": _sends(bare(msgspec.msgpack.encode({"credential": 7}))),
+    "no credential": _sends(envelope(b"")),
+    "bad credential": _sends(envelope(b"MUNGE:AwQFAAAA:")),
+    "megabytes": _sends(bytes(8 << 20)),
+    "closed at once": _sends(b"", end=True),
+    "silent": _until_closed,
+    "slow": _slow,
+}
+
+
+def noise(a: Args) -> Args:
+    """Seconds until the server closed, for each kind; with `idle` connections held open beside."""
+
+    async def one(attack: Callable[[Streams], Awaitable[float]]) -> float:
+        streams = await asyncio.open_connection(a["host"], a["port"])
+        took = await attack(streams)
+        streams[1].close()
+        return took
+
+    async def run() -> Args:
+        idle = await asyncio.gather(*(asyncio.open_connection(a["host"], a["port"]) for _ in range(a["idle"])))
+        took = await asyncio.gather(*(one(attack) for attack in NOISE.values()))
+        for _, writer in idle:
+            writer.close()
+        return dict(zip(NOISE, took, strict=True))
+
+    return asyncio.run(run())
+
+
+# ---- credentials ---------------------------------------------------------------------------------------
+
+
+def _client(a: Args, **changes: Any) -> Client:
+    fields = {k: a[k] for k in ("cluster", "job", "restart", "source", "target", "purpose", "server_uid")}
+    return Client(instance="attacker", **(fields | changes))
+
+
+def call(a: Args) -> Args:
+    """What becomes of each handshake: "ok", or why not."""
+    answers = {}
+    for name, changes in a["calls"].items():
+        try:
+            BlockingLink.connect(a["host"], a["port"], _client(a, **changes)).close()
+            answers[name] = "ok"
+        except (OSError, HandshakeError) as exc:
+            answers[name] = f"{type(exc).__name__}: {exc}"
+    return answers
+
+
+def greeting(a: Args) -> Args:
+    """A good greeting, not sent; for another to steal."""
+    return {"hex": _client(a).greeting().hex()}
+
+
+def _send_greeting(a: Args, data: bytes) -> str:
+    with socket.create_connection((a["host"], a["port"]), timeout=LIMIT_S) as sock:
+        sock.sendall(bare(data))
+        try:
+            answer = msgspec.msgpack.decode(read_bare(sock, 1 << 16), type=Envelope)
+        except FrameError:
+            return "closed"
+        if answer.refusal:
+            return f"refused: {answer.refusal}"
+        try:
+            munge.decode(answer.credential)
+        except munge.MungeError as exc:
+            sock.sendall(Sealer(bytes(32)).seal(peer.encode(peer.InspectAsk())))
+            try:
+                read_exact(sock, 1)
+            except FrameError:
+                return f"{exc}; then closed"
+            return "served"
+        return "opened"
+
+
+def steal(a: Args) -> Args:
+    """Send somebody's greeting twice."""
+    data = bytes.fromhex(a["hex"])
+    return {"first": _send_greeting(a, data), "second": _send_greeting(a, data)}
+
+
+def forged(a: Args) -> Args:
+    """Good credentials with the wrong things inside."""
+    hello = msgspec.to_builtins(_client(a)._hello, builtin_types=(bytes,))
+    answers = {}
+    bad: dict[str, Any] = {
+        "protocol": hello | {"proto": 99},
+        "nonce": hello | {"nonce": b"short"},
+        "share": hello | {"share": b""},
+        "job": hello | {"job": -1},
+        "restart": hello | {"restart": 1 << 40},
+        "types": hello | {"purpose": ["link"]},
+        "empty": {},
+        "not a map": [1, 2],
+    }
+    for name, content in bad.items():
+        credential = munge.encode(msgspec.msgpack.encode(content), for_uid=a["server_uid"])
+        answers[name] = _send_greeting(a, msgspec.msgpack.encode(Envelope(credential=credential)))
+    return answers
+
+
+# ---- sessions ------------------------------------------------------------------------------------------
+
+
+class Session:
+    """An authenticated connection on which the frames themselves can be played with."""
+
+    def __init__(self, a: Args) -> None:
+        client = _client(a)
+        self.sock = socket.create_connection((a["host"], a["port"]), timeout=LIMIT_S)
+        self.sock.sendall(bare(client.greeting()))
+        session = client.finish(read_bare(self.sock, 1 << 16))
+        self.out, self.inward = Sealer(session.send_key), Sealer(session.receive_key)
+        kind = a["ask"]
+        self.ask = peer.encode(peer.InspectAsk() if kind == "inspect" else peer.JobAsk(a["job"]))
+
+    def outcome(self, data: bytes) -> str:
+        """What the server does with these bytes: an answer, or the end."""
+        began = time.monotonic()
+        try:
+            self.sock.sendall(data)
+            return "answered" if self.read() else "nothing"
+        except (OSError, FrameError) as exc:
+            slow = "" if time.monotonic() - began < 8 else " slowly"
+            return f"closed{slow}" if not isinstance(exc, TimeoutError) else "hangs"
+        finally:
+            self.sock.close()
+
+    def read(self) -> bytes:
+        (length,) = struct.unpack(">I", read_exact(self.sock, LENGTH_BYTES))
+        self.last = read_exact(self.sock, length)
+        return self.inward.open(self.last)
+
+
+def sessions(a: Args) -> Args:
+    """Frames of an authenticated session that are not as they should be."""
+
+    def tampered(s: Session) -> bytes:
+        frame = bytearray(s.out.seal(s.ask))
+        frame[-1] ^= 1
+        return bytes(frame)
+
+    def without_mac(s: Session) -> bytes:
+        return bare(s.ask)
+
+    def reordered(s: Session) -> bytes:
+        s.out.seal(s.ask)
+        return s.out.seal(s.ask)
+
+    def wrong_way(s: Session) -> bytes:
+        return s.inward.seal(s.ask)
+
+    def of_another_session(_: Session) -> bytes:
+        other = Session(a)
+        frame = other.out.seal(other.ask)
+        other.sock.close()
+        return frame
+
+    def noise_inside(s: Session) -> bytes:
+        return s.out.seal(b"\xc1" * 50)
+
+    def nested(s: Session) -> bytes:
+        return s.out.seal(b"\x82\xa4kind\xa4ping\xa1x" + b"\x91" * 200_000)
+
+    def not_utf8(s: Session) -> bytes:
+        return s.out.seal(b"\x82\xa4kind\xa6round?\xa4step\xa2\xff\xfe")
+
+    def huge_number(s: Session) -> bytes:
+        return s.out.seal(msgspec.msgpack.encode({"kind": "job?", "job": 1 << 60}))
+
+    def huge_length(_: Session) -> bytes:
+        return b"\xff" * 4 + bytes(1000)
+
+    def good(s: Session) -> bytes:
+        return s.out.seal(s.ask)
+
+    kinds = [tampered, without_mac, reordered, wrong_way, of_another_session, noise_inside, nested, not_utf8]
+    kinds += [huge_number, huge_length, good]
+    answers = {f.__name__: (s := Session(a)).outcome(f(s)) for f in kinds}
+    if a["ask"] == "job":  # several questions on one connection
+        s = Session(a)
+        frame = s.out.seal(s.ask)
+        s.sock.sendall(frame)
+        s.read()
+        answers["repeated"] = s.outcome(frame)
+        s = Session(a)
+        s.sock.sendall(s.out.seal(s.ask))
+        s.read()
+        answers["reflected"] = s.outcome(struct.pack(">I", len(s.last)) + s.last)
+    return answers
+
+
+def link(a: Args) -> Args:
+    """Messages of a peer that make no sense, from the owner's own uid, on a link; the real peer dials again."""
+    answers = {}
+    for name, message in {
+        "plan without this node": peer.PlanDown(1, "", 1, {}, "", {}, (), ()),
+        "probe of a stranger": peer.ProbeAsk("../../etc/passwd"),
+        "obituary of itself": peer.Obituary(a["target"], False, a["restart"]),
+        "a set like a path": peer.WordDown(round=1, set="../x", sealed=(1, 1 << 30), abandoned=(), degraded=False),
+        "a controller's word": peer.Release(a["job"], "free everything"),
+        "a question": peer.JobAsk(a["job"]),
+        "an answer": peer.JobAnswer(),
+    }.items():
+        connection = BlockingLink.connect(a["host"], a["port"], _client(a))
+        try:
+            connection.send(message)
+            connection.sock.settimeout(0.3)
+            answers[name] = type(connection.receive(peer.Message)).__name__
+        except (OSError, LinkClosed) as exc:
+            answers[name] = type(exc).__name__
+        finally:
+            connection.close()
+    return answers
+
+
+def local_socket(a: Args) -> Args:
+    """A stranger at the local socket."""
+    answers = []
+    for _ in range(a["times"]):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(LIMIT_S)
+            try:
+                sock.connect(a["path"])
+                sock.send(b'{"op":"verdict?"}')
+                answers.append(sock.recv(1000).decode() or "closed")
+            except OSError as exc:
+                answers.append(exc.strerror or str(exc))
+    return {"answers": sorted(set(answers))}
+
+
+def spam(a: Args) -> Args:
+    """Handshakes that are refused, for a while, as fast as they go."""
+    count, end = 0, time.monotonic() + a["seconds"]
+    while time.monotonic() < end:
+        with suppress(OSError, HandshakeError):
+            BlockingLink.connect(a["host"], a["port"], _client(a)).close()
+        count += 1
+    return {"count": count, "uid": os.getuid()}
+
+
+if __name__ == "__main__":
+    verbs = (noise, call, greeting, steal, forged, sessions, link, local_socket, spam)
+    verb = {v.__name__: v for v in verbs}[sys.argv[1]]
+    print(json.dumps(verb(json.loads(sys.argv[2]))))

@@ -1,0 +1,164 @@
+"""Users' and administrators' mistakes: one clear line, nothing queued, nothing lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import LITE, wait_for
+
+from .conftest import ALICE, PYTHON, Site, one_line
+
+
+def queued(site: Site) -> int:
+    return len(site.cluster.run(["squeue", "-h", "-a"]).stdout.splitlines())
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "x", "99", "", "1.5", "2;reboot", "4294967298", " 2", "0x2"])
+def test_replicas_are_checked_at_submission(site: Site, value: str) -> None:
+    before = queued(site)
+    done = site.cluster.run(
+        ["sbatch", f"--gemini-replicas={value}", "--wrap=true", "-N2"], user="alice", timeout_s=20
+    )
+    assert done.returncode != 0 and done.stdout == ""
+    ours = [line for line in done.stderr.splitlines() if "gemini-hpc" in line]
+    assert len(ours) == 1, done.stderr
+    assert f"wanted a whole number from 1 to 32, found '{value}'" in ours[0]
+    assert queued(site) == before
+
+
+def test_more_replicas_than_nodes(site: Site) -> None:
+    out = site.cluster.home("alice") / "toomany"
+    script = "#!/bin/sh\necho ran\n"
+    job = site.cluster.sbatch(["-N2", "--ntasks-per-node=1", "--gemini-replicas=3", f"--output={out}"], script=script)
+    wait_for("the job ends", lambda: _over(site, job), 30, 0.1)
+    assert site.cluster.job(job)["ExitCode"] == "78:0"
+    (line,) = out.read_text().splitlines()
+    assert "--gemini-replicas=3 wants 3 nodes, one per copy, and this job has 2" in line
+    assert not any("drain" in s or "down" in s for s in site.cluster.node_states().values())
+
+
+def _over(site: Site, job: int) -> bool:
+    return site.cluster.job(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED")
+
+
+def test_not_enough_memory_for_the_replicas(site: Site) -> None:
+    home = site.cluster.home("alice")
+    (home / "large.py").write_text(LITE.read_text())
+    script = f"#!/bin/sh\nsrun python {home}/large.py {home}/large.log 10 0.1 {64 << 20}\necho step $?\nsleep 60\n"
+    options = ["-N2", "--ntasks-per-node=1", "--gemini-replicas=2", f"--output={home}/large.out"]
+    job = site.cluster.sbatch(options, script=script)
+    out = home / "large.out"
+    try:
+        wait_for("the step ends", lambda: out.exists() and "step " in out.read_text(), 40, 0.1)
+        said = [line for line in out.read_text().splitlines() if "not enough memory for the replicas" in line]
+        assert said and "wanted 128 MiB" in said[0] and "cap is 32 MiB" in said[0], out.read_text()
+
+        def noted() -> Any:
+            done = site.gemini("inspect", str(job), "--json")
+            assert done.returncode == 0, done.stderr
+            return [n for s in json.loads(done.stdout)["sets"] for n in s["notes"] if "wanted 128 MiB" in n]
+
+        wait_for("inspect shows it", noted, 10, 0.2)
+        assert "not enough memory" in site.gemini("inspect", str(job)).stdout
+    finally:
+        site.cluster.run(["scancel", str(job)])
+
+
+# ---- inspect -------------------------------------------------------------------------------------------
+
+
+def test_inspect_of_what_is_not_yours_or_not_there(site: Site) -> None:
+    job = str(site.job.id)
+    theirs = one_line(site.gemini("inspect", job, user="bob"), status=1)
+    for unknown in ("987654", "4294967295", "4294967296", "9999999999"):
+        none = one_line(site.gemini("inspect", unknown, user="bob"), status=1)
+        assert none.replace(unknown, job) == theirs, "no difference between forbidden and unknown"
+        assert one_line(site.gemini("inspect", unknown), status=1) == none
+    assert "unknown, or not yours" in theirs
+    assert site.gemini("inspect", job).returncode == 0
+
+
+@pytest.mark.parametrize("word", ["x", "", "1.5", "1e3", "99999999999", "../1", "1_", "\u0663", "1\n2"])
+def test_inspect_of_no_number(site: Site, word: str) -> None:
+    one_line(site.gemini("inspect", "--", word), "is not a job id", status=2)
+
+
+def test_inspect_without_a_controller(site: Site) -> None:
+    site.cluster.controller_stop()
+    try:
+        done = site.gemini("inspect", str(site.job.id))
+        assert done.returncode == 0 and "asked: agents" in done.stdout
+        theirs = one_line(site.gemini("inspect", str(site.job.id), user="bob"), "unknown, or not yours", status=1)
+        none = one_line(site.gemini("inspect", "987654", user="bob"), status=1)
+        assert none.replace("987654", str(site.job.id)) == theirs
+    finally:
+        site.cluster.controller_start()
+
+
+def test_run_without_a_command(site: Site) -> None:
+    one_line(site.gemini("run"), "wanted a command", status=2)
+    one_line(site.gemini("run", "--"), "wanted a command", status=2)
+    one_line(site.gemini("run", "--", "/no/such/program"), "No such file", status=127)
+    one_line(site.gemini("run", "--", "/"), "Permission denied", status=127)
+
+
+# ---- gemini.toml ---------------------------------------------------------------------------------------
+
+BAD = {
+    "unknown key": ("heartbeat = 1", "unknown key 'heartbeat'; did you mean heartbeat_s?"),
+    "wrong type": ('heartbeat_s = "fast"', "heartbeat_s: wanted a number, found 'fast'"),
+    "not TOML": ("heartbeat_s = = 1", "not valid TOML"),
+    "not text": (b"\xff\xfe\x00", "not UTF-8"),
+}
+
+
+@pytest.fixture
+def settings_file(site: Site) -> Iterator[Path]:
+    path = site.cluster.directory / "etc" / "gemini-hpc" / "gemini.toml"
+    good = path.read_bytes()
+    yield path
+    path.write_bytes(good)
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_settings(site: Site, settings_file: Path, kind: str) -> None:
+    content, words = BAD[kind]
+    settings_file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    node, where = site.nodes[0], "/etc/gemini-hpc/gemini.toml"
+    one_line(site.gemini("inspect", str(site.job.id)), where, words, status=1)
+    one_line(site.gemini("controller", "--foreground", user=None), where, words, status=2)
+    one_line(site.gemini("controller", user=None), where, words, status=2)
+    agent = [
+        PYTHON,
+        "-I",
+        "-m",
+        "gemini_hpc.agent",
+        "--job",
+        "1",
+        "--uid",
+        str(ALICE),
+        "--node",
+        node,
+        "--dir",
+        "/tmp",
+    ]
+    one_line(site.cluster.exec(node, agent, user="alice"), where, words, status=2)
+    prolog = [PYTHON, "-I", "-m", "gemini_hpc.agent.prolog", "999", str(ALICE), "0", "2", node, "n[1-2]", "", ""]
+    done = site.cluster.exec(node, prolog)
+    assert (done.returncode, len(done.stderr.splitlines())) == (0, 1), done.stderr
+    assert words in done.stderr and done.stderr.startswith("gemini-hpc: prolog: job=999 not protected: ")
+
+
+def test_bad_settings_cost_protection_and_not_the_job(site: Site, settings_file: Path) -> None:
+    settings_file.write_text("heartbeat = 1")
+    out = site.cluster.home("alice") / "plain"
+    script = '#!/bin/sh\nsrun sh -c "echo socket=$GEMINI_SOCKET ran"\necho step $?\n'
+    job = site.cluster.sbatch(["-N2", "--ntasks-per-node=1", "--gemini-replicas=2", f"--output={out}"], script=script)
+    wait_for("the job ends", lambda: _over(site, job), 30, 0.1)
+    assert site.cluster.job(job)["JobState"] == "COMPLETED"
+    assert out.read_text().count("socket= ran") == 2 and "step 0" in out.read_text()
+    assert not any("drain" in s or "down" in s for s in site.cluster.node_states().values())
