@@ -1,7 +1,7 @@
 """Stands in for `gemini_hpc.agent` in the prolog's tests: installed as its `__main__`, it behaves as the file
 `fake_mode` beside it says, and writes down what it was given.
 
-Modes: ok, detach (keeps running after the epilog), silent, garbage, oversized, refuse, hangup, exit, never (runs, but
+Modes: ok, hung (no longer answers `verdict?`), detach (keeps running after the epilog), silent, garbage, oversized, refuse, hangup, exit, never (runs, but
 opens no socket), slow (opens its socket late).
 """
 
@@ -81,6 +81,11 @@ def main() -> None:
     while True:
         peer, _ = server.accept()
         request = peer.recv(1 << 17)
+        if request and json.loads(request)["op"] == "verdict?":
+            if Path(__file__).with_name("fake_mode").read_text().strip() == "hung":
+                time.sleep(60)
+            peer.send(b'{"op":"verdict"}')
+            request = peer.recv(1 << 17)
         if not request:
             continue
         message = json.loads(request)
@@ -89,7 +94,7 @@ def main() -> None:
         reply = {"op": "ready", "state": "mapped"}
         if message["op"] == "epilog":
             reply = {"op": "ok", "state": "detached" if mode == "detach" else "released"}
-        elif mode in ("ok", "detach"):
+        elif mode in ("ok", "detach", "hung"):
             write_map(directory, message)
         if mode == "silent":
             time.sleep(60)

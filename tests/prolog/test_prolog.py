@@ -102,6 +102,15 @@ def test_second_prolog_finds_the_same_agent(node: Node) -> None:
     assert [r["message"]["restart"] for r in node.records()] == [0, 1, 1]
 
 
+def test_hung_agent_is_killed_and_replaced(node: Node) -> None:
+    assert silent(node.prolog())
+    before = node.agents()
+    node.mode("hung")
+    assert silent(node.prolog(SLURM_JOB_RESTART_COUNT="1"))
+    assert len(node.agents()) == 1 and node.agents() != before
+    assert [r["message"]["restart"] for r in node.records()] == [0, 1]
+
+
 def test_jobs_of_root_are_allowed(node: Node) -> None:
     assert silent(node.prolog(uid=0))
     (record,) = node.records()
