@@ -54,7 +54,7 @@ test: install lint ## every test, on real clusters in namespaces
 test-long: install ## the long campaigns
 	@$(PY) -m pytest -q -m long tests
 
-bench: install ## speed, as ratios; ONLY=save|pull|agent|recovery for one family; writes bench.json
+bench: install ## speed, as ratios; ONLY=save|pull|agent|prolog|inspect|recovery for one; writes bench.json
 	@$(PY) -m benchmarks $(if $(ONLY),--only $(ONLY))
 
 clean: ## remove what was built here

@@ -73,7 +73,10 @@ def measure(options: Options) -> list[Row]:
 def _moments(cut: dict[str, Any]) -> dict[str, float]:
     """Seconds after the cut, by the name of the event."""
     names = {text: name for name, text in demo._TIMELINE}
-    return {"cut": 0.0, **{names[text]: t for t, text, _ in cut["rows"] if text in names}}
+    found = {"cut": 0.0, **{names[text]: t for t, text, _ in cut["rows"] if text in names}}
+    if "agreed" in found and "running" in found:  # the controller may hear of the start later than the agents
+        found["agreed"] = max(found["agreed"], found["running"])
+    return found
 
 
 def _cuts(options: Options) -> list[dict[str, Any]]:

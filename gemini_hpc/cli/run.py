@@ -143,12 +143,17 @@ class _Step:
                 code = self._child.wait(0.1)
             except subprocess.TimeoutExpired:
                 if self._ended.is_set() and self._node_lost():
-                    time.sleep(LOST_GRACE_S)
-                    self._child.kill()
-                    code = self._child.wait()
+                    code = self._end()
                 else:
                     continue
             return code if code >= 0 else 128 - code
+
+    def _end(self) -> int:
+        try:
+            return self._child.wait(LOST_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            return self._child.wait()
 
     def _node_lost(self) -> bool:
         verdict = ask_verdict(self._socket_path, 0.5) if self._socket_path else None

@@ -39,7 +39,9 @@ def create_bridge(outer: int) -> None:
         outer,
         [
             "link set lo up",
-            "link add br0 type bridge forward_delay 0 mcast_snooping 0",
+            # An address of its own: else it has the lowest of its ports', which changes with a node's power cut, and
+            # everybody's neighbour entry for the controller host is stale for seconds.
+            "link add br0 address 02:00:0a:4d:00:01 type bridge forward_delay 0 mcast_snooping 0",
             f"addr add {CONTROLLER_ADDRESS}/24 dev br0",
             "link set br0 up",
         ],
