@@ -7,6 +7,7 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -17,7 +18,10 @@ from gemini_hpc.wire.page import ControlPage
 
 REQUEST_TIMEOUT_S = 30.0
 WELCOME_TIMEOUT_S = 120.0  # a recovery round waits for every node; pulls of large shards go on behind it
+CONNECT_TIMEOUT_S = 5.0  # for an agent that is being started again just now
 REJOIN_TIMEOUT_S = 30.0
+FLUSH_TIMEOUT_S = 2.0
+EVENTS_KEPT = 256
 RETRY_FAST_S, RETRY_FAST_FOR_S, RETRY_SLOW_S = 0.2, 60.0, 5.0
 
 Reply = tuple[local.Reply, list[int]]
@@ -92,6 +96,9 @@ class AgentClient:
         self._closed = threading.Event()
         self._hello: local.Hello | None = None
         self._page: ControlPage | None = None
+        self._events: deque[local.Event] = deque(maxlen=EVENTS_KEPT)
+        self._events_changed = threading.Condition()
+        self._sending_event = False
 
     @property
     def lost(self) -> bool:
@@ -104,19 +111,32 @@ class AgentClient:
         return self._page
 
     def hello(self, hello: local.Hello, waiting: Callable[[float], None]) -> local.Welcome:
-        """Join the training (bounded by WELCOME_TIMEOUT_S); `waiting(seconds)` is called now and then meanwhile.
+        """Join the training (bounded by WELCOME_TIMEOUT_S); `waiting(seconds)` is called now and then meanwhile. An
+        agent that dies over it is asked again: its supervisor starts another.
 
         Raises AgentLost and AgentRefused.
         """
-        sock = _connect(self._path)
-        try:
-            welcome = self._greet(sock, hello, WELCOME_TIMEOUT_S, waiting)
-        except BaseException:
-            sock.close()
-            raise
+        started = time.monotonic()
+        patience_s = CONNECT_TIMEOUT_S
+        while True:
+            try:
+                sock = _connect(self._path)
+                patience_s = WELCOME_TIMEOUT_S
+                try:
+                    left_s = started + patience_s - time.monotonic()
+                    welcome = self._greet(sock, hello, left_s, waiting)
+                except BaseException:
+                    sock.close()
+                    raise
+                break
+            except AgentLost:
+                if time.monotonic() - started + RETRY_FAST_S > patience_s:
+                    raise
+                time.sleep(RETRY_FAST_S)
         self._hello = msgspec.structs.replace(hello, rejoin=True)
         self._sock = sock
         threading.Thread(target=self._watch, name="gemini-agent", daemon=True).start()
+        threading.Thread(target=self._send_events, name="gemini-events", daemon=True).start()
         return welcome
 
     def _greet(
@@ -157,7 +177,9 @@ class AgentClient:
     def request(self, message: local.Message, *, timeout_s: float = REQUEST_TIMEOUT_S) -> Reply:
         """The reply to `message` and the descriptors beside it (the caller's to close). Raises AgentLost and
         AgentRefused."""
-        with self._lock:
+        if not self._lock.acquire(timeout=timeout_s):
+            raise AgentLost("the agent has not answered an earlier request")
+        try:
             sock = self._sock
             if sock is None:
                 raise AgentLost("the agent is not there")
@@ -168,6 +190,8 @@ class AgentClient:
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
                 raise
+        finally:
+            self._lock.release()
         if isinstance(reply, local.Error):
             for fd in fds:
                 os.close(fd)
@@ -175,13 +199,40 @@ class AgentClient:
         return reply, fds
 
     def event(self, name: str, version: int, detail: str = "", t: float | None = None) -> None:
-        """Put something into the event log; silently nothing where there is no agent."""
-        with suppress(AgentLost, AgentRefused):
-            self.request(local.Event(name=name, version=version, t=time.time() if t is None else t, detail=detail))
+        """Put something into the event log: later, and never waited for. The oldest is dropped where the agent is
+        slower than the events; silently nothing where there is no agent."""
+        event = local.Event(name=name, version=version, t=time.time() if t is None else t, detail=detail)
+        with self._events_changed:
+            self._events.append(event)
+            self._events_changed.notify_all()
+
+    def _send_events(self) -> None:
+        while True:
+            with self._events_changed:
+                self._sending_event = False
+                self._events_changed.notify_all()
+                self._events_changed.wait_for(lambda: self._events or self._closed.is_set())
+                if self._closed.is_set():
+                    return
+                event = self._events.popleft()
+                self._sending_event = True
+            with suppress(AgentLost, AgentRefused):
+                self.request(event)
+
+    def flush(self) -> None:
+        """Wait, for FLUSH_TIMEOUT_S at most, until the events are sent."""
+        with self._events_changed:
+            if not self.lost:
+                self._events_changed.wait_for(
+                    lambda: self.lost or not (self._events or self._sending_event), FLUSH_TIMEOUT_S
+                )
 
     def close(self) -> None:
-        """End the connection and the watcher."""
-        self._closed.set()
+        """End the connection and the threads; what events there are is sent first (see `flush`)."""
+        self.flush()
+        with self._events_changed:
+            self._closed.set()
+            self._events_changed.notify_all()
         sock = self._sock
         if sock is not None:
             with suppress(OSError):

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from gemini_hpc.train.client import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.train.replicator import Identity, register
 from gemini_hpc.train.seal import SealGate
-from gemini_hpc.train.shared import Content, Shard
+from gemini_hpc.train.shared import Content, Keeper, Shard
 from gemini_hpc.train.transport.base import Head, Inbox, LinkBroken
 from gemini_hpc.wire import local
 
 _RETRY_S = 0.001
 
 
-class Receiver:
+class Receiver(Keeper):
     """Receives the shard of training rank `rank` (home: its node rank) on this node."""
 
     def __init__(
@@ -32,9 +32,9 @@ class Receiver:
         seal_timeout_s: float,
         say: Callable[[str, int, str], None],
     ) -> None:
+        super().__init__()
         self._me, self._client, self._inbox, self.rank, self._home = me, client, inbox, rank, home
         self._gate, self._chunk_bytes, self._patience_s, self._say = gate, chunk_bytes, seal_timeout_s, say
-        self.shard: Shard | None = None
         self.landed = 0
         self._thread = threading.Thread(target=self._run, name=f"gemini-receiver-{rank}", daemon=True)
 
@@ -102,12 +102,12 @@ class Receiver:
             if head.total_bytes != self.shard.total_bytes:
                 shard = register(self._client, self._me, self.rank, self._home, head.total_bytes)
                 shard.populate()
-                self.shard.close()
-                self.shard = shard
+                self.outgrow(shard)
             while True:
                 behind = bool(self.landed) and self._gate.sealed < (self._me.epoch, self.landed)
                 reply, _ = self._client.request(local.Begin(set=self._me.set, rank=self.rank, version=head.version))
                 if isinstance(reply, local.Begun) and 0 <= reply.slot < 2:
+                    self.release(self._gate.sealed)
                     return reply.slot
                 if not behind or self._gate.degraded or time.monotonic() > deadline:
                     reason = reply.reason if isinstance(reply, local.Refused) else str(reply)

@@ -18,7 +18,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.train.capture import Capture, Job
 from gemini_hpc.train.client import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.train.seal import SealGate
-from gemini_hpc.train.shared import Content, Shard, Slot
+from gemini_hpc.train.shared import Content, Keeper, Shard, Slot
 from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox
 from gemini_hpc.wire import local
 
@@ -67,7 +67,7 @@ def register(client: AgentClient, me: Identity, rank: int, home: int, total_byte
     return Shard(rank, me.world, home, total_bytes, fds)
 
 
-class Replicator:
+class Replicator(Keeper):
     """Takes jobs from the training, one at a time. `say(name, version, reason)` reports what the user should know;
     it is called from this thread. `broken` is told of a shard that can no longer be protected at all."""
 
@@ -86,11 +86,11 @@ class Replicator:
         say: Callable[[str, int, str], None],
         broken: Callable[[str], None],
     ) -> None:
+        super().__init__()
         self._me, self._client, self._capture, self._manifest = me, client, capture, packed_manifest
         self._layout, self._outboxes, self._gate = layout, outboxes, gate
         self._chunk_bytes, self._max_repeated = chunk_bytes, max_repeated
         self._say, self._broken = say, broken
-        self.shard: Shard | None = None
         self.counters = Counters()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._current: Job | None = None
@@ -210,6 +210,7 @@ class Replicator:
             return 0, None
         if not isinstance(reply, local.Begun) or not 0 <= reply.slot < 2:
             raise AgentRefused(f"the agent answered Begin with {reply}")
+        self.release(self._gate.sealed)
         slot = self.shard.slots[reply.slot]
         slot.content = Content()
         return reply.slot, slot
@@ -221,8 +222,8 @@ class Replicator:
         layout = Layout.plan(old.manifest_bytes, old.tensor_bytes, small_capacity(small_bytes))
         shard = register(self._client, self._me, self._me.rank, self._me.node_rank, layout.total)
         shard.populate()
-        self.shard.close()
-        self.shard, self._layout = shard, layout
+        self.outgrow(shard)
+        self._layout = layout
 
     def _abort(self, job: Job, slot_index: int) -> None:
         with suppress(AgentLost, AgentRefused):  # an agent that is gone, or has gone on, has voided it itself

@@ -77,6 +77,31 @@ class Shard:
                 slot.fd = -1
 
 
+class Keeper:
+    """The shard that one thread fills; where larger slots took its place, also the former ones, until a version in
+    the new ones is sealed: until then the former hold the newest sealed version, which an agent that dies has to be
+    given back."""
+
+    def __init__(self) -> None:
+        self.shard: Shard | None = None
+        self.former: list[Shard] = []
+
+    def outgrow(self, shard: Shard) -> None:
+        """Fill `shard` from now on."""
+        if self.shard is not None:
+            self.former = [*self.former, self.shard]
+        self.shard = shard
+
+    def release(self, sealed: tuple[int, int]) -> None:
+        """Give the former slots up if they are no longer needed. sealed: the newest sealed (epoch, version)."""
+        if not self.former or self.shard is None:
+            return
+        if any(s.content.digest and (s.content.epoch, s.content.version) <= sealed for s in self.shard.slots):
+            gone, self.former = self.former, []
+            for shard in gone:
+                shard.close()
+
+
 def map_copy(fd: int, total_bytes: int) -> torch.Tensor:
     """The bytes behind a read-only descriptor, as a tensor; takes `fd`. Writes to it would stay private."""
     try:

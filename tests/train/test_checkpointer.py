@@ -245,6 +245,27 @@ def test_outgrown_slots_are_handed_back_until_something_newer_is_sealed(job: Fak
         assert not keeper.former
 
 
+def test_a_refusal_whose_telling_fails_ends_protection_all_the_same(
+    job: FakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.refuse_register, job.delay["Register"] = "no memory", 0.3
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gemini.Checkpointer(model, optimizer) as ckpt:
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            ckpt.step()
+            while ckpt._armed == 0:
+                wait_a_little()
+
+            def broken() -> bool:
+                raise RuntimeError("connection closed by peer")
+
+            monkeypatch.setattr(ckpt, "_arm", broken)
+        assert not ckpt._protected and ckpt.report()["state"] == "unprotected"
+
+
 def test_user_mistakes_are_errors(job: FakeJob) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

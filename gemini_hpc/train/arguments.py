@@ -1,0 +1,48 @@
+"""What was passed to the checkpointer, checked and sorted by what can be done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini_hpc.train.tree import Stateful
+
+
+def _as_list(value: Any, what: str) -> list[Any]:
+    if isinstance(value, Sequence):
+        if not value:
+            raise ValueError(f"{what} is an empty list")
+        return list(value)
+    return [value]
+
+
+def sort_out(
+    model: Any, optimizer: Any, scheduler: Any, scaler: Any, loader: Any, extra: Mapping[str, Any] | None
+) -> tuple[list[torch.optim.Optimizer], dict[str, Stateful], dict[str, nn.Module]]:
+    """Optimizers, what has state_dict and load_state_dict, further modules. Raises TypeError and ValueError."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, a torch.nn.Module is wanted")
+    optimizers = _as_list(optimizer, "optimizer")
+    for item in optimizers:
+        if not isinstance(item, torch.optim.Optimizer):
+            raise TypeError(f"optimizer is a {type(item).__name__}, a torch.optim.Optimizer is wanted")
+    stateful: dict[str, Stateful] = {}
+    modules: dict[str, nn.Module] = {}
+    given: list[tuple[str, Any]] = [("scaler", scaler), ("loader", loader)]
+    if scheduler is not None:
+        given += [(f"scheduler.{i}", s) for i, s in enumerate(_as_list(scheduler, "scheduler"))]
+    for key, value in (extra or {}).items():
+        if isinstance(value, nn.Module):
+            modules[key] = value
+        else:
+            given.append((f"extra.{key}", value))
+    for key, value in given:
+        if value is None:
+            continue
+        if not isinstance(value, Stateful):
+            raise TypeError(f"{key} is a {type(value).__name__}, which has no state_dict and load_state_dict")
+        stateful[key] = value
+    return optimizers, stateful, modules

@@ -1,0 +1,143 @@
+"""Bringing the training back: all ranks agree on a version that each can load, or leave it for another launch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from typing import Any
+
+from gemini_hpc.train import restore, rng
+from gemini_hpc.train.arming import Arming
+from gemini_hpc.train.client import AgentLost, AgentRefused
+from gemini_hpc.train.loader import StatefulLoader
+from gemini_hpc.train.ownership import Ownership
+from gemini_hpc.train.shared import Content, map_copy
+from gemini_hpc.train.tree import StateTree
+from gemini_hpc.wire import local
+
+FETCH_TIMEOUT_S = 600.0  # a pull of a large shard from a peer over a slow network
+RESUME_ATTEMPTS = 3
+
+
+class Resuming(Arming):
+    """The layer of the checkpointer that resumes."""
+
+    def __init__(
+        self,
+        tree: StateTree,
+        loader: Any,
+        *,
+        name: str,
+        max_repeated: int,
+        seal_timeout_s: float,
+        chunk_bytes: int,
+        ownership: Ownership,
+    ) -> None:
+        super().__init__(
+            tree,
+            name=name,
+            max_repeated=max_repeated,
+            seal_timeout_s=seal_timeout_s,
+            chunk_bytes=chunk_bytes,
+            ownership=ownership,
+        )
+        self._loader = loader
+        self._resume_called = False
+        self._resumed_from: tuple[int, int] | None = None
+        self._gate_open = True
+        self._first_done = True
+
+    # ---- resuming --------------------------------------------------------------------------------------
+
+    def resume(self) -> int:
+        """Bring the training back to the newest sealed version; returns its number, or 0 for a fresh start.
+
+        Collective. Call it once, before the loop, when everything that was passed in is ready. Raises ValueError if
+        the saved state is not this training's (other parameters, optimizers, buffers).
+        """
+        if self._resume_called:
+            raise RuntimeError("resume() was called before: it restores once, before the loop")
+        self._resume_called = True
+        if not self._protected:
+            return 0
+        began = time.time()
+        shards = self._choose_and_fetch()
+        if not shards:
+            return 0
+        welcome = self._welcome
+        fetched = time.time()
+        own = next((s for s in shards if s.manifest.rank == self._rank), shards[self._rank % len(shards)])
+        small = restore.load(self._tree, own, shards, self._rank, welcome.chosen_world == self._world)
+        self._version = self._resumed_at = welcome.chosen_version
+        self._resumed_from, self._gate_open = (welcome.chosen_epoch, welcome.chosen_version), False
+        self._first_done = False
+        if own.manifest.rank == self._rank:
+            self._kept_capacity = own.header.layout.small_capacity
+            states = small["rng"]
+            rng.restore(states)
+            if isinstance(self._loader, StatefulLoader):
+                self._loader.before_next_batch(lambda: rng.restore(states))
+        done = time.time()
+        if self._rank == 0:
+            self._say(f"resumed at version {self._version} from memory ({done - began:.2f} s)")
+        assert self._client is not None
+        detail = {"rank": self._rank, "began": began, "fetched": fetched, "loaded": done, "shards": len(shards)}
+        self._client.event("resumed", self._version, json.dumps(detail), t=done)
+        return self._version
+
+    def _choose_and_fetch(self) -> list[restore.Saved]:
+        """The shards of the version to resume from; none for a fresh start. Collective.
+
+        Where a rank cannot get what it needs (a copy turned out damaged, its holder died), all ranks say hello
+        again: the agents verify what they hold and choose anew.
+        """
+        for attempt in itertools.count(1):
+            welcome = self._welcome
+            if self._rank == 0:
+                for line in welcome.lost:
+                    self._say(f"memory could not serve: {line}")
+            if not welcome.chosen_version:
+                return []
+            shards: list[restore.Saved] = []
+            try:
+                shards = self._fetch_shards(welcome)
+            except (AgentLost, AgentRefused, ValueError, OSError) as error:
+                self._say(f"version {welcome.chosen_version} cannot be loaded: rank {self._rank}: {error}")
+            if all(self._gather(len(shards) > 0)):
+                return shards
+            if attempt == RESUME_ATTEMPTS:
+                break
+            if self._client is not None:
+                self._client.close()
+            self._gather(True)  # nobody says hello before everyone has hung up
+            self._protected = self._undecided = False
+            self._join()
+            if not self._protected:
+                self._try_again(f"version {welcome.chosen_version} cannot be loaded without the agents")
+        return self._try_again(f"version {self._welcome.chosen_version} is not readable everywhere")
+
+    def _fetch(self, rank: int) -> restore.Saved:
+        assert self._client is not None
+        reply, fds = self._client.request(local.Fetch(set=self._name, rank=rank), timeout_s=FETCH_TIMEOUT_S)
+        if not isinstance(reply, local.Copy) or len(fds) != 1:
+            for fd in fds:
+                os.close(fd)
+            raise AgentRefused(f"the agent answered Fetch of shard {rank} with {reply}")
+        if rank == self._rank:
+            self._own_copy = Content(reply.epoch, reply.version, reply.used, reply.digest)
+        saved = restore.Saved.read(map_copy(fds[0], reply.used), reply.bytes)
+        if (saved.header.stamp.version, saved.header.rank) != (reply.version, rank):
+            raise ValueError(f"shard {rank} holds version {saved.header.stamp} of rank {saved.header.rank}")
+        return saved
+
+    def _fetch_shards(self, welcome: local.Welcome) -> list[restore.Saved]:
+        shards = []
+        if welcome.chosen_world == self._world:
+            shards.append(self._fetch(self._rank))
+            if restore.enough_alone(shards[0], self._tree):
+                return shards
+        have = {s.header.rank for s in shards}
+        shards += [self._fetch(rank) for rank in range(welcome.chosen_world) if rank not in have]
+        return sorted(shards, key=lambda s: s.header.rank)
