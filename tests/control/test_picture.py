@@ -75,6 +75,7 @@ def part(host: str, held: list[HeldSlot]) -> InspectPart:
         dead=(),
     )
 
+
 def slot(rank: int, version: int, state: str = "complete", number: int = 0) -> HeldSlot:
     stamp = (1, version) if version else None
     return HeldSlot("default", rank, 4, rank, number, state, stamp, 100, 90, NOW - 2, NOW - 1)

@@ -113,7 +113,7 @@ def test_survivor_dies_while_pending(site: Site) -> None:
 
 
 def test_script_that_failed_because_of_the_dead_node_is_sent_back(site: Site) -> None:
-    again = "if [ -n \"$SLURM_RESTART_COUNT\" ]; then exec srun sleep 600; fi"
+    again = 'if [ -n "$SLURM_RESTART_COUNT" ]; then exec srun sleep 600; fi'
     script = f"#!/bin/sh\n{again}\nsrun sleep 600 & sleep 8; exit 3\n"
     job, _ = start(site, script=script)
     until(lambda: site.cluster.job(job)["RunTime"] >= "00:00:06", 15)
