@@ -388,6 +388,7 @@ class Agent:
         """Void all but the chosen versions, take map and epoch, begin to pull."""
         keep = {s.name: tuple(Stamp(*stamp) for stamp in s.keep) for s in plan.sets}
         for shard in self.store:
+            shard.registered_round = shard.resumed_round = 0  # round numbers begin anew with each incarnation
             shard.pair.void_except(*keep.get(shard.set, ()))
         self._adopt(plan)
         mine = self.noderanks[self.node]
