@@ -90,7 +90,7 @@ def test_settings_reach_the_site_file(cluster: Cluster) -> None:
     text = cluster.exec("n3", ["cat", "/etc/gemini-hpc/gemini.toml"], user="alice").stdout
     for line in (f'cluster_name = "{cluster.name}"', 'controller_host = "ctl"', 'slurm_user = "slurm"'):
         assert line in text
-    assert "heartbeat_s = 0.2\n" in text and f'state_dir = "{cluster.directory}/controller"' in text
+    assert "heartbeat_s = 0.1\n" in text and f'state_dir = "{cluster.directory}/controller"' in text
     assert (cluster.directory / "controller").stat().st_uid == pwd.getpwnam("slurm").pw_uid
 
 
