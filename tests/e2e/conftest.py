@@ -19,7 +19,7 @@ SMALL = ["--steps", str(STEPS), "--layers", "2", "--dim", "96", "--iteration-s",
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    with Cluster.up(f"e2e{os.getpid()}", nodes=5) as cluster:
+    with Cluster.up(f"e2e{os.getpid()}", nodes=5, settings={"fence_budget_nodes": 1000}) as cluster:
         yield cluster
 
 

@@ -14,7 +14,9 @@ from gemini_hpc.devcluster.cluster import Cluster
 
 @pytest.fixture(scope="session")
 def shared_cluster() -> Iterator[Cluster]:
-    with Cluster.up(f"recovery{os.getpid()}", nodes=7, settings={"retention_s": 20.0}) as cluster:
+    with Cluster.up(
+        f"recovery{os.getpid()}", nodes=7, settings={"retention_s": 20.0, "fence_budget_nodes": 1000}
+    ) as cluster:
         yield cluster
 
 
