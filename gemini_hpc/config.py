@@ -49,6 +49,9 @@ class Settings:
     heartbeat_s: float = _setting(0.5, "Interval of the heartbeats between agents.", 0.01, 60)
     heartbeat_missed: int = _setting(3, "Missed heartbeats after which a peer is suspected.", 1, 1000)
     attach_timeout_s: float = _setting(10.0, "Bound of the prolog's wait for the agents' agreement.", 0.1, 50)
+    self_fence_s: float = _setting(
+        30.0, "Without any peer and the controller for so long, an agent ends its local ranks; 0: never.", 0, 86400
+    )
     strict_prolog: bool = _setting(False, "Fail the prolog when the agent cannot be started (drains the node).")
     retention_s: float = _setting(900.0, "How long replicas outlive a job's end without success.")
     memory_fraction: float = _setting(0.5, "Share of a node's memory that one agent may use for replicas.", 0, 1)

@@ -31,6 +31,7 @@ from gemini_hpc.agent.pulls import Pulls
 from gemini_hpc.agent.reporter import Reporter
 from gemini_hpc.agent.rounds import Rounds
 from gemini_hpc.agent.sealing import REGISTERED, RESUMED, Sealing, from_wire, to_wire
+from gemini_hpc.agent.selffence import SelfFence
 from gemini_hpc.agent.service import Service
 from gemini_hpc.agent.store import Store
 from gemini_hpc.agent.trainingset import TrainingSet
@@ -84,6 +85,7 @@ class Agent:
         self.pulls = Pulls(self)
         self.service = Service(self)
         self.reporter = Reporter(self)
+        self._fence = SelfFence(self)
         self.mesh: Mesh | None = None
         self.rounds: Rounds | None = None
         self._attach_message: local.Attach | None = None
@@ -164,6 +166,7 @@ class Agent:
             await asyncio.sleep(_TICK_S)
             now = time.monotonic()
             self.reporter.beat()
+            self._fence.look()
             missing = self.mesh is not None and bool(self.mesh.silent() | self.mesh.dead)
             for training in self.sets.values():
                 training.page.set_beat_ns(time.monotonic_ns())
@@ -185,6 +188,13 @@ class Agent:
         if not self._stopped.is_set():
             self.log("released", detail=reason)
             self._stopped.set()
+
+    async def release_on_word(self, reason: str) -> None:
+        """The controller knows that this incarnation is over: what still trains here is ended first."""
+        if not self.detached and self._fence.ranks():
+            self.log("self_fenced", detail=f"{reason}; ranks still ran here")
+            await self._fence.end_ranks()
+        self.release(reason)
 
     def log(self, name: str, *, version: int = 0, detail: str = "", t: float | None = None) -> None:
         """One line of the job's event log."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _BACKLOG = 500
 _REPEAT_S = 2.0
+_SILENT_S = 5.0
 
 
 class Reporter:
@@ -38,6 +39,11 @@ class Reporter:
     def connected(self) -> bool:
         """True while a controller listens."""
         return self._link is not None and not self._link.closed
+
+    @property
+    def configured(self) -> bool:
+        """True where this site has a controller that can be dialled."""
+        return self._task is not None
 
     def start(self) -> None:
         """Begin to dial, where there is a controller."""
@@ -139,6 +145,7 @@ class Reporter:
             server_uid=self._controller_uid,
         )
         link = await connect(settings.controller_host, settings.controller_port, client)
+        link.fail_after(_SILENT_S)
         self._link = link
         try:
             self.register()
@@ -152,7 +159,7 @@ class Reporter:
                     if self._holders is not None and not self._holders.done():
                         self._holders.set_result(message.ports)
                 elif isinstance(message, peer.Release) and message.job == agent.job:
-                    agent.release(f"controller: {message.reason}")
+                    await agent.release_on_word(f"controller: {message.reason}")
         finally:
             self._link = None
             link.close()

@@ -82,6 +82,11 @@ class Link:
         self.last_heard = time.monotonic()
         return message
 
+    def fail_after(self, silent_s: float) -> None:
+        """Close when what was sent has not been acknowledged by the other host for so long (else: quarter hours)."""
+        sock = self._writer.transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent_s * 1000))
+
     async def flush(self, message: peer.Message) -> None:
         """Send a message and wait (bounded) until it has left."""
         self.send(message)

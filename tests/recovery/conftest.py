@@ -14,9 +14,8 @@ from gemini_hpc.devcluster.cluster import Cluster
 
 @pytest.fixture(scope="session")
 def shared_cluster() -> Iterator[Cluster]:
-    with Cluster.up(
-        f"recovery{os.getpid()}", nodes=7, settings={"retention_s": 20.0, "fence_budget_nodes": 1000}
-    ) as cluster:
+    settings = {"retention_s": 20.0, "fence_budget_nodes": 1000, "self_fence_s": 6.0}
+    with Cluster.up(f"recovery{os.getpid()}", nodes=7, settings=settings) as cluster:
         yield cluster
 
 
@@ -31,7 +30,10 @@ def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
     if shared_cluster.controller_pid() is None:
         shared_cluster.controller_start()
     restore(shared_cluster)
-    wait_for("nothing left behind", lambda: not leaks(shared_cluster), 30, 0.2)
+    try:
+        wait_for("nothing left behind", lambda: not leaks(shared_cluster), 30, 0.2)
+    except AssertionError as exc:
+        raise AssertionError(f"{exc}: {leaks(shared_cluster)}") from None
 
 
 @pytest.fixture

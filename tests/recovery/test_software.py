@@ -22,6 +22,10 @@ def kill(job: LiteJob, node: str, pattern: str, number: int = signal.SIGKILL) ->
     assert done.returncode == 0, f"{pattern} does not run on {node}"
 
 
+def trainers(job: LiteJob, node: str) -> list[str]:
+    return job.cluster.exec(node, ["pgrep", "-f", f"{job.directory}/lite[.]py"]).stdout.split()
+
+
 def launches(job: LiteJob) -> list[str]:
     return sorted({line["step"] for line in job.lines("resumed")})
 
@@ -153,6 +157,23 @@ def test_zombie_of_an_old_incarnation(lite: Lite) -> None:
     job.finish()
     assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
     wait_for("the zombie goes", lambda: job.agent_pid(zombie) == 0, 60)
+    assert not trainers(job, zombie), "its ranks went before it"
+
+
+def test_node_cut_off_for_good_ends_its_ranks(lite: Lite) -> None:
+    """SITE 6: no peer and no controller for self_fence_s (6 s here): the job goes on elsewhere."""
+    job = lite(steps=120)
+    job.reach(10)
+    zombie = job.hosts()[1]
+    job.cluster.exec(zombie, ["ip", "link", "set", "eth0", "down"])
+    try:
+        assert trainers(job, zombie)
+        wait_for("its ranks are ended", lambda: not trainers(job, zombie), 40)
+        assert "event=self_fenced" in job.agent_log(zombie)
+        job.finish()
+        assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
+    finally:
+        job.cluster.exec(zombie, ["ip", "link", "set", "eth0", "up"])
 
 
 def test_hung_agent_is_replaced_by_the_next_incarnation(lite: Lite) -> None:

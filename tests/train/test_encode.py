@@ -49,6 +49,8 @@ def same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a.items(), b.items(), strict=True))
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, set | frozenset):  # a NaN in a set equals nothing
+        return len(a) == len(b) and all(any(same(x, y) for y in b) for x in a)
     return bool(a == b)
 
 

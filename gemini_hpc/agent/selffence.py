@@ -1,0 +1,73 @@
+"""Ending local ranks of a training that has gone on elsewhere (SITE 6): the one case in which protection stops one.
+
+A node that is cut off, not dead, goes on computing. Its ranks are ended when the controller says that their job is
+over or runs elsewhere, or when this agent has lost all peers *and* the controller for `self_fence_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gemini_hpc.agent.agent import Agent
+
+_GRACE_S = 2.0
+
+
+class SelfFence:
+    """Watches for being cut off; `look` is called a few times a second."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._alone_since: float | None = None
+
+    def _alone(self) -> bool:
+        agent = self._agent
+        others = set(agent.hosts) - {agent.node}
+        lost = agent.mesh is not None and bool(others) and others <= agent.mesh.dead
+        return lost and not agent.detached and agent.reporter.configured and not agent.reporter.connected
+
+    def look(self) -> None:
+        """End the local ranks once this node has been alone for too long."""
+        limit_s = self._agent.settings.self_fence_s
+        if not limit_s or not self._alone():
+            self._alone_since = None
+            return
+        now = time.monotonic()
+        self._alone_since = self._alone_since or now
+        if now - self._alone_since >= limit_s and self.ranks():
+            self._alone_since = now
+            reason = f"no peer and no controller for {limit_s:g} s: the job goes on elsewhere"
+            self._agent.log("self_fenced", detail=reason)
+            self._agent.spawn(self.end_ranks())
+
+    def ranks(self) -> set[int]:
+        """Processes on this node that train now."""
+        clients = [c for s in self._agent.sets.values() for c in s.present.values()]
+        return {c.pid for c in clients if not c.closed.is_set() and c.pid > 0}
+
+    async def end_ranks(self) -> None:
+        """SIGTERM, and SIGKILL for what is still connected after a moment; returns when none is left."""
+        for number, wait_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
+            for pid in self.ranks():
+                _signal(pid, number)
+            deadline = time.monotonic() + wait_s
+            while self.ranks() and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return
+    try:
+        signal.pidfd_send_signal(descriptor, number)
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)
