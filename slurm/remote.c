@@ -1,5 +1,4 @@
 #include <inttypes.h>
-#include <limits.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,6 +7,7 @@
 
 #include <slurm/slurm.h>
 
+#include "await.h"
 #include "contexts.h"
 #include "job_env.h"
 #include "layout.h"
@@ -16,7 +16,7 @@
 #include "number.h"
 #include "options.h"
 
-enum { ENV_VALUE_MAX = 1 << 20, NODES_MAX = 1 << 20, TASKS_MAX = 1 << 30 };
+enum { ENV_VALUE_MAX = 1 << 20, NODES_MAX = 1 << 20, TASKS_MAX = 1 << 30, MAP_WAIT_MS = 10000 };
 
 /* A copy of a variable of the task's environment; NULL if unset (or absurdly long). */
 static char *env_get(spank_t sp, const char *name)
@@ -195,7 +195,6 @@ static void end_if_unprotectable(spank_t sp, uint32_t replicas)
 int remote_task_init(spank_t sp, const struct config *config)
 {
 	uint32_t replicas, job, step, restart = 0;
-	char path[PATH_MAX];
 	char ranks_of[64];
 	struct map map;
 
@@ -217,16 +216,12 @@ int remote_task_init(spank_t sp, const struct config *config)
 	if (env_has(sp, "SLURM_RESTART_COUNT") &&
 	    !env_number(sp, "SLURM_RESTART_COUNT", 0, UINT32_MAX, &restart))
 		return 0;
-	(void)snprintf(path, sizeof(path), "%s/%" PRIu32 "/map", config->run_dir, job);
-	if (!map_read(path, geteuid(), &map))
+	if (!map_await(config->run_dir, job, restart, geteuid(), MAP_WAIT_MS, &map))
 		return 0;
-	if (map.job == job && map.restart == restart) {
-		export_place(sp, &map);
-		(void)snprintf(ranks_of, sizeof(ranks_of), "%" PRIu32 ".%" PRIu32 ".%" PRIu32, job, restart,
-			       step);
-		if (step <= SLURM_MAX_NORMAL_STEP_ID)
-			export_ranks(sp, &map, step, ranks_of);
-	}
+	export_place(sp, &map);
+	(void)snprintf(ranks_of, sizeof(ranks_of), "%" PRIu32 ".%" PRIu32 ".%" PRIu32, job, restart, step);
+	if (step <= SLURM_MAX_NORMAL_STEP_ID)
+		export_ranks(sp, &map, step, ranks_of);
 	map_free(&map);
 	return 0;
 }

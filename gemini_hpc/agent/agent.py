@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from gemini_hpc.agent import mapfile, outside, pull
+from gemini_hpc.agent import mapfile, outside, pull, summons
 from gemini_hpc.agent.local import Client, LocalServer, Reply
 from gemini_hpc.agent.memory import Budget
 from gemini_hpc.agent.mesh import Mesh
@@ -109,6 +109,7 @@ class Agent:
         except BlockingIOError:
             return  # the prolog and the supervisor started one at the same time: one is enough
         server = await self._listen()
+        mapfile.settle(self.directory)
         if self._again:
             self._take_over(None)
         if self.settings.interface and not self.interface:
@@ -130,6 +131,7 @@ class Agent:
             training.close()
         self.store.clear()
         mapfile.remove(self.directory)
+        mapfile.settle(self.directory)
         with suppress(FileNotFoundError):
             os.unlink(self._state_path)
 
@@ -230,7 +232,8 @@ class Agent:
 
     # ---- incarnations ----------------------------------------------------------------------------------
 
-    async def _attach(self, m: local.Attach) -> local.Message:
+    async def attach(self, m: local.Attach) -> local.Message:
+        """Enter an incarnation, on the word of the prolog or of a peer; answers when the agents agree, or do not."""
         if m.job != self.job or m.node != self.node:
             return local.Error(f"this is the agent of job {self.job} on {self.node}")
         if self.restart < 0:
@@ -250,6 +253,7 @@ class Agent:
             assert self.rounds is not None
             if self.rounds.parent is None:
                 self.rounds.begin("")
+            self.spawn(summons.call(self, m))
         self.detached = False
         assert self.rounds is not None
         bound_s = max(0.2, self.settings.attach_timeout_s - 0.5)
@@ -257,6 +261,7 @@ class Agent:
             async with asyncio.timeout(bound_s):
                 await self.rounds.wait_live(None)
         except TimeoutError:
+            mapfile.settle(self.directory)
             self.log("unmapped", detail=f"not all agents of {len(self.hosts)} nodes agreed within {bound_s:g} s")
             return local.Ready("unmapped")
         return local.Ready("mapped")
@@ -328,7 +333,7 @@ class Agent:
                 self.mesh.watching = False
                 alive = [h for h in self.hosts if h not in self.mesh.dead]
                 hold = bool(self.mesh.dead) and alive[:1] == [self.node] and not self.reporter.connected
-            mapfile.remove(self.directory)
+            mapfile.wait(self.directory)
             with suppress(FileNotFoundError):
                 os.unlink(self._state_path)
             self.log("detached", detail=f"exit code {m.exit_code or 'unknown'}")
@@ -448,6 +453,7 @@ class Agent:
         try:
             mapfile.write(self.directory, text)
         except OSError as exc:
+            mapfile.settle(self.directory)
             self.log("unmapped", detail=f"the map file cannot be written: {exc.strerror}")
 
     # ---- sets and seals --------------------------------------------------------------------------------
@@ -614,6 +620,8 @@ class Agent:
             return "not yours"
         if hello.purpose in ("inventory", "pull") and hello.restart > self.restart and self.detached:
             return ""  # a newer incarnation that went on elsewhere may read what is kept here
+        if hello.purpose == "summons" and summons.may_summon(self, hello.restart):
+            return ""
         if hello.purpose not in ("link", "pull") or hello.source not in self.hosts or hello.source == self.node:
             return "not a peer"
         if hello.restart != self.restart:
@@ -627,6 +635,8 @@ class Agent:
             await self.mesh.serve(link.session.peer_host, link)
         elif link.session.purpose == "pull":
             await pull.serve(link, self._find)
+        elif link.session.purpose == "summons":
+            await summons.answer(self, link)
         elif link.session.purpose == "inventory":
             async with asyncio.timeout(5.0):
                 if isinstance(await link.receive(), peer.Collect):
@@ -651,7 +661,7 @@ class Agent:
             for fd in fds:
                 os.close(fd)
             if isinstance(request, local.Attach):
-                return await self._attach(request), []
+                return await self.attach(request), []
             if isinstance(request, local.Epilog):
                 return self._epilog(request), []
             return self._verdict(), []

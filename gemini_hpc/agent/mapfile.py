@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 NAME = "map"
+WAITING = "waiting"  # beside no map: steps wait a moment, for slurmd may have skipped the prolog (see `summons`)
 
 
 def render(
@@ -48,9 +49,23 @@ def write(directory: str, text: str) -> None:
     with open(temporary, "w", encoding="ascii") as f:
         f.write(text)
     os.replace(temporary, os.path.join(directory, NAME))
+    settle(directory)
 
 
 def remove(directory: str) -> None:
     """No map: plain Slurm."""
     with suppress(FileNotFoundError):
         os.unlink(os.path.join(directory, NAME))
+
+
+def wait(directory: str) -> None:
+    """No map, and the agent has not heard of the next incarnation yet."""
+    remove(directory)
+    with suppress(OSError), open(os.path.join(directory, WAITING), "w", encoding="ascii"):
+        pass
+
+
+def settle(directory: str) -> None:
+    """Whether there is a map is decided."""
+    with suppress(FileNotFoundError):
+        os.unlink(os.path.join(directory, WAITING))

@@ -173,6 +173,10 @@ class Mesh:
         """Partners that are suspected now: silent, or without a link."""
         return self.suspects | {n for n in self._partners if n not in self.links and n in self.heard}
 
+    def unlinked(self) -> set[str]:
+        """Partners to which there is no link."""
+        return self._partners - set(self.links)
+
     # ---- heartbeats and suspicion ----------------------------------------------------------------------
 
     @property

@@ -8,7 +8,21 @@ from __future__ import annotations
 
 import msgspec
 
-from gemini_hpc.wire.bounds import Bytes, Count, Epoch, Job, Pairs, Port, Restart, Round, Stamp, Strict, Time, Version
+from gemini_hpc.wire.bounds import (
+    Bytes,
+    Count,
+    Epoch,
+    Job,
+    Pairs,
+    Port,
+    Restart,
+    Round,
+    Seconds,
+    Stamp,
+    Strict,
+    Time,
+    Version,
+)
 
 StampT = Stamp
 
@@ -86,6 +100,16 @@ class InventoryUp(Message, frozen=True, tag="inventory"):
 
     round: Round
     records: tuple[InventoryRecord, ...]
+
+
+class Summons(Message, frozen=True, tag="summons"):
+    """To an agent that waits detached: the job runs again, on these nodes (what its prolog would have said)."""
+
+    restart: Restart
+    nodelist: str
+    replicas: Count
+    tier: str = ""
+    tier_interval: Seconds = 0
 
 
 class PullOrder(msgspec.Struct, frozen=True):
@@ -357,6 +381,7 @@ PeerMessage = (
     | Obituary
     | Collect
     | InventoryUp
+    | Summons
     | PlanDown
     | PlanAck
     | Go

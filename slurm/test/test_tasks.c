@@ -4,6 +4,7 @@
 #include <stdbool.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <slurm/slurm.h>
@@ -24,6 +25,7 @@ static const char good_map[] =
 static struct spank_handle handle;
 static char run_dir[] = "/tmp/gemini-spank-test-XXXXXX";
 static char map_path[PATH_MAX];
+static char waiting_path[PATH_MAX];
 
 static void write_map(const char *text)
 {
@@ -228,6 +230,64 @@ static void test_no_or_other_map(void)
 	check_place(false);
 }
 
+static void touch_waiting(void)
+{
+	const int fd = open(waiting_path, O_WRONLY | O_CREAT | O_NOFOLLOW, 0600);
+
+	CHECK(fd >= 0 && close(fd) == 0);
+}
+
+/* slurmd has skipped the prolog: the agent still waits, and is summoned a moment later. */
+static void test_late_map(void)
+{
+	struct timespec began, ended;
+	pid_t agent;
+
+	remove_map();
+	touch_waiting();
+	agent = fork();
+	if (agent == 0) {
+		(void)usleep(200000);
+		write_map(good_map);
+		(void)unlink(waiting_path);
+		_exit(0);
+	}
+	CHECK(agent > 0);
+	a_task(0);
+	run();
+	check_place(true);
+	CHECK_STRING(stub_getenv("RANK"), "4");
+	CHECK(waitpid(agent, NULL, 0) == agent);
+
+	/* The agents do not agree: the agent ends its waiting without a map. */
+	remove_map();
+	touch_waiting();
+	agent = fork();
+	if (agent == 0) {
+		(void)usleep(200000);
+		(void)unlink(waiting_path);
+		_exit(0);
+	}
+	CHECK(agent > 0 && clock_gettime(CLOCK_MONOTONIC, &began) == 0);
+	a_task(0);
+	run();
+	check_place(false);
+	CHECK(clock_gettime(CLOCK_MONOTONIC, &ended) == 0 && ended.tv_sec - began.tv_sec < 5);
+	CHECK(waitpid(agent, NULL, 0) == agent);
+
+	/* A pipe, a link or a directory of that name is not an agent that waits. */
+	CHECK(mkfifo(waiting_path, 0600) == 0);
+	a_task(0);
+	run();
+	check_place(false);
+	CHECK(unlink(waiting_path) == 0 && symlink("/etc/passwd", waiting_path) == 0);
+	a_task(0);
+	run();
+	check_place(false);
+	CHECK(unlink(waiting_path) == 0);
+	CHECK(clock_gettime(CLOCK_MONOTONIC, &ended) == 0 && ended.tv_sec - began.tv_sec < 5);
+}
+
 /* Places where a map must not be read from; with a time limit, as a pipe could block for ever. */
 static void test_hostile_files(void)
 {
@@ -368,6 +428,7 @@ int main(void)
 	CHECK(mkdtemp(run_dir));
 	(void)snprintf(job_dir, sizeof(job_dir), "%s/%d", run_dir, JOB);
 	CHECK((size_t)snprintf(map_path, sizeof(map_path), "%.*s/map", 200, job_dir) < sizeof(map_path));
+	CHECK((size_t)snprintf(waiting_path, sizeof(waiting_path), "%.*s/waiting", 200, job_dir) < sizeof(waiting_path));
 	CHECK(mkdir(job_dir, 0700) == 0);
 	test_ranks();
 	test_unprotected_job();
@@ -375,6 +436,7 @@ int main(void)
 	test_other_steps();
 	test_nested_step();
 	test_no_or_other_map();
+	test_late_map();
 	test_hostile_files();
 	test_more_replicas_than_nodes();
 	test_het_job();

@@ -110,6 +110,25 @@ def test_node_that_reboots_within_a_second(lite: Lite) -> None:
     assert last >= 1 and job.resumed(last) > 0 and job.repeated(last) in (0, 1), job.story()
 
 
+def test_survivors_on_which_slurm_skips_the_prolog(lite: Lite, cluster: Cluster) -> None:
+    """slurmd runs no prolog for a job id that it still remembers, and it forgets at most every 2 s: whenever
+    another job starts a step on a shared survivor just before."""
+    job = lite(steps=100)
+    job.reach(10)
+    hosts = job.hosts()
+    script = cluster.home("bob") / "steps.sh"
+    script.write_text("#!/bin/bash\nwhile :; do srun -n1 true; sleep 0.05; done\n")
+    script.chmod(0o755)
+    for node in (hosts[0], hosts[2]) * 2:
+        cluster.sbatch(["-N1", "-n1", "-w", node, str(script)], user="bob")
+    wait_for("bob runs", lambda: cluster.run(["squeue", "-h", "-t", "R", "-u", "bob"]).stdout.count("\n") == 4)
+    cluster.power_off(hosts[1])
+    job.finish()
+    assert {hosts[0], hosts[2]} < set(job.hosts())
+    assert job.repeated(1) in (0, 1) and job.resumed(1) > 0, job.story()
+    assert any(e["name"] == "summoned" for e in job.events()), "the prolog was not skipped this time"
+
+
 def test_controller_stopped(lite: Lite, cluster: Cluster) -> None:
     cluster.controller_stop()
     job = lite()
@@ -118,14 +137,14 @@ def test_controller_stopped(lite: Lite, cluster: Cluster) -> None:
 
 
 def test_busy_cluster_keeps_the_survivors_for_us(lite: Lite, cluster: Cluster) -> None:
-    job = lite(steps=80)
+    job = lite(steps=80, options=("--nice=10000",))  # so that the rivals come before it
     job.reach(10)
     hosts = job.hosts()
     script = cluster.home("bob") / "rival.sh"
     script.write_text("#!/bin/bash\nsleep 6\n")
     script.chmod(0o755)
     for _ in range(12):
-        cluster.sbatch(["--exclusive", "-N1", "--nice=0", str(script)], user="bob")
+        cluster.sbatch(["--exclusive", "-N1", str(script)], user="bob")
     wait_for("rivals run", lambda: "bob" in cluster.run(["squeue", "-h", "-t", "R", "-o", "%u"]).stdout)
     cluster.power_off(hosts[1])
     job.finish(120)
