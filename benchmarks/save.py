@@ -110,7 +110,7 @@ def _rows(lines: list[Line], others: list[Line], iteration_s: float) -> list[Row
         return {name: statistics.median(values) for name, values in found.items() if values}
 
     copies: dict[str, list[list[float]]] = {}
-    for how in ("capture", "memcpy"):
+    for how in ("capture", "memcpy", "row"):
         by_rank = [
             [
                 line["seconds"]
@@ -125,6 +125,7 @@ def _rows(lines: list[Line], others: list[Line], iteration_s: float) -> list[Row
         for r in range(RANKS)
     ]
     pairs = [c / m for r in range(RANKS) for c, m in zip(copies["capture"][r], copies["memcpy"][r], strict=True)]
+    rows_ratio = [c / m for r in range(RANKS) for c, m in zip(copies["capture"][r], copies["row"][r], strict=True)]
     rows = [
         median_row(
             "save.stall_ms",
@@ -147,11 +148,17 @@ def _rows(lines: list[Line], others: list[Line], iteration_s: float) -> list[Row
         ),
         Row(
             "save.sync_ratio",
-            "copying the state into a slot against a memcpy to the same place; the worse rank",
+            "copying the state into a slot against a memcpy of each tensor to the same place; the worse rank",
             "x",
             max(ratios),
             tuple(pairs),
             limit=1.2,
+        ),
+        median_row(
+            "save.row_ratio",
+            "the same against one memcpy of as many bytes in a row (past the cache where the C library does so)",
+            "x",
+            rows_ratio,
         ),
         median_row(
             "save.sealed_s",

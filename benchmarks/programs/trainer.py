@@ -382,25 +382,36 @@ class Bench:
         self.say("calibrated", sealed_s=usual, iteration_s=self.iteration_s)
 
     def sync(self, count: int) -> None:
-        """The copy that a trainer would wait for if it had to, and memcpy."""
+        """The copy that a trainer would wait for if it had to; memcpy of the same tensors to the same places; and one
+        memcpy of as many bytes in a row, which large enough calls do with stores that go past the cache."""
         assert self.ckpt is not None
         capture, replicator = self.ckpt._capture, self.ckpt._replicator
         assert capture is not None and replicator is not None and replicator.shard is not None
         copied, saved = replicator.counters.copy_s, replicator.counters.saved
         layout = replicator._layout
         area = replicator.shard.slots[0].bytes[layout.tensor_offset :][: layout.tensor_bytes]
-        source = area.clone()
-        for turn in range(2 * count + 2):
+        row = area.clone()
+        for turn in range(3 * count + 3):
             dist.barrier()
             job = capture.snapshot(0, b"", False)
+            tensors = [view for views in job.views for view in views]
+            assert all(t.is_contiguous() for t in tensors)
+            places = [
+                (to.data_ptr(), t.data_ptr(), t.nbytes)
+                for to, t in zip(capture._target(0, area), tensors, strict=True)
+            ]
+            how = ("capture", "memcpy", "row")[turn % 3]
             began = time.perf_counter()
-            if turn % 2:
-                ctypes.memmove(area.data_ptr(), source.data_ptr(), area.numel())
-            else:
+            if how == "capture":
                 capture.copy(job, 0, area)
+            elif how == "row":
+                ctypes.memmove(area.data_ptr(), row.data_ptr(), area.numel())
+            else:
+                for to, source, size in places:
+                    ctypes.memmove(to, source, size)
             spent = time.perf_counter() - began
-            if turn > 1:
-                self.say("copied", how="memcpy" if turn % 2 else "capture", seconds=spent, bytes=area.numel())
+            if turn > 2:
+                self.say("copied", how=how, seconds=spent, bytes=area.numel())
         self.say("background", copy_s=copied / max(1, saved), saved=saved)
 
     def end(self) -> None:

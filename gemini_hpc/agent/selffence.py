@@ -27,8 +27,7 @@ class SelfFence:
 
     def _alone(self) -> bool:
         agent = self._agent
-        others = set(agent.hosts) - {agent.node}
-        lost = agent.mesh is not None and bool(others) and others <= agent.mesh.dead
+        lost = agent.mesh is not None and len(agent.hosts) > 1 and set(agent.mesh.links) <= agent.mesh.dead
         return lost and not agent.detached and agent.reporter.configured and not agent.reporter.connected
 
     def look(self) -> None:

@@ -78,4 +78,10 @@ async def answer(agent: Agent, link: Link) -> None:
             message.tier,
             message.tier_interval,
         )
-        agent.spawn(agent.attach(attach))
+        agent.spawn(_enter(agent, attach))
+
+
+async def _enter(agent: Agent, attach: local.Attach) -> None:
+    reply = await agent.attach(attach)
+    if isinstance(reply, local.Error):
+        agent.complain(f"a summons that cannot be followed: {reply.error}")
