@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +84,19 @@ class _Zygote:
 _zygote = _Zygote()
 
 
+@cache
+def _outputs() -> str:
+    """One directory for what the processes print; gone when the tests are over."""
+    directory = tempfile.mkdtemp(prefix="gemini-test-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
+
+
 class Process:
     """One training process."""
 
     def __init__(self, env: dict[str, str], options: dict[str, Any]) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="gemini-test-"))
+        self._directory = Path(tempfile.mkdtemp(dir=_outputs()))
         self._out, self._err = self._directory / "out", self._directory / "err"
         self.pid = _zygote.fork(env=env, options=options, out=str(self._out), err=str(self._err))
 
