@@ -69,6 +69,7 @@ class Agent:
         self.job, self.uid, self.node, self.directory = job, uid, node, directory
         self.instance = os.urandom(8).hex()
         self.restart = -1
+        self.notice = ""
         self.replicas = 1
         self.hosts: tuple[str, ...] = ()
         self.nodelist = ""

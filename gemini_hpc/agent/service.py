@@ -184,6 +184,7 @@ class Service:
             chosen_version=chosen.version,
             chosen_world=training.chosen_world,
             lost=training.lost[:100],
+            notice=agent.notice,
         )
         return welcome, [training.page_fd()]
 

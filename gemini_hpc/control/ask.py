@@ -46,22 +46,25 @@ class ControllerLine:
 
     def __init__(self, settings: Settings, job: int) -> None:
         """Raises `NoControllerError` where there is none, `AskError` where it turns us away."""
-        if not settings.controller_host:
+        hosts = settings.controller_hosts()
+        if not hosts:
             raise NoControllerError("no controller_host in the settings")
         try:
             uid = pwd.getpwnam(settings.slurm_user).pw_uid
         except KeyError:
             raise AskError(f"slurm_user {settings.slurm_user!r} of the settings is not a user of this host") from None
-        client = _client(settings, job, settings.controller_host, uid)
-        where = f"{settings.controller_host}:{settings.controller_port}"
-        try:
-            self._link = BlockingLink.connect(
-                settings.controller_host, settings.controller_port, client, CONTROLLER_TIMEOUT_S
-            )
-        except OSError as exc:
-            raise NoControllerError(f"{where}: {exc.strerror or exc}") from None
-        except HandshakeError as exc:
-            raise AskError(f"controller {where}: {exc}") from None
+        failed = []
+        for host in hosts:
+            client = _client(settings, job, host, uid)
+            where = f"{host}:{settings.controller_port}"
+            try:
+                self._link = BlockingLink.connect(host, settings.controller_port, client, CONTROLLER_TIMEOUT_S)
+                return
+            except OSError as exc:
+                failed.append(f"{where}: {exc.strerror or exc}")
+            except HandshakeError as exc:
+                raise AskError(f"controller {where}: {exc}") from None
+        raise NoControllerError("; ".join(failed))
 
     def ask(self, job: int) -> peer.JobAnswer:
         """Raises `AskError` with the controller's own words, `NoControllerError` if it went away."""

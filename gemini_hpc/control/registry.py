@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from gemini_hpc.control.rescue import PREFIX
 from gemini_hpc.control.slurm import Slurm, SlurmError
 from gemini_hpc.control.slurmtext import COMPLETING, CONFIGURING, RUNNING, Job
 from gemini_hpc.wire.link import Link
@@ -43,7 +44,8 @@ class Agent:
 class Stored(msgspec.Struct):
     """What is kept of a job on disk.
 
-    `original`: the user's own ReqNodeList, before any pin of ours. `slurmds`: when slurmd had been started on the
+    `original`, `reservation`: the user's own ReqNodeList and reservation, before any pin of ours; `pinned`: whether
+    the job's record has a pin of ours. `slurmds`: when slurmd had been started on the
     nodes of incarnation `slurmds_of`, to tell a rebooted node by.
     """
 
@@ -51,6 +53,8 @@ class Stored(msgspec.Struct):
     user_id: int
     allocations: dict[int, list[str]] = {}
     original: list[str] = []
+    reservation: str = ""
+    pinned: bool = False
     slurmds: dict[str, float] = {}
     slurmds_of: int = -1
     ended_at: float = 0.0
@@ -66,7 +70,8 @@ class Track:
         self.job: Job | None = None
         self.agents: dict[str, Agent] = {}
         self.running_since: tuple[int, float] | None = None
-        self.parts_asked = 0
+        self.noticed = -1  # the last incarnation that has been looked at for this
+        self.looked = -1
 
     @property
     def raw_id(self) -> int:
@@ -90,6 +95,8 @@ class Track:
             if tuple(self.stored.allocations.get(job.restarts, ())) != job.nodes:
                 if job.restarts == 0:
                     self.stored.original = list(job.req_nodes)
+                if not job.reservation.startswith(PREFIX):
+                    self.stored.reservation = job.reservation
                 self.stored.allocations[job.restarts] = list(job.nodes)
                 for old in sorted(self.stored.allocations)[:-_KEPT_INCARNATIONS]:
                     del self.stored.allocations[old]
@@ -117,6 +124,12 @@ class Track:
     def slurmd_before(self, restart: int, host: str) -> float:
         """When slurmd had been started there; 0.0 if that was not seen."""
         return self.stored.slurmds.get(host, 0.0) if self.stored.slurmds_of == restart else 0.0
+
+    def remember_pin(self, pinned: bool) -> None:
+        """Keep in mind that the job's record has, or no longer has, a pin of ours."""
+        if self.stored.pinned != pinned:
+            self.stored.pinned = pinned
+            self.save()
 
     def see(self, state: str, over: bool) -> None:
         """Take over a state from the watcher's table."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import pwd
@@ -14,16 +13,16 @@ import sys
 import time
 from collections import Counter, deque
 from contextlib import suppress
-from typing import IO
 
 from gemini_hpc.config import Settings
 from gemini_hpc.control.eventlog import MAX_EVENTS_AT_ONCE, EventLogs, tame
 from gemini_hpc.control.journal import Journal
-from gemini_hpc.control.recovery import Recoveries
+from gemini_hpc.control.primary import LOCK, LockTakenError, Primary, is_here, take_lock
+from gemini_hpc.control.recoveries import Recoveries
 from gemini_hpc.control.registry import Agent, Registry, Track
 from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob, find_tool
 from gemini_hpc.control.slurmtext import Job
-from gemini_hpc.control.watch import Watcher
+from gemini_hpc.control.watch import Watcher, never_requeued
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.allowance import Allowance
 from gemini_hpc.wire.frames import FrameError
@@ -65,52 +64,48 @@ class _Rate:
 
 
 class Controller:
-    """One controller; `serve` runs until cancelled."""
+    """One controller, on the host whose slurmctld is in charge; `serve` runs until that changes, or cancelled."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.slurm = Slurm(on_call=lambda what, took: log.debug("slurm=%r ms=%.0f", what, took * 1000))
+    def __init__(self, settings: Settings, slurm: Slurm, primary: Primary, state_save: str) -> None:
+        """Raises `LockTakenError` where another one acts. `state_save`: StateSaveLocation."""
+        self.settings, self.slurm, self._primary = settings, slurm, primary
         os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)
-        self._lock = self._take_lock()
+        self._locks = [take_lock(os.path.join(place, LOCK)) for place in (settings.state_dir, state_save)]
         jobs = os.path.join(settings.state_dir, "jobs")
         self.registry = Registry(jobs)
         self.logs = EventLogs(jobs)
         self.journal = Journal(os.path.join(settings.state_dir, "journal.jsonl"))
-        self.recoveries = Recoveries(settings, self.slurm, self.journal, self.logs, self.registry)
+        self.recoveries = Recoveries(settings, self.slurm, self.journal, self.logs, self.registry, primary)
         self.watcher = Watcher(settings, self.slurm, self.registry, self.recoveries)
         self._handshakes = 0
         self._turned_away = Allowance(per_s=1.0, burst=1.0)
         self._open: Counter[tuple[str, int]] = Counter()
         self._reads: dict[int, tuple[float, asyncio.Future[Job]]] = {}
+        self._links: set[Link] = set()
         self._parts: dict[int, tuple[int, dict[str, peer.InspectPart], asyncio.Event]] = {}
         self._request = 0
-        self._host = settings.controller_host or socket.gethostname()
+        self._host = own_name(settings)
         self._instance = secrets.token_hex(8)
         self._privileged = {0, os.geteuid()} | {u for u in map(_uid, settings.operators) if u is not None}
 
-    def _take_lock(self) -> IO[str]:
-        path = os.path.join(self.settings.state_dir, "lock")
-        handle = open(path, "w")  # noqa: SIM115 (held for life)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            handle.close()
-            raise ServiceError(f"another controller holds {path}: only one may act; stop it first") from None
-        return handle
-
     async def serve(self) -> None:
-        """Listen, watch and recover until cancelled."""
+        """Listen, watch and recover until cancelled, or until another slurmctld is in charge."""
         server = await asyncio.start_server(self._connection, port=self.settings.controller_port, backlog=1024)
         log.info("event=ready port=%d pid=%d", self.settings.controller_port, os.getpid())
         watcher = asyncio.ensure_future(self.watcher.run())
         resume = asyncio.ensure_future(self.recoveries.resume())
         try:
             async with server:
-                await server.serve_forever()
+                log.warning("event=stepping-down slurmctld=%s", await self._primary.lost())
         finally:
             watcher.cancel()
             resume.cancel()
+            self.recoveries.cancel()
+            for open_link in list(self._links):
+                open_link.close()
             self.journal.close()
+            for lock in self._locks:
+                lock.close()
 
     # ---- connections -----------------------------------------------------------------------------------
 
@@ -144,6 +139,7 @@ class Controller:
             self._handshakes -= 1
         uid, purpose = link.session.peer_uid, link.session.purpose
         self._open[purpose, uid] += 1
+        self._links.add(link)
         try:
             if purpose == "control":
                 await self._agent(link)
@@ -155,6 +151,7 @@ class Controller:
             log.exception("a connection of uid %d failed", uid)
         finally:
             self._open[purpose, uid] -= 1
+            self._links.discard(link)
             link.close()
 
     # ---- agents ----------------------------------------------------------------------------------------
@@ -243,6 +240,8 @@ class Controller:
         if old is not None and old.link is not link:
             old.link.close()
         log.info("job=%d restart=%d event=registered host=%s", raw_id, agent.restart, agent.host)
+        if why := never_requeued(job):
+            link.send(peer.Notice(raw_id, f"{why}: the loss of a node ends it"))
         return agent
 
     async def _from_agent(self, agent: Agent, message: peer.PeerMessage) -> None:
@@ -349,12 +348,8 @@ def slurm_facts(job: Job | None) -> dict[str, str]:
         "reservation": job.reservation,
         "req_nodes": ",".join(job.req_nodes),
     }
-    if job.het:
-        facts["note"] = "heterogeneous job: never requeued by gemini-hpc"
-    elif not job.requeue:
-        facts["note"] = "submitted without --requeue: never requeued after a failure"
-    elif not job.batch:
-        facts["note"] = "not a batch job: never requeued after a failure"
+    if why := never_requeued(job):
+        facts["note"] = f"{why}: a lost node ends it"
     return facts
 
 
@@ -394,10 +389,34 @@ def _become(settings: Settings) -> None:
     os.setresuid(user.pw_uid, user.pw_uid, user.pw_uid)
 
 
+def own_name(settings: Settings) -> str:
+    """The name among `controller_host` under which agents dial this host."""
+    hosts = settings.controller_hosts()
+    return next((h for h in hosts if is_here(h, "")), hosts[0] if hosts else socket.gethostname())
+
+
+async def _serve(settings: Settings) -> None:
+    slurm = Slurm(on_call=lambda what, took: log.debug("slurm=%r ms=%.0f", what, took * 1000))
+    first = True
+    while True:
+        primary = Primary(slurm)
+        config = await primary.wait()
+        try:
+            controller = Controller(settings, slurm, primary, config.state_save)
+        except LockTakenError as exc:
+            if first and len(config.slurmctld_hosts) < 2:
+                raise ServiceError(f"{exc}; stop it first") from None
+            # The one that stood here before may still be stepping down, or its host's lease has to end.
+            log.warning("event=standby reason=%s", exc)
+            await asyncio.sleep(1.0)
+            continue
+        first = False
+        await controller.serve()
+
+
 async def _main(settings: Settings) -> None:
-    controller = Controller(settings)
     loop = asyncio.get_running_loop()
-    serving = asyncio.ensure_future(controller.serve())
+    serving = asyncio.ensure_future(_serve(settings))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, serving.cancel)
     with suppress(asyncio.CancelledError):

@@ -8,6 +8,7 @@ not used and may become an option later.)
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import time
@@ -16,13 +17,16 @@ from contextlib import suppress
 
 from gemini_hpc.control.slurmtext import (
     ROW_FORMAT,
+    Config,
     Job,
     Node,
     ParseError,
     Reservation,
     Row,
+    parse_config,
     parse_job,
     parse_node,
+    parse_ping,
     parse_reservation,
     parse_row,
 )
@@ -73,7 +77,8 @@ def _error(text: str, command: str) -> SlurmError:
     if "invalid job id" in low:
         return UnknownJob(message)
     contact = ("unable to contact", "connection refused", "socket timed out", "connection failure", "not responding")
-    if any(word in low for word in contact):
+    standby = ("standby mode", "in standby")
+    if any(word in low for word in contact + standby):
         return SlurmUnreachable(message)
     return SlurmError(message)
 
@@ -100,8 +105,17 @@ class Slurm:
         self._on_call = on_call
         self._gate = asyncio.Semaphore(PARALLEL_COMMANDS)
         self._tools: dict[str, str] = {}
+        # When slurmctld last failed to answer (monotonic).
+        self.unreachable_at = -math.inf
 
     async def _run(self, tool: str, *args: str) -> str:
+        try:
+            return await self._call(tool, *args)
+        except SlurmUnreachable:
+            self.unreachable_at = time.monotonic()
+            raise
+
+    async def _call(self, tool: str, *args: str) -> str:
         if tool not in self._tools:
             self._tools[tool] = find_tool(tool)
         async with self._gate:
@@ -214,6 +228,15 @@ class Slurm:
                         found[name].add((row.user_id, row.raw_id))
         return found
 
+    async def attached(self, reservation: str) -> list[Row]:
+        """The jobs, running or waiting, that name a reservation."""
+        checked = _checked(_SAFE_NAME, reservation, "a reservation name")
+        out = await self._run("squeue", "-h", "-a", "-r", "-t", "all", "-R", checked, "-o", ROW_FORMAT)
+        try:
+            return [parse_row(line) for line in out.splitlines() if line.strip()]
+        except ParseError as exc:
+            raise SlurmError(str(exc)) from None
+
     async def free_soonest(self, names: Iterable[str]) -> list[str]:
         """These busy nodes, those whose jobs end first in front."""
         wanted = tuple(names)
@@ -230,6 +253,22 @@ class Slurm:
                 if name in ends:
                     ends[name] = max(ends[name], end)
         return sorted(wanted, key=lambda name: (ends[name], name))
+
+    async def config(self) -> Config:
+        """slurmctld's configuration in force."""
+        try:
+            return parse_config(await self._run("scontrol", "show", "config"))
+        except ParseError as exc:
+            raise SlurmError(str(exc)) from None
+
+    async def slurmctlds_up(self) -> list[str]:
+        """The hosts of all slurmctlds that answer, backups that stand by among them."""
+        try:
+            return parse_ping(await self._call("scontrol", "ping"))
+        except SlurmUnreachable:
+            raise
+        except SlurmError as exc:  # it exits with 1 where none is up
+            raise SlurmUnreachable(str(exc)) from None
 
     # ---- changing --------------------------------------------------------------------------------------
 
@@ -283,6 +322,8 @@ class Slurm:
         `ResetAccrueTime` makes Slurm refuse the whole update on a running job, where a shorter ReqNodeList
         would silently shrink it.
         """
+        if reservation:
+            _checked(_SAFE_NAME, reservation, "a reservation name")
         await self._update(job, "ResetAccrueTime", f"ReqNodeList={_names(nodes)}", f"ReservationName={reservation}")
         after = await self.job(job.raw_id)
         if set(after.req_nodes) != set(nodes) or after.reservation != reservation:

@@ -45,9 +45,16 @@ FAST = Profile(
         "heartbeat_missed": 4,
         "fence_confirm_s": 0.4,
         "fence_budget_nodes": 4,
+        "slurm_settle_s": 1.0,
     },
 )
-STOCK = Profile("stock", "Slurm's default timers", slurm={"SchedulerParameters": "nohold_on_prolog_fail"})
+STOCK = Profile(
+    "stock",
+    "Slurm's default timers",
+    slurm={"SchedulerParameters": "nohold_on_prolog_fail"},
+    # The default of a minute would have every new cluster wait before it can show anything.
+    gemini={"slurm_settle_s": 1.0},
+)
 PROFILES = {profile.name: profile for profile in (FAST, STOCK)}
 
 

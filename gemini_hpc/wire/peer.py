@@ -345,6 +345,13 @@ class Release(Message, frozen=True, tag="release"):
     reason: str
 
 
+class Notice(Message, frozen=True, tag="notice"):
+    """Controller -> agent: one line for the users of the job, which its first training rank prints (SITE 13)."""
+
+    job: Job
+    text: str
+
+
 class HoldersAsk(Message, frozen=True, tag="holders?"):
     """Agent -> controller: which other agents of my job are there, on nodes that the job has left?"""
 
@@ -397,6 +404,7 @@ PeerMessage = (
     | Report
     | EventsUp
     | Release
+    | Notice
     | HoldersAsk
     | Holders
     | JobAsk

@@ -36,6 +36,7 @@ DEAD = Case(
     slurm_node=NODE,
     slurmd=Port.SILENT,
     agent=Port.SILENT,
+    hangs=False,
     silent_s=6.0,
     agent_silent_s=6.0,
     agent_linked=False,
@@ -48,6 +49,8 @@ DEAD = Case(
     budget=2,
     confirm_s=5.0,
     guard=True,
+    slurm_up_s=1000.0,
+    settle_s=60.0,
 )
 
 
@@ -68,8 +71,8 @@ def test_a_dead_node_is_fenced() -> None:
         (Act.DISMISS, "false suspicion", {"slurmd": Port.ANSWERS, "agent_linked": True}),
         (Act.WAIT, "only the agent", {"slurmd": Port.ANSWERS}),
         (Act.WAIT, "kernel lives", {"slurmd": Port.REFUSES}),
-        (Act.WAIT, "kernel answers", {"agent": Port.REFUSES}),
-        (Act.WAIT, "kernel answers", {"agent": Port.ANSWERS}),
+        (Act.WAIT, "slurmd is silent but the agent", {"agent": Port.REFUSES}),
+        (Act.WAIT, "slurmd is silent but the agent", {"agent": Port.ANSWERS}),
         (Act.WAIT, "silent for", {"silent_s": 4.9}),
         (Act.WAIT, "1 of 2 witnesses", {"witnesses": frozenset(("n1",))}),
         (Act.WAIT, "0 of 2 witnesses", {"witnesses": frozenset(("n2", "n9", "n8"))}),
@@ -131,7 +134,9 @@ HOSTS = st.frozensets(st.sampled_from(("n1", "n2", "n3", "n4")))
 @given(
     slurmd=PORTS,
     agent=PORTS,
-    silent=st.floats(0, 10),
+    hangs=st.booleans(),
+    silent=st.floats(0, 20),
+    up=st.floats(0, 120),
     witnesses=HOSTS,
     suspects=HOSTS,
     linked=st.booleans(),
@@ -146,7 +151,9 @@ HOSTS = st.frozensets(st.sampled_from(("n1", "n2", "n3", "n4")))
 def test_fencing_needs_everything(
     slurmd: Port,
     agent: Port,
+    hangs: bool,
     silent: float,
+    up: float,
     witnesses: frozenset[str],
     suspects: frozenset[str],
     linked: bool,
@@ -161,7 +168,9 @@ def test_fencing_needs_everything(
     tried = case(
         slurmd=slurmd,
         agent=agent,
+        hangs=hangs,
         silent_s=silent,
+        slurm_up_s=up,
         witnesses=witnesses,
         suspects=suspects | {node},
         agent_linked=linked,
@@ -176,7 +185,9 @@ def test_fencing_needs_everything(
     )
     if decide(tried).act is not Act.FENCE:
         return
-    assert slurmd is Port.SILENT and agent is Port.SILENT and silent >= tried.confirm_s
+    quiet = (Port.SILENT, Port.HANGS)
+    assert slurmd in quiet and agent in quiet and not linked and up >= 60
+    assert silent >= tried.confirm_s * (3 if hangs else 1)
     assert not strangers and reached >= 9 and fenced < tried.budget and requeue and node == "n2"
     assert state in ("RUNNING", "COMPLETING", "PENDING", "FAILED") and restarts <= 1
     assert (witnesses & {"n1", "n3"}) - suspects
