@@ -26,6 +26,7 @@ from gemini_hpc.wire.peer import EventRecord, Report
 log = logging.getLogger("gemini_hpc.control")
 
 MAX_LATER = 4096
+OUTAGE_S = 120.0
 COOL_DOWN_S, MAX_COOL_DOWN_S = 1.0, 30.0
 
 
@@ -46,6 +47,7 @@ class Recoveries:
         self._logs = logs
         self._active: dict[tuple[int, int], Recovery] = {}
         self._cool: dict[tuple[int, int], tuple[float, float]] = {}
+        self._outage: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._later: set[tuple[int, int, str, str]] = set()
         self._resuming = set(journal.left_open())
@@ -70,6 +72,18 @@ class Recoveries:
     def accused(self) -> set[str]:
         """Hosts that some job's agents have reported and that are not cleared."""
         return {h for r in self._active.values() for h, s in r.suspects.items() if s.decision.act is not Act.DISMISS}
+
+    def silent(self, hosts: set[str]) -> set[str]:
+        """These hosts, and all others that are silent now or were a moment ago: a mass outage shows in the sum."""
+        since = time.monotonic() - OUTAGE_S
+        self._outage = {host: t for host, t in self._outage.items() if t > since}
+        waiting = [r for r in self._active.values() if not r.acting]
+        now = {s.host for r in waiting for s in r.suspects.values() if s.series and s.series.silent_s > 0}
+        return hosts | now | set(self._outage)
+
+    def remember_silent(self, hosts: set[str]) -> None:
+        """These were too many; they count again when the next one is judged."""
+        self._outage.update(dict.fromkeys(hosts, time.monotonic()))
 
     def active(self, raw_id: int) -> bool:
         """Whether a recovery of this job is under way: its replicas are needed whatever Slurm says meanwhile."""
@@ -177,6 +191,9 @@ class Recoveries:
         sent_back = any(r.step == "requeue" for r in records)
         for host in begun - downed:
             await self._half_fenced(host, raw_id, restart)
+        if job is not None and not job.over and job.restarts == restart:
+            for host in downed:
+                await self._forgotten(host, key)
         in_flight = job is not None and not job.over and (job.state != RUNNING or bool(downed) or sent_back)
         if job is None or not in_flight or (job.state == RUNNING and job.restarts > restart):
             for name in reserved:
@@ -205,6 +222,22 @@ class Recoveries:
             if job is not None and not job.over and job.reservation == name:
                 await self.slurm.detach_reservation(job)
             await self.slurm.delete_reservation(name)
+
+    async def _forgotten(self, host: str, key: str) -> None:
+        """slurmctld died before it had saved that this node is DOWN; the node is no less dead for that."""
+        node = (await self.slurm.nodes([host])).get(host)
+        if node is None or node.down:
+            return
+        port = node.port or self.settings.slurmd_port
+        for pause_s in (self.settings.fence_confirm_s, 0.0):
+            if await probe.probe(node.address, port) not in (Port.SILENT, Port.HANGS):
+                return
+            await asyncio.sleep(pause_s)
+        raw_id, _, restart = key.partition(".")
+        self.journal.write(key, "down", "before", node=host)
+        await self.slurm.node_down(host, f"{REASON}, job {raw_id} restart {restart}")
+        self.journal.write(key, "down", "after", node=host)
+        self.say(int(raw_id), int(restart), "down", host, "again: slurmctld had forgotten it")
 
     async def _half_fenced(self, host: str, raw_id: int, restart: int) -> None:
         """Died between drain and DOWN: finish on a dead node, give a healthy one back."""

@@ -179,15 +179,18 @@ class Recovery:
         )
 
     def _decide(self, facts: Facts) -> list[Suspect]:
-        """Judge every suspect; those that call for an action. Over the budget nobody is fenced at all (SITE 3)."""
+        """Judge every suspect; those that call for an action. Where more nodes are silent, all jobs together, than
+        the budget has left, none of them is fenced (SITE 3)."""
         cases = {s.host: self._case(s, facts) for s in self.suspects.values()}
         verdicts = {host: decide(case) for host, case in cases.items()}
         fence = [host for host, verdict in verdicts.items() if verdict.act is Act.FENCE]
+        silent = self._home.silent(set(fence)) if fence else set()
         for host in fence:
             case = cases[host]
-            if case.fenced + len(fence) > case.budget:
-                why = f"budget: {case.fenced} nodes fenced lately, {len(fence)} more wanted, {case.budget} allowed"
+            if case.fenced + len(silent) > case.budget:
+                why = f"budget: {case.fenced} nodes fenced lately, {len(silent)} silent now, {case.budget} allowed"
                 verdicts[host] = Decision(Act.DISMISS, f"{why}; call the administrator")
+                self._home.remember_silent(silent)
         for suspect in self.suspects.values():
             verdict = verdicts[suspect.host]
             if verdict.act is Act.DISMISS and suspect.decision.act is not Act.DISMISS:
