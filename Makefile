@@ -8,6 +8,9 @@ PY := $(VENV)/bin/python
 TORCH := torch==2.13.0
 DEBIAN := slurm-wlm slurm-client slurmctld slurmd munge libmunge2 libslurm-dev iproute2 util-linux procps \
           gcc libc6-dev make python3 python3-venv
+# Tests mostly wait, so a third worker pays on two cores. WORKERS=0: all in one process, one after the other.
+WORKERS ?= 3
+DEAL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SOURCES := pyproject.toml README.md $(shell find gemini_hpc slurm prolog_epilog examples -type f \
           -not -name '*.pyc' -not -name '*.so' -not -path '*/build/*' 2>/dev/null)
 
@@ -27,9 +30,9 @@ deps: ## install the Debian packages (as root)
 $(VENV)/.made: deps
 	@[ -x $(PY) ] || /usr/bin/python3 -m venv $(VENV)
 	@$(PY) -c 'import torch' 2>/dev/null || { echo "installing torch (CPU build)"; $(PY) -m pip install -q $(TORCH); }
-	@$(PY) -c 'import hatchling, numpy, pytest, hypothesis, ruff, mypy, pytest_timeout, msgspec, xxhash' 2>/dev/null \
+	@$(PY) -c 'import hatchling, numpy, pytest, hypothesis, ruff, mypy, pytest_timeout, xdist, msgspec, xxhash' 2>/dev/null \
 	  || { echo "installing Python packages"; $(PY) -m pip install -q hatchling numpy msgspec xxhash \
-	       pytest pytest-timeout hypothesis ruff mypy; }
+	       pytest pytest-timeout pytest-xdist hypothesis ruff mypy; }
 	@touch $@
 
 $(VENV)/.installed: $(SOURCES) | $(VENV)/.made
@@ -47,9 +50,9 @@ lint: install ## ruff and mypy
 	@$(VENV)/bin/ruff check gemini_hpc tests benchmarks examples
 	@$(VENV)/bin/mypy
 
-test: install lint ## every test, on real clusters in namespaces
+test: install lint ## every test, on real clusters in namespaces; WORKERS=0 for one after the other
 	@$(MAKE) -s -C slurm all test
-	@$(PY) -m pytest -q -m "not long" tests
+	@$(PY) -m pytest -q $(DEAL) -m "not long" tests
 
 test-long: install ## the long campaigns
 	@$(PY) -m pytest -q -m long tests

@@ -1,4 +1,4 @@
-"""One cluster for all hostile tests, with a real training on two of its nodes that must not notice anything."""
+"""One cluster for each file of hostile tests, with a real training on two nodes that must not notice anything."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Site:
         return self.cluster.run(["gemini-hpc", *args], user=user, node=node)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_site() -> Iterator[Site]:
     total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
     settings = {"retention_s": 20.0, "memory_fraction": CAP_BYTES / total}

@@ -1,4 +1,4 @@
-"""One cluster for all recovery tests; after each test its jobs are ended and nothing may be left."""
+"""One cluster for each file of recovery tests; after each test its jobs are ended and nothing may be left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness import LiteJob, leaks, restore, wait_for
 from gemini_hpc.devcluster.cluster import Cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_cluster() -> Iterator[Cluster]:
     settings = {"retention_s": 20.0, "fence_budget_nodes": 1000, "self_fence_s": 6.0}
     with Cluster.up(f"recovery{os.getpid()}", nodes=7, settings=settings) as cluster:
