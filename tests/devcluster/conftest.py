@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from gemini_hpc.devcluster.requirements import check
 from gemini_hpc.devcluster.status import names
 from gemini_hpc.devcluster.teardown import MOUNT_POINTS, down, members
 
+CHECKOUT = Path(__file__).parents[2]
 ROOT = Path("/var/lib/gemini-devcluster")
 # Other people's clusters on this machine stay out of it.
 PREFIX = f"t{os.getpid()}"
@@ -99,8 +101,22 @@ def tool(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProces
         text=True,
         timeout=timeout_s,
         check=False,
-        cwd=Path(__file__).parents[2],
+        cwd=CHECKOUT,
     )
+
+
+def killed_up(name: str, milestone: str, profile: str = "fast") -> None:
+    """`up`, killed as soon as it has got as far as a file."""
+    command = [sys.executable, "-m", "gemini_hpc.cli.devcluster", "devcluster", "up", "--name", name]
+    process = subprocess.Popen(
+        [*command, "--profile", profile], cwd=CHECKOUT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 20
+    while not (Layout(name).directory / milestone).exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.0005)
+    process.kill()
+    process.wait(10)
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +139,6 @@ def name(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def wait_until() -> Callable[[Callable[[], bool], float], None]:
-    import time
-
     def wait(condition: Callable[[], bool], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
