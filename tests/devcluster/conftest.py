@@ -19,6 +19,7 @@ from gemini_hpc.devcluster.requirements import check
 from gemini_hpc.devcluster.status import names
 from gemini_hpc.devcluster.teardown import MOUNT_POINTS, down, members
 
+CHECKOUT = Path(__file__).parents[2]
 ROOT = Path("/var/lib/gemini-devcluster")
 # Other people's clusters on this machine stay out of it.
 PREFIX = f"t{os.getpid()}"
@@ -105,8 +106,22 @@ def tool(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProces
         text=True,
         timeout=timeout_s,
         check=False,
-        cwd=Path(__file__).parents[2],
+        cwd=CHECKOUT,
     )
+
+
+def killed_up(name: str, milestone: str, profile: str = "fast") -> None:
+    """`up`, killed as soon as it has got as far as a file."""
+    command = [sys.executable, "-m", "gemini_hpc.cli.devcluster", "devcluster", "up", "--name", name]
+    process = subprocess.Popen(
+        [*command, "--profile", profile], cwd=CHECKOUT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 20
+    while not (Layout(name).directory / milestone).exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.0005)
+    process.kill()
+    process.wait(10)
 
 
 @pytest.fixture(scope="module")

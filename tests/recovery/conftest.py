@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from harness import LiteJob, leaks, restore, wait_for
+from harness import LiteJob, clean
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -21,19 +21,8 @@ def shared_cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
-    if shared_cluster.controller_pid() is None:
-        shared_cluster.controller_start()
-    yield shared_cluster
-    shared_cluster.run(["scancel", "--user=alice"])
-    shared_cluster.run(["scancel", "--user=bob"])
-    wait_for("queue empty", lambda: not shared_cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1)
-    if shared_cluster.controller_pid() is None:
-        shared_cluster.controller_start()
-    restore(shared_cluster)
-    try:
-        wait_for("nothing left behind", lambda: not leaks(shared_cluster), 30, 0.2)
-    except AssertionError as exc:
-        raise AssertionError(f"{exc}: {leaks(shared_cluster)}") from None
+    with clean(shared_cluster):
+        yield shared_cluster
 
 
 @pytest.fixture
