@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from gemini_hpc.devcluster import enter, environment, network, processes, record
+from gemini_hpc.devcluster import cgroups, enter, environment, network, processes, record
 from gemini_hpc.devcluster.boot import Boot, Mount
 from gemini_hpc.devcluster.errors import DevclusterError
 from gemini_hpc.devcluster.layout import INSIDE, MARKER, SETTINGS, Layout
@@ -60,6 +60,7 @@ def boot_nodes(layout: Layout, outer: ProcessId, nodes: Sequence[str]) -> dict[s
     if python.startswith(f"{sys.prefix}/"):
         python = str(INSIDE / "base" / os.path.relpath(python, sys.prefix))
     init = INSIDE / "src" / "gemini_hpc" / environment.INIT
+    cgroups.make(layout, nodes)
     boots: dict[str, Boot] = {}
     found: dict[str, ProcessId] = {}
     try:
@@ -75,6 +76,8 @@ def boot_nodes(layout: Layout, outer: ProcessId, nodes: Sequence[str]) -> dict[s
                 # All nodes share one kernel, but a node that was off has booted anew.
                 ["bind", str(boot_id), "/proc/sys/kernel/random/boot_id", True],
             ]
+            if own := cgroups.node(layout, node):
+                mounts.append(["bind", str(own), cgroups.MOUNT, False])
             boots[node] = Boot(argv, node, mounts, environment=env, log=layout.log / "init.log")
         for node, boot in boots.items():
             found[node] = boot.wait_ready()
@@ -95,7 +98,11 @@ def start_slurmd(layout: Layout, nodes: dict[str, ProcessId]) -> None:
     """slurmd on several nodes at once; they have read their configuration when this returns."""
     started = {
         node: enter.start(
-            enter.command(layout, process.pid, [program("slurmd"), "-f", str(layout.slurm_conf), "-N", node])
+            enter.command(
+                layout,
+                process.pid,
+                cgroups.into_slurmds([program("slurmd"), "-f", str(layout.slurm_conf), "-N", node]),
+            )
         )
         for node, process in nodes.items()
     }
@@ -118,6 +125,7 @@ def power_off(layout: Layout, outer: ProcessId, node: str, process: ProcessId, r
     if not reset:
         network.unplug(outer.pid, node)
         _end(node, process)
+        cgroups.remove(layout, node)
         return
     # The network namespace has to outlive its last process, or the link goes down with it before the packets are out.
     keep = os.open(f"/proc/{process.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
@@ -127,6 +135,7 @@ def power_off(layout: Layout, outer: ProcessId, node: str, process: ProcessId, r
         network.unplug(outer.pid, node)
     finally:
         os.close(keep)
+    cgroups.remove(layout, node)
 
 
 def _end(node: str, process: ProcessId) -> None:
