@@ -209,7 +209,8 @@ def candidates(job: Job, nodes: Mapping[str, Node], without: Iterable[str], rese
 
 # ---- when replicas are given up ------------------------------------------------------------------------
 
-_AT_ONCE = frozenset((COMPLETED, "CANCELLED", "REVOKED", "DEADLINE"))
+# TIMEOUT: Slurm never requeues such a job, and there is no tier to spill to.
+_AT_ONCE = frozenset((COMPLETED, "CANCELLED", "REVOKED", "DEADLINE", "TIMEOUT"))
 
 
 def release_reason(state: str | None, ended_for_s: float | None, retention_s: float) -> str:

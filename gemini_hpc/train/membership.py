@@ -140,8 +140,7 @@ class Membership:
         step = os.environ.get(STEP_ENV) or "{}.{}".format(
             os.environ.get("SLURM_JOB_ID", "0"), os.environ.get("SLURM_STEP_ID", "0")
         )
-        hello = local.Hello(
-            proto=local.PROTOCOL,
+        hello = local.hello(
             set=self._name,
             rank=self._rank,
             world=self._world,
