@@ -176,12 +176,13 @@ def _attach(directory: str, inc: Incarnation, deadline: float) -> str:
         "tier_interval": inc.tier_interval_s,
     }
     process: int | None = None
-    ended = False
+    ended = heard = False
     while True:
         try:
             with ask.connect(directory, inc.uid, deadline) as sock:
                 if process is None:
                     _ensure_awake(sock)
+                heard = True
                 return str(ask.ask(sock, question, deadline)["op"])
         except ask.NobodyAnswersError:
             if process is None:
@@ -192,6 +193,8 @@ def _attach(directory: str, inc: Incarnation, deadline: float) -> str:
                 deadline = min(deadline, time.monotonic() + EXITED_GRACE_S)
             if time.monotonic() + POLL_S > deadline:
                 why = "it ended at once" if ended else "it did not open its socket in time"
+                if heard:  # it could be started; that its owner's processes may end it is no error of the node
+                    raise ask.AskError(f"the agent went away: {why}") from None
                 raise launch.LaunchError(why) from None
             time.sleep(POLL_S)
 
