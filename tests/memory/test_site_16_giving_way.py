@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Any
 
 import pytest
 from harness import LiteJob, wait_for
@@ -25,10 +26,13 @@ print("had", len(m))'
 """
 
 
+FAILS: dict[str, Any] = {"prefix": "set -e; ", "run": "srun --kill-on-bad-exit=1", "nodes": 2, "steps": 1000}
+
+
 def detached(site: Site, job: LiteJob) -> list[str]:
     """End a job's script as a failure; the nodes on which its agents stay."""
     hosts = job.hosts()
-    site.sh(hosts[0], f"pkill -KILL -f {job.directory}/lite")
+    site.sh(hosts[0], f"pkill -KILL -f '{job.directory}/lite[.]py'")
     wait_for("the job's end", lambda: job.state == "FAILED", 30)
     wait_for("detached", lambda: all("event=detached" in job.agent_log(h) for h in hosts), 15)
     assert all(job.agent_pid(h) for h in hosts)
@@ -41,7 +45,7 @@ def test_site_16_detached_agent_gives_way(site: Site) -> None:
     if free < (TAKEN_MIB + 3 * 1024) * MIB:
         pytest.skip("this machine has too little memory to take some of it")
     site.configure(memory_floor_bytes=free - BELOW_MIB * MIB, retention_s=60.0)
-    over = site.job(nodes=2, steps=1000, size=20 * MIB, options=("-wn1,n2",))
+    over = site.job(**FAILS, size=20 * MIB, options=("-wn1,n2",))
     over.reach(3)
     hosts = detached(site, over)
     on = site.job(nodes=2, steps=1000, options=("-wn3,n4",))
@@ -67,7 +71,7 @@ def test_site_16_detached_agent_gives_way(site: Site) -> None:
 
 def test_site_16_kept_after_a_failure_for_the_retention_time(site: Site) -> None:
     site.configure(retention_s=4.0)
-    job = site.job(nodes=2, steps=1000)
+    job = site.job(**FAILS)
     job.reach(3)
     hosts = detached(site, job)
     gone_at = time.monotonic()

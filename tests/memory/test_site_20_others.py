@@ -45,8 +45,9 @@ def test_site_20_ranks_stopped_in_mid_copy(site: Site) -> None:
     job = site.job(nodes=3, steps=60, size=8 * MIB, pause_s=0.02)
     job.reach(5)
     node = job.hosts()[1]
+    ranks = f"{job.directory}/lite[.]py"
     for _ in range(4):
-        site.sh(node, f"pkill -STOP -f {job.directory}/lite; sleep 0.4; pkill -CONT -f {job.directory}/lite")
+        site.sh(node, f"pkill -STOP -f '{ranks}'; sleep 0.4; pkill -CONT -f '{ranks}'")
     at = max(line["version"] for line in job.lines("sealed"))
     job.reach(min(at + 5, 60))
     healthy(site, job)
