@@ -61,8 +61,8 @@ def test_site_15_refusal_has_the_numbers_and_reaches_trainer_and_inspect(site: S
     job = site.job(nodes=2, steps=5, size=60 * MIB)
     wait_for("the refusal", lambda: "not enough memory for the replicas" in job.output(), 30)
     assert "wanted 120 MiB beside 120 MiB already held, the node's cap is 200 MiB (memory_cap_bytes)" in job.output()
-    logs = "".join(job.agent_log(node) for node in job.hosts())
-    assert "event=refused" in logs or "event=refused" in str(inspect(job.id))
+    told = [e["detail"] for e in inspect(job.id)["events"] if e["name"] == "refused"]
+    assert told and "the node's cap is 200 MiB" in told[0], told
 
 
 def test_site_15_agents_of_a_node_share_the_cap(site: Site) -> None:
