@@ -56,7 +56,11 @@ class Settings:
     )
     strict_prolog: bool = _setting(False, "Fail the prolog when the agent cannot be started (drains the node).")
     retention_s: float = _setting(900.0, "How long replicas outlive a job's end without success.")
-    memory_fraction: float = _setting(0.5, "Share of a node's memory that one agent may use for replicas.", 0, 1)
+    memory_fraction: float = _setting(0.5, "Share of a node's memory that agents may use for replicas.", 0, 1)
+    memory_cap_bytes: int = _setting(0, "The same in bytes; 0: by memory_fraction.")
+    agent_cgroup: str = _setting(
+        "", 'Memory cgroup of the agents, e.g. "/gemini-hpc"; empty: chosen; "none": slurmd\'s.'
+    )
     memory_floor_bytes: int = _setting(256 << 20, "Free memory that reservations leave untouched.")
     agent_restarts: int = _setting(5, "How often the supervisor starts a dead agent again.")
     fence_confirm_s: float = _setting(5.0, "How long the controller's own probes must fail before it acts.")

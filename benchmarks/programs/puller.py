@@ -60,7 +60,7 @@ def _serve_plain(listener: socket.socket, memory: Memfd) -> None:
 async def serve(host: str, size: int) -> None:
     """Serve until killed."""
     memory = Memfd("gemini:bench", size)
-    memory.reserve()
+    memory.reserve(lambda: 1 << 60)
     _fill(memory)
     copy = peer.CopyRecord("default", 0, 1, 0, size, size, (1, 1), memory.digest(size))
 
@@ -94,7 +94,7 @@ def fetch(host: str, target: str, address: str, runs: int) -> None:
         how = ("plain", "pull", "raw")[turn % 3]
         memory = Memfd("gemini:bench", offer.copy.used)
         began = time.perf_counter()
-        memory.reserve()
+        memory.reserve(lambda: 1 << 60)
         reserved = time.perf_counter()
         if how == "raw":
             _plain(touched, address, offer.plain_port)

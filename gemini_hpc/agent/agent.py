@@ -297,7 +297,8 @@ class Agent:
         self.mesh.want(self.rounds.children)
         if self.rounds.parent is not None:
             self.mesh.want([self.rounds.parent])
-        self.log("attached", detail=f"{len(hosts)} nodes, {m.replicas} replicas")
+        paid = f", memory counted in {self.budget.cgroup_path}" if self.budget.cgroup_path else ""
+        self.log("attached", detail=f"{len(hosts)} nodes, {m.replicas} replicas{paid}")
         self.reporter.register()
 
     def _take_over(self, wanted: local.Attach | None) -> None:

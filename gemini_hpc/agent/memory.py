@@ -5,29 +5,23 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 from contextlib import suppress
 
 import xxhash
 
+from gemini_hpc.agent import cgroup
+from gemini_hpc.agent.node import meminfo
 from gemini_hpc.config import Settings
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 1 | 2 | 4  # no further seal, no shrinking, no growing
 _DIGEST_STRIDE_BYTES = 8 << 20
+_RESERVE_STRIDE_BYTES = 16 << 20
 
 
 class NoMemory(Exception):
     """A reservation does not fit; the message has the numbers."""
-
-
-def meminfo() -> dict[str, int]:
-    """/proc/meminfo in bytes."""
-    table: dict[str, int] = {}
-    with open("/proc/meminfo", encoding="ascii") as f:
-        for line in f:
-            key, _, rest = line.partition(":")
-            table[key] = int(rest.split()[0]) * 1024
-    return table
 
 
 class Memfd:
@@ -42,12 +36,23 @@ class Memfd:
             os.ftruncate(self.fd, size_bytes)
             fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
 
-    def reserve(self) -> None:
-        """Take all pages now (blocking, about 0.5 s a GiB), so that nothing can fail later. Raises `NoMemory`."""
-        try:
-            os.posix_fallocate(self.fd, 0, self.size_bytes)
-        except OSError as exc:
-            raise NoMemory(f"the kernel refused {self.size_bytes} bytes: {os.strerror(exc.errno or 0)}") from None
+    def reserve(self, left_bytes: Callable[[], int]) -> None:
+        """Take all pages now (blocking, about 0.5 s a GiB), so that nothing can fail later. Raises `NoMemory`.
+
+        left_bytes: what may still be taken; asked again and again, for others take memory at the same time, and where
+        a cgroup is full the kernel does not refuse but kills.
+        """
+        for at in range(0, self.size_bytes, _RESERVE_STRIDE_BYTES):
+            part = min(_RESERVE_STRIDE_BYTES, self.size_bytes - at)
+            left = left_bytes()
+            if left < part:
+                raise NoMemory(
+                    f"the node's memory ran short after {_mib(at)} of {_mib(self.size_bytes)}: {_mib(left)} left"
+                )
+            try:
+                os.posix_fallocate(self.fd, at, part)
+            except OSError as exc:
+                raise NoMemory(f"the kernel refused {self.size_bytes} bytes: {os.strerror(exc.errno or 0)}") from None
 
     def view(self) -> memoryview:
         """The whole file, writable; mapped at first use. Release the view before `close`."""
@@ -96,36 +101,57 @@ def adopt(fd: int, size_bytes: int) -> Memfd:
 
 
 class Budget:
-    """How much of the node one agent may fill (SITE 15)."""
+    """How much of the node one agent may fill, and its cgroup with it (SITE 15)."""
 
     def __init__(self, settings: Settings) -> None:
-        self._fraction = settings.memory_fraction
+        self._settings = settings
         self._floor_bytes = settings.memory_floor_bytes
+        self._room = cgroup.Room()
         self.taken_bytes = 0
 
     @property
     def cap_bytes(self) -> int:
         """The most that this agent may ever take."""
-        return int(meminfo()["MemTotal"] * self._fraction)
+        return cgroup.cap_bytes(self._settings, meminfo()["MemTotal"])
+
+    @property
+    def cgroup_path(self) -> str:
+        """The memory cgroup that pays; empty where none is visible."""
+        return self._room.path
+
+    def left_bytes(self) -> int:
+        """What can be reserved now, of the node's free memory and of the cgroup's."""
+        free = meminfo()["MemAvailable"] - self._floor_bytes
+        left = self._room.left_bytes()
+        return max(0, free if left is None else min(free, left))
 
     def take(self, wanted_bytes: int, what: str, *, present: bool = False) -> None:
         """Count a reservation. Raises `NoMemory` with the numbers where it does not fit.
 
         present: the pages are there already (a trainer hands them back), so only the cap counts.
         """
-        cap, available = self.cap_bytes, meminfo()["MemAvailable"]
+        cap, available, left = self.cap_bytes, meminfo()["MemAvailable"], self._room.left_bytes()
         if self.taken_bytes + wanted_bytes > cap:
             raise NoMemory(
                 f"{what}: not enough memory for the replicas: wanted {_mib(wanted_bytes)} beside "
                 f"{_mib(self.taken_bytes)} already held, the node's cap is {_mib(cap)} "
-                f"(memory_fraction {self._fraction:g})"
+                f"({self._source()})"
             )
         if not present and wanted_bytes > available - self._floor_bytes:
             raise NoMemory(
                 f"{what}: not enough memory for the replicas: wanted {_mib(wanted_bytes)}, available "
                 f"{_mib(available)} less the floor of {_mib(self._floor_bytes)}"
             )
+        if not present and left is not None and wanted_bytes > left:
+            raise NoMemory(
+                f"{what}: not enough memory for the replicas: wanted {_mib(wanted_bytes)}, the memory cgroup "
+                f"{self._room.path} has {_mib(left)} left for all agents of this node"
+            )
         self.taken_bytes += wanted_bytes
+
+    def _source(self) -> str:
+        s = self._settings
+        return "memory_cap_bytes" if s.memory_cap_bytes else f"memory_fraction {s.memory_fraction:g}"
 
     def give(self, given_bytes: int) -> None:
         """A reservation has been freed."""

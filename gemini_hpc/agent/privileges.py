@@ -45,22 +45,37 @@ def drop_to(entry: pwd.struct_passwd) -> None:
     raise PrivilegeError(f"became uid {uid}, but could become root again")
 
 
-def fork_as(entry: pwd.struct_passwd, work: Callable[[], int], failed: int, complain: Callable[[str], None]) -> int:
+def fork_as(
+    entry: pwd.struct_passwd,
+    work: Callable[[], int],
+    failed: int,
+    complain: Callable[[str], None],
+    first: Callable[[int], None] = lambda _: None,
+) -> int:
     """Runs `work` in a child that has become `entry`'s user; returns its pid, for `outcome`.
 
     The child's exit status is what `work` returns, or `failed`, after a word to `complain`, if it raises or the
-    change of user fails.
+    change of user fails. It begins when `first` has been called, here, with its pid.
     """
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         status = failed
         try:
+            os.close(writer)
+            os.read(reader, 1)  # ends when the other end is closed
+            os.close(reader)
             drop_to(entry)
             status = work()
         except Exception as exc:
             complain(str(exc) if isinstance(exc, PrivilegeError) else f"{type(exc).__name__}: {exc}")
         finally:
             os._exit(status)
+    os.close(reader)
+    try:
+        first(child)
+    finally:
+        os.close(writer)
     return child
 
 

@@ -24,7 +24,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from gemini_hpc.agent import ask, jobdir, launch, leftovers, privileges
+from gemini_hpc.agent import ask, cgroup, jobdir, launch, leftovers, privileges
+from gemini_hpc.agent.node import meminfo
 from gemini_hpc.agent.report import complain
 from gemini_hpc.config import ConfigError, Settings, load
 
@@ -113,7 +114,13 @@ def _protect(inc: Incarnation, settings: Settings) -> int:
     run_fd = jobdir.open_run_dir(settings.run_dir, create=True)
     jobdir.make(run_fd, inc.job, inc.uid, owner.pw_gid)
     _offer_to_oom_killer()
-    child = privileges.fork_as(owner, lambda: _as_owner(inc, settings), _NOT_STARTED, partial(_unprotected, inc.job))
+    child = privileges.fork_as(
+        owner,
+        lambda: _as_owner(inc, settings),
+        _NOT_STARTED,
+        partial(_unprotected, inc.job),
+        partial(_leave_slurmds_cgroup, inc.job, settings),
+    )
     # While the owner's side waits for the agent.
     for problem in leftovers.remove(run_fd, settings.run_dir, except_job=inc.job):
         complain("prolog", inc.job, problem)
@@ -125,6 +132,18 @@ def _offer_to_oom_killer() -> None:
     the owner's side has dropped root, the kernel no longer lets it do this."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
         f.write("1000")
+
+
+def _leave_slurmds_cgroup(job: int, settings: Settings, child: int) -> None:
+    """Puts the owner's side, and with it the agent that it may start, where filling memory harms no slurmd."""
+    try:
+        total = meminfo()["MemTotal"]
+        choice = cgroup.prepare(settings, total)
+        problem = cgroup.admit(choice, job, child, cgroup.limit_bytes(settings, total))
+    except (OSError, ValueError, KeyError) as exc:
+        problem = f"{exc}"
+    if problem:
+        complain("prolog", job, f"the agent stays in slurmd's cgroup: {problem}")
 
 
 def _as_owner(inc: Incarnation, settings: Settings) -> int:
@@ -157,12 +176,13 @@ def _attach(directory: str, inc: Incarnation, deadline: float) -> str:
         "tier_interval": inc.tier_interval_s,
     }
     process: int | None = None
-    ended = False
+    ended = heard = False
     while True:
         try:
             with ask.connect(directory, inc.uid, deadline) as sock:
                 if process is None:
                     _ensure_awake(sock)
+                heard = True
                 return str(ask.ask(sock, question, deadline)["op"])
         except ask.NobodyAnswersError:
             if process is None:
@@ -173,6 +193,8 @@ def _attach(directory: str, inc: Incarnation, deadline: float) -> str:
                 deadline = min(deadline, time.monotonic() + EXITED_GRACE_S)
             if time.monotonic() + POLL_S > deadline:
                 why = "it ended at once" if ended else "it did not open its socket in time"
+                if heard:  # it could be started; that its owner's processes may end it is no error of the node
+                    raise ask.AskError(f"the agent went away: {why}") from None
                 raise launch.LaunchError(why) from None
             time.sleep(POLL_S)
 

@@ -150,7 +150,7 @@ class Pulls:
             raise pull.PullFailed(str(exc)) from None
         memory = Memfd(f"gemini:guest:{copy.rank}", copy.used)
         try:
-            await asyncio.to_thread(memory.reserve)
+            await asyncio.to_thread(memory.reserve, agent.budget.left_bytes)
             await self._fetch(copy, memory, sources, stop)
             if stop.is_set():
                 raise pull.PullFailed("given up for a new round")

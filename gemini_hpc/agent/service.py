@@ -14,7 +14,7 @@ from gemini_hpc.agent.store import Shard
 from gemini_hpc.agent.trainingset import TrainingSet
 from gemini_hpc.core import placement
 from gemini_hpc.core.slots import Refused, Stamp
-from gemini_hpc.wire import local
+from gemini_hpc.wire import local, version
 from gemini_hpc.wire.allowance import Allowance
 
 if TYPE_CHECKING:
@@ -144,8 +144,9 @@ class Service:
 
     async def _hello(self, client: Client, m: local.Hello) -> Reply:
         agent = self._agent
-        if m.proto != local.PROTOCOL:
-            raise Rejected(f"protocol {m.proto} of the training process, the agent speaks {local.PROTOCOL}")
+        proto = version.common(m.proto, m.most)
+        if not proto:
+            raise Rejected(f"the training process speaks {version.mismatch(m.proto, m.most)}")
         if not agent.may_have(m.set) or m.rank >= m.world or not 0 < len(m.step) <= _MAX_STEP:
             raise Rejected(f"set {m.set[:64]!r}, rank {m.rank} of {m.world} cannot be")
         if client in self._clients:
@@ -185,6 +186,7 @@ class Service:
             chosen_world=training.chosen_world,
             lost=training.lost[:100],
             notice=agent.notice,
+            proto=proto,
         )
         return welcome, [training.page_fd()]
 

@@ -113,7 +113,7 @@ class Store:
                 for index in range(2):
                     memory.append(Memfd(f"gemini:{set_name}:{rank}:{index}", size_bytes))
                     if reserve:
-                        await asyncio.to_thread(memory[index].reserve)
+                        await asyncio.to_thread(memory[index].reserve, self.budget.left_bytes)
             except BaseException as exc:
                 for m in memory:
                     m.close()

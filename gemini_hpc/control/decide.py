@@ -227,7 +227,8 @@ def candidates_wanted(job: Job, nodes: Mapping[str, Node], dead: int, setting: i
 
 # ---- when replicas are given up ------------------------------------------------------------------------
 
-_AT_ONCE = frozenset((COMPLETED, "CANCELLED", "REVOKED", "DEADLINE"))
+# TIMEOUT: Slurm never requeues such a job, and there is no tier to spill to.
+_AT_ONCE = frozenset((COMPLETED, "CANCELLED", "REVOKED", "DEADLINE", "TIMEOUT"))
 
 
 def release_reason(state: str | None, ended_for_s: float | None, retention_s: float) -> str:

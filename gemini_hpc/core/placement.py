@@ -6,7 +6,7 @@ each other's shards; where m does not divide N, the last group takes the rest an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import comb
 from typing import Literal
@@ -67,6 +67,14 @@ def holds_for(node_rank: int, N: int, m: int) -> tuple[int, ...]:
     """The m nodes whose shards a node keeps: itself, then the m-1 before it in its group, cyclically."""
     first, size = _ring(node_rank, N, m)
     return tuple(first + (node_rank - first - step) % size for step in range(m))
+
+
+def stranger(nodes: Sequence[int], N: int, m: int) -> tuple[int, int] | None:
+    """For a training with ranks on the node ranks `nodes` of a job of N nodes: a node rank, and one of its holders on
+    which the training has no rank to receive the copy; None where there is none."""
+    here = set(nodes)
+    missing = ((home, h) for home in nodes for h in holders(home, N, m) if h not in here)
+    return next(missing, None)
 
 
 def survivable(N: int, m: int, failed: Iterable[int]) -> bool:

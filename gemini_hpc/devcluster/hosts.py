@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from gemini_hpc.devcluster import enter, environment, munge, network, processes, record
+from gemini_hpc.devcluster import cgroups, enter, environment, munge, network, processes, record
 from gemini_hpc.devcluster.boot import Boot, Mount
 from gemini_hpc.devcluster.errors import DevclusterError
 from gemini_hpc.devcluster.layout import INSIDE, MARKER, SETTINGS, Layout
@@ -83,6 +83,7 @@ def boot_nodes(layout: Layout, outer: ProcessId, profile: Profile, nodes: Sequen
     if python.startswith(f"{sys.prefix}/"):
         python = str(INSIDE / "base" / os.path.relpath(python, sys.prefix))
     init = INSIDE / "src" / "gemini_hpc" / environment.INIT
+    cgroups.make(layout, nodes)
     boots: dict[str, Boot] = {}
     found: dict[str, ProcessId] = {}
     try:
@@ -90,6 +91,8 @@ def boot_nodes(layout: Layout, outer: ProcessId, profile: Profile, nodes: Sequen
             layout.boot_id(node).write_text(f"{uuid.uuid4()}\n")
             argv, env = enter.command(layout, outer.pid, [python, "-I", "-S", str(init), layout.name])
             mounts = _node_mounts(layout, profile, node)
+            if own := cgroups.node(layout, node):
+                mounts.append(["bind", str(own), cgroups.MOUNT, False])
             boots[node] = Boot(argv, node, mounts, environment=env, log=layout.log / "init.log")
         for node, boot in boots.items():
             found[node] = boot.wait_ready()
@@ -118,7 +121,9 @@ def start_daemons(layout: Layout, profile: Profile, nodes: dict[str, ProcessId])
         source = ["--conf-server", f"{network.CONTROLLER}:{SLURMCTLD_PORT}"]
     argv = [program("slurmd"), *source, "-N"]
     started = {
-        node: enter.start(enter.command(layout, process.pid, [*argv, node], configless=profile.configless))
+        node: enter.start(
+            enter.command(layout, process.pid, cgroups.into_slurmds([*argv, node]), configless=profile.configless)
+        )
         for node, process in nodes.items()
     }
     for node, process in started.items():
@@ -140,6 +145,7 @@ def power_off(layout: Layout, outer: ProcessId, node: str, process: ProcessId, r
     if not reset:
         network.unplug(outer.pid, node)
         _end(node, process)
+        cgroups.remove(layout, node)
         return
     # The network namespace has to outlive its last process, or the link goes down with it before the packets are out.
     keep = os.open(f"/proc/{process.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
@@ -149,6 +155,7 @@ def power_off(layout: Layout, outer: ProcessId, node: str, process: ProcessId, r
         network.unplug(outer.pid, node)
     finally:
         os.close(keep)
+    cgroups.remove(layout, node)
 
 
 def _end(node: str, process: ProcessId) -> None:

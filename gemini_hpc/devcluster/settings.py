@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from gemini_hpc.devcluster import cgroups
 from gemini_hpc.devcluster.errors import DevclusterError
 from gemini_hpc.devcluster.layout import Layout
 from gemini_hpc.devcluster.network import CONTROLLER
@@ -18,6 +19,8 @@ def write(layout: Layout, profile: Profile, overrides: Mapping[str, Setting]) ->
         "slurm_user": "slurm",
         "cluster_name": layout.name,
         "state_dir": str(layout.controller),
+        # Nodes without a hierarchy of their own must not make anything in the machine's.
+        **({} if cgroups.possible() else {"agent_cgroup": "none"}),
         **profile.gemini,
         **overrides,
     }

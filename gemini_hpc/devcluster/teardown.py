@@ -7,7 +7,7 @@ import shutil
 import time
 from pathlib import Path
 
-from gemini_hpc.devcluster import lock, processes
+from gemini_hpc.devcluster import cgroups, lock, processes
 from gemini_hpc.devcluster.errors import DevclusterError
 from gemini_hpc.devcluster.layout import BUILD, INSIDE, MARKER, ROLE, ROOT, SETTINGS, Layout
 from gemini_hpc.devcluster.processes import ProcessId
@@ -47,6 +47,7 @@ def down(layout: Layout) -> bool:
     """End every process of the cluster and remove its files. False if there was nothing to do."""
     with lock.cluster(layout):
         found = _end_processes(layout)
+        cgroups.remove(layout)
         if layout.directory.exists():
             found = True
             _refuse_mounts(layout.directory)

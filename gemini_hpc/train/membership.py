@@ -95,6 +95,11 @@ class Membership:
         m = notice.replicas
         if not problem and m > len(nodes):
             problem = f"{m} replicas asked for, the training runs on {len(nodes)} node{'s' * (len(nodes) > 1)}"
+        if not problem and (lacking := placement.stranger(nodes, notice.nodes, m)):
+            problem = (
+                f"it has ranks on {len(nodes)} of the job's {notice.nodes} nodes: the copies of node rank "
+                f"{lacking[0]} belong on node rank {lacking[1]}, where it has none; start it on all nodes of the job"
+            )
         if problem:
             if self._client is not None and self._client.page is not None:
                 self._client.event("unprotected", 0, problem)
@@ -120,7 +125,7 @@ class Membership:
             self._on_degraded,
             self._on_restored,
         )
-        self._outgoing, self._incoming = self._neighbours(homes, nodes, m)
+        self._outgoing, self._incoming = self._neighbours(homes, m)
         if self._world > 1 and m > 1 and self._transport is None:
             from gemini_hpc.train.transport.gloo import GlooTransport
 
@@ -140,8 +145,7 @@ class Membership:
         step = os.environ.get(STEP_ENV) or "{}.{}".format(
             os.environ.get("SLURM_JOB_ID", "0"), os.environ.get("SLURM_STEP_ID", "0")
         )
-        hello = local.Hello(
-            proto=local.PROTOCOL,
+        hello = local.hello(
             set=self._name,
             rank=self._rank,
             world=self._world,
@@ -171,17 +175,17 @@ class Membership:
             self._waiting_said = True
             self._say("waiting for the agents of all nodes to agree on what to resume from")
 
-    def _neighbours(self, homes: list[int], nodes: list[int], m: int) -> tuple[list[int], list[int]]:
+    def _neighbours(self, homes: list[int], m: int) -> tuple[list[int], list[int]]:
         """Ranks that this rank sends its shard to, and ranks whose shards it receives."""
-        on_node: dict[int, list[int]] = {node: [] for node in nodes}
+        on_node: dict[int, list[int]] = {node: [] for node in homes}
         for rank, home in enumerate(homes):
             on_node[home].append(rank)
 
         def targets(rank: int) -> list[int]:
             home = homes[rank]
             index = on_node[home].index(rank)
-            others = placement.holders(nodes.index(home), len(nodes), m)[1:]
-            return [on_node[nodes[h]][index % len(on_node[nodes[h]])] for h in others]
+            others = placement.holders(home, self._welcome.nodes, m)[1:]
+            return [on_node[h][index % len(on_node[h])] for h in others]
 
         return targets(self._rank), [r for r in range(self._world) if self._rank in targets(r) and r != self._rank]
 

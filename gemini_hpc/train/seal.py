@@ -9,6 +9,7 @@ from collections.abc import Callable
 from gemini_hpc.wire.page import STATE_DEGRADED, STATE_FROZEN, ControlPage
 
 _POLL_S = 0.0003
+_STOPPED_S = 1.0  # a poll that took so long: this process was stopped (a suspended job), and so were its peers
 
 
 class SealGate:
@@ -65,9 +66,13 @@ class SealGate:
         """The same for any (epoch, version)."""
         if self.degraded:
             return False
-        started = time.monotonic()
+        started = looked = time.monotonic()
+        stopped_s = 0.0
         try:
             while self.sealed < wanted:
+                now = time.monotonic()
+                stopped_s += now - looked if now - looked > _STOPPED_S else 0.0
+                looked = now
                 if hopeless() or self._degraded_at is not None:
                     return False
                 page = self._page()
@@ -79,7 +84,7 @@ class SealGate:
                 if page.state in (STATE_FROZEN, STATE_DEGRADED):
                     self.degrade("the agents cannot seal now")
                     return False
-                if time.monotonic() - started > self._timeout_s:
+                if now - started - stopped_s > self._timeout_s:
                     self.degrade(f"version {wanted[1]} was not sealed within {self._timeout_s:g} s")
                     return False
                 time.sleep(_POLL_S)

@@ -15,10 +15,9 @@ import os
 
 import msgspec
 
-from gemini_hpc.wire import munge
+from gemini_hpc.wire import munge, version
 from gemini_hpc.wire.bounds import Job, Restart, Strict
 
-PROTOCOL = 1
 MAX_HELLO_BYTES = 16 * 1024
 
 
@@ -27,7 +26,8 @@ class HandshakeError(Exception):
 
 
 class ClientHello(msgspec.Struct, frozen=True):
-    """Who calls whom, about which job, what for (`link`, `pull`, `query`, `control`)."""
+    """Who calls whom, about which job, what for (`link`, `pull`, `query`, `control`); speaking protocol `proto` to
+    `most` (0: `proto` alone)."""
 
     proto: int
     purpose: str
@@ -39,10 +39,12 @@ class ClientHello(msgspec.Struct, frozen=True):
     instance: str
     nonce: bytes
     share: bytes
+    most: int = 0
 
 
 class ServerHello(msgspec.Struct, frozen=True):
-    """The answer; `instance` names the answering process's life (a rebooted node has another)."""
+    """The answer; `instance` names the answering process's life (a rebooted node has another). chosen: the protocol
+    that both speak from here on (0: `proto`)."""
 
     proto: int
     nonce: bytes
@@ -51,6 +53,7 @@ class ServerHello(msgspec.Struct, frozen=True):
     job: Job
     restart: Restart
     instance: str
+    chosen: int = 0
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -71,6 +74,7 @@ class Session(msgspec.Struct, frozen=True):
     peer_restart: int
     purpose: str
     job: int
+    proto: int = version.CURRENT
 
 
 _hello = Strict(msgspec.msgpack.Decoder(ClientHello))
@@ -119,7 +123,7 @@ class Client:
         server_uid: int,
     ) -> None:
         self._hello = ClientHello(
-            proto=PROTOCOL,
+            proto=version.OLDEST,
             purpose=purpose,
             cluster=cluster,
             job=job,
@@ -129,6 +133,7 @@ class Client:
             instance=instance,
             nonce=os.urandom(16),
             share=os.urandom(32),
+            most=version.CURRENT,
         )
         self._server_uid = server_uid
 
@@ -155,6 +160,9 @@ class Client:
             raise HandshakeError(f"answered by {answer.host} for job {answer.job}")
         if self._hello.purpose == "link" and answer.restart != self._hello.restart:
             raise HandshakeError(f"answered by restart {answer.restart}")
+        spoken = answer.chosen or answer.proto
+        if not version.OLDEST <= spoken <= version.CURRENT:
+            raise HandshakeError(version.mismatch(spoken, 0))
         outward, inward = _keys(self._hello, answer.share)
         return Session(
             send_key=outward,
@@ -165,14 +173,17 @@ class Client:
             peer_restart=answer.restart,
             purpose=self._hello.purpose,
             job=answer.job,
+            proto=spoken,
         )
 
 
 class Greeting(msgspec.Struct, frozen=True):
-    """An opened `ClientHello` and the uid that MUNGE vouches for; the server decides whether to answer."""
+    """An opened `ClientHello` and the uid that MUNGE vouches for; the server decides whether to answer. proto: what
+    both speak, 0 where there is nothing."""
 
     hello: ClientHello
     uid: int
+    proto: int = version.CURRENT
 
 
 def receive(data: bytes) -> Greeting:
@@ -182,24 +193,25 @@ def receive(data: bytes) -> Greeting:
         hello = _hello.decode(payload)
     except msgspec.MsgspecError:
         raise HandshakeError("malformed greeting") from None
-    if hello.proto != PROTOCOL:
-        raise HandshakeError(f"protocol {hello.proto}, wanted {PROTOCOL}")
     if len(hello.nonce) != 16 or len(hello.share) != 32:
         raise HandshakeError("malformed greeting")
-    return Greeting(hello, uid)
+    return Greeting(hello, uid, version.common(hello.proto, hello.most))
 
 
 def answer(greeting: Greeting, *, host: str, restart: int, instance: str) -> tuple[bytes, Session]:
     """The server's answer to an accepted greeting, and its session. Raises `HandshakeError`."""
     hello = greeting.hello
+    if not greeting.proto:
+        raise HandshakeError(version.mismatch(hello.proto, hello.most))
     reply = ServerHello(
-        proto=PROTOCOL,
+        proto=hello.proto,
         nonce=hello.nonce,
         share=os.urandom(32),
         host=host,
         job=hello.job,
         restart=restart,
         instance=instance,
+        chosen=greeting.proto,
     )
     try:
         credential = munge.encode(msgspec.msgpack.encode(reply), for_uid=greeting.uid)
@@ -215,5 +227,6 @@ def answer(greeting: Greeting, *, host: str, restart: int, instance: str) -> tup
         peer_restart=hello.restart,
         purpose=hello.purpose,
         job=hello.job,
+        proto=greeting.proto,
     )
     return msgspec.msgpack.encode(Envelope(credential=credential)), session

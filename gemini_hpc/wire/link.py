@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 
 import msgspec
 
-from gemini_hpc.wire import handshake, peer
+from gemini_hpc.wire import handshake, peer, version
 from gemini_hpc.wire.frames import (
     LENGTH_BYTES,
     FrameError,
@@ -58,9 +58,10 @@ class Link:
         self.last_heard = time.monotonic()
 
     def send(self, message: peer.Message) -> None:
-        """Queue a message; a peer that does not drain its side is cut off, never waited for."""
+        """Queue a message; a peer that does not drain its side is cut off, never waited for. What its version does
+        not know is not sent."""
         transport = self._writer.transport
-        if transport.is_closing():
+        if transport.is_closing() or not peer.known(message, self.session.proto):
             return
         try:
             self._writer.write(self._out.seal(peer.encode(message)))
@@ -156,7 +157,8 @@ async def accept(
         async with asyncio.timeout(timeout_s):
             writer.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             greeting = await _beside(handshake.receive, await _read_bare(reader))
-            reason = admit(greeting)
+            hello = greeting.hello
+            reason = admit(greeting) if greeting.proto else version.mismatch(hello.proto, hello.most)
             if reason:
                 writer.write(bare(handshake.refusal(reason)))
                 await writer.drain()
@@ -197,8 +199,9 @@ class BlockingLink:
             raise
 
     def send(self, message: peer.Message) -> None:
-        """Send one message; OSError on time-out or a closed connection."""
-        self.sock.sendall(self._out.seal(peer.encode(message)))
+        """Send one message, if the other end knows such; OSError on time-out or a closed connection."""
+        if peer.known(message, self.session.proto):
+            self.sock.sendall(self._out.seal(peer.encode(message)))
 
     def receive(self, kind: type[M]) -> M:
         """The next message, which must be of `kind`. Raises `LinkClosed`."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
+from gemini_hpc.wire import version
 from gemini_hpc.wire.bounds import Bytes, Count, Epoch, Job, Restart, Seconds, Strict, Time, Version
 
-PROTOCOL = 1
 MAX_PACKET_BYTES = 64 * 1024
 
 
@@ -68,6 +68,7 @@ class Hello(Message, frozen=True, tag="hello"):
 
     `step` identifies one launch of the training (SLURM_JOB_ID.SLURM_STEP_ID): a new value on any node
     starts a new recovery round. `rejoin` is set by a trainer that was welcomed before and lost its agent.
+    It speaks protocol `proto` to `most` (0: `proto` alone).
     """
 
     proto: int
@@ -78,6 +79,7 @@ class Hello(Message, frozen=True, tag="hello"):
     step: str
     pid: int
     rejoin: bool = False
+    most: int = 0
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -85,7 +87,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
     `chosen_epoch`/`chosen_version`: the version to resume from; version 0 means none. `chosen_world` is
     the number of shards of that version. `lost` says, one sentence a shard, why memory could not serve;
-    `notice` what the controller wants the job's users to know.
+    `notice` what the controller wants the job's users to know; `proto` the protocol
+    that both speak from here on.
     """
 
     job: int
@@ -99,6 +102,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     chosen_world: int = 0
     lost: tuple[str, ...] = ()
     notice: str = ""
+    proto: int = 1
 
 
 class Register(Message, frozen=True, tag="register"):
@@ -240,3 +244,8 @@ Reply = Ready | Verdict | Welcome | Slots | Begun | Refused | Copy | Ok | Error
 request_decoder: Strict[Request] = Strict(msgspec.json.Decoder(Request))
 reply_decoder: Strict[Reply] = Strict(msgspec.json.Decoder(Reply))
 encode = msgspec.json.Encoder().encode
+
+
+def hello(*, set: str, rank: int, world: int, local_rank: int, step: str, pid: int, rejoin: bool = False) -> Hello:
+    """A `Hello` in all versions that this end speaks."""
+    return Hello(version.OLDEST, set, rank, world, local_rank, step, pid, rejoin, version.CURRENT)

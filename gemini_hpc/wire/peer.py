@@ -413,3 +413,12 @@ PeerMessage = (
 
 decoder: Strict[PeerMessage] = Strict(msgspec.msgpack.Decoder(PeerMessage))
 encode = msgspec.msgpack.Encoder().encode
+
+# The version with which a message came; all others are of version 1. A field that is added to a message has a default
+# and needs no entry: older ends skip it.
+SINCE: dict[type[Message], int] = {Summons: 2, Notice: 2}
+
+
+def known(message: Message, proto: int) -> bool:
+    """Whether an end that speaks this protocol knows such a message; to any other it would be the end of the link."""
+    return SINCE.get(type(message), 1) <= proto

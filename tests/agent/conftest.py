@@ -61,9 +61,7 @@ class Caller:
         return (local.reply_decoder.decode(reply) if reply else None), list(fds)
 
     def hello(self, rank: int = 0, world: int = 1, name: str = "default", **more: Any) -> local.Message | None:
-        return self.ask(
-            local.Hello(local.PROTOCOL, name, rank, world, 0, more.pop("step", STEP), os.getpid(), **more)
-        )
+        return self.ask(local.Hello(1, name, rank, world, 0, more.pop("step", STEP), os.getpid(), **more))
 
     def close(self) -> None:
         self.sock.close()
@@ -75,7 +73,7 @@ class Trainer:
     def __init__(self, agent: AgentProcess, name: str = "default", size: int = SIZE) -> None:
         self.name, self.size, self.version = name, size, 0
         self.caller = Caller(agent.socket)
-        welcome, fds = self.caller.ask_fds(local.Hello(local.PROTOCOL, name, 0, 1, 0, STEP, os.getpid()))
+        welcome, fds = self.caller.ask_fds(local.Hello(1, name, 0, 1, 0, STEP, os.getpid()))
         assert isinstance(welcome, local.Welcome), welcome
         self.epoch, self.page = welcome.epoch, ControlPage(fds[0], writable=False)
         os.close(fds[0])

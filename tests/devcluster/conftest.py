@@ -60,6 +60,7 @@ class Trace:
         assert not layout.lock.exists()
         assert members(layout) == []
         assert f"gemini-devcluster/{self.name}" not in Path("/proc/self/mountinfo").read_text()
+        assert not list(Path("/sys/fs/cgroup").glob(f"memory/**/gemini-devcluster-{self.name}"))
         assert self.name not in everything_running()
         assert not {who: spaces & self.namespaces for who, spaces in inhabited().items() if spaces & self.namespaces}
         assert links() <= self.links

@@ -9,6 +9,7 @@ fi
 venv=$2
 scripts=$3
 mount --make-rprivate /
+umount -R /sys/fs/cgroup 2>/dev/null || : # or the prolog would make its cgroup on this machine
 
 # Whatever hides below /run, /opt or a private /tmp is reached through descriptors from here on.
 exec 8<"$venv" 9<"$scripts"

@@ -322,6 +322,40 @@ def test_user_errors_never_fail_a_strict_prolog(node: Node) -> None:
     one_line(node.prolog(SPANK_GEMINI_TIER="x"))
 
 
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"SPANK_GEMINI_REPLICAS": "0"},
+        {"SPANK_GEMINI_REPLICAS": "many"},
+        {"SPANK_GEMINI_REPLICAS": "33", "SLURM_JOB_NUM_NODES": "40"},
+        {"SPANK_GEMINI_REPLICAS": "4"},
+        {"SPANK_GEMINI_TIER": "relative/`reboot`"},
+        {"SPANK_GEMINI_TIER_INTERVAL": "0"},
+        {"SPANK_GEMINI_TIER_INTERVAL": "1e9"},
+        {"SLURM_NODELIST": "n[1-"},
+        {"SLURM_NODELIST": ""},
+        {"SLURM_JOB_NUM_NODES": "-1"},
+    ],
+    ids=str,
+)
+def test_site_19_no_value_of_a_users_fails_a_strict_prolog(node: Node, env: dict[str, str]) -> None:
+    node.site("strict_prolog = true")
+    assert node.prolog(**env).returncode == 0
+    assert node.epilog(**env).returncode == 0
+
+
+def test_site_15_read_only_cgroups_are_one_line_and_no_failure(node: Node) -> None:
+    """A memory hierarchy that cannot be written to: the agent stays in slurmd's cgroup, and is started."""
+    done = node.run(["/bin/sh", "-c", "mount -t tmpfs none /sys/fs/cgroup && mkdir /sys/fs/cgroup/memory && "
+                     "mount -t cgroup -o ro,memory cgroup /sys/fs/cgroup/memory"], PATH="/usr/bin:/bin")  # fmt: skip
+    if done.returncode:
+        pytest.skip("no memory cgroup (v1) on this machine")
+    node.site("strict_prolog = true")
+    prolog = node.prolog()
+    assert "stays in slurmd's cgroup: /sys/fs/cgroup/memory is mounted read-only" in one_line(prolog)
+    assert prolog.returncode == 0 and len(node.agents()) == 1
+
+
 def test_bad_site_settings(node: Node) -> None:
     node.site("nonsense = 1")
     assert "nonsense" in one_line(node.prolog())

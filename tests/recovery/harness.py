@@ -192,6 +192,10 @@ def leaks(cluster: Cluster) -> list[str]:
         memfds = cluster.exec(node, ["bash", "-c", script]).stdout.strip()
         if memfds not in ("", "0"):
             found.append(f"{node}: {memfds} memfds")
+        inside = 'find /sys/fs/cgroup/memory -path "*gemini-hpc/cgroup.procs" -exec cat {} + 2>/dev/null || true'
+        charged = cluster.exec(node, ["bash", "-c", inside]).stdout.split()
+        if charged:
+            found.append(f"{node}: processes {charged} in the agents' cgroup")
         shm = cluster.exec(node, ["ls", "/dev/shm"]).stdout.split()
         if shm:
             found.append(f"{node}: /dev/shm has {shm}")

@@ -21,10 +21,11 @@ import time
 import xxhash
 
 from gemini_hpc.core import placement
-from gemini_hpc.wire import local
+from gemini_hpc.wire import local, version
 from gemini_hpc.wire.page import ControlPage
 
-SET = "default"
+SET = os.environ.get("LITE_SET", "default")
+MOST = int(os.environ.get("LITE_PROTOCOL", version.CURRENT))
 
 
 class Agent:
@@ -93,7 +94,7 @@ def main() -> int:
 
     path = os.environ["GEMINI_SOCKET"]
     agent = Agent(path)
-    hello = local.Hello(local.PROTOCOL, SET, rank, world, 0, step_id, os.getpid())
+    hello = local.Hello(1, SET, rank, world, 0, step_id, os.getpid(), most=MOST)
     welcome, fds = agent.ask(hello)
     if not isinstance(welcome, local.Welcome):
         print(f"lite: rank {rank}: {welcome}", file=sys.stderr)
@@ -158,9 +159,7 @@ def main() -> int:
             for _ in range(100):
                 try:
                     agent = Agent(path)
-                    again, fds = agent.ask(
-                        local.Hello(local.PROTOCOL, SET, rank, world, 0, step_id, os.getpid(), rejoin=True)
-                    )
+                    again, fds = agent.ask(local.Hello(1, SET, rank, world, 0, step_id, os.getpid(), True, MOST))
                     if isinstance(again, local.Welcome):
                         page = ControlPage(fds[0], writable=False)
                         for slots in held:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,11 @@ class Process:
 class Run:
     """Training processes of one launch; ranks are dealt to the job's nodes in blocks."""
 
-    def __init__(self, job: FakeJob | None, world: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self, job: FakeJob | None, world: int, options: dict[str, Any], node_ranks: Sequence[int] = ()
+    ) -> None:
+        """node_ranks: the nodes that have ranks; default all."""
+        nodes = [job.nodes[r] for r in node_ranks or range(len(job.nodes))] if job is not None else []
         port = free_port()
         self.processes = []
         self.stderr: list[str] = []
@@ -133,7 +138,7 @@ class Run:
                 "GLOO_SOCKET_IFNAME": "lo",
             }
             if job is not None:
-                env["GEMINI_SOCKET"] = job.nodes[rank * len(job.nodes) // world].path
+                env["GEMINI_SOCKET"] = nodes[rank * len(nodes) // world].path
                 env["GEMINI_STEP"] = f"1.{job.restart}"
             self.processes.append(Process(env, options))
 

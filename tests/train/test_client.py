@@ -14,7 +14,7 @@ from gemini_hpc.wire import local
 from .fake_agent import FakeJob
 
 MakeJob = Callable[[int, int], FakeJob]
-HELLO = local.Hello(proto=local.PROTOCOL, set="s", rank=0, world=1, local_rank=0, step="1.0", pid=1)
+HELLO = local.hello(set="s", rank=0, world=1, local_rank=0, step="1.0", pid=1)
 
 
 def joined(job: FakeJob) -> AgentClient:

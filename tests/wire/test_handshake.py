@@ -193,14 +193,14 @@ def test_munge_down(fake: FakeMunge) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"proto": 2}, {"nonce": b""}, {"nonce": b"x" * 17}, {"share": b""}, {"share": b"x" * 31}, {"job": -1},
+    [{"proto": "2"}, {"nonce": b""}, {"nonce": b"x" * 17}, {"share": b""}, {"share": b"x" * 31}, {"job": -1},
      {"job": 1 << 32}, {"restart": -1}, {"job": "7"}, {"source": None}, {"purpose": 3}],
     ids=str,
 )  # fmt: skip
 def test_greetings_that_cannot_be(fake: FakeMunge, changes: dict[str, object]) -> None:
     hello = msgspec.to_builtins(client()._hello, builtin_types=(bytes,)) | changes
     credential = fake.encode(msgspec.msgpack.encode(hello), for_uid=ALICE)
-    with pytest.raises(HandshakeError, match=r"malformed greeting|protocol 2"):
+    with pytest.raises(HandshakeError, match="malformed greeting"):
         handshake.receive(msgspec.msgpack.encode(handshake.Envelope(credential=credential)))
 
 

@@ -1,0 +1,197 @@
+"""Where an agent's memory is counted: what /proc says of memory cgroups, and the choice of one (SITE 15).
+
+The prolog is a child of slurmd, and so would be the agent. slurmd's cgroup may be limited to MemSpecLimit: replicas
+in it would get slurmd killed. So the agents of a node have a cgroup of their own, beside slurmd's, with the site's
+cap as its limit. Which files that takes depends on cgroup v1, v2 and systemd; here is only the choosing.
+"""
+
+from __future__ import annotations
+
+import os.path
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+DEFAULT_PATH = "/gemini-hpc"
+NONE = "none"
+SLICE = "geminihpc.slice"  # systemd reads "-" in a slice's name as a level
+# What the kernel's limit has above the cap: for the agents' own processes, so that a reservation is refused by us,
+# with numbers, before the kernel ends somebody.
+AGENTS_ROOM_BYTES = 64 << 20
+_UNLIMITED = 1 << 60
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A process's memory cgroup. mount: where the hierarchy is mounted; path: from there, "/" is the top."""
+
+    version: int
+    mount: str
+    path: str
+    writable: bool
+
+    def directory(self, path: str | None = None) -> str:
+        """The directory of `path` (default: the process's own)."""
+        below = (self.path if path is None else path).strip("/")
+        return f"{self.mount}/{below}" if below else self.mount
+
+    def chain(self) -> Iterator[str]:
+        """The process's own directory and all above it: each may have a limit."""
+        path = self.path
+        while True:
+            yield self.directory(path)
+            if path == "/":
+                return
+            path = os.path.dirname(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """how: "v1" or "v2" (files below `directory`), "systemd" (a scope in `SLICE`), "stay"; why: of staying, empty
+    where there is nothing to leave or the site wants it so."""
+
+    how: str
+    directory: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thing to do below a cgroup mount; text None: make the directory. A step that is not `needed` may fail."""
+
+    path: str
+    text: str | None = None
+    needed: bool = True
+
+
+def place(cgroup: str, mountinfo: str) -> Place | None:
+    """From the texts of /proc/PID/cgroup and /proc/PID/mountinfo; None where no memory cgroup is visible."""
+    for version, path in _memory_paths(cgroup):
+        mount = _mount(mountinfo, version)
+        if mount is None:
+            continue
+        point, root, writable = mount
+        if root not in ("/", path) and not path.startswith(root + "/"):
+            continue  # only a part of the hierarchy is mounted here (containers), and the process is not in it
+        below = path if root == "/" else path[len(root) :] or "/"
+        if ".." not in below.split("/"):
+            return Place(version, point, below, writable)
+    return None
+
+
+def _memory_paths(cgroup: str) -> list[tuple[int, str]]:
+    """v1's memory controller where it is in use, else v2's hierarchy."""
+    found: list[tuple[int, str]] = []
+    for line in cgroup.splitlines():
+        _, controllers, path = ([*line.split(":", 2), "", ""])[:3]
+        if not path.startswith("/"):
+            continue
+        if "memory" in controllers.split(","):
+            return [(1, path)]
+        if line.startswith("0::"):
+            found.append((2, path))
+    return found
+
+
+def _mount(mountinfo: str, version: int) -> tuple[str, str, bool] | None:
+    """(mount point, root within the hierarchy, writable) of the mount that is on top."""
+    found: tuple[str, str, bool] | None = None
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        fields, source = left.split(" "), right.split(" ")
+        if len(fields) < 6 or len(source) < 3:
+            continue
+        wanted = (
+            source[0] == "cgroup2" if version == 2 else source[0] == "cgroup" and "memory" in source[2].split(",")
+        )
+        if wanted:
+            point, root = _plain(fields[4]), _plain(fields[3])
+            if found is None or point == found[0]:  # a later mount on the same point covers the earlier one
+                writable = "ro" not in fields[5].split(",") and "ro" not in source[2].split(",")
+                found = (point, root, writable)
+    return found
+
+
+def _plain(text: str) -> str:
+    return _OCTAL.sub(lambda m: chr(int(m[1], 8)), text)
+
+
+def choose(here: Place | None, setting: str, *, systemd: bool) -> Choice:
+    """Where the agents of this node go. here: the prolog's own place; setting: `agent_cgroup` of gemini.toml;
+    systemd: whether it runs this host. On v2 all of the tree is systemd's, so it is asked; v1's it shares."""
+    if setting == NONE or here is None:
+        missing = setting not in ("", NONE)
+        return Choice("stay", why=f"agent_cgroup is {setting!r}, and no memory cgroup is visible here" * missing)
+    if not setting and systemd and here.version == 2:
+        return Choice("systemd")
+    path = setting or DEFAULT_PATH
+    if not path.startswith("/") or path.rstrip("/") != os.path.normpath(path) or path == "/":
+        return Choice("stay", why=f"agent_cgroup is {setting!r}: wanted a path such as {DEFAULT_PATH!r}")
+    path = os.path.normpath(path)
+    if not here.writable:
+        return Choice("stay", why=f"{here.mount} is mounted read-only")
+    if here.path != "/" and f"{path}/".startswith(f"{here.path}/"):
+        return Choice("stay", why=f"agent_cgroup {path} lies in slurmd's own cgroup {here.path}")
+    return Choice(f"v{here.version}", here.directory(path))
+
+
+def preparation(here: Place, choice: Choice, limit_bytes: int, used_bytes: int) -> list[Step]:
+    """What makes the agents' cgroup, or brings its limit up to date. used_bytes: taken in it now: the limit is never
+    put below, for v2 kills where v1 refuses."""
+    below = choice.directory[len(here.mount) :].strip("/").split("/")
+    above = ["/".join([here.mount, *below[:n]]) for n in range(len(below))]
+    steps = []
+    for parent, name in zip(above, below, strict=True):
+        if here.version == 2:  # perhaps on already; if it cannot be, the limit's file will be missing
+            steps.append(Step(f"{parent}/cgroup.subtree_control", "+memory", needed=False))
+        steps.append(Step(f"{parent}/{name}"))
+    limit, swap = ("memory.limit_in_bytes", ("memory.swappiness", "0"))
+    if here.version == 2:
+        limit, swap = ("memory.max", ("memory.swap.max", "0"))
+    steps.append(Step(f"{choice.directory}/{swap[0]}", swap[1], needed=False))
+    if limit_bytes >= used_bytes:
+        steps.append(Step(f"{choice.directory}/{limit}", str(limit_bytes)))
+    return steps
+
+
+def usage_file(version: int) -> str:
+    """Name of the file with the bytes that a cgroup takes now."""
+    return "memory.current" if version == 2 else "memory.usage_in_bytes"
+
+
+def left(version: int, limit: str, usage: str, stat: str) -> int | None:
+    """Bytes that a cgroup can still take, from its files (limit, usage, memory.stat); None: it has no limit. What is
+    cached of files counts as free."""
+    bound = limit.strip()
+    if bound == "max" or int(bound) >= _UNLIMITED:
+        return None
+    prefix = "" if version == 2 else "total_"
+    names = {f"{prefix}active_file", f"{prefix}inactive_file"}
+    lines = (line.split() for line in stat.splitlines())
+    cached = sum(int(words[1]) for words in lines if len(words) == 2 and words[0] in names)
+    return max(0, int(bound) - int(usage) + cached)
+
+
+def limit_file(version: int) -> str:
+    """Name of the file with a cgroup's limit."""
+    return "memory.max" if version == 2 else "memory.limit_in_bytes"
+
+
+def scope_name(job: int, pid: int) -> str:
+    """systemd's name for the cgroup of one job's agent; a pid in it, for the last one may not be gone yet."""
+    return f"geminihpc-{job}-{pid}.scope"
+
+
+def scope_call(busctl: str, job: int, pid: int, limit_bytes: int) -> list[str]:
+    """The command that has systemd move a process into a scope of its own, in a slice beside slurmd's. systemd
+    removes a scope that is empty."""
+    manager = ["org.freedesktop.systemd1", "/org/freedesktop/systemd1", "org.freedesktop.systemd1.Manager"]
+    properties = [
+        *("PIDs", "au", "1", str(pid)),
+        *("Slice", "s", SLICE),
+        *("MemoryMax", "t", str(limit_bytes)),
+        *("MemorySwapMax", "t", "0"),
+    ]
+    call = [scope_name(job, pid), "fail", "4", *properties, "0"]
+    return [busctl, "--timeout=2", "call", *manager, "StartTransientUnit", "ssa(sv)a(sa(sv))", *call]

@@ -1,0 +1,122 @@
+"""SITE 15: root's part of leaving slurmd's cgroup, with real files where there are such, and a busctl of our own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gemini_hpc.agent import cgroup
+from gemini_hpc.agent.memory import Budget, Memfd, NoMemory
+from gemini_hpc.config import Settings
+from gemini_hpc.core.cgroup import Choice, Place, scope_name
+from gemini_hpc.devcluster import cgroups
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def top() -> Iterator[Path]:
+    """A part of the real hierarchy."""
+    base = cgroups._base() if os.geteuid() == 0 else None
+    if base is None:
+        pytest.skip("no writable memory cgroup (v1) on this machine")
+    path = base / f"gemini-test-{os.getpid()}"
+    path.mkdir()
+    yield path
+    cgroups._remove(path)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[int]:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process.pid
+        process.kill()
+
+
+def busctl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) -> Path:
+    path = tmp_path / "busctl"
+    path.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/said\n{script}\n')
+    path.chmod(0o755)
+    monkeypatch.setattr(cgroup, "BUSCTL", str(path))
+    return tmp_path / "said"
+
+
+def test_site_15_systemd_moves_and_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, top: Path, sleeper: int
+) -> None:
+    """A stand-in that answers first and moves the process a moment later, as systemd does."""
+    scope = top / scope_name(7, sleeper)
+    move = f"(sleep 0.2; mkdir {scope}; echo {sleeper} >{scope}/cgroup.procs) >/dev/null 2>&1 &"
+    said = busctl(monkeypatch, tmp_path, move)
+    assert cgroup.admit(Choice("systemd"), 7, sleeper, 100 * MIB) == ""
+    found = cgroup.place(sleeper)
+    assert found is not None and found.path.endswith(scope.name)
+    assert f"PIDs au 1 {sleeper} Slice s geminihpc.slice MemoryMax t {100 * MIB}" in said.read_text()
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("echo no such method >&2; exit 1", "no such method"), ("exit 0", "not made in time"), ("sleep 30", "in time")],
+)
+def test_site_15_systemd_that_does_not_do_it_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sleeper: int, script: str, words: str
+) -> None:
+    monkeypatch.setattr(cgroup, "SYSTEMD_TIMEOUT_S", 0.3)
+    busctl(monkeypatch, tmp_path, script)
+    began = time.monotonic()
+    problem = cgroup.admit(Choice("systemd"), 7, sleeper, 100 * MIB)
+    assert words in problem and "\n" not in problem and time.monotonic() - began < 3
+    monkeypatch.setattr(cgroup, "BUSCTL", str(tmp_path / "missing"))
+    assert cgroup.admit(Choice("systemd"), 7, sleeper, 100 * MIB) == "systemd: No such file or directory"
+
+
+def test_site_15_v2_is_written_as_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No v2 memory controller can be had here: the files are ordinary ones."""
+    (tmp_path / "gemini-hpc").mkdir()
+    for name in ("cgroup.subtree_control", "gemini-hpc/memory.max", "gemini-hpc/cgroup.procs"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(cgroup, "place", lambda pid="self": Place(2, str(tmp_path), "/slurmd", True))
+    monkeypatch.setattr(cgroup, "SYSTEMD_BOOTED", str(tmp_path / "no-systemd"))
+    choice = cgroup.prepare(Settings(memory_cap_bytes=100 * MIB), 1 << 40)
+    assert choice == Choice("v2", f"{tmp_path}/gemini-hpc")
+    assert (tmp_path / "cgroup.subtree_control").read_text() == "+memory"
+    assert (tmp_path / "gemini-hpc/memory.max").read_text() == str(164 * MIB)
+    assert cgroup.admit(choice, 7, 4711, 0) == ""
+    assert (tmp_path / "gemini-hpc/cgroup.procs").read_text() == "4711"
+
+
+def test_site_15_a_controller_that_is_not_there_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "cgroup.subtree_control").touch()
+    monkeypatch.setattr(cgroup, "place", lambda pid="self": Place(2, str(tmp_path), "/slurmd", True))
+    choice = cgroup.prepare(Settings(agent_cgroup="/gemini-hpc"), 1 << 40)
+    assert choice.how == "stay" and "memory.max: No such file" in choice.why
+
+
+def test_site_15_reservation_stops_before_the_kernel_kills(top: Path) -> None:
+    """In a cgroup of 200 MiB: what does not fit is refused with the numbers, at once or half way."""
+    (top / "memory.limit_in_bytes").write_text(str(200 * MIB))
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            (top / "cgroup.procs").write_text("0")
+            budget = Budget(Settings(memory_floor_bytes=0))
+            try:
+                budget.take(190 * MIB, "shard")
+            except NoMemory as exc:
+                status = 2 if "left for all agents of this node" in str(exc) else 3
+            memory = Memfd("gemini:test", 190 * MIB)
+            try:
+                memory.reserve(budget.left_bytes)
+            except NoMemory as exc:
+                status += 10 if "ran short" in str(exc) else 20
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 12

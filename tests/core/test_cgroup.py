@@ -1,0 +1,136 @@
+"""SITE 15 on hosts that cannot be had here: the choice of a memory cgroup, from texts of /proc as they are there."""
+
+from __future__ import annotations
+
+import pytest
+
+from gemini_hpc.core import cgroup
+from gemini_hpc.core.cgroup import Choice, Place
+
+# Debian 12, Slurm by systemd: unified hierarchy only.
+V2 = "0::/system.slice/slurmd.service\n"
+V2_MOUNTS = """\
+22 28 0:21 / /proc rw,nosuid,nodev,noexec,relatime shared:12 - proc proc rw
+28 1 254:1 / / rw,relatime shared:1 - ext4 /dev/vda1 rw,errors=remount-ro
+30 24 0:26 / /sys/fs/cgroup rw,nosuid,nodev,noexec,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate
+"""
+# Rocky 8: v1 with systemd, a unified hierarchy without controllers beside it.
+V1 = """\
+12:pids:/system.slice/slurmd.service
+9:memory:/system.slice/slurmd.service
+4:cpu,cpuacct:/system.slice/slurmd.service
+1:name=systemd:/system.slice/slurmd.service
+0::/system.slice/slurmd.service
+"""
+V1_MOUNTS = """\
+25 17 0:22 / /sys/fs/cgroup ro,nosuid,nodev,noexec shared:8 - tmpfs tmpfs ro,mode=755
+26 25 0:23 / /sys/fs/cgroup/systemd rw,nosuid,nodev,noexec,relatime shared:9 - cgroup cgroup rw,xattr,name=systemd
+31 25 0:28 / /sys/fs/cgroup/cpu,cpuacct rw,nosuid,nodev,noexec,relatime shared:15 - cgroup cgroup rw,cpu,cpuacct
+33 25 0:30 / /sys/fs/cgroup/memory rw,nosuid,nodev,noexec,relatime shared:17 - cgroup cgroup rw,memory
+41 25 0:38 / /sys/fs/cgroup/unified rw,relatime shared:18 - cgroup2 cgroup2 rw
+"""
+# slurmd in a container of v1: only its own part of the tree is mounted, and read-only.
+CONTAINER = "9:memory:/docker/4f2a/slurm\n"
+CONTAINER_MOUNTS = (
+    "733 732 0:30 /docker/4f2a /sys/fs/cgroup/memory ro,nosuid,relatime master:17 - cgroup cgroup rw,memory\n"
+)
+# A part of the tree bound over the whole: what is mounted later is on top. The path has a space.
+COVERED = "4:memory:/clusters/a b/n1/slurmd\n"
+COVERED_MOUNTS = """\
+35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
+90 35 0:32 /clusters/a\\040b/n1 /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
+"""
+
+
+def test_site_15_v2_under_systemd_is_asked_of_systemd() -> None:
+    here = cgroup.place(V2, V2_MOUNTS)
+    assert here == Place(2, "/sys/fs/cgroup", "/system.slice/slurmd.service", True)
+    assert cgroup.choose(here, "", systemd=True) == Choice("systemd")
+    argv = cgroup.scope_call("/usr/bin/busctl", 7, 4711, 1 << 30)
+    assert argv == [
+        *("/usr/bin/busctl", "--timeout=2", "call", "org.freedesktop.systemd1", "/org/freedesktop/systemd1"),
+        *("org.freedesktop.systemd1.Manager", "StartTransientUnit", "ssa(sv)a(sa(sv))"),
+        *("geminihpc-7-4711.scope", "fail", "4"),
+        *("PIDs", "au", "1", "4711", "Slice", "s", "geminihpc.slice"),  # a dash in the name would nest it
+        *("MemoryMax", "t", str(1 << 30), "MemorySwapMax", "t", "0"),
+        "0",
+    ]
+
+
+def test_site_15_v2_without_systemd_is_made_of_files() -> None:
+    here = cgroup.place("0::/slurmd\n", V2_MOUNTS)
+    assert here is not None
+    choice = cgroup.choose(here, "/site/gemini", systemd=False)
+    assert choice == Choice("v2", "/sys/fs/cgroup/site/gemini")
+    steps = [(s.path.removeprefix("/sys/fs/cgroup"), s.text) for s in cgroup.preparation(here, choice, 1000, 0)]
+    assert steps == [
+        ("/cgroup.subtree_control", "+memory"),
+        ("/site", None),
+        ("/site/cgroup.subtree_control", "+memory"),
+        ("/site/gemini", None),
+        ("/site/gemini/memory.swap.max", "0"),
+        ("/site/gemini/memory.max", "1000"),
+    ]
+
+
+def test_site_15_a_limit_is_never_put_below_what_is_taken() -> None:
+    """On v2 that would kill the agents of the jobs that run."""
+    here = Place(2, "/cg", "/slurmd", True)
+    choice = cgroup.choose(here, "", systemd=False)
+    assert not any(s.path.endswith("memory.max") for s in cgroup.preparation(here, choice, 1000, 1001))
+    assert any(s.path.endswith("memory.max") for s in cgroup.preparation(here, choice, 1000, 1000))
+
+
+def test_site_15_v1_beside_slurmd_with_or_without_systemd() -> None:
+    here = cgroup.place(V1, V1_MOUNTS)
+    assert here == Place(1, "/sys/fs/cgroup/memory", "/system.slice/slurmd.service", True)
+    for systemd in (True, False):
+        assert cgroup.choose(here, "", systemd=systemd) == Choice("v1", "/sys/fs/cgroup/memory/gemini-hpc")
+    choice = cgroup.choose(here, "", systemd=True)
+    last = cgroup.preparation(here, choice, 1000, 0)[-1]
+    assert (last.path, last.text) == ("/sys/fs/cgroup/memory/gemini-hpc/memory.limit_in_bytes", "1000")
+    assert list(here.chain()) == [
+        "/sys/fs/cgroup/memory/system.slice/slurmd.service",
+        "/sys/fs/cgroup/memory/system.slice",
+        "/sys/fs/cgroup/memory",
+    ]
+
+
+def test_site_15_containers() -> None:
+    here = cgroup.place(CONTAINER, CONTAINER_MOUNTS)
+    assert here == Place(1, "/sys/fs/cgroup/memory", "/slurm", False)
+    assert "read-only" in cgroup.choose(here, "", systemd=False).why
+    assert cgroup.place("9:memory:/elsewhere\n", CONTAINER_MOUNTS) is None
+    assert cgroup.place("9:memory:/../other\n", V1_MOUNTS) is None
+    assert cgroup.place(COVERED, COVERED_MOUNTS) == Place(1, "/sys/fs/cgroup/memory", "/slurmd", True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("none", ""),
+        ("/system.slice/slurmd.service/gemini", "slurmd's own"),
+        ("/system.slice/slurmd.service", "slurmd's own"),
+        ("gemini", "wanted a path"),
+        ("/../gemini", "wanted a path"),
+        ("/", "wanted a path"),
+        ("/a//b", "wanted a path"),
+    ],
+)
+def test_site_15_what_the_agent_stays_for(setting: str, why: str) -> None:
+    choice = cgroup.choose(cgroup.place(V1, V1_MOUNTS), setting, systemd=False)
+    assert choice.how == "stay" and why in choice.why and bool(why) == bool(choice.why)
+
+
+def test_site_15_no_memory_cgroup_is_nothing_to_leave() -> None:
+    assert cgroup.place("", "") is None and cgroup.place("1:name=systemd:/\n", V1_MOUNTS) is None
+    assert cgroup.place(V1, "") is None and cgroup.place("nonsense\n::\n", "a b - c\n\n") is None
+    assert cgroup.choose(None, "", systemd=True) == Choice("stay")
+    assert "no memory cgroup" in cgroup.choose(None, "/gemini-hpc", systemd=True).why
+
+
+def test_site_15_what_is_left_of_a_limit() -> None:
+    assert cgroup.left(1, "9223372036854771712\n", "5\n", "") is None
+    assert cgroup.left(2, "max\n", "5\n", "") is None
+    assert cgroup.left(1, "100\n", "70\n", "inactive_file 1\ntotal_inactive_file 20\ntotal_active_file 5\n") == 55
+    assert cgroup.left(2, "100\n", "170\n", "anon 3\ninactive_file 20\nactive_file 5\n") == 0

@@ -1,0 +1,54 @@
+"""SITE 20 with torch: a suspended training goes on as if nothing had been; a rank maps only what it fills."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from training import Training
+
+from gemini_hpc.core import placement
+from gemini_hpc.devcluster.cluster import Cluster
+
+Train = Callable[..., Training]
+Reference = Callable[[str], Training]
+LONGER_THAN_A_SEAL_IS_AWAITED_S = 7.0
+
+
+def test_site_20_suspended_training_goes_on_protected(train: Train, reference: Reference) -> None:
+    wanted = reference("ddp")
+    job = train("suspended", "--gemini-replicas=2")
+    job.reach(10)
+    assert job.cluster.run(["scontrol", "suspend", str(job.id)]).returncode == 0
+    job.wait("suspension", lambda: job.state == "SUSPENDED", 10)
+    time.sleep(LONGER_THAN_A_SEAL_IS_AWAITED_S)
+    assert job.cluster.run(["scontrol", "resume", str(job.id)]).returncode == 0
+    job.finish()
+    job.assert_same_as(wanted)
+    assert job.repeated() == 0 and job.cluster.job(job.id)["Restarts"] == "0"
+    assert "gemini-hpc: rank" not in job.output(), job.output()
+    assert "idle" in set(job.cluster.node_states().values())
+
+
+def mapped(cluster: Cluster, node: str) -> Counter[int]:
+    """Shards of which the training process on a node has slots mapped, with the number of slots."""
+    found = r"for p in $(pgrep -f '^[^ ]*python[^ ]* .*train_gpt[.]py'); do cat /proc/$p/smaps; done"
+    text = cluster.exec(node, ["bash", "-c", found]).stdout
+    names = set(re.findall(r"/memfd:gemini:(\S+)", text))
+    assert not {name for name in names if name.startswith("guest:")}, names
+    return Counter(int(name.split(":")[1]) for name in names if name.startswith("default:"))
+
+
+def test_site_20_a_rank_maps_only_what_it_fills(train: Train) -> None:
+    """Also after a recovery in which it has read every shard of the job."""
+    job = train("mapped", "--gemini-replicas=2")
+    job.reach(10)
+    job.cluster.power_off(job.hosts()[1])
+    job.wait("recovery", lambda: any(line["restart"] == 1 for line in job.steps()), 90)
+    job.reach(max(line["step"] for line in job.steps()) + 4)
+    found = {node: mapped(job.cluster, node) for node in job.hosts()}
+    by_holder = [set(placement.holds_for(r, 3, 2)) for r in range(3)]
+    assert sorted(sorted(c) for c in found.values()) == sorted(sorted(s) for s in by_holder), found
+    assert all(slots == 2 for c in found.values() for slots in c.values()), found

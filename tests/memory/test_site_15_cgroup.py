@@ -1,0 +1,145 @@
+"""SITE 15 on the real cluster (cgroup v1): the agents' memory is counted, and ends, outside slurmd's cgroup."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from harness import LiteJob, restore, wait_for
+
+from gemini_hpc.core.cgroup import AGENTS_ROOM_BYTES
+from gemini_hpc.devcluster import cgroups
+
+from .conftest import CAP_BYTES, MIB, Site
+
+Inspect = Callable[[int], dict[str, Any]]
+pytestmark = pytest.mark.skipif(not cgroups.possible(), reason="no writable memory cgroup (v1) on this machine")
+OWN = "gemini-hpc"
+
+
+def agents(job: LiteJob, node: str) -> list[str]:
+    return job.cluster.exec(node, ["pgrep", "-f", f"gemini_hpc.agent --job {job.id} "]).stdout.split()
+
+
+def test_site_15_agent_has_left_slurmds_cgroup(site: Site) -> None:
+    job = site.job(nodes=2, steps=1000)
+    job.reach(3)
+    for node in job.hosts():
+        assert site.cgroup(node, site.slurmd(node)) == "slurmd"
+        (task,) = site.sh(node, f"pgrep -f '^[^ ]*python {job.directory}/lite'").split()[-1:]
+        assert site.cgroup(node, task) == "slurmd"
+        assert {site.cgroup(node, pid) for pid in agents(job, node)} == {OWN}
+        assert {site.sh(node, f"cat /proc/{pid}/oom_score_adj") for pid in agents(job, node)} == {"1000"}
+        assert site.memory(node, OWN, "limit_in_bytes") == CAP_BYTES + AGENTS_ROOM_BYTES
+        assert f"memory counted in /{OWN}" in job.agent_log(node)
+    node = job.hosts()[1]
+    site.sh(node, f"kill -9 {job.agent_pid(node)}")
+    wait_for("hand-back", lambda: job.lines("rejoined"), 20)
+    assert {site.cgroup(node, pid) for pid in agents(job, node)} == {OWN}, "its successor is there too"
+
+
+def test_site_15_replicas_are_not_charged_to_slurmd(site: Site) -> None:
+    """slurmd's cgroup has room for its daemons, its steps and 64 MiB; the replicas of a node take 128."""
+    cluster, node = site.cluster, "n1"
+    before = site.slurmd(node)
+    limit = site.memory(node, "slurmd", "usage_in_bytes") + 64 * MIB
+    site.sh(node, f"echo {limit} >/sys/fs/cgroup/memory/slurmd/memory.limit_in_bytes")
+    try:
+        job = site.job(nodes=2, steps=20, size=32 * MIB, options=("-wn1,n2",), pause_s=0.05)
+        job.reach(3)
+        taken = site.memory(node, OWN, "usage_in_bytes")
+        job.finish()
+        assert taken >= 128 * MIB
+        assert site.slurmd(node) == before and "down" not in cluster.node_state(node)
+        assert "Killed" not in job.output()
+    finally:
+        site.sh(node, "echo -1 >/sys/fs/cgroup/memory/slurmd/memory.limit_in_bytes")
+
+
+def test_site_15_refusal_has_the_numbers_and_reaches_trainer_and_inspect(site: Site, inspect: Inspect) -> None:
+    job = site.job(nodes=2, steps=5, size=60 * MIB)
+    wait_for("the refusal", lambda: "not enough memory for the replicas" in job.output(), 30)
+    assert "wanted 120 MiB beside 120 MiB already held, the node's cap is 200 MiB (memory_cap_bytes)" in job.output()
+    told = [e["detail"] for e in inspect(job.id)["events"] if e["name"] == "refused"]
+    assert told and "the node's cap is 200 MiB" in told[0], told
+
+
+def test_site_15_agents_of_a_node_share_the_cap(site: Site) -> None:
+    first = site.job(nodes=2, steps=1000, size=30 * MIB, options=("-wn1,n2", "-c1"))
+    first.reach(2)
+    second = site.job(nodes=2, steps=5, size=30 * MIB, options=("-wn1,n2", "-c1"))
+    wait_for("the refusal", lambda: "left for all agents of this node" in second.output(), 30)
+    assert f"the memory cgroup /{OWN} has" in second.output()
+    at = max(line["version"] for line in first.lines("sealed"))
+    first.reach(at + 3)
+
+
+def test_site_15_a_full_cgroup_ends_agents_and_never_slurmd(site: Site) -> None:
+    """Somebody who is in the agents' cgroup takes more than there is: the kernel looks for a victim in there only."""
+    job = site.job(nodes=2, steps=1000, size=20 * MIB)
+    job.reach(3)
+    node = job.hosts()[1]
+    before = site.slurmd(node)
+    hog = (
+        f"echo 0 >/sys/fs/cgroup/memory/{OWN}/cgroup.procs; "
+        "exec python3 -c 'import mmap; m = mmap.mmap(-1, 600 << 20); m.write(bytes(600 << 20))'"
+    )
+    assert site.cluster.exec(node, ["bash", "-c", hog], timeout_s=20).returncode != 0
+    assert site.slurmd(node) == before
+    assert "oom_kill 0" not in site.sh(node, f"cat /sys/fs/cgroup/memory/{OWN}/memory.oom_control")
+    at = max(line["version"] for line in job.lines("step"))
+    job.reach(at + 1, "step")  # unprotected: with everything in there its supervisor may be ended too
+
+
+def test_site_15_arming_until_done(site: Site, inspect: Inspect) -> None:
+    job = site.job(nodes=2, steps=8, pause_s=1.5)
+    job.reach(0, "resumed")
+
+    def state() -> set[str]:
+        return {s["state"] for s in inspect(job.id).get("sets", [])}
+
+    wait_for("arming", lambda: state() == {"arming"}, 1.4)
+    wait_for("protected", lambda: state() == {"protected"}, 15)
+
+
+def test_site_15_ready_needs_no_memory(site: Site) -> None:
+    """The prolog's "ready" says that sockets are open and limits known: a site without any room still gets a map."""
+    site.configure(memory_cap_bytes=1)
+    job = site.job(nodes=2, steps=3)
+    wait_for("the refusal", lambda: "not enough memory for the replicas" in job.output(), 30)
+    assert job.lines("resumed"), "the map was there, the agents had agreed"
+    wait_for("the job's end", lambda: job.state in ("COMPLETED", "FAILED"), 30, 0.1)
+    assert not {s for s in site.cluster.node_states().values() if "drain" in s}
+
+
+def test_site_15_a_node_that_was_off_begins_with_nothing(site: Site) -> None:
+    cluster = site.cluster
+    job = site.job(nodes=2, steps=1000, size=20 * MIB, options=("-wn1,n2", "--no-requeue"))
+    job.reach(2)
+    cluster.power_off("n2")
+    cluster.power_on("n2")
+    assert site.sh("n2", f"ls -d /sys/fs/cgroup/memory/{OWN} 2>/dev/null") == ""
+    cluster.run(["scancel", str(job.id)])
+    restore(cluster)
+    again = site.job(nodes=2, steps=5, options=("-wn1,n2",))
+    again.finish()
+
+
+def test_site_15_settings_say_where(site: Site) -> None:
+    site.configure(agent_cgroup="/site/agents")
+    job = site.job(nodes=2, steps=1000)
+    job.reach(2)
+    node = job.hosts()[0]
+    assert site.cgroup(node, job.agent_pid(node)) == "site/agents"
+    site.cluster.run(["scancel", str(job.id)])
+    wait_for("agents gone", lambda: not agents(job, node), 30)
+    site.configure(agent_cgroup="none")
+    job = site.job(nodes=2, steps=3)
+    job.finish()
+    site.configure(agent_cgroup="/slurmd/agents")  # a mistake of the site's: inside what it should leave
+    job = site.job(nodes=2, steps=1000, options=(f"-w{node}", "-N1"), replicas=1)
+    wait_for("an agent", lambda: job.agent_pid(node), 20)
+    assert site.cgroup(node, job.agent_pid(node)) == "slurmd"
+    log = (site.cluster.log_directory / f"slurmd.{node}.log").read_text()
+    assert "drain" not in site.cluster.node_state(node), log

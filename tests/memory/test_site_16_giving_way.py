@@ -1,0 +1,106 @@
+"""SITE 16 on the real cluster: replicas that nobody trains with give way, and go when they serve nobody."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+from harness import LiteJob, wait_for
+
+from gemini_hpc.agent.node import meminfo
+from gemini_hpc.control.decide import release_reason
+
+from .conftest import MIB, Site
+
+TAKEN_MIB, BELOW_MIB = 4096, 2048
+# Takes memory as fast as one core can, then keeps it for a moment.
+HOG = f"""python3 -c '
+import mmap, time
+m = mmap.mmap(-1, {TAKEN_MIB} << 20)
+for at in range(0, {TAKEN_MIB} << 20, 64 << 20):
+    m[at : at + (64 << 20)] = bytes(64 << 20)
+time.sleep(4)
+print("had", len(m))'
+"""
+
+
+FAILS: dict[str, Any] = {"prefix": "set -e; ", "run": "srun --kill-on-bad-exit=1", "nodes": 2, "steps": 1000}
+
+
+def detached(site: Site, job: LiteJob) -> list[str]:
+    """End a job's script as a failure; the nodes on which its agents stay."""
+    hosts = job.hosts()
+    site.sh(hosts[0], f"pkill -KILL -f '{job.directory}/lite[.]py'")
+    wait_for("the job's end", lambda: job.state == "FAILED", 30)
+    wait_for("detached", lambda: all("event=detached" in job.agent_log(h) for h in hosts), 15)
+    assert all(job.agent_pid(h) for h in hosts)
+    return hosts
+
+
+def test_site_16_detached_agent_gives_way(site: Site) -> None:
+    """Another owner's job takes the memory; agents whose job is over let go at once, others do not."""
+    free = meminfo()["MemAvailable"]
+    if free < (TAKEN_MIB + 3 * 1024) * MIB:
+        pytest.skip("this machine has too little memory to take some of it")
+    site.configure(memory_floor_bytes=free - BELOW_MIB * MIB, retention_s=60.0)
+    over = site.job(**FAILS, size=20 * MIB, options=("-wn1,n2",))
+    over.reach(3)
+    hosts = detached(site, over)
+    on = site.job(nodes=2, steps=1000, options=("-wn3,n4",))
+    on.reach(3)
+    out = site.cluster.home("bob") / "hog"
+    site.cluster.sbatch(["-N1", "-wn1", f"--output={out}"], user="bob", script=f"#!/bin/bash\n{HOG}")
+    floor = free - BELOW_MIB * MIB
+    wait_for("memory short", lambda: meminfo()["MemAvailable"] < floor, 30, 0.005)
+    short_at = time.time()
+    wait_for("given way", lambda: not any(over.agent_pid(h) for h in hosts), 10)
+    for host in hosts:
+        line = next(x for x in over.agent_log(host).splitlines() if "event=released" in x)
+        assert "free memory has fallen below the floor" in line
+        found = re.match(r"t=([0-9.]+)", line)
+        assert found is not None
+        assert float(found[1]) - short_at < 1.0, line
+        print(f"{host} gave way after {float(found[1]) - short_at:.3f} s")
+    assert all(on.agent_pid(h) for h in on.hosts()), "who trains keeps what it has"
+    at = max(line["version"] for line in on.lines("sealed"))
+    on.reach(at + 3)
+    wait_for("the other owner's job", lambda: out.exists() and "had" in out.read_text(), 30)
+
+
+def test_site_16_kept_after_a_failure_for_the_retention_time(site: Site) -> None:
+    site.configure(retention_s=4.0)
+    job = site.job(**FAILS)
+    job.reach(3)
+    hosts = detached(site, job)
+    gone_at = time.monotonic()
+    time.sleep(1.5)
+    assert all(job.agent_pid(h) for h in hosts)
+    wait_for("retention over", lambda: not any(job.agent_pid(h) for h in hosts), 15)
+    assert time.monotonic() - gone_at > 2.0
+    assert "the retention time is over" in job.agent_log(hosts[0])
+
+
+@pytest.mark.parametrize("how", ["COMPLETED", "CANCELLED", "TIMEOUT"])
+def test_site_16_nothing_is_kept_when_slurm_says_that_it_is_over(site: Site, how: str) -> None:
+    """No rank has called close(), so at the epilog the agents cannot know; the controller can."""
+    job = LiteJob(site.cluster, nodes=2, steps=1000, run="timeout 5 srun", options=("-t1",)).submit()
+    job.reach(3)
+    hosts = job.hosts()
+    if how == "CANCELLED":
+        site.cluster.run(["scancel", str(job.id)])
+    elif how == "TIMEOUT":
+        assert site.cluster.run(["scontrol", "update", f"JobId={job.id}", "EndTime=now+1"]).returncode == 0
+    wait_for(how, lambda: job.state == how, 90, 0.1)
+    wait_for("let go", lambda: not any(job.agent_pid(h) for h in hosts), 8, 0.1)
+    assert f"controller: job {how}" in job.agent_log(hosts[0]), job.agent_log(hosts[0])
+
+
+@pytest.mark.parametrize(
+    ("state", "kept"), [("FAILED", True), ("NODE_FAIL", True), ("OUT_OF_MEMORY", True), ("PENDING", True),
+                        ("COMPLETED", False), ("CANCELLED", False), ("TIMEOUT", False), ("DEADLINE", False)]
+)  # fmt: skip
+def test_site_16_states(state: str, kept: bool) -> None:
+    assert (release_reason(state, 1.0, 900.0) == "") == kept
+    assert release_reason("FAILED", 901.0, 900.0)

@@ -1,0 +1,48 @@
+"""SITE 18 on the real cluster: two trainings in one job are two sets, each sealed and recovered by itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from harness import LiteJob, wait_for
+
+from .conftest import Site
+
+# Both trainings in every task of one step; the second one's log has ".b" behind its name.
+BOTH = (
+    'srun bash -c \'LITE_SET=b "$1" "$2" "$3.b" "$4" 0.15 "$6" & b=$!; LITE_SET=a "$@"; a=$?; wait $b && exit $a\' sh'
+)
+
+
+class Second(LiteJob):
+    """The same job, seen through the second training's log."""
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "log.b"
+
+
+def test_site_18_two_trainings_side_by_side_recover_a_dead_node(site: Site) -> None:
+    first = site.job(nodes=3, steps=50, run=BOTH)
+    second = Second(**{k: getattr(first, k) for k in LiteJob.__dataclass_fields__})
+    first.reach(10)
+    second.reach(5)
+    done = site.cluster.run(["gemini-hpc", "inspect", str(first.id), "--json"], user="alice")
+    shown: dict[str, Any] = {s["name"]: s for s in json.loads(done.stdout)["sets"]}
+    assert shown.keys() >= {"a", "b"} and shown["a"]["state"] == shown["b"]["state"] == "protected", shown
+    site.cluster.power_off(first.hosts()[1])
+    first.finish()
+    wait_for("the second one's end", lambda: len(second.lines("done")) >= 3, 30)
+    for training in (first, second):
+        assert not training.lines("MIXED"), training.story()
+        assert training.resumed(1) > 0 and training.repeated(1) in (0, 1), training.story()
+    assert first.resumed(1) != second.resumed(1), "each has its own version"
+
+
+def test_site_18_two_trainings_of_one_name_are_told_to_take_names(site: Site) -> None:
+    same = BOTH.replace("LITE_SET=b", "LITE_SET=a")
+    job = site.job(nodes=2, steps=30, run=same)
+    wait_for("the refusal", lambda: "several trainings in one job need names" in job.output(), 40)
+    assert "Checkpointer(name=...)" in job.output()

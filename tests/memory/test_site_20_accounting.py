@@ -1,0 +1,59 @@
+"""SITE 20: Slurm's own memory accounting, which kills (`OverMemoryKill`), and what it makes of replicas."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from harness import LiteJob, wait_for
+
+from gemini_hpc.devcluster.cluster import Cluster
+
+from .conftest import MIB
+
+KILL = "JobAcctGatherParams=OverMemoryKill"
+SHARD = 32 * MIB  # a rank maps two slots of two shards: 128 MiB
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    extra = ["JobAcctGatherType=jobacct_gather/linux", "JobAcctGatherFrequency=task=1", KILL]
+    with Cluster.up(f"accounting{os.getpid()}", nodes=2, slurm_conf=extra) as cluster:
+        yield cluster
+
+
+def protected(cluster: Cluster, memory_mib: int) -> LiteJob:
+    return LiteJob(cluster, nodes=2, steps=60, size=SHARD, pause_s=0.1, options=(f"--mem={memory_mib}M",)).submit()
+
+
+def params(cluster: Cluster, line: str) -> None:
+    conf = cluster.directory / "etc" / "slurm" / "slurm.conf"
+    text = conf.read_text()
+    old = next(x for x in text.splitlines() if x.startswith("JobAcctGatherParams="))
+    conf.write_text(text.replace(old, line))
+    assert cluster.run(["scontrol", "reconfigure"]).returncode == 0
+
+
+def test_site_20_a_protected_job_within_its_memory_is_left_alone(cluster: Cluster) -> None:
+    """--mem with room for what the rank maps of the replicas."""
+    job = protected(cluster, 600)
+    job.finish()
+    assert "exceeded memory limit" not in job.output()
+
+
+def test_site_20_shared_pages_are_counted(cluster: Cluster) -> None:
+    """What the administrators' document warns of: enough for the training, not for the replicas that it maps."""
+    job = protected(cluster, 110)
+    wait_for("killed for memory", lambda: "exceeded memory limit" in job.output(), 40, 0.1)
+    wait_for("the end", lambda: job.state not in ("PENDING", "RUNNING", "COMPLETING"), 20, 0.1)
+    assert not job.lines("done")
+
+
+def test_site_20_noshare_counts_what_is_the_trainings_own(cluster: Cluster) -> None:
+    params(cluster, KILL + ",NoShare")
+    try:
+        job = protected(cluster, 110)
+        job.finish()
+    finally:
+        params(cluster, KILL)

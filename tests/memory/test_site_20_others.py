@@ -1,0 +1,110 @@
+"""SITE 20 on the real cluster: suspended jobs, and hosts with another version of gemini-hpc."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import LiteJob, wait_for
+
+import gemini_hpc
+
+from .conftest import MIB, Site
+
+
+def healthy(site: Site, job: LiteJob) -> None:
+    """Nobody took anything for a failure."""
+    assert job.slurm()["Restarts"] == "0"
+    names = {event["name"] for event in job.events()}
+    assert not names & {"detected", "confirmed", "down", "self_fenced", "dismissed"}, names
+    assert not {s for s in site.cluster.node_states().values() if "drain" in s or "down" in s}
+    assert len({line["step"] for line in job.lines("resumed")}) == 1
+
+
+def test_site_20_suspended_is_not_failed(site: Site) -> None:
+    """Suspended in the middle of copies and votes, several times, once for longer than any time-out of ours."""
+    job = site.job(nodes=3, steps=60, size=8 * MIB, pause_s=0.02)
+    job.reach(5)
+    for pause_s in (0.3, 0.1, 7.0):
+        at = max(line["version"] for line in job.lines("sealed"))
+        assert site.cluster.run(["scontrol", "suspend", str(job.id)]).returncode == 0
+        wait_for("suspended", lambda: job.state == "SUSPENDED", 10)
+        time.sleep(pause_s)
+        assert site.cluster.run(["scontrol", "resume", str(job.id)]).returncode == 0
+        job.reach(at + 3)
+    healthy(site, job)
+    job.finish()
+    assert not job.lines("skipped"), "protection went on where it was"
+
+
+def test_site_20_ranks_stopped_in_mid_copy(site: Site) -> None:
+    """One node's ranks alone are stopped again and again: their peers wait, seal late, and go on."""
+    job = site.job(nodes=3, steps=60, size=8 * MIB, pause_s=0.02)
+    job.reach(5)
+    node = job.hosts()[1]
+    ranks = f"{job.directory}/lite[.]py"
+    for _ in range(4):
+        site.sh(node, f"pkill -STOP -f '{ranks}'; sleep 0.4; pkill -CONT -f '{ranks}'")
+    at = max(line["version"] for line in job.lines("sealed"))
+    job.reach(min(at + 5, 60))
+    healthy(site, job)
+    job.finish()
+
+
+@pytest.fixture
+def other_version(site: Site) -> Iterator[str]:
+    """n2 has gemini-hpc with another protocol: `write(current, oldest)` says which."""
+    copy = site.cluster.directory / "other"
+    shutil.copytree(Path(gemini_hpc.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    site.sh("n2", f"mount --bind {copy} /opt/gemini-hpc/src/gemini_hpc")
+    yield str(copy / "wire" / "version.py")
+    site.sh("n2", "umount /opt/gemini-hpc/src/gemini_hpc")
+    shutil.rmtree(copy)
+
+
+def set_version(path: str, current: int, oldest: int) -> None:
+    file = Path(path)
+    text = (
+        file.read_text()
+        .replace("CURRENT = 2\n", f"CURRENT = {current}\n")
+        .replace("OLDEST = 1 ", f"OLDEST = {oldest} ")
+    )
+    assert f"CURRENT = {current}\n" in text and f"OLDEST = {oldest} " in text
+    file.write_text(text)
+
+
+def test_site_20_an_agent_that_speaks_n_minus_1_takes_part(site: Site, other_version: str) -> None:
+    """n2's agent and ranks speak version 1 with everybody: they train, recover a dead node, and seal again."""
+    set_version(other_version, 1, 1)
+    job = site.job(nodes=3, steps=60, options=("-wn1,n2,n3",))
+    job.reach(8)
+    job.cluster.power_off("n3")
+    job.finish()
+    assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
+    assert "n2" in {e["host"] for e in job.events() if e["name"] == "attached"}, "the controller heard it too"
+
+
+def test_site_20_trainers_that_speak_n_minus_1(site: Site) -> None:
+    job = site.job(nodes=3, steps=40, prefix="LITE_PROTOCOL=0 ")
+    job.reach(8)
+    node = job.hosts()[1]
+    site.sh(node, f"kill -9 {job.agent_pid(node)}")
+    wait_for("hand-back", lambda: job.lines("rejoined"), 20)
+    job.finish()
+
+
+def test_site_20_no_common_version_is_unprotected_and_one_line(site: Site, other_version: str) -> None:
+    set_version(other_version, 4, 3)
+    site.configure(attach_timeout_s=3.0)
+    out = site.cluster.home("alice") / "mismatch"
+    fixed = ["-N2", "-wn1,n2", f"--output={out}", "--gemini-replicas=2"]
+    job = site.cluster.sbatch(fixed, script="#!/bin/bash\nenv | grep -c GEMINI_SOCKET\necho over\nsleep 600\n")
+    wait_for("the script", lambda: out.exists() and "over" in out.read_text(), 30)
+    assert out.read_text().splitlines()[0] == "0", "plain Slurm"
+    log = site.cluster.exec("n1", ["cat", f"/run/gemini-hpc/{job}/agent.log"]).stdout
+    theirs = site.cluster.exec("n2", ["cat", f"/run/gemini-hpc/{job}/agent.log"]).stdout
+    assert "protocol 3 to 4, wanted 1 to 2" in log + theirs, log + theirs
+    assert not {s for s in site.cluster.node_states().values() if "drain" in s or "down" in s}

@@ -1,0 +1,51 @@
+"""SITE 18: a set's holders are nodes that run ranks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from gemini_hpc.core import placement
+
+from .fake_agent import FakeJob
+from .launch import Run
+
+MakeJob = Callable[[int, int], FakeJob]
+
+
+def on(job: FakeJob, node_ranks: tuple[int, ...]) -> Run:
+    """A training of one rank on each of some nodes of a job."""
+    return Run(job, len(node_ranks), {"kind": "ddp", "steps": 6, "sleep_s": 0.02}, node_ranks)
+
+
+def test_site_18_a_set_on_some_nodes_is_refused_where_a_holder_has_no_rank(make_job: MakeJob) -> None:
+    run = on(make_job(4, 2), (1, 2))
+    assert all(r["report"]["state"] == "unprotected" for r in run.wait())
+    line = (
+        "it has ranks on 2 of the job's 4 nodes: the copies of node rank 1 belong on node rank 0, where it has none"
+    )
+    assert run.stderr[0].count(line) == 1 and run.stderr[1].count("not protected") == 0
+
+
+def test_site_18_a_set_on_whole_groups_is_protected(make_job: MakeJob) -> None:
+    job = make_job(4, 2)
+    run = on(job, (2, 3))
+    assert all(r["report"]["state"] == "protected" for r in run.wait()), run.stderr
+    assert {(held.home, held.rank) for held in job.pairs()} == {(2, 0), (3, 1)}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "N", "m", "lacking"),
+    [
+        ((0, 1, 2), 3, 2, None),
+        ((0, 1), 3, 2, (1, 2)),
+        ((0, 1), 4, 2, None),
+        ((1, 2), 4, 2, (1, 0)),
+        ((3,), 4, 1, None),
+    ],
+)
+def test_site_18_where_the_holders_are(
+    nodes: tuple[int, ...], N: int, m: int, lacking: tuple[int, int] | None
+) -> None:
+    assert placement.stranger(nodes, N, m) == lacking
