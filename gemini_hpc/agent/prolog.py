@@ -183,8 +183,10 @@ def _ensure_awake(sock: socket.socket) -> None:
     try:
         ask.ask(sock, {"op": "verdict?"}, time.monotonic() + AWAKE_S)
     except ask.AskError:
+        pid = ask.peer_pid(sock)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(ask.peer_pid(sock), signal.SIGKILL)
+            if pid > 0:  # 0: in a process namespace that is not seen from here; kill would take it for this group
+                os.kill(pid, signal.SIGKILL)
         raise ask.NobodyAnswersError("a hung agent was killed") from None
 
 

@@ -22,7 +22,8 @@ FRESH_S = 1.0
 
 @dataclass
 class Agent:
-    """One connected agent. `restart`: the incarnation that it said it serves."""
+    """One connected agent. `restart`: the incarnation that it said it serves. `verified`: its packets come from the
+    address that Slurm has for its host; all else is its owner's word."""
 
     link: Link
     host: str
@@ -32,6 +33,7 @@ class Agent:
     port: int
     instance: str
     state: str
+    verified: bool = False
     since: float = field(default_factory=time.time)
 
     @property
@@ -44,7 +46,8 @@ class Stored(msgspec.Struct):
     """What is kept of a job on disk.
 
     `original`: the user's own ReqNodeList, before any pin of ours. `slurmds`: when slurmd had been started on the
-    nodes of incarnation `slurmds_of`, to tell a rebooted node by.
+    nodes of incarnation `slurmds_of`, to tell a rebooted node by. `addresses`: of the nodes of all incarnations, as
+    Slurm has them.
     """
 
     raw_id: int
@@ -52,6 +55,7 @@ class Stored(msgspec.Struct):
     allocations: dict[int, list[str]] = {}
     original: list[str] = []
     slurmds: dict[str, float] = {}
+    addresses: dict[str, str] = {}
     slurmds_of: int = -1
     ended_at: float = 0.0
     ended_state: str = ""
@@ -112,6 +116,9 @@ class Track:
             self.stored.slurmds_of = -1
             return
         self.stored.slurmds = {n.name: n.slurmd_start for n in nodes.values()}
+        kept = {host for hosts in self.stored.allocations.values() for host in hosts}
+        addresses = self.stored.addresses | {n.name: n.address for n in nodes.values()}
+        self.stored.addresses = {host: address for host, address in addresses.items() if host in kept}
         self.save()
 
     def slurmd_before(self, restart: int, host: str) -> float:
@@ -178,9 +185,11 @@ class Registry:
     def vouched(self, host: str) -> bool:
         """Whether some agent there has spoken within the last second; if not, it is asked to.
 
-        Saves slurmd from bare connections: each one leaves two error lines in its log.
+        Saves slurmd from bare connections: each one leaves two error lines in its log. Only agents that call from
+        that very node count: anybody could say from elsewhere that a node lives.
         """
-        here = [t.agents[host] for t in self.jobs.values() if host in t.agents and t.agents[host].connected]
+        agents = [t.agents[host] for t in self.jobs.values() if host in t.agents]
+        here = [a for a in agents if a.connected and a.verified]
         if any(time.monotonic() - a.link.last_heard < FRESH_S for a in here):
             return True
         for agent in here:
