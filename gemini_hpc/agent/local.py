@@ -54,9 +54,12 @@ class Client:
 def _process(sock: socket.socket, pid: int) -> int:
     """A descriptor of the process that called, -1 where it has ended or is not seen from here. A child of it can hold
     the connection for longer than it lives, and its number then be that of another process."""
-    with suppress(OSError):
+    try:
         return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    with suppress(OSError):  # Linux before 6.5; and where the process has ended
+    except OSError as exc:
+        if exc.errno != errno.ENOPROTOOPT:
+            return -1
+    with suppress(OSError):  # Linux before 6.5
         return os.pidfd_open(pid) if pid > 0 else -1
     return -1
 
