@@ -7,8 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
@@ -121,42 +119,6 @@ def test_users_limits_cost_users_alone(node: Node) -> None:
 
 
 # ---- root in directories that users write to: CVE-2016-10030, CVE-2023-41914 -----------------------------
-
-
-@contextmanager
-def swapping(node: Node) -> Iterator[None]:
-    """alice swaps a directory of hers against a link to somebody else's, as fast as she can."""
-    code = (
-        "import os, sys\n"
-        f"os.chdir('{DIRECTORY}')\n"
-        "print('swapping', flush=True)\n"
-        "while True:\n"
-        "    try:\n"
-        "        os.mkdir('real'); open('real/file', 'w').close()\n"
-        "    except OSError: pass\n"
-        "    try:\n"
-        "        os.rename('real', 'x'); os.symlink('/run/target', 'real')\n"
-        "        os.rename('real', 'y'); os.rename('x', 'real'); os.rename('y', 'real/link')\n"
-        "    except OSError: pass\n"
-    )
-    argv = ["nsenter", "-t", str(node.pid), "-m", "-p", "-w/", "setpriv", f"--reuid={ALICE}", "--clear-groups"]
-    with subprocess.Popen([*argv, "/usr/bin/python3", "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == "swapping\n"
-            yield
-        finally:
-            process.kill()
-
-
-def test_directories_that_are_swapped_under_roots_feet(node: Node) -> None:
-    node.sh("mkdir -p -m 777 /run/target/inner; touch /run/target/precious /run/target/inner/precious")
-    for _ in range(12):
-        assert silent(node.prolog())
-        with swapping(node):
-            node.epilog()
-            node.prolog(job=7, uid=BOB)  # the id is another user's now: the old directory has to go
-    assert node.sh("find /run/target -type f").split() == ["/run/target/precious", "/run/target/inner/precious"]
-    assert "hard" not in node.sh("find /run/target")
 
 
 def test_hard_links_and_other_peoples_directories(node: Node) -> None:
