@@ -1,4 +1,4 @@
-"""Removal in a directory whose owner changes it between any two of root's calls: the moment is chosen, not hoped for."""
+"""Removal in a directory whose owner changes it between any two of root's calls, at a moment that is chosen."""
 
 from __future__ import annotations
 
