@@ -68,7 +68,9 @@ class Settings:
     fence_budget_nodes: int = _setting(2, "Nodes that the controller may fence within fence_budget_window_s.")
     fence_budget_window_s: float = _setting(600.0, "Window of the fencing budget.")
     reserve_candidates: int = _setting(2, "Replacement candidates reserved beside the survivors and the dead count.")
-    operators: tuple[str, ...] = _setting((), "User names that may inspect every job, besides root and SlurmUser.")
+    operators: tuple[str, ...] = _setting(
+        (), "Users, and groups written as @group, that may inspect every job, besides root and SlurmUser."
+    )
     node_max_jobs_guard: bool = _setting(True, "Never fence a node on which another owner's job runs.")
 
     def heartbeat_timeout_s(self) -> float:
@@ -90,10 +92,10 @@ class Settings:
             raise ConfigError(f"slurm_user: there is no user {self.slurm_user!r} on this host")
         return uid
 
-    def operator_uids(self) -> tuple[int, ...]:
-        """uids that may inspect every job: root, the SlurmUser, `operators`."""
-        named = (_uid(name, -1) for name in (self.slurm_user, *self.operators))
-        return (0, *(uid for uid in named if uid >= 0))
+    def slurm_uids(self) -> tuple[int, ...]:
+        """uid of the SlurmUser, or nothing where the user is unknown here."""
+        uid = _uid(self.slurm_user, -1)
+        return (uid,) if uid >= 0 else ()
 
 
 def _uid(name: str, otherwise: int) -> int:

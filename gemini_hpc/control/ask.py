@@ -7,13 +7,12 @@ import os
 import pwd
 import secrets
 import socket
-from collections.abc import Iterator
-from contextlib import suppress
 
 from gemini_hpc.config import Settings
+from gemini_hpc.operators import Operators
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.handshake import Client, HandshakeError
-from gemini_hpc.wire.link import BlockingLink, LinkClosed, connect
+from gemini_hpc.wire.link import BlockingLink, LinkClosed, connect_any
 
 CONTROLLER_TIMEOUT_S = 2.0
 AGENT_TIMEOUT_S = 1.0
@@ -97,8 +96,9 @@ async def _agents(settings: Settings, raw_id: int) -> peer.JobAnswer:
     slurm = Slurm()
     try:
         job = await slurm.job(raw_id)
-        allowed = {job.user_id, 0} | set(_uids((settings.slurm_user, *settings.operators)))
-        if os.geteuid() not in allowed:
+        # A courtesy: the agents ask MUNGE and decide for themselves.
+        allowed = Operators(settings.operators, (0, job.user_id, *settings.slurm_uids()))
+        if not await allowed.allows(os.geteuid()):
             raise AskError(f"job {raw_id}: {NOT_YOURS}")
         nodes = await slurm.nodes(job.nodes) if job.nodes else {}
     except UnknownJob:
@@ -117,30 +117,20 @@ async def _agents(settings: Settings, raw_id: int) -> peer.JobAnswer:
     return peer.JobAnswer(parts=parts, slurm=slurm_facts(job), missing=missing)
 
 
-def _uids(names: tuple[str, ...]) -> Iterator[int]:
-    for name in names:
-        with suppress(KeyError):
-            yield pwd.getpwnam(name).pw_uid
-
-
 async def _ask_agent(settings: Settings, job: int, uid: int, name: str, address: str) -> peer.InspectPart | None:
     from gemini_hpc.agent.ports import candidates
 
-    with suppress(TimeoutError):
+    ports = candidates(settings, job)
+    try:
         async with asyncio.timeout(AGENT_TIMEOUT_S):
-            for port in candidates(settings, job):
-                try:
-                    link = await connect(address, port, _client(settings, job, name, uid), AGENT_TIMEOUT_S / 2)
-                except (OSError, HandshakeError):
-                    continue
-                try:
-                    link.send(peer.InspectAsk())
-                    while True:
-                        message = await link.receive()
-                        if isinstance(message, peer.InspectPart):
-                            return message
-                except LinkClosed:
-                    return None
-                finally:
-                    link.abort()
-    return None
+            link, _ = await connect_any(address, ports, lambda: _client(settings, job, name, uid), AGENT_TIMEOUT_S)
+            try:
+                link.send(peer.InspectAsk())
+                while True:
+                    message = await link.receive()
+                    if isinstance(message, peer.InspectPart):
+                        return message
+            finally:
+                link.abort()
+    except (OSError, HandshakeError, LinkClosed):
+        return None

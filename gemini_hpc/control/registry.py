@@ -23,7 +23,8 @@ FRESH_S = 1.0
 
 @dataclass
 class Agent:
-    """One connected agent. `restart`: the incarnation that it said it serves."""
+    """One connected agent. `restart`: the incarnation that it said it serves. `verified`: its packets come from the
+    address that Slurm has for its host; all else is its owner's word."""
 
     link: Link
     host: str
@@ -33,6 +34,7 @@ class Agent:
     port: int
     instance: str
     state: str
+    verified: bool = False
     since: float = field(default_factory=time.time)
 
     @property
@@ -45,8 +47,8 @@ class Stored(msgspec.Struct):
     """What is kept of a job on disk.
 
     `original`, `reservation`: the user's own ReqNodeList and reservation, before any pin of ours; `pinned`: whether
-    the job's record has a pin of ours. `slurmds`: when slurmd had been started on the
-    nodes of incarnation `slurmds_of`, to tell a rebooted node by.
+    the job's record has a pin of ours. `slurmds`: when slurmd had been started on the nodes of incarnation
+    `slurmds_of`, to tell a rebooted node by. `addresses`: of the nodes of all incarnations, as Slurm has them.
     """
 
     raw_id: int
@@ -56,6 +58,7 @@ class Stored(msgspec.Struct):
     reservation: str = ""
     pinned: bool = False
     slurmds: dict[str, float] = {}
+    addresses: dict[str, str] = {}
     slurmds_of: int = -1
     ended_at: float = 0.0
     ended_state: str = ""
@@ -119,6 +122,9 @@ class Track:
             self.stored.slurmds_of = -1
             return
         self.stored.slurmds = {n.name: n.slurmd_start for n in nodes.values()}
+        kept = {host for hosts in self.stored.allocations.values() for host in hosts}
+        addresses = self.stored.addresses | {n.name: n.address for n in nodes.values()}
+        self.stored.addresses = {host: address for host, address in addresses.items() if host in kept}
         self.save()
 
     def slurmd_before(self, restart: int, host: str) -> float:
@@ -191,9 +197,11 @@ class Registry:
     def vouched(self, host: str) -> bool:
         """Whether some agent there has spoken within the last second; if not, it is asked to.
 
-        Saves slurmd from bare connections: each one leaves two error lines in its log.
+        Saves slurmd from bare connections: each one leaves two error lines in its log. Only agents that call from
+        that very node count: anybody could say from elsewhere that a node lives.
         """
-        here = [t.agents[host] for t in self.jobs.values() if host in t.agents and t.agents[host].connected]
+        agents = [t.agents[host] for t in self.jobs.values() if host in t.agents]
+        here = [a for a in agents if a.connected and a.verified]
         if any(time.monotonic() - a.link.last_heard < FRESH_S for a in here):
             return True
         for agent in here:

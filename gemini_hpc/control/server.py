@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import pwd
 import secrets
 import signal
 import socket
@@ -15,7 +14,11 @@ from collections import Counter, deque
 from contextlib import suppress
 
 from gemini_hpc.config import Settings
-from gemini_hpc.control.eventlog import MAX_EVENTS_AT_ONCE, EventLogs, tame
+from gemini_hpc.control import daemon
+from gemini_hpc.control.access import operators
+from gemini_hpc.control.daemon import ServiceError
+from gemini_hpc.control.eventlog import MAX_EVENTS_AT_ONCE, EventLogs, log_bytes, tame
+from gemini_hpc.control.fairness import BEHALF, PerUser
 from gemini_hpc.control.journal import Journal
 from gemini_hpc.control.primary import LOCK, LockTakenError, Primary, is_here, take_lock
 from gemini_hpc.control.recoveries import Recoveries
@@ -28,10 +31,11 @@ from gemini_hpc.wire.allowance import Allowance
 from gemini_hpc.wire.frames import FrameError
 from gemini_hpc.wire.handshake import Greeting, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, accept
+from gemini_hpc.wire.lobby import Lobby
 
 log = logging.getLogger("gemini_hpc.control")
 
-MAX_HANDSHAKES = 256
+MAX_STRANGERS = 256  # connections that have not been authenticated yet
 MAX_QUERIES_PER_UID = 16
 MAX_AGENTS_PER_UID = 20_000
 MAX_STRANGERS_PER_UID = 512  # links that have not registered yet
@@ -40,13 +44,19 @@ EARLY_MESSAGES = 8
 GOODBYE_S = 5.0
 QUERY_IDLE_S = 60.0
 PARTS_TIMEOUT_S = 0.3
+RESOLVE_S = 2.0
 MESSAGES_PER_S, MESSAGES_BURST = 200.0, 2000.0
-JOB_CACHE_S = 0.5
+JOB_CACHE_S, FRESH_JOB_S = 0.5, 0.1
+# Frames: a question is a few bytes, a registration names the nodes, a part holds an agent's events and slots.
+QUERY_FRAME_BYTES, EARLY_FRAME_BYTES, AGENT_FRAME_BYTES = 4096, 512 << 10, 4 << 20
+# Per user, whatever number of jobs and agents (SITE 1).
+QUESTIONS_PER_S, QUESTIONS_BURST = 10.0, 64.0
+REPORTS_PER_S, REPORTS_BURST = 50.0, 1000.0
+EVENT_BYTES_PER_S, EVENT_BYTES_BURST = 500.0, 16e6
+LINES_PER_S, LINES_BURST = 1.0, 10_000.0
+MAX_JUDGED_PER_UID = 32  # jobs whose silent nodes are looked at by the same time
+MAX_UNPLACED = 64  # agents of a job of which Slurm has named no nodes
 NOT_YOURS = "unknown, or not yours"
-
-
-class ServiceError(Exception):
-    """The controller cannot run here; the message says why and what to do."""
 
 
 class _Rate:
@@ -77,8 +87,12 @@ class Controller:
         self.journal = Journal(os.path.join(settings.state_dir, "journal.jsonl"))
         self.recoveries = Recoveries(settings, self.slurm, self.journal, self.logs, self.registry, primary)
         self.watcher = Watcher(settings, self.slurm, self.registry, self.recoveries)
-        self._handshakes = 0
+        self._lobby = Lobby(MAX_STRANGERS)
         self._turned_away = Allowance(per_s=1.0, burst=1.0)
+        self._questions = PerUser(QUESTIONS_PER_S, QUESTIONS_BURST)
+        self._reports = PerUser(REPORTS_PER_S, REPORTS_BURST)
+        self._event_bytes = PerUser(EVENT_BYTES_PER_S, EVENT_BYTES_BURST)
+        self._lines = PerUser(LINES_PER_S, LINES_BURST)
         self._open: Counter[tuple[str, int]] = Counter()
         self._reads: dict[int, tuple[float, asyncio.Future[Job]]] = {}
         self._links: set[Link] = set()
@@ -86,7 +100,7 @@ class Controller:
         self._request = 0
         self._host = own_name(settings)
         self._instance = secrets.token_hex(8)
-        self._privileged = {0, os.geteuid()} | {u for u in map(_uid, settings.operators) if u is not None}
+        self._operators = operators(settings, self.slurm)
 
     async def serve(self) -> None:
         """Listen, watch and recover until cancelled, or until another slurmctld is in charge."""
@@ -122,11 +136,9 @@ class Controller:
         return "the controller serves control and query"
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._handshakes >= MAX_HANDSHAKES:
-            writer.transport.abort()
-            return
         _keepalive(writer.transport.get_extra_info("socket"))
-        self._handshakes += 1
+        address = str((writer.get_extra_info("peername") or ("",))[0])
+        ticket = self._lobby.enter(address, writer.transport.abort)
         try:
             link = await accept(
                 reader, writer, self._admit, host=self._host, restart=lambda: 0, instance=self._instance
@@ -136,8 +148,9 @@ class Controller:
                 log.info("event=turned-away reason=%r others=%d", str(exc)[:200], self._turned_away.settle())
             return
         finally:
-            self._handshakes -= 1
+            self._lobby.leave(address, ticket)
         uid, purpose = link.session.peer_uid, link.session.purpose
+        BEHALF.set(uid)
         self._open[purpose, uid] += 1
         self._links.add(link)
         try:
@@ -158,8 +171,16 @@ class Controller:
 
     async def read_job(self, raw_id: int, fresh: bool = False) -> Job:
         """A job from Slurm; the thousand agents of one job cost one call. Raises `SlurmError`."""
+        asked = time.monotonic()
         known = self._reads.get(raw_id)
-        if known is None or fresh or time.monotonic() - known[0] > JOB_CACHE_S:
+        while fresh and known is not None and known[0] < asked:
+            # The thousand agents of one job, or one that asks without end, still cost one call.
+            if (age_s := time.monotonic() - known[0]) >= FRESH_JOB_S:
+                known = None
+            else:
+                await asyncio.sleep(FRESH_JOB_S - age_s)
+                known = self._reads.get(raw_id)
+        if known is None or time.monotonic() - known[0] > JOB_CACHE_S:
             future = asyncio.ensure_future(self.slurm.job(raw_id))
             known = self._reads[raw_id] = (time.monotonic(), future)
             self._reads = {k: v for k, v in self._reads.items() if time.monotonic() - v[0] < 10 * JOB_CACHE_S}
@@ -168,6 +189,7 @@ class Controller:
     async def _agent(self, link: Link) -> None:
         uid = link.session.peer_uid
         self._open["stranger", uid] += 1
+        link.limit_bytes = EARLY_FRAME_BYTES
         try:
             early: deque[peer.PeerMessage] = deque(maxlen=EARLY_MESSAGES)
             async with asyncio.timeout(REGISTER_TIMEOUT_S):
@@ -181,6 +203,7 @@ class Controller:
             self._open["stranger", uid] -= 1
         if agent is None:
             return
+        link.limit_bytes = AGENT_FRAME_BYTES
         rate = _Rate()
         try:
             for message in early:
@@ -188,13 +211,18 @@ class Controller:
             while True:
                 message = await link.receive()
                 if not rate.take():
-                    log.warning("job=%d host=%s event=cut-off reason=too-many-messages", agent.job, agent.host)
+                    self._tell(uid, "job=%d host=%s event=cut-off reason=too-many-messages", agent.job, agent.host)
                     return
                 await self._from_agent(agent, message)
         finally:
             track = self.registry.jobs.get(agent.job)
             if track is not None and track.agents.get(agent.host) is agent:
-                log.info("job=%d event=agent-gone host=%s", agent.job, agent.host)
+                self._tell(uid, "job=%d event=agent-gone host=%s", agent.job, agent.host)
+
+    def _tell(self, uid: int, line: str, *values: object) -> None:
+        """A line that this user has caused; they come out of the user's budget."""
+        if self._lines.take(uid):
+            log.info(line, *values)
 
     async def _register(self, link: Link, message: peer.Registration) -> Agent | None:
         """The agent's entry, if Slurm says that the job is its uid's; None: refused, or told to go."""
@@ -208,23 +236,29 @@ class Controller:
             except UnknownJob:
                 # It is over and forgotten; whoever holds memory for it may free it.
                 if raw_id not in self.registry.jobs:
-                    log.info("job=%d event=release host=%s reason=unknown", raw_id, message.host[:64])
+                    self._tell(uid, "job=%d event=release host=%s reason=unknown", raw_id, message.host[:64])
                     link.send(peer.Release(raw_id, "job unknown to Slurm"))
                     await asyncio.sleep(GOODBYE_S)
                 return None
             except SlurmError as exc:
-                log.warning("job=%d event=register-waits slurm=%s", raw_id, exc)
+                self._tell(uid, "job=%d event=register-waits slurm=%s", raw_id, exc)
                 if link.closed:
                     return None
                 await asyncio.sleep(1.0)
         if job.user_id != uid or message.host != link.session.peer_host:
-            log.warning("job=%d uid=%d event=refused host=%s", raw_id, uid, message.host[:64])
+            self._tell(uid, "job=%d uid=%d event=refused host=%s", raw_id, uid, message.host[:64])
             return None
         track = self.registry.track(job)
-        if not any(message.host in nodes for nodes in track.stored.allocations.values()) and track.stored.allocations:
-            log.warning("job=%d event=refused host=%s reason=not-in-allocation", raw_id, message.host[:64])
-            return None
+        self.logs.begin(raw_id, uid)
         await track.remember_nodes(self.slurm)
+        verified = await self._is_there(track, message.host, link.address)
+        if track.stored.allocations:
+            known = any(message.host in nodes for nodes in track.stored.allocations.values())
+        else:  # Slurm has never named its nodes to us: so only an agent that calls from the node that it names
+            known = verified and len(track.agents) < MAX_UNPLACED
+        if not known:
+            self._tell(uid, "job=%d event=refused host=%s reason=not-in-allocation", raw_id, message.host[:64])
+            return None
         agent = Agent(
             link=link,
             host=message.host,
@@ -234,15 +268,30 @@ class Controller:
             port=message.port if 0 < message.port < 65536 else 0,
             instance=message.instance[:64],
             state=message.state[:32],
+            verified=verified,
         )
         old = track.agents.get(agent.host)
         track.agents[agent.host] = agent
         if old is not None and old.link is not link:
             old.link.close()
-        log.info("job=%d restart=%d event=registered host=%s", raw_id, agent.restart, agent.host)
+        self._tell(uid, "job=%d restart=%d event=registered host=%s", raw_id, agent.restart, agent.host)
         if why := never_requeued(job):
             link.send(peer.Notice(raw_id, f"{why}: the loss of a node ends it"))
         return agent
+
+    async def _is_there(self, track: Track, host: str, address: str) -> bool:
+        """Whether packets from `address` come from the node of this name, as Slurm knows it."""
+        name = track.stored.addresses.get(host)
+        try:
+            async with asyncio.timeout(RESOLVE_S):
+                if name is None and not track.stored.allocations:
+                    name = (await self.slurm.nodes([host]))[host].address
+                if not name:
+                    return False
+                found = await asyncio.get_running_loop().getaddrinfo(name, None)
+        except (SlurmError, KeyError, OSError, ValueError):
+            return False
+        return address in {str(entry[4][0]) for entry in found}
 
     async def _from_agent(self, agent: Agent, message: peer.PeerMessage) -> None:
         track = self.registry.jobs.get(agent.job)
@@ -250,17 +299,18 @@ class Controller:
             return
         if isinstance(message, peer.Report):
             if message.job == agent.job:
-                if not track.members(message.restart):
-                    with suppress(SlurmError):
-                        track.learn(await self.read_job(agent.job))
-                self.recoveries.report(track, agent.host, message)
+                await self._report(agent, track, message)
         elif isinstance(message, peer.HoldersAsk):
             if message.job == agent.job:
                 others = (a for a in track.agents.values() if a.connected and a.host != agent.host)
                 agent.link.send(peer.Holders(agent.job, {a.host: a.port for a in others if a.port}))
         elif isinstance(message, peer.EventsUp):
             if message.job == agent.job:
-                self.logs.add(agent.job, [tame(e, agent.host) for e in message.events[:MAX_EVENTS_AT_ONCE]])
+                events = [tame(e, agent.host) for e in message.events[:MAX_EVENTS_AT_ONCE]]
+                if self._event_bytes.take(track.user_id, log_bytes(events)):
+                    self.logs.add(agent.job, events)
+                else:
+                    self._tell(track.user_id, "job=%d event=not-kept events=%d", agent.job, len(events))
         elif isinstance(message, peer.InspectPart):
             waiting = self._parts.get(message.request)
             if waiting is not None and waiting[0] == agent.job == message.job and message.host == agent.host:
@@ -274,14 +324,37 @@ class Controller:
                     track.learn(await self.read_job(agent.job, fresh=True))
                     await track.remember_nodes(self.slurm)
 
+    async def _report(self, agent: Agent, track: Track, message: peer.Report) -> None:
+        """A hint, of a bounded number per user; the agents repeat what counts."""
+        uid = track.user_id
+        if not self._reports.take(uid):
+            return
+        if not track.members(message.restart):
+            with suppress(SlurmError):
+                track.learn(await self.read_job(agent.job))
+        members = track.members(message.restart)
+        if message.host not in members or agent.host not in members or message.host == agent.host:
+            text = "job=%d reporter=%s host=%s event=report-ignored reason=not plausible"
+            self._tell(uid, text, agent.job, agent.host, message.host[:64])
+            return
+        if not self.recoveries.active(agent.job):
+            judged = sum(self.recoveries.active(t.raw_id) for t in self.registry.jobs.values() if t.user_id == uid)
+            if judged >= MAX_JUDGED_PER_UID:
+                self._tell(uid, "job=%d event=report-ignored reason=%d jobs of uid %d", agent.job, judged, uid)
+                return
+        self.recoveries.report(track, agent.host, message)
+
     # ---- questions -------------------------------------------------------------------------------------
 
     async def _query(self, link: Link) -> None:
+        link.limit_bytes = QUERY_FRAME_BYTES
         while True:
             async with asyncio.timeout(QUERY_IDLE_S):
                 message = await link.receive()
             if not isinstance(message, peer.JobAsk):
                 return
+            while not self._questions.take(link.session.peer_uid):
+                await asyncio.sleep(1.0)
             answer = await self._answer(message.job, link.session.peer_uid)
             try:
                 link.send(answer)
@@ -290,6 +363,8 @@ class Controller:
 
     async def _answer(self, raw_id: int, uid: int) -> peer.JobAnswer:
         refused = peer.JobAnswer(error=f"job {raw_id}: {NOT_YOURS}")
+        # Asked about every job, so that an answer takes as long for a forbidden one as for an unknown one.
+        operator = await self._operators.allows(uid)
         track = self.registry.jobs.get(raw_id)
         job: Job | None = None
         try:
@@ -300,7 +375,7 @@ class Controller:
             log.warning("job=%d slurm=%s", raw_id, exc)
             job = track.job if track else None
         owner = job.user_id if job else (track.user_id if track else None)
-        if owner is None or (uid != owner and uid not in self._privileged):
+        if owner is None or (uid != owner and not operator):
             return refused
         if job is not None and track is not None:
             track.learn(job)
@@ -308,7 +383,7 @@ class Controller:
         members = job.nodes if job and job.nodes else ()
         missing = tuple(h for h in members if h not in parts)
         return peer.JobAnswer(
-            parts=tuple(parts.values()), events=self.logs.read(raw_id), slurm=slurm_facts(job), missing=missing
+            parts=tuple(parts.values()), events=self.logs.read(raw_id, owner), slurm=slurm_facts(job), missing=missing
         )
 
     async def _ask_agents(self, track: Track) -> dict[str, peer.InspectPart]:
@@ -353,14 +428,6 @@ def slurm_facts(job: Job | None) -> dict[str, str]:
     return facts
 
 
-def _uid(name: str) -> int | None:
-    try:
-        return pwd.getpwnam(name).pw_uid
-    except KeyError:
-        log.warning("operator %s is not a user of this host", name)
-        return None
-
-
 def _keepalive(sock: socket.socket) -> None:
     with suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -368,25 +435,6 @@ def _keepalive(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
-
-
-def _become(settings: Settings) -> None:
-    """Run as SlurmUser: agents and users encrypt their greetings for that uid alone, so root becomes it."""
-    try:
-        user = pwd.getpwnam(settings.slurm_user)
-    except KeyError:
-        raise ServiceError(f"slurm_user {settings.slurm_user!r} is not a user of this host") from None
-    if os.geteuid() == user.pw_uid:
-        return
-    if os.geteuid() != 0:
-        raise ServiceError(
-            f"run the controller as {settings.slurm_user} (uid {user.pw_uid}) or root, not as uid {os.geteuid()}"
-        )
-    os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)
-    os.chown(settings.state_dir, user.pw_uid, user.pw_gid)
-    os.initgroups(user.pw_name, user.pw_gid)
-    os.setresgid(user.pw_gid, user.pw_gid, user.pw_gid)
-    os.setresuid(user.pw_uid, user.pw_uid, user.pw_uid)
 
 
 def own_name(settings: Settings) -> str:
@@ -425,10 +473,10 @@ async def _main(settings: Settings) -> None:
 
 def main(settings: Settings, verbose: bool = False) -> int:
     """Run in the foreground until SIGTERM; 0, or 1 with one line on stderr."""
-    level = logging.DEBUG if verbose else logging.INFO
-    logging.basicConfig(level=level, format="%(asctime)s.%(msecs)03d %(message)s", datefmt="%Y-%m-%dT%H:%M:%S")
+    daemon.log_to_stderr(verbose)
     try:
-        _become(settings)
+        daemon.become(settings)
+        daemon.take_limits()
         find_tool("scontrol")
         asyncio.run(_main(settings))
     except (ServiceError, SlurmError, OSError) as exc:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+from gemini_hpc.control.fairness import FairGate
 from gemini_hpc.control.slurmtext import (
     ROW_FORMAT,
     Config,
@@ -23,6 +24,7 @@ from gemini_hpc.control.slurmtext import (
     ParseError,
     Reservation,
     Row,
+    parse_admin_level,
     parse_config,
     parse_job,
     parse_node,
@@ -36,6 +38,7 @@ PARALLEL_COMMANDS = 4
 _DIRECTORIES = ("/usr/bin", "/usr/local/bin", "/opt/slurm/bin", "/usr/local/slurm/bin")
 _IDS_PER_CALL = 400
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+_SAFE_USER = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
 _JOB_ID = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
 _START = re.compile(r"now(\+[0-9]{1,6})?")
 
@@ -103,7 +106,8 @@ class Slurm:
     def __init__(self, timeout_s: float = TIMEOUT_S, on_call: Callable[[str, float], None] | None = None) -> None:
         self._timeout_s = timeout_s
         self._on_call = on_call
-        self._gate = asyncio.Semaphore(PARALLEL_COMMANDS)
+        self._gate = FairGate(PARALLEL_COMMANDS)
+        self._accounting_gate = FairGate(1)  # a database that hangs must not keep scontrol waiting
         self._tools: dict[str, str] = {}
         # When slurmctld last failed to answer (monotonic).
         self.unreachable_at = -math.inf
@@ -118,7 +122,7 @@ class Slurm:
     async def _call(self, tool: str, *args: str) -> str:
         if tool not in self._tools:
             self._tools[tool] = find_tool(tool)
-        async with self._gate:
+        async with self._accounting_gate if tool == "sacctmgr" else self._gate:
             began = time.monotonic()
             process = await asyncio.create_subprocess_exec(
                 self._tools[tool],
@@ -269,6 +273,16 @@ class Slurm:
             raise
         except SlurmError as exc:  # it exits with 1 where none is up
             raise SlurmUnreachable(str(exc)) from None
+
+    async def accounting(self) -> bool:
+        """Whether the cluster keeps its users in slurmdbd."""
+        return (await self.config()).values.get("AccountingStorageType", "").endswith("slurmdbd")
+
+    async def admin_level(self, user: str) -> str:
+        """slurmdbd's AdminLevel of a user: "None", "Operator", "Administrator"; "" where it knows no such user."""
+        name = _checked(_SAFE_USER, user, "a user name")
+        out = await self._call("sacctmgr", "-n", "-P", "show", "user", f"name={name}", "format=user,admin")
+        return parse_admin_level(out, name)
 
     # ---- changing --------------------------------------------------------------------------------------
 

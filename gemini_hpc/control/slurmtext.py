@@ -356,3 +356,10 @@ def parse_row(line: str) -> Row:
     if len(parts) != 4 or not (parts[0].isdigit() and parts[1].isdigit()):
         raise ParseError(f"not a row of squeue: {line[:80]!r}")
     return Row(int(parts[0]), state_of(parts[2]), int(parts[1]), _hosts(parts[3]))
+
+
+def parse_admin_level(text: str, user: str) -> str:
+    """AdminLevel of `user` in `sacctmgr -nP show user name=USER format=user,admin`; "" unless there is just one."""
+    rows = [line.split("|") for line in text.splitlines() if line.strip()]
+    levels = [row[1] for row in rows if len(row) == 2 and row[0] == user]
+    return levels[0] if len(levels) == 1 else ""

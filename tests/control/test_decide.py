@@ -238,7 +238,7 @@ def test_candidates_fit_and_idle_ones_come_first() -> None:
         ("CANCELLED", 0.0, True),
         ("FAILED", 10.0, False),
         ("FAILED", 900.0, True),
-        ("TIMEOUT", 899.0, False),
+        ("TIMEOUT", 0.0, True),
         ("NODE_FAIL", 1000.0, True),
         (None, None, True),
         (None, 10.0, False),

@@ -2,7 +2,8 @@
 `fake_mode` beside it says, and writes down what it was given.
 
 Modes: ok, hung (no longer answers `verdict?`), detach (keeps running after the epilog), silent, garbage, oversized,
-refuse, hangup, exit, never (runs, but opens no socket), slow (opens its socket late).
+refuse, hangup, exit, hold JSON (the epilog is to hold the survivors of this restart), never (runs, but opens no
+socket), slow (opens its socket late).
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ def main() -> None:
         reply = {"op": "ready", "state": "mapped"}
         if message["op"] == "epilog":
             reply = {"op": "ok", "state": "detached" if mode == "detach" else "released"}
-        elif mode in ("ok", "detach", "hung"):
+            if mode.startswith("hold "):
+                reply = {"op": "ok", "state": "hold", "restart": json.loads(mode.removeprefix("hold "))}
+        elif mode in ("ok", "detach", "hung") or mode.startswith("hold "):
             write_map(directory, message)
         if mode == "silent":
             time.sleep(60)
