@@ -21,8 +21,10 @@ from gemini_hpc.control.slurmtext import (
     ParseError,
     Reservation,
     Row,
+    parse_configuration,
     parse_job,
     parse_node,
+    parse_ping,
     parse_reservation,
     parse_row,
 )
@@ -101,7 +103,7 @@ class Slurm:
         self._gate = asyncio.Semaphore(PARALLEL_COMMANDS)
         self._tools: dict[str, str] = {}
 
-    async def _run(self, tool: str, *args: str) -> str:
+    async def _run(self, tool: str, *args: str, refusals: bool = True) -> str:
         if tool not in self._tools:
             self._tools[tool] = find_tool(tool)
         async with self._gate:
@@ -126,7 +128,7 @@ class Slurm:
                         process.kill()
             if self._on_call is not None:
                 self._on_call(" ".join((tool, *args)), time.monotonic() - began)
-        if process.returncode:
+        if process.returncode and refusals:
             raise _error((err or out).decode(errors="replace"), tool)
         return out.decode(errors="replace")
 
@@ -230,6 +232,26 @@ class Slurm:
                 if name in ends:
                     ends[name] = max(ends[name], end)
         return sorted(wanted, key=lambda name: (ends[name], name))
+
+    async def queue(self) -> list[Row]:
+        """All jobs that are not over, as far as this user may see them."""
+        out = await self._run("squeue", "-h", "-a", "-r", "-o", ROW_FORMAT)
+        try:
+            return [parse_row(line) for line in out.splitlines() if line.strip()]
+        except ParseError as exc:
+            raise SlurmError(str(exc)) from None
+
+    async def configuration(self) -> dict[str, str]:
+        """The configuration that slurmctld runs with."""
+        return parse_configuration(await self._run("scontrol", "show", "config"))
+
+    async def release(self) -> str:
+        """The release of Slurm's commands on this host, in their own words."""
+        return (await self._run("scontrol", "--version")).strip()
+
+    async def slurmctlds(self) -> list[tuple[str, bool]]:
+        """The hosts of slurmctld, the primary first, and whether each answers; the first that does is in charge."""
+        return parse_ping(await self._run("scontrol", "ping", refusals=False))
 
     # ---- changing --------------------------------------------------------------------------------------
 

@@ -104,6 +104,8 @@ class Node:
     reason: str
     boot_time: float
     slurmd_start: float
+    hostname: str = ""
+    spec_memory_mb: int = 0
 
     @property
     def up(self) -> bool:
@@ -131,6 +133,7 @@ class Reservation:
     users: tuple[str, ...]
     state: str
     flags: frozenset[str]
+    start_time: float = 0.0
 
 
 def pairs(line: str) -> list[tuple[str, str]]:
@@ -257,6 +260,8 @@ def parse_node(line: str) -> Node:
         reason=_text(fields.get("Reason", "")),
         boot_time=_time(fields.get("BootTime", "")),
         slurmd_start=_time(fields.get("SlurmdStartTime", "")),
+        hostname=_text(fields.get("NodeHostName", "")) or name,
+        spec_memory_mb=_int(fields.get("MemSpecLimit", "0")),
     )
 
 
@@ -273,6 +278,7 @@ def parse_reservation(line: str) -> Reservation:
         users=tuple(u for u in _text(fields.get("Users", "")).split(",") if u),
         state=fields.get("State", ""),
         flags=frozenset(f for f in fields.get("Flags", "").split(",") if f),
+        start_time=_time(fields.get("StartTime", "")),
     )
 
 
@@ -285,3 +291,19 @@ def parse_row(line: str) -> Row:
     if len(parts) != 4 or not (parts[0].isdigit() and parts[1].isdigit()):
         raise ParseError(f"not a row of squeue: {line[:80]!r}")
     return Row(int(parts[0]), state_of(parts[2]), int(parts[1]), _hosts(parts[3]))
+
+
+def parse_configuration(text: str) -> dict[str, str]:
+    """`scontrol show config`: key -> value, empty where Slurm says (null)."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        key, equals, value = line.partition("=")
+        if equals and re.fullmatch(r"[A-Za-z0-9_]+(\[[0-9]+\])?", key.strip()):
+            found.setdefault(key.strip(), "" if value.strip() in ("(null)", "(null type)") else value.strip())
+    return found
+
+
+def parse_ping(text: str) -> list[tuple[str, bool]]:
+    """`scontrol ping`: (host, whether it answers), in its order."""
+    found = re.finditer(r"^Slurmctld\([a-z0-9]+\) at (\S+) is (UP|DOWN)", text, re.M)
+    return [(match[1], match[2] == "UP") for match in found]
