@@ -57,7 +57,7 @@ class Primary:
         if len(hosts) < 2:
             name, address = hosts[0] if hosts else ("", "")
             return Standing(is_here(name, address), name, True)
-        up = await self._slurm.slurmctlds_up()
+        up = {name for name, answers in await self._slurm.slurmctlds() if answers}
         for name, address in hosts:
             if name in up:
                 here = is_here(name, address)

@@ -112,14 +112,15 @@ class Slurm:
         # When slurmctld last failed to answer (monotonic).
         self.unreachable_at = -math.inf
 
-    async def _run(self, tool: str, *args: str) -> str:
+    async def _run(self, tool: str, *args: str, refusals: bool = True) -> str:
+        """What the command prints; refusals False: also where it says no."""
         try:
-            return await self._call(tool, *args)
+            return await self._call(tool, *args, refusals=refusals)
         except SlurmUnreachable:
             self.unreachable_at = time.monotonic()
             raise
 
-    async def _call(self, tool: str, *args: str) -> str:
+    async def _call(self, tool: str, *args: str, refusals: bool = True) -> str:
         if tool not in self._tools:
             self._tools[tool] = find_tool(tool)
         async with self._accounting_gate if tool == "sacctmgr" else self._gate:
@@ -144,7 +145,7 @@ class Slurm:
                         process.kill()
             if self._on_call is not None:
                 self._on_call(" ".join((tool, *args)), time.monotonic() - began)
-        if process.returncode:
+        if process.returncode and refusals:
             raise _error((err or out).decode(errors="replace"), tool)
         return out.decode(errors="replace")
 
@@ -265,15 +266,6 @@ class Slurm:
         except ParseError as exc:
             raise SlurmError(str(exc)) from None
 
-    async def slurmctlds_up(self) -> list[str]:
-        """The hosts of all slurmctlds that answer, backups that stand by among them."""
-        try:
-            return parse_ping(await self._call("scontrol", "ping"))
-        except SlurmUnreachable:
-            raise
-        except SlurmError as exc:  # it exits with 1 where none is up
-            raise SlurmUnreachable(str(exc)) from None
-
     async def accounting(self) -> bool:
         """Whether the cluster keeps its users in slurmdbd."""
         return (await self.config()).values.get("AccountingStorageType", "").endswith("slurmdbd")
@@ -283,6 +275,26 @@ class Slurm:
         name = _checked(_SAFE_USER, user, "a user name")
         out = await self._call("sacctmgr", "-n", "-P", "show", "user", f"name={name}", "format=user,admin")
         return parse_admin_level(out, name)
+
+    async def queue(self) -> list[Row]:
+        """All jobs that are not over, as far as this user may see them."""
+        out = await self._run("squeue", "-h", "-a", "-r", "-o", ROW_FORMAT)
+        try:
+            return [parse_row(line) for line in out.splitlines() if line.strip()]
+        except ParseError as exc:
+            raise SlurmError(str(exc)) from None
+
+    async def configuration(self) -> dict[str, str]:
+        """The configuration that slurmctld runs with."""
+        return (await self.config()).values
+
+    async def release(self) -> str:
+        """The release of Slurm's commands on this host, in their own words."""
+        return (await self._call("scontrol", "--version")).strip()
+
+    async def slurmctlds(self) -> list[tuple[str, bool]]:
+        """The hosts of slurmctld, the primary first, and whether each answers; the first that does is in charge."""
+        return parse_ping(await self._call("scontrol", "ping", refusals=False))
 
     # ---- changing --------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import calendar
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gemini_hpc.core import hostlist
 
@@ -105,7 +105,9 @@ class Node:
     reason: str
     boot_time: float
     slurmd_start: float
-    gres: dict[str, int]
+    gres: dict[str, int] = field(default_factory=dict)
+    hostname: str = ""
+    spec_memory_mb: int = 0
 
     @property
     def up(self) -> bool:
@@ -133,6 +135,7 @@ class Reservation:
     users: tuple[str, ...]
     state: str
     flags: frozenset[str]
+    start_time: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +303,8 @@ def parse_node(line: str) -> Node:
         boot_time=_time(fields.get("BootTime", "")),
         slurmd_start=_time(fields.get("SlurmdStartTime", "")),
         gres=_gres(fields.get("Gres", "")),
+        hostname=_text(fields.get("NodeHostName", "")) or name,
+        spec_memory_mb=_int(fields.get("MemSpecLimit", "0")),
     )
 
 
@@ -316,6 +321,7 @@ def parse_reservation(line: str) -> Reservation:
         users=tuple(u for u in _text(fields.get("Users", "")).split(",") if u),
         state=fields.get("State", ""),
         flags=frozenset(f for f in fields.get("Flags", "").split(",") if f),
+        start_time=_time(fields.get("StartTime", "")),
     )
 
 
@@ -324,27 +330,15 @@ _HOST = re.compile(r"([^()\s]+)(?:\(([^()\s]*)\))?")
 
 def parse_config(text: str) -> Config:
     """All of `scontrol show config`. Raises `ParseError`."""
-    values: dict[str, str] = {}
-    for line in text.splitlines():
-        key, equals, value = line.partition("=")
-        if equals and key.strip():
-            values.setdefault(key.strip(), _text(value.strip()))
+    values = parse_configuration(text)
     hosts = []
     for i in range(16):
         match = _HOST.fullmatch(values.get(f"SlurmctldHost[{i}]", ""))
         if match:
             hosts.append((match[1], match[2] or match[1]))
-    if not hosts or "StateSaveLocation" not in values:
+    if not hosts or not values.get("StateSaveLocation"):
         raise ParseError(f"not Slurm's configuration: {text[:80]!r}")
     return Config(tuple(hosts), values["StateSaveLocation"], _time(values.get("BOOT_TIME", "")), values)
-
-
-_PING = re.compile(r"Slurmctld\([a-z0-9]+\) at (\S+) is (UP|DOWN)")
-
-
-def parse_ping(text: str) -> list[str]:
-    """The hosts whose slurmctld answers, as `scontrol ping` tells."""
-    return [host for host, state in _PING.findall(text) if state == "UP"]
 
 
 ROW_FORMAT = "%A|%U|%T|%N"
@@ -363,3 +357,19 @@ def parse_admin_level(text: str, user: str) -> str:
     rows = [line.split("|") for line in text.splitlines() if line.strip()]
     levels = [row[1] for row in rows if len(row) == 2 and row[0] == user]
     return levels[0] if len(levels) == 1 else ""
+
+
+def parse_configuration(text: str) -> dict[str, str]:
+    """`scontrol show config`: key -> value, empty where Slurm says (null)."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        key, equals, value = line.partition("=")
+        if equals and re.fullmatch(r"[A-Za-z0-9_]+(\[[0-9]+\])?", key.strip()):
+            found.setdefault(key.strip(), "" if value.strip() in ("(null)", "(null type)") else value.strip())
+    return found
+
+
+def parse_ping(text: str) -> list[tuple[str, bool]]:
+    """`scontrol ping`: (host, whether it answers), in its order."""
+    found = re.finditer(r"^Slurmctld\([a-z0-9]+\) at (\S+) is (UP|DOWN)", text, re.M)
+    return [(match[1], match[2] == "UP") for match in found]

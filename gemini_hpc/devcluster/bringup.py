@@ -80,3 +80,4 @@ def _directories(layout: Layout) -> None:
     # slurmctld and the controller service have given up root when they open these.
     for path in (layout.state, layout.controller, layout.log):
         os.chown(path, slurm.pw_uid, slurm.pw_gid)
+    layout.controller.chmod(0o700)

@@ -163,6 +163,6 @@ Slurmctld(backup) at n6 is DOWN
     config = parse_config(text)
     assert config.slurmctld_hosts == (("ctl", "10.77.0.1"), ("n6", "n6"))
     assert config.state_save == "/var/spool/slurm/state" and config.boot_time > 1.7e9
-    assert parse_ping(text) == ["ctl"]
+    assert parse_ping(text) == [("ctl", True), ("n6", False)]
     with pytest.raises(ParseError):
         parse_config("nothing")
