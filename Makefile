@@ -72,7 +72,7 @@ test: install deps-site lint ## every test, on real clusters in namespaces; WORK
 test-long: install deps-site ## the long campaigns
 	@$(PY) -m pytest -q -m long tests
 
-bench: install deps-site ## speed, as ratios; ONLY=save|pull|agent|prolog|inspect|recovery for one; writes bench.json
+bench: install deps-site ## speed, as ratios; ONLY=save|pull|agent|prolog|inspect|recovery|busy for one; writes bench.json
 	@$(PY) -m benchmarks $(if $(ONLY),--only $(ONLY))
 
 clean: ## remove what was built here

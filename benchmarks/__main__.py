@@ -19,7 +19,7 @@ from benchmarks.progress import Progress
 from benchmarks.rows import Row, store, table
 from gemini_hpc.devcluster.errors import DevclusterError
 
-FAMILIES = ("save", "pull", "agent", "prolog", "inspect", "recovery")
+FAMILIES = ("save", "pull", "agent", "prolog", "inspect", "recovery", "busy")
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
