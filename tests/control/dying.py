@@ -37,12 +37,12 @@ def dying_write(self: Journal, key: str, step: str, phase: str, **data: Any) -> 
     boundary(f"after journal {step} {phase}")
 
 
-async def dying_call(self: Slurm, tool: str, *args: str) -> str:
+async def dying_call(self: Slurm, tool: str, *args: str, **more: Any) -> str:
     # An update without effect (ResetAccrueTime alone) is repeated as often as it takes.
     changes = tool == "scontrol" and args[0] in CHANGING and args[-1] != "ResetAccrueTime"
     if changes:
         boundary(f"before scontrol {' '.join(args)}")
-    out = await call(self, tool, *args)
+    out = await call(self, tool, *args, **more)
     if changes:
         boundary(f"after scontrol {' '.join(args)}")
     return out
