@@ -19,6 +19,7 @@ from gemini_hpc.control.access import operators
 from gemini_hpc.control.daemon import ServiceError
 from gemini_hpc.control.eventlog import MAX_EVENTS_AT_ONCE, EventLogs, log_bytes, tame
 from gemini_hpc.control.fairness import BEHALF, PerUser
+from gemini_hpc.control.giveback import GiveBack
 from gemini_hpc.control.journal import Journal
 from gemini_hpc.control.primary import LOCK, LockTakenError, Primary, is_here, take_lock
 from gemini_hpc.control.recoveries import Recoveries
@@ -108,12 +109,14 @@ class Controller:
         log.info("event=ready port=%d pid=%d", self.settings.controller_port, os.getpid())
         watcher = asyncio.ensure_future(self.watcher.run())
         resume = asyncio.ensure_future(self.recoveries.resume())
+        give_back = asyncio.ensure_future(GiveBack(self.settings, self.slurm, self.journal).run())
         try:
             async with server:
                 log.warning("event=stepping-down slurmctld=%s", await self._primary.lost())
         finally:
             watcher.cancel()
             resume.cancel()
+            give_back.cancel()
             self.recoveries.cancel()
             for open_link in list(self._links):
                 open_link.close()

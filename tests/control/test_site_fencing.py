@@ -111,6 +111,28 @@ def test_site_04_fenced_node_stays_down_when_it_comes_back(site: Site) -> None:
     assert f"Reason=gemini-hpc: no answer from slurmd and agent, job {job} restart 0" in reason
 
 
+def test_site_04_node_that_has_booted_anew_is_given_back(make_site: Callable[..., Site]) -> None:
+    site = make_site(settings={"auto_resume_s": 2.0})
+    job, hosts = start(site)
+    site.cluster.power_off(hosts[1])
+    site.running(job, restart=1)
+    site.cluster.power_on(hosts[1])
+    assert "dr" in site.cluster.node_states()[hosts[1]], "it has to answer for a while"
+    until(lambda: site.cluster.node_states()[hosts[1]] == "idle", 20)
+    assert f"event=given-back host={hosts[1]}" in site.log()
+
+
+def test_site_04_node_that_thaws_is_not_given_back(make_site: Callable[..., Site]) -> None:
+    """It answers again, but it is the same boot: nobody knows what it was doing."""
+    site = make_site(settings={"auto_resume_s": 1.0})
+    job, hosts = start(site)
+    site.cluster.exec(hosts[1], ["bash", "-c", "kill -STOP -1"])
+    site.running(job, restart=1, timeout_s=60)
+    site.end_agents()
+    site.cluster.exec(hosts[1], ["bash", "-c", "kill -CONT -1"])
+    stays(site, lambda: fenced(site) == [hosts[1]], 5)
+
+
 def test_site_05_nobody_is_fenced_before_slurmctld_has_settled(make_site: Callable[..., Site]) -> None:
     site = make_site(settings={"slurm_settle_s": 15.0})
     booted = time.time()
