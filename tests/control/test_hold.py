@@ -33,7 +33,7 @@ def epilog_site(make_site: Callable[..., Site]) -> tuple[Site, Path]:
     return make_site(controller=False, slurm_conf=[f"Epilog={install(place)}"]), place
 
 
-def test_epilog_holds_the_survivors_on_a_busy_cluster(make_site: Callable[..., Site]) -> None:
+def test_site_12_epilog_holds_the_survivors_on_a_busy_cluster(make_site: Callable[..., Site]) -> None:
     site, place = epilog_site(make_site)
     try:
         job = site.submit("-N3", "--requeue", "--exclusive")
@@ -62,7 +62,7 @@ def test_epilog_holds_the_survivors_on_a_busy_cluster(make_site: Callable[..., S
         place.rmdir()
 
 
-def test_nothing_is_held_when_no_node_is_dead(make_site: Callable[..., Site]) -> None:
+def test_site_12_nothing_is_held_when_no_node_is_dead(make_site: Callable[..., Site]) -> None:
     site, place = epilog_site(make_site)
     try:
         job = site.submit("-N3", "--requeue", "--exclusive")
