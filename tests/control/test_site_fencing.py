@@ -33,10 +33,14 @@ def stays(site: Site, true: Callable[[], bool], seconds: float) -> None:
 
 
 def test_site_02_slurmd_that_hangs_is_not_a_dead_node(site: Site) -> None:
-    """Only the daemon is stopped; the agent lives and answers."""
-    job, hosts = start(site)
+    """Only the daemon is stopped; the agent lives and answers, whatever its peers report."""
+    job = site.submit("-N3", "--requeue", "--exclusive")
+    site.running(job)
+    hosts = site.nodes(job)
     site.cluster.exec(hosts[1], ["pkill", "-STOP", "-x", "slurmd"])
-    stays(site, lambda: not fenced(site) and site.event(job, "confirmed") is None, 4)
+    site.agents(job, 0, hosts, f"accuse:{hosts[1]}")
+    until(lambda: site.event(job, "detected"), 10)
+    stays(site, lambda: not fenced(site) and site.event(job, "confirmed") is None, 6)
     site.cluster.exec(hosts[1], ["pkill", "-CONT", "-x", "slurmd"])
 
 
