@@ -1,8 +1,9 @@
 """Stands in for `gemini_hpc.agent` in the prolog's tests: installed as its `__main__`, it behaves as the file
 `fake_mode` beside it says, and writes down what it was given.
 
-Modes: ok, hung (no longer answers `verdict?`), detach (keeps running after the epilog), hold (the same, and asks for the
-hold), silent, garbage, oversized, refuse, hangup, exit, never (runs, but opens no socket), slow (opens its socket late).
+Modes: ok, hung (no longer answers `verdict?`), detach (keeps running after the epilog), hold (the same, and asks for
+the hold), silent, garbage, oversized, refuse, hangup, exit, never (runs, but opens no socket), slow (opens its socket
+late).
 """
 
 from __future__ import annotations
