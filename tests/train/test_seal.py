@@ -82,7 +82,7 @@ def test_runs_out(scene: Scene) -> None:
 
 
 def test_site_20_suspended_time_is_not_waited_time(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process is stopped for longer than the time-out, in the middle of a wait; its peers, too, seal only later."""
+    """The process is stopped for longer than the time-out, in the middle of a wait; the seal comes after that."""
     real, stops = time.monotonic, iter([90.0, 90.0])
     ahead = 0.0
 
