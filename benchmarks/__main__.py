@@ -19,7 +19,7 @@ from benchmarks.progress import Progress
 from benchmarks.rows import Row, store, table
 from gemini_hpc.devcluster.errors import DevclusterError
 
-FAMILIES = ("save", "pull", "agent", "prolog", "inspect", "recovery")
+FAMILIES = ("save", "pull", "agent", "prolog", "inspect", "recovery", "busy")
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
@@ -31,7 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measures this project's speed on development clusters (needs root) and compares it with the "
-        "project's bars. All families take about a quarter of an hour; nothing else should run meanwhile.",
+        "project's bars. All families take about twenty minutes; nothing else should run meanwhile.",
         epilog="Exit status: 0 if all could be measured, also where a bar is missed; 1 if something could not.",
     )
     parser.add_argument("--only", choices=FAMILIES, help="one family; the other families' rows in the file stay")

@@ -35,7 +35,9 @@ class Settings:
     run_dir: str = _setting("/run/gemini-hpc", "Root-owned directory of per-job sockets and map files.")
     state_dir: str = _setting("/var/lib/gemini-hpc", "The controller's journal and event logs.")
     slurm_user: str = _setting("slurm", "The SlurmUser: the controller runs as it; agents answer to it.")
-    controller_host: str = _setting("", "Host of the controller; empty: no controller, Slurm's own detection only.")
+    controller_host: str = _setting(
+        "", "Host of the controller, or several with commas between (slurmctld's backups); empty: no controller."
+    )
     controller_port: int = _setting(7321, "TCP port of the controller.", 1, 65535)
     slurmd_port: int = _setting(6818, "TCP port of slurmd, probed before a node is fenced.", 1, 65535)
     agent_port_base: int = _setting(
@@ -62,10 +64,13 @@ class Settings:
     memory_floor_bytes: int = _setting(256 << 20, "Free memory that reservations leave untouched.")
     agent_restarts: int = _setting(5, "How often the supervisor starts a dead agent again.")
     fence_confirm_s: float = _setting(5.0, "How long the controller's own probes must fail before it acts.")
+    slurm_settle_s: float = _setting(60.0, "No fencing until slurmctld has been up and has answered for so long.")
     fence_budget_nodes: int = _setting(2, "Nodes that the controller may fence within fence_budget_window_s.")
     fence_budget_window_s: float = _setting(600.0, "Window of the fencing budget.")
     reserve_candidates: int = _setting(2, "Replacement candidates reserved beside the survivors and the dead count.")
-    operators: tuple[str, ...] = _setting((), "User names that may inspect every job, besides root and SlurmUser.")
+    operators: tuple[str, ...] = _setting(
+        (), "Users, and groups written as @group, that may inspect every job, besides root and SlurmUser."
+    )
     node_max_jobs_guard: bool = _setting(True, "Never fence a node on which another owner's job runs.")
 
     def heartbeat_timeout_s(self) -> float:
@@ -76,6 +81,10 @@ class Settings:
         """Where a peer is dialled."""
         return self.peer_address.replace("{host}", host)
 
+    def controller_hosts(self) -> tuple[str, ...]:
+        """Hosts on which a controller may be found, in the order in which they are tried."""
+        return tuple(host.strip() for host in self.controller_host.split(",") if host.strip())
+
     def slurm_uid(self) -> int:
         """uid of the SlurmUser. Raises `ConfigError` where the user is unknown here."""
         uid = _uid(self.slurm_user, -1)
@@ -83,10 +92,10 @@ class Settings:
             raise ConfigError(f"slurm_user: there is no user {self.slurm_user!r} on this host")
         return uid
 
-    def operator_uids(self) -> tuple[int, ...]:
-        """uids that may inspect every job: root, the SlurmUser, `operators`."""
-        named = (_uid(name, -1) for name in (self.slurm_user, *self.operators))
-        return (0, *(uid for uid in named if uid >= 0))
+    def slurm_uids(self) -> tuple[int, ...]:
+        """uid of the SlurmUser, or nothing where the user is unknown here."""
+        uid = _uid(self.slurm_user, -1)
+        return (uid,) if uid >= 0 else ()
 
 
 def _uid(name: str, otherwise: int) -> int:

@@ -39,16 +39,19 @@ from gemini_hpc.config import Settings
 from gemini_hpc.core import hostlist, placement
 from gemini_hpc.core.seal import Word
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.operators import Operators
 from gemini_hpc.wire import local, page, peer
 from gemini_hpc.wire.allowance import Allowance
 from gemini_hpc.wire.frames import FrameError
 from gemini_hpc.wire.handshake import Greeting, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, accept
+from gemini_hpc.wire.lobby import Lobby
 
 MAX_EVENTS = 1000
 MAX_SETS = 64
 SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _MAX_CALLERS = 512
+_MAX_STRANGERS = 256  # connections that have not been authenticated yet
 _STATE = "state"
 _TICK_S = 0.2
 _EMPTY_S = 30.0
@@ -69,6 +72,7 @@ class Agent:
         self.job, self.uid, self.node, self.directory = job, uid, node, directory
         self.instance = os.urandom(8).hex()
         self.restart = -1
+        self.notice = ""
         self.replicas = 1
         self.hosts: tuple[str, ...] = ()
         self.nodelist = ""
@@ -93,6 +97,8 @@ class Agent:
         self._local: LocalServer | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._callers = 0
+        self._lobby = Lobby(_MAX_STRANGERS)
+        self._operators = Operators(settings.operators, (0, uid, *settings.slurm_uids()))
         self._detached_at = time.monotonic()
         self._stopped = asyncio.Event()
         self._recounts: set[str] = set()
@@ -590,33 +596,38 @@ class Agent:
         self.reporter.report(host, witnesses)
 
     async def _call(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._callers >= _MAX_CALLERS:
-            writer.close()
-            return
-        self._callers += 1
+        address = (writer.get_extra_info("peername") or ("somewhere",))[0]
+        ticket = self._lobby.enter(address, writer.transport.abort)
         try:
-            link = await accept(
-                reader,
-                writer,
-                self._admit,
-                host=self.node,
-                restart=lambda: max(self.restart, 0),
-                instance=self.instance,
-            )
-            await self._serve(link)
+            try:
+                link = await accept(
+                    reader,
+                    writer,
+                    self._admit,
+                    host=self.node,
+                    restart=lambda: max(self.restart, 0),
+                    instance=self.instance,
+                )
+            finally:
+                self._lobby.leave(address, ticket)
+            if self._callers >= _MAX_CALLERS:
+                return
+            self._callers += 1
+            try:
+                await self._serve(link)
+            finally:
+                self._callers -= 1
         except (HandshakeError, LinkClosed, FrameError, TimeoutError, OSError) as exc:
-            host = (writer.get_extra_info("peername") or ("somewhere",))[0]
-            self.complain(f"a call from {host} has ended: {exc or type(exc).__name__}")
+            self.complain(f"a call from {address} has ended: {exc or type(exc).__name__}")
         finally:
-            self._callers -= 1
             writer.close()
 
-    def _admit(self, greeting: Greeting) -> str:
+    async def _admit(self, greeting: Greeting) -> str:
         hello = greeting.hello
         if hello.cluster != self.settings.cluster_name or hello.job != self.job or hello.target != self.node:
             return f"this is job {self.job} on {self.node} of {self.settings.cluster_name}"
         if hello.purpose == "query":
-            return "" if greeting.uid in (self.uid, *self.settings.operator_uids()) else "not yours"
+            return "" if await self._operators.allows(greeting.uid) else "not yours"
         if greeting.uid != self.uid:
             return "not yours"
         if hello.purpose in ("inventory", "pull") and hello.restart > self.restart and self.detached:

@@ -28,7 +28,9 @@ TOTAL_S = 4.7  # of the 5 s that an epilog may take (SITE 19); the interpreter h
 
 # How the child that is the job's owner tells root how it went.
 _RELEASED, _KEPT, _FAILED = 10, 11, 12
-_HOLD, _HOLD_MAX = 64, 127  # and how: the agent's own restart count on top (the epilog's may be the next one)
+# The incarnation that has ended is slurmd's, or the one before: slurmd may tell of the next one already. Which of the
+# two is all that the agent is asked for; it is its owner's, and could say anything.
+_HOLD_THIS, _HOLD_FORMER = 64, 65
 
 
 def main(argv: list[str]) -> int:
@@ -67,7 +69,7 @@ def _end(
                 if answer["op"] != "ok" or answer.get("state") not in ("released", "detached", "hold"):
                     raise ask.AskError("the agent's reply to the epilog is none")
                 if answer["state"] != "released":
-                    return _hold_status(answer.get("restart")) if answer["state"] == "hold" else _KEPT
+                    return _hold_status(restart, answer.get("restart")) if answer["state"] == "hold" else _KEPT
                 # So that the next prolog of this job does not meet a dying agent.
                 ask.wait_until_gone(sock, time.monotonic() + GONE_TIMEOUT_S)
                 return _RELEASED
@@ -81,12 +83,14 @@ def _end(
     outcome = privileges.outcome(child, ANSWER_TIMEOUT_S + GONE_TIMEOUT_S + OWNER_GRACE_S)
     if outcome == _RELEASED:
         jobdir.remove(run_fd, str(job))
-    elif _HOLD <= outcome <= _HOLD_MAX:
-        _hold(job, outcome - _HOLD, place, deadline)
+    elif outcome in (_HOLD_THIS, _HOLD_FORMER):
+        _hold(job, restart - (outcome == _HOLD_FORMER), place, deadline)
 
 
-def _hold_status(restart: object) -> int:
-    return min(_HOLD + restart, _HOLD_MAX) if isinstance(restart, int) and restart >= 0 else _KEPT
+def _hold_status(restart: int, said: object) -> int:
+    if said == restart:
+        return _HOLD_THIS
+    return _HOLD_FORMER if restart > 0 and said == restart - 1 else _KEPT
 
 
 def _hold(job: int, restart: int, place: tuple[str, ...], deadline: float) -> None:

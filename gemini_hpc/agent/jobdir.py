@@ -6,14 +6,19 @@ belongs to the job's owner, who may change it at any moment: root only ever remo
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import time
+
+from gemini_hpc.agent.report import complain
 
 ENTRIES_MAX = 4096
 DEPTH_MAX = 16
 REMOVE_TIMEOUT_S = 2.0
 
+_MOUNT_FLAGS = 2 | 4 | 8  # nosuid, nodev, noexec
+_MOUNT_OPTIONS = b"mode=0755,size=64m,nr_inodes=16384"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -22,18 +27,13 @@ class JobDirError(Exception):
 
 
 def open_run_dir(path: str, create: bool) -> int:
-    """Descriptor of the run directory. With `create` it is made where missing.
+    """Descriptor of the run directory. With `create` it is made where missing, as a small file system of its own.
 
     Raises `FileNotFoundError` (without `create`) and `JobDirError` unless it is a real directory of root's
     that nobody else can write to.
     """
     if create:
-        try:
-            os.mkdir(path, 0o755)
-        except FileExistsError:
-            pass
-        except OSError as exc:
-            raise JobDirError(f"{path} could not be made: {exc.strerror}") from None
+        _create(path)
     try:
         fd = os.open(path, _DIRECTORY)
     except FileNotFoundError:
@@ -48,6 +48,48 @@ def open_run_dir(path: str, create: bool) -> int:
             f"found uid {info.st_uid} mode {stat.S_IMODE(info.st_mode):04o}"
         )
     return fd
+
+
+def _create(path: str) -> None:
+    """Jobs' owners write below it, and what is full must not be /run: there, root's own services would stop.
+
+    One prolog at a time: a job's directory that another one makes before the mount would be hidden by it.
+    """
+    if _is_mounted(path):
+        return
+    try:
+        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as exc:
+        raise JobDirError(f"{path}.lock could not be made: {exc.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.mkdir(path, 0o755)
+        problem = _mount(path)
+    except FileExistsError:
+        return
+    except OSError as exc:
+        raise JobDirError(f"{path} could not be made: {exc.strerror}") from None
+    finally:
+        os.close(lock)
+    if problem:
+        complain("prolog", 0, f"{path} has no file system of its own ({problem}): users can fill the one it is on")
+
+
+def _is_mounted(path: str) -> bool:
+    try:
+        return os.lstat(path).st_dev != os.lstat(os.path.dirname(path)).st_dev
+    except OSError:
+        return False
+
+
+def _mount(path: str) -> str:
+    """A tmpfs there; "" or why not."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"gemini-hpc", path.encode(), b"tmpfs", _MOUNT_FLAGS, _MOUNT_OPTIONS):
+        return os.strerror(ctypes.get_errno())
+    return ""
 
 
 def exists(run_fd: int, job: int, uid: int) -> bool:

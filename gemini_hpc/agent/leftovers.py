@@ -7,6 +7,7 @@ stay until the node reboots. (Its memory is gone with the agent's process.)
 from __future__ import annotations
 
 import os
+import re
 import stat
 import time
 
@@ -29,9 +30,11 @@ def remove(run_fd: int, run_dir: str, except_job: int) -> list[str]:
     """
     deadline = time.monotonic() + TIMEOUT_S
     problems: list[str] = []
-    candidates = [name for name in os.listdir(run_fd) if name.isascii() and name.isdecimal()]
+    candidates = sorted(name for name in os.listdir(run_fd) if name.isascii() and name.isdecimal())
+    # Another one first each time: agents that are stopped use up the time, and their owner might like that.
+    first = time.monotonic_ns() // 1000 % max(1, len(candidates))
     removed = 0
-    for name in sorted(candidates):
+    for name in candidates[first:] + candidates[:first]:
         if removed >= REMOVED_MAX or time.monotonic() > deadline:
             break
         if name == str(except_job) or not _is_leftover(run_fd, run_dir, name):
@@ -73,15 +76,22 @@ def _answers(directory: str, uid: int) -> bool:
 
 
 def _has_step(job: str) -> bool:
-    """Whether a slurmstepd of this job runs here; its title is `slurmstepd: [JOB.STEP]`."""
+    """Whether a slurmstepd of this job runs here: a process of root's with the title `slurmstepd: [JOB.STEP]`."""
     wanted = f"slurmstepd: [{job}.".encode()
     for pid in os.listdir("/proc"):
         if not pid.isdecimal():
             continue
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as f:
-                if f.read(64).startswith(wanted):
-                    return True
+                titled = f.read(64).startswith(wanted)
+            if titled and _started_by_root(pid):
+                return True
         except OSError:
             continue
     return False
+
+
+def _started_by_root(pid: str) -> bool:
+    """Its real uid: anybody can give a process any title, and slurmstepd is its job's owner for moments."""
+    with open(f"/proc/{pid}/status", "rb") as f:
+        return re.search(rb"^Uid:\t0\t", f.read(4096), re.MULTILINE) is not None

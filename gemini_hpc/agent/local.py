@@ -6,6 +6,7 @@ import array
 import asyncio
 import errno
 import os
+import signal
 import socket
 import struct
 from collections.abc import Awaitable, Callable
@@ -17,6 +18,7 @@ from gemini_hpc.wire import local
 
 _CREDENTIALS = struct.Struct("3i")
 _MAX_FDS = 4
+_SO_PEERPIDFD = 77
 MAX_CLIENTS = 1024
 _ACCEPT_PAUSE_S = 0.2
 
@@ -27,6 +29,19 @@ class Client:
     def __init__(self, sock: socket.socket, pid: int, uid: int) -> None:
         self._sock, self.pid, self.uid = sock, pid, uid
         self.closed = asyncio.Event()
+        self._process = _process(sock, pid)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the very process that called; nothing where it has ended, or is not this user's."""
+        with suppress(OSError):
+            if self._process >= 0:
+                signal.pidfd_send_signal(self._process, number)
+
+    def forget(self) -> None:
+        """The connection has ended, and with it the claim on the process."""
+        if self._process >= 0:
+            os.close(self._process)
+            self._process = -1
 
     def drop(self) -> None:
         """Close: the other end sees the end of file."""
@@ -34,6 +49,19 @@ class Client:
             self.closed.set()
             with suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
+
+
+def _process(sock: socket.socket, pid: int) -> int:
+    """A descriptor of the process that called, -1 where it has ended or is not seen from here. A child of it can hold
+    the connection for longer than it lives, and its number then be that of another process."""
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as exc:
+        if exc.errno != errno.ENOPROTOOPT:
+            return -1
+    with suppress(OSError):  # Linux before 6.5
+        return os.pidfd_open(pid) if pid > 0 else -1
+    return -1
 
 
 Reply = tuple[local.Message, list[int]]
@@ -124,6 +152,7 @@ class LocalServer:
             loop.remove_reader(sock)
             sock.close()
             client.closed.set()
+            client.forget()
             self._clients.discard(client)
             self._gone(client)
 

@@ -17,7 +17,7 @@ from gemini_hpc.agent.ports import candidates
 from gemini_hpc.config import Settings
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.handshake import Client, HandshakeError
-from gemini_hpc.wire.link import Link, LinkClosed, connect
+from gemini_hpc.wire.link import Link, LinkClosed, connect_any
 
 _MAX_WITNESSES = 3
 _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
@@ -97,18 +97,11 @@ class Mesh:
         known = self.ports.get(name)
         if known is not None:
             ports = [known, *(p for p in ports if p != known)]
-        failure: Exception = OSError("no port")
-        for port in ports[: len(ports) if known is None else 4]:
-            try:
-                address = self._settings.address_of(name)
-                link = await connect(address, port, self.client(name, "link"), timeout_s)
-                self.ports[name] = port
-                return link
-            except TimeoutError:
-                raise
-            except (OSError, HandshakeError) as exc:
-                failure = exc
-        raise failure
+        ports = ports[: len(ports) if known is None else 4]
+        address = self._settings.address_of(name)
+        link, port = await connect_any(address, ports, lambda: self.client(name, "link"), timeout_s)
+        self.ports[name] = port
+        return link
 
     async def _keep(self, name: str) -> None:
         tries = 0

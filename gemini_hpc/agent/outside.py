@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from gemini_hpc.agent.ports import candidates
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.handshake import HandshakeError
-from gemini_hpc.wire.link import LinkClosed, connect
+from gemini_hpc.wire.link import LinkClosed, connect_any
 
 if TYPE_CHECKING:
     from gemini_hpc.agent.agent import Agent
@@ -35,23 +35,19 @@ async def _ask(agent: Agent, host: str, known: int | None) -> peer.InventoryReco
     mesh = agent.mesh
     if mesh is None:
         return None
-    ports = candidates(agent.settings, agent.job)
-    for port in [known] if known else ports:
-        try:
-            link = await connect(agent.address_of(host), port, mesh.client(host, "inventory"), DIAL_S)
-        except TimeoutError:
-            return None
-        except (OSError, HandshakeError):
-            continue
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                link.send(peer.Collect(0, ""))
-                answer = await link.receive()
-        except (LinkClosed, TimeoutError):
-            return None
-        finally:
-            link.abort()
-        if isinstance(answer, peer.InventoryUp) and len(answer.records) == 1 and answer.records[0].host == host:
-            return answer.records[0]
+    ports = [known] if known else candidates(agent.settings, agent.job)
+    try:
+        link, _ = await connect_any(agent.address_of(host), ports, lambda: mesh.client(host, "inventory"), DIAL_S)
+    except (OSError, HandshakeError):
         return None
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            link.send(peer.Collect(0, ""))
+            answer = await link.receive()
+    except (LinkClosed, TimeoutError):
+        return None
+    finally:
+        link.abort()
+    if isinstance(answer, peer.InventoryUp) and len(answer.records) == 1 and answer.records[0].host == host:
+        return answer.records[0]
     return None

@@ -6,7 +6,7 @@ Runs as root, called by `prolog_epilog/prolog`, which has checked the integers; 
 Root makes the job's directory and clears leftovers of dead jobs; whatever touches the inside of the job's directory
 is done by a child that has become the job's owner for good.
 
-Exit status: 0; or `EXIT_STRICT` where gemini.toml says strict_prolog = true and the agent could not be started.
+Exit status: 0; or `EXIT_STRICT` where gemini.toml says strict_prolog = true and no agent can be started here.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ POLL_S = 0.005
 AWAKE_S = 1.5
 EXITED_GRACE_S = 0.5  # it may have left a daemon of its own behind
 OWNER_GRACE_S = 1.0
+INSTALLED_S = 5.0
 REPLICAS_MAX = 32
 TIER_INTERVAL_MAX_S = 604800
 
@@ -124,7 +125,23 @@ def _protect(inc: Incarnation, settings: Settings) -> int:
     # While the owner's side waits for the agent.
     for problem in leftovers.remove(run_fd, settings.run_dir, except_job=inc.job):
         complain("prolog", inc.job, problem)
-    return privileges.outcome(child, settings.attach_timeout_s + OWNER_GRACE_S)
+    outcome = privileges.outcome(child, settings.attach_timeout_s + OWNER_GRACE_S)
+    if outcome == _NOT_STARTED and settings.strict_prolog and _installed():
+        return _UNPROTECTED
+    return outcome
+
+
+def _installed() -> bool:
+    """Whether an agent could run here. Then it is a user who keeps it from doing so (processes, ports, signals), and
+    no user may have a node drained (SITE 19)."""
+    import subprocess
+
+    argv = [sys.executable, "-I", "-c", "import gemini_hpc.agent.agent"]
+    try:
+        done = subprocess.run(argv, capture_output=True, timeout=INSTALLED_S, check=False, env=launch.ENVIRONMENT)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
 
 
 def _offer_to_oom_killer() -> None:
@@ -181,7 +198,7 @@ def _attach(directory: str, inc: Incarnation, deadline: float) -> str:
         try:
             with ask.connect(directory, inc.uid, deadline) as sock:
                 if process is None:
-                    _ensure_awake(sock)
+                    _ensure_awake(sock, f"{directory}/{ask.SOCKET_NAME}")
                 heard = True
                 return str(ask.ask(sock, question, deadline)["op"])
         except ask.NobodyAnswersError:
@@ -199,14 +216,18 @@ def _attach(directory: str, inc: Incarnation, deadline: float) -> str:
             time.sleep(POLL_S)
 
 
-def _ensure_awake(sock: socket.socket) -> None:
+def _ensure_awake(sock: socket.socket, path: str) -> None:
     """An agent of an earlier incarnation that no longer answers is killed: a node that comes back empty can be
     served by its peers, one that hangs would keep the whole job from agreeing. Raises `NobodyAnswersError`."""
     try:
         ask.ask(sock, {"op": "verdict?"}, time.monotonic() + AWAKE_S)
     except ask.AskError:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(ask.peer_pid(sock), signal.SIGKILL)
+        pid = ask.peer_pid(sock)
+        with contextlib.suppress(OSError):
+            if pid > 0:
+                os.kill(pid, signal.SIGKILL)
+            else:  # in a process namespace that is not seen from here; kill would take 0 for its caller's own group
+                os.unlink(path)
         raise ask.NobodyAnswersError("a hung agent was killed") from None
 
 

@@ -21,6 +21,7 @@ _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _BACKLOG = 500
 _REPEAT_S = 2.0
 _SILENT_S = 5.0
+_NOTICE_CHARS = 300
 
 
 class Reporter:
@@ -48,7 +49,7 @@ class Reporter:
     def start(self) -> None:
         """Begin to dial, where there is a controller."""
         settings = self._agent.settings
-        if not settings.controller_host:
+        if not settings.controller_hosts():
             return
         try:
             self._controller_uid = settings.slurm_uid()
@@ -122,16 +123,19 @@ class Reporter:
                 self.report(host, (agent.node,))
 
     async def _run(self) -> None:
-        tries = 0
+        tries, hosts = 0, self._agent.settings.controller_hosts()
         while True:
-            with suppress(OSError, TimeoutError, HandshakeError, LinkClosed):
-                await self._serve()
-                tries = 0
-            self._link = None
+            for host in hosts:
+                began = time.monotonic()
+                with suppress(OSError, TimeoutError, HandshakeError, LinkClosed):
+                    await self._serve(host)
+                if time.monotonic() - began > _RETRY_S[-1]:
+                    tries = 0
+                self._link = None
             await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
             tries += 1
 
-    async def _serve(self) -> None:
+    async def _serve(self, host: str) -> None:
         agent = self._agent
         settings = agent.settings
         client = Client(
@@ -140,11 +144,11 @@ class Reporter:
             job=agent.job,
             restart=max(agent.restart, 0),
             source=agent.node,
-            target=settings.controller_host,
+            target=host,
             instance=agent.instance,
             server_uid=self._controller_uid,
         )
-        link = await connect(settings.controller_host, settings.controller_port, client)
+        link = await connect(host, settings.controller_port, client)
         link.fail_after(_SILENT_S)
         self._link = link
         try:
@@ -158,6 +162,8 @@ class Reporter:
                 elif isinstance(message, peer.Holders) and message.job == agent.job:
                     if self._holders is not None and not self._holders.done():
                         self._holders.set_result(message.ports)
+                elif isinstance(message, peer.Notice) and message.job == agent.job:
+                    agent.notice = "".join(c for c in message.text[:_NOTICE_CHARS] if c.isprintable())
                 elif isinstance(message, peer.Release) and message.job == agent.job:
                     await agent.release_on_word(f"controller: {message.reason}")
         finally:

@@ -7,13 +7,13 @@ over or runs elsewhere, or when this agent has lost all peers *and* the controll
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gemini_hpc.agent.agent import Agent
+    from gemini_hpc.agent.local import Client
 
 _GRACE_S = 2.0
 
@@ -44,29 +44,16 @@ class SelfFence:
             self._agent.log("self_fenced", detail=reason)
             self._agent.spawn(self.end_ranks())
 
-    def ranks(self) -> set[int]:
-        """Processes on this node that train now."""
+    def ranks(self) -> set[Client]:
+        """Processes on this node that train now: those that have said hello, and nobody else."""
         clients = [c for s in self._agent.sets.values() for c in s.present.values()]
-        return {c.pid for c in clients if not c.closed.is_set() and c.pid > 0}
+        return {c for c in clients if not c.closed.is_set()}
 
     async def end_ranks(self) -> None:
         """SIGTERM, and SIGKILL for what is still connected after a moment; returns when none is left."""
         for number, wait_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
-            for pid in self.ranks():
-                _signal(pid, number)
+            for client in self.ranks():
+                client.signal(number)
             deadline = time.monotonic() + wait_s
             while self.ranks() and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    try:
-        descriptor = os.pidfd_open(pid)
-    except OSError:
-        return
-    try:
-        signal.pidfd_send_signal(descriptor, number)
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)

@@ -185,6 +185,7 @@ class Service:
             chosen_version=chosen.version,
             chosen_world=training.chosen_world,
             lost=training.lost[:100],
+            notice=agent.notice,
             proto=proto,
         )
         return welcome, [training.page_fd()]

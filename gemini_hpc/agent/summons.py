@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from gemini_hpc.agent.ports import candidates
 from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.handshake import HandshakeError
-from gemini_hpc.wire.link import Link, LinkClosed, connect
+from gemini_hpc.wire.link import Link, LinkClosed, connect_any
 
 if TYPE_CHECKING:
     from gemini_hpc.agent.agent import Agent
@@ -43,17 +43,14 @@ async def _summon(agent: Agent, host: str, attach: local.Attach) -> None:
     if mesh is None:
         return
     message = peer.Summons(attach.restart, attach.nodelist, attach.replicas, attach.tier, attach.tier_interval)
-    for port in candidates(agent.settings, agent.job):
-        try:
-            link = await connect(agent.address_of(host), port, mesh.client(host, "summons"), DIAL_S)
-        except TimeoutError:
-            return
-        except (OSError, HandshakeError):
-            continue
-        with suppress(TimeoutError, OSError):
-            await link.flush(message)
-        link.close()
+    ports = candidates(agent.settings, agent.job)
+    try:
+        link, _ = await connect_any(agent.address_of(host), ports, lambda: mesh.client(host, "summons"), DIAL_S)
+    except (OSError, HandshakeError):
         return
+    with suppress(TimeoutError, OSError):
+        await link.flush(message)
+    link.close()
 
 
 def may_summon(agent: Agent, restart: int) -> bool:

@@ -35,10 +35,15 @@ def run(args: argparse.Namespace) -> int:
         print(f"gemini-hpc controller: {exc}", file=sys.stderr)
         return 2
     if not args.foreground:
+        from gemini_hpc.control.daemon import ServiceError, become
+
         log = os.path.join(settings.state_dir, "controller.log")
         try:
-            os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)
+            become(settings)  # first: the directory is SlurmUser's, who could put a link there
             out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        except ServiceError as exc:
+            print(f"gemini-hpc controller: {exc}", file=sys.stderr)
+            return 1
         except OSError as exc:
             print(f"gemini-hpc controller: {log}: {exc.strerror}", file=sys.stderr)
             return 1

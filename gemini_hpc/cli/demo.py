@@ -42,6 +42,7 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--parallel", choices=("ddp", "fsdp2"), default="ddp", help="how the model is distributed")
     parser.add_argument("--victim", choices=("worker", "batch-host"), default="worker", help="which node is cut")
     parser.add_argument("--cuts", type=int, default=1, help="number of cuts, one after the other (default: 1)")
+    parser.add_argument("--profile", default="fast", help="of the development cluster (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--keep", action="store_true", help="leave the cluster running, to look around")
     parser.set_defaults(func=run)
@@ -259,7 +260,9 @@ def run(args: argparse.Namespace) -> int:
     show = Show()
     try:
         show.title("starting 5 nodes: slurmctld, slurmd, munged, and the gemini controller")
-        cluster = Cluster.up(args.name, nodes=5, replace=True)
+        # Each cut is a node fenced: the budget would end a longer demonstration half way.
+        settings = {"fence_budget_nodes": args.cuts} if args.cuts > 2 else {}
+        cluster = Cluster.up(args.name, nodes=5, profile=args.profile, settings=settings, replace=True)
         try:
             return _demo(cluster, args, show)
         finally:

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             raise _UserError(f"job {job}: unknown, or not yours")
         _show(settings, job, args)
     except (_UserError, ConfigError) as exc:
-        print(f"gemini-hpc inspect: {exc}", file=sys.stderr)
+        print(f"gemini-hpc inspect: {_tame(str(exc))}", file=sys.stderr)
         return 1
     return 0
 
@@ -88,7 +88,7 @@ def _show(settings: Settings, job: int, args: argparse.Namespace) -> None:
         document = source.document()
         if args.watch is not None and sys.stdout.isatty() and not args.json:
             sys.stdout.write("\x1b[2J\x1b[H")
-        print(json.dumps(document) if args.json else _tame(render(document)), flush=True)
+        print(json.dumps(document) if args.json else render(_tame(document)), flush=True)
         if args.watch is None:
             return
         time.sleep(args.watch)
@@ -121,9 +121,14 @@ class _Source:
         return picture(self._job, answer.parts, answer.events, answer.slurm, answer.missing, asked, time.time())
 
 
-def _tame(text: str) -> str:
-    """What agents say comes from the job's owner, and may be read on an operator's terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+def _tame(said: Any) -> Any:
+    """What agents say comes from the job's owner, and may be read on an operator's terminal: no control characters,
+    no lines of their own."""
+    if isinstance(said, str):
+        return said if said.isprintable() else "".join(c if c.isprintable() else "?" for c in said)
+    if isinstance(said, dict):
+        return {_tame(key): _tame(value) for key, value in said.items()}
+    return [_tame(item) for item in said] if isinstance(said, list) else said
 
 
 # ---- text ----------------------------------------------------------------------------------------------

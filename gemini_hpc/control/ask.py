@@ -7,13 +7,12 @@ import os
 import pwd
 import secrets
 import socket
-from collections.abc import Iterator
-from contextlib import suppress
 
 from gemini_hpc.config import Settings
+from gemini_hpc.operators import Operators
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.handshake import Client, HandshakeError
-from gemini_hpc.wire.link import BlockingLink, LinkClosed, connect
+from gemini_hpc.wire.link import BlockingLink, LinkClosed, connect_any
 
 CONTROLLER_TIMEOUT_S = 2.0
 AGENT_TIMEOUT_S = 1.0
@@ -46,22 +45,25 @@ class ControllerLine:
 
     def __init__(self, settings: Settings, job: int) -> None:
         """Raises `NoControllerError` where there is none, `AskError` where it turns us away."""
-        if not settings.controller_host:
+        hosts = settings.controller_hosts()
+        if not hosts:
             raise NoControllerError("no controller_host in the settings")
         try:
             uid = pwd.getpwnam(settings.slurm_user).pw_uid
         except KeyError:
             raise AskError(f"slurm_user {settings.slurm_user!r} of the settings is not a user of this host") from None
-        client = _client(settings, job, settings.controller_host, uid)
-        where = f"{settings.controller_host}:{settings.controller_port}"
-        try:
-            self._link = BlockingLink.connect(
-                settings.controller_host, settings.controller_port, client, CONTROLLER_TIMEOUT_S
-            )
-        except OSError as exc:
-            raise NoControllerError(f"{where}: {exc.strerror or exc}") from None
-        except HandshakeError as exc:
-            raise AskError(f"controller {where}: {exc}") from None
+        failed = []
+        for host in hosts:
+            client = _client(settings, job, host, uid)
+            where = f"{host}:{settings.controller_port}"
+            try:
+                self._link = BlockingLink.connect(host, settings.controller_port, client, CONTROLLER_TIMEOUT_S)
+                return
+            except OSError as exc:
+                failed.append(f"{where}: {exc.strerror or exc}")
+            except HandshakeError as exc:
+                raise AskError(f"controller {where}: {exc}") from None
+        raise NoControllerError("; ".join(failed))
 
     def ask(self, job: int) -> peer.JobAnswer:
         """Raises `AskError` with the controller's own words, `NoControllerError` if it went away."""
@@ -94,8 +96,9 @@ async def _agents(settings: Settings, raw_id: int) -> peer.JobAnswer:
     slurm = Slurm()
     try:
         job = await slurm.job(raw_id)
-        allowed = {job.user_id, 0} | set(_uids((settings.slurm_user, *settings.operators)))
-        if os.geteuid() not in allowed:
+        # A courtesy: the agents ask MUNGE and decide for themselves.
+        allowed = Operators(settings.operators, (0, job.user_id, *settings.slurm_uids()))
+        if not await allowed.allows(os.geteuid()):
             raise AskError(f"job {raw_id}: {NOT_YOURS}")
         nodes = await slurm.nodes(job.nodes) if job.nodes else {}
     except UnknownJob:
@@ -114,30 +117,20 @@ async def _agents(settings: Settings, raw_id: int) -> peer.JobAnswer:
     return peer.JobAnswer(parts=parts, slurm=slurm_facts(job), missing=missing)
 
 
-def _uids(names: tuple[str, ...]) -> Iterator[int]:
-    for name in names:
-        with suppress(KeyError):
-            yield pwd.getpwnam(name).pw_uid
-
-
 async def _ask_agent(settings: Settings, job: int, uid: int, name: str, address: str) -> peer.InspectPart | None:
     from gemini_hpc.agent.ports import candidates
 
-    with suppress(TimeoutError):
+    ports = candidates(settings, job)
+    try:
         async with asyncio.timeout(AGENT_TIMEOUT_S):
-            for port in candidates(settings, job):
-                try:
-                    link = await connect(address, port, _client(settings, job, name, uid), AGENT_TIMEOUT_S / 2)
-                except (OSError, HandshakeError):
-                    continue
-                try:
-                    link.send(peer.InspectAsk())
-                    while True:
-                        message = await link.receive()
-                        if isinstance(message, peer.InspectPart):
-                            return message
-                except LinkClosed:
-                    return None
-                finally:
-                    link.abort()
-    return None
+            link, _ = await connect_any(address, ports, lambda: _client(settings, job, name, uid), AGENT_TIMEOUT_S)
+            try:
+                link.send(peer.InspectAsk())
+                while True:
+                    message = await link.receive()
+                    if isinstance(message, peer.InspectPart):
+                        return message
+            finally:
+                link.abort()
+    except (OSError, HandshakeError, LinkClosed):
+        return None

@@ -25,6 +25,7 @@ from gemini_hpc.control.slurmtext import (
 WITNESSES = 2
 REACH_SHARE = 0.9
 REBOOT_WINDOW_S = 60.0
+HANG_FACTOR = 3.0  # a node whose kernel still accepts connections may only be slow: longer silence is asked for
 END_WINDOW_S = 30.0
 
 
@@ -33,6 +34,7 @@ class Port(Enum):
 
     ANSWERS = "answers"
     REFUSES = "refuses"
+    HANGS = "hangs"  # the kernel accepts, and no process takes it up
     SILENT = "silent"
 
 
@@ -59,6 +61,7 @@ class Case:
     """Everything that is known about one silent node of one incarnation. Times are seconds.
 
     `slurmd_before`: when its slurmd had been started, as Slurm had it when the incarnation began; 0.0: not known.
+    `slurm_up_s`: how long slurmctld has been up and has answered this controller.
     """
 
     node: str
@@ -70,6 +73,7 @@ class Case:
     slurm_node: Node | None
     slurmd: Port
     agent: Port
+    hangs: bool
     silent_s: float
     agent_silent_s: float
     agent_linked: bool
@@ -82,6 +86,8 @@ class Case:
     budget: int
     confirm_s: float
     guard: bool
+    slurm_up_s: float
+    settle_s: float
 
 
 def _wait(why: str) -> Decision:
@@ -161,14 +167,17 @@ def decide(case: Case) -> Decision:
     witnesses = (case.witnesses & set(case.members)) - case.suspects - {case.node}
     if len(witnesses) < witnesses_needed(case):
         return _wait(f"{len(witnesses)} of {witnesses_needed(case)} witnesses")
-    if case.slurmd is not Port.SILENT:
+    if case.slurmd in (Port.ANSWERS, Port.REFUSES):
         return _kernel_lives(case)
-    if case.agent is not Port.SILENT:
-        return _wait("slurmd is silent but the node's kernel answers at the agent's port")
+    if case.agent in (Port.ANSWERS, Port.REFUSES) or case.agent_linked:
+        return _wait("slurmd is silent but the agent, or the node's kernel at its port, answers")
     if case.silent_s > 0 and case.slurm_node is not None and case.slurm_node.down:
         return Decision(Act.ADOPT, "silent, and Slurm holds the node for DOWN")
-    if case.silent_s < case.confirm_s:
-        return _wait(f"silent for {case.silent_s:.1f} of {case.confirm_s:g} s")
+    confirm_s = HANG_FACTOR * case.confirm_s if case.hangs else case.confirm_s
+    if case.silent_s < confirm_s:
+        return _wait(f"{'hangs' if case.hangs else 'silent'} for {case.silent_s:.1f} of {confirm_s:g} s")
+    if case.slurm_up_s < case.settle_s:
+        return _wait(f"slurmctld has answered for {case.slurm_up_s:.0f} of {case.settle_s:g} s")
     if case.others_asked and case.others_reached < REACH_SHARE * case.others_asked:
         return _wait(f"the controller itself reaches only {case.others_reached} of {case.others_asked} other nodes")
     if case.guard and case.strangers:
@@ -188,7 +197,7 @@ def budget(configured: int, cluster_nodes: int) -> int:
 
 
 def fits(job: Job, node: Node) -> bool:
-    """Whether Slurm could put this job on the node, as far as partition, features, CPUs and memory say."""
+    """Whether Slurm could put this job on the node, as far as partition, features, CPUs, memory and GRES say."""
     partitions = set(job.partition.split(",")) if job.partition else set()
     if partitions and not partitions & set(node.partitions):
         return False
@@ -196,6 +205,8 @@ def fits(job: Job, node: Node) -> bool:
     if wanted and all(w.replace("_", "").replace("-", "").isalnum() for w in wanted) and set(wanted) - node.features:
         return False
     if node.name in job.exc_nodes:
+        return False
+    if any(node.gres.get(name, 0) < count for name, count in job.gres_per_node.items()):
         return False
     return node.cpus >= job.min_cpus and node.memory_mb >= job.min_memory_mb
 
@@ -205,6 +216,13 @@ def candidates(job: Job, nodes: Mapping[str, Node], without: Iterable[str], rese
     barred = set(without) | set(reserved)
     able = [n for n in nodes.values() if n.name not in barred and n.up and fits(job, n)]
     return sorted(able, key=lambda n: (not n.idle, n.name))
+
+
+def candidates_wanted(job: Job, nodes: Mapping[str, Node], dead: int, setting: int) -> int:
+    """How many nodes to hold beside the survivors: the dead and some, or 1 % of a large partition (SITE 11)."""
+    partitions = set(job.partition.split(","))
+    size = sum(1 for node in nodes.values() if partitions & set(node.partitions))
+    return dead + max(setting, size // 100)
 
 
 # ---- when replicas are given up ------------------------------------------------------------------------

@@ -20,7 +20,12 @@ MAX_NAME = 32
 MAX_DETAIL = 240
 MAX_EVENTS_AT_ONCE = 256
 _CLOCK_SKEW_S = 3600.0
+_HEAD = "owner"
 _decoder = msgspec.json.Decoder(EventRecord)
+
+
+def _head(owner: int) -> EventRecord:
+    return EventRecord(time.time(), _HEAD, "", 0, owner, "events of a job of the user with this number")
 
 
 def _plain(text: str, limit: int) -> str:
@@ -42,8 +47,13 @@ def tame(event: EventRecord, host: str) -> EventRecord:
     )
 
 
+def log_bytes(events: Iterable[EventRecord]) -> int:
+    """How long these will be in the file, about."""
+    return sum(100 + len(e.name) + len(e.host) + len(e.detail) for e in events)
+
+
 class EventLogs:
-    """All jobs' logs below one directory."""
+    """All jobs' logs below one directory. The first line of each says whose job it is: ids are used again."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -57,6 +67,22 @@ class EventLogs:
     def _path(self, job: int) -> str:
         return os.path.join(self._directory, f"{int(job)}.jsonl")
 
+    def begin(self, job: int, owner: int) -> None:
+        """Make sure that the job's log is this owner's; one of another owner is of an earlier job, and goes."""
+        path = self._path(job)
+        if self._owner(path) != owner:
+            with open(path + ".new", "wb") as f:
+                f.write(msgspec.json.encode(_head(owner)) + b"\n")
+            os.replace(path + ".new", path)
+
+    @staticmethod
+    def _owner(path: str) -> int | None:
+        with suppress(OSError, msgspec.MsgspecError), open(path, "rb") as f:
+            first = _decoder.decode(f.readline(1024))
+            if first.name == _HEAD and not first.host:
+                return first.version
+        return None
+
     def add(self, job: int, events: Iterable[EventRecord]) -> None:
         """Append; a log that has grown too long loses its older half."""
         path = self._path(job)
@@ -67,16 +93,19 @@ class EventLogs:
             size = f.tell()
         if size > MAX_LOG_BYTES:
             with open(path, "rb") as f:
+                head = f.readline(1024)
                 f.seek(size - MAX_LOG_BYTES // 2)
                 f.readline()
                 rest = f.read()
             with open(path + ".new", "wb") as f:
-                f.write(rest)
+                f.write(head + rest)
             os.replace(path + ".new", path)
 
-    def read(self, job: int) -> tuple[EventRecord, ...]:
-        """All events of a job in order of time."""
+    def read(self, job: int, owner: int) -> tuple[EventRecord, ...]:
+        """All events of a job in order of time; nothing where the log is not this owner's."""
         events: list[EventRecord] = []
+        if self._owner(self._path(job)) != owner:
+            return ()
         try:
             with open(self._path(job), "rb") as f:
                 for line in f:
@@ -84,4 +113,4 @@ class EventLogs:
                         events.append(_decoder.decode(line))
         except FileNotFoundError:
             return ()
-        return tuple(sorted(events, key=lambda e: e.t))
+        return tuple(sorted(events[1:], key=lambda e: e.t))

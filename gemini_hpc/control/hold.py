@@ -85,6 +85,7 @@ async def prepare(settings: Settings, raw_id: int, restart: int, node: str, memb
         dead=dead,
         # On the first restart the request is still the user's own; later it may be a pin of ours.
         original=list(job.req_nodes) if restart == 0 else [],
+        own_request="" if job.reservation.startswith(PREFIX) else job.reservation,
         slurmd_port=port,
         confirm_s=settings.fence_confirm_s,
         say=lambda event, host, detail: _log(f"job={raw_id} restart={restart} event={event} host={host} {detail}"),

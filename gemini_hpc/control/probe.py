@@ -1,32 +1,44 @@
-"""TCP probes from the controller's own seat. A refusal proves a living kernel, a time-out proves nothing alone."""
+"""TCP probes from the controller's own seat (SITE 2).
+
+A refusal proves a living kernel. An accepted connection proves nothing: the kernel of a frozen node still accepts. So
+each probe closes its own half at once and waits for the other side to do the same, which only a process that runs
+can do. That needs no word of Slurm's protocol, and leaves no more in slurmd's log than a bare connect.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 
 from gemini_hpc.control.decide import Port
 
 CONNECT_TIMEOUT_S = 0.4
+ANSWER_TIMEOUT_S = 1.5
 INTERVAL_S, MAX_INTERVAL_S = 0.15, 1.5
 _PARALLEL = 128
 
 
 async def probe(address: str, port: int, timeout_s: float = CONNECT_TIMEOUT_S) -> Port:
-    """One connect."""
+    """One connect, and what the process behind it makes of a connection that ends at once."""
     try:
         async with asyncio.timeout(timeout_s):
-            _, writer = await asyncio.open_connection(address, port)
+            reader, writer = await asyncio.open_connection(address, port)
     except (ConnectionRefusedError, ConnectionResetError):
         return Port.REFUSES
     except (OSError, TimeoutError):
         return Port.SILENT
-    writer.close()
-    with suppress(OSError):
-        await writer.wait_closed()
-    return Port.ANSWERS
+    try:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            writer.write_eof()
+            await reader.read(1)
+        return Port.ANSWERS
+    except TimeoutError:
+        return Port.HANGS
+    except OSError:  # a reset: by the process, or by a kernel that has lost it
+        return Port.ANSWERS
+    finally:
+        writer.transport.abort()
 
 
 async def reached(targets: Mapping[str, tuple[str, int]]) -> dict[str, Port]:
@@ -44,8 +56,8 @@ async def reached(targets: Mapping[str, tuple[str, int]]) -> dict[str, Port]:
 class Series:
     """Repeated probes of one suspect: slurmd's port and the agent's, until cancelled.
 
-    A port that answers once counts as answering (a veto) until `FORGET_S` later; silence is counted from the
-    start of the first probe after the last sign of life.
+    A port that answers once counts as answering (a veto) until `FORGET_S` later; silence, which a port that hangs
+    is too, is counted from the start of the first probe after the last sign of life.
     """
 
     FORGET_S = 2.0
@@ -57,6 +69,7 @@ class Series:
         self._life: dict[str, tuple[float, Port]] = {}
         self._silent_since: dict[str, float | None] = {"slurmd": None, "agent": None}
         self._no_agent_since: float | None = None
+        self._hung_at: float | None = None
         self.rounds = 0
         self._pause_s = INTERVAL_S
         self._task = asyncio.ensure_future(self._run())
@@ -68,7 +81,7 @@ class Series:
                 probe(self._address, self._slurmd_port), *(probe(self._address, p) for p in self.agent_ports)
             )
             best = Port.SILENT
-            for port in (Port.REFUSES, Port.ANSWERS):
+            for port in (Port.HANGS, Port.REFUSES, Port.ANSWERS):
                 if port in agents:
                     best = port
             self.note("slurmd", slurmd, began)
@@ -79,12 +92,15 @@ class Series:
                 self._no_agent_since = began
             self.rounds += 1
             # Each bare connection leaves two lines in slurmd's log: a node that lives is asked less and less.
-            self._pause_s = INTERVAL_S if slurmd is Port.SILENT else min(MAX_INTERVAL_S, 2 * self._pause_s)
+            dead = slurmd in (Port.SILENT, Port.HANGS)
+            self._pause_s = INTERVAL_S if dead else min(MAX_INTERVAL_S, 2 * self._pause_s)
             await asyncio.sleep(max(0.0, self._pause_s - (time.monotonic() - began)))
 
     def note(self, what: str, port: Port, began: float) -> None:
         """Count one result of a probe that began at `began` (monotonic)."""
-        if port is Port.SILENT:
+        if port is Port.HANGS:
+            self._hung_at = time.monotonic()
+        if port in (Port.SILENT, Port.HANGS):
             if self._silent_since[what] is None:
                 self._silent_since[what] = began
         else:
@@ -105,6 +121,11 @@ class Series:
         if self.rounds == 0 or None in since:
             return 0.0
         return time.monotonic() - max(s for s in since if s is not None)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a connection was lately accepted that nobody took up: a frozen node, or a very slow one."""
+        return self._hung_at is not None and time.monotonic() - self._hung_at < 2 * self.FORGET_S
 
     @property
     def agent_silent_s(self) -> float:

@@ -3,7 +3,7 @@
 1. Reports are collected; a second dead node reported meanwhile joins the same recovery.
 2. Each suspect is probed (slurmd and agent port) and judged by `decide`, on facts read from Slurm.
 3. Confirmed: survivors and candidates are reserved, the dead are set DOWN, and the requeue is steered (`rescue`).
-Each action is journaled before and after; `resume` finishes what a dead controller began.
+Each action is journaled before and after; `recoveries.Recoveries` finishes what a dead controller began.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gemini_hpc.agent.ports import candidates as agent_ports
-from gemini_hpc.config import Settings
-from gemini_hpc.control import probe, rescue
-from gemini_hpc.control.decide import Act, Case, Decision, Port, budget, decide
-from gemini_hpc.control.eventlog import EventLogs
-from gemini_hpc.control.journal import Journal, Record
-from gemini_hpc.control.registry import Registry, Track
+from gemini_hpc.control import probe
+from gemini_hpc.control.decide import Act, Case, Decision, Port, budget, candidates_wanted, decide
+from gemini_hpc.control.registry import Track
 from gemini_hpc.control.rescue import Rescue
-from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob
-from gemini_hpc.control.slurmtext import PENDING, RUNNING, Job, Node
-from gemini_hpc.wire.peer import EventRecord, InspectAsk, Report
+from gemini_hpc.control.slurm import SlurmError, UnknownJob
+from gemini_hpc.control.slurmtext import PENDING, Job, Node
+from gemini_hpc.wire.peer import InspectAsk
+
+if TYPE_CHECKING:
+    from gemini_hpc.control.recoveries import Recoveries
 
 log = logging.getLogger("gemini_hpc.control")
 
@@ -35,9 +34,8 @@ REFRESH_S = 0.5
 FRESH_S = 0.25
 COLLECT_S = 0.3
 WATCH_S = 60.0
+LINKED_FACTOR = 2.0  # an agent that was heard of within so many confirmation times is there
 MAX_SUSPECTS = 64
-MAX_LATER = 4096
-COOL_DOWN_S, MAX_COOL_DOWN_S = 1.0, 30.0
 REASON = "gemini-hpc: no answer from slurmd and agent"
 
 
@@ -61,6 +59,7 @@ class Facts:
     job: Job
     nodes: dict[str, Node]
     owners: dict[str, set[tuple[int, int]]]
+    slurm_up_s: float
 
 
 class Recovery:
@@ -118,7 +117,8 @@ class Recovery:
         names = [h for h in self.suspects if h in self._track.members(self.restart)]
         nodes = await slurm.nodes()
         owners = await slurm.owners(names) if names else {}
-        return Facts(time.monotonic(), job, nodes, owners)
+        up_s = await self._home.primary.up_s()
+        return Facts(time.monotonic(), job, nodes, owners, up_s)
 
     def _start_probes(self, facts: Facts) -> None:
         settings = self._home.settings
@@ -143,13 +143,14 @@ class Recovery:
         targets = {n: (facts.nodes[n].address, facts.nodes[n].port or port) for n in names if n in facts.nodes}
         targets = {n: t for n, t in targets.items() if not facts.nodes[n].down}
         doubtful = {n: t for n, t in targets.items() if not self._home.registry.vouched(n)}
-        silent = [n for n, p in (await probe.reached(doubtful)).items() if p is Port.SILENT]
+        silent = [n for n, p in (await probe.reached(doubtful)).items() if p in (Port.SILENT, Port.HANGS)]
         self._others = (len(targets) - len(silent), len(targets))
 
     def _case(self, suspect: Suspect, facts: Facts) -> Case:
         settings, track = self._home.settings, self._track
         series, agent = suspect.series, self._home.registry.linked(track.raw_id, suspect.host)
         strangers = {uid for uid, _ in facts.owners.get(suspect.host, ()) if uid != track.user_id}
+        lately = time.monotonic() - LINKED_FACTOR * settings.fence_confirm_s
         return Case(
             node=suspect.host,
             restart=self.restart,
@@ -160,9 +161,10 @@ class Recovery:
             slurm_node=facts.nodes.get(suspect.host),
             slurmd=series.found("slurmd") if series else Port.SILENT,
             agent=series.found("agent") if series else Port.SILENT,
+            hangs=series.hangs if series else False,
             silent_s=series.silent_s if series else 0.0,
             agent_silent_s=series.agent_silent_s if series else 0.0,
-            agent_linked=agent is not None and agent.link.last_heard > suspect.since,
+            agent_linked=agent is not None and agent.link.last_heard > max(suspect.since, lately),
             slurmd_before=track.slurmd_before(self.restart, suspect.host),
             reported_at=suspect.reported_at,
             strangers=frozenset(strangers),
@@ -172,18 +174,23 @@ class Recovery:
             budget=budget(settings.fence_budget_nodes, len(facts.nodes)),
             confirm_s=settings.fence_confirm_s,
             guard=settings.node_max_jobs_guard,
+            slurm_up_s=facts.slurm_up_s + time.monotonic() - facts.at,
+            settle_s=settings.slurm_settle_s,
         )
 
     def _decide(self, facts: Facts) -> list[Suspect]:
-        """Judge every suspect; those that call for an action. Over the budget nobody is fenced at all (SITE 3)."""
+        """Judge every suspect; those that call for an action. Where more nodes are silent, all jobs together, than
+        the budget has left, none of them is fenced (SITE 3)."""
         cases = {s.host: self._case(s, facts) for s in self.suspects.values()}
         verdicts = {host: decide(case) for host, case in cases.items()}
         fence = [host for host, verdict in verdicts.items() if verdict.act is Act.FENCE]
+        silent = self._home.silent(set(fence)) if fence else set()
         for host in fence:
             case = cases[host]
-            if case.fenced + len(fence) > case.budget:
-                why = f"budget: {case.fenced} nodes fenced lately, {len(fence)} more wanted, {case.budget} allowed"
+            if case.fenced + len(silent) > case.budget:
+                why = f"budget: {case.fenced} nodes fenced lately, {len(silent)} silent now, {case.budget} allowed"
                 verdicts[host] = Decision(Act.DISMISS, f"{why}; call the administrator")
+                self._home.remember_silent(silent)
         for suspect in self.suspects.values():
             verdict = verdicts[suspect.host]
             if verdict.act is Act.DISMISS and suspect.decision.act is not Act.DISMISS:
@@ -200,7 +207,8 @@ class Recovery:
     async def _judge(self) -> Facts | None:
         """Until every suspect is judged; the facts to act on, or None."""
         began, facts = time.monotonic(), None
-        while time.monotonic() - began < WATCH_S:
+        watch_s = WATCH_S + self._home.settings.slurm_settle_s
+        while time.monotonic() - began < watch_s:
             try:
                 if facts is None or time.monotonic() - facts.at > REFRESH_S:
                     facts = await self._read()
@@ -227,7 +235,7 @@ class Recovery:
             await asyncio.sleep(TICK_S)
         for suspect in self.suspects.values():
             if suspect.decision.act is Act.WAIT:
-                self.say("dismissed", suspect.host, f"not confirmed within {WATCH_S:g} s: {suspect.decision.why}")
+                self.say("dismissed", suspect.host, f"not confirmed within {watch_s:g} s: {suspect.decision.why}")
         return None
 
     def _soon(self, suspect: Suspect) -> bool:
@@ -262,10 +270,10 @@ class Recovery:
             survivors=alive,
             original=track.stored.original,
         )
-        helper = self._rescue(job.user_id, alive, dead)
+        helper = self.rescue(job.user_id, alive, dead)
         async with home.reserving:
             # One recovery at a time looks for candidates: two reservations may not overlap.
-            await helper.reserve(job, facts.nodes, len(dead) + home.settings.reserve_candidates)
+            await helper.reserve(job, facts.nodes, self._wanted(job, facts.nodes, dead))
         try:
             for host in dead:
                 if chosen[host].act is Act.FENCE:
@@ -280,6 +288,9 @@ class Recovery:
             raise
         await self.finish(helper)
 
+    def _wanted(self, job: Job, nodes: dict[str, Node], dead: list[str]) -> int:
+        return candidates_wanted(job, nodes, len(dead), self._home.settings.reserve_candidates)
+
     async def _send_back(self, job: Job) -> None:
         began = time.monotonic()
         self.note("requeue", "before", state=job.state)
@@ -287,9 +298,15 @@ class Recovery:
         self.note("requeue", "after")
         self.say("sent_back", "", f"scontrol requeue [{(time.monotonic() - began) * 1000:.0f} ms]")
 
-    def _rescue(self, user_id: int, survivors: list[str], dead: list[str]) -> Rescue:
+    def rescue(self, user_id: int, survivors: list[str], dead: list[str]) -> Rescue:
+        """The helper that steers this job's requeue."""
+        home, track = self._home, self._track
+
         async def fence_survivor(host: str) -> bool:
             return await self._fence_if_allowed(host)
+
+        def completing(seconds: float) -> None:
+            home.longest_epilog_s = max(home.longest_epilog_s, seconds)
 
         return Rescue(
             slurm=self._home.slurm,
@@ -305,7 +322,11 @@ class Recovery:
             note=self.note,
             may_requeue=True,
             fence=fence_survivor,
-            vouched=self._home.registry.vouched,
+            vouched=home.registry.vouched,
+            own_request=track.stored.reservation,
+            pinned=track.remember_pin,
+            completing=completing,
+            minutes=home.reservation_minutes(),
         )
 
     async def finish(self, helper: Rescue) -> None:
@@ -341,186 +362,19 @@ class Recovery:
             strangers = {uid for uid, _ in owners[host] if uid != self._track.user_id}
             fenced = self._home.journal.fenced(settings.fence_budget_window_s)
             limit = budget(settings.fence_budget_nodes, len(nodes))
-            if (strangers and settings.node_max_jobs_guard) or fenced >= limit:
-                self.say("not_fenced", host, "other owners' jobs" if strangers else f"budget of {limit}")
+            up_s = await self._home.primary.up_s()
+            why = ""
+            if strangers and settings.node_max_jobs_guard:
+                why = "other owners' jobs"
+            elif fenced >= limit:
+                why = f"budget of {limit}"
+            elif up_s < settings.slurm_settle_s:
+                why = f"slurmctld has answered for {up_s:.0f} of {settings.slurm_settle_s:g} s"
+            if why:
+                self.say("not_fenced", host, why)
                 return False
             await self.fence(host)
         except (SlurmError, KeyError) as exc:
             self.say("not_fenced", host, str(exc))
             return False
         return True
-
-
-class Recoveries:
-    """All recoveries of this controller."""
-
-    def __init__(
-        self, settings: Settings, slurm: Slurm, journal: Journal, logs: EventLogs, registry: Registry
-    ) -> None:
-        self.settings, self.slurm, self.journal, self.registry = settings, slurm, journal, registry
-        self._logs = logs
-        self._active: dict[tuple[int, int], Recovery] = {}
-        self._cool: dict[tuple[int, int], tuple[float, float]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._later: set[tuple[int, int, str, str]] = set()
-        self._resuming = set(journal.left_open())
-        self.reserving = asyncio.Lock()
-
-    def say(self, raw_id: int, restart: int, event: str, host: str = "", detail: str = "") -> None:
-        """One line of a job's event log, and of the service's own log."""
-        log.info("job=%d restart=%d event=%s host=%s detail=%s", raw_id, restart, event, host or "-", detail)
-        self._logs.add(raw_id, [EventRecord(time.time(), event, host, restart, 0, detail[:400])])
-
-    def accused(self) -> set[str]:
-        """Hosts that some job's agents have reported and that are not cleared."""
-        return {h for r in self._active.values() for h, s in r.suspects.items() if s.decision.act is not Act.DISMISS}
-
-    def active(self, raw_id: int) -> bool:
-        """Whether a recovery of this job is under way: its replicas are needed whatever Slurm says meanwhile."""
-        return any(key[0] == raw_id for key in self._active) or any(
-            key.split(".")[0] == str(raw_id) for key in self._resuming
-        )
-
-    def spawn(self, work: Coroutine[Any, Any, None], done: Callable[[], None] | None = None) -> None:
-        """Run to the end, log what goes wrong."""
-
-        async def guarded() -> None:
-            try:
-                await work
-            except Exception:
-                log.exception("a recovery failed")
-            finally:
-                if done is not None:
-                    done()
-
-        task = asyncio.ensure_future(guarded())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def report(self, track: Track, reporter: str, message: Report) -> None:
-        """A report from an authenticated agent on `reporter`; anything that is not plausible is dropped here."""
-        members = track.members(message.restart)
-        if message.host not in members or reporter not in members or message.host == reporter:
-            log.info("job=%d reporter=%s host=%s: not plausible", track.raw_id, reporter, message.host[:64])
-            return
-        key = (track.raw_id, message.restart)
-        if f"{track.raw_id}.{message.restart}" in self._resuming:
-            return
-        recovery = self._active.get(key)
-        if recovery is None:
-            pause_s = self._cool.get(key, (0.0, 0.0))[0] - time.monotonic()
-            if pause_s > 0:
-                self._hear_later(track, reporter, message, pause_s)
-                return
-            recovery = self._active[key] = Recovery(self, track, message.restart)
-            recovery.report(message.host, {reporter, *message.witnesses} & set(members))
-            self.spawn(recovery.run(), lambda: self._ended(key))
-        elif not recovery.acting:
-            recovery.report(message.host, {reporter, *message.witnesses} & set(members))
-
-    def _hear_later(self, track: Track, reporter: str, message: Report, pause_s: float) -> None:
-        """A report that comes during the pause is heard after it, once: its sender may not repeat it."""
-        what = (track.raw_id, message.restart, message.host, reporter)
-        if what in self._later or len(self._later) >= MAX_LATER:
-            return
-        self._later.add(what)
-
-        def again() -> None:
-            self._later.discard(what)
-            self.report(track, reporter, message)
-
-        asyncio.get_running_loop().call_later(pause_s + 0.01, again)
-
-    def _ended(self, key: tuple[int, int]) -> None:
-        """Reports that led to nothing are heard again after a pause that doubles."""
-        self._active.pop(key, None)
-        now = time.monotonic()
-        pause_s = min(MAX_COOL_DOWN_S, 2 * self._cool.get(key, (0.0, COOL_DOWN_S / 2))[1])
-        self._cool = {k: c for k, c in self._cool.items() if c[0] > now - 10 * MAX_COOL_DOWN_S}
-        self._cool[key] = (now + pause_s, pause_s)
-
-    # ---- after a restart -------------------------------------------------------------------------------
-
-    async def resume(self) -> None:
-        """Finish or clean what an earlier controller left (waits until Slurm answers)."""
-        left = self.journal.left_open()
-        while True:
-            try:
-                kept = [str(r.data["name"]) for rs in left.values() for r in rs if r.step == "reserve"]
-                for name in await rescue.sweep(self.slurm, kept):
-                    log.info("left-over reservation %s deleted", name)
-                break
-            except SlurmError as exc:
-                log.warning("waiting for Slurm: %s", exc)
-                await asyncio.sleep(1.0)
-        for key, records in left.items():
-            self.spawn(self._resume_until_done(key, records))
-
-    async def _resume_until_done(self, key: str, records: list[Record]) -> None:
-        try:
-            while True:
-                try:
-                    return await self._resume_one(key, records)
-                except SlurmError as exc:
-                    log.warning("recovery %s waits for Slurm: %s", key, exc)
-                    await asyncio.sleep(1.0)
-        finally:
-            self._resuming.discard(key)
-
-    async def _resume_one(self, key: str, records: list[Record]) -> None:
-        opened = records[0].data
-        raw_id, restart = int(str(opened["job"])), int(str(opened["restart"]))
-        names = {part: [str(n) for n in _list(opened.get(part))] for part in ("members", "dead", "survivors")}
-        try:
-            job: Job | None = await self.slurm.job(raw_id)
-        except UnknownJob:
-            job = None
-        reserved = [str(r.data["name"]) for r in records if r.step == "reserve" and r.phase == "after"]
-        begun = {str(r.data["node"]) for r in records if (r.step, r.phase) == ("down", "before")}
-        downed = {str(r.data["node"]) for r in records if (r.step, r.phase) == ("down", "after")}
-        sent_back = any(r.step == "requeue" for r in records)
-        for host in begun - downed:
-            await self._half_fenced(host, raw_id, restart)
-        in_flight = job is not None and not job.over and (job.state != RUNNING or bool(downed) or sent_back)
-        if job is None or not in_flight or (job.state == RUNNING and job.restarts > restart):
-            for name in reserved:
-                await self._delete(job, name)
-            self.journal.write(key, "close", "after", outcome="cleaned")
-            return
-        track = self.registry.track(job)
-        recovery = self._active[raw_id, restart] = Recovery(self, track, restart)
-        recovery.acting = True
-        try:
-            self.say(raw_id, restart, "taken_over", "", "by a restarted controller")
-            helper = recovery._rescue(job.user_id, names["survivors"], names["dead"])
-            alive = {r.name for r in await self.slurm.reservations()}
-            helper.reservation = next((n for n in reserved if n in alive), "")
-            if not helper.reservation:
-                async with self.reserving:
-                    nodes = await self.slurm.nodes()
-                    await helper.reserve(job, nodes, len(names["dead"]) + self.settings.reserve_candidates)
-            await recovery.finish(helper)
-        finally:
-            self._ended((raw_id, restart))
-
-    async def _delete(self, job: Job | None, name: str) -> None:
-        with suppress(SlurmError):
-            if job is not None and not job.over and job.reservation == name:
-                await self.slurm.detach_reservation(job)
-            await self.slurm.delete_reservation(name)
-
-    async def _half_fenced(self, host: str, raw_id: int, restart: int) -> None:
-        """Died between drain and DOWN: finish on a dead node, give a healthy one back."""
-        node = (await self.slurm.nodes([host])).get(host)
-        if node is None or node.down or not node.reason.startswith(REASON):
-            return
-        port = node.port or self.settings.slurmd_port
-        if await probe.probe(node.address, port) is Port.SILENT:
-            await self.slurm.node_down(host, f"{REASON}, job {raw_id} restart {restart}")
-        else:
-            await self.slurm.node_resume(host)
-            self.say(raw_id, restart, "resumed", host, "it answers: the drain of an interrupted recovery is undone")
-
-
-def _list(value: str | int | float | list[str] | None) -> list[str]:
-    return value if isinstance(value, list) else []

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from gemini_hpc.control.rescue import PREFIX
 from gemini_hpc.control.slurm import Slurm, SlurmError
 from gemini_hpc.control.slurmtext import COMPLETING, CONFIGURING, RUNNING, Job
 from gemini_hpc.wire.link import Link
@@ -22,7 +23,8 @@ FRESH_S = 1.0
 
 @dataclass
 class Agent:
-    """One connected agent. `restart`: the incarnation that it said it serves."""
+    """One connected agent. `restart`: the incarnation that it said it serves. `verified`: its packets come from the
+    address that Slurm has for its host; all else is its owner's word."""
 
     link: Link
     host: str
@@ -32,6 +34,7 @@ class Agent:
     port: int
     instance: str
     state: str
+    verified: bool = False
     since: float = field(default_factory=time.time)
 
     @property
@@ -43,15 +46,19 @@ class Agent:
 class Stored(msgspec.Struct):
     """What is kept of a job on disk.
 
-    `original`: the user's own ReqNodeList, before any pin of ours. `slurmds`: when slurmd had been started on the
-    nodes of incarnation `slurmds_of`, to tell a rebooted node by.
+    `original`, `reservation`: the user's own ReqNodeList and reservation, before any pin of ours; `pinned`: whether
+    the job's record has a pin of ours. `slurmds`: when slurmd had been started on the nodes of incarnation
+    `slurmds_of`, to tell a rebooted node by. `addresses`: of the nodes of all incarnations, as Slurm has them.
     """
 
     raw_id: int
     user_id: int
     allocations: dict[int, list[str]] = {}
     original: list[str] = []
+    reservation: str = ""
+    pinned: bool = False
     slurmds: dict[str, float] = {}
+    addresses: dict[str, str] = {}
     slurmds_of: int = -1
     ended_at: float = 0.0
     ended_state: str = ""
@@ -66,7 +73,8 @@ class Track:
         self.job: Job | None = None
         self.agents: dict[str, Agent] = {}
         self.running_since: tuple[int, float] | None = None
-        self.parts_asked = 0
+        self.noticed = -1  # the last incarnation that has been looked at for this
+        self.looked = -1
 
     @property
     def raw_id(self) -> int:
@@ -90,6 +98,8 @@ class Track:
             if tuple(self.stored.allocations.get(job.restarts, ())) != job.nodes:
                 if job.restarts == 0:
                     self.stored.original = list(job.req_nodes)
+                if not job.reservation.startswith(PREFIX):
+                    self.stored.reservation = job.reservation
                 self.stored.allocations[job.restarts] = list(job.nodes)
                 for old in sorted(self.stored.allocations)[:-_KEPT_INCARNATIONS]:
                     del self.stored.allocations[old]
@@ -112,11 +122,20 @@ class Track:
             self.stored.slurmds_of = -1
             return
         self.stored.slurmds = {n.name: n.slurmd_start for n in nodes.values()}
+        kept = {host for hosts in self.stored.allocations.values() for host in hosts}
+        addresses = self.stored.addresses | {n.name: n.address for n in nodes.values()}
+        self.stored.addresses = {host: address for host, address in addresses.items() if host in kept}
         self.save()
 
     def slurmd_before(self, restart: int, host: str) -> float:
         """When slurmd had been started there; 0.0 if that was not seen."""
         return self.stored.slurmds.get(host, 0.0) if self.stored.slurmds_of == restart else 0.0
+
+    def remember_pin(self, pinned: bool) -> None:
+        """Keep in mind that the job's record has, or no longer has, a pin of ours."""
+        if self.stored.pinned != pinned:
+            self.stored.pinned = pinned
+            self.save()
 
     def see(self, state: str, over: bool) -> None:
         """Take over a state from the watcher's table."""
@@ -178,9 +197,11 @@ class Registry:
     def vouched(self, host: str) -> bool:
         """Whether some agent there has spoken within the last second; if not, it is asked to.
 
-        Saves slurmd from bare connections: each one leaves two error lines in its log.
+        Saves slurmd from bare connections: each one leaves two error lines in its log. Only agents that call from
+        that very node count: anybody could say from elsewhere that a node lives.
         """
-        here = [t.agents[host] for t in self.jobs.values() if host in t.agents and t.agents[host].connected]
+        agents = [t.agents[host] for t in self.jobs.values() if host in t.agents]
+        here = [a for a in agents if a.connected and a.verified]
         if any(time.monotonic() - a.link.last_heard < FRESH_S for a in here):
             return True
         for agent in here:

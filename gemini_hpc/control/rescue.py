@@ -28,11 +28,11 @@ from gemini_hpc.control.slurmtext import (
     Node,
 )
 
-PREFIX = "gemini_"
+PREFIX = "gemini_"  # of the names of our reservations
 RESERVED_MINUTES = 10
 PINNED_S = 60.0  # pinned to all survivors, reserved
 REACHABLE_S = 60.0  # then pinned to those that answer, reserved; then the original request, nothing held
-HELD_GRACE_S = 5.0
+HELD_GRACE_S = 3.0
 REQUEUE_WAIT_S = 60.0
 FAST_POLL_S, SLOW_POLL_S = 0.03, 0.2
 SURVEY_S = 0.5
@@ -59,6 +59,10 @@ class Rescue:
     may_requeue: bool = False
     fence: Callable[[str], Awaitable[bool]] | None = None
     vouched: Callable[[str], bool] = lambda host: False
+    own_request: str = ""  # the reservation that the user asked for
+    pinned: Callable[[bool], None] = lambda pinned: None
+    completing: Callable[[float], None] = lambda seconds: None
+    minutes: int = RESERVED_MINUTES
     reservation: str = ""
     own_reservation: bool = False
     _said: set[str] = field(default_factory=set)
@@ -69,6 +73,7 @@ class Rescue:
     _requeued: bool = False
     _at_restart: int = 0
     _nudge_at: float = 0.0
+    _completing_since: float | None = None
 
     def _once(self, event: str, host: str = "", detail: str = "") -> None:
         if event not in self._said:
@@ -107,7 +112,7 @@ class Rescue:
             self.note("reserve", "before", name=name, nodes=chosen)
             began = time.monotonic()
             try:
-                await self.slurm.create_reservation(name, chosen, self.user_id, RESERVED_MINUTES)
+                await self.slurm.create_reservation(name, chosen, self.user_id, self.minutes)
             except SlurmUnreachable:
                 raise
             except SlurmError as exc:
@@ -138,8 +143,26 @@ class Rescue:
             if await self.slurm.delete_reservation(name):
                 self.note("delete", "after", name=name)
                 return
+            await self._evict(name)
             await asyncio.sleep(pause_s)
         self.say("reservation_left", "", f"{name} is still referenced; it ends by itself")
+
+    async def _evict(self, name: str) -> None:
+        """Detach what else of the same owner has put itself into our reservation: it would take a survivor, and
+        keep the reservation from being deleted."""
+        for row in await self.slurm.attached(name):
+            if row.raw_id == self.raw_id:
+                continue
+            try:
+                job = await self.slurm.job(row.raw_id)
+                if job.reservation == name and job.actable:
+                    self.note("evict", "before", name=name, job=row.raw_id)
+                    await self.slurm.detach_reservation(job)
+                    self.say("foreign_detached", "", f"job {job.id} had put itself into {name}")
+            except SlurmUnreachable:
+                raise
+            except SlurmError as exc:
+                self._once("foreign_left", "", f"job {row.raw_id} is in {name}: {exc}")
 
     async def clean(self) -> None:
         """Let go of what is held."""
@@ -173,6 +196,8 @@ class Rescue:
                     await asyncio.sleep(FAST_POLL_S if time.monotonic() - began < 15 else SLOW_POLL_S)
             if not outcome and leave_held:
                 self.reservation = ""
+            elif not outcome:
+                await self._unpin("given up")
             return outcome or "given up"
         finally:
             survey.cancel()
@@ -187,6 +212,11 @@ class Rescue:
         if job.restarts > self._at_restart:
             # Requeued once more on the way (a failed launch): Slurm has reset the start time.
             self._at_restart, self._pinned, self._started, self._pending_since = job.restarts, None, False, None
+        if again and job.state == COMPLETING:
+            self._completing_since = self._completing_since or time.monotonic()
+        elif self._completing_since is not None:
+            self.completing(time.monotonic() - self._completing_since)
+            self._completing_since = None
         if again and job.state in (RUNNING, CONFIGURING):
             return await self._runs(job)
         if job.over:
@@ -228,11 +258,10 @@ class Rescue:
         waited = now - self._pending_since
         if held(job.reason) and waited > HELD_GRACE_S:
             self.say("let_go", "", f"pending for {job.reason}: no node can help")
+            await self._unpin(f"pending for {job.reason}")
             return "held"
         if waited > PINNED_S + REACHABLE_S or not self.survivors:
-            self.note("pin", "before", nodes=self.original)
-            await self.slurm.pin(job, self.original, "")
-            self.say("unpinned", "", f"no start after {waited:.0f} s: the original request is back")
+            await self._unpin(f"no start after {waited:.0f} s")
             return "unpinned"
         await self._pin(job)
         if not self._started:
@@ -248,12 +277,26 @@ class Rescue:
             await self.slurm.nudge(job)
         return ""
 
+    async def _unpin(self, why: str) -> None:
+        """The original request again, if the job waits and its record has another."""
+        job = await self.slurm.job(self.raw_id)
+        if job.state != PENDING or not job.actable:
+            return
+        if set(job.req_nodes) == set(self.original) and job.reservation == self.own_request:
+            return
+        self.note("pin", "before", nodes=self.original)
+        await self.slurm.pin(job, self.original, self.own_request)
+        self.pinned(False)
+        self._pinned = None
+        self.say("unpinned", "", f"{why}: the original request is back")
+
     async def _pin(self, job: Job) -> None:
         await self._drop_lost()
         nodes = tuple(self.survivors)
         if self._pinned == nodes or not nodes:
             return
         self.note("pin", "before", nodes=list(nodes))
+        self.pinned(True)
         began = time.monotonic()
         await self.slurm.pin(job, nodes, self.reservation)
         again, self._pinned = self._pinned is not None, nodes
@@ -286,6 +329,8 @@ class Rescue:
                 seen = await probe.reached(doubtful)
                 silent = {name for name, port in seen.items() if port is not Port.ANSWERS}
                 self._silent_since = {n: self._silent_since.get(n, began) for n in silent}
+                if self.reservation and not self.own_reservation and self._pending_since is not None:
+                    await self._evict(self.reservation)
             except SlurmError:
                 pass
             await asyncio.sleep(max(SURVEY_S, len(targets) / 500))

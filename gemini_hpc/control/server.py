@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
-import pwd
 import secrets
 import signal
 import socket
@@ -14,25 +12,30 @@ import sys
 import time
 from collections import Counter, deque
 from contextlib import suppress
-from typing import IO
 
 from gemini_hpc.config import Settings
-from gemini_hpc.control.eventlog import MAX_EVENTS_AT_ONCE, EventLogs, tame
+from gemini_hpc.control import daemon
+from gemini_hpc.control.access import operators
+from gemini_hpc.control.daemon import ServiceError
+from gemini_hpc.control.eventlog import MAX_EVENTS_AT_ONCE, EventLogs, log_bytes, tame
+from gemini_hpc.control.fairness import BEHALF, PerUser
 from gemini_hpc.control.journal import Journal
-from gemini_hpc.control.recovery import Recoveries
+from gemini_hpc.control.primary import LOCK, LockTakenError, Primary, is_here, take_lock
+from gemini_hpc.control.recoveries import Recoveries
 from gemini_hpc.control.registry import Agent, Registry, Track
 from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob, find_tool
 from gemini_hpc.control.slurmtext import Job
-from gemini_hpc.control.watch import Watcher
+from gemini_hpc.control.watch import Watcher, never_requeued
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.allowance import Allowance
 from gemini_hpc.wire.frames import FrameError
 from gemini_hpc.wire.handshake import Greeting, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, accept
+from gemini_hpc.wire.lobby import Lobby
 
 log = logging.getLogger("gemini_hpc.control")
 
-MAX_HANDSHAKES = 256
+MAX_STRANGERS = 256  # connections that have not been authenticated yet
 MAX_QUERIES_PER_UID = 16
 MAX_AGENTS_PER_UID = 20_000
 MAX_STRANGERS_PER_UID = 512  # links that have not registered yet
@@ -41,13 +44,19 @@ EARLY_MESSAGES = 8
 GOODBYE_S = 5.0
 QUERY_IDLE_S = 60.0
 PARTS_TIMEOUT_S = 0.3
+RESOLVE_S = 2.0
 MESSAGES_PER_S, MESSAGES_BURST = 200.0, 2000.0
-JOB_CACHE_S = 0.5
+JOB_CACHE_S, FRESH_JOB_S = 0.5, 0.1
+# Frames: a question is a few bytes, a registration names the nodes, a part holds an agent's events and slots.
+QUERY_FRAME_BYTES, EARLY_FRAME_BYTES, AGENT_FRAME_BYTES = 4096, 512 << 10, 4 << 20
+# Per user, whatever number of jobs and agents (SITE 1).
+QUESTIONS_PER_S, QUESTIONS_BURST = 10.0, 64.0
+REPORTS_PER_S, REPORTS_BURST = 50.0, 1000.0
+EVENT_BYTES_PER_S, EVENT_BYTES_BURST = 500.0, 16e6
+LINES_PER_S, LINES_BURST = 1.0, 10_000.0
+MAX_JUDGED_PER_UID = 32  # jobs whose silent nodes are looked at by the same time
+MAX_UNPLACED = 64  # agents of a job of which Slurm has named no nodes
 NOT_YOURS = "unknown, or not yours"
-
-
-class ServiceError(Exception):
-    """The controller cannot run here; the message says why and what to do."""
 
 
 class _Rate:
@@ -65,52 +74,52 @@ class _Rate:
 
 
 class Controller:
-    """One controller; `serve` runs until cancelled."""
+    """One controller, on the host whose slurmctld is in charge; `serve` runs until that changes, or cancelled."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.slurm = Slurm(on_call=lambda what, took: log.debug("slurm=%r ms=%.0f", what, took * 1000))
+    def __init__(self, settings: Settings, slurm: Slurm, primary: Primary, state_save: str) -> None:
+        """Raises `LockTakenError` where another one acts. `state_save`: StateSaveLocation."""
+        self.settings, self.slurm, self._primary = settings, slurm, primary
         os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)
-        self._lock = self._take_lock()
+        self._locks = [take_lock(os.path.join(place, LOCK)) for place in (settings.state_dir, state_save)]
         jobs = os.path.join(settings.state_dir, "jobs")
         self.registry = Registry(jobs)
         self.logs = EventLogs(jobs)
         self.journal = Journal(os.path.join(settings.state_dir, "journal.jsonl"))
-        self.recoveries = Recoveries(settings, self.slurm, self.journal, self.logs, self.registry)
+        self.recoveries = Recoveries(settings, self.slurm, self.journal, self.logs, self.registry, primary)
         self.watcher = Watcher(settings, self.slurm, self.registry, self.recoveries)
-        self._handshakes = 0
+        self._lobby = Lobby(MAX_STRANGERS)
         self._turned_away = Allowance(per_s=1.0, burst=1.0)
+        self._questions = PerUser(QUESTIONS_PER_S, QUESTIONS_BURST)
+        self._reports = PerUser(REPORTS_PER_S, REPORTS_BURST)
+        self._event_bytes = PerUser(EVENT_BYTES_PER_S, EVENT_BYTES_BURST)
+        self._lines = PerUser(LINES_PER_S, LINES_BURST)
         self._open: Counter[tuple[str, int]] = Counter()
         self._reads: dict[int, tuple[float, asyncio.Future[Job]]] = {}
+        self._links: set[Link] = set()
         self._parts: dict[int, tuple[int, dict[str, peer.InspectPart], asyncio.Event]] = {}
         self._request = 0
-        self._host = settings.controller_host or socket.gethostname()
+        self._host = own_name(settings)
         self._instance = secrets.token_hex(8)
-        self._privileged = {0, os.geteuid()} | {u for u in map(_uid, settings.operators) if u is not None}
-
-    def _take_lock(self) -> IO[str]:
-        path = os.path.join(self.settings.state_dir, "lock")
-        handle = open(path, "w")  # noqa: SIM115 (held for life)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            handle.close()
-            raise ServiceError(f"another controller holds {path}: only one may act; stop it first") from None
-        return handle
+        self._operators = operators(settings, self.slurm)
 
     async def serve(self) -> None:
-        """Listen, watch and recover until cancelled."""
+        """Listen, watch and recover until cancelled, or until another slurmctld is in charge."""
         server = await asyncio.start_server(self._connection, port=self.settings.controller_port, backlog=1024)
         log.info("event=ready port=%d pid=%d", self.settings.controller_port, os.getpid())
         watcher = asyncio.ensure_future(self.watcher.run())
         resume = asyncio.ensure_future(self.recoveries.resume())
         try:
             async with server:
-                await server.serve_forever()
+                log.warning("event=stepping-down slurmctld=%s", await self._primary.lost())
         finally:
             watcher.cancel()
             resume.cancel()
+            self.recoveries.cancel()
+            for open_link in list(self._links):
+                open_link.close()
             self.journal.close()
+            for lock in self._locks:
+                lock.close()
 
     # ---- connections -----------------------------------------------------------------------------------
 
@@ -127,11 +136,9 @@ class Controller:
         return "the controller serves control and query"
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._handshakes >= MAX_HANDSHAKES:
-            writer.transport.abort()
-            return
         _keepalive(writer.transport.get_extra_info("socket"))
-        self._handshakes += 1
+        address = str((writer.get_extra_info("peername") or ("",))[0])
+        ticket = self._lobby.enter(address, writer.transport.abort)
         try:
             link = await accept(
                 reader, writer, self._admit, host=self._host, restart=lambda: 0, instance=self._instance
@@ -141,9 +148,11 @@ class Controller:
                 log.info("event=turned-away reason=%r others=%d", str(exc)[:200], self._turned_away.settle())
             return
         finally:
-            self._handshakes -= 1
+            self._lobby.leave(address, ticket)
         uid, purpose = link.session.peer_uid, link.session.purpose
+        BEHALF.set(uid)
         self._open[purpose, uid] += 1
+        self._links.add(link)
         try:
             if purpose == "control":
                 await self._agent(link)
@@ -155,14 +164,23 @@ class Controller:
             log.exception("a connection of uid %d failed", uid)
         finally:
             self._open[purpose, uid] -= 1
+            self._links.discard(link)
             link.close()
 
     # ---- agents ----------------------------------------------------------------------------------------
 
     async def read_job(self, raw_id: int, fresh: bool = False) -> Job:
         """A job from Slurm; the thousand agents of one job cost one call. Raises `SlurmError`."""
+        asked = time.monotonic()
         known = self._reads.get(raw_id)
-        if known is None or fresh or time.monotonic() - known[0] > JOB_CACHE_S:
+        while fresh and known is not None and known[0] < asked:
+            # The thousand agents of one job, or one that asks without end, still cost one call.
+            if (age_s := time.monotonic() - known[0]) >= FRESH_JOB_S:
+                known = None
+            else:
+                await asyncio.sleep(FRESH_JOB_S - age_s)
+                known = self._reads.get(raw_id)
+        if known is None or time.monotonic() - known[0] > JOB_CACHE_S:
             future = asyncio.ensure_future(self.slurm.job(raw_id))
             known = self._reads[raw_id] = (time.monotonic(), future)
             self._reads = {k: v for k, v in self._reads.items() if time.monotonic() - v[0] < 10 * JOB_CACHE_S}
@@ -171,6 +189,7 @@ class Controller:
     async def _agent(self, link: Link) -> None:
         uid = link.session.peer_uid
         self._open["stranger", uid] += 1
+        link.limit_bytes = EARLY_FRAME_BYTES
         try:
             early: deque[peer.PeerMessage] = deque(maxlen=EARLY_MESSAGES)
             async with asyncio.timeout(REGISTER_TIMEOUT_S):
@@ -184,6 +203,7 @@ class Controller:
             self._open["stranger", uid] -= 1
         if agent is None:
             return
+        link.limit_bytes = AGENT_FRAME_BYTES
         rate = _Rate()
         try:
             for message in early:
@@ -191,13 +211,18 @@ class Controller:
             while True:
                 message = await link.receive()
                 if not rate.take():
-                    log.warning("job=%d host=%s event=cut-off reason=too-many-messages", agent.job, agent.host)
+                    self._tell(uid, "job=%d host=%s event=cut-off reason=too-many-messages", agent.job, agent.host)
                     return
                 await self._from_agent(agent, message)
         finally:
             track = self.registry.jobs.get(agent.job)
             if track is not None and track.agents.get(agent.host) is agent:
-                log.info("job=%d event=agent-gone host=%s", agent.job, agent.host)
+                self._tell(uid, "job=%d event=agent-gone host=%s", agent.job, agent.host)
+
+    def _tell(self, uid: int, line: str, *values: object) -> None:
+        """A line that this user has caused; they come out of the user's budget."""
+        if self._lines.take(uid):
+            log.info(line, *values)
 
     async def _register(self, link: Link, message: peer.Registration) -> Agent | None:
         """The agent's entry, if Slurm says that the job is its uid's; None: refused, or told to go."""
@@ -211,23 +236,29 @@ class Controller:
             except UnknownJob:
                 # It is over and forgotten; whoever holds memory for it may free it.
                 if raw_id not in self.registry.jobs:
-                    log.info("job=%d event=release host=%s reason=unknown", raw_id, message.host[:64])
+                    self._tell(uid, "job=%d event=release host=%s reason=unknown", raw_id, message.host[:64])
                     link.send(peer.Release(raw_id, "job unknown to Slurm"))
                     await asyncio.sleep(GOODBYE_S)
                 return None
             except SlurmError as exc:
-                log.warning("job=%d event=register-waits slurm=%s", raw_id, exc)
+                self._tell(uid, "job=%d event=register-waits slurm=%s", raw_id, exc)
                 if link.closed:
                     return None
                 await asyncio.sleep(1.0)
         if job.user_id != uid or message.host != link.session.peer_host:
-            log.warning("job=%d uid=%d event=refused host=%s", raw_id, uid, message.host[:64])
+            self._tell(uid, "job=%d uid=%d event=refused host=%s", raw_id, uid, message.host[:64])
             return None
         track = self.registry.track(job)
-        if not any(message.host in nodes for nodes in track.stored.allocations.values()) and track.stored.allocations:
-            log.warning("job=%d event=refused host=%s reason=not-in-allocation", raw_id, message.host[:64])
-            return None
+        self.logs.begin(raw_id, uid)
         await track.remember_nodes(self.slurm)
+        verified = await self._is_there(track, message.host, link.address)
+        if track.stored.allocations:
+            known = any(message.host in nodes for nodes in track.stored.allocations.values())
+        else:  # Slurm has never named its nodes to us: so only an agent that calls from the node that it names
+            known = verified and len(track.agents) < MAX_UNPLACED
+        if not known:
+            self._tell(uid, "job=%d event=refused host=%s reason=not-in-allocation", raw_id, message.host[:64])
+            return None
         agent = Agent(
             link=link,
             host=message.host,
@@ -237,13 +268,30 @@ class Controller:
             port=message.port if 0 < message.port < 65536 else 0,
             instance=message.instance[:64],
             state=message.state[:32],
+            verified=verified,
         )
         old = track.agents.get(agent.host)
         track.agents[agent.host] = agent
         if old is not None and old.link is not link:
             old.link.close()
-        log.info("job=%d restart=%d event=registered host=%s", raw_id, agent.restart, agent.host)
+        self._tell(uid, "job=%d restart=%d event=registered host=%s", raw_id, agent.restart, agent.host)
+        if why := never_requeued(job):
+            link.send(peer.Notice(raw_id, f"{why}: the loss of a node ends it"))
         return agent
+
+    async def _is_there(self, track: Track, host: str, address: str) -> bool:
+        """Whether packets from `address` come from the node of this name, as Slurm knows it."""
+        name = track.stored.addresses.get(host)
+        try:
+            async with asyncio.timeout(RESOLVE_S):
+                if name is None and not track.stored.allocations:
+                    name = (await self.slurm.nodes([host]))[host].address
+                if not name:
+                    return False
+                found = await asyncio.get_running_loop().getaddrinfo(name, None)
+        except (SlurmError, KeyError, OSError, ValueError):
+            return False
+        return address in {str(entry[4][0]) for entry in found}
 
     async def _from_agent(self, agent: Agent, message: peer.PeerMessage) -> None:
         track = self.registry.jobs.get(agent.job)
@@ -251,17 +299,18 @@ class Controller:
             return
         if isinstance(message, peer.Report):
             if message.job == agent.job:
-                if not track.members(message.restart):
-                    with suppress(SlurmError):
-                        track.learn(await self.read_job(agent.job))
-                self.recoveries.report(track, agent.host, message)
+                await self._report(agent, track, message)
         elif isinstance(message, peer.HoldersAsk):
             if message.job == agent.job:
                 others = (a for a in track.agents.values() if a.connected and a.host != agent.host)
                 agent.link.send(peer.Holders(agent.job, {a.host: a.port for a in others if a.port}))
         elif isinstance(message, peer.EventsUp):
             if message.job == agent.job:
-                self.logs.add(agent.job, [tame(e, agent.host) for e in message.events[:MAX_EVENTS_AT_ONCE]])
+                events = [tame(e, agent.host) for e in message.events[:MAX_EVENTS_AT_ONCE]]
+                if self._event_bytes.take(track.user_id, log_bytes(events)):
+                    self.logs.add(agent.job, events)
+                else:
+                    self._tell(track.user_id, "job=%d event=not-kept events=%d", agent.job, len(events))
         elif isinstance(message, peer.InspectPart):
             waiting = self._parts.get(message.request)
             if waiting is not None and waiting[0] == agent.job == message.job and message.host == agent.host:
@@ -275,14 +324,37 @@ class Controller:
                     track.learn(await self.read_job(agent.job, fresh=True))
                     await track.remember_nodes(self.slurm)
 
+    async def _report(self, agent: Agent, track: Track, message: peer.Report) -> None:
+        """A hint, of a bounded number per user; the agents repeat what counts."""
+        uid = track.user_id
+        if not self._reports.take(uid):
+            return
+        if not track.members(message.restart):
+            with suppress(SlurmError):
+                track.learn(await self.read_job(agent.job))
+        members = track.members(message.restart)
+        if message.host not in members or agent.host not in members or message.host == agent.host:
+            text = "job=%d reporter=%s host=%s event=report-ignored reason=not plausible"
+            self._tell(uid, text, agent.job, agent.host, message.host[:64])
+            return
+        if not self.recoveries.active(agent.job):
+            judged = sum(self.recoveries.active(t.raw_id) for t in self.registry.jobs.values() if t.user_id == uid)
+            if judged >= MAX_JUDGED_PER_UID:
+                self._tell(uid, "job=%d event=report-ignored reason=%d jobs of uid %d", agent.job, judged, uid)
+                return
+        self.recoveries.report(track, agent.host, message)
+
     # ---- questions -------------------------------------------------------------------------------------
 
     async def _query(self, link: Link) -> None:
+        link.limit_bytes = QUERY_FRAME_BYTES
         while True:
             async with asyncio.timeout(QUERY_IDLE_S):
                 message = await link.receive()
             if not isinstance(message, peer.JobAsk):
                 return
+            while not self._questions.take(link.session.peer_uid):
+                await asyncio.sleep(1.0)
             answer = await self._answer(message.job, link.session.peer_uid)
             try:
                 link.send(answer)
@@ -291,6 +363,8 @@ class Controller:
 
     async def _answer(self, raw_id: int, uid: int) -> peer.JobAnswer:
         refused = peer.JobAnswer(error=f"job {raw_id}: {NOT_YOURS}")
+        # Asked about every job, so that an answer takes as long for a forbidden one as for an unknown one.
+        operator = await self._operators.allows(uid)
         track = self.registry.jobs.get(raw_id)
         job: Job | None = None
         try:
@@ -301,7 +375,7 @@ class Controller:
             log.warning("job=%d slurm=%s", raw_id, exc)
             job = track.job if track else None
         owner = job.user_id if job else (track.user_id if track else None)
-        if owner is None or (uid != owner and uid not in self._privileged):
+        if owner is None or (uid != owner and not operator):
             return refused
         if job is not None and track is not None:
             track.learn(job)
@@ -309,7 +383,7 @@ class Controller:
         members = job.nodes if job and job.nodes else ()
         missing = tuple(h for h in members if h not in parts)
         return peer.JobAnswer(
-            parts=tuple(parts.values()), events=self.logs.read(raw_id), slurm=slurm_facts(job), missing=missing
+            parts=tuple(parts.values()), events=self.logs.read(raw_id, owner), slurm=slurm_facts(job), missing=missing
         )
 
     async def _ask_agents(self, track: Track) -> dict[str, peer.InspectPart]:
@@ -349,21 +423,9 @@ def slurm_facts(job: Job | None) -> dict[str, str]:
         "reservation": job.reservation,
         "req_nodes": ",".join(job.req_nodes),
     }
-    if job.het:
-        facts["note"] = "heterogeneous job: never requeued by gemini-hpc"
-    elif not job.requeue:
-        facts["note"] = "submitted without --requeue: never requeued after a failure"
-    elif not job.batch:
-        facts["note"] = "not a batch job: never requeued after a failure"
+    if why := never_requeued(job):
+        facts["note"] = f"{why}: a lost node ends it"
     return facts
-
-
-def _uid(name: str) -> int | None:
-    try:
-        return pwd.getpwnam(name).pw_uid
-    except KeyError:
-        log.warning("operator %s is not a user of this host", name)
-        return None
 
 
 def _keepalive(sock: socket.socket) -> None:
@@ -375,29 +437,34 @@ def _keepalive(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
 
 
-def _become(settings: Settings) -> None:
-    """Run as SlurmUser: agents and users encrypt their greetings for that uid alone, so root becomes it."""
-    try:
-        user = pwd.getpwnam(settings.slurm_user)
-    except KeyError:
-        raise ServiceError(f"slurm_user {settings.slurm_user!r} is not a user of this host") from None
-    if os.geteuid() == user.pw_uid:
-        return
-    if os.geteuid() != 0:
-        raise ServiceError(
-            f"run the controller as {settings.slurm_user} (uid {user.pw_uid}) or root, not as uid {os.geteuid()}"
-        )
-    os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)
-    os.chown(settings.state_dir, user.pw_uid, user.pw_gid)
-    os.initgroups(user.pw_name, user.pw_gid)
-    os.setresgid(user.pw_gid, user.pw_gid, user.pw_gid)
-    os.setresuid(user.pw_uid, user.pw_uid, user.pw_uid)
+def own_name(settings: Settings) -> str:
+    """The name among `controller_host` under which agents dial this host."""
+    hosts = settings.controller_hosts()
+    return next((h for h in hosts if is_here(h, "")), hosts[0] if hosts else socket.gethostname())
+
+
+async def _serve(settings: Settings) -> None:
+    slurm = Slurm(on_call=lambda what, took: log.debug("slurm=%r ms=%.0f", what, took * 1000))
+    first = True
+    while True:
+        primary = Primary(slurm)
+        config = await primary.wait()
+        try:
+            controller = Controller(settings, slurm, primary, config.state_save)
+        except LockTakenError as exc:
+            if first and len(config.slurmctld_hosts) < 2:
+                raise ServiceError(f"{exc}; stop it first") from None
+            # The one that stood here before may still be stepping down, or its host's lease has to end.
+            log.warning("event=standby reason=%s", exc)
+            await asyncio.sleep(1.0)
+            continue
+        first = False
+        await controller.serve()
 
 
 async def _main(settings: Settings) -> None:
-    controller = Controller(settings)
     loop = asyncio.get_running_loop()
-    serving = asyncio.ensure_future(controller.serve())
+    serving = asyncio.ensure_future(_serve(settings))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, serving.cancel)
     with suppress(asyncio.CancelledError):
@@ -406,10 +473,10 @@ async def _main(settings: Settings) -> None:
 
 def main(settings: Settings, verbose: bool = False) -> int:
     """Run in the foreground until SIGTERM; 0, or 1 with one line on stderr."""
-    level = logging.DEBUG if verbose else logging.INFO
-    logging.basicConfig(level=level, format="%(asctime)s.%(msecs)03d %(message)s", datefmt="%Y-%m-%dT%H:%M:%S")
+    daemon.log_to_stderr(verbose)
     try:
-        _become(settings)
+        daemon.become(settings)
+        daemon.take_limits()
         find_tool("scontrol")
         asyncio.run(_main(settings))
     except (ServiceError, SlurmError, OSError) as exc:

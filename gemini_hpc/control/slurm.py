@@ -8,21 +8,27 @@ not used and may become an option later.)
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+from gemini_hpc.control.fairness import FairGate
 from gemini_hpc.control.slurmtext import (
     ROW_FORMAT,
+    Config,
     Job,
     Node,
     ParseError,
     Reservation,
     Row,
+    parse_admin_level,
+    parse_config,
     parse_job,
     parse_node,
+    parse_ping,
     parse_reservation,
     parse_row,
 )
@@ -32,6 +38,7 @@ PARALLEL_COMMANDS = 4
 _DIRECTORIES = ("/usr/bin", "/usr/local/bin", "/opt/slurm/bin", "/usr/local/slurm/bin")
 _IDS_PER_CALL = 400
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+_SAFE_USER = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
 _JOB_ID = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
 _START = re.compile(r"now(\+[0-9]{1,6})?")
 
@@ -73,7 +80,8 @@ def _error(text: str, command: str) -> SlurmError:
     if "invalid job id" in low:
         return UnknownJob(message)
     contact = ("unable to contact", "connection refused", "socket timed out", "connection failure", "not responding")
-    if any(word in low for word in contact):
+    standby = ("standby mode", "in standby")
+    if any(word in low for word in contact + standby):
         return SlurmUnreachable(message)
     return SlurmError(message)
 
@@ -98,13 +106,24 @@ class Slurm:
     def __init__(self, timeout_s: float = TIMEOUT_S, on_call: Callable[[str, float], None] | None = None) -> None:
         self._timeout_s = timeout_s
         self._on_call = on_call
-        self._gate = asyncio.Semaphore(PARALLEL_COMMANDS)
+        self._gate = FairGate(PARALLEL_COMMANDS)
+        self._accounting_gate = FairGate(1)  # a database that hangs must not keep scontrol waiting
         self._tools: dict[str, str] = {}
+        # When slurmctld last failed to answer (monotonic).
+        self.unreachable_at = -math.inf
 
-    async def _run(self, tool: str, *args: str) -> str:
+    async def _run(self, tool: str, *args: str, refusals: bool = True) -> str:
+        """What the command prints; refusals False: also where it says no."""
+        try:
+            return await self._call(tool, *args, refusals=refusals)
+        except SlurmUnreachable:
+            self.unreachable_at = time.monotonic()
+            raise
+
+    async def _call(self, tool: str, *args: str, refusals: bool = True) -> str:
         if tool not in self._tools:
             self._tools[tool] = find_tool(tool)
-        async with self._gate:
+        async with self._accounting_gate if tool == "sacctmgr" else self._gate:
             began = time.monotonic()
             process = await asyncio.create_subprocess_exec(
                 self._tools[tool],
@@ -126,7 +145,7 @@ class Slurm:
                         process.kill()
             if self._on_call is not None:
                 self._on_call(" ".join((tool, *args)), time.monotonic() - began)
-        if process.returncode:
+        if process.returncode and refusals:
             raise _error((err or out).decode(errors="replace"), tool)
         return out.decode(errors="replace")
 
@@ -214,6 +233,15 @@ class Slurm:
                         found[name].add((row.user_id, row.raw_id))
         return found
 
+    async def attached(self, reservation: str) -> list[Row]:
+        """The jobs, running or waiting, that name a reservation."""
+        checked = _checked(_SAFE_NAME, reservation, "a reservation name")
+        out = await self._run("squeue", "-h", "-a", "-r", "-t", "all", "-R", checked, "-o", ROW_FORMAT)
+        try:
+            return [parse_row(line) for line in out.splitlines() if line.strip()]
+        except ParseError as exc:
+            raise SlurmError(str(exc)) from None
+
     async def free_soonest(self, names: Iterable[str]) -> list[str]:
         """These busy nodes, those whose jobs end first in front."""
         wanted = tuple(names)
@@ -230,6 +258,43 @@ class Slurm:
                 if name in ends:
                     ends[name] = max(ends[name], end)
         return sorted(wanted, key=lambda name: (ends[name], name))
+
+    async def config(self) -> Config:
+        """slurmctld's configuration in force."""
+        try:
+            return parse_config(await self._run("scontrol", "show", "config"))
+        except ParseError as exc:
+            raise SlurmError(str(exc)) from None
+
+    async def accounting(self) -> bool:
+        """Whether the cluster keeps its users in slurmdbd."""
+        return (await self.config()).values.get("AccountingStorageType", "").endswith("slurmdbd")
+
+    async def admin_level(self, user: str) -> str:
+        """slurmdbd's AdminLevel of a user: "None", "Operator", "Administrator"; "" where it knows no such user."""
+        name = _checked(_SAFE_USER, user, "a user name")
+        out = await self._call("sacctmgr", "-n", "-P", "show", "user", f"name={name}", "format=user,admin")
+        return parse_admin_level(out, name)
+
+    async def queue(self) -> list[Row]:
+        """All jobs that are not over, as far as this user may see them."""
+        out = await self._run("squeue", "-h", "-a", "-r", "-o", ROW_FORMAT)
+        try:
+            return [parse_row(line) for line in out.splitlines() if line.strip()]
+        except ParseError as exc:
+            raise SlurmError(str(exc)) from None
+
+    async def configuration(self) -> dict[str, str]:
+        """The configuration that slurmctld runs with."""
+        return (await self.config()).values
+
+    async def release(self) -> str:
+        """The release of Slurm's commands on this host, in their own words."""
+        return (await self._call("scontrol", "--version")).strip()
+
+    async def slurmctlds(self) -> list[tuple[str, bool]]:
+        """The hosts of slurmctld, the primary first, and whether each answers; the first that does is in charge."""
+        return parse_ping(await self._call("scontrol", "ping", refusals=False))
 
     # ---- changing --------------------------------------------------------------------------------------
 
@@ -283,6 +348,8 @@ class Slurm:
         `ResetAccrueTime` makes Slurm refuse the whole update on a running job, where a shorter ReqNodeList
         would silently shrink it.
         """
+        if reservation:
+            _checked(_SAFE_NAME, reservation, "a reservation name")
         await self._update(job, "ResetAccrueTime", f"ReqNodeList={_names(nodes)}", f"ReservationName={reservation}")
         after = await self.job(job.raw_id)
         if set(after.req_nodes) != set(nodes) or after.reservation != reservation:

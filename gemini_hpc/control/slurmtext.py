@@ -9,7 +9,7 @@ from __future__ import annotations
 import calendar
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gemini_hpc.core import hostlist
 
@@ -66,6 +66,7 @@ class Job:
     start_time: float
     end_time: float
     exit_code: str
+    gres_per_node: dict[str, int]
 
     @property
     def actable(self) -> bool:
@@ -104,6 +105,9 @@ class Node:
     reason: str
     boot_time: float
     slurmd_start: float
+    gres: dict[str, int] = field(default_factory=dict)
+    hostname: str = ""
+    spec_memory_mb: int = 0
 
     @property
     def up(self) -> bool:
@@ -131,6 +135,17 @@ class Reservation:
     users: tuple[str, ...]
     state: str
     flags: frozenset[str]
+    start_time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What is used of `scontrol show config`. `boot_time`: when slurmctld was started, Unix seconds."""
+
+    slurmctld_hosts: tuple[tuple[str, str], ...]
+    state_save: str
+    boot_time: float
+    values: dict[str, str]
 
 
 def pairs(line: str) -> list[tuple[str, str]]:
@@ -178,6 +193,35 @@ def state_of(value: str) -> str:
         if passing in words:
             return passing
     return words[0] if words else ""
+
+
+def _gres(value: str) -> dict[str, int]:
+    """`gpu:a100:4(S:0-1),gres/nvme:1`, in Slurm's several spellings, as `gpu:a100` and `gpu` -> how many."""
+    found: dict[str, int] = {}
+    for part in re.sub(r"\([^()]*\)", "", _text(value)).split(","):
+        words = re.sub(r"^gres[:/]", "", part.strip()).replace("=", ":").split(":")
+        count = 1
+        if len(words) > 1 and (m := re.fullmatch(r"([0-9]+)([KMGT]?)", words[-1])):
+            count = int(m[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}[m[2]]
+            words.pop()
+        if words[0]:
+            for name in {words[0], ":".join(words)}:
+                found[name] = found.get(name, 0) + count
+    return found
+
+
+def _gres_per_node(found: list[tuple[str, str]]) -> dict[str, int]:
+    """What each node must have: as asked for per node, and one of whatever is asked for otherwise.
+
+    Slurm prints these fields behind its owner's texts, so the last one of a name is Slurm's own.
+    """
+    last = {key: value for key, value in found if key.startswith("TresPer")}
+    need: dict[str, int] = {}
+    for key in ("TresPerJob", "TresPerSocket", "TresPerTask"):
+        need.update(dict.fromkeys(_gres(last.get(key, "")), 1))
+    for name, count in _gres(last.get("TresPerNode", "")).items():
+        need[name] = max(count, need.get(name, 0))
+    return {name: count for name, count in need.items() if name not in ("cpu", "mem", "node", "billing")}
 
 
 def parse_job(line: str) -> Job:
@@ -228,6 +272,7 @@ def parse_job(line: str) -> Job:
         start_time=_time(fields.get("StartTime", "")),
         end_time=_time(fields.get("EndTime", "")),
         exit_code=fields.get("ExitCode", ""),
+        gres_per_node=_gres_per_node(pairs(line)),
     )
 
 
@@ -257,6 +302,9 @@ def parse_node(line: str) -> Node:
         reason=_text(fields.get("Reason", "")),
         boot_time=_time(fields.get("BootTime", "")),
         slurmd_start=_time(fields.get("SlurmdStartTime", "")),
+        gres=_gres(fields.get("Gres", "")),
+        hostname=_text(fields.get("NodeHostName", "")) or name,
+        spec_memory_mb=_int(fields.get("MemSpecLimit", "0")),
     )
 
 
@@ -273,7 +321,24 @@ def parse_reservation(line: str) -> Reservation:
         users=tuple(u for u in _text(fields.get("Users", "")).split(",") if u),
         state=fields.get("State", ""),
         flags=frozenset(f for f in fields.get("Flags", "").split(",") if f),
+        start_time=_time(fields.get("StartTime", "")),
     )
+
+
+_HOST = re.compile(r"([^()\s]+)(?:\(([^()\s]*)\))?")
+
+
+def parse_config(text: str) -> Config:
+    """All of `scontrol show config`. Raises `ParseError`."""
+    values = parse_configuration(text)
+    hosts = []
+    for i in range(16):
+        match = _HOST.fullmatch(values.get(f"SlurmctldHost[{i}]", ""))
+        if match:
+            hosts.append((match[1], match[2] or match[1]))
+    if not hosts or not values.get("StateSaveLocation"):
+        raise ParseError(f"not Slurm's configuration: {text[:80]!r}")
+    return Config(tuple(hosts), values["StateSaveLocation"], _time(values.get("BOOT_TIME", "")), values)
 
 
 ROW_FORMAT = "%A|%U|%T|%N"
@@ -285,3 +350,26 @@ def parse_row(line: str) -> Row:
     if len(parts) != 4 or not (parts[0].isdigit() and parts[1].isdigit()):
         raise ParseError(f"not a row of squeue: {line[:80]!r}")
     return Row(int(parts[0]), state_of(parts[2]), int(parts[1]), _hosts(parts[3]))
+
+
+def parse_admin_level(text: str, user: str) -> str:
+    """AdminLevel of `user` in `sacctmgr -nP show user name=USER format=user,admin`; "" unless there is just one."""
+    rows = [line.split("|") for line in text.splitlines() if line.strip()]
+    levels = [row[1] for row in rows if len(row) == 2 and row[0] == user]
+    return levels[0] if len(levels) == 1 else ""
+
+
+def parse_configuration(text: str) -> dict[str, str]:
+    """`scontrol show config`: key -> value, empty where Slurm says (null)."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        key, equals, value = line.partition("=")
+        if equals and re.fullmatch(r"[A-Za-z0-9_]+(\[[0-9]+\])?", key.strip()):
+            found.setdefault(key.strip(), "" if value.strip() in ("(null)", "(null type)") else value.strip())
+    return found
+
+
+def parse_ping(text: str) -> list[tuple[str, bool]]:
+    """`scontrol ping`: (host, whether it answers), in its order."""
+    found = re.finditer(r"^Slurmctld\([a-z0-9]+\) at (\S+) is (UP|DOWN)", text, re.M)
+    return [(match[1], match[2] == "UP") for match in found]

@@ -1,4 +1,5 @@
-"""The end of jobs: one question to Slurm about all tracked jobs, and `Release` to agents whose replicas serve nobody.
+"""All tracked jobs, looked at with one question to Slurm: `Release` to agents whose replicas serve nobody, pins that
+have outlived their recovery, nodes without an agent, jobs that Slurm will never requeue.
 
 Nothing else frees the memory of a job that was cancelled while pending: no epilog runs for it.
 """
@@ -12,10 +13,10 @@ from contextlib import suppress
 
 from gemini_hpc.config import Settings
 from gemini_hpc.control.decide import release_reason
-from gemini_hpc.control.recovery import Recoveries
+from gemini_hpc.control.recoveries import Recoveries
 from gemini_hpc.control.registry import Agent, Registry, Track
 from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob
-from gemini_hpc.control.slurmtext import LIVE, RUNNING
+from gemini_hpc.control.slurmtext import LIVE, PENDING, RUNNING, Job
 from gemini_hpc.wire.peer import Release
 
 log = logging.getLogger("gemini_hpc.control")
@@ -23,6 +24,7 @@ log = logging.getLogger("gemini_hpc.control")
 INTERVAL_S = 1.0
 MAX_INTERVAL_S = 10.0
 ELSEWHERE_S = 30.0
+PARTLY_S = 10.0
 
 
 class Watcher:
@@ -73,6 +75,9 @@ class Watcher:
                 self._release_all(track, reason)
             elif state == RUNNING:
                 self._release_elsewhere(track)
+                self._look_at_agents(track)
+            elif state == PENDING and track.stored.pinned:
+                await self._unpin(track)
 
     def _release_all(self, track: Track, reason: str) -> None:
         agents = [a for a in track.agents.values() if a.connected]
@@ -92,7 +97,50 @@ class Watcher:
             if agent.connected and agent.restart < restart and agent.host not in track.members(restart):
                 self._release(agent, "the job runs elsewhere")
 
+    def _look_at_agents(self, track: Track) -> None:
+        """What the user should know of a job that has begun to run (SITE 13, 22), once for each incarnation."""
+        job, since = track.job, track.running_since
+        if job is None or since is None:
+            return
+        if (why := never_requeued(job)) and track.noticed != job.restarts:
+            track.noticed = job.restarts
+            self._recoveries.say(track.raw_id, job.restarts, "never_requeued", "", why)
+        if track.looked == job.restarts or time.monotonic() - since[1] < PARTLY_S:
+            return
+        track.looked = job.restarts
+        there = {a.host for a in track.agents.values() if a.connected and a.restart == job.restarts}
+        missing = [host for host in job.nodes if host not in there]
+        if there and missing:
+            shown = ",".join(missing[:16]) + ("" if len(missing) <= 16 else f" and {len(missing) - 16} more")
+            self._recoveries.say(track.raw_id, job.restarts, "partly_protected", "", f"no agent on {shown}")
+
+    async def _unpin(self, track: Track) -> None:
+        """A job with a pin of ours waits again, and no node of it has failed: preempted, or requeued by hand."""
+        job = await self._slurm.job(track.raw_id)
+        if job.state != PENDING or not job.actable or self._recoveries.active(track.raw_id):
+            return
+        try:
+            await self._slurm.pin(job, track.stored.original, track.stored.reservation)
+        except SlurmError as exc:
+            log.warning("job=%d event=pin-left %s", track.raw_id, exc)
+            return
+        track.remember_pin(False)
+        self._recoveries.say(
+            track.raw_id, job.restarts, "unpinned", "", "requeued for another reason than a dead node"
+        )
+
     @staticmethod
     def _release(agent: Agent, reason: str) -> None:
         log.info("job=%d event=release host=%s reason=%s", agent.job, agent.host, reason)
         agent.link.send(Release(agent.job, reason))
+
+
+def never_requeued(job: Job) -> str:
+    """Why this job will never be sent back to pending after a failure; "" if that is possible (SITE 13)."""
+    if job.het:
+        return "this is a heterogeneous job: gemini-hpc never acts on one"
+    if not job.batch:
+        return "this is not a batch job (salloc, srun): Slurm cannot requeue it"
+    if not job.requeue:
+        return "this job was submitted without --requeue"
+    return ""

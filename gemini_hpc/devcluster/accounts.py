@@ -10,7 +10,7 @@ from gemini_hpc.devcluster.errors import DevclusterError
 from gemini_hpc.devcluster.layout import Layout
 from gemini_hpc.devcluster.network import CONTROLLER, CONTROLLER_ADDRESS, node_address
 
-USERS = {"alice": 5001, "bob": 5002}
+USERS = {"alice": 5001, "bob": 5002, "carol": 5003}
 
 
 @dataclass(frozen=True)

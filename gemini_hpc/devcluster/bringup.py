@@ -7,9 +7,11 @@ import pwd
 from collections.abc import Mapping, Sequence
 
 from gemini_hpc.devcluster import (
+    accounting,
     accounts,
     environment,
     hosts,
+    munge,
     network,
     record,
     services,
@@ -34,7 +36,7 @@ def bring_up(
     overrides: Mapping[str, Setting],
     slurm_conf: Sequence[str],
 ) -> None:
-    """Hosts, network, munged, slurmctld, slurmds. Until the last line the cluster dies with this process."""
+    """Hosts, network, daemons. Until the last line the cluster dies with this process."""
     _directories(layout)
     build = SiteBuild(layout) if site else None
     try:
@@ -44,15 +46,18 @@ def bring_up(
         boot, outer = hosts.boot_controller(layout, environment.build(layout))
         try:
             network.create_bridge(outer.pid)
-            services.start_munged(layout, outer)
+            munge.create_key(layout)
+            munge.start(layout, {network.CONTROLLER: outer})
             found = build.files if build else SiteFiles()
             slurmconf.write(layout, profile, nodes, cpus=cpus, memory_mb=memory_mb, site=found, extra=slurm_conf)
+            if profile.accounting:
+                accounting.start(layout, outer)
             services.start_slurmctld(layout, outer)
-            started = hosts.boot_nodes(layout, outer, nodes)
+            started = hosts.boot_nodes(layout, outer, profile, nodes)
             services.wait_slurmctld(layout, outer)
             if build:
                 build.wait()
-            hosts.start_slurmd(layout, started)
+            hosts.start_daemons(layout, profile, started)
             flags = (found.plugin is not None, found.prolog is not None, found.epilog is not None)
             record.save(layout.record, ClusterRecord(profile.name, nodes, *flags))
             boot.commit()
@@ -75,3 +80,4 @@ def _directories(layout: Layout) -> None:
     # slurmctld and the controller service have given up root when they open these.
     for path in (layout.state, layout.controller, layout.log):
         os.chown(path, slurm.pw_uid, slurm.pw_gid)
+    layout.controller.chmod(0o700)

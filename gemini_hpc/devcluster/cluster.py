@@ -32,7 +32,7 @@ from gemini_hpc.devcluster.enter import ClusterProcess
 from gemini_hpc.devcluster.errors import DevclusterError
 from gemini_hpc.devcluster.layout import Layout
 from gemini_hpc.devcluster.processes import ProcessId
-from gemini_hpc.devcluster.profiles import Setting
+from gemini_hpc.devcluster.profiles import Profile, Setting
 from gemini_hpc.devcluster.status import ClusterStatus
 
 
@@ -43,8 +43,11 @@ class Cluster:
     Every method raises `DevclusterError` if the cluster is gone or has no such node or user.
     """
 
-    def __init__(self, layout: Layout, node_names: Sequence[str], ready_s: float | None = None) -> None:
+    def __init__(
+        self, layout: Layout, node_names: Sequence[str], profile: Profile, ready_s: float | None = None
+    ) -> None:
         self._layout = layout
+        self._profile = profile
         self.name = layout.name
         self.node_names = list(node_names)
         # Seconds from the call of `up` to all nodes idle; None after `attach`.
@@ -72,9 +75,9 @@ class Cluster:
         slurm.conf. `replace`: take a running cluster of this name down first. Remains of a dead one always are.
         """
         began = time.monotonic()
-        requirements.check()
-        environment.interpreter()
         layout, chosen = Layout(name), profiles.profile(profile)
+        requirements.check(chosen)
+        environment.interpreter()
         limits = (("nodes", nodes, network.MAX_NODES), ("cpus", cpus, 1024), ("memory_mb", memory_mb, 1 << 30))
         for what, value, most in limits:
             if not 1 <= value <= most:
@@ -82,7 +85,7 @@ class Cluster:
         if status.is_alive(layout) and not replace:
             raise DevclusterError(f"cluster {name} is already running: take it down first, or use --replace")
         teardown.down(layout)
-        cluster = cls(layout, network.node_names(nodes))
+        cluster = cls(layout, network.node_names(nodes), chosen)
         try:
             with lock.starting(), lock.cluster(layout):
                 if layout.directory.exists():
@@ -113,10 +116,9 @@ class Cluster:
         """A cluster that is already running."""
         requirements.check_root()
         layout = Layout(name)
-        cluster = cls(layout, [])
-        cluster._outer()
-        cluster.node_names = record.load_cluster(layout).nodes
-        return cluster
+        _outer(layout)
+        known = record.load_cluster(layout)
+        return cls(layout, known.nodes, profiles.profile(known.profile))
 
     def __enter__(self) -> Self:
         return self
@@ -237,7 +239,8 @@ class Cluster:
     ) -> tuple[list[str], dict[str, str]]:
         """Argument vector and environment, for the host, that run a command inside."""
         host = self._outer() if node is None else self._running(node)
-        return enter.command(self._layout, host.pid, argv, user=user, env=env, cwd=cwd)
+        configless = self._profile.configless and node is not None
+        return enter.command(self._layout, host.pid, argv, user=user, env=env, cwd=cwd, configless=configless)
 
     def sbatch(
         self,
@@ -278,7 +281,9 @@ class Cluster:
             # Slurm tells one slurmd from the next by the second in which it started.
             time.sleep(max(0.0, last + 1.0 - time.time()))
             began = int(time.time())
-            hosts.start_slurmd(self._layout, hosts.boot_nodes(self._layout, outer, [node]))
+            hosts.start_daemons(
+                self._layout, self._profile, hosts.boot_nodes(self._layout, outer, self._profile, [node])
+            )
         deadline = time.monotonic() + timeout_s
         while slurm.slurmd_started(self._layout, outer, node) < began:
             if time.monotonic() > deadline:
@@ -316,12 +321,7 @@ class Cluster:
         return found.pid if found else None
 
     def _outer(self) -> ProcessId:
-        outer = processes.load(self._layout.outer)
-        if outer is None or not processes.is_alive(outer):
-            raise DevclusterError(
-                f"cluster {self.name} is not running: gemini-hpc devcluster up --name {self.name} starts it"
-            )
-        return outer
+        return _outer(self._layout)
 
     def _known(self, node: str) -> str:
         if node not in self.node_names:
@@ -333,6 +333,15 @@ class Cluster:
         if process is None:
             raise DevclusterError(f"node {node} of cluster {self.name} is off")
         return process
+
+
+def _outer(layout: Layout) -> ProcessId:
+    outer = processes.load(layout.outer)
+    if outer is None or not processes.is_alive(outer):
+        raise DevclusterError(
+            f"cluster {layout.name} is not running: gemini-hpc devcluster up --name {layout.name} starts it"
+        )
+    return outer
 
 
 class _TakenError(DevclusterError):

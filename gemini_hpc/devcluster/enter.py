@@ -48,10 +48,12 @@ def command(
     user: str | None = None,
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
+    configless: bool = False,
 ) -> tuple[list[str], dict[str, str]]:
     """Argument vector and environment that run `argv` beside the process `pid`.
 
-    `user` None is root; `cwd` None is the user's home, or / where there is none (or for root).
+    `user` None is root; `cwd` None is the user's home, or / where there is none (or for root). `configless`: for a
+    host without slurm.conf, where Slurm's commands find by themselves what slurmd has fetched.
     """
     enter = [program("nsenter"), "-t", str(pid), "-n", "-m", "-u", "-i", "-p", "--"]
     who = accounts.account(layout, user or "root")
@@ -60,7 +62,10 @@ def command(
     if cwd is None:
         cwd = who.home if who.uid and who.home.is_dir() else "/"
     inside = ["/bin/sh", "-c", _IN_DIRECTORY, str(cwd), *argv]
-    return enter + inside, {**environment(layout, who.name, who.home), **(env or {})}
+    variables = environment(layout, who.name, who.home)
+    if configless:
+        del variables["SLURM_CONF"]
+    return enter + inside, {**variables, **(env or {})}
 
 
 class ClusterProcess(subprocess.Popen[str]):

@@ -7,14 +7,17 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 
-from gemini_hpc.devcluster import cgroups, enter, environment, network, processes, record
+from gemini_hpc.devcluster import cgroups, enter, environment, munge, network, processes, record
 from gemini_hpc.devcluster.boot import Boot, Mount
 from gemini_hpc.devcluster.errors import DevclusterError
 from gemini_hpc.devcluster.layout import INSIDE, MARKER, SETTINGS, Layout
 from gemini_hpc.devcluster.processes import ProcessId
+from gemini_hpc.devcluster.profiles import Profile
 from gemini_hpc.devcluster.record import NodeRecord
 from gemini_hpc.devcluster.requirements import program
+from gemini_hpc.devcluster.slurmconf import SLURMCTLD_PORT
 
 # How long a power-off with reset leaves the link up for the dying connections' last packets.
 RESET_S = 0.2
@@ -40,6 +43,7 @@ def boot_controller(layout: Layout, python: list[Mount]) -> tuple[Boot, ProcessI
             ["tmpfs", "/run", 0o755],
             ["mkdir", "/run/lock", 0o1777],
             ["mkdir", "/run/munge", 0o755],
+            ["mkdir", "/run/slurm", 0o755],
             ["mkdir", "/run/gemini-hpc", 0o755],
             ["proc"],
         ],
@@ -54,7 +58,26 @@ def boot_controller(layout: Layout, python: list[Mount]) -> tuple[Boot, ProcessI
         raise
 
 
-def boot_nodes(layout: Layout, outer: ProcessId, nodes: Sequence[str]) -> dict[str, ProcessId]:
+def _node_mounts(layout: Layout, profile: Profile, node: str) -> list[Mount]:
+    mounts: list[Mount] = [
+        *_TMPFS,
+        ["tmpfs", "/run/gemini-hpc", 0o755],
+        ["tmpfs", str(layout.spool), 0o755],
+    ]
+    if profile.munge_per_node:
+        mounts.append(["tmpfs", "/run/munge", 0o755])
+    if profile.configless:
+        hidden = [layout.slurm_etc, *([Path("/etc/slurm")] if os.path.isdir("/etc/slurm") else [])]
+        mounts += [["tmpfs", str(path), 0o755] for path in (*hidden, "/run/slurm")]
+    return [
+        *mounts,
+        ["proc"],
+        # All nodes share one kernel, but a node that was off has booted anew.
+        ["bind", str(layout.boot_id(node)), "/proc/sys/kernel/random/boot_id", True],
+    ]
+
+
+def boot_nodes(layout: Layout, outer: ProcessId, profile: Profile, nodes: Sequence[str]) -> dict[str, ProcessId]:
     """Switch several nodes on at once: namespaces and link, no daemon yet."""
     python = environment.interpreter()
     if python.startswith(f"{sys.prefix}/"):
@@ -65,17 +88,9 @@ def boot_nodes(layout: Layout, outer: ProcessId, nodes: Sequence[str]) -> dict[s
     found: dict[str, ProcessId] = {}
     try:
         for node in nodes:
-            boot_id = layout.boot_id(node)
-            boot_id.write_text(f"{uuid.uuid4()}\n")
+            layout.boot_id(node).write_text(f"{uuid.uuid4()}\n")
             argv, env = enter.command(layout, outer.pid, [python, "-I", "-S", str(init), layout.name])
-            mounts: list[Mount] = [
-                *_TMPFS,
-                ["tmpfs", "/run/gemini-hpc", 0o755],
-                ["tmpfs", str(layout.spool), 0o755],
-                ["proc"],
-                # All nodes share one kernel, but a node that was off has booted anew.
-                ["bind", str(boot_id), "/proc/sys/kernel/random/boot_id", True],
-            ]
+            mounts = _node_mounts(layout, profile, node)
             if own := cgroups.node(layout, node):
                 mounts.append(["bind", str(own), cgroups.MOUNT, False])
             boots[node] = Boot(argv, node, mounts, environment=env, log=layout.log / "init.log")
@@ -94,15 +109,20 @@ def boot_nodes(layout: Layout, outer: ProcessId, nodes: Sequence[str]) -> dict[s
     return found
 
 
-def start_slurmd(layout: Layout, nodes: dict[str, ProcessId]) -> None:
-    """slurmd on several nodes at once; they have read their configuration when this returns."""
+def start_daemons(layout: Layout, profile: Profile, nodes: dict[str, ProcessId]) -> None:
+    """munged, where each node has its own, and slurmd, on several nodes at once.
+
+    The slurmds have read their configuration when this returns.
+    """
+    if profile.munge_per_node:
+        munge.start(layout, nodes)
+    source = ["-f", str(layout.slurm_conf)]
+    if profile.configless:
+        source = ["--conf-server", f"{network.CONTROLLER}:{SLURMCTLD_PORT}"]
+    argv = [program("slurmd"), *source, "-N"]
     started = {
         node: enter.start(
-            enter.command(
-                layout,
-                process.pid,
-                cgroups.into_slurmds([program("slurmd"), "-f", str(layout.slurm_conf), "-N", node]),
-            )
+            enter.command(layout, process.pid, cgroups.into_slurmds([*argv, node]), configless=profile.configless)
         )
         for node, process in nodes.items()
     }

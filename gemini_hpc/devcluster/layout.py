@@ -75,6 +75,10 @@ class Layout:
         return self.slurm_etc / "slurm.conf"
 
     @property
+    def slurmdbd_conf(self) -> Path:
+        return self.slurm_etc / "slurmdbd.conf"
+
+    @property
     def settings(self) -> Path:
         return self.etc / "gemini-hpc"
 
@@ -108,6 +112,11 @@ class Layout:
     @property
     def munge(self) -> Path:
         return self.directory / "munge"
+
+    @property
+    def database(self) -> Path:
+        """MariaDB's data directory."""
+        return self.directory / "database"
 
     @property
     def site(self) -> Path:

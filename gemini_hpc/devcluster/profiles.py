@@ -18,6 +18,14 @@ class Profile:
     sentence: str
     slurm: Mapping[str, str] = field(default_factory=dict)
     gemini: Mapping[str, Setting] = field(default_factory=dict)
+    # Each has all nodes; the first is the default one.
+    partitions: tuple[str, ...] = ("main",)
+    # slurmdbd with its own MariaDB; nothing runs without an association, and limits count.
+    accounting: bool = False
+    # Nodes have no configuration files: slurmd asks slurmctld for them.
+    configless: bool = False
+    # A munged on each node, not one for all hosts.
+    munge_per_node: bool = False
 
 
 FAST = Profile(
@@ -45,10 +53,33 @@ FAST = Profile(
         "heartbeat_missed": 4,
         "fence_confirm_s": 0.4,
         "fence_budget_nodes": 4,
+        "slurm_settle_s": 1.0,
     },
 )
-STOCK = Profile("stock", "Slurm's default timers", slurm={"SchedulerParameters": "nohold_on_prolog_fail"})
-PROFILES = {profile.name: profile for profile in (FAST, STOCK)}
+STOCK = Profile(
+    "stock",
+    "Slurm's default timers",
+    slurm={"SchedulerParameters": "nohold_on_prolog_fail"},
+    # The default of a minute would have every new cluster wait before it can show anything.
+    gemini={"slurm_settle_s": 1.0},
+)
+SITE = Profile(
+    "site",
+    "Slurm's default timers, slurmdbd with limits and QOS, priority/multifactor, munged on each node, configless",
+    slurm={
+        **STOCK.slurm,
+        "PriorityType": "priority/multifactor",
+        "PriorityMaxAge": "1-0",
+        "PriorityWeightAge": "10000",
+        "PriorityWeightQOS": "100000",
+    },
+    gemini=STOCK.gemini,
+    partitions=("batch", "debug"),
+    accounting=True,
+    configless=True,
+    munge_per_node=True,
+)
+PROFILES = {profile.name: profile for profile in (FAST, STOCK, SITE)}
 
 
 def profile(name: str) -> Profile:

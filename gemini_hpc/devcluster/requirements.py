@@ -7,6 +7,7 @@ import pwd
 import shutil
 
 from gemini_hpc.devcluster.errors import DevclusterError
+from gemini_hpc.devcluster.profiles import Profile
 
 # Program -> the Debian package that brings it.
 PROGRAMS = {
@@ -23,6 +24,12 @@ PROGRAMS = {
     "setpriv": "util-linux",
     "setsid": "util-linux",
 }
+# Only for profiles with accounting. The package mariadb-server is not needed: it would start a server of its own.
+ACCOUNTING_PROGRAMS = {
+    "slurmdbd": "slurmdbd",
+    "sacctmgr": "slurm-client",
+    "mariadbd": "mariadb-server-core",
+}
 # A user's PATH often lacks the sbin directories, where the daemons are.
 SEARCH_PATH = os.pathsep.join(
     [os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]
@@ -30,10 +37,11 @@ SEARCH_PATH = os.pathsep.join(
 
 
 def program(name: str) -> str:
-    """The absolute path of a program of `PROGRAMS`."""
+    """The absolute path of a program of `PROGRAMS` or `ACCOUNTING_PROGRAMS`."""
     found = shutil.which(name, path=SEARCH_PATH)
     if found is None:
-        raise DevclusterError(f"{name} is not installed: it is in the Debian package {PROGRAMS[name]}")
+        package = {**PROGRAMS, **ACCOUNTING_PROGRAMS}[name]
+        raise DevclusterError(f"{name} is not installed: it is in the Debian package {package}")
     return found
 
 
@@ -45,14 +53,19 @@ def check_root() -> None:
         )
 
 
-def check() -> None:
-    """Raise `DevclusterError` for the first thing that is missing, all missing programs in one message."""
+def check(profile: Profile | None = None) -> None:
+    """Raise `DevclusterError` for the first thing that is missing, all missing programs in one message.
+
+    With `profile`: also what this profile needs beyond the others.
+    """
     check_root()
-    missing = [name for name in PROGRAMS if shutil.which(name, path=SEARCH_PATH) is None]
+    wanted = {**PROGRAMS, **(ACCOUNTING_PROGRAMS if profile and profile.accounting else {})}
+    missing = [name for name in wanted if shutil.which(name, path=SEARCH_PATH) is None]
     if missing:
-        packages = " ".join(sorted({PROGRAMS[name] for name in missing}))
+        packages = " ".join(sorted({wanted[name] for name in missing}))
+        why = f" (profile {profile.name})" if profile and not PROGRAMS.keys() & set(missing) else ""
         raise DevclusterError(
-            f"{', '.join(missing)} not found; on Debian: apt-get install --no-install-recommends {packages}"
+            f"{', '.join(missing)} not found{why}; on Debian: apt-get install --no-install-recommends {packages}"
         )
     try:
         pwd.getpwnam("slurm")

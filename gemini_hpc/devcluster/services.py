@@ -1,11 +1,9 @@
-"""The daemons of the controller host: munged, slurmctld and the gemini controller service."""
+"""The daemons of the controller host: slurmctld and the gemini controller service."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import pwd
-import secrets
 import signal
 import subprocess
 import time
@@ -24,31 +22,12 @@ SETTLE_S = 0.4
 _RECORD_AND_EXEC = 'echo $$ >"$0" && exec "$@"'
 
 
-def _start(layout: Layout, outer: ProcessId, argv: list[str]) -> None:
-    done = enter.complete(enter.start(enter.command(layout, outer.pid, argv)), None, 20.0)
-    if done.returncode:
-        raise DevclusterError(f"{os.path.basename(argv[0])} did not start: {' '.join(done.stderr.split())}")
-
-
-def start_munged(layout: Layout, outer: ProcessId) -> None:
-    """One munged for all hosts, at its usual socket: they see the same /run/munge."""
-    key = layout.munge / "munge.key"
-    key.touch(mode=0o600)
-    key.write_bytes(secrets.token_bytes(128))
-    options = [
-        f"--key-file={key}",
-        f"--log-file={layout.munge / 'munged.log'}",
-        f"--seed-file={layout.munge / 'munged.seed'}",
-        "--pid-file=/run/munge/munged.pid",
-        "--socket=/run/munge/munge.socket.2",
-        "--num-threads=4",
-    ]
-    _start(layout, outer, [program("munged"), *options])
-
-
 def start_slurmctld(layout: Layout, outer: ProcessId) -> None:
     """slurmctld as user slurm."""
-    _start(layout, outer, [program("slurmctld"), "-f", str(layout.slurm_conf), "-i"])
+    argv = [program("slurmctld"), "-f", str(layout.slurm_conf), "-i"]
+    done = enter.complete(enter.start(enter.command(layout, outer.pid, argv)), None, 20.0)
+    if done.returncode:
+        raise DevclusterError(f"slurmctld did not start: {' '.join(done.stderr.split())}")
 
 
 def wait_slurmctld(layout: Layout, outer: ProcessId, timeout_s: float = 15.0) -> None:

@@ -11,6 +11,7 @@ from gemini_hpc.devcluster.sitefiles import SiteFiles
 
 SLURMCTLD_PORT = 6817
 SLURMD_PORT = 6818
+SLURMDBD_PORT = 6819
 
 
 def write(
@@ -55,9 +56,20 @@ def write(
         "JobRequeue": "1",
         "SchedulerType": "sched/backfill",
         "PrologFlags": "Alloc",
-        "PlugStackConfig": str(layout.slurm_etc / "plugstack.conf"),
         **profile.slurm,
     }
+    if profile.accounting:
+        values |= {
+            "AccountingStorageType": "accounting_storage/slurmdbd",
+            "AccountingStorageHost": CONTROLLER,
+            "AccountingStoragePort": str(SLURMDBD_PORT),
+            "AccountingStorageEnforce": "associations,limits,qos",
+        }
+    if profile.configless:
+        # Beside slurm.conf, wherever that is on a node.
+        values["SlurmctldParameters"] = "enable_configless"
+    else:
+        values["PlugStackConfig"] = str(layout.slurm_etc / "plugstack.conf")
     if site.prolog:
         values["Prolog"] = str(site.prolog)
     if site.epilog:
@@ -67,7 +79,12 @@ def write(
         f"NodeName={node} NodeAddr={node_address(node)} CPUs={cpus} RealMemory={memory_mb} State=UNKNOWN"
         for node in nodes
     ]
-    lines += [f"PartitionName=main Nodes={','.join(nodes)} Default=YES MaxTime=INFINITE State=UP", *extra]
+    lines += [
+        f"PartitionName={name} Nodes={','.join(nodes)} Default={'YES' if name == profile.partitions[0] else 'NO'} "
+        "MaxTime=INFINITE State=UP"
+        for name in profile.partitions
+    ]
+    lines += extra
     layout.slurm_conf.write_text("\n".join(lines) + "\n")
     plugin = f"optional {site.plugin}\n" if site.plugin else ""
     (layout.slurm_etc / "plugstack.conf").write_text(plugin)

@@ -84,9 +84,10 @@ def collect(layout: Layout, outer: ProcessId) -> ClusterStatus:
 
 def names() -> dict[str, bool]:
     """All clusters of this machine that have files, and whether each is alive."""
-    if not ROOT.is_dir():
+    try:
+        found = sorted(entry.name for entry in ROOT.iterdir() if entry.is_dir())
+    except FileNotFoundError:  # never made, or just removed with the last cluster
         return {}
-    found = sorted(entry.name for entry in ROOT.iterdir() if entry.is_dir())
     return {name: is_alive(Layout(name)) for name in found}
 
 

@@ -62,6 +62,8 @@ class Resuming(Arming):
         self._resume_called = True
         if not self._protected:
             return 0
+        if self._rank == 0 and self._welcome.notice:
+            self._say(self._welcome.notice)
         began = time.time()
         shards = self._choose_and_fetch()
         if not shards:

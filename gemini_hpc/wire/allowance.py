@@ -16,16 +16,25 @@ class Allowance:
         self._tokens, self._at = burst, time.monotonic()
         self.missed = 0
 
-    def take(self) -> bool:
-        """Whether one more may happen now."""
+    def take(self, count: float = 1.0) -> bool:
+        """Whether one more, or `count` more, may happen now."""
+        self._fill()
+        if self._tokens < count:
+            self.missed += 1
+            return False
+        self._tokens -= count
+        return True
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing has been taken for so long that it makes no difference any more."""
+        self._fill()
+        return self._tokens >= self._burst
+
+    def _fill(self) -> None:
         now = time.monotonic()
         self._tokens = min(self._burst, self._tokens + (now - self._at) * self._per_s)
         self._at = now
-        if self._tokens < 1:
-            self.missed += 1
-            return False
-        self._tokens -= 1
-        return True
 
     def settle(self) -> int:
         """The number missed so far, which is then counted anew."""

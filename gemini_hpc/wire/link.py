@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import ParamSpec, TypeVar
@@ -16,6 +16,7 @@ import msgspec
 from gemini_hpc.wire import handshake, peer, version
 from gemini_hpc.wire.frames import (
     LENGTH_BYTES,
+    MAX_FRAME_BYTES,
     FrameError,
     Sealer,
     bare,
@@ -31,6 +32,7 @@ M = TypeVar("M", bound=peer.Message)
 P = ParamSpec("P")
 R = TypeVar("R")
 _MUNGE_THREADS = 4
+_SILENT_S = 0.2
 
 
 @cache
@@ -49,13 +51,17 @@ class LinkClosed(Exception):
 
 
 class Link:
-    """A connection between two authenticated ends on the event loop; `last_heard` is in monotonic seconds."""
+    """A connection between two authenticated ends on the event loop; `last_heard` is in monotonic seconds.
+
+    `limit_bytes`: the longest frame that is taken; lower it where the other end has nothing long to say.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, session: Session) -> None:
         self._reader, self._writer = reader, writer
         self._out, self._in = Sealer(session.send_key), Sealer(session.receive_key)
         self.session = session
         self.last_heard = time.monotonic()
+        self.limit_bytes = MAX_FRAME_BYTES
 
     def send(self, message: peer.Message) -> None:
         """Queue a message; a peer that does not drain its side is cut off, never waited for. What its version does
@@ -75,13 +81,18 @@ class Link:
         """The next message. Raises `LinkClosed`."""
         try:
             head = await self._reader.readexactly(LENGTH_BYTES)
-            body = await self._reader.readexactly(length_of(head))
+            body = await self._reader.readexactly(length_of(head, self.limit_bytes))
             message = peer.decoder.decode(self._in.open(body))
         except (OSError, EOFError, FrameError, msgspec.MsgspecError) as exc:
             self.close()
             raise LinkClosed(str(exc)) from None
         self.last_heard = time.monotonic()
         return message
+
+    @property
+    def address(self) -> str:
+        """Where the other end's packets come from; "" where that is not known."""
+        return str((self._writer.transport.get_extra_info("peername") or ("",))[0])
 
     def fail_after(self, silent_s: float) -> None:
         """Close when what was sent has not been acknowledged by the other host for so long (else: quarter hours)."""
@@ -123,10 +134,19 @@ async def _read_bare(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(length_of(head, handshake.MAX_HELLO_BYTES))
 
 
-async def connect(address: str, port: int, client: Client, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> Link:
-    """Dial and authenticate. Raises OSError, TimeoutError or `HandshakeError`."""
+async def connect(
+    address: str,
+    port: int,
+    client: Client,
+    timeout_s: float = HANDSHAKE_TIMEOUT_S,
+    opened: asyncio.Event | None = None,
+) -> Link:
+    """Dial and authenticate; `opened` is set when there is a connection. Raises OSError, TimeoutError or
+    `HandshakeError`."""
     async with asyncio.timeout(timeout_s):
         reader, writer = await asyncio.open_connection(address, port)
+        if opened is not None:
+            opened.set()
         try:
             writer.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             greeting = await _beside(client.greeting)
@@ -142,10 +162,61 @@ async def connect(address: str, port: int, client: Client, timeout_s: float = HA
             raise
 
 
+async def connect_any(
+    address: str, ports: Iterable[int], client: Callable[[], Client], timeout_s: float = HANDSHAKE_TIMEOUT_S
+) -> tuple[Link, int]:
+    """Dial these ports of a host in order; the first link that is made, and its port.
+
+    Ports follow from the job's id, so anybody on that host can listen on one, and say nothing: the next port is
+    tried when this one has been open for `_SILENT_S`. Raises what the last port did: OSError, `HandshakeError`; or
+    TimeoutError where no connection could be made, or none spoke, within `timeout_s`.
+    """
+    attempts: dict[asyncio.Task[Link], int] = {}
+    failure: Exception = OSError("no port")
+    try:
+        async with asyncio.timeout(timeout_s):
+            for port in [*ports, None]:
+                newest: asyncio.Task[Link] | None = None
+                opened = asyncio.Event()
+                if port is not None:
+                    newest = asyncio.ensure_future(connect(address, port, client(), 2 * timeout_s, opened))
+                    attempts[newest] = port
+                silent = asyncio.ensure_future(_silent(opened))
+                try:
+                    while attempts:
+                        done, _ = await asyncio.wait({*attempts, silent}, return_when=asyncio.FIRST_COMPLETED)
+                        for task in [t for t in attempts if t in done]:
+                            port_of = attempts.pop(task)
+                            try:
+                                return task.result(), port_of
+                            except (OSError, HandshakeError) as exc:
+                                failure = exc
+                        if newest is not None and (newest in done or silent in done):
+                            break
+                finally:
+                    silent.cancel()
+    finally:
+        for task in attempts:
+            task.cancel()
+            task.add_done_callback(_discard)
+    raise failure
+
+
+async def _silent(opened: asyncio.Event) -> None:
+    await opened.wait()
+    await asyncio.sleep(_SILENT_S)
+
+
+def _discard(task: asyncio.Task[Link]) -> None:
+    """Two were made at the same moment: one is enough."""
+    if not task.cancelled() and task.exception() is None:
+        task.result().abort()
+
+
 async def accept(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
-    admit: Callable[[Greeting], str],
+    admit: Callable[[Greeting], str | Awaitable[str]],
     *,
     host: str,
     restart: Callable[[], int],
@@ -158,7 +229,8 @@ async def accept(
             writer.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             greeting = await _beside(handshake.receive, await _read_bare(reader))
             hello = greeting.hello
-            reason = admit(greeting) if greeting.proto else version.mismatch(hello.proto, hello.most)
+            said = admit(greeting) if greeting.proto else version.mismatch(hello.proto, hello.most)
+            reason = said if isinstance(said, str) else await said
             if reason:
                 writer.write(bare(handshake.refusal(reason)))
                 await writer.drain()

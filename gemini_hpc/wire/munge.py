@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 _OPT_TTL = 4
+_OPT_ENCODE_TIME = 6
 _OPT_UID_RESTRICTION = 9
 _SUCCESS = 0
 TTL_S = 60
@@ -29,6 +30,7 @@ def _library() -> Any:
     lib.munge_ctx_destroy.restype = None
     lib.munge_ctx_destroy.argtypes = [ctypes.c_void_p]
     lib.munge_ctx_set.restype = ctypes.c_int
+    lib.munge_ctx_get.restype = ctypes.c_int
     lib.munge_ctx_strerror.restype = ctypes.c_char_p
     lib.munge_ctx_strerror.argtypes = [ctypes.c_void_p]
     lib.munge_strerror.restype = ctypes.c_char_p
@@ -80,19 +82,29 @@ def decode(credential: bytes) -> tuple[bytes, int]:
 
     Raises `MungeError` for anything that is not a valid, fresh credential that this uid may open.
     """
+    payload, uid, _ = decode_timed(credential)
+    return payload, uid
+
+
+def decode_timed(credential: bytes) -> tuple[bytes, int, int]:
+    """As `decode`, and the Unix time in whole seconds at which it was made, by the clock of its maker's host."""
     if not credential or len(credential) > MAX_CREDENTIAL_BYTES or b"\0" in credential:
         raise MungeError("malformed credential")
     lib, libc = _library()
     payload, length = ctypes.c_void_p(), ctypes.c_int()
     uid, gid = ctypes.c_uint32(), ctypes.c_uint32()
+    context, made = ctypes.c_void_p(lib.munge_ctx_create()), ctypes.c_long()
     code = lib.munge_decode(
-        credential, None, ctypes.byref(payload), ctypes.byref(length), ctypes.byref(uid), ctypes.byref(gid)
+        credential, context, ctypes.byref(payload), ctypes.byref(length), ctypes.byref(uid), ctypes.byref(gid)
     )
     try:
         if code != _SUCCESS:
             raise MungeError(lib.munge_strerror(code).decode(errors="replace"))
-        return ctypes.string_at(payload.value or 0, length.value) if payload.value else b"", int(uid.value)
+        lib.munge_ctx_get(context, _OPT_ENCODE_TIME, ctypes.byref(made))
+        data = ctypes.string_at(payload.value or 0, length.value) if payload.value else b""
+        return data, int(uid.value), int(made.value)
     finally:
+        lib.munge_ctx_destroy(context)
         if payload.value:
             libc.free(payload)
 

@@ -345,6 +345,13 @@ class Release(Message, frozen=True, tag="release"):
     reason: str
 
 
+class Notice(Message, frozen=True, tag="notice"):
+    """Controller -> agent: one line for the users of the job, which its first training rank prints (SITE 13)."""
+
+    job: Job
+    text: str
+
+
 class HoldersAsk(Message, frozen=True, tag="holders?"):
     """Agent -> controller: which other agents of my job are there, on nodes that the job has left?"""
 
@@ -397,6 +404,7 @@ PeerMessage = (
     | Report
     | EventsUp
     | Release
+    | Notice
     | HoldersAsk
     | Holders
     | JobAsk
@@ -408,7 +416,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 # The version with which a message came; all others are of version 1. A field that is added to a message has a default
 # and needs no entry: older ends skip it.
-SINCE: dict[type[Message], int] = {Summons: 2}
+SINCE: dict[type[Message], int] = {Summons: 2, Notice: 2}
 
 
 def known(message: Message, proto: int) -> bool:

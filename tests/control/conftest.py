@@ -51,8 +51,8 @@ class Site:
 
         return until(there, timeout_s)
 
-    def nodes(self, job: int) -> list[str]:
-        out = self.cluster.run(["squeue", "-h", "-j", str(job), "-o", "%N"]).stdout.strip()
+    def nodes(self, job: int | str) -> list[str]:
+        out = self.cluster.run(["squeue", "-h", "-r", "-j", str(job), "-o", "%N"]).stdout.strip()
         return self.cluster.run(["scontrol", "show", "hostnames", out]).stdout.split() if out else []
 
     def agents(self, job: int, restart: int, hosts: Sequence[str], mode: str = "", user: str = "alice") -> None:
@@ -70,6 +70,11 @@ class Site:
         argv = [PYTHON, "-I", str(script), str(job), str(restart), host, ",".join(hosts), *([mode] if mode else [])]
         with log.open("w") as out:
             self.processes.append(self.cluster.popen(argv, user=user, node=host, stdout=out, stderr=out))
+
+    def end_agents(self) -> None:
+        for process in self.processes:
+            with suppress(OSError):
+                process.kill()
 
     def words(self, job: int, restart: int, host: str) -> str:
         return self.logs[f"{job}.{restart}.{host}"].read_text()

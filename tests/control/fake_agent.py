@@ -102,6 +102,8 @@ async def controlled(link: Link) -> None:
         message = await link.receive()
         if isinstance(message, peer.InspectAsk):
             link.send(part(message.request))
+        elif isinstance(message, peer.Notice):
+            say("notice", message.text)
         elif isinstance(message, peer.Release):
             say("released", message.reason)
             os._exit(0)
@@ -123,26 +125,31 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
                 link.send(part(message.request))
 
 
+async def dial(host: str) -> Link:
+    client = Client(
+        purpose="control",
+        cluster=SETTINGS.cluster_name,
+        job=JOB,
+        restart=RESTART,
+        source=HOST,
+        target=host,
+        instance=INSTANCE,
+        server_uid=pwd.getpwnam(SETTINGS.slurm_user).pw_uid,
+    )
+    return await connect(host, SETTINGS.controller_port, client)
+
+
 async def controller() -> Link:
     while True:
-        client = Client(
-            purpose="control",
-            cluster=SETTINGS.cluster_name,
-            job=JOB,
-            restart=RESTART,
-            source=HOST,
-            target=SETTINGS.controller_host,
-            instance=INSTANCE,
-            server_uid=pwd.getpwnam(SETTINGS.slurm_user).pw_uid,
-        )
-        with suppress(OSError, HandshakeError, TimeoutError):
-            link = await connect(SETTINGS.controller_host, SETTINGS.controller_port, client)
-            port = candidates(SETTINGS, JOB)[0]
-            link.send(peer.Registration(JOB, RESTART, HOST, HOSTS, 2, port, INSTANCE, "protected"))
-            event = peer.EventRecord(time.time(), "attached", "elsewhere", RESTART, 0, "fake\x1b[2J")
-            link.send(peer.EventsUp(JOB, (event,)))
-            say("registered")
-            return link
+        for host in SETTINGS.controller_hosts():
+            with suppress(OSError, HandshakeError, TimeoutError):
+                link = await dial(host)
+                port = candidates(SETTINGS, JOB)[0]
+                link.send(peer.Registration(JOB, RESTART, HOST, HOSTS, 2, port, INSTANCE, "protected"))
+                event = peer.EventRecord(time.time(), "attached", "elsewhere", RESTART, 0, "fake\x1b[2J")
+                link.send(peer.EventsUp(JOB, (event,)))
+                say("registered")
+                return link
         await asyncio.sleep(0.3)
 
 

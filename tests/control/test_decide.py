@@ -16,6 +16,7 @@ from gemini_hpc.control.decide import (
     Port,
     budget,
     candidates,
+    candidates_wanted,
     decide,
     fits,
     held,
@@ -36,6 +37,7 @@ DEAD = Case(
     slurm_node=NODE,
     slurmd=Port.SILENT,
     agent=Port.SILENT,
+    hangs=False,
     silent_s=6.0,
     agent_silent_s=6.0,
     agent_linked=False,
@@ -48,6 +50,8 @@ DEAD = Case(
     budget=2,
     confirm_s=5.0,
     guard=True,
+    slurm_up_s=1000.0,
+    settle_s=60.0,
 )
 
 
@@ -68,8 +72,8 @@ def test_a_dead_node_is_fenced() -> None:
         (Act.DISMISS, "false suspicion", {"slurmd": Port.ANSWERS, "agent_linked": True}),
         (Act.WAIT, "only the agent", {"slurmd": Port.ANSWERS}),
         (Act.WAIT, "kernel lives", {"slurmd": Port.REFUSES}),
-        (Act.WAIT, "kernel answers", {"agent": Port.REFUSES}),
-        (Act.WAIT, "kernel answers", {"agent": Port.ANSWERS}),
+        (Act.WAIT, "slurmd is silent but the agent", {"agent": Port.REFUSES}),
+        (Act.WAIT, "slurmd is silent but the agent", {"agent": Port.ANSWERS}),
         (Act.WAIT, "silent for", {"silent_s": 4.9}),
         (Act.WAIT, "1 of 2 witnesses", {"witnesses": frozenset(("n1",))}),
         (Act.WAIT, "0 of 2 witnesses", {"witnesses": frozenset(("n2", "n9", "n8"))}),
@@ -131,7 +135,9 @@ HOSTS = st.frozensets(st.sampled_from(("n1", "n2", "n3", "n4")))
 @given(
     slurmd=PORTS,
     agent=PORTS,
-    silent=st.floats(0, 10),
+    hangs=st.booleans(),
+    silent=st.floats(0, 20),
+    up=st.floats(0, 120),
     witnesses=HOSTS,
     suspects=HOSTS,
     linked=st.booleans(),
@@ -146,7 +152,9 @@ HOSTS = st.frozensets(st.sampled_from(("n1", "n2", "n3", "n4")))
 def test_fencing_needs_everything(
     slurmd: Port,
     agent: Port,
+    hangs: bool,
     silent: float,
+    up: float,
     witnesses: frozenset[str],
     suspects: frozenset[str],
     linked: bool,
@@ -161,7 +169,9 @@ def test_fencing_needs_everything(
     tried = case(
         slurmd=slurmd,
         agent=agent,
+        hangs=hangs,
         silent_s=silent,
+        slurm_up_s=up,
         witnesses=witnesses,
         suspects=suspects | {node},
         agent_linked=linked,
@@ -176,7 +186,9 @@ def test_fencing_needs_everything(
     )
     if decide(tried).act is not Act.FENCE:
         return
-    assert slurmd is Port.SILENT and agent is Port.SILENT and silent >= tried.confirm_s
+    quiet = (Port.SILENT, Port.HANGS)
+    assert slurmd in quiet and agent in quiet and not linked and up >= 60
+    assert silent >= tried.confirm_s * (3 if hangs else 1)
     assert not strangers and reached >= 9 and fenced < tried.budget and requeue and node == "n2"
     assert state in ("RUNNING", "COMPLETING", "PENDING", "FAILED") and restarts <= 1
     assert (witnesses & {"n1", "n3"}) - suspects
@@ -226,7 +238,7 @@ def test_candidates_fit_and_idle_ones_come_first() -> None:
         ("CANCELLED", 0.0, True),
         ("FAILED", 10.0, False),
         ("FAILED", 900.0, True),
-        ("TIMEOUT", 899.0, False),
+        ("TIMEOUT", 0.0, True),
         ("NODE_FAIL", 1000.0, True),
         (None, None, True),
         (None, 10.0, False),
@@ -241,3 +253,18 @@ def test_reasons_that_no_node_can_help() -> None:
     assert held("JobHeldUser") and held("QOSMaxJobsPerUserLimit") and held("AssocGrpCpuLimit") and held("Dependency")
     assert not held("Resources") and not held("BeginTime") and not held("Priority") and not held("")
     assert not held("ReqNodeNotAvail, UnavailableNodes:n2")
+
+
+def test_site_11_candidates_have_the_gres() -> None:
+    asked = dataclasses.replace(JOB, gres_per_node={"gpu:a100": 2})
+    assert not fits(asked, NODE)
+    assert fits(asked, dataclasses.replace(NODE, gres={"gpu": 4, "gpu:a100": 4}))
+    assert not fits(asked, dataclasses.replace(NODE, gres={"gpu": 4, "gpu:v100": 4}))
+
+
+def test_site_11_one_percent_of_a_large_partition() -> None:
+    cluster = {f"n{i}": NODE for i in range(1000)}
+    assert candidates_wanted(JOB, cluster, 1, 2) == 11
+    assert candidates_wanted(JOB, {"n1": NODE}, 1, 2) == 3
+    elsewhere = {f"n{i}": dataclasses.replace(NODE, partitions=("other",)) for i in range(1000)}
+    assert candidates_wanted(JOB, elsewhere, 1, 2) == 3

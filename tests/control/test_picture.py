@@ -152,11 +152,26 @@ def test_event_log_is_bounded_and_tame(tmp_path: Path) -> None:
     evil = tame(EventRecord(1e18, "a\x1b[2Jb" * 50, "victim", -1, 0, "x\n\x1b" * 1000), "n1")
     assert evil.host == "n1" and evil.detail.isprintable() and len(evil.detail) <= 240 and len(evil.name) <= 32
     assert abs(evil.t - time.time()) < 10 and evil.restart == 0
+    logs.begin(7, 5001)
     for _ in range(60):
         logs.add(7, [evil] * 100)
     assert os.path.getsize(tmp_path / "7.jsonl") <= MAX_LOG_BYTES * 1.1
-    assert len(logs.read(7)) > 100
-    assert logs.read(8) == ()
+    assert len(logs.read(7, 5001)) > 100
+    assert logs.read(8, 5001) == ()
+
+
+def test_event_log_of_an_earlier_job_with_the_same_id_is_its_owners_alone(tmp_path: Path) -> None:
+    """Slurm counts job ids anew after a cold start."""
+    logs = EventLogs(str(tmp_path))
+    theirs, mine = EventRecord(time.time(), "resumed", "n1", 0), EventRecord(time.time(), "owner", "n2", 0, 5001)
+    logs.begin(7, 5001)
+    logs.add(7, [theirs])
+    assert logs.read(7, 5001) == (theirs,) and logs.read(7, 5002) == ()
+    logs.begin(7, 5001)
+    assert logs.read(7, 5001) == (theirs,), "the same owner goes on"
+    logs.begin(7, 5002)
+    logs.add(7, [mine])
+    assert logs.read(7, 5001) == () and logs.read(7, 5002) == (mine,), "no event can say whose log it is"
 
 
 def test_journal_remembers_fencing_and_open_recoveries(tmp_path: Path) -> None:

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_hpc.control import slurmtext
-from gemini_hpc.control.slurmtext import ParseError, parse_job, parse_node, parse_reservation, parse_row, state_of
+from gemini_hpc.control.slurmtext import (
+    ParseError,
+    parse_config,
+    parse_job,
+    parse_node,
+    parse_ping,
+    parse_reservation,
+    parse_row,
+    state_of,
+)
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -123,3 +132,37 @@ def test_rows_and_reservations() -> None:
 
 def test_every_state_of_slurm_is_live_or_over() -> None:
     assert slurmtext.LIVE.isdisjoint({"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"})
+
+
+def test_site_11_gres_of_jobs_and_nodes() -> None:
+    line = lines("22.05-job-running.txt")[0]
+    assert parse_job(line).gres_per_node == {}
+    for text in ("TresPerNode=gres:gpu:a100:2", "TresPerNode=gres/gpu:a100:2", "TresPerNode=gres/gpu:a100=2"):
+        assert parse_job(f"{line} {text}").gres_per_node == {"gpu": 2, "gpu:a100": 2}
+    assert parse_job(f"{line} TresPerJob=gres:gpu:16 TresPerTask=cpu:4").gres_per_node == {"gpu": 1}
+    node = "NodeName=n1 State=IDLE Gres="
+    assert parse_node(node + "gpu:a100:4(S:0-1),nvme:1,bw:2K").gres == {
+        "gpu": 4,
+        "gpu:a100": 4,
+        "nvme": 1,
+        "bw": 2048,
+    }
+    assert parse_node(node + "(null)").gres == {} and parse_node(node + "gpu").gres == {"gpu": 1}
+
+
+def test_site_05_configuration_and_ping() -> None:
+    text = """Configuration data as of 2026-11-21T16:00:00
+BOOT_TIME               = 2026-11-21T15:59:00
+SlurmctldHost[0]        = ctl(10.77.0.1)
+SlurmctldHost[1]        = n6
+StateSaveLocation       = /var/spool/slurm/state
+
+Slurmctld(primary) at ctl is UP
+Slurmctld(backup) at n6 is DOWN
+"""
+    config = parse_config(text)
+    assert config.slurmctld_hosts == (("ctl", "10.77.0.1"), ("n6", "n6"))
+    assert config.state_save == "/var/spool/slurm/state" and config.boot_time > 1.7e9
+    assert parse_ping(text) == [("ctl", True), ("n6", False)]
+    with pytest.raises(ParseError):
+        parse_config("nothing")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from gemini_hpc.devcluster.requirements import check
 from gemini_hpc.devcluster.status import names
 from gemini_hpc.devcluster.teardown import MOUNT_POINTS, down, members
 
+CHECKOUT = Path(__file__).parents[2]
 ROOT = Path("/var/lib/gemini-devcluster")
 # Other people's clusters on this machine stay out of it.
 PREFIX = f"t{os.getpid()}"
@@ -62,9 +64,11 @@ class Trace:
         assert self.name not in everything_running()
         assert not {who: spaces & self.namespaces for who, spaces in inhabited().items() if spaces & self.namespaces}
         assert links() <= self.links
-        if not names():
-            assert not ROOT.exists()
-            assert not [path for path in MOUNT_POINTS if path.exists()]
+        # Another worker's cluster may just be on its way up or down.
+        deadline = time.monotonic() + 20.0
+        while not names() and [path for path in (ROOT, *MOUNT_POINTS) if path.exists()]:
+            assert time.monotonic() < deadline, "no cluster is left, but what they share is"
+            time.sleep(0.05)
 
 
 def namespaces(pid: int | str) -> frozenset[str]:
@@ -76,15 +80,18 @@ def namespaces(pid: int | str) -> frozenset[str]:
 
 
 def inhabited() -> dict[str, frozenset[str]]:
-    """Process -> its namespaces, without the other clusters: the kernel gives freed numbers to the next who asks."""
-    found = {}
+    """Process -> its namespaces, without the other clusters': the kernel gives freed numbers to the next who asks."""
+    found, others = {}, frozenset[str]()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 text = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if b"GEMINI_DEVCLUSTER=" not in (entry / "environ").read_bytes():
+                if b"GEMINI_DEVCLUSTER=" in (entry / "environ").read_bytes():
+                    others |= namespaces(entry.name)
+                else:
                     found[f"{entry.name} {text}"] = namespaces(entry.name)
-    return found
+    # An agent there has an environment of its own.
+    return {who: spaces - others for who, spaces in found.items()}
 
 
 def everything_running() -> str:
@@ -100,8 +107,22 @@ def tool(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProces
         text=True,
         timeout=timeout_s,
         check=False,
-        cwd=Path(__file__).parents[2],
+        cwd=CHECKOUT,
     )
+
+
+def killed_up(name: str, milestone: str, profile: str = "fast") -> None:
+    """`up`, killed as soon as it has got as far as a file."""
+    command = [sys.executable, "-m", "gemini_hpc.cli.devcluster", "devcluster", "up", "--name", name]
+    process = subprocess.Popen(
+        [*command, "--profile", profile], cwd=CHECKOUT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 20
+    while not (Layout(name).directory / milestone).exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.0005)
+    process.kill()
+    process.wait(10)
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +145,6 @@ def name(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def wait_until() -> Callable[[Callable[[], bool], float], None]:
-    import time
-
     def wait(condition: Callable[[], bool], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():

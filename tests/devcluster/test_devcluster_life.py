@@ -18,9 +18,8 @@ from gemini_hpc.devcluster.layout import Layout
 from gemini_hpc.devcluster.status import names
 from gemini_hpc.devcluster.teardown import members
 
-from .conftest import PREFIX, Trace, links, tool
+from .conftest import CHECKOUT, PREFIX, Trace, killed_up, links, tool
 
-CHECKOUT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -89,22 +88,10 @@ def test_a_cluster_whose_init_was_killed_can_be_started_again(name: str) -> None
     trace.assert_gone()
 
 
-def killed_up(name: str, milestone: str) -> None:
-    """`up`, killed as soon as it has got as far as a file."""
-    command = [sys.executable, "-m", "gemini_hpc.cli.devcluster", "devcluster", "up", "--name", name]
-    process = subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 20
-    while not (Layout(name).directory / milestone).exists():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.0005)
-    process.kill()
-    process.wait(10)
-
-
 @pytest.mark.parametrize(
     "milestone",
     [
-        *("etc", "opt/base", "log/init.log", "outer.json", "munge/munge.key", "munge/munged.log"),
+        *("etc", "opt/base", "log/init.log", "outer.json", "munge/munge.key", "munge/munged.ctl.log"),
         *("etc/slurm/plugstack.conf", "log/slurmctld.log", "nodes/n1.boot_id", "nodes/n1.json", "nodes/n5.json"),
         *("log/slurmd.n1.log", "cluster.json"),
     ],

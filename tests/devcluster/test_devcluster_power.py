@@ -160,7 +160,8 @@ def test_shaping_limits_both_directions(cluster: Cluster, sender: str, receiver:
         limited = rate()
         cluster.shape("n1", None)
         again = rate()
-    assert unlimited > 200e6 and again > 200e6
+    # How fast it is without a limit depends on what else this machine does.
+    assert min(unlimited, again) > 2 * limited
     assert 25e6 < limited < 48e6
     assert cluster.status().nodes[0].rate is None
 

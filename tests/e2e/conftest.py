@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = ["--steps", str(STEPS), "--layers", "2", "--dim", "96", "--iteration-s", "0.15"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with Cluster.up(f"e2e{os.getpid()}", nodes=5, settings={"fence_budget_nodes": 1000}) as cluster:
         yield cluster
@@ -46,7 +46,7 @@ def train(cluster: Cluster) -> Iterator[Callable[..., Training]]:
     cluster.wait_idle(timeout_s=60)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def references() -> dict[str, Training]:
     """The undisturbed runs, made at first use."""
     return {}

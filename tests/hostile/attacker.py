@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import random
@@ -19,10 +20,11 @@ import msgspec
 from gemini_hpc.wire import handshake, munge, peer
 from gemini_hpc.wire.frames import LENGTH_BYTES, FrameError, Sealer, bare, read_bare, read_exact
 from gemini_hpc.wire.handshake import Client, Envelope, HandshakeError
-from gemini_hpc.wire.link import BlockingLink, LinkClosed
+from gemini_hpc.wire.link import BlockingLink, LinkClosed, connect
 
 Args = dict[str, Any]
 LIMIT_S = 12.0
+libc = ctypes.CDLL(None, use_errno=True)
 
 
 def envelope(credential: bytes) -> bytes:
@@ -316,7 +318,145 @@ def spam(a: Args) -> Args:
     return {"count": count, "uid": os.getuid()}
 
 
+# ---- as an agent, at the controller ----------------------------------------------------------------------
+
+
+def _registration(a: Args, **changes: Any) -> peer.Registration:
+    fields = {"job": a["job"], "restart": a["restart"], "host": a["source"], "hosts": (a["source"],), "replicas": 2}
+    fields |= {"port": 17000, "instance": "attacker", "state": "attached"} | changes
+    return peer.Registration(**fields)
+
+
+def agents(a: Args) -> Args:
+    """What becomes of each would-be agent: "kept", "closed", or what the controller said."""
+    answers = {}
+    for name, changes in a["agents"].items():
+        said = changes.pop("said", {})
+        connection = BlockingLink.connect(a["host"], a["port"], _client(a, **changes))
+        try:
+            connection.send(_registration(a | changes, **said))
+            for report in a.get("reports", ()):
+                connection.send(
+                    peer.Report(a["job"], a["restart"], report, tuple(a.get("witnesses", ())), time.time())
+                )
+            connection.sock.settimeout(a.get("wait_s", 2.5))
+            answers[name] = type(connection.receive(peer.Message)).__name__
+        except TimeoutError:
+            answers[name] = "kept"
+        except (OSError, LinkClosed) as exc:
+            answers[name] = "kept" if "timed out" in str(exc) else "closed"
+        finally:
+            connection.close()
+    return answers
+
+
+def flood(a: Args) -> Args:
+    """For `seconds`, on `lines` connections at once, whatever an agent may say, as fast as it goes; reconnects."""
+    event = peer.EventRecord(time.time(), "x" * 300, "n9", 0, 0, "flood " + "y" * 4000)
+
+    async def one(number: int, end: float) -> int:
+        count = 0
+        while time.monotonic() < end:
+            job = a["job"] + (number % a.get("jobs", 1))
+            try:
+                line = await connect(a["host"], a["port"], _client(a, job=job, purpose=a["purpose"]), 5.0)
+            except (OSError, HandshakeError):
+                await asyncio.sleep(0.05)
+                continue
+            try:
+                if a["purpose"] == "control":
+                    line.send(_registration(a, job=job))
+                while time.monotonic() < end and not line.closed:
+                    if a["purpose"] == "query":
+                        line.send(peer.JobAsk(a["job"] + count % a.get("jobs", 1)))
+                        await line.receive()
+                    else:
+                        line.send(peer.EventsUp(job, (event,) * 50))
+                        line.send(peer.HoldersAsk(job))
+                        line.send(_registration(a, job=job, restart=count % 1000))
+                        line.send(peer.Report(job, count % 50, a["accuse"], (), time.time()))
+                        await asyncio.sleep(0)
+                    count += 1
+            except (OSError, LinkClosed, FrameError):
+                pass
+            finally:
+                line.abort()
+        return count
+
+    async def run() -> list[int]:
+        end = time.monotonic() + a["seconds"]
+        return await asyncio.gather(*(one(n, end) for n in range(a["lines"])))
+
+    return {"messages": sum(asyncio.run(run()))}
+
+
+def bombs(a: Args) -> Args:
+    """Frames of 15 MiB that are begun and not ended, on many authenticated connections."""
+
+    async def one() -> str:
+        line = await connect(a["host"], a["port"], _client(a), 5.0)
+        writer = line._writer
+        try:
+            writer.write(struct.pack(">I", 15 << 20))
+            for _ in range(14):
+                writer.write(bytes(1 << 20))
+                await writer.drain()
+            await asyncio.sleep(2.0)
+            return "closed" if writer.transport.is_closing() or line._reader.at_eof() else "taken"
+        except OSError:
+            return "closed"
+        finally:
+            line.abort()
+
+    async def run() -> list[str]:
+        return await asyncio.gather(*(one() for _ in range(a["lines"])))
+
+    return {"outcomes": sorted(set(asyncio.run(run())))}
+
+
+def squat(a: Args) -> Args:
+    """Listens on ports, takes whoever calls, and never says a word."""
+
+    async def silent(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(a["seconds"])
+        writer.close()
+
+    async def run() -> None:
+        for port in a["ports"]:
+            await asyncio.start_server(silent, "0.0.0.0", port)
+        print("listening", flush=True)
+        await asyncio.sleep(a["seconds"])
+
+    asyncio.run(run())
+    return {}
+
+
+def peek(a: Args) -> Args:
+    """Another process's memory and descriptors, by every way that /proc and the kernel offer."""
+    pid, got = a["pid"], []
+    ways = [f"/proc/{pid}/{name}" for name in ("mem", "maps", "environ", "auxv", "stack", "syscall")]
+    for name in ("fd", "map_files"):
+        with suppress(OSError):
+            ways += [f"/proc/{pid}/{name}/{entry}" for entry in os.listdir(f"/proc/{pid}/{name}")]
+    ways += [f"/proc/{pid}/fd/{number}" for number in range(64)]
+    for way in ways:
+        with suppress(OSError), open(way, "rb") as f:
+            if f.read(16):
+                got.append(way)
+    process = os.pidfd_open(pid)
+    for number in range(64):
+        if libc.syscall(438, process, number, 0) >= 0:  # pidfd_getfd
+            got.append(f"pidfd_getfd {number}")
+    if libc.ptrace(16, pid, 0, 0) == 0:  # PTRACE_ATTACH
+        got.append("ptrace")
+    with suppress(OSError):
+        os.kill(pid, 0)
+        got.append("signal")
+    return {"got": got}
+
+
 if __name__ == "__main__":
     verbs = (noise, call, greeting, steal, forged, sessions, link, local_socket, spam)
+    verbs += (agents, flood, bombs, squat, peek)
     verb = {v.__name__: v for v in verbs}[sys.argv[1]]
     print(json.dumps(verb(json.loads(sys.argv[2]))))

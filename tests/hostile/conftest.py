@@ -1,4 +1,4 @@
-"""One cluster for all hostile tests, with a real training on two of its nodes that must not notice anything."""
+"""One cluster for each file of hostile tests, with a real training on two nodes that must not notice anything."""
 
 from __future__ import annotations
 
@@ -119,11 +119,13 @@ class Site:
         return self.cluster.run(["gemini-hpc", *args], user=user, node=node)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_site() -> Iterator[Site]:
     total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
-    settings = {"retention_s": 20.0, "memory_fraction": CAP_BYTES / total}
+    settings = {"retention_s": 20.0, "memory_fraction": CAP_BYTES / total, "operators": ["games", "@ops"]}
     with Cluster.up(f"hostile{os.getpid()}", nodes=4, settings=settings) as cluster:
+        with (cluster.directory / "etc" / "group").open("a") as f:
+            f.write("ops:x:6001:daemon\n")
         site = Site(cluster)
         yield site
         cluster.run(["scancel", "--user=alice"])

@@ -17,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE_INIT = Path(__file__).with_name("node_init.sh")
+RECORDING_HOLD = "import sys\nwith open('/run/held', 'a') as f:\n    print(*sys.argv[1:], file=f)\n"
 ALICE, BOB = 61001, 61002
 ALICE_GID, ALICE_EXTRA_GID, BOB_GID = 61101, 61103, 61102
 
@@ -51,6 +52,16 @@ class Node:
 
     def epilog(self, job: int = 7, uid: int = ALICE, **env: str) -> subprocess.CompletedProcess[str]:
         return self.run(["/opt/scripts/epilog"], **{**_slurm_env(job, uid), "SLURM_JOB_EXIT_CODE": "256", **env})
+
+    def as_user(self, uid: int, script: str) -> str:
+        """What a user's shell says, on both channels; its status does not matter."""
+        argv = ["setpriv", f"--reuid={uid}", f"--regid={uid + 100}", "--clear-groups", "/bin/sh", "-c", script]
+        done = self.run(argv, PATH="/usr/sbin:/usr/bin:/sbin:/bin")
+        return done.stdout + done.stderr
+
+    def installation(self, works: bool) -> None:
+        """Whether the real agent could be imported."""
+        (_package(self.venv) / "agent" / "agent.py").write_text("" if works else "import missing_library\n")
 
     def records(self, job: int = 7) -> list[dict[str, Any]]:
         """What the fake agent wrote down: one entry a message."""
@@ -106,6 +117,8 @@ def fake_venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site_packages,) = venv.glob("lib/python*/site-packages")
     shutil.copytree(ROOT / "gemini_hpc", site_packages / "gemini_hpc", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(Path(__file__).with_name("fake_agent.py"), site_packages / "gemini_hpc" / "agent" / "__main__.py")
+    (site_packages / "gemini_hpc" / "agent" / "agent.py").write_text("# can be imported: all is well\n")
+    (site_packages / "gemini_hpc" / "control" / "hold.py").write_text(RECORDING_HOLD)
     subprocess.run([venv / "bin" / "python3", "-m", "compileall", "-q", site_packages], check=True)
     subprocess.run(["chmod", "-R", "a+rX", venv], check=True)
     return venv

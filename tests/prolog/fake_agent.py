@@ -1,9 +1,9 @@
 """Stands in for `gemini_hpc.agent` in the prolog's tests: installed as its `__main__`, it behaves as the file
 `fake_mode` beside it says, and writes down what it was given.
 
-Modes: ok, hung (no longer answers `verdict?`), detach (keeps running after the epilog), hold (the same, and asks for
-the hold), silent, garbage, oversized, refuse, hangup, exit, never (runs, but opens no socket), slow (opens its socket
-late).
+Modes: ok, hung (no longer answers `verdict?`), detach (keeps running after the epilog), silent, garbage, oversized,
+refuse, hangup, exit, hold JSON (the epilog is to hold the survivors of this restart), never (runs, but opens no
+socket), slow (opens its socket late).
 """
 
 from __future__ import annotations
@@ -94,9 +94,10 @@ def main() -> None:
             f.write(json.dumps({"message": message, "agent": seen}) + "\n")
         reply = {"op": "ready", "state": "mapped"}
         if message["op"] == "epilog":
-            state = {"detach": "detached", "hold": "hold"}.get(mode, "released")
-            reply = {"op": "ok", "state": state, "restart": 0}
-        elif mode in ("ok", "detach", "hung", "hold"):
+            reply = {"op": "ok", "state": "detached" if mode == "detach" else "released"}
+            if mode.startswith("hold "):
+                reply = {"op": "ok", "state": "hold", "restart": json.loads(mode.removeprefix("hold "))}
+        elif mode in ("ok", "detach", "hung") or mode.startswith("hold "):
             write_map(directory, message)
         if mode == "silent":
             time.sleep(60)

@@ -110,7 +110,7 @@ def test_site_19_a_hold_never_keeps_the_epilog(node: Node, takes: str, words: st
     text = hold.read_text()
     hold.write_text(f"import time\nopen('/run/held', 'w').close()\ntime.sleep({takes})\n")
     try:
-        node.mode("hold")
+        node.mode("hold 0")
         assert silent(node.prolog())
         began = time.monotonic()
         done = node.epilog()

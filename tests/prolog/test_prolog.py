@@ -310,10 +310,13 @@ def test_agent_that_is_slow_to_start_is_waited_for(node: Node) -> None:
 
 
 @pytest.mark.parametrize(("mode", "status"), [("exit", 1), ("never", 1), ("ok", 0), ("refuse", 0), ("silent", 0)])
-def test_strict_prolog_fails_only_when_no_agent_could_be_started(node: Node, mode: str, status: int) -> None:
+def test_strict_prolog_fails_only_when_no_agent_can_be_started(node: Node, mode: str, status: int) -> None:
     node.site("strict_prolog = true\nattach_timeout_s = 1.0")
     node.mode(mode)
+    node.installation(works=False)
     assert node.prolog().returncode == status
+    node.installation(works=True)
+    assert node.prolog(job=8).returncode == 0, "then it is a user's doing"
 
 
 def test_user_errors_never_fail_a_strict_prolog(node: Node) -> None:
@@ -384,6 +387,7 @@ def test_leftovers_of_dead_agents_are_removed(node: Node) -> None:
     )
     title = "slurmstepd: [54.0]"
     node.sh(f"setsid -f bash -c 'exec -a \"{title}\" sleep 100' >/dev/null 2>&1")
+    node.as_user(BOB, "setsid -f bash -c 'exec -a \"slurmstepd: [52.0]\" sleep 100' >/dev/null 2>&1")
     node.sh("until pgrep -f '^slurmstepd: .54' >/dev/null; do sleep 0.05; done")
     assert silent(node.prolog())
     # 50: its agent lives. 53: too young. 54: a step of it runs, so its agent is about to be started again.

@@ -1,4 +1,4 @@
-"""One cluster for all recovery tests; after each test its jobs are ended and nothing may be left."""
+"""One cluster for each file of recovery tests; after each test its jobs are ended and nothing may be left."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from harness import LiteJob, leaks, restore, wait_for
+from harness import LiteJob, clean
 
 from gemini_hpc.devcluster.cluster import Cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_cluster() -> Iterator[Cluster]:
     settings = {"retention_s": 20.0, "fence_budget_nodes": 1000, "self_fence_s": 6.0}
     with Cluster.up(f"recovery{os.getpid()}", nodes=7, settings=settings) as cluster:
@@ -21,19 +21,8 @@ def shared_cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
-    if shared_cluster.controller_pid() is None:
-        shared_cluster.controller_start()
-    yield shared_cluster
-    shared_cluster.run(["scancel", "--user=alice"])
-    shared_cluster.run(["scancel", "--user=bob"])
-    wait_for("queue empty", lambda: not shared_cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1)
-    if shared_cluster.controller_pid() is None:
-        shared_cluster.controller_start()
-    restore(shared_cluster)
-    try:
-        wait_for("nothing left behind", lambda: not leaks(shared_cluster), 30, 0.2)
-    except AssertionError as exc:
-        raise AssertionError(f"{exc}: {leaks(shared_cluster)}") from None
+    with clean(shared_cluster):
+        yield shared_cluster
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -213,3 +214,21 @@ def restore(cluster: Cluster) -> None:
         if any(word in state.lower() for word in ("down", "drain", "fail")):
             cluster.resume(node)
     cluster.wait_idle()
+
+
+@contextmanager
+def clean(cluster: Cluster) -> Iterator[None]:
+    """One test on a shared cluster: afterwards its jobs are ended, all nodes are back, and nothing is left."""
+    if cluster.controller_pid() is None:
+        cluster.controller_start()
+    yield
+    cluster.run(["scancel", "--user=alice"])
+    cluster.run(["scancel", "--user=bob"])
+    wait_for("queue empty", lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1)
+    if cluster.controller_pid() is None:
+        cluster.controller_start()
+    restore(cluster)
+    try:
+        wait_for("nothing left behind", lambda: not leaks(cluster), 30, 0.2)
+    except AssertionError as exc:
+        raise AssertionError(f"{exc}: {leaks(cluster)}") from None

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from harness import LiteJob, wait_for
+from harness import LiteJob, restore, wait_for
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -112,21 +112,26 @@ def test_node_that_reboots_within_a_second(lite: Lite) -> None:
 
 def test_survivors_on_which_slurm_skips_the_prolog(lite: Lite, cluster: Cluster) -> None:
     """slurmd runs no prolog for a job id that it still remembers, and it forgets at most every 2 s: whenever
-    another job starts a step on a shared survivor just before."""
-    job = lite(steps=100)
-    job.reach(10)
-    hosts = job.hosts()
+    another job starts a step on a shared survivor just before. A busy machine may start bob's steps too seldom."""
     script = cluster.home("bob") / "steps.sh"
     script.write_text("#!/bin/bash\nwhile :; do srun -n1 true; sleep 0.05; done\n")
     script.chmod(0o755)
-    for node in (hosts[0], hosts[2]) * 2:
-        cluster.sbatch(["-N1", "-n1", "-w", node, str(script)], user="bob")
-    wait_for("bob runs", lambda: cluster.run(["squeue", "-h", "-t", "R", "-u", "bob"]).stdout.count("\n") == 4)
-    cluster.power_off(hosts[1])
-    job.finish()
-    assert {hosts[0], hosts[2]} < set(job.hosts())
-    assert job.repeated(1) in (0, 1) and job.resumed(1) > 0, job.story()
-    assert any(e["name"] == "summoned" for e in job.events()), "the prolog was not skipped this time"
+    for _ in range(4):
+        job = lite(steps=100)
+        job.reach(10)
+        hosts = job.hosts()
+        for node in (hosts[0], hosts[2]) * 2:
+            cluster.sbatch(["-N1", "-n1", "-w", node, str(script)], user="bob")
+        wait_for("bob runs", lambda: cluster.run(["squeue", "-h", "-t", "R", "-u", "bob"]).stdout.count("\n") == 4)
+        cluster.power_off(hosts[1])
+        job.finish()
+        assert {hosts[0], hosts[2]} < set(job.hosts())
+        assert job.repeated(1) in (0, 1) and job.resumed(1) > 0, job.story()
+        if any(e["name"] == "summoned" for e in job.events()):
+            return
+        cluster.run(["scancel", "--user=bob"])
+        restore(cluster)
+    raise AssertionError("the prolog was never skipped")
 
 
 def test_controller_stopped(lite: Lite, cluster: Cluster) -> None:

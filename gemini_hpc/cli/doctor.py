@@ -1,0 +1,97 @@
+"""`gemini-hpc doctor`: what is not as it should be on this host and in Slurm's configuration, and what to do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from gemini_hpc.config import CONFIG_PATH, ConfigError, load
+
+if TYPE_CHECKING:
+    _Subparsers = argparse._SubParsersAction[Any]
+
+    from gemini_hpc.doctor.facts import Facts
+
+OK, WRONG, UNUSABLE = 0, 1, 2
+
+
+def register(subparsers: _Subparsers) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check this host and Slurm's configuration",
+        description="Check this host and Slurm's configuration against what gemini-hpc needs; nothing is changed. "
+        "Run it as root on the controller host, on a node and on a login node; users see less. "
+        "Exit status: 0 nothing is wrong (there may be warnings), 1 something is, 2 wrong command line or settings.",
+    )
+    parser.add_argument("--json", action="store_true", help="print the documented JSON document (schema 1)")
+    parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
+    parser.add_argument(
+        "--host-role",
+        choices=("auto", "controller", "node", "login"),
+        default="auto",
+        help="what this host is (default: %(default)s, found out from Slurm)",
+    )
+    parser.add_argument(
+        "--only",
+        metavar="NAME",
+        nargs="+",
+        default=[],
+        help="only these checks, or groups of them (slurm, files, ...)",
+    )
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status: 0; 1 something is wrong; 2 for a wrong command line, or settings that cannot be used."""
+    from gemini_hpc.doctor import report
+    from gemini_hpc.doctor.examine import CHECKS, examine
+    from gemini_hpc.doctor.facts import Facts
+    from gemini_hpc.doctor.paths import user
+
+    known = {c.name for c in CHECKS} | {c.name.partition(".")[0] for c in CHECKS}
+    unknown = [name for name in args.only if name not in known]
+    if unknown:
+        names = ", ".join(sorted(c.name for c in CHECKS))
+        print(f"gemini-hpc doctor: there is no check {unknown[0][:60]!r}: choose from {names}", file=sys.stderr)
+        return UNUSABLE
+    if args.config != CONFIG_PATH and not os.path.exists(args.config):
+        print(f"gemini-hpc doctor: {args.config}: no such file", file=sys.stderr)
+        return UNUSABLE
+    facts = Facts(os.path.abspath(args.config), args.host_role)
+    findings = list(examine(facts, args.only))
+    status = WRONG if any(f.status == "wrong" for f in findings) else OK
+    try:
+        load(args.config)
+    except ConfigError as exc:
+        print(f"gemini-hpc doctor: {exc}", file=sys.stderr)
+        status = UNUSABLE
+    roles, slurm = sorted(_roles(facts)), _release(facts)
+    d = report.document(findings, facts.hostname, roles, user(facts.uid), slurm, status, time.time())
+    print(json.dumps(d) if args.json else report.text(d), flush=True)
+    if any(t.name in known and t.is_alive() for t in threading.enumerate()):
+        os._exit(status)  # what hangs there would hold up our end
+    return status
+
+
+def _roles(facts: Facts) -> frozenset[str]:
+    from gemini_hpc.doctor.finding import Unavailable
+
+    try:
+        return facts.roles
+    except Unavailable:
+        return frozenset(("login",))
+
+
+def _release(facts: Facts) -> str:
+    from gemini_hpc.doctor.finding import Unavailable
+
+    try:
+        return str(facts.conf.release)
+    except Unavailable:
+        return ""

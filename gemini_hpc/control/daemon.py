@@ -1,0 +1,90 @@
+"""What the controller does before it serves: it gives up root, takes its limits, and sees to its log lines."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pwd
+import resource
+import stat
+
+from gemini_hpc.config import Settings
+
+
+class ServiceError(Exception):
+    """The controller cannot run here; the message says why and what to do."""
+
+
+def become(settings: Settings) -> None:
+    """Run as SlurmUser: agents and users encrypt their greetings for that uid alone, so root becomes it, for good,
+    and makes `state_dir` for it. Raises `ServiceError` and OSError; the caller must not go on then."""
+    try:
+        user = pwd.getpwnam(settings.slurm_user)
+    except KeyError:
+        raise ServiceError(f"slurm_user {settings.slurm_user!r} is not a user of this host") from None
+    uid, gid = user.pw_uid, user.pw_gid
+    if os.geteuid() != 0:
+        if os.geteuid() != uid:
+            raise ServiceError(f"run the controller as {user.pw_name} (uid {uid}) or root, not as uid {os.geteuid()}")
+        os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)
+        return
+    _give(settings.state_dir, uid, gid)
+    if uid == 0:
+        return
+    os.initgroups(user.pw_name, gid)
+    os.setresgid(gid, gid, gid)
+    os.setresuid(uid, uid, uid)
+    if os.getresuid() != (uid, uid, uid) or os.getresgid() != (gid, gid, gid):
+        raise ServiceError(f"asked to become {user.pw_name}, found uids {os.getresuid()} gids {os.getresgid()}")
+    try:
+        os.setresuid(0, 0, 0)
+    except PermissionError:
+        return
+    raise ServiceError(f"became {user.pw_name}, but could become root again")
+
+
+def _give(path: str, uid: int, gid: int) -> None:
+    """Make `path` the directory of SlurmUser's. Its parent may be SlurmUser's as well, who could have put a link or
+    somebody else's directory there: root follows none, and gives away only an empty one of its own."""
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as exc:
+        raise ServiceError(f"state_dir {path} must be a directory, not a link: {exc.strerror}") from None
+    try:
+        info = os.fstat(fd)
+        if info.st_uid == uid:
+            return
+        if info.st_uid != 0 or stat.S_IMODE(info.st_mode) & 0o022 or os.listdir(fd):
+            raise ServiceError(
+                f"state_dir {path} belongs to uid {info.st_uid} and is in use: wanted a directory of uid {uid}; "
+                "chown it, with all that is in it, if it is the controller's"
+            )
+        os.fchmod(fd, 0o700)
+        os.fchown(fd, uid, gid)
+    finally:
+        os.close(fd)
+
+
+def take_limits() -> None:
+    """One descriptor an agent; what a shell passes on (often 1024) is for programs with select()."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+class OneLine(logging.Formatter):
+    """One event is one line of printable text, whatever agents and users have put into it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line; tracebacks of our own come below it."""
+        text = super().formatMessage(record)
+        if text.isprintable():
+            return text
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def log_to_stderr(verbose: bool) -> None:
+    """Log lines of the service, in Unix order of time."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine("%(asctime)s.%(msecs)03d %(message)s", "%Y-%m-%dT%H:%M:%S"))
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler])

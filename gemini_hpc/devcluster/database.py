@@ -1,0 +1,80 @@
+"""MariaDB for slurmdbd: a server of the cluster's own, on a socket that only the cluster's controller host sees."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import subprocess
+import time
+from pathlib import Path
+
+from gemini_hpc.devcluster import enter
+from gemini_hpc.devcluster.errors import DevclusterError, log_tail
+from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.processes import ProcessId
+from gemini_hpc.devcluster.requirements import program
+
+NAME = "slurm_acct_db"
+# Where slurmdbd looks, in the controller host's private /run.
+_SOCKET = "/run/mysqld/mysqld.sock"
+# Before MariaDB 11 they were still named after MySQL.
+_SCRIPTS = (Path("/usr/share/mysql"), Path("/usr/share/mariadb"))
+_PREFIXES = ("mysql", "mariadb")
+
+
+def start(layout: Layout, outer: ProcessId) -> None:
+    """A new database server as user slurm, who alone (with root) may use it; it answers when this returns."""
+    slurm = pwd.getpwnam("slurm")
+    layout.database.mkdir(mode=0o700)
+    os.chown(layout.database, slurm.pw_uid, slurm.pw_gid)
+    log = layout.log / "mariadbd.log"
+    server = [
+        program("mariadbd"),
+        # Nothing of this machine's own server is read.
+        "--no-defaults",
+        "--user=slurm",
+        f"--datadir={layout.database}",
+        f"--lc-messages-dir={_scripts()[0].parent}",
+        "--skip-networking",
+        f"--socket={_SOCKET}",
+        f"--pid-file={layout.database / 'mariadbd.pid'}",
+        "--innodb-buffer-pool-size=32M",
+        "--innodb-log-file-size=16M",
+        # Its content dies with the cluster: nothing waits for the disk.
+        "--innodb-flush-method=nosync",
+        "--innodb-flush-log-at-trx-commit=0",
+        "--innodb-lock-wait-timeout=900",
+    ]
+    with log.open("a") as output:
+        bootstrap = enter.start(
+            enter.command(layout, outer.pid, [*server, "--bootstrap"]), subprocess.PIPE, output, subprocess.STDOUT
+        )
+        if enter.complete(bootstrap, _schema(), 30.0).returncode:
+            raise DevclusterError(f"mariadbd could not make its data directory: {log_tail(log)}")
+        prepare = 'install -d -o slurm -g slurm "${0%/*}" && exec "$@"'
+        argv = ["/bin/sh", "-c", prepare, _SOCKET, program("setsid"), "--fork", *server]
+        enter.start(enter.command(layout, outer.pid, argv), stdout=output, stderr=subprocess.STDOUT).wait(20.0)
+    deadline = time.monotonic() + 20.0
+    while "ready for connections" not in (text := log.read_text(errors="replace")):
+        if "[ERROR] Aborting" in text or time.monotonic() > deadline:
+            raise DevclusterError(f"mariadbd did not come up: {log_tail(log)}")
+        time.sleep(0.01)
+
+
+def _scripts() -> list[Path]:
+    """The scripts that create MariaDB's own tables and first users."""
+    for directory in _SCRIPTS:
+        for prefix in _PREFIXES:
+            found = [directory / f"{prefix}_system_tables{part}.sql" for part in ("", "_data")]
+            if all(path.exists() for path in found):
+                return found
+    raise DevclusterError(
+        f"MariaDB's scripts (system_tables) are not in {' or '.join(map(str, _SCRIPTS))}: "
+        "they are in the Debian package mariadb-server-core"
+    )
+
+
+def _schema() -> str:
+    # Users are known by their socket's uid: there is no password that could be read.
+    head = "CREATE DATABASE mysql;\nUSE mysql;\nSET @auth_root_socket='slurm';\n"
+    return head + "".join(path.read_text() for path in _scripts()) + f"\nCREATE DATABASE {NAME};\n"

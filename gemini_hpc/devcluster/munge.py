@@ -1,0 +1,42 @@
+"""munged: one for all hosts, or one on each."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+
+from gemini_hpc.devcluster import enter
+from gemini_hpc.devcluster.errors import DevclusterError
+from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.devcluster.processes import ProcessId
+from gemini_hpc.devcluster.requirements import program
+
+
+def create_key(layout: Layout) -> None:
+    """The key that all hosts share."""
+    key = layout.munge / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(secrets.token_bytes(128))
+
+
+def start(layout: Layout, hosts: Mapping[str, ProcessId]) -> None:
+    """munged on several hosts at once, at its usual socket; they answer when this returns."""
+    started = {
+        host: enter.start(enter.command(layout, process.pid, _argv(layout, host))) for host, process in hosts.items()
+    }
+    for host, process in started.items():
+        done = enter.complete(process, None, 20.0)
+        if done.returncode:
+            raise DevclusterError(f"munged did not start on {host}: {' '.join(done.stderr.split())}")
+
+
+def _argv(layout: Layout, host: str) -> list[str]:
+    return [
+        program("munged"),
+        f"--key-file={layout.munge / 'munge.key'}",
+        f"--log-file={layout.munge / f'munged.{host}.log'}",
+        f"--seed-file={layout.munge / f'munged.{host}.seed'}",
+        "--pid-file=/run/munge/munged.pid",
+        "--socket=/run/munge/munge.socket.2",
+        "--num-threads=4",
+    ]

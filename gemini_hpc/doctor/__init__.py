@@ -1,0 +1,1 @@
+"""What `gemini-hpc doctor` looks at: one module per thing that can be wrong, each check one function."""

@@ -1,0 +1,165 @@
+"""The controller service on its host: one, beside the slurmctld in charge, with a journal that it can write."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+
+from gemini_hpc.control.primary import LOCK
+from gemini_hpc.control.slurm import Slurm
+from gemini_hpc.doctor.check import ON_CONTROLLER, Check
+from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
+from gemini_hpc.doctor.paths import user
+
+_FREE_BYTES = 64 << 20
+_TAIL_BYTES = 1 << 20
+
+
+def lock_holder(info: os.stat_result, locks: str) -> int | None:
+    """pid (0: not seen from here) of who holds the lock on a file, from /proc/locks; None if nobody does."""
+    wanted = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
+    for line in locks.splitlines():
+        fields = line.split()
+        if len(fields) >= 6 and fields[1:4] == ["FLOCK", "ADVISORY", "WRITE"] and fields[5] == wanted:
+            return max(0, int(fields[4]))
+    return None
+
+
+def _running(facts: Facts) -> int | None:
+    facts.need_slurm_user("the controller's lock")
+    try:
+        info = os.stat(os.path.join(facts.settings.state_dir, LOCK))
+    except FileNotFoundError:
+        return None
+    with open("/proc/locks", encoding="ascii", errors="replace") as f:
+        return lock_holder(info, f.read(16 << 20))
+
+
+def _elsewhere(facts: Facts) -> str:
+    """The host that the settings name for the controller, where it is not this one."""
+    hosts = facts.settings.controller_hosts()
+    return "" if any(host.partition(".")[0] == facts.hostname for host in hosts) else ", ".join(hosts)
+
+
+def _in_charge(facts: Facts) -> str:
+    hosts = facts.ask_slurm(Slurm.slurmctlds)
+    return next((host.partition(".")[0] for host, up in hosts if up), "")
+
+
+def runs(facts: Facts) -> Outcome:
+    """One controller holds the lock, as SlurmUser."""
+    s = facts.settings
+    pid = _running(facts)
+    wanted = f"one controller, as {s.slurm_user}, on {s.controller_host or 'this host'}"
+    if pid is None:
+        if not s.controller_host:
+            return ok("none runs, and none is in the settings")
+        if _elsewhere(facts):
+            return ok(f"none here, the settings say {_elsewhere(facts)}")
+        if len(facts.conf.controllers) > 1 and _in_charge(facts) != facts.hostname:
+            return ok(f"none acts here: slurmctld on {_in_charge(facts) or 'no host'} is in charge")
+        return wrong("no controller runs here (nobody holds the lock in state_dir)", wanted, "start it")
+    if _elsewhere(facts):
+        found = f"a controller runs here (pid {pid}), and agents dial {_elsewhere(facts)}"
+        return wrong(found, wanted, "stop this one, or correct controller_host on all hosts")
+    try:
+        uid = os.stat(f"/proc/{pid}").st_uid if pid else facts.slurm_uid
+    except FileNotFoundError:
+        raise Unavailable("it ended just now") from None
+    if uid != facts.slurm_uid:
+        return wrong(f"it runs as {user(uid)} (pid {pid})", wanted, f"run it as {s.slurm_user}")
+    return ok(f"pid {pid}, as {s.slurm_user}")
+
+
+def journal(facts: Facts) -> Outcome:
+    """Nothing is done that is not on disk before: a full or read-only disk means no recovery."""
+    facts.need_slurm_user("the journal")
+    directory = facts.settings.state_dir
+    path = os.path.join(directory, "journal.jsonl")
+    wanted = f"{path}: a file of {facts.settings.slurm_user}'s on a file system with {_FREE_BYTES >> 20} MiB free"
+    try:
+        space = os.statvfs(directory)
+        info = os.lstat(path)
+    except FileNotFoundError as exc:
+        if exc.filename == path:
+            return ok(f"{path} is not there yet")
+        return wrong(f"{directory} is not there", wanted, "start the controller once as root")
+    if not stat.S_ISREG(info.st_mode) or info.st_uid not in (0, facts.slurm_uid):
+        found = f"{path} is not a file of {facts.settings.slurm_user}'s ({user(info.st_uid)})"
+        return wrong(found, wanted, "find out who made it; move it away; start the controller again")
+    if space.f_flag & os.ST_RDONLY:
+        return wrong(f"{directory} is on a read-only file system", wanted, "mount it for writing")
+    if space.f_bavail * space.f_frsize < _FREE_BYTES or (space.f_files and not space.f_favail):
+        free = f"{space.f_bavail * space.f_frsize >> 20} MiB"
+        return wrong(
+            f"{directory} has {free} free: actions that cannot be journaled are not taken", wanted, "free some"
+        )
+    damaged = _damaged(path)
+    if damaged:
+        text = f"{damaged} of the newest lines of {path} cannot be read"
+        return warning(text, "whole lines", "one is what a crash may leave; more: look at the disk, keep the file")
+    return ok(f"{path}, {info.st_size} bytes, {space.f_bavail * space.f_frsize >> 20} MiB free")
+
+
+def _damaged(path: str) -> int:
+    with open(path, "rb") as f:
+        f.seek(max(0, os.fstat(f.fileno()).st_size - _TAIL_BYTES))
+        lines = f.read(_TAIL_BYTES).split(b"\n")
+    if len(lines) > 1 and os.path.getsize(path) > _TAIL_BYTES:
+        lines = lines[1:]
+    damaged = 0
+    for line in lines:
+        try:
+            damaged += bool(line.strip()) and not isinstance(json.loads(line), dict)
+        except (ValueError, RecursionError):
+            damaged += 1
+    return damaged
+
+
+def primary(facts: Facts) -> Outcome:
+    """The controller acts where slurmctld is in charge, or not at all."""
+    hosts, acting = facts.ask_slurm(Slurm.slurmctlds), _in_charge(facts)
+    if not acting:
+        told = some((f"{host} is {'UP' if up else 'DOWN'}" for host, up in hosts), ", ")
+        text = f"no slurmctld answers ({told or 'none is named'})"
+        return wrong(text, "one slurmctld that answers", "start it; the controller can do nothing meanwhile")
+    if len(hosts) > 1 and not hosts[0][1]:
+        text = f"the primary slurmctld ({hosts[0][0]}) is down, {acting} has taken over"
+        if _running(facts) is not None and acting != facts.hostname:
+            fix = f"start the controller on {acting}; controller_host must lead there"
+            return wrong(f"{text}; the controller runs here", f"the controller on {acting}", fix)
+        return warning(text, "the primary in charge", "start it again")
+    if _running(facts) is not None and acting != facts.hostname:
+        text = f"the controller runs here, slurmctld in charge is {acting}"
+        return wrong(text, "both on one host", f'run the controller on {acting}, and controller_host = "{acting}"')
+    return ok(f"slurmctld on {acting} is in charge")
+
+
+def lock(facts: Facts) -> Outcome:
+    """Where several hosts can have slurmctld, the journal must be one for all of them."""
+    controllers = facts.conf.controllers
+    if len(controllers) < 2:
+        return ok("one slurmctld, one journal")
+    state, save = facts.settings.state_dir, facts.conf["StateSaveLocation"]
+    try:
+        shared = os.stat(state).st_dev == os.stat(save).st_dev
+    except OSError as exc:
+        raise Unavailable(f"{exc.filename}: {exc.strerror}") from None
+    if not shared:
+        return wrong(
+            f"slurmctld may run on {some(controllers, ', ')}, and {state} is not on the file system of {save}: "
+            "after a takeover nobody would know what had been begun",
+            "state_dir on the file system that the slurmctlds share",
+            f'state_dir = "{os.path.dirname(save.rstrip("/"))}/gemini-hpc" in gemini.toml',
+        )
+    return ok(f"{state} is on the file system of {save}")
+
+
+CHECKS = (
+    Check("controller.runs", "SITE 5", ON_CONTROLLER, runs),
+    Check("controller.journal", "SITE 5", ON_CONTROLLER, journal),
+    Check("controller.primary", "SITE 5", ON_CONTROLLER, primary),
+    Check("controller.lock", "SITE 5", ON_CONTROLLER, lock),
+)

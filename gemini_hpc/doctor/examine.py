@@ -1,0 +1,80 @@
+"""All checks, one after the other, each in bounded time: one that breaks or hangs never stops the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Iterator
+
+from gemini_hpc.doctor import controller, files, jobs, leftovers, memory, munge, network, plugin, scripts, slurm
+from gemini_hpc.doctor.check import Check
+from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.finding import SKIPPED, WRONG, Finding, Outcome, Unavailable
+
+CHECKS: tuple[Check, ...] = (
+    *slurm.CHECKS,
+    *scripts.CHECKS,
+    *plugin.CHECKS,
+    *files.CHECKS,
+    *munge.CHECKS,
+    *network.CHECKS,
+    *memory.CHECKS,
+    *controller.CHECKS,
+    *jobs.CHECKS,
+    *leftovers.CHECKS,
+)
+CHECK_TIMEOUT_S = 20.0
+ALL_TIMEOUT_S = 90.0
+OTHER_HOSTS = "not for this kind of host"
+
+
+def _look(check: Check, facts: Facts, answer: list[Outcome]) -> None:
+    try:
+        answer.append(check.look(facts))
+    except Unavailable as exc:
+        answer.append(Outcome(SKIPPED, str(exc)))
+    except PermissionError as exc:
+        answer.append(Outcome(SKIPPED, f"{exc.filename or ''}: {exc.strerror}; run it again as root"))
+    except Exception as exc:
+        text = f"the check itself failed: {type(exc).__name__}: {exc}"
+        answer.append(
+            Outcome(WRONG, text[:400], "an answer", "a defect of gemini-hpc, or a very odd host: report it")
+        )
+
+
+def _bounded(check: Check, facts: Facts, timeout_s: float) -> Outcome:
+    answer: list[Outcome] = []
+    # A thread, for a file system that hangs cannot be interrupted; a daemon, so that it does not hold up our end.
+    thread = threading.Thread(target=_look, args=(check, facts, answer), name=check.name, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if answer:
+        return answer[0]
+    fix = "look for a hung file system, name service or daemon on this host"
+    return Outcome(WRONG, f"no answer within {timeout_s:.0f} s", "an answer", fix)
+
+
+def examine(facts: Facts, only: Collection[str] = (), checks: tuple[Check, ...] = CHECKS) -> Iterator[Finding]:
+    """The findings, in the order of the checks. `only`: names, or groups (the word before the point)."""
+    end = time.monotonic() + ALL_TIMEOUT_S
+    roles = _roles(facts)
+    for check in checks:
+        if only and check.name not in only and check.name.partition(".")[0] not in only:
+            continue
+        began = time.monotonic()
+        if not check.roles & roles:
+            outcome = Outcome(SKIPPED, f"{OTHER_HOSTS} ({', '.join(sorted(roles))})")
+        elif began >= end:
+            outcome = Outcome(SKIPPED, f"no time left after {ALL_TIMEOUT_S:.0f} s")
+        else:
+            outcome = _bounded(check, facts, min(CHECK_TIMEOUT_S, end - began))
+        took = round(time.monotonic() - began, 3)
+        yield Finding(check.name, check.rule, outcome.status, outcome.found, outcome.wanted, outcome.fix, took)
+
+
+def _roles(facts: Facts) -> frozenset[str]:
+    found: list[frozenset[str]] = []
+    thread = threading.Thread(target=lambda: found.append(facts.roles), daemon=True)
+    thread.start()
+    thread.join(CHECK_TIMEOUT_S)
+    return found[0] if found else frozenset(("login",))

@@ -1,0 +1,179 @@
+"""What the checks look at, each thing looked up once: settings, Slurm's answers, this host's processes.
+
+A fact that cannot be had raises `Unavailable`, so the checks that need it are skipped and say why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pwd
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar, cast
+
+from gemini_hpc.config import ConfigError, Settings, load
+from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob
+from gemini_hpc.control.slurmtext import Job, Node, Reservation, Row
+from gemini_hpc.doctor.configuration import Configuration, Release
+from gemini_hpc.doctor.finding import Unavailable
+from gemini_hpc.doctor.processes import Process, processes
+
+CONTROLLER, NODE, LOGIN = "controller", "node", "login"
+ROLES = (CONTROLLER, NODE, LOGIN)
+SLURM_TIMEOUT_S = 8.0
+T = TypeVar("T")
+_PENDING = object()
+
+
+class Facts:
+    """Everything about this host and its cluster. Lookups are made in the thread of the check that asks first."""
+
+    def __init__(self, config_path: str, role: str = "auto") -> None:
+        self.config_path = config_path
+        self.uid = os.geteuid()
+        self.hostname = socket.gethostname().partition(".")[0]
+        self._role = role
+        self._known: dict[str, Any] = {}
+
+    def _once(self, what: str, look: Callable[[], T]) -> T:
+        known = self._known.get(what)
+        if known is None:
+            self._known[what] = _PENDING
+            try:
+                known = look()
+            except Unavailable as exc:
+                known = exc
+            except Exception as exc:
+                known = Unavailable(f"{what}: {type(exc).__name__}: {exc}")
+            self._known[what] = known
+        if known is _PENDING:  # the check that began to look it up was given up
+            raise Unavailable(f"{what}: no answer yet")
+        if isinstance(known, Unavailable):
+            raise known
+        return cast(T, known)
+
+    # ---- who asks --------------------------------------------------------------------------------------
+
+    @property
+    def root(self) -> bool:
+        """Whether this is root."""
+        return self.uid == 0
+
+    def need_root(self, what: str) -> None:
+        """Raises `Unavailable` for anybody else."""
+        if not self.root:
+            raise Unavailable(f"{what}: only root can see it; run it again as root")
+
+    def need_slurm_user(self, what: str) -> None:
+        """Raises `Unavailable` for anybody but root and SlurmUser."""
+        if not self.root and self.uid != self.slurm_uid:
+            raise Unavailable(f"{what}: only root and {self.settings.slurm_user} can see it; run it again as root")
+
+    # ---- settings --------------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> Settings:
+        """gemini.toml."""
+
+        def look() -> Settings:
+            try:
+                return load(self.config_path)
+            except ConfigError:
+                raise Unavailable("the settings cannot be used (see files.settings)") from None
+
+        return self._once("settings", look)
+
+    @property
+    def slurm_uid(self) -> int:
+        """uid of the settings' `slurm_user` here."""
+        try:
+            return pwd.getpwnam(self.settings.slurm_user).pw_uid
+        except KeyError:
+            raise Unavailable(f"slurm_user {self.settings.slurm_user!r} is not a user of this host") from None
+
+    # ---- Slurm -----------------------------------------------------------------------------------------
+
+    def ask_slurm(self, question: Callable[[Slurm], Awaitable[T]]) -> T:
+        """One or several Slurm commands. Raises `Unavailable` with Slurm's words."""
+
+        async def ask() -> T:
+            return await question(Slurm(SLURM_TIMEOUT_S))
+
+        try:
+            return asyncio.run(ask())
+        except SlurmError as exc:
+            raise Unavailable(f"Slurm: {exc}") from None
+
+    @property
+    def conf(self) -> Configuration:
+        """The configuration that slurmctld runs with."""
+        return self._once("configuration", lambda: Configuration(self.ask_slurm(Slurm.configuration)))
+
+    @property
+    def release(self) -> Release:
+        """Slurm's release on this host (its commands'), which its plugins must be built for."""
+        return self._once("release", lambda: Release.parse(self.ask_slurm(Slurm.release)))
+
+    @property
+    def nodes(self) -> dict[str, Node]:
+        """All nodes."""
+        return self._once("nodes", lambda: self.ask_slurm(Slurm.nodes))
+
+    @property
+    def reservations(self) -> list[Reservation]:
+        """All reservations."""
+        return self._once("reservations", lambda: self.ask_slurm(Slurm.reservations))
+
+    @property
+    def queue(self) -> dict[int, Row]:
+        """All jobs that are not over, by raw id (only one's own where Slurm keeps the others private)."""
+        return self._once("queue", lambda: {row.raw_id: row for row in self.ask_slurm(Slurm.queue)})
+
+    def job(self, raw_id: int) -> Job | None:
+        """One job, None where Slurm does not know it."""
+
+        async def ask(slurm: Slurm) -> Job | None:
+            try:
+                return await slurm.job(raw_id)
+            except UnknownJob:
+                return None
+
+        return self._once(f"job {raw_id}", lambda: (self.ask_slurm(ask),))[0]
+
+    # ---- this host -------------------------------------------------------------------------------------
+
+    @property
+    def own_node(self) -> Node | None:
+        """Slurm's record of this host, where it is a node."""
+        mine = [n for n in self.nodes.values() if self.hostname in (n.hostname.partition(".")[0], n.name)]
+        return mine[0] if mine else None
+
+    @property
+    def roles(self) -> frozenset[str]:
+        """What this host is: one or more of `ROLES`."""
+        if self._role != "auto":
+            return frozenset((self._role,))
+        return self._once("roles", self._find_roles)
+
+    def _find_roles(self) -> frozenset[str]:
+        found: set[str] = set()
+        try:
+            if self.hostname in self.conf.controllers:
+                found.add(CONTROLLER)
+            if self.own_node is not None:
+                found.add(NODE)
+        except Unavailable:  # without Slurm, what runs here tells it
+            names = {process.name for process in self.processes}
+            found |= {role for role, daemon in ((CONTROLLER, "slurmctld"), (NODE, "slurmd")) if daemon in names}
+        try:
+            if any(h.partition(".")[0] == self.hostname for h in self.settings.controller_hosts()):
+                found.add(CONTROLLER)
+        except Unavailable:
+            pass
+        return frozenset(found or {LOGIN})
+
+    @property
+    def processes(self) -> list[Process]:
+        """The processes that this user can see."""
+        return self._once("processes", processes)

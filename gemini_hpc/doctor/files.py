@@ -1,0 +1,246 @@
+"""Files that root runs or reads: nobody else may be able to change them, and they are what they should be."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import subprocess
+from collections.abc import Iterator
+
+from gemini_hpc import __version__
+from gemini_hpc.agent import jobdir
+from gemini_hpc.config import ConfigError, load
+from gemini_hpc.doctor import paths, plugin, scripts
+from gemini_hpc.doctor.check import ANYWHERE, ON_CONTROLLER, ON_NODE, Check
+from gemini_hpc.doctor.facts import CONTROLLER, NODE, Facts
+from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
+
+PYTHON = "/opt/gemini-hpc/venv/bin/python3"  # fixed in prolog and epilog
+CVE = "CVE-2016-10030"
+_INTERPRETER_TIMEOUT_S = 10.0
+_MAX_FILES = 20_000
+_ASK = """
+import sys, gemini_hpc, msgspec, xxhash
+print(gemini_hpc.__version__, gemini_hpc.__file__, *sys.path, sep="\\n")
+"""
+
+
+def _safe(files: list[str], what: str) -> Outcome:
+    """Nobody but root can put something else in the place of any of `files`."""
+    problems, missing = [], []
+    for path in dict.fromkeys(files):
+        try:
+            problems += paths.weaknesses(path)
+        except PermissionError as exc:
+            raise Unavailable(f"{exc.filename}: only root can see it; run it again as root") from None
+        except OSError as exc:
+            missing.append(f"{path}: {exc.strerror}")
+    wanted = f"{what}, every directory above and every link's target: root's, writable by root only"
+    if problems:
+        return wrong(some(problems), wanted, "chown root:root and chmod go-w what is named")
+    if missing:
+        return wrong(some(missing), wanted, "install what is missing")
+    return ok(some(files, ", "))
+
+
+def settings(facts: Facts) -> Outcome:
+    """Root's prolog obeys it."""
+    path = facts.config_path
+    if not os.path.lexists(path):
+        return warning(
+            f"{path} is not there: defaults only", "the same file on all hosts", "see docs/admin.md, Settings"
+        )
+    access = _safe([path], path)
+    if access.status != "ok":
+        return access
+    try:
+        load(path)
+    except ConfigError as exc:
+        text = "what docs/admin.md, Settings, lists"
+        return wrong(f"{exc}: prologs start no agent, the controller does not start", text, "correct the file")
+    with open(path, "rb") as f:
+        digest = hashlib.sha256(f.read(1 << 20)).hexdigest()[:12]
+    return ok(f"{path}, sha256 {digest}... (compare it over the hosts)")
+
+
+def site_scripts(facts: Facts) -> Outcome:
+    """Prolog and Epilog run as root on every node."""
+    files = []
+    for kind in ("Prolog", "Epilog"):
+        for path in scripts.in_force(facts.conf, kind):
+            if not os.path.lexists(path) and NODE not in facts.roles:
+                continue
+            files.append(path)
+            try:
+                called = scripts.called_by(path, kind)
+            except OSError:
+                continue
+            files += [called] if called else []
+    if not files:
+        raise Unavailable("no Prolog and Epilog on this host")
+    return _safe(files, "the scripts")
+
+
+def plugin_file(facts: Facts) -> Outcome:
+    """slurmstepd loads it as root."""
+    seen: set[str] = set()
+    path = plugin.plugstack(facts)
+    try:
+        found = [line.path for line in plugin.lines(path, facts.conf["PluginDir"], seen)]
+    except OSError as exc:
+        raise Unavailable(f"{path}: {exc.strerror}") from None
+    ours = [p for p in found if os.path.basename(p) == plugin.NAME and os.path.lexists(p)]
+    return _safe([*sorted(seen), *ours], "plugin and plugstack.conf")
+
+
+def _interpreter() -> list[str]:
+    """What the interpreter of prolog and epilog says: version, package, its search path. Raises `Unavailable`."""
+    if os.geteuid() == 0 and paths.weaknesses(PYTHON):
+        raise Unavailable(f"{PYTHON} is not run as root, others can change it (see files.python)")
+    try:
+        done = subprocess.run(
+            [PYTHON, "-I", "-c", _ASK],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_INTERPRETER_TIMEOUT_S,
+            env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"},
+            cwd="/",
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise InterpreterError(f"{PYTHON} gave no answer within {_INTERPRETER_TIMEOUT_S:g} s") from None
+    except OSError as exc:
+        raise InterpreterError(f"{PYTHON}: {exc.strerror}") from None
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise InterpreterError(f"{PYTHON} cannot import gemini_hpc: {' '.join(last)[:200]}")
+    return done.stdout.decode(errors="replace").splitlines()
+
+
+class InterpreterError(Exception):
+    """The interpreter of prolog and epilog does not do; the message says why."""
+
+
+def version(facts: Facts) -> Outcome:
+    """What prologs start is this version."""
+    wanted = f"gemini-hpc {__version__}, as this command"
+    fix = f"install it with {os.path.dirname(PYTHON)}/pip (README, Installing on a cluster)"
+    if NODE not in facts.roles and CONTROLLER not in facts.roles and not os.path.lexists(PYTHON):
+        return ok(f"no {PYTHON} on this host, and no prolog that needs it")
+    try:
+        found, *_ = [*_interpreter(), "?"]
+    except InterpreterError as exc:
+        return wrong(str(exc), wanted, fix)
+    if found != __version__:
+        return wrong(f"{PYTHON} has gemini-hpc {found}", wanted, fix)
+    return ok(found)
+
+
+def _below(top: str) -> Iterator[tuple[str, os.stat_result]]:
+    seen = 0
+    for directory, _, names in os.walk(top):
+        for name in [".", *names]:
+            seen += 1
+            if seen > _MAX_FILES:
+                return
+            path = os.path.normpath(os.path.join(directory, name))
+            try:
+                yield path, os.lstat(path)
+            except OSError:
+                continue
+
+
+def python(facts: Facts) -> Outcome:
+    """Interpreter, search path and packages: all of it is code that root's prolog runs."""
+    if NODE not in facts.roles and not os.path.lexists(PYTHON):
+        return ok(f"no {PYTHON} on this host, and no prolog that needs it")
+    chain = _safe([PYTHON], "the interpreter")
+    if chain.status != "ok":
+        return chain
+    try:
+        _, package, *search = _interpreter()
+    except (InterpreterError, ValueError):
+        return chain
+    modules = [os.path.dirname(package)]
+    for place in search:
+        for name in ("msgspec", "xxhash"):
+            if os.path.isdir(os.path.join(place, name)):
+                modules.append(os.path.join(place, name))
+    # What is not there yet could be put there; a zip that is not there is in a directory that is checked.
+    there = [p for p in (*search, *modules) if os.path.lexists(p)]
+    roots = _safe([PYTHON, *there], "the interpreter, its search path and packages")
+    if roots.status != "ok":
+        return roots
+    within = [
+        w for top in modules for p, i in _below(os.path.realpath(top)) if (w := paths.weakness(p, i, frozenset((0,))))
+    ]
+    for place in search:
+        if os.path.isdir(place):
+            entries = [(p, os.lstat(p)) for p in (os.path.join(place, n) for n in os.listdir(place))]
+            within += [w for p, i in entries if (w := paths.weakness(p, i, frozenset((0,))))]
+    if within:
+        text = "every file of the packages: root's, writable by root only"
+        return wrong(
+            some(within), text, f"chown -R root:root and chmod -R go-w {os.path.dirname(os.path.dirname(PYTHON))}"
+        )
+    return ok(f"{PYTHON}, {modules[0]}")
+
+
+def run_dir(facts: Facts) -> Outcome:
+    """Root works in it."""
+    path = facts.settings.run_dir
+    wanted = f"{path}: a directory of root's, mode 0755, in directories of root's"
+    fix = "remove it when no protected job runs here; the prolog makes it anew. Find out who made it"
+    above = paths.weaknesses(os.path.dirname(path.rstrip("/")) or "/")
+    if above:
+        return wrong(some(above), wanted, "choose another run_dir, or correct the directories above")
+    try:
+        fd = jobdir.open_run_dir(path, create=False)
+    except FileNotFoundError:
+        return ok(f"{path} is not there yet (the first protected job's prolog makes it)")
+    except jobdir.JobDirError as exc:
+        return wrong(str(exc), wanted, fix)
+    try:
+        mode = stat.S_IMODE(os.fstat(fd).st_mode)
+    finally:
+        os.close(fd)
+    if mode & 0o055 != 0o055:
+        found = f"{path} has mode {mode:04o}: users do not reach their job's socket"
+        return wrong(found, wanted, f"chmod 0755 {path}")
+    return ok(f"{path}, root, {mode:04o}")
+
+
+def state_dir(facts: Facts) -> Outcome:
+    """The controller believes what is in it: budget, open recoveries, whose job it is."""
+    path, owner = facts.settings.state_dir, facts.slurm_uid
+    wanted = f"{path}: {facts.settings.slurm_user}'s, mode 0700, in directories of root's"
+    try:
+        info = os.lstat(path)
+        weak = paths.weaknesses(path, frozenset((0, owner)))
+    except FileNotFoundError:
+        return wrong(f"{path} is not there", wanted, "start the controller once as root, or make it")
+    except PermissionError as exc:
+        raise Unavailable(f"{exc.filename}: only root can see it; run it again as root") from None
+    fix = f"chown {facts.settings.slurm_user} {path}; chmod 0700 {path}"
+    if not stat.S_ISDIR(info.st_mode) and not os.path.isdir(path):
+        return wrong(f"{path} is not a directory", wanted, fix)
+    if os.stat(path).st_uid != owner:
+        return wrong(f"{path} belongs to {paths.user(os.stat(path).st_uid)}", wanted, fix)
+    if weak:
+        return wrong(some(weak), wanted, fix)
+    mode = stat.S_IMODE(os.stat(path).st_mode)
+    if mode & 0o077:
+        return warning(f"{path} has mode {mode:04o}: others read job events", wanted, f"chmod 0700 {path}")
+    return ok(f"{path}, {facts.settings.slurm_user}, {mode:04o}")
+
+
+CHECKS = (
+    Check("files.settings", CVE, ANYWHERE, settings),
+    Check("files.scripts", CVE, ANYWHERE, site_scripts),
+    Check("files.plugin", CVE, ANYWHERE, plugin_file),
+    Check("files.python", CVE, ANYWHERE, python),
+    Check("files.version", "SITE 20", ANYWHERE, version),
+    Check("files.run-dir", "CVE-2023-41914", ON_NODE, run_dir),
+    Check("files.state-dir", "SITE 1", ON_CONTROLLER, state_dir),
+)

@@ -1,0 +1,69 @@
+"""One greeting to the controller: whether it answers, as whom, and by which clock."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from contextlib import suppress
+
+import msgspec
+
+from gemini_hpc.config import Settings
+from gemini_hpc.wire import munge
+from gemini_hpc.wire.frames import FrameError, bare, read_bare
+from gemini_hpc.wire.handshake import MAX_HELLO_BYTES, Client, Envelope, HandshakeError
+
+TIMEOUT_S = 3.0
+
+
+class GreetingError(Exception):
+    """No greeting came back; the message says how far it went."""
+
+
+def greet(settings: Settings, slurm_uid: int) -> int:
+    """Unix time at which the controller made its answer, by its clock. Raises `GreetingError`."""
+    hosts = settings.controller_hosts()
+    if not hosts:
+        raise GreetingError("no controller_host in the settings")
+    for host in hosts[:-1]:
+        with suppress(GreetingError):
+            return _greet(settings, host, slurm_uid)
+    return _greet(settings, hosts[-1], slurm_uid)
+
+
+def _greet(settings: Settings, host: str, slurm_uid: int) -> int:
+    port = settings.controller_port
+    client = Client(
+        purpose="query",
+        cluster=settings.cluster_name,
+        job=0,
+        restart=0,
+        source=socket.gethostname(),
+        target=host,
+        instance=secrets.token_hex(8),
+        server_uid=slurm_uid,
+    )
+    where = f"{host}:{port}"
+    try:
+        with socket.create_connection((host, port), timeout=TIMEOUT_S) as sock:
+            sock.sendall(bare(client.greeting()))
+            envelope = msgspec.msgpack.decode(read_bare(sock, MAX_HELLO_BYTES), type=Envelope)
+        if envelope.refusal:
+            raise GreetingError(f"{where} refuses: {envelope.refusal[:200]}")
+        _, uid, made = munge.decode_timed(envelope.credential)
+    except FrameError:
+        raise GreetingError(
+            f"{where} closes the connection: another MUNGE key there, clocks more than {munge.TTL_S} s apart, "
+            "another slurm_user, or something else listens there"
+        ) from None
+    except OSError as exc:
+        raise GreetingError(f"{where}: {exc.strerror or exc}") from None
+    except HandshakeError as exc:
+        raise GreetingError(str(exc)) from None
+    except munge.MungeError as exc:
+        raise GreetingError(f"{where}: MUNGE: {exc}") from None
+    except msgspec.MsgspecError:
+        raise GreetingError(f"{where} does not speak our protocol") from None
+    if uid not in (slurm_uid, 0):
+        raise GreetingError(f"{where} is answered by uid {uid}, wanted {settings.slurm_user} (uid {slurm_uid})")
+    return made

@@ -1,0 +1,160 @@
+"""Protected jobs that run or wait now: is each of their nodes protected, and can they be requeued at all?"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from gemini_hpc.control import ask
+from gemini_hpc.control.server import slurm_facts
+from gemini_hpc.control.slurmtext import RUNNING
+from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check
+from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
+from gemini_hpc.doctor.processes import environment
+from gemini_hpc.doctor.protected import Protected, protected
+from gemini_hpc.wire.peer import JobAnswer
+
+MAX_JOBS = 64
+MAX_WITHOUT_CONTROLLER = 8
+YOUNG_S = 10.0
+AGAIN_S = 1.0
+DEADLINE_S = 12.0
+
+
+class _Asking:
+    """The controller, or the agents where there is none."""
+
+    def __init__(self, facts: Facts, deadline: float) -> None:
+        self._settings, self._deadline = facts.settings, deadline
+        self._line: ask.ControllerLine | None = None
+        self._without = 0
+
+    def answer(self, raw_id: int) -> JobAnswer | None:
+        """None: not told, or no time left."""
+        if time.monotonic() > self._deadline:
+            return None
+        try:
+            try:
+                if self._without:
+                    raise ask.NoControllerError("")
+                self._line = self._line or ask.ControllerLine(self._settings, raw_id)
+                return self._line.ask(raw_id)
+            except ask.NoControllerError:
+                self._without += 1
+                if self._without > MAX_WITHOUT_CONTROLLER:
+                    return None
+                return ask.agents(self._settings, raw_id)
+        except ask.AskError:
+            return None
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
+
+
+def _bare(answer: JobAnswer, sure: bool) -> tuple[str, ...]:
+    """Nodes of the job without an agent; none for a job that never asked for protection, or never gets it."""
+    if "heterogeneous" in answer.slurm.get("note", "") or answer.slurm.get("state") != RUNNING:
+        return ()
+    return answer.missing if answer.parts or sure else ()
+
+
+def agents(facts: Facts) -> Outcome:
+    """Nodes with agents against nodes of the job (SITE 22)."""
+    known = protected(facts)
+    rows = [facts.queue[i] for i in sorted(known.sure) + sorted(known.perhaps, reverse=True)]
+    running = [row.raw_id for row in rows if row.state == RUNNING][:MAX_JOBS]
+    if not running:
+        return ok(f"no protected job runs{_as_seen(known)}")
+    asking = _Asking(facts, time.monotonic() + DEADLINE_S)
+    protected_jobs, untold, told = 0, 0, []
+    try:
+        for raw_id in running:
+            answer = asking.answer(raw_id)
+            if answer is None:
+                untold += 1
+                continue
+            sure = raw_id in known.sure
+            if _bare(answer, sure):
+                job = facts.job(raw_id)
+                if job is None or time.time() - job.start_time < YOUNG_S:
+                    continue
+                time.sleep(AGAIN_S)  # a busy node may have answered late
+                answer = asking.answer(raw_id) or answer
+            bare = _bare(answer, sure)
+            protected_jobs += bool(answer.parts) or sure
+            if bare:
+                none = "no agent at all" if not answer.parts else f"no agent on {some(bare, ', ')}"
+                told.append(f"job {raw_id} of {answer.slurm.get('user', '?')[:32]}: {none}")
+    finally:
+        asking.close()
+    if told:
+        return wrong(
+            f"partly protected or not at all: {some(told)}",
+            "an agent on every node of each protected job",
+            "run doctor on those nodes; see the system log, tag gemini-hpc, and what the job says on stderr",
+        )
+    if untold and not protected_jobs:
+        raise Unavailable(f"{untold} running jobs could not be asked about")
+    return ok(f"protected jobs that run: {protected_jobs}, with an agent on each of their nodes{_as_seen(known)}")
+
+
+def _as_seen(known: Protected) -> str:
+    return "" if known.complete else " (as far as can be seen from here)"
+
+
+def requeue(facts: Facts) -> Outcome:
+    """Slurm and the controller never requeue these (SITE 13)."""
+    known = protected(facts)
+    if not known.sure and not known.complete:
+        raise Unavailable("which jobs are protected is seen on the controller host, by root or SlurmUser")
+    notes = []
+    for raw_id in sorted(known.sure)[:MAX_JOBS]:
+        job = facts.job(raw_id)
+        note = slurm_facts(job).get("note") if job else None
+        if job and note and not job.over:
+            notes.append(f"job {raw_id} of {job.user[:32]}: {note}")
+    if notes:
+        fix = (
+            "tell their owners: sbatch --requeue --open-mode=append; while pending: scontrol update JobId=J Requeue=1"
+        )
+        return warning(some(notes), "protected jobs that can be requeued", fix)
+    return ok(f"protected jobs: {len(known.sure)}, all can be requeued{_as_seen(known)}")
+
+
+def tasks(facts: Facts) -> Outcome:
+    """Tasks here that were started without the plugin, though their agent had written the map (SITE 22)."""
+    facts.need_root("the environment of other users' tasks")
+    steps = {p.pid for p in facts.processes if p.name == "slurmstepd"}
+    bare, seen = [], 0
+    for process in facts.processes:
+        if process.parent not in steps or process.name == "slurmstepd":
+            continue
+        values = environment(process.pid)
+        job = values.get(b"SLURM_JOB_ID", b"").decode(errors="replace")
+        if b"SLURM_GEMINI_REPLICAS" not in values or b"SLURM_PROCID" not in values or not job.isdecimal():
+            continue
+        seen += 1
+        directory = os.path.join(facts.settings.run_dir, str(int(job[:10])))
+        try:
+            since = os.lstat(os.path.join(directory, "map")).st_mtime
+            began = os.stat(f"/proc/{process.pid}").st_ctime
+        except OSError:
+            continue
+        if b"GEMINI_SOCKET" not in values and began > since:
+            bare.append(f"pid {process.pid} of job {int(job[:10])}")
+    if bare:
+        return wrong(
+            f"{len(bare)} tasks run here without the plugin's environment: {some(bare)}",
+            "GEMINI_SOCKET in every task of a protected job",
+            "slurmstepd did not load the plugin: see plugin.line, plugin.release, plugin.run-dir; slurmd's log",
+        )
+    return ok(f"tasks of protected jobs here: {seen}, all with the plugin's environment")
+
+
+CHECKS = (
+    Check("jobs.agents", "SITE 22", ANYWHERE, agents),
+    Check("jobs.requeue", "SITE 13", ANYWHERE, requeue),
+    Check("jobs.tasks", "SITE 22", ON_NODE, tasks),
+)

@@ -1,0 +1,164 @@
+"""What recoveries and dead agents may have left behind in Slurm and on this node."""
+
+from __future__ import annotations
+
+import calendar
+import json
+import os
+import re
+import time
+from contextlib import suppress
+
+import msgspec
+
+from gemini_hpc.control.registry import Stored
+from gemini_hpc.control.slurmtext import PENDING, RUNNING
+from gemini_hpc.doctor.check import ANYWHERE, ON_CONTROLLER, ON_NODE, Check
+from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
+
+OURS = "gemini-hpc:"
+YOUNG_S = 60.0
+MAX_LOOKED_AT = 256
+_RESERVATION = re.compile(r"gemini_([0-9]{1,10})_[0-9a-f]{12}")
+_STAMP = re.compile(r"\[[^\]@]*@([0-9T:-]{19})\]$")
+_MAX_BYTES = 4 << 20
+
+
+def reservations(facts: Facts) -> Outcome:
+    """Nodes that nobody else may use, held for a job that is over."""
+    named = [(r, m) for r in facts.reservations if (m := _RESERVATION.fullmatch(r.name))]
+    if named and "jobs" in facts.conf["PrivateData"].lower():
+        facts.need_slurm_user("other users' jobs (PrivateData)")
+    told = []
+    for reservation, match in named[:MAX_LOOKED_AT]:
+        row = facts.queue.get(int(match[1]))
+        job = facts.job(int(match[1])) if row is not None and row.state == RUNNING else None
+        if row is None:
+            told.append(f"{reservation.name} on {some(reservation.nodes, ',')}: its job is over")
+        elif job and job.reservation != reservation.name and time.time() - reservation.start_time > YOUNG_S:
+            told.append(f"{reservation.name} on {some(reservation.nodes, ',')}: its job runs without it")
+    if told:
+        fix = (
+            "scontrol delete ReservationName=...; it ends by itself in 10 minutes; the controller's journal says why"
+        )
+        return wrong(some(told), "no reservation gemini_* but for a job that waits to be run again", fix)
+    return ok(f"{len(named)} reservations of ours, each for a job that waits" if named else "none of ours")
+
+
+def age_s(reason: str, now: float) -> float | None:
+    """How long ago a node's reason was set; Slurm is asked in UTC."""
+    stamp = _STAMP.search(reason)
+    if not stamp:
+        return None
+    with suppress(ValueError):
+        return max(0.0, now - calendar.timegm(time.strptime(stamp[1], "%Y-%m-%dT%H:%M:%S")))
+    return None
+
+
+def _ago(seconds: float | None) -> str:
+    if seconds is None:
+        return "since when is not known"
+    return (
+        f"for {seconds:.0f} s"
+        if seconds < 120
+        else f"for {seconds / 60:.0f} min"
+        if seconds < 7200
+        else (f"for {seconds / 3600:.0f} h")
+    )
+
+
+def nodes(facts: Facts) -> Outcome:
+    """A fenced node waits for the administrator (SITE 4)."""
+    told = [
+        f"{n.name} {n.state}{'+DRAIN' if 'DRAIN' in n.flags else ''} {_ago(age_s(n.reason, time.time()))}"
+        for n in facts.nodes.values()
+        if n.reason.startswith(OURS) and (n.down or "DRAIN" in n.flags)
+    ]
+    if told:
+        fix = "look at the node; then scontrol update NodeName=... State=RESUME"
+        return warning(f"fenced by the controller: {some(told)}", "none that waits for you", fix)
+    return ok(f"none of {len(facts.nodes)} nodes is down or drained with our reason")
+
+
+def directories(facts: Facts) -> Outcome:
+    """Directories of jobs that are over, and agents that outstay their retention (SITE 16)."""
+    run_dir, now = facts.settings.run_dir, time.time()
+    try:
+        names = sorted(os.listdir(run_dir))[:MAX_LOOKED_AT]
+    except FileNotFoundError:
+        return ok(f"{run_dir} is not there yet")
+    with_agent = {p.agent_of for p in facts.processes}
+    live, keep_s = facts.queue, facts.settings.retention_s + YOUNG_S
+    told = []
+    for name in names:
+        path = os.path.join(run_dir, name)
+        if not (name.isascii() and name.isdecimal() and len(name) <= 10):
+            told.append(f"{path} is nothing of ours")
+            continue
+        try:
+            quiet_s = now - os.lstat(path).st_mtime
+        except FileNotFoundError:
+            continue
+        if int(name) in live or quiet_s < YOUNG_S:
+            continue
+        if int(name) not in with_agent:
+            told.append(f"{path}: its job is over, no agent runs")
+        elif quiet_s > keep_s:
+            job = facts.job(int(name))
+            if job is None or (job.over and now - job.end_time > keep_s):
+                told.append(f"{path}: its job is over for longer than retention_s, and its agent still holds memory")
+    if told:
+        fix = "the next protected job's prolog removes directories; end agents that stay with kill"
+        return warning(some(told), f"in {run_dir} only jobs that live or are retained", fix)
+    return ok(f"{run_dir} has {len(names)} entries, all of jobs that live or are retained")
+
+
+def _open_recoveries(path: str) -> set[int]:
+    """Raw ids of jobs whose recovery the journal has not closed."""
+    found: dict[str, bool] = {}
+    with suppress(FileNotFoundError), open(path, "rb") as f:
+        f.seek(max(0, os.fstat(f.fileno()).st_size - _MAX_BYTES))
+        for line in f.read(_MAX_BYTES).splitlines():
+            with suppress(ValueError, RecursionError, AttributeError):
+                record = json.loads(line)
+                if record.get("step") in ("open", "close"):
+                    found[str(record.get("key"))] = record["step"] == "open"
+    return {
+        int(key.partition(".")[0]) for key, is_open in found.items() if is_open and key.partition(".")[0].isdecimal()
+    }
+
+
+def pins(facts: Facts) -> Outcome:
+    """A node list that is not the user's, on a job that waits (SITE 10)."""
+    facts.need_slurm_user("the controller's records")
+    state_dir = facts.settings.state_dir
+    recovering = _open_recoveries(os.path.join(state_dir, "journal.jsonl"))
+    told, kept = [], 0
+    for raw_id, row in list(facts.queue.items())[: 16 * MAX_LOOKED_AT]:
+        try:
+            with open(os.path.join(state_dir, "jobs", f"{raw_id}.job"), "rb") as f:
+                stored = msgspec.json.decode(f.read(_MAX_BYTES), type=Stored, strict=False)
+        except FileNotFoundError:
+            continue
+        except (OSError, msgspec.MsgspecError) as exc:
+            raise Unavailable(f"{state_dir}/jobs/{raw_id}.job: {exc}") from None
+        job = facts.job(raw_id)
+        if job is None or not job.req_nodes or set(job.req_nodes) == set(stored.original):
+            continue
+        if row.state == PENDING and raw_id not in recovering:
+            told.append(f"job {job.id} waits for {some(job.req_nodes, ',')} ({job.reason[:40] or 'no reason'})")
+        else:
+            kept += 1
+    if told:
+        fix = "scontrol update JobId=J ReqNodeList= (the user's own list, if there was one)"
+        return warning(f"pinned by a recovery that is over: {some(told)}", "the user's own request", fix)
+    return ok(f"no waiting job has a stale pin{f' ({kept} running or recovering jobs have one)' if kept else ''}")
+
+
+CHECKS = (
+    Check("leftovers.reservations", "SITE 11", ANYWHERE, reservations),
+    Check("leftovers.nodes", "SITE 4", ANYWHERE, nodes),
+    Check("leftovers.pins", "SITE 10", ON_CONTROLLER, pins),
+    Check("leftovers.directories", "SITE 16", ON_NODE, directories),
+)

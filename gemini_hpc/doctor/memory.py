@@ -1,0 +1,98 @@
+"""Room for the replicas beside jobs and slurmd (SITE 15)."""
+
+from __future__ import annotations
+
+from gemini_hpc.agent.memory import Budget
+from gemini_hpc.agent.node import meminfo
+from gemini_hpc.doctor import cgroups, units
+from gemini_hpc.doctor.check import ON_NODE, Check
+from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, warning, wrong
+
+UNIT = "slurmd.service"
+_NOTHING = 0.05  # of MemTotal: what the kernel and slurmd take anyway
+
+
+def _mib(n: float) -> str:
+    return f"{n / (1 << 20):,.0f} MiB"
+
+
+def carved(total: int, for_jobs: int, cap: int, consumable: bool) -> Outcome:
+    """Sizes in bytes. `for_jobs`: what Slurm may give to jobs; `cap`: what one agent may take."""
+    numbers = f"MemTotal {_mib(total)}, for jobs (RealMemory less MemSpecLimit) {_mib(for_jobs)}, cap {_mib(cap)}"
+    wanted = f"RealMemory less MemSpecLimit of at most {_mib(total - cap)}"
+    fix = f"RealMemory={max(0, total - cap) >> 20} for this node in slurm.conf, or a smaller memory_fraction"
+    if not consumable:
+        return warning(
+            f"{numbers}; Slurm does not count memory (SelectTypeParameters): nothing keeps jobs out of the cap",
+            "SelectTypeParameters with memory, and " + wanted,
+            "SelectTypeParameters=CR_Core_Memory in slurm.conf",
+        )
+    if total - for_jobs >= cap:
+        return ok(numbers)
+    if total - for_jobs < _NOTHING * total:
+        return wrong(f"{numbers}: nothing is left for replicas beside a job that uses all of its memory", wanted, fix)
+    short = cap - (total - for_jobs)
+    return warning(f"{numbers}: {_mib(short)} of the cap may be taken by jobs", wanted, fix)
+
+
+def carve_out(facts: Facts) -> Outcome:
+    """Replica memory is not in the job's memory, so Slurm must not give it away."""
+    node = facts.own_node
+    if node is None or not node.memory_mb:
+        raise Unavailable("Slurm has no RealMemory for this host")
+    consumable = "MEMORY" in facts.conf["SelectTypeParameters"].upper()
+    for_jobs = max(0, node.memory_mb - node.spec_memory_mb) << 20
+    return carved(meminfo()["MemTotal"], for_jobs, Budget(facts.settings).cap_bytes, consumable)
+
+
+def slurmd_limit(limit: tuple[int, str] | None, cap: int) -> Outcome:
+    """`limit`: of slurmd's cgroup in bytes, and the file that says so."""
+    if limit is None:
+        return ok("slurmd's cgroup has no memory limit")
+    size, path = limit
+    if size < cap:
+        return wrong(
+            f"slurmd's cgroup is limited to {_mib(size)} ({path}), an agent's cap is {_mib(cap)}: where agents "
+            "stay in it, replicas that fill it get slurmd killed",
+            "no limit on slurmd's cgroup, or one above an agent's cap",
+            "raise MemSpecLimit or MemoryMax of slurmd.service, or lower memory_fraction",
+        )
+    return ok(f"slurmd's cgroup is limited to {_mib(size)}, an agent's cap is {_mib(cap)}")
+
+
+def slurmd_cgroup(facts: Facts) -> Outcome:
+    """MemSpecLimit and units limit slurmd, and whatever is still in its cgroup."""
+    daemons = [p for p in facts.processes if p.name == "slurmd"]
+    if not daemons:
+        raise Unavailable("no slurmd runs here")
+    with open(f"/proc/{daemons[0].pid}/cgroup", encoding="utf-8", errors="replace") as f:
+        table = f.read(1 << 16)
+    return slurmd_limit(cgroups.limit(table), Budget(facts.settings).cap_bytes)
+
+
+def kill_mode(value: str, where: str) -> Outcome:
+    """`value` of KillMode= in the file `where`; empty: systemd's default."""
+    if value in ("process", "none"):
+        return ok(f"KillMode={value} in {where}")
+    return wrong(
+        f"{UNIT} has KillMode={value or 'control-group (the default)'}{f' in {where}' if where else ''}: "
+        "a restart of slurmd kills the agents, and the running steps",
+        "KillMode=process, as Slurm's own unit has it",
+        f"systemctl edit {UNIT}: [Service] KillMode=process",
+    )
+
+
+def unit(facts: Facts) -> Outcome:
+    """A restart of slurmd must not take the agents with it."""
+    found = units.files(UNIT)
+    if not found:
+        raise Unavailable(f"no {UNIT} in {', '.join(units.DIRECTORIES)}: slurmd is started by something else")
+    return kill_mode(*units.setting(found, "Service", "KillMode"))
+
+
+CHECKS = (
+    Check("memory.carve-out", "SITE 15", ON_NODE, carve_out),
+    Check("memory.slurmd-cgroup", "SITE 15", ON_NODE, slurmd_cgroup),
+    Check("memory.unit", "SITE 15", ON_NODE, unit),
+)

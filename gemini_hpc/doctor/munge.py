@@ -1,0 +1,128 @@
+"""MUNGE: every connection between agents, controller and users begins with it."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+import time
+
+from gemini_hpc.doctor import greeting, paths
+from gemini_hpc.doctor.check import ANYWHERE, Check
+from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
+from gemini_hpc.wire import munge
+
+SAFE_VERSION = (0, 5, 18)
+DEFAULT_KEY = "/etc/munge/munge.key"
+_PROGRAMS = ("/usr/sbin/munged", "/usr/local/sbin/munged", "/usr/bin/munge", "/usr/local/bin/munge")
+_TIMEOUT_S = 5.0
+# Whole seconds in a credential, and the time on the wire: below this nothing can be said.
+CLOCK_WARNING_S, CLOCK_WRONG_S = 5.0, 30.0
+
+
+def answers(facts: Facts) -> Outcome:
+    """A credential to oneself."""
+    nonce = os.urandom(16)
+    fix = "start munged; its socket is /run/munge/munge.socket.2 unless libmunge was built otherwise"
+    try:
+        payload, uid = munge.decode(munge.encode(nonce, for_uid=facts.uid))
+    except munge.MungeError as exc:
+        return wrong(f"MUNGE: {exc}", "a munged that makes and opens credentials", fix)
+    if payload != nonce or uid != facts.uid:
+        return wrong(f"a credential of uid {facts.uid} came back as uid {uid}'s", "itself", "see munged's log")
+    return ok("a credential of ours was made and opened")
+
+
+def judge_version(text: str) -> Outcome:
+    """From the program's own words."""
+    found = re.search(r"munge-([0-9]{1,4})\.([0-9]{1,4})\.([0-9]{1,4})", text)
+    if not found:
+        raise Unavailable(f"no release of MUNGE in {text.strip()[:60]!r}")
+    version = tuple(int(n) for n in found.groups())
+    if version < SAFE_VERSION:
+        return warning(
+            f"MUNGE {found[0][6:]}: a local user may get at the key (CVE-2026-25506)",
+            "0.5.18 or later, or a distribution's package with that fix",
+            "upgrade MUNGE on all hosts; a new key afterwards",
+        )
+    return ok(f"MUNGE {found[0][6:]}")
+
+
+def version(facts: Facts) -> Outcome:
+    """Whoever has the key is anybody on the cluster."""
+    program = next((p for p in _PROGRAMS if os.access(p, os.X_OK)), None)
+    if program is None:
+        raise Unavailable(f"none of {', '.join(_PROGRAMS)} is here")
+    if facts.root and paths.weaknesses(program):
+        raise Unavailable(f"{program} is not run as root, others can change it")
+    env = {"PATH": "/usr/bin:/bin", "LC_ALL": "C"}
+    try:
+        done = subprocess.run(
+            [program, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_TIMEOUT_S,
+            env=env,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        raise Unavailable(f"{program}: {exc}") from None
+    return judge_version(done.stdout.decode(errors="replace"))
+
+
+def judge_clock(ahead_s: float, where: str) -> Outcome:
+    """`ahead_s`: how far `where`'s clock is before ours."""
+    text = f"the clock of {where} is {abs(ahead_s):.0f} s {'ahead' if ahead_s > 0 else 'behind'}"
+    wanted = f"less than {CLOCK_WARNING_S:.0f} s (credentials are good for {munge.TTL_S} s)"
+    if abs(ahead_s) >= CLOCK_WRONG_S:
+        return wrong(text, wanted, "an NTP client on both hosts")
+    if abs(ahead_s) >= CLOCK_WARNING_S:
+        return warning(text, wanted, "an NTP client on both hosts")
+    return ok(f"the clock of {where} is as ours (within {CLOCK_WARNING_S:.0f} s)")
+
+
+def clock(facts: Facts) -> Outcome:
+    """The controller's, from the time that its credential was made."""
+    try:
+        made = greeting.greet(facts.settings, facts.slurm_uid)
+    except greeting.GreetingError as exc:
+        raise Unavailable(f"the controller cannot be asked for its time: {exc}") from None
+    return judge_clock(made - time.time(), facts.settings.controller_host)
+
+
+def _key(facts: Facts) -> tuple[str, int]:
+    """The key's path, and the uid that munged runs as."""
+    for process in facts.processes:
+        if process.name == "munged":
+            told = [a.partition(b"=")[2] for a in process.arguments if a.startswith(b"--key-file=")]
+            return (os.fsdecode(told[-1]) if told else DEFAULT_KEY), process.uid
+    if not os.path.exists(DEFAULT_KEY):
+        raise Unavailable("no munged is seen on this host")
+    return DEFAULT_KEY, os.stat(DEFAULT_KEY).st_uid
+
+
+def key(facts: Facts) -> Outcome:
+    """Whoever reads it is anybody on the cluster."""
+    facts.need_root("the key's mode")
+    path, owner = _key(facts)
+    wanted = f"{path}: munged's own, mode 0400 or 0600, in directories that nobody else can write to"
+    try:
+        info = os.stat(path)
+        weak = paths.weaknesses(path, frozenset((0, owner)))
+    except OSError as exc:
+        raise Unavailable(f"{path}: {exc.strerror}") from None
+    mode = stat.S_IMODE(info.st_mode)
+    if mode & 0o077 or weak:
+        found = some([*weak, *([f"{path} has mode {mode:04o}"] if mode & 0o077 else [])])
+        return wrong(found, wanted, f"chmod 0400 {path}; if users could read it, a new key on all hosts")
+    return ok(f"{path}, {paths.user(info.st_uid)}, {mode:04o}")
+
+
+CHECKS = (
+    Check("munge.answers", "SITE 1", ANYWHERE, answers),
+    Check("munge.version", "CVE-2026-25506", ANYWHERE, version),
+    Check("munge.clock", "SITE 1", ANYWHERE, clock),
+    Check("munge.key", "CVE-2026-25506", ANYWHERE, key),
+)

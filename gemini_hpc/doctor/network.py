@@ -1,0 +1,224 @@
+"""Ports, addresses, and the way to the controller."""
+
+from __future__ import annotations
+
+import re
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+
+from gemini_hpc.agent.network import interface_address
+from gemini_hpc.config import Settings
+from gemini_hpc.doctor import greeting
+from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check
+from gemini_hpc.doctor.facts import CONTROLLER, NODE, Facts
+from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, worst, wrong
+from gemini_hpc.doctor.processes import sockets
+
+MASTER_PORTS = (24000, 31999)
+_EPHEMERAL = "/proc/sys/net/ipv4/ip_local_port_range"
+_RESERVED = "/proc/sys/net/ipv4/ip_local_reserved_ports"
+_FIRST_USER = 1000
+_MAX_LINES = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Some of our TCP ports, both ends included."""
+
+    name: str
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.first}-{self.last})" if self.last > self.first else f"{self.name} ({self.first})"
+
+    def overlaps(self, first: int, last: int) -> bool:
+        """Whether the two have a port in common."""
+        return self.first <= last and first <= self.last
+
+
+def ours(s: Settings) -> list[Range]:
+    """The ports of the administrators' document."""
+    return [
+        Range("agents", s.agent_port_base, s.agent_port_base + s.agent_port_count - 1),
+        Range("MASTER_PORT", *MASTER_PORTS),
+        Range("the controller", s.controller_port, s.controller_port),
+    ]
+
+
+def slurm_ports(facts: Facts) -> Outcome:
+    """Ports that Slurm uses itself must not be among ours."""
+    s, conf = facts.settings, facts.conf
+    outcomes = []
+    for key in ("SlurmctldPort", "SlurmdPort", "SrunPortRange", "AccountingStoragePort"):
+        span = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", conf[key])
+        if not span or not int(span[1]):
+            continue
+        first, last = int(span[1]), int(span[2] or span[1])
+        outcomes += [
+            wrong(
+                f"{key}={conf[key]} overlaps the ports of {mine}",
+                "ranges apart",
+                "agent_port_base, agent_port_count, controller_port in gemini.toml, or Slurm's range",
+            )
+            for mine in ours(s)
+            if mine.overlaps(first, last)
+        ]
+    port = conf["SlurmdPort"]
+    if port.isdigit() and int(port) not in (0, s.slurmd_port):
+        found = f"slurmd_port is {s.slurmd_port}, Slurm's SlurmdPort {port}"
+        outcomes.append(warning(found, "the same", f"slurmd_port = {port} in gemini.toml"))
+    return worst(outcomes) if outcomes else ok("Slurm's ports are not among ours")
+
+
+def _numbers(path: str) -> str:
+    try:
+        with open(path, encoding="ascii", errors="replace") as f:
+            return f.read(1 << 16)
+    except OSError as exc:
+        raise Unavailable(f"{path}: {exc.strerror}") from None
+
+
+def free_of(mine: Range, reserved: str) -> bool:
+    """Whether the kernel leaves all of these ports alone (ip_local_reserved_ports, such as `1,17000-21095`)."""
+    left = set(range(mine.first, mine.last + 1))
+    for first, last in re.findall(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", reserved):
+        left -= set(range(int(first), int(last or first) + 1))
+    return not left
+
+
+def ephemeral(facts: Facts) -> Outcome:
+    """A port that the kernel hands out to anybody's outgoing connection may be taken when we want it."""
+    text = _numbers(_EPHEMERAL).split()
+    first, last = int(text[0]), int(text[1])
+    reserved = _numbers(_RESERVED)
+    hit = [mine for mine in ours(facts.settings) if mine.overlaps(first, last) and not free_of(mine, reserved)]
+    if hit:
+        return warning(
+            f"the kernel hands out ports {first}-{last}, among them those of {some(map(str, hit), ', ')}",
+            "our ports outside net.ipv4.ip_local_port_range",
+            "net.ipv4.ip_local_reserved_ports = " + ",".join(f"{m.first}-{m.last}" for m in hit) + " with sysctl",
+        )
+    return ok(f"the kernel hands out {first}-{last}, none of ours")
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """One listening TCP socket."""
+
+    port: int
+    uid: int
+    inode: int
+
+
+def listeners(text: str) -> list[Listener]:
+    """From /proc/net/tcp and tcp6."""
+    found = []
+    for line in text.splitlines()[1:_MAX_LINES]:
+        fields = line.split()
+        if len(fields) > 9 and fields[3] == "0A":
+            with suppress(ValueError):
+                found.append(Listener(int(fields[1].rpartition(":")[2], 16), int(fields[7]), int(fields[9])))
+    return found
+
+
+def _stranger(facts: Facts, listener: Listener) -> bool:
+    # A user cannot see which process it is.
+    return facts.root or listener.uid != facts.slurm_uid
+
+
+def in_use(facts: Facts) -> Outcome:
+    """Somebody else's service on a port of ours."""
+    everybody: list[Listener] = []
+    for path in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(OSError), open(path, encoding="ascii", errors="replace") as f:
+            everybody += listeners(f.read(32 << 20))
+    agents, master, controller = ours(facts.settings)
+    mine: set[int] = set()
+    for process in facts.processes:
+        if process.agent_of is not None or process.controller:
+            mine |= sockets(process.pid)
+    holders = {inode: p for p in facts.processes for inode in sockets(p.pid)} if facts.root else {}
+    hits, unknown = [], False
+    for listener in everybody:
+        if listener.inode in mine:
+            continue
+        if agents.overlaps(listener.port, listener.port):
+            # Another user's listener may well be an agent: only root can tell.
+            unknown = unknown or not facts.root
+            if facts.root or listener.uid < _FIRST_USER:
+                hits.append((listener, agents))
+        elif master.overlaps(listener.port, listener.port) and listener.uid < _FIRST_USER:
+            hits.append((listener, master))
+        elif listener.port == controller.first and CONTROLLER in facts.roles and _stranger(facts, listener):
+            hits.append((listener, controller))
+    if hits:
+        told = []
+        for listener, which in hits:
+            holder = holders.get(listener.inode)
+            who = f"{holder.name} (pid {holder.pid})" if holder else f"uid {listener.uid}"
+            told.append(f"{who} listens on {listener.port}, a port of {which}")
+        return warning(some(told), "nobody else on our ports", "move it, or change the ports in gemini.toml")
+    if unknown:
+        raise Unavailable("other users listen on ports of agents: only root can see whether they are agents")
+    return ok("nobody else listens on our ports")
+
+
+def addresses(facts: Facts) -> Outcome:
+    """Where agents listen is where their peers dial."""
+    s, node = facts.settings, facts.own_node
+    name = node.name if node else facts.hostname
+    if s.interface:
+        if not interface_address(s.interface)[0]:
+            return wrong(
+                f"interface {s.interface!r} has no IPv4 address on this node: agents listen on all of them",
+                "an interface with an address",
+                "correct interface in gemini.toml",
+            )
+        if s.peer_address == "{host}":
+            return warning(
+                f"interface is {s.interface!r}, and peers are dialled by the plain host name",
+                "a peer_address that leads to that interface",
+                'set peer_address, such as "{host}-ib0"',
+            )
+    dialled = s.address_of(name)
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(dialled, None, socket.AF_INET)}
+    except OSError as exc:
+        text = f"peers dial {dialled!r}, which has no IPv4 address: {exc.strerror or exc}"
+        return wrong(text, "a name that leads here", "peer_address in gemini.toml, or the name service")
+    for address in found:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, suppress(OSError):
+            probe.bind((address, 0))  # only an address of this host can be bound
+            if not address.startswith("127."):
+                return ok(f"peers dial {dialled} ({address})")
+    text = f"peers dial {dialled!r}, which is {some(sorted(found), ', ')}: not an address that others reach here"
+    return wrong(
+        text, "an address of this host that its peers reach", "peer_address in gemini.toml, or the name service"
+    )
+
+
+def controller(facts: Facts) -> Outcome:
+    """Agents report to it, `inspect` asks it."""
+    s = facts.settings
+    if not s.controller_host:
+        raise Unavailable("no controller_host in the settings: Slurm's own detection only (see slurm.detection)")
+    try:
+        greeting.greet(s, facts.slurm_uid)
+    except greeting.GreetingError as exc:
+        return wrong(
+            f"no greeting from the controller: {exc}",
+            f"the controller at {s.controller_host}:{s.controller_port}, as {s.slurm_user}",
+            "start it (gemini-hpc controller), open the port in the firewall, or correct the settings on one side",
+        )
+    return ok(f"{s.controller_host}:{s.controller_port} answers as {s.slurm_user}")
+
+
+CHECKS = (
+    Check("network.controller", "SITE 2", ANYWHERE, controller),
+    Check("network.slurm-ports", "SITE 17", ANYWHERE, slurm_ports),
+    Check("network.ephemeral", "SITE 17", frozenset((NODE, CONTROLLER)), ephemeral),
+    Check("network.in-use", "SITE 17", frozenset((NODE, CONTROLLER)), in_use),
+    Check("network.addresses", "SITE 2", ON_NODE, addresses),
+)

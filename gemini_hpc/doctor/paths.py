@@ -1,0 +1,67 @@
+"""Who could put something else in the place of a file: every component of its path, links followed as by the kernel.
+
+Root scripts that run what a user can change are how CVE-2016-10030 and CVE-2023-41914 became root exploits.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import pwd
+import stat
+from collections import deque
+from collections.abc import Iterator
+
+_MAX_LINKS = 40
+
+
+def walk(path: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Every directory, link and file that is passed on the way to an absolute path. Raises OSError."""
+    pending, at, links = deque(path.split("/")), "/", 0
+    yield at, os.lstat(at)
+    while pending:
+        part = pending.popleft()
+        if part in ("", "."):
+            continue
+        if part == "..":
+            at = os.path.dirname(at)
+            continue
+        here = os.path.join(at, part)
+        info = os.lstat(here)
+        yield here, info
+        if not stat.S_ISLNK(info.st_mode):
+            at = here
+            continue
+        links += 1
+        if links > _MAX_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+        target = os.readlink(here)
+        at = "/" if target.startswith("/") else at
+        pending.extendleft(reversed(target.split("/")))
+
+
+def weakness(path: str, info: os.stat_result, owners: frozenset[int]) -> str:
+    """Why others than `owners` can change this one; empty if they cannot. (A link is as safe as its directory.)"""
+    if stat.S_ISLNK(info.st_mode):
+        return ""
+    if info.st_uid not in owners:
+        return f"{path} belongs to {user(info.st_uid)}"
+    # Root's own group may write: on some systems it is the default, and only root is in it.
+    if info.st_mode & stat.S_IWOTH or (info.st_mode & stat.S_IWGRP and info.st_gid != 0):
+        return f"{path} has mode {stat.S_IMODE(info.st_mode):04o}"
+    return ""
+
+
+def weaknesses(path: str, owners: frozenset[int] = frozenset((0,))) -> list[str]:
+    """All of them on the way to `path`. Raises OSError where there is no such file."""
+    if not path.startswith("/"):
+        return [f"{path!r} is not an absolute path"]
+    return [found for here, info in walk(path) if (found := weakness(here, info, owners))]
+
+
+def user(uid: int) -> str:
+    """For messages."""
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"

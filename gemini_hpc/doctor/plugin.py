@@ -1,0 +1,138 @@
+"""The SPANK plugin: where it does not load, Slurm says so in a log at most (SITE 22)."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gemini_hpc.doctor import elf
+from gemini_hpc.doctor.check import ANYWHERE, Check
+from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, warning, wrong
+
+NAME = "gemini_spank.so"
+DEFAULT_RUN_DIR = "/run/gemini-hpc"
+_MAX_BYTES = 1 << 20
+_MAX_FILES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The plugin's line: in which file, whether `required` or `optional`, its path and arguments."""
+
+    file: str
+    need: str
+    path: str
+    arguments: tuple[str, ...]
+
+
+def plugstack(facts: Facts) -> str:
+    """The plugstack.conf that is in force on this host: beside slurm.conf, where nodes get theirs from slurmctld."""
+    stated = facts.conf["PlugStackConfig"]
+    fetched = "/run/slurm/conf/plugstack.conf"
+    if stated and not os.path.exists(stated) and os.path.exists(fetched):
+        return fetched
+    return stated or os.path.join(os.path.dirname(facts.conf["SLURM_CONF"]), "plugstack.conf")
+
+
+def lines(path: str, plugin_dirs: str, seen: set[str]) -> Iterator[Line]:
+    """The plugins of a plugstack.conf and what it includes; `seen` becomes the files read. Raises OSError."""
+    if path in seen or len(seen) >= _MAX_FILES:
+        return
+    seen.add(path)
+    with open(path, encoding="utf-8", errors="replace") as f:
+        text = f.read(_MAX_BYTES)
+    for line in text.splitlines():
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:
+            continue
+        if len(words) < 2:
+            continue
+        need, file, *arguments = words
+        if need == "include":
+            for included in sorted(glob.glob(os.path.join(os.path.dirname(path), file))):
+                yield from lines(included, plugin_dirs, seen)
+        elif need in ("optional", "required"):
+            places = [os.path.join(d, file) for d in plugin_dirs.split(":")] if not file.startswith("/") else [file]
+            found = next((p for p in places if os.path.exists(p)), places[0])
+            yield Line(path, need, found, tuple(arguments))
+
+
+def our_line(facts: Facts) -> Line | None:
+    """The plugin's line, None where there is none."""
+    path = plugstack(facts)
+    try:
+        found = list(lines(path, facts.conf["PluginDir"], set()))
+    except OSError as exc:
+        raise Unavailable(f"{path}: {exc.strerror}") from None
+    return next((line for line in found if os.path.basename(line.path) == NAME), None)
+
+
+def _there(facts: Facts) -> Line:
+    line = our_line(facts)
+    if line is None or not os.path.exists(line.path):
+        raise Unavailable("no plugin (see plugin.line)")
+    return line
+
+
+def line(facts: Facts) -> Outcome:
+    """The plugin is asked for, and there."""
+    path = plugstack(facts)
+    wanted = f"`optional .../{NAME}` in {path}, and that file, on every host"
+    fix = "make -C slurm install, and the line of slurm/plugstack.conf.example"
+    if not os.path.exists(path):
+        return wrong(f"{path} is not there: no option --gemini-replicas, no protection", wanted, fix)
+    found = our_line(facts)
+    if found is None:
+        return wrong(f"{path} does not name {NAME}: no option --gemini-replicas, no protection", wanted, fix)
+    if not os.path.exists(found.path):
+        return wrong(f"{found.path} is not there: with `{found.need}` in {found.file}", wanted, fix)
+    if found.need == "required":
+        text = f"{found.file} has `required`: a plugin that does not load stops the jobs of everybody"
+        return warning(text, wanted, "write optional instead")
+    return ok(f"{found.path}, optional in {found.file}")
+
+
+def release(facts: Facts) -> Outcome:
+    """Slurm does not load a plugin of another release, and jobs go on without protection."""
+    path = _there(facts).path
+    wanted = f"a plugin built against the headers of Slurm {'{}.{:02}'.format(*facts.release.series)}"
+    fix = "make -C slurm clean all install with the headers of the Slurm that is installed here"
+    try:
+        built = elf.built_for(path)
+    except elf.ElfError as exc:
+        return wrong(f"{path}: {exc}", wanted, fix)
+    except OSError as exc:
+        raise Unavailable(f"{path}: {exc.strerror}") from None
+    if built.series != facts.release.series:
+        found = f"{path} was built for Slurm {built}, here is {facts.release}: it does not load, and nobody is told"
+        return wrong(found, wanted, fix)
+    return ok(f"built for {built}, here is {facts.release}")
+
+
+def run_dir(facts: Facts) -> Outcome:
+    """The plugin looks for the map where the prolog put it."""
+    told = [a.partition("=")[2] for a in _there(facts).arguments if a.startswith("run_dir=")]
+    found, wanted = (told[-1] if told else DEFAULT_RUN_DIR), facts.settings.run_dir
+    strange = [a for a in _there(facts).arguments if not a.startswith("run_dir=")]
+    if strange:
+        text = f"the plugin refuses its argument {strange[0][:60]!r}"
+        return wrong(text, "run_dir=DIR or nothing", f"correct the line in {plugstack(facts)}")
+    if found.rstrip("/") != wanted.rstrip("/"):
+        return wrong(
+            f"the plugin looks in {found}, the agents are in {wanted}: tasks find no map, nothing is protected",
+            "one run_dir",
+            f"run_dir={wanted} behind the plugin in {plugstack(facts)}",
+        )
+    return ok(found)
+
+
+CHECKS = (
+    Check("plugin.line", "SITE 22", ANYWHERE, line),
+    Check("plugin.release", "SITE 22", ANYWHERE, release),
+    Check("plugin.run-dir", "SITE 22", ANYWHERE, run_dir),
+)

@@ -1,0 +1,78 @@
+"""This host's processes, read from /proc."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+AGENT, CONTROL = b"gemini_hpc.agent", b"gemini_hpc.control"
+_MAX_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process. `arguments` is what it says of itself, so a hint only."""
+
+    pid: int
+    parent: int
+    uid: int
+    name: str
+    arguments: tuple[bytes, ...]
+
+    @property
+    def agent_of(self) -> int | None:
+        """The job whose agent (or its supervisor) this is."""
+        if AGENT not in self.arguments or b"--job" not in self.arguments:
+            return None
+        after = self.arguments[self.arguments.index(b"--job") + 1 :]
+        return int(after[0]) if after and after[0].isdigit() and len(after[0]) <= 10 else None
+
+    @property
+    def controller(self) -> bool:
+        """Whether this is the controller service."""
+        return CONTROL in self.arguments or (
+            b"controller" in self.arguments and any(a.endswith(b"gemini-hpc") for a in self.arguments[:3])
+        )
+
+
+def _read(pid: str, name: str) -> bytes:
+    with open(f"/proc/{pid}/{name}", "rb") as f:
+        return f.read(_MAX_BYTES)
+
+
+def _each() -> Iterator[Process]:
+    for pid in os.listdir("/proc"):
+        if not pid.isdecimal():
+            continue
+        with suppress(OSError, ValueError, IndexError):
+            before, _, after = _read(pid, "stat").rpartition(b")")
+            name = before.partition(b"(")[2].decode(errors="replace")
+            arguments = tuple(a for a in _read(pid, "cmdline").split(b"\0") if a)
+            yield Process(int(pid), int(after.split()[1]), os.stat(f"/proc/{pid}").st_uid, name, arguments)
+
+
+def processes() -> list[Process]:
+    """All of them; one that ends meanwhile is left out."""
+    return list(_each())
+
+
+def environment(pid: int) -> dict[bytes, bytes]:
+    """What a process was started with; empty where it cannot be read."""
+    with suppress(OSError):
+        pairs = (entry.partition(b"=") for entry in _read(str(pid), "environ").split(b"\0"))
+        return {name: value for name, _, value in pairs}
+    return {}
+
+
+def sockets(pid: int) -> set[int]:
+    """Inodes of the sockets that a process holds; empty where it cannot be read."""
+    found: set[int] = set()
+    with suppress(OSError):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError, ValueError):
+                target = os.readlink(f"/proc/{pid}/fd/{fd}")
+                if target.startswith("socket:["):
+                    found.add(int(target[8:-1]))
+    return found

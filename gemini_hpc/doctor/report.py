@@ -1,0 +1,58 @@
+"""The findings as text for people, and as a JSON document for machines (schema 1, docs/doctor-json.md)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from gemini_hpc import __version__
+from gemini_hpc.doctor.examine import OTHER_HOSTS
+from gemini_hpc.doctor.finding import SKIPPED, STATUSES, WARNING, WRONG, Finding
+
+SCHEMA = 1
+Document = dict[str, Any]
+
+
+def document(
+    findings: Sequence[Finding], host: str, roles: Sequence[str], user: str, slurm: str, status: int, now: float
+) -> Document:
+    """Schema 1: keys are only ever added to it. `status` is the exit status."""
+    counts = Counter(f.status for f in findings)
+    return {
+        "schema": SCHEMA,
+        "t": now,
+        "host": host,
+        "roles": list(roles),
+        "user": user,
+        "version": __version__,
+        "slurm": slurm,
+        "status": status,
+        "counts": {word: counts[word] for word in STATUSES},
+        "checks": [asdict(f) for f in findings],
+    }
+
+
+def tame(text: str) -> str:
+    """Paths, reasons and names are partly other people's, and this is read on root's terminal."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
+
+def text(d: Document) -> str:
+    """One line a check; what was wanted and what to do, where it is not in order."""
+    shown = [c for c in d["checks"] if not (c["status"] == SKIPPED and c["found"].startswith(OTHER_HOSTS))]
+    name_width = max((len(c["check"]) for c in shown), default=0)
+    rule_width = max((len(c["rule"]) for c in shown), default=0)
+    lines = []
+    for c in shown:
+        word = c["status"].upper() if c["status"] == WRONG else c["status"]
+        lines.append(f"{word:<8} {c['check']:<{name_width}}  {c['rule']:<{rule_width}}  {tame(c['found'])}")
+        if c["status"] in (WARNING, WRONG):
+            lines += [f"{'':<11}wanted: {tame(c['wanted'])}", f"{'':<11}fix:    {tame(c['fix'])}"]
+    counts = Counter(c["status"] for c in shown)
+    elsewhere = len(d["checks"]) - len(shown)
+    summary = ", ".join(f"{counts[word]} {word}" for word in STATUSES)
+    others = f"; {elsewhere} are for other hosts" if elsewhere else ""
+    who = f"{d['host']} ({', '.join(d['roles'])}), as {d['user']}, Slurm {d['slurm'] or 'unknown'}"
+    return "\n".join([*lines, f"{who}: {len(shown)} checks: {summary}{others}"])

@@ -1,0 +1,86 @@
+"""Whether the Prolog and Epilog in force are gemini-hpc's, or call them."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+
+from gemini_hpc.doctor.check import ANYWHERE, Check
+from gemini_hpc.doctor.configuration import Configuration
+from gemini_hpc.doctor.facts import NODE, Facts
+from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
+
+_MAX_BYTES = 1 << 20
+_OURS = {"Prolog": "gemini_hpc.agent.prolog", "Epilog": "gemini_hpc.agent.epilog"}
+_PATH = re.compile(r"/[A-Za-z0-9._+/-]{1,300}")
+
+
+def in_force(conf: Configuration, kind: str) -> list[str]:
+    """The files that slurmd runs for `Prolog` or `Epilog`, in its order; a pattern is looked up here."""
+    paths: list[str] = []
+    for value in conf.all(kind):
+        paths += sorted(glob.glob(value)) or [value]
+    return paths
+
+
+def _text(path: str) -> str:
+    with open(path, encoding="utf-8", errors="replace") as f:
+        return f.read(_MAX_BYTES)
+
+
+def called_by(path: str, kind: str) -> str | None:
+    """`path` if it is our script, else ours among the files that it names, else None. Raises OSError."""
+    text = _text(path)
+    if _OURS[kind] in text:
+        return path
+    names: list[str] = _PATH.findall("\n".join(line.partition("#")[0] for line in text.splitlines()))
+    for named in dict.fromkeys(names):
+        try:
+            if os.path.isfile(named) and _OURS[kind] in _text(named):
+                return named
+        except OSError:
+            continue
+    return None
+
+
+def _look(facts: Facts, kind: str) -> Outcome:
+    name = kind.lower()
+    wanted = f"{kind}=/opt/gemini-hpc/prolog_epilog/{name}, or a script of the site that calls it"
+    paths = in_force(facts.conf, kind)
+    if not paths:
+        return wrong(f"{kind} is not set: no job is protected", wanted, f"{kind}=... in slurm.conf, then reconfigure")
+    problems = []
+    for path in paths:
+        try:
+            ours = called_by(path, kind)
+        except OSError as exc:
+            problems.append(f"{path}: {exc.strerror}")
+            continue
+        if ours == path:
+            return ok(path)
+        if ours:
+            found = f"{path} names {ours}; whether it is always reached cannot be seen from here"
+            return warning(found, wanted, f"make sure that {path} calls it in every case, with its environment")
+    if NODE not in facts.roles and len(problems) == len(paths):
+        return ok(f"{some(paths)} (not on this host)")
+    if not facts.root and any("ermission" in p for p in problems):
+        raise Unavailable(f"{some(problems)}: only root can see it; run it again as root")
+    found = some(problems) or f"{some(paths, ', ')} does not call gemini-hpc's {name}"
+    return wrong(found, wanted, f"call it from the site's {name}, or install it on this host")
+
+
+def prolog(facts: Facts) -> Outcome:
+    """It starts the agents."""
+    return _look(facts, "Prolog")
+
+
+def epilog(facts: Facts) -> Outcome:
+    """It lets the agents' memory go."""
+    return _look(facts, "Epilog")
+
+
+CHECKS = (
+    Check("scripts.prolog", "SITE 19", ANYWHERE, prolog),
+    Check("scripts.epilog", "SITE 16", ANYWHERE, epilog),
+)

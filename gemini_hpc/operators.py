@@ -1,0 +1,123 @@
+"""Who may look at every job, beside its owner: root, SlurmUser, and whom `operators` in gemini.toml names."""
+
+from __future__ import annotations
+
+import asyncio
+import grp
+import os
+import pwd
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+
+LOOKUP_S = 3.0
+KEPT_S = 30.0
+FAILED_S = 5.0
+_MAX_LOOKUPS = 4
+_MAX_KEPT = 4096
+
+More = Callable[[str], Awaitable[bool]]
+
+
+def listed(uid: int, operators: Iterable[str]) -> bool:
+    """Whether `operators` (a name, a uid, `@` and the name or number of a group) names this user, as the name service
+    of this host knows users and groups. Takes as long as that does. Raises nothing: who is not found is not named."""
+    users = [entry for entry in operators if not entry.startswith("@")]
+    if str(uid) in users:
+        return True
+    try:
+        user = pwd.getpwuid(uid)
+    except (KeyError, OverflowError):
+        return False
+    if user.pw_name in users:
+        return True
+    wanted = {gid for entry in operators if entry.startswith("@") for gid in _gid(entry[1:])}
+    return bool(wanted) and not wanted.isdisjoint(os.getgrouplist(user.pw_name, user.pw_gid))
+
+
+def _gid(name: str) -> tuple[int, ...]:
+    if name.isdecimal():
+        return (int(name),)
+    try:
+        return (grp.getgrnam(name).gr_gid,)
+    except KeyError:
+        return ()
+
+
+class Operators:
+    """Remembers answers for `KEPT_S`; a lookup that takes longer than `LOOKUP_S` is a no for `FAILED_S`.
+
+    `always` need no lookup. `more` is asked, with the user's name, about whom the list does not name; its failures
+    (TimeoutError, OSError and what it raises of its own) are a no as well.
+    """
+
+    def __init__(self, operators: Iterable[str], always: Iterable[int], more: More | None = None) -> None:
+        self._operators, self._always, self._more = tuple(operators), frozenset(always), more
+        self._known: dict[int, tuple[float, bool]] = {}
+        self._asking: dict[int, asyncio.Task[bool]] = {}
+        self._threads = 0
+
+    async def allows(self, uid: int) -> bool:
+        """Whether this user may look at every job."""
+        if uid in self._always:
+            return True
+        if not self._operators and self._more is None:
+            return False
+        until, answer = self._known.get(uid, (0.0, False))
+        if time.monotonic() < until:
+            return answer
+        if uid not in self._asking:
+            task = self._asking[uid] = asyncio.ensure_future(self._ask(uid))
+            task.add_done_callback(lambda _: self._asking.pop(uid, None))
+        return await asyncio.shield(self._asking[uid])
+
+    async def _ask(self, uid: int) -> bool:
+        answer, kept_s = False, FAILED_S
+        with suppress(Exception):
+            async with asyncio.timeout(LOOKUP_S):
+                answer = await self._look(uid)
+                kept_s = KEPT_S
+        if len(self._known) >= _MAX_KEPT:
+            self._known.clear()
+        self._known[uid] = (time.monotonic() + kept_s, answer)
+        return answer
+
+    async def _look(self, uid: int) -> bool:
+        named, user = await self._beside(lambda: (listed(uid, self._operators), _name(uid)))
+        if named or self._more is None or not user:
+            return named
+        return await self._more(user)
+
+    async def _beside(self, lookup: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
+        """In a thread of its own, which nobody waits for at the end: a name service can hang for minutes."""
+        if self._threads >= _MAX_LOOKUPS:
+            raise TimeoutError
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[tuple[bool, str]] = loop.create_future()
+
+        def finish(value: tuple[bool, str] | None) -> None:
+            self._threads -= 1
+            if not result.done():
+                if value is None:
+                    result.set_exception(LookupError())
+                else:
+                    result.set_result(value)
+
+        def run() -> None:
+            value = None
+            with suppress(Exception):
+                value = lookup()
+            with suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(finish, value)
+
+        self._threads += 1
+        threading.Thread(target=run, daemon=True, name="gemini-names").start()
+        return await result
+
+
+def _name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OverflowError):
+        return ""

@@ -1,0 +1,182 @@
+"""SITE 21: whom `operators` and slurmdbd let look at every job; in doubt, nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import grp
+import os
+import pwd
+import time
+from collections.abc import Callable
+
+import pytest
+
+from gemini_hpc import operators
+from gemini_hpc.control.access import Accounting
+from gemini_hpc.control.slurm import SlurmError
+from gemini_hpc.control.slurmtext import parse_admin_level, parse_config
+from gemini_hpc.operators import Operators, listed
+
+GAMES, DAEMON = pwd.getpwnam("games"), pwd.getpwnam("daemon")
+GROUP = grp.getgrgid(GAMES.pw_gid).gr_name
+FOREIGN = "no-such-user-here"
+
+
+@pytest.mark.parametrize(
+    ("entries", "yes"),
+    [
+        ((), False),
+        (("games",), True),
+        ((str(GAMES.pw_uid),), True),
+        ((f"@{GROUP}",), True),
+        ((f"@{GAMES.pw_gid}",), True),
+        (("daemon", FOREIGN, f"@{FOREIGN}"), False),
+        (("@daemon",), False),
+        (("",), False),
+        (("@",), False),
+        (("@games\n",), False),
+        (("GAMES",), False),
+        (("@-1", "-1"), False),
+    ],
+)
+def test_site_21_names_and_groups(entries: tuple[str, ...], yes: bool) -> None:
+    assert listed(GAMES.pw_uid, entries) is yes
+
+
+def test_site_21_supplementary_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getgrouplist", lambda name, gid: [gid, 4242] if name == "games" else [gid])
+    assert listed(GAMES.pw_uid, ("@4242",)) and not listed(DAEMON.pw_uid, ("@4242",))
+
+
+def test_site_21_unknown_uids() -> None:
+    assert not listed(61999, ("root", "@root")) and listed(61999, ("61999",))
+    assert not listed(2**32 - 1, ("root",)) and not listed(2**70, ("@root",))
+
+
+def ask(who: Operators, *uids: int) -> list[bool]:
+    async def run() -> list[bool]:
+        return list(await asyncio.gather(*(who.allows(uid) for uid in uids)))
+
+    return asyncio.run(run())
+
+
+def test_site_21_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: pytest.fail("a lookup that nobody needs"))
+    assert ask(Operators(("games",), (0, 64030)), 0, 64030) == [True, True]
+    assert ask(Operators((), (0,)), 5001) == [False]
+
+
+def test_site_21_answers_are_kept_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def slow(uid: int, entries: object) -> bool:
+        asked.append(uid)
+        time.sleep(0.05)
+        return uid == 7
+
+    monkeypatch.setattr(operators, "listed", slow)
+    who = Operators(("x",), ())
+
+    async def run() -> list[bool]:
+        first = await asyncio.gather(*(who.allows(7) for _ in range(50)), who.allows(8))
+        return [*first, await who.allows(7), await who.allows(8)]
+
+    answers = asyncio.run(run())
+    assert answers == [True] * 50 + [False, True, False] and sorted(asked) == [7, 8]
+
+
+def test_site_21_name_service_that_hangs_lets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "LOOKUP_S", 0.2)
+    monkeypatch.setattr(operators, "FAILED_S", 60.0)
+    monkeypatch.setattr(operators, "listed", lambda uid, entries: time.sleep(3) or True)
+    who, began = Operators(("games",), ()), time.monotonic()
+    assert ask(who, *range(100, 120)) == [False] * 20
+    assert ask(who, *range(100, 120)) == [False] * 20
+    assert time.monotonic() - began < 2
+    assert who._threads <= 4
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), OSError("x"), MemoryError()])
+def test_site_21_lookup_that_fails_lets_nobody_in(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*_: object) -> bool:
+        raise error
+
+    monkeypatch.setattr(operators, "listed", fail)
+    assert ask(Operators(("games",), ()), GAMES.pw_uid) == [False]
+
+
+# ---- slurmdbd --------------------------------------------------------------------------------------------
+
+CONFIG = """Configuration data as of 2026-11-21T16:00:00
+AccountingStorageBackupHost = (null)
+AccountingStorageType   = accounting_storage/{kind}
+AuthInfo                = cred_expire=120
+SlurmctldHost[0]        = ctl
+StateSaveLocation       = /var/spool/slurmctld
+Prolog                  = /x AccountingStorageType = accounting_storage/slurmdbd
+
+Slurmctld(primary) at ctl is UP
+"""
+
+
+class Database:
+    """slurmdbd as `Slurm` tells of it."""
+
+    def __init__(self, kind: str, rows: str | Exception) -> None:
+        self.kind, self.rows, self.asked = kind, rows, 0
+
+    async def accounting(self) -> bool:
+        return parse_config(CONFIG.format(kind=self.kind)).values["AccountingStorageType"].endswith("slurmdbd")
+
+    async def admin_level(self, user: str) -> str:
+        self.asked += 1
+        if isinstance(self.rows, Exception):
+            raise self.rows
+        return parse_admin_level(self.rows, user)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "yes"),
+    [
+        ("slurmdbd", "games|Operator\n", True),
+        ("slurmdbd", "games|Administrator\n", True),
+        ("slurmdbd", "games|None\n", False),
+        ("slurmdbd", "games|Not Set\n", False),
+        ("slurmdbd", "games|\n", False),
+        ("slurmdbd", "", False),
+        ("slurmdbd", "daemon|Operator\n", False),
+        ("slurmdbd", "games|Operator|x\n", False),
+        ("slurmdbd", "games|None\ngames|Operator\n", False),
+        ("slurmdbd", "xgames|Operator\ngames|None\n", False),
+        ("slurmdbd", SlurmError("sacctmgr: error: Unable to connect to the database"), False),
+        ("none", "games|Operator\n", False),
+    ],
+)
+def test_site_21_operators_of_slurmdbd(kind: str, rows: str | Exception, yes: bool) -> None:
+    database = Database(kind, rows)
+    who = Operators((), (0,), Accounting(database).operator)  # type: ignore[arg-type]
+    assert ask(who, GAMES.pw_uid) == [yes]
+    assert database.asked == (kind == "slurmdbd")
+
+
+@pytest.mark.parametrize("user", ["a,b", "a b", "--help", "a'", "", "x" * 65, "a\nb", "name=root"])
+def test_site_21_names_that_are_no_arguments(user: str, tattling_slurm: Callable[[], str]) -> None:
+    from gemini_hpc.control.slurm import Slurm
+
+    with pytest.raises(SlurmError):
+        asyncio.run(Slurm().admin_level(user))
+    assert tattling_slurm() == ""
+
+
+@pytest.fixture
+def tattling_slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    from gemini_hpc.control import slurm
+
+    called: list[str] = []
+
+    async def run(self: object, tool: str, *args: str) -> str:
+        called.append(" ".join((tool, *args)))
+        return ""
+
+    monkeypatch.setattr(slurm.Slurm, "_run", run)
+    return lambda: "\n".join(called)

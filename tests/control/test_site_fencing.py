@@ -1,0 +1,154 @@
+"""SITE 1 to 5 on a real cluster: who is believed, and what is never done to a node."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import fields
+
+from gemini_hpc.config import Settings
+
+from .conftest import PYTHON, Site, until
+
+
+def start(site: Site, *args: str) -> tuple[int, list[str]]:
+    job = site.submit("--requeue", "--exclusive", *(args or ("-N3",)))
+    site.running(job)
+    hosts = site.nodes(job)
+    site.agents(job, 0, hosts)
+    return job, hosts
+
+
+def fenced(site: Site) -> list[str]:
+    out = site.cluster.run(["scontrol", "show", "node", "-o"]).stdout
+    return [line.split()[0].split("=")[1] for line in out.splitlines() if "gemini-hpc" in line]
+
+
+def stays(site: Site, true: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert true(), site.log()
+        time.sleep(0.2)
+
+
+def test_site_02_slurmd_that_hangs_is_not_a_dead_node(site: Site) -> None:
+    """Only the daemon is stopped; the agent lives and answers."""
+    job, hosts = start(site)
+    site.cluster.exec(hosts[1], ["pkill", "-STOP", "-x", "slurmd"])
+    stays(site, lambda: not fenced(site) and site.event(job, "confirmed") is None, 4)
+    site.cluster.exec(hosts[1], ["pkill", "-CONT", "-x", "slurmd"])
+
+
+def test_site_02_frozen_node_whose_kernel_still_accepts_connections(site: Site) -> None:
+    """Nothing runs on it any more, but a bare connect still succeeds: an answer is needed, not an accept."""
+    job, hosts = start(site)
+    site.cluster.exec(hosts[1], ["bash", "-c", "kill -STOP -1"])
+    try:
+        site.running(job, restart=1)
+        assert fenced(site) == [hosts[1]]
+    finally:
+        site.end_agents()  # whoever waits outside for a stopped process is stopped as well
+        site.cluster.power_off(hosts[1])
+
+
+def test_site_02_controller_that_reaches_few_nodes_fences_nobody(make_site: Callable[..., Site]) -> None:
+    """One node is dead indeed; but as long as the controller misses others as well, the fault may be its own."""
+    site = make_site(settings={"fence_budget_nodes": 100})
+    job, hosts = start(site, "-N5")
+    addresses = [site.cluster.address(host) for host in hosts[2:4]]
+    for address in addresses:
+        assert site.cluster.run(["ip", "route", "add", "unreachable", address]).returncode == 0
+    time.sleep(1.5)  # what they have said lately vouches for them for a second
+    site.cluster.power_off(hosts[4])
+    until(lambda: site.event(job, "detected"), 10)
+    stays(site, lambda: site.event(job, "confirmed") is None and not fenced(site), 5)
+    for address in addresses:
+        site.cluster.run(["ip", "route", "del", "unreachable", address])
+    until(lambda: fenced(site) == [hosts[4]], 20)
+
+
+def test_site_03_default_budget() -> None:
+    defaults = {f.name: f.default for f in fields(Settings)}
+    assert (defaults["fence_budget_nodes"], defaults["fence_budget_window_s"]) == (2, 600.0)
+    assert (defaults["fence_confirm_s"], defaults["slurm_settle_s"]) == (5.0, 60.0)
+
+
+def test_site_03_mass_outage_over_several_jobs_fences_nobody(make_site: Callable[..., Site]) -> None:
+    """Each job alone would be within the budget."""
+    site = make_site(nodes=6, settings={"fence_budget_nodes": 2, "fence_confirm_s": 1.5})
+    jobs = [start(site, "-N2") for _ in range(3)]
+    for _, hosts in jobs:
+        site.cluster.power_off(hosts[1])
+    for job, _ in jobs:
+        until(lambda job=job: [e for e in site.events(job) if "budget" in e["detail"]], 20)
+    stays(site, lambda: not fenced(site), 8)
+
+
+def test_site_03_budget_survives_a_controller_restart(make_site: Callable[..., Site]) -> None:
+    site = make_site(settings={"fence_budget_nodes": 1})
+    job, hosts = start(site)
+    site.cluster.power_off(hosts[1])
+    site.running(job, restart=1)
+    until(lambda: not site.reservations(), 10)
+    site.cluster.controller_stop(signal.SIGKILL)
+    site.cluster.controller_start()
+    now = site.nodes(job)
+    site.end_agents()
+    site.agents(job, 1, now)
+    site.cluster.power_off(now[-1])
+    until(lambda: [e for e in site.events(job) if e["name"] == "dismissed" and "budget" in e["detail"]], 20)
+    assert fenced(site) == [hosts[1]]
+
+
+def test_site_04_fenced_node_stays_down_when_it_comes_back(site: Site) -> None:
+    job, hosts = start(site)
+    site.cluster.power_off(hosts[1])
+    site.running(job, restart=1)
+    site.cluster.power_on(hosts[1])
+    stays(site, lambda: "drain" in site.cluster.node_states()[hosts[1]], 4)
+    reason = site.cluster.run(["scontrol", "show", "node", "-o", hosts[1]]).stdout
+    assert f"Reason=gemini-hpc: no answer from slurmd and agent, job {job} restart 0" in reason
+
+
+def test_site_05_nobody_is_fenced_before_slurmctld_has_settled(make_site: Callable[..., Site]) -> None:
+    site = make_site(settings={"slurm_settle_s": 15.0})
+    booted = time.time()
+    job, hosts = start(site)
+    site.cluster.power_off(hosts[1])
+    said = until(lambda: site.event(job, "confirmed"), 40)
+    assert said["t"] - booted > 10, "the cluster was up some seconds before"
+    site.running(job, restart=1)
+
+
+def test_site_05_backup_slurmctld_takes_over_in_mid_recovery(make_site: Callable[..., Site]) -> None:
+    """The controller host dies between DOWN and the start; the other controller finishes from the journal."""
+    lines = ["SlurmctldHost=n6(10.77.0.16)", "SlurmctldTimeout=5", "PartitionName=two Nodes=n[1-5] Default=YES"]
+    settings = {"controller_host": "ctl,n6"}
+    site = make_site(nodes=6, slurm_conf=lines, settings=settings)
+    cluster = site.cluster
+    assert cluster.address("n6") == "10.77.0.16"
+    backup = cluster.popen(["slurmctld", "-D", "-f", f"{cluster.directory}/etc/slurm/slurm.conf"], node="n6")
+    standby = cluster.popen([PYTHON, "-I", "-m", "gemini_hpc.control"], user="slurm", node="n6", stderr=None)
+    site.processes += [backup, standby]
+    job, hosts = start(site, "-N3", "-p", "two")
+    time.sleep(7)  # slurmctld saves its state every 5 s; what it has not saved it forgets, we or no we
+    cluster.power_off(hosts[1])
+    until(lambda: site.event(job, "pinned"), 20)
+    cluster.controller_stop(signal.SIGKILL)
+    # The oldest: this host's own; the pids of nodes are visible here as well.
+    cluster.run(["pkill", "-KILL", "-o", "-x", "slurmctld"])
+    until(lambda: site.event(job, "taken_over"), 60, 0.2)
+    site.running(job, restart=1, timeout_s=60)
+    until(lambda: not site.reservations(), 20)
+    assert fenced(site) == [hosts[1]]
+
+
+def test_site_05_controller_beside_a_backup_stands_by(make_site: Callable[..., Site]) -> None:
+    site = make_site(slurm_conf=["SlurmctldHost=n5(10.77.0.15)"])
+    log = site.cluster.directory / "standby.log"
+    with log.open("w") as out:
+        argv = [PYTHON, "-I", "-m", "gemini_hpc.control"]
+        site.processes.append(site.cluster.popen(argv, user="slurm", node="n5", stdout=out, stderr=out))
+    until(lambda: "event=standby reason=slurmctld in charge is on ctl" in log.read_text(), 10)
+    stays(site, lambda: "event=ready" not in log.read_text(), 3)

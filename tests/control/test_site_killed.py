@@ -1,0 +1,128 @@
+"""SITE 4 and 5: the controller is killed between any two of its actions, at every one of them, and started again."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .conftest import PYTHON, Site, until
+
+MOST = 64  # boundaries that are tried; a recovery has about half as many
+
+
+def node_words(site: Site, node: str) -> str:
+    return site.cluster.run(["scontrol", "show", "node", "-o", node]).stdout
+
+
+class Trial:
+    """One recovery on a cluster that is used again and again."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.cluster = site.cluster
+        self.dying = self.cluster.directory / "dying.py"
+        shutil.copy(Path(__file__).parent / "dying.py", self.dying)
+        self.dying.chmod(0o644)
+
+    def run(self, at: int) -> tuple[list[str], bool]:
+        """The boundaries that were passed, and whether the controller was killed."""
+        site, cluster = self.site, self.cluster
+        log = cluster.log_directory / f"boundaries-{at}"
+        log.touch()
+        log.chmod(0o666)
+        with (cluster.log_directory / "controller.log").open("a") as out:
+            argv = [PYTHON, "-I", str(self.dying), str(at), str(log)]
+            process = cluster.popen(argv, user="slurm", stdout=out, stderr=out)
+        job = site.submit("-N3", "--requeue", "--exclusive")
+        site.running(job)
+        hosts = site.nodes(job)
+        site.agents(job, 0, hosts)
+        cluster.power_off(hosts[1])
+        try:
+            self._recovered(job, hosts, process)
+        finally:
+            killed = process.poll() is not None
+            process.kill()
+            process.wait()
+            if cluster.controller_pid() is not None:
+                cluster.controller_stop()
+            self._restore(hosts[1])
+        return [line.split(" ", 1)[1] for line in log.read_text().splitlines()], killed
+
+    def _recovered(self, job: int, hosts: list[str], process: object) -> None:
+        site, cluster = self.site, self.cluster
+
+        def runs_or_dead() -> bool:
+            return process.poll() is not None or site.event(job, "released") is not None  # type: ignore[attr-defined]
+
+        until(runs_or_dead, 40)
+        if process.poll() is not None:  # type: ignore[attr-defined]
+            time.sleep(0.3)
+            cluster.controller_start()
+        facts = site.running(job, restart=1, timeout_s=90)
+        assert hosts[1] not in site.nodes(job), facts
+        until(lambda: not site.reservations(), 20)
+        for node in cluster.node_names:
+            if node != hosts[1]:
+                assert "gemini-hpc" not in node_words(site, node) and "DRAIN" not in node_words(site, node)
+        assert "DRAIN" in node_words(site, hosts[1]) and "gemini-hpc" in node_words(site, hosts[1])
+        if process.poll() is None:  # type: ignore[attr-defined]
+            return
+        # A pin can be taken from a job only when it waits again; then it must be.
+        cluster.run(["scontrol", "requeuehold", str(job)])
+        until(lambda: cluster.job(job)["ReqNodeList"] == "(null)", 30)
+
+    def _restore(self, node: str) -> None:
+        self.site.end_agents()
+        self.cluster.run(["scancel", "--user=alice"])
+        if not self.cluster.is_on(node):
+            self.cluster.power_on(node)
+        self.cluster.resume(node)
+        until(lambda: not self.cluster.run(["squeue", "-h"]).stdout.strip(), 40)
+        self.cluster.wait_idle()
+
+
+def make_trial(make_site: Callable[..., Site]) -> Trial:
+    return Trial(make_site(controller=False, settings={"fence_budget_nodes": 1000}))
+
+
+WORST = (
+    "after scontrol create reservation",  # it exists, and the journal does not know
+    "after scontrol update NodeName State=DRAIN",  # drained, not yet DOWN
+    "after journal down after",  # DOWN, and the requeue is steered by nobody
+    "after scontrol update JobId ReqNodeList",  # pinned, no start time
+    "after scontrol update JobId ReservationName=",  # detached, not deleted
+)
+
+
+def short(place: str) -> str:
+    """Without what differs from run to run."""
+    words = [w for w in place.split() if not w.startswith(("Reason=", "Nodes=", "Users=", "Duration=", "Flags="))]
+    text = " ".join(words)
+    for key, value in (("NodeName=", "NodeName"), ("JobId=", "JobId")):
+        text = " ".join(value if w.startswith(key) else w for w in text.split())
+    return text.replace("ResetAccrueTime ", "")
+
+
+def test_site_05_controller_killed_at_the_worst_moments(make_site: Callable[..., Site]) -> None:
+    trial = make_trial(make_site)
+    places, killed = trial.run(0)
+    assert not killed and 20 <= len(places) <= MOST, places
+    for worst in WORST:
+        at = next(i for i, place in enumerate(places, 1) if short(place).startswith(worst))
+        _, killed = trial.run(at)
+        assert killed, worst
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_site_05_controller_killed_between_any_two_actions(make_site: Callable[..., Site]) -> None:
+    trial = make_trial(make_site)
+    places, _ = trial.run(0)
+    for at in range(1, len(places) + 1):
+        print(f"killed at {at} of {len(places)}: {places[at - 1]}", flush=True)
+        trial.run(at)

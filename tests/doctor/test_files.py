@@ -1,0 +1,188 @@
+"""Files that others could change (CVE-2016-10030, CVE-2023-41914), settings, versions: broken one by one."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import sys
+from pathlib import Path
+
+import pytest
+
+from gemini_hpc.doctor import paths
+from gemini_hpc.doctor.finding import ok, warning, worst, wrong
+
+from .conftest import Patient
+
+ALICE = 5001
+VERB = "import sys; sys.path[:0] = {places}; from gemini_hpc.cli.main import main; sys.exit(main())"
+
+
+@pytest.mark.parametrize(
+    ("check", "name", "change", "words"),
+    [
+        ("files.settings", "etc/gemini-hpc/gemini.toml", {"mode": 0o666}, "0666"),
+        ("files.settings", "etc/gemini-hpc/gemini.toml", {"owner": ALICE}, "alice"),
+        ("files.settings", "etc/gemini-hpc", {"mode": 0o777}, "0777"),
+        ("files.scripts", "site/prolog_epilog/prolog", {"mode": 0o757}, "0757"),
+        ("files.scripts", "site/prolog_epilog", {"owner": ALICE}, "alice"),
+        ("files.plugin", "site/slurm/gemini_spank.so", {"owner": ALICE}, "alice"),
+        ("files.plugin", "etc/slurm/plugstack.conf", {"mode": 0o646}, "0646"),
+        ("files.python", "opt/venv/bin", {"owner": ALICE}, "alice"),
+        ("files.python", "opt/venv/lib/{python}/site-packages", {"mode": 0o777}, "0777"),
+    ],
+)
+def test_cve_2016_10030_what_root_runs(
+    patient: Patient, check: str, name: str, change: dict[str, int], words: str
+) -> None:
+    path = patient.directory / name.format(python=f"python{sys.version_info[0]}.{sys.version_info[1]}")
+    with patient.access(path, **change):
+        report = patient.doctor(node="n1")
+    assert report.news == {check: "wrong"} and report.code == 1
+    assert words in report[check]["found"]
+    if check == "files.python" and path.name == "bin":
+        # Root does not even run it to ask for its version.
+        assert report["files.version"]["status"] == "skipped"
+
+
+def test_cve_2016_10030_a_link_through_a_users_home(patient: Patient) -> None:
+    python, home = patient.venv / "bin/python3", patient.cluster.home("alice")
+    target = os.readlink(python)
+    (home / "python3").symlink_to(target)
+    python.unlink()
+    python.symlink_to(home / "python3")
+    try:
+        report = patient.doctor(node="n1")
+    finally:
+        python.unlink()
+        python.symlink_to(target)
+        (home / "python3").unlink()
+    assert report["files.python"]["status"] == "wrong" and str(home) in report["files.python"]["found"]
+    assert set(report.news) == {"files.python"}
+
+
+def test_cve_2016_10030_a_file_among_the_packages(patient: Patient) -> None:
+    (packages,) = patient.venv.glob("lib/python3*/site-packages")
+    evil = packages / "evil.pth"
+    evil.write_text("")
+    evil.chmod(0o666)
+    try:
+        assert patient.doctor(node="n1").news == {"files.python": "wrong"}
+    finally:
+        evil.unlink()
+
+
+@pytest.mark.parametrize(("text", "words"), [("bogus = 1\n", "unknown key"), ("x = [", "not valid TOML")])
+def test_settings_that_cannot_be_used(patient: Patient, text: str, words: str) -> None:
+    with patient.file(patient.settings, text):
+        report = patient.doctor(node="n1")
+    assert report.code == 2 == report.document["status"] and words in report.errors
+    assert report.news == {"files.settings": "wrong"} and words in report["files.settings"]["found"]
+    assert report["plugin.run-dir"]["status"] == "skipped"
+    assert report["slurm.unkillable"]["status"] == "ok", "what needs no settings is looked at all the same"
+
+
+def test_no_settings_file(patient: Patient) -> None:
+    with patient.mounted("n3", "-t", "tmpfs", "none", "/etc/gemini-hpc"):
+        report = patient.doctor(node="n3")
+    assert report["files.settings"]["status"] == "warning"
+    assert report["slurm.cluster-name"]["status"] == "warning"
+
+
+def test_site_20_another_version(patient: Patient) -> None:
+    """Beside the interpreter of the scripts is an older package; this command itself runs from elsewhere."""
+    (packages,) = patient.venv.glob("lib/python3*/site-packages")
+    real = os.readlink(packages / "gemini_hpc")
+    (packages / "gemini_hpc").unlink()
+    (packages / "gemini_hpc").mkdir()
+    (packages / "gemini_hpc/__init__.py").write_text('__version__ = "0.0.9"\n')
+    code = VERB.format(places=[str(Path(real).parent)])
+    argv = ["/opt/gemini-hpc/venv/bin/python", "-c", code, "doctor", "--json"]
+    try:
+        done = patient.cluster.run([*argv, "--only", "files"], node="n1")
+        report = type(patient.doctor("--only", "slurm"))(done.returncode, __import__("json").loads(done.stdout), "")
+    finally:
+        (packages / "gemini_hpc/__init__.py").unlink()
+        (packages / "gemini_hpc").rmdir()
+        (packages / "gemini_hpc").symlink_to(real)
+    assert report.news == {"files.version": "wrong"}
+    assert "0.0.9" in report["files.version"]["found"]
+
+
+def test_site_1_run_dir(patient: Patient) -> None:
+    def run(*argv: str) -> None:
+        assert patient.cluster.exec("n1", argv).returncode == 0
+
+    run("chmod", "0777", "/run/gemini-hpc")
+    open_to_all = patient.doctor(node="n1")
+    run("chmod", "0700", "/run/gemini-hpc")
+    closed = patient.doctor(node="n1")
+    run("mv", "/run/gemini-hpc", "/run/real")
+    run("ln", "-s", "/run/real", "/run/gemini-hpc")
+    link = patient.doctor(node="n1")
+    run("rm", "/run/gemini-hpc")
+    missing = patient.doctor(node="n1")
+    run("mv", "/run/real", "/run/gemini-hpc")
+    run("chmod", "0755", "/run/gemini-hpc")
+    assert open_to_all.news == closed.news == link.news == {"files.run-dir": "wrong"}
+    assert "0777" in open_to_all["files.run-dir"]["found"]
+    assert "link" in link["files.run-dir"]["found"]
+    assert missing.news == {} == patient.doctor(node="n1").news
+
+
+def test_site_1_state_dir(patient: Patient) -> None:
+    with patient.access(patient.state, mode=0o755):
+        report = patient.doctor()
+        assert report.news == {"files.state-dir": "warning"} and report.code == 0
+    with patient.access(patient.state, mode=0o777):
+        assert patient.doctor().news == {"files.state-dir": "wrong"}
+    with patient.access(patient.state, owner=ALICE):
+        assert patient.doctor().news == {"files.state-dir": "wrong"}
+    with patient.with_settings(state_dir=str(patient.directory / "nowhere")) as path:
+        report = patient.doctor("--config", str(path), "--only", "files")
+        assert report.news == {"files.state-dir": "wrong"}
+
+
+# ---- the walk itself, on this machine's own files ------------------------------------------------------
+
+
+def chain(path: Path, trusted: Path) -> list[str]:
+    """Weaknesses below a directory that counts as good."""
+    return [w for w in paths.weaknesses(str(path), frozenset((os.geteuid(), 0))) if str(trusted) in w]
+
+
+def test_links_are_followed_as_the_kernel_does(tmp_path: Path) -> None:
+    (tmp_path / "good").mkdir(mode=0o755)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad").chmod(0o777)
+    (tmp_path / "bad/file").touch(mode=0o644)
+    (tmp_path / "good/direct").touch(mode=0o644)
+    (tmp_path / "good/link").symlink_to("../bad/file")
+    (tmp_path / "good/up").symlink_to("../bad/../good/direct")
+    (tmp_path / "good/loop").symlink_to("loop")
+    assert chain(tmp_path / "good/direct", tmp_path) == []
+    assert any("/bad has mode 0777" in w for w in chain(tmp_path / "good/link", tmp_path))
+    assert any("/bad has mode 0777" in w for w in chain(tmp_path / "good/up", tmp_path))
+    with pytest.raises(OSError):
+        chain(tmp_path / "good/loop", tmp_path)
+    assert paths.weaknesses("relative/file")
+    assert [path for path, _ in paths.walk(str(tmp_path / "good/link"))][-1] == str(tmp_path / "bad/file")
+
+
+def test_groups(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("needs root")
+    path = tmp_path / "file"
+    path.touch()
+    path.chmod(0o664)
+    os.chown(path, 0, 0)
+    assert paths.weakness(str(path), path.lstat(), frozenset((0,))) == ""
+    os.chown(path, 0, pwd.getpwnam("nobody").pw_gid)
+    assert "0664" in paths.weakness(str(path), path.lstat(), frozenset((0,)))
+
+
+def test_the_worst_rules() -> None:
+    assert worst([ok("a"), ok("b")]) == ok("a; b")
+    assert worst([ok("a"), warning("b", "w", "f"), wrong("c", "x", "y"), wrong("d", "", "")]) == wrong(
+        "c; d", "x", "y"
+    )

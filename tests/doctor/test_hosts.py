@@ -1,0 +1,270 @@
+"""MUNGE, ports, addresses, memory and the controller's host, broken on a real cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from gemini_hpc.agent.memory import meminfo
+from gemini_hpc.devcluster import Cluster
+
+from .conftest import Patient, Report, until
+
+PYTHON = "/opt/gemini-hpc/venv/bin/python"
+LISTEN = "import socket, time; s = socket.create_server(('', {port})); print('ready', flush=True); time.sleep(60)"
+LATE = (
+    "import sys, time; real = time.time; time.time = lambda: real() + {late};"
+    "from gemini_hpc.cli.main import main; sys.exit(main())"
+)
+
+
+# ---- MUNGE ---------------------------------------------------------------------------------------------
+
+
+def test_site_1_munge_does_not_answer(patient: Patient) -> None:
+    with patient.mounted("n3", "-t", "tmpfs", "none", "/run/munge"):
+        report = patient.doctor(node="n3", env={"MUNGE_SOCKET": ""})
+    assert report["munge.answers"]["status"] == "wrong"
+    # Slurm and the controller cannot be asked without it.
+    assert set(report.news) == {"munge.answers", "slurm.answers", "network.controller"}
+    assert report["munge.clock"]["status"] == "skipped"
+    assert patient.doctor(node="n3").news == {}
+
+
+@pytest.mark.parametrize(
+    ("version", "status"), [("0.5.17", "warning"), ("0.5.18", "ok"), ("0.6.0", "ok"), ("?", "skipped")]
+)
+def test_cve_2026_25506_munge_version(patient: Patient, version: str, status: str) -> None:
+    with (
+        patient.written("munged", f"#!/bin/sh\necho munge-{version}\n", 0o755) as path,
+        patient.mounted("n3", "--bind", str(path), "/usr/sbin/munged"),
+    ):
+        report = patient.doctor("--only", "munge.version", node="n3")
+    assert report["munge.version"]["status"] == status
+
+
+@pytest.mark.parametrize(("late", "status"), [(0, "ok"), (12, "warning"), (-45, "wrong"), (400, "wrong")])
+def test_site_1_clock(patient: Patient, late: int, status: str) -> None:
+    """One machine has one clock: that of the command is set apart, the controller's credential is real."""
+    argv = [PYTHON, "-I", "-c", LATE.format(late=late), "doctor", "--json", "--only", "munge"]
+    done = patient.cluster.run(argv, node="n1")
+    report = Report(done.returncode, json.loads(done.stdout), done.stderr)
+    assert report["munge.clock"]["status"] == status
+    assert set(report.news) <= {"munge.clock"}
+    if late:
+        assert abs(int(re.findall(r"(\d+) s ", report["munge.clock"]["found"])[0]) - abs(late)) <= 2
+
+
+def test_munge_key(patient: Patient) -> None:
+    with patient.access(patient.directory / "munge/munge.key", mode=0o644):
+        report = patient.doctor()
+    assert report.news == {"munge.key": "wrong"} and "0644" in report["munge.key"]["found"]
+    assert patient.doctor(user="alice")["munge.key"]["status"] == "skipped"
+
+
+# ---- ports and addresses -------------------------------------------------------------------------------
+
+
+def test_site_17_ephemeral_ports(patient: Patient) -> None:
+    def sysctl(name: str, value: str) -> None:
+        done = patient.cluster.exec("n2", ["sh", "-c", f"echo '{value}' > /proc/sys/net/ipv4/{name}"])
+        assert done.returncode == 0, done.stderr
+
+    sysctl("ip_local_port_range", "20000 60999")
+    report = patient.doctor(node="n2")
+    sysctl("ip_local_reserved_ports", "17000-21095,24000-31999")
+    reserved = patient.doctor(node="n2")
+    sysctl("ip_local_reserved_ports", "")
+    sysctl("ip_local_port_range", "32768 60999")
+    assert report.news == {"network.ephemeral": "warning"} and report.code == 0
+    assert "agents" in report["network.ephemeral"]["found"] and "MASTER_PORT" in report["network.ephemeral"]["found"]
+    assert reserved.news == {} == patient.doctor(node="n2").news
+
+
+@pytest.mark.parametrize(
+    ("port", "user", "status"), [(17005, "alice", "warning"), (24100, None, "warning"), (24100, "alice", "")]
+)
+def test_site_17_ports_in_use(patient: Patient, port: int, user: str | None, status: str) -> None:
+    process = patient.cluster.popen([PYTHON, "-c", LISTEN.format(port=port)], user=user, node="n2")
+    try:
+        assert process.stdout is not None and process.stdout.readline()
+        report = patient.doctor(node="n2")
+    finally:
+        process.kill()
+        process.wait()
+    assert report.news == ({"network.in-use": status} if status else {})
+    assert str(port) in report["network.in-use"]["found"] or not status
+
+
+def test_site_2_addresses(patient: Patient) -> None:
+    for values, status in (
+        ({"peer_address": "{host}-nowhere"}, "wrong"),
+        ({"peer_address": "localhost"}, "wrong"),
+        ({"peer_address": "ctl"}, "wrong"),
+        ({"interface": "nope0"}, "wrong"),
+        ({"interface": "eth0"}, "warning"),
+        (
+            {
+                "interface": "eth0",
+                "peer_address": "{host}.",
+            },
+            "",
+        ),
+    ):
+        with patient.with_settings(**values) as path:
+            report = patient.doctor("--config", str(path), "--only", "network.addresses", node="n1")
+        found = report["network.addresses"]
+        if status:
+            assert found["status"] == status, found
+        else:
+            assert found["status"] in (
+                "ok",
+                "wrong",
+            )  # whether a name with a point at its end is known depends on the host
+
+
+def test_site_2_no_controller_in_the_settings(patient: Patient) -> None:
+    with patient.with_settings(controller_host="") as path:
+        report = patient.doctor("--config", str(path), "--only", "network", node="n1")
+    assert report.news == {} and report["network.controller"]["status"] == "skipped"
+
+
+# ---- memory --------------------------------------------------------------------------------------------
+
+
+def test_site_15_carve_out(patient: Patient) -> None:
+    total_mb = meminfo()["MemTotal"] >> 20
+    lines = patient.slurm_conf.read_text().splitlines()
+    for share, status in ((0.99, "wrong"), (0.7, "warning")):
+        ours = [re.sub(r"RealMemory=\d+", f"RealMemory={int(total_mb * share)}", line) for line in lines]
+        with patient.file(patient.slurm_conf, "\n".join(ours) + "\n"):
+            patient.reconfigure()
+            report = patient.doctor(node="n1")
+        patient.reconfigure()
+        assert report.news == {"memory.carve-out": status}
+        assert "MiB" in report["memory.carve-out"]["found"] and "RealMemory=" in report["memory.carve-out"]["fix"]
+    assert patient.doctor(node="n1").news == {}
+
+
+def test_site_15_slurmd_cgroup(patient: Patient, memory_cgroup: Path) -> None:
+    """slurmd in a limited cgroup, as MemSpecLimit or its unit would put it."""
+    (memory_cgroup / "memory.limit_in_bytes").write_text(str(512 << 20))
+    pids = {}
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if command.startswith(b"/usr/sbin/slurmd\0") and str(patient.slurm_conf).encode() in command:
+                pids[command.split(b"\0")[-2]] = pid
+    (memory_cgroup / "cgroup.procs").write_text(pids[b"n1"])
+    report = patient.doctor(node="n1")
+    assert report.news == {"memory.slurmd-cgroup": "wrong"}
+    assert "512 MiB" in report["memory.slurmd-cgroup"]["found"]
+    assert patient.doctor(node="n2").news == {}
+
+
+def test_site_15_unit(patient: Patient) -> None:
+    """The unit is a file here, and no systemd reads it."""
+    dropin = patient.directory / "etc-systemd"
+    (dropin / "slurmd.service.d").mkdir(parents=True)
+    (dropin / "slurmd.service.d/kill.conf").write_text("[Service]\nKillMode=mixed\n")
+    try:
+        with patient.mounted("n2", "--bind", str(dropin), "/etc/systemd/system"):
+            report = patient.doctor(node="n2")
+    finally:
+        (dropin / "slurmd.service.d/kill.conf").unlink()
+        (dropin / "slurmd.service.d").rmdir()
+        dropin.rmdir()
+    assert report.news == {"memory.unit": "wrong"} and "mixed" in report["memory.unit"]["found"]
+    assert patient.doctor(node="n2").news == {}
+
+
+# ---- the controller ------------------------------------------------------------------------------------
+
+
+def test_site_5_no_controller(patient: Patient) -> None:
+    patient.cluster.controller_stop()
+    try:
+        report, node = patient.doctor(), patient.doctor(node="n1")
+    finally:
+        patient.cluster.controller_start()
+    assert report.news == {"controller.runs": "wrong", "network.controller": "wrong"} and report.code == 1
+    assert node.news == {"network.controller": "wrong"}
+    assert node["munge.clock"]["status"] == "skipped"
+    until(lambda: patient.doctor("--only", "network").news == {})
+
+
+def test_site_5_a_controller_that_hangs(patient: Patient) -> None:
+    pid = patient.cluster.controller_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        report = patient.doctor("--only", "network", "controller", "jobs")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert report.news == {"network.controller": "wrong"}
+
+
+def test_site_5_a_controller_that_agents_do_not_dial(patient: Patient) -> None:
+    with patient.with_settings(controller_host="n2") as path:
+        report = patient.doctor("--config", str(path), "--only", "controller", "--host-role", "controller")
+    assert report.news == {"controller.runs": "wrong"} and "n2" in report["controller.runs"]["found"]
+
+
+def test_site_5_journal(patient: Patient) -> None:
+    journal = patient.state / "journal.jsonl"
+    with patient.access(journal, owner=5001):
+        assert patient.doctor().news == {"controller.journal": "wrong"}
+    with patient.file(journal, journal.read_bytes() + b'{"t":1.0,"key":"1\nnonsense\n'):
+        report = patient.doctor()
+        assert (
+            report.news == {"controller.journal": "warning"}
+            and "2 of the newest" in report["controller.journal"]["found"]
+        )
+    state = str(patient.state)
+    with patient.mounted(None, "--bind", state, state):
+        assert patient.cluster.run(["mount", "-o", "remount,bind,ro", state]).returncode == 0
+        report = patient.doctor()
+    assert report.news == {"controller.journal": "wrong"} and "read-only" in report["controller.journal"]["found"]
+
+
+def test_site_5_journal_on_a_full_disk(patient: Patient) -> None:
+    with patient.mounted("n3", "-t", "tmpfs", "-o", "size=1m", "none", "/mnt"):
+        assert patient.cluster.exec("n3", ["sh", "-c", "touch /mnt/journal.jsonl"]).returncode == 0
+        with patient.with_settings(state_dir="/mnt") as path:
+            args = ("--config", str(path), "--host-role", "controller", "--only", "controller.journal")
+            report = patient.doctor(*args, node="n3")
+    assert report.news == {"controller.journal": "wrong"} and "free" in report["controller.journal"]["found"]
+
+
+@pytest.fixture
+def two_controllers() -> Cluster:
+    name = f"doctor2-{os.getpid()}"
+    extra = ["SlurmctldHost=n2(10.77.0.12)"]
+    with Cluster.up(name, nodes=2, slurm_conf=extra) as cluster:
+        yield cluster
+
+
+def test_site_5_a_backup_slurmctld_takes_over(two_controllers: Cluster) -> None:
+    patient = Patient(two_controllers)
+    assert "controller.primary" not in patient.doctor("--only", "controller").bad
+    assert patient.doctor("--only", "controller", node="n2").document["roles"] == ["controller", "node"]
+    with patient.with_settings(state_dir="/dev/shm") as path:
+        report = patient.doctor("--config", str(path), "--only", "controller.lock")
+        assert report.news == {"controller.lock": "wrong"}
+    start = ["/usr/sbin/slurmctld", "-f", str(patient.slurm_conf), "-L", str(patient.directory / "log/backup.log")]
+    assert two_controllers.exec("n2", start).returncode == 0
+    until(lambda: "n2 is UP" in two_controllers.run(["scontrol", "ping"]).stdout)
+    pid = int(two_controllers.run(["cat", "/run/slurmctld.pid"]).stdout)
+    two_controllers.run(["pkill", "-x", "slurmctld", "--ns", str(pid)])
+    until(lambda: "ctl is DOWN" in two_controllers.run(["scontrol", "ping"]).stdout)
+    two_controllers.run(["scontrol", "takeover"], node="n2")
+    until(lambda: two_controllers.run(["scontrol", "show", "config"], timeout_s=60).returncode == 0, 60)
+    report = patient.doctor("--only", "controller")
+    assert report["controller.primary"]["status"] == "wrong", report["controller.primary"]
+    assert "n2 has taken over" in report["controller.primary"]["found"]

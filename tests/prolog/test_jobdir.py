@@ -1,0 +1,76 @@
+"""Removal in a directory whose owner changes it between any two of root's calls, at a moment that is chosen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gemini_hpc.agent import jobdir
+from gemini_hpc.agent.jobdir import JobDirError
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    """A run directory with job 7's in it, a directory `real` in that; and beside it what must stay."""
+    (tmp_path / "run" / "7" / "real").mkdir(parents=True)
+    (tmp_path / "run" / "7" / "real" / "file").touch()
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "precious").touch()
+    fd = os.open(tmp_path / "run", os.O_RDONLY | os.O_DIRECTORY)
+    yield tmp_path, fd
+    os.close(fd)
+
+
+def when(monkeypatch: pytest.MonkeyPatch, call: str, name: str, after: bool, swap: Callable[[], None]) -> None:
+    """`swap`, once, right before or after root's `call` on `name`."""
+    real, done = getattr(os, call), []
+
+    def wrapped(path: str, *args: object, **kwargs: object) -> object:
+        first = path == name and not done
+        if first:
+            done.append(path)
+        if first and not after:
+            swap()
+        try:
+            return real(path, *args, **kwargs)
+        finally:
+            if first and after:
+                swap()
+
+    monkeypatch.setattr(jobdir.os, call, wrapped)
+
+
+@pytest.mark.parametrize(
+    ("call", "after"), [("unlink", False), ("unlink", True), ("open", False), ("open", True), ("rmdir", False)]
+)
+def test_directory_that_becomes_a_link(
+    run_dir: tuple[Path, int], monkeypatch: pytest.MonkeyPatch, call: str, after: bool
+) -> None:
+    path, fd = run_dir
+    inside = path / "run" / "7"
+
+    def swap() -> None:
+        (inside / "real").rename(path / "elsewhere")
+        (inside / "real").symlink_to(path / "target")
+
+    when(monkeypatch, call, "real", after, swap)
+    try:
+        jobdir.remove(fd, "7")
+    except JobDirError:
+        pass
+    else:
+        assert not inside.exists()
+    assert (path / "target" / "precious").exists()
+
+
+def test_new_entries_while_it_is_emptied(run_dir: tuple[Path, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came too late is left for another time, and said."""
+    path, fd = run_dir
+    when(monkeypatch, "rmdir", "7", False, (path / "run" / "7" / "late").touch)
+    with pytest.raises(JobDirError, match="could not be removed"):
+        jobdir.remove(fd, "7")
+    jobdir.remove(fd, "7")
+    assert not (path / "run" / "7").exists()

@@ -1,0 +1,232 @@
+"""What a job's owner, or another user of the node, can try against the root of prolog and epilog, by the classes of
+flaws that Slurm and its surroundings have had."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from .conftest import ALICE, ALICE_GID, BOB, Node
+from .expect import one_line, silent
+
+DIRECTORY = "/run/gemini-hpc/7"
+CLEAN = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"}
+
+# ---- users' environment in root's scripts: CVE-2017-15566, CVE-2021-31215 --------------------------------
+
+LURE = "/run/lure"
+LURES = {
+    "BASH_ENV": f"{LURE}/script",
+    "ENV": f"{LURE}/script",
+    "CDPATH": LURE,
+    "IFS": "/",
+    "PATH": LURE,
+    "PS4": "$(touch /run/pwned)",
+    "SHELLOPTS": "xtrace",
+    "LD_LIBRARY_PATH": LURE,
+    "GCONV_PATH": LURE,
+    "PYTHONHOME": LURE,
+    "PYTHONPATH": LURE,
+    "PYTHONSTARTUP": f"{LURE}/script.py",
+    "PYTHONINSPECT": "1",
+    "PYTHONBREAKPOINT": "os.system",
+    "PYTHONEXECUTABLE": f"{LURE}/python3",
+    "PYTHONUSERBASE": LURE,
+    "SLURM_CONF": f"{LURE}/etc/slurm.conf",
+    "SPANK_LD_PRELOAD": f"{LURE}/lib.so",
+    "HOME": LURE,
+    "TMPDIR": LURE,
+    "TZ": f"{LURE}/tz",
+}
+
+
+def test_environment_of_users_reaches_nobody(node: Node) -> None:
+    node.sh(
+        f"""
+        mkdir -p {LURE}/etc {LURE}/bin {LURE}/gemini_hpc
+        for name in env timeout logger python3 setpriv sh test '[' printf scontrol bin/scontrol bin/squeue; do
+            printf '#!/bin/sh\\ntouch /run/pwned\\n' >{LURE}/$name; chmod 755 {LURE}/$name
+        done
+        echo 'touch /run/pwned' >{LURE}/script
+        for name in script sitecustomize usercustomize json socket gemini_hpc/__init__; do
+            echo 'open("/run/pwned", "w")' >{LURE}/$name.py
+        done
+        chown -R {ALICE} {LURE}
+        """
+    )
+    node.mode("hold 0")
+    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": str(ALICE), "SLURM_JOB_NUM_NODES": "3", "SLURM_NODELIST": "n[1-3]"}
+    env |= {"SLURMD_NODENAME": "n2", "SPANK_GEMINI_REPLICAS": "2", "SLURM_JOB_RESTART_COUNT": "1"}
+    lures = ["/usr/bin/env", *(f"{name}={value}" for name, value in LURES.items())]
+    assert silent(node.run([*lures, "/opt/scripts/prolog"], **env))
+    assert silent(node.run([*lures, "/opt/scripts/epilog"], **env))
+    assert node.exists("/run/held"), "root's own helper ran too"
+    environments = [record["agent"]["env"] for record in node.records()]
+    assert environments == [CLEAN, CLEAN]
+    assert not node.exists("/run/pwned")
+
+
+# ---- a group that the other side names: CVE-2018-10995 ---------------------------------------------------
+
+
+def test_groups_come_from_the_name_service(node: Node) -> None:
+    assert silent(node.prolog(SLURM_JOB_GID="0", SLURM_JOB_GROUP="root", SLURM_JOB_USER="root"))
+    (record,) = node.records()
+    assert record["agent"]["gids"] == [ALICE_GID] * 3 and 0 not in record["agent"]["groups"]
+    assert node.sh(f"stat -c '%u %g' {DIRECTORY}").split() == [str(ALICE), str(ALICE_GID)]
+
+
+# ---- root goes on where it could not become the user: CVE-2019-19728 -------------------------------------
+
+HANDICAPS = {
+    "may not change its uid": (["setpriv", "--bounding-set=-setuid"], "could not become uid"),
+    "may not change its groups": (["setpriv", "--bounding-set=-setgid"], "could not become uid"),
+    "keeps its rights when it changes": (["setpriv", "--securebits=+no_setuid_fixup"], "could become root again"),
+    "knows no other uid": (["unshare", "--user", "--map-root-user"], "Invalid argument"),
+}
+
+
+@pytest.mark.parametrize("script", ["prolog", "epilog"])
+@pytest.mark.parametrize("name", HANDICAPS)
+def test_root_that_cannot_become_the_owner_does_nothing(node: Node, name: str, script: str) -> None:
+    handicap, words = HANDICAPS[name]
+    if script == "epilog":
+        node.mode("detach")
+        assert silent(node.prolog())
+    before, records = node.agents(), node.records()
+    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": str(ALICE), "SLURM_JOB_NUM_NODES": "3", "SLURM_NODELIST": "n[1-3]"}
+    env |= {"SLURMD_NODENAME": "n2", "SPANK_GEMINI_REPLICAS": "2"}
+    done = node.run([*handicap, f"/opt/scripts/{script}"], **env)
+    if name == "knows no other uid":
+        # Nor has it the rights to mount; in the epilog the directory is a stranger's.
+        assert done.returncode == 0 and (words in done.stderr or (script == "epilog" and not done.stderr))
+    else:
+        assert words in one_line(done)
+    assert (node.agents(), node.records()) == (before, records)
+
+
+def test_users_limits_cost_users_alone(node: Node) -> None:
+    """The owner may run no further process: no agent, one line, and no node is drained, strict or not."""
+    node.site("strict_prolog = true")
+    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": str(ALICE), "SLURM_JOB_NUM_NODES": "3", "SLURM_NODELIST": "n[1-3]"}
+    env |= {"SLURMD_NODENAME": "n2", "SPANK_GEMINI_REPLICAS": "2"}
+    assert "not protected" in one_line(node.run(["prlimit", "--nproc=1:1", "/opt/scripts/prolog"], **env))
+    assert node.agents() == []
+
+
+# ---- root in directories that users write to: CVE-2016-10030, CVE-2023-41914 -----------------------------
+
+
+def test_hard_links_and_other_peoples_directories(node: Node) -> None:
+    """Removing a name is all that root does: no owner, mode or content of what stands behind it is touched."""
+    assert silent(node.prolog())
+    node.sh(
+        f"""
+        echo secret >/run/precious; chmod 640 /run/precious
+        mkdir -p {DIRECTORY}/theirs; touch {DIRECTORY}/theirs/precious; chown -R {BOB} {DIRECTORY}/theirs
+        mkdir -p {DIRECTORY}/mounted; mount -t tmpfs tmpfs {DIRECTORY}/mounted; touch {DIRECTORY}/mounted/precious
+        chown {ALICE} {DIRECTORY}/mounted
+        ln /etc/passwd {DIRECTORY}/hard 2>/dev/null || :
+        """
+    )
+    assert "another owner or file system" in one_line(node.prolog(uid=BOB))
+    assert node.exists(f"{DIRECTORY}/theirs/precious") and node.exists(f"{DIRECTORY}/mounted/precious")
+    assert node.sh("stat -c '%U %a' /run/precious").split() == ["root", "640"]
+
+
+def test_who_fills_the_run_directory_fills_that_alone(node: Node) -> None:
+    assert silent(node.prolog())
+    said = node.as_user(ALICE, f"head -c 200000000 /dev/zero >{DIRECTORY}/fill; echo $?")
+    assert "No space left" in said
+    node.sh("head -c 5000000 /dev/zero >/run/of-root")
+    node.as_user(ALICE, f"rm {DIRECTORY}/fill; i=0; while : >{DIRECTORY}/$i; do i=$((i+1)); done")
+    node.sh("touch /run/another-of-root")
+    options = node.sh("findmnt -no OPTIONS /run/gemini-hpc").strip().split(",")
+    assert {"nosuid", "nodev", "noexec"} <= set(options)
+    began = time.monotonic()
+    node.epilog()
+    one_line(node.prolog(job=7, uid=BOB))
+    assert time.monotonic() - began < 12, "a directory of 16,000 files takes several times, each of them bounded"
+    assert silent(node.prolog(job=8, uid=BOB)) or node.agents()
+
+
+def test_first_jobs_of_a_node_at_the_same_time(node: Node) -> None:
+    """None of them makes its directory below a mount that comes a moment later."""
+    enter = ["nsenter", "-t", str(node.pid), "-m", "-p", "-w/", "--"]
+    env = {"SLURM_JOB_UID": str(ALICE), "SLURM_JOB_NUM_NODES": "3", "SLURM_NODELIST": "n[1-3]"}
+    env |= {"SLURMD_NODENAME": "n2", "SPANK_GEMINI_REPLICAS": "2"}
+    jobs = [str(job) for job in range(20, 26)]
+    started = [subprocess.Popen([*enter, "/opt/scripts/prolog"], env=env | {"SLURM_JOB_ID": job}) for job in jobs]
+    assert [process.wait(30) for process in started] == [0] * len(jobs)
+    assert node.sh("ls /run/gemini-hpc").split() == jobs
+    assert all(node.records(int(job)) for job in jobs)
+
+
+def test_stopped_agents_do_not_keep_other_leftovers(node: Node) -> None:
+    """Each of bob's takes the whole time for an answer that does not come; alice's leftovers come after them."""
+    code = (
+        "import os, socket, sys, time\n"
+        "for job in sys.argv[1:]:\n"
+        "    s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+        "    s.bind(f'/run/gemini-hpc/{job}/agent.sock'); s.listen(0); globals()[f's{job}'] = s\n"
+        "    for i in range(2):\n"
+        "        c = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); c.setblocking(False)\n"
+        "        globals()[f'c{job}{i}'] = c\n"
+        "        try: c.connect(f'/run/gemini-hpc/{job}/agent.sock')\n"
+        "        except BlockingIOError: pass\n"
+        "os.system('touch -d \"10 minutes ago\" ' + ' '.join(f'/run/gemini-hpc/{j}' for j in sys.argv[1:]))\n"
+        "print('listening', flush=True); time.sleep(60)\n"
+    )
+    old = [str(job) for job in range(100, 112)]
+    node.sh(f"mkdir -p /run/gemini-hpc; cd /run/gemini-hpc; mkdir {' '.join(old)} 200; chown {BOB} 1*")
+    node.sh(f"chown {ALICE} /run/gemini-hpc/200; touch -d '10 minutes ago' /run/gemini-hpc/200")
+    argv = ["nsenter", "-t", str(node.pid), "-m", "-p", "-w/", "setpriv", f"--reuid={BOB}", "--clear-groups"]
+    with subprocess.Popen(
+        [*argv, "/usr/bin/python3", "-c", code, *old], stdout=subprocess.PIPE, text=True
+    ) as stopped:
+        assert stopped.stdout is not None and stopped.stdout.readline() == "listening\n"
+        for _ in range(25):
+            node.prolog()
+            if not node.exists("/run/gemini-hpc/200"):
+                break
+        stopped.kill()
+    assert not node.exists("/run/gemini-hpc/200")
+
+
+# ---- forged words of the agent ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "held"),
+    [("1", "1"), ("0", "0"), ("2", ""), ("-1", ""), ('"0"', ""), ("null", ""), ("1e9", ""), ("[0]", "")],
+)
+def test_site_01_restart_count_is_slurmds(node: Node, said: str, held: str) -> None:
+    """The agent, its owner's, may choose between slurmd's restart count and the one before, and nothing else."""
+    node.mode(f"hold {said}")
+    assert silent(node.prolog(SLURM_JOB_RESTART_COUNT="1"))
+    assert silent(node.epilog(SLURM_JOB_RESTART_COUNT="1"))
+    text = node.sh("cat /run/held 2>/dev/null || :").strip()
+    assert text == (f"--job 7 --restart {held} --node n2 --nodes n[1-3]" if held else "")
+
+
+def test_nobody_is_killed_for_a_process_that_is_not_seen(node: Node) -> None:
+    """A hung agent outside this process namespace has no number here; to kill number 0 is to kill oneself."""
+    assert silent(node.prolog())
+    node.sh(f"kill -9 {' '.join(map(str, node.agents()))}; rm {DIRECTORY}/agent.sock")
+    path = f"/proc/{node.pid}/root{DIRECTORY}/agent.sock"
+    code = (
+        "import os, socket, sys, time\n"
+        "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+        f"s.bind({path!r}); os.chown({path!r}, {ALICE}, {ALICE}); os.setresuid({ALICE}, {ALICE}, {ALICE})\n"
+        "s.listen(8); print('listening', flush=True); time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as hung:
+        assert hung.stdout is not None and hung.stdout.readline() == "listening\n"
+        done = node.prolog(SLURM_JOB_RESTART_COUNT="1")
+        hung.kill()
+    assert silent(done) and len(node.agents()) == 1
+    assert os.path.exists(f"/proc/{node.pid}")

@@ -1,0 +1,101 @@
+"""The main job on clusters as sites run them: Slurm's default timers, accounting limits, munged on each node."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+from harness import LiteJob, clean, wait_for
+
+from gemini_hpc.devcluster.cluster import Cluster
+
+# All but this is the product's own default: a budget for one test after the other, agents gone at their end.
+SETTINGS = {"retention_s": 20.0, "fence_budget_nodes": 1000}
+
+
+@pytest.fixture(scope="module")
+def stock() -> Iterator[Cluster]:
+    with Cluster.up(f"stock{os.getpid()}", nodes=4, profile="stock", settings=SETTINGS) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Cluster]:
+    with Cluster.up(f"site{os.getpid()}", nodes=6, profile="site", settings=SETTINGS) as cluster:
+        yield cluster
+
+
+def cut_and_finish(job: LiteJob, victim: int) -> None:
+    job.reach(10)
+    hosts = job.hosts()
+    dead = hosts.pop(victim)
+    before = {line["rank"]: line["node_rank"] for line in job.lines("resumed", 0)}
+    job.cluster.power_off(dead)
+    job.finish(120)
+    assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
+    assert set(hosts) < set(job.hosts()), "survivors keep their part"
+    assert {line["rank"]: line["node_rank"] for line in job.lines("resumed", 1)} == before
+
+
+def test_recovery_on_stock(stock: Cluster) -> None:
+    with clean(stock):
+        cut_and_finish(LiteJob(stock, steps=30).submit(), 1)
+
+
+def test_recovery_on_site(site: Cluster) -> None:
+    with clean(site):
+        job = LiteJob(site, steps=30).submit()
+        cut_and_finish(job, 1)
+        after = job.slurm()
+        assert (after["Account"], after["QOS"], after["Partition"]) == ("lab", "normal", "batch")
+
+
+def test_batch_host_cut_on_site(site: Cluster) -> None:
+    """In the second partition, with another QOS: survivors and replacement are looked for there."""
+    with clean(site):
+        job = LiteJob(site, steps=30, options=("--partition=debug", "--qos=urgent")).submit()
+        cut_and_finish(job, 0)
+        assert job.slurm()["Partition"] == "debug"
+
+
+def test_site_11_a_job_that_waits_for_a_limit_holds_nothing(site: Cluster) -> None:
+    """The user's next job takes the place under the limit while ours is on its way back."""
+    with clean(site):
+        job = LiteJob(site, nodes=2, steps=30, options=("--qos=single",)).submit()
+        job.reach(10)
+        rival = site.sbatch(["--qos=single", "-N1"], script="#!/bin/sh\nsleep 600\n")
+        wait_for("the next waits for the limit", lambda: "QOSMaxJobs" in site.job(rival)["Reason"])
+        site.power_off(job.hosts()[1])
+        wait_for("the next has its place", lambda: site.job(rival)["JobState"] == "RUNNING", 60)
+        wait_for("ours waits for the limit", lambda: job.slurm()["Reason"] == "QOSMaxJobsPerUserLimit", 30)
+
+        def held() -> bool:
+            return "ReservationName" in site.run(["scontrol", "show", "reservation", "-o"]).stdout
+
+        wait_for("nothing held", lambda: not held(), 10)
+        assert any(event["name"] == "let_go" for event in job.events())
+        assert job.state == "PENDING"
+        site.run(["scancel", str(rival)])
+        job.finish(120)
+        assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
+
+
+def test_survivors_hold_their_place_without_a_controller_on_site(site: Cluster) -> None:
+    """The epilog's Slurm commands find their configuration on a node that has no files of it."""
+    with clean(site):
+        site.controller_stop()
+        job = LiteJob(site, steps=30).submit()
+        job.reach(10)
+        hosts = job.hosts()
+        site.power_off(hosts[1])
+        wait_for("the agents know", lambda: "detected" in job.agent_log(hosts[0]), 20)
+        # As Slurm itself would after SlurmdTimeout.
+        site.run(["scontrol", "update", f"nodename={hosts[1]}", "state=down", "reason=test"])
+        began = time.monotonic()
+        wait_for("reserved", lambda: "gemini_" in job.slurm().get("Reservation", ""), 30)
+        job.finish(120)
+        assert {hosts[0], hosts[2]} < set(job.hosts())
+        assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
+        assert time.monotonic() - began < 60, "not the 120 s of cred_expire"
