@@ -178,3 +178,14 @@ def test_site_05_controller_beside_a_backup_stands_by(make_site: Callable[..., S
         site.processes.append(site.cluster.popen(argv, user="slurm", node="n5", stdout=out, stderr=out))
     until(lambda: "event=standby reason=slurmctld in charge is on ctl" in log.read_text(), 10)
     stays(site, lambda: "event=ready" not in log.read_text(), 3)
+
+
+def test_site_05_reservation_that_serves_nobody_is_swept(site: Site) -> None:
+    """As a controller leaves it that dies right after the creation, whose job is then cancelled."""
+    for name in ("gemini_4711_0123456789ab", "somebody_elses"):
+        create = ["scontrol", "create", "reservation", f"ReservationName={name}", "Nodes=n1", "Users=alice"]
+        done = site.cluster.run([*create, "StartTime=now", "Duration=10", "Flags=IGNORE_JOBS,FLEX,OVERLAP"])
+        assert done.returncode == 0, done.stderr
+    site.cluster.controller_stop(signal.SIGKILL)
+    site.cluster.controller_start()
+    until(lambda: site.reservations() == ["somebody_elses"], 10)
