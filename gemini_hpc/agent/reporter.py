@@ -21,6 +21,7 @@ _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _BACKLOG = 500
 _REPEAT_S = 2.0
 _SILENT_S = 5.0
+_LASTED_S = 20.0  # a line that was no mere refusal
 
 
 class Reporter:
@@ -31,6 +32,7 @@ class Reporter:
         self._link: Link | None = None
         self._task: asyncio.Task[None] | None = None
         self._reported = 0.0
+        self.refused_at = 0.0  # when the last call that nobody took was begun (monotonic)
         self._controller_uid = 0
         self._holders: asyncio.Future[dict[str, int]] | None = None
         self._backlog: deque[peer.EventRecord] = deque(maxlen=_BACKLOG)
@@ -124,10 +126,12 @@ class Reporter:
     async def _run(self) -> None:
         tries = 0
         while True:
+            began = time.monotonic()
             with suppress(OSError, TimeoutError, HandshakeError, LinkClosed):
                 await self._serve()
-                tries = 0
             self._link = None
+            if time.monotonic() - began > _LASTED_S:
+                tries = 0
             await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
             tries += 1
 
@@ -144,7 +148,12 @@ class Reporter:
             instance=agent.instance,
             server_uid=self._controller_uid,
         )
-        link = await connect(settings.controller_host, settings.controller_port, client)
+        began = time.monotonic()
+        try:
+            link = await connect(settings.controller_host, settings.controller_port, client)
+        except (OSError, HandshakeError):
+            self.refused_at = began
+            raise
         link.fail_after(_SILENT_S)
         self._link = link
         try:
