@@ -28,7 +28,8 @@ def quick() -> Iterator[Cluster]:
 
 
 def trainers(job: LiteJob, node: str) -> list[str]:
-    return job.cluster.exec(node, ["pgrep", "-f", f"{job.directory}/lite[.]py"]).stdout.split()
+    """Ranks, and not the srun that has the same words behind its name."""
+    return job.cluster.exec(node, ["pgrep", "-f", f"^[^ ]*python[^ ]* {job.directory}/lite[.]py"]).stdout.split()
 
 
 def agents(job: LiteJob, nodes: list[str], number: int) -> None:
