@@ -1,4 +1,4 @@
-"""SITE 21 with a real slurmdbd: its Operators and Administrators may inspect every job; when it is gone, nobody more."""
+"""SITE 21 with a real slurmdbd: its Operators and Administrators may inspect every job."""
 
 from __future__ import annotations
 
