@@ -199,3 +199,14 @@ def test_nobody_is_killed_for_a_process_that_is_not_seen(node: Node) -> None:
         hung.kill()
     assert silent(done) and len(node.agents()) == 1
     assert os.path.exists(f"/proc/{node.pid}")
+
+
+def test_lock_that_somebody_keeps(node: Node) -> None:
+    """Where the run directory's parent is not root's, others can hold the lock: the prolog waits for a moment."""
+    node.sh("mkdir -m 1777 /run/open")
+    node.site('run_dir = "/run/open/gemini"')
+    node.as_user(BOB, "touch /run/open/gemini.lock; setsid -f flock /run/open/gemini.lock sleep 60 >/dev/null 2>&1")
+    began = time.monotonic()
+    done = node.prolog()
+    assert done.returncode == 0 and time.monotonic() - began < 8
+    assert silent(done) or "not protected" in one_line(done)
