@@ -10,7 +10,6 @@ import fcntl
 import os
 import stat
 import time
-from contextlib import suppress
 
 from gemini_hpc.agent.report import complain
 
@@ -82,9 +81,12 @@ def _wait_for(lock: int) -> None:
     it."""
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while time.monotonic() < deadline:
-        with suppress(BlockingIOError):
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        time.sleep(0.01)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.01)
+        else:
+            return
 
 
 def _is_mounted(path: str) -> bool:
