@@ -32,7 +32,7 @@ def agent(host: str, *, verified: bool, heard_s: float = 0.0, closed: bool = Fal
 def test_site_01_an_agent_vouches_for_its_node_from_there_only(
     tmp_path: Path, known: dict[str, Any], vouched: bool, asked: int
 ) -> None:
-    """Another user's agent could say from a login node that a dead node lives, and keep a job from being recovered."""
+    """Another user's agent could say from a login node that a dead node lives, and have a job wait for it."""
     registry = Registry(str(tmp_path))
     track = registry.jobs[7] = Track(Stored(7, 5001), str(tmp_path / "7.job"))
     one = track.agents["n1"] = agent("n1", **known)
