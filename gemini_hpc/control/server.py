@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from contextlib import suppress
 
 from gemini_hpc.config import Settings
@@ -41,7 +41,7 @@ MAX_QUERIES_PER_UID = 16
 MAX_AGENTS_PER_UID = 20_000
 MAX_STRANGERS_PER_UID = 512  # links that have not registered yet
 REGISTER_TIMEOUT_S = 15.0  # an agent dials while its prolog still waits for the peers
-EARLY_MESSAGES = 8
+EARLY_EVENTS = 64
 GOODBYE_S = 5.0
 QUERY_IDLE_S = 60.0
 PARTS_TIMEOUT_S = 0.3
@@ -49,7 +49,7 @@ RESOLVE_S = 2.0
 MESSAGES_PER_S, MESSAGES_BURST = 200.0, 2000.0
 JOB_CACHE_S, FRESH_JOB_S = 0.5, 0.1
 # Frames: a question is a few bytes, a registration names the nodes, a part holds an agent's events and slots.
-QUERY_FRAME_BYTES, EARLY_FRAME_BYTES, AGENT_FRAME_BYTES = 4096, 512 << 10, 4 << 20
+QUERY_FRAME_BYTES, EARLY_FRAME_BYTES, AGENT_FRAME_BYTES = 4096, 256 << 10, 4 << 20
 # Per user, whatever number of jobs and agents (SITE 1).
 QUESTIONS_PER_S, QUESTIONS_BURST = 10.0, 64.0
 REPORTS_PER_S, REPORTS_BURST = 50.0, 1000.0
@@ -194,11 +194,13 @@ class Controller:
         self._open["stranger", uid] += 1
         link.limit_bytes = EARLY_FRAME_BYTES
         try:
-            early: deque[peer.PeerMessage] = deque(maxlen=EARLY_MESSAGES)
+            early: list[peer.EventRecord] = []
             async with asyncio.timeout(REGISTER_TIMEOUT_S):
                 # An agent that is not attached yet may have events to tell before it can register.
                 while not isinstance(first := await link.receive(), peer.Registration):
-                    early.append(first)
+                    if isinstance(first, peer.EventsUp):
+                        room = first.events[: EARLY_EVENTS - len(early)]
+                        early += [tame(e, link.session.peer_host[:255]) for e in room]
             if first.job != link.session.job:
                 return
             agent = await self._register(link, first)
@@ -209,8 +211,8 @@ class Controller:
         link.limit_bytes = AGENT_FRAME_BYTES
         rate = _Rate()
         try:
-            for message in early:
-                await self._from_agent(agent, message)
+            if early:
+                await self._from_agent(agent, peer.EventsUp(agent.job, tuple(early)))
             while True:
                 message = await link.receive()
                 if not rate.take():
@@ -359,10 +361,7 @@ class Controller:
             while not self._questions.take(link.session.peer_uid):
                 await asyncio.sleep(1.0)
             answer = await self._answer(message.job, link.session.peer_uid)
-            try:
-                link.send(answer)
-            except FrameError:
-                return
+            await link.flush(answer)  # the next one only when this one has left: what waits here is memory
 
     async def _answer(self, raw_id: int, uid: int) -> peer.JobAnswer:
         refused = peer.JobAnswer(error=f"job {raw_id}: {NOT_YOURS}")
