@@ -92,10 +92,12 @@ class Patient:
         keys = {line.partition("=")[0] for line in lines if not line.startswith(("NodeName", "SlurmctldHost"))}
         keys |= set(without)
         kept = [line for line in self.slurm_conf.read_text().splitlines() if line.partition("=")[0] not in keys]
-        with self.file(self.slurm_conf, "\n".join([*kept, *lines]) + "\n"):
+        try:
+            with self.file(self.slurm_conf, "\n".join([*kept, *lines]) + "\n"):
+                self.reconfigure()
+                yield
+        finally:
             self.reconfigure()
-            yield
-        self.reconfigure()
 
     @contextmanager
     def access(self, path: Path, *, owner: int | None = None, mode: int | None = None) -> Iterator[None]:

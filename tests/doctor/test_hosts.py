@@ -162,6 +162,7 @@ def test_site_15_slurmd_cgroup(patient: Patient, memory_cgroup: Path) -> None:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
             if command.startswith(b"/usr/sbin/slurmd\0") and str(patient.slurm_conf).encode() in command:
                 pids[command.split(b"\0")[-2]] = pid
+    assert b"n1" in pids, (patient.cluster.log_directory / "slurmd.n1.log").read_text()[-2000:]
     (memory_cgroup / "cgroup.procs").write_text(pids[b"n1"])
     report = patient.doctor(node="n1")
     assert report.news == {"memory.slurmd-cgroup": "wrong"}
