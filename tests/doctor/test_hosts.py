@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -161,6 +162,7 @@ def test_site_15_slurmd_cgroup(patient: Patient, memory_cgroup: Path) -> None:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
             if command.startswith(b"/usr/sbin/slurmd\0") and str(patient.slurm_conf).encode() in command:
                 pids[command.split(b"\0")[-2]] = pid
+    assert b"n1" in pids, (patient.cluster.log_directory / "slurmd.n1.log").read_text()[-2000:]
     (memory_cgroup / "cgroup.procs").write_text(pids[b"n1"])
     report = patient.doctor(node="n1")
     assert report.news == {"memory.slurmd-cgroup": "wrong"}
@@ -243,7 +245,7 @@ def test_site_5_journal_on_a_full_disk(patient: Patient) -> None:
 
 
 @pytest.fixture
-def two_controllers() -> Cluster:
+def two_controllers() -> Iterator[Cluster]:
     name = f"doctor2-{os.getpid()}"
     extra = ["SlurmctldHost=n2(10.77.0.12)"]
     with Cluster.up(name, nodes=2, slurm_conf=extra) as cluster:
@@ -257,11 +259,11 @@ def test_site_5_a_backup_slurmctld_takes_over(two_controllers: Cluster) -> None:
     with patient.with_settings(state_dir="/dev/shm") as path:
         report = patient.doctor("--config", str(path), "--only", "controller.lock")
         assert report.news == {"controller.lock": "wrong"}
+    pid = two_controllers.run(["cat", "/run/slurmctld.pid"]).stdout.strip()
     start = ["/usr/sbin/slurmctld", "-f", str(patient.slurm_conf), "-L", str(patient.directory / "log/backup.log")]
     assert two_controllers.exec("n2", start).returncode == 0
     until(lambda: "n2 is UP" in two_controllers.run(["scontrol", "ping"]).stdout)
-    pid = int(two_controllers.run(["cat", "/run/slurmctld.pid"]).stdout)
-    two_controllers.run(["pkill", "-x", "slurmctld", "--ns", str(pid)])
+    assert two_controllers.run(["kill", "-9", pid]).returncode == 0
     until(lambda: "ctl is DOWN" in two_controllers.run(["scontrol", "ping"]).stdout)
     two_controllers.run(["scontrol", "takeover"], node="n2")
     until(lambda: two_controllers.run(["scontrol", "show", "config"], timeout_s=60).returncode == 0, 60)
