@@ -74,9 +74,9 @@ def slurmd_cgroup(facts: Facts) -> Outcome:
     choice = choose(here, facts.settings.agent_cgroup, systemd=os.path.isdir(SYSTEMD_BOOTED))
     if choice.how != "stay":
         return ok(f"agents leave slurmd's cgroup for {choice.directory or 'a scope of their own'}")
-    with open(f"/proc/{daemons[0].pid}/cgroup", encoding="utf-8", errors="replace") as f:
-        table = f.read(1 << 16)
-    return slurmd_limit(cgroups.limit(table), Budget(facts.settings).cap_bytes)
+    if here is None:
+        raise Unavailable("no memory cgroup is visible here")
+    return slurmd_limit(cgroups.limit(here), Budget(facts.settings).cap_bytes)
 
 
 def kill_mode(value: str, where: str) -> Outcome:

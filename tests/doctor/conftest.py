@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -183,21 +181,3 @@ def patient(shared: Patient) -> Iterator[Patient]:
     for host in (None, *shared.cluster.node_names):
         after = shared.doctor(node=host)
         assert set(after.news) <= {"leftovers.directories"} and after.code == 0, after.document
-
-
-@pytest.fixture
-def memory_cgroup(shared: Patient) -> Iterator[Path]:
-    """A memory cgroup (v1) of the machine's, for processes of the cluster."""
-    top = Path("/sys/fs/cgroup/memory")
-    if not (top / "memory.limit_in_bytes").exists():
-        pytest.skip("no cgroup v1 memory controller here")
-    own = re.search(r"^\d+:memory:(.*)$", Path("/proc/self/cgroup").read_text(), re.M)
-    path = top / f"gemini-doctor-{os.getpid()}"
-    path.mkdir()
-    yield path
-    home = top / (own[1].lstrip("/") if own else "")
-    for pid in (path / "cgroup.procs").read_text().split():
-        target = home if (home / "cgroup.procs").exists() else top
-        (target / "cgroup.procs").write_text(pid)
-    until(lambda: not (path / "cgroup.procs").read_text().split())
-    subprocess.run(["rmdir", str(path)], check=True)

@@ -13,6 +13,7 @@ import pytest
 
 from gemini_hpc.cli.main import main
 from gemini_hpc.control.slurmtext import parse_configuration, parse_ping
+from gemini_hpc.core.cgroup import Place
 from gemini_hpc.doctor import elf, examine, memory, report, slurm
 from gemini_hpc.doctor.cgroups import limit
 from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check
@@ -178,15 +179,14 @@ def test_site_15_cgroup_v2(tmp_path: Path) -> None:
     here = tmp_path / "system.slice/slurmd.service"
     here.mkdir(parents=True)
     (here / "memory.max").write_text("max\n")
-    table = "0::/system.slice/slurmd.service\n"
-    assert limit(table, str(tmp_path)) is None
+    place = Place(2, str(tmp_path), "/system.slice/slurmd.service", True)
+    assert limit(place) is None
     (tmp_path / "system.slice/memory.max").write_text(f"{GIB}\n")
-    assert limit(table, str(tmp_path)) == (GIB, str(tmp_path / "system.slice/memory.max"))
+    assert limit(place) == (GIB, str(tmp_path / "system.slice/memory.max"))
     (here / "memory.max").write_text(f"{GIB // 2}\n")
-    assert limit(table, str(tmp_path)) == (GIB // 2, str(here / "memory.max"))
-    assert memory.slurmd_limit(limit(table, str(tmp_path)), 2 * GIB).status == "wrong"
-    assert memory.slurmd_limit(limit(table, str(tmp_path)), GIB // 4).status == "ok"
-    assert limit("nonsense\n4:memory", str(tmp_path)) is None
+    assert limit(place) == (GIB // 2, str(here / "memory.max"))
+    assert memory.slurmd_limit(limit(place), 2 * GIB).status == "wrong"
+    assert memory.slurmd_limit(limit(place), GIB // 4).status == "ok"
 
 
 def test_site_15_systemd_units(tmp_path: Path) -> None:

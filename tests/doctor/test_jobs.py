@@ -70,7 +70,7 @@ def test_site_13_not_requeueable(patient: Patient) -> None:
     with patient.job("--no-requeue") as job:
         report = patient.doctor()
         assert report.news == {"jobs.requeue": "warning"} and report.code == 0
-        assert f"job {job} of alice: submitted without --requeue" in report["jobs.requeue"]["found"]
+        assert f"job {job} of alice: this job was submitted without --requeue" in report["jobs.requeue"]["found"]
     # One that has never run: only slurmctld knows that it asked for protection.
     waiting = patient.submit("--no-requeue", "--hold")
     unprotected = patient.cluster.sbatch(["-N1", "--no-requeue", "--hold"], script="#!/bin/sh\ntrue\n")
