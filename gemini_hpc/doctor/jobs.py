@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from gemini_hpc.control import ask
-from gemini_hpc.control.server import slurm_facts
+from gemini_hpc.control.questions import slurm_facts
 from gemini_hpc.control.slurmtext import RUNNING
 from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check
 from gemini_hpc.doctor.facts import Facts
