@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from harness import LiteJob, leaks, restore, wait_for
+from harness import LiteJob, restore, wait_for
+from leaks import assert_nothing_new
+from leaks.cluster import present
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -30,10 +32,7 @@ def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
     if shared_cluster.controller_pid() is None:
         shared_cluster.controller_start()
     restore(shared_cluster)
-    try:
-        wait_for("nothing left behind", lambda: not leaks(shared_cluster), 30, 0.2)
-    except AssertionError as exc:
-        raise AssertionError(f"{exc}: {leaks(shared_cluster)}") from None
+    assert_nothing_new({}, lambda: present(shared_cluster), 30)
 
 
 @pytest.fixture

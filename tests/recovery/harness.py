@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from leaks.cluster import held
+
 from gemini_hpc.devcluster.cluster import Cluster
 
 LITE = Path(__file__).with_name("lite.py")
@@ -179,25 +181,8 @@ class LiteJob:
 
 
 def leaks(cluster: Cluster) -> list[str]:
-    """What jobs have left behind in a cluster on which none runs any more."""
-    found = []
-    for node in cluster.node_names:
-        if not cluster.is_on(node):
-            continue
-        agents = cluster.exec(node, ["pgrep", "-af", "gemini_hpc[.]agent"]).stdout
-        if agents:
-            found.append(f"{node}: {agents.strip()}")
-        script = "ls -l /proc/[0-9]*/fd 2>/dev/null | grep -c memfd:gemini || true"
-        memfds = cluster.exec(node, ["bash", "-c", script]).stdout.strip()
-        if memfds not in ("", "0"):
-            found.append(f"{node}: {memfds} memfds")
-        shm = cluster.exec(node, ["ls", "/dev/shm"]).stdout.split()
-        if shm:
-            found.append(f"{node}: /dev/shm has {shm}")
-    reservations = cluster.run(["scontrol", "show", "reservation", "-o"]).stdout
-    if "ReservationName" in reservations:
-        found.append(reservations.strip())
-    return found
+    """What jobs hold in a cluster: memory, agents, reservations."""
+    return sorted(held(cluster).values())
 
 
 def restore(cluster: Cluster) -> None:
