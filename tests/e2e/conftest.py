@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from leaks import assert_nothing_new
+from leaks.cluster import present
 from training import STEPS, Training
 
 from gemini_hpc.devcluster.cluster import Cluster
@@ -44,6 +46,7 @@ def train(cluster: Cluster) -> Iterator[Callable[..., Training]]:
         if "down" in state or "drain" in state:
             cluster.resume(node)
     cluster.wait_idle(timeout_s=60)
+    assert_nothing_new({}, lambda: present(cluster), 30)
 
 
 @pytest.fixture(scope="module")

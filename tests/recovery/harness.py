@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from leaks import assert_nothing_new
+from leaks.cluster import held, present
+
 from gemini_hpc.devcluster.cluster import Cluster
 
 LITE = Path(__file__).with_name("lite.py")
@@ -180,29 +183,8 @@ class LiteJob:
 
 
 def leaks(cluster: Cluster) -> list[str]:
-    """What jobs have left behind in a cluster on which none runs any more."""
-    found = []
-    for node in cluster.node_names:
-        if not cluster.is_on(node):
-            continue
-        agents = cluster.exec(node, ["pgrep", "-af", "gemini_hpc[.]agent"]).stdout
-        if agents:
-            found.append(f"{node}: {agents.strip()}")
-        script = "ls -l /proc/[0-9]*/fd 2>/dev/null | grep -c memfd:gemini || true"
-        memfds = cluster.exec(node, ["bash", "-c", script]).stdout.strip()
-        if memfds not in ("", "0"):
-            found.append(f"{node}: {memfds} memfds")
-        inside = 'find /sys/fs/cgroup/memory -path "*gemini-hpc/cgroup.procs" -exec cat {} + 2>/dev/null || true'
-        charged = cluster.exec(node, ["bash", "-c", inside]).stdout.split()
-        if charged:
-            found.append(f"{node}: processes {charged} in the agents' cgroup")
-        shm = cluster.exec(node, ["ls", "/dev/shm"]).stdout.split()
-        if shm:
-            found.append(f"{node}: /dev/shm has {shm}")
-    reservations = cluster.run(["scontrol", "show", "reservation", "-o"]).stdout
-    if "ReservationName" in reservations:
-        found.append(reservations.strip())
-    return found
+    """What jobs hold in a cluster: memory, agents, reservations."""
+    return sorted(held(cluster).values())
 
 
 def restore(cluster: Cluster) -> None:
@@ -228,7 +210,4 @@ def clean(cluster: Cluster) -> Iterator[None]:
     if cluster.controller_pid() is None:
         cluster.controller_start()
     restore(cluster)
-    try:
-        wait_for("nothing left behind", lambda: not leaks(cluster), 30, 0.2)
-    except AssertionError as exc:
-        raise AssertionError(f"{exc}: {leaks(cluster)}") from None
+    assert_nothing_new({}, lambda: present(cluster), 30)
