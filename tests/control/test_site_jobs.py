@@ -121,6 +121,7 @@ def test_site_11_reservation_takes_few_nodes_and_leaves_others_alone(make_site: 
     lasts = run(["scontrol", "show", "reservation", "-o", detail.split()[2]]).stdout
     assert "Duration=00:10:00" in lasts
     until(lambda: site.reservations() == ["theirs"], 30)
+    run(["scontrol", "delete", "ReservationName=theirs"])
 
 
 def test_site_11_the_jobs_own_reservation_stays_its_own(site: Site) -> None:
@@ -132,6 +133,8 @@ def test_site_11_the_jobs_own_reservation_stays_its_own(site: Site) -> None:
     assert site.reservations() == ["class"]
     assert site.cluster.job(job)["Reservation"] == "class"
     assert "own reservation class is kept" in (site.event(job, "reserved") or {})["detail"]
+    site.cluster.run(["scancel", str(job)])
+    until(lambda: not site.cluster.run(["scontrol", "delete", "ReservationName=class"]).returncode)
 
 
 def test_site_11_another_job_of_the_owner_cannot_use_the_reservation(site: Site) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from leaks import assert_nothing_new
+from leaks.cluster import present
 
 from gemini_hpc.devcluster import Cluster, DevclusterError
 from gemini_hpc.devcluster.requirements import check
@@ -180,6 +182,7 @@ def patient(shared: Patient) -> Iterator[Patient]:
     yield shared
     after = shared.doctor()
     assert after.news == {} and after.code == 0, after.document
+    assert_nothing_new({}, lambda: present(shared.cluster), 20)
 
 
 @pytest.fixture

@@ -14,12 +14,35 @@ from pathlib import Path
 from gemini_hpc.devcluster.cluster import Cluster
 
 from . import Found
+from .machine import charged
 
 ENDED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 # What ties a job to nodes or to a time; only its owner may have left these.
 PINS = ("ReqNodeList", "ExcNodeList", "Reservation")
+# What Slurm changes of a job that waits.
+CHANGING = {"Priority", "LastSchedEval", "AccrueTime", "Scheduler"}
 # An agent that has let go leaves its log for its owner, at most.
 JOB_FILES = {"agent.log"}
+
+
+class Bystander:
+    """A job of carol's that waits for tomorrow: whatever becomes of others, its request and its times stay."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.id = cluster.sbatch(["-N1", "--begin=now+1day"], user="carol", script="#!/bin/sh\nexec sleep 60\n")
+        self._before = self._request()
+
+    def end(self) -> str:
+        """Cancel it; says what of it has changed."""
+        after = self._request()
+        self._cluster.run(["scancel", str(self.id)])
+        changed = {k for k in self._before | after if self._before.get(k) != after.get(k)}
+        return ", ".join(f"{k}: {self._before.get(k)} -> {after.get(k)}" for k in sorted(changed))
+
+    def _request(self) -> dict[str, str]:
+        record = self._cluster.job(self.id)
+        return {key: value for key, value in record.items() if key not in CHANGING}
 
 
 def held(cluster: Cluster) -> Found:
@@ -54,9 +77,9 @@ def _on_nodes(cluster: Cluster, inits: dict[str, int]) -> Found:
             where[os.readlink(f"/proc/{init}/ns/pid")] = node
             for name in os.listdir(f"/proc/{init}/root/dev/shm"):
                 found[node, "shm", name] = f"{node}: /dev/shm/{name}"
-            for procs in Path(f"/proc/{init}/root/sys/fs/cgroup/memory").glob("**/gemini-hpc*/**/cgroup.procs"):
-                if charged := procs.read_text().split():
-                    found[node, "cgroup", str(procs)] = f"{node}: processes {charged} in {procs.parent.name}"
+        for cgroup in _cgroups_of_agents(f"/proc/{init}/root/sys/fs/cgroup/memory"):
+            if pids := charged(cgroup):
+                found[node, "cgroup", cgroup] = f"{node}: processes {pids} in cgroup {cgroup.partition('/memory')[2]}"
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
@@ -70,6 +93,14 @@ def _on_nodes(cluster: Cluster, inits: dict[str, int]) -> Found:
             for inode, name in _memfds(entry):
                 found[node, "memfd", inode] = f"{node}: {name} in process {entry}: {command.strip()}"
     return found
+
+
+def _cgroups_of_agents(top: str) -> Iterator[str]:
+    """Where a node sees the whole machine's hierarchy, the parts of clusters are left out."""
+    for directory, below, _ in os.walk(top):
+        below[:] = [name for name in below if not name.startswith("gemini-devcluster-")]
+        if "/gemini-hpc" in directory.removeprefix(top):
+            yield directory
 
 
 def _memfds(pid: str) -> Iterator[tuple[int, str]]:

@@ -152,11 +152,13 @@ def rescan() -> None:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    for task in Path("/proc", str(pid), "task").glob("*/children"):
-        with suppress(OSError):
-            for child in map(int, task.read_text().split()):
-                yield child
-                yield from _descendants(child)
+    children: list[int] = []
+    with suppress(OSError):  # it has just ended; what it has left then belongs to init
+        for task in os.listdir(f"/proc/{pid}/task"):
+            children += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    for child in children:
+        yield child
+        yield from _descendants(child)
 
 
 def _processes() -> Found:
@@ -234,8 +236,11 @@ def _cgroups() -> Found:
 
 
 def _populated(cgroup: Path) -> bool:
-    for procs in (cgroup / "cgroup.procs", *cgroup.rglob("cgroup.procs")):
-        with suppress(OSError):
-            if procs.read_text().strip():
-                return True
-    return False
+    return any(charged(directory) for directory, _, _ in os.walk(cgroup))
+
+
+def charged(cgroup: str) -> list[str]:
+    """Pids of the processes in a cgroup itself; none where it is gone, as others' may be at any moment."""
+    with suppress(OSError):
+        return Path(cgroup, "cgroup.procs").read_text().split()
+    return []

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from gemini_hpc.devcluster import Cluster, DevclusterError
+from gemini_hpc.devcluster import Cluster, DevclusterError, cgroups
 from gemini_hpc.devcluster.requirements import check
 
 from . import Found, assert_nothing_new, new
-from .cluster import held, present
+from .cluster import Bystander, held, present
 
 PYTHON = ["/opt/gemini-hpc/venv/bin/python", "-I", "-c"]
 SLEEPER = "#!/bin/sh\nexec sleep 600\n"
@@ -72,6 +72,20 @@ def test_memory(cluster: Cluster, look: Callable[[Cluster], Found]) -> None:
         assert there(cluster, "memfd:gemini:default:0:1", look).startswith("n1:")
 
 
+@pytest.mark.skipif(not cgroups.possible(), reason="no writable memory cgroup (v1) on this machine")
+@pytest.mark.parametrize("look", [held, present])
+def test_a_process_in_the_cgroup_of_agents(cluster: Cluster, look: Callable[[Cluster], Found]) -> None:
+    """A rank or a helper of an agent, whatever it is called; an empty cgroup of agents stays."""
+    group = "/sys/fs/cgroup/memory/gemini-hpc/planted"
+    into = f"mkdir -p {group}; echo 0 >{group}/cgroup.procs; exec sleep 65"
+    process = cluster.popen(["sh", "-c", into], node="n1")
+    found = there(cluster, "gemini-hpc/planted", look)
+    assert found.startswith("n1: processes [")
+    process.kill()
+    process.communicate()
+    assert_nothing_new({}, lambda: look(cluster), 10)
+
+
 def test_files_on_a_node(cluster: Cluster) -> None:
     for plant, path in (("touch /dev/shm/x", "/dev/shm/x"), ("mkdir -p D; touch D/agent.sock", "D/agent.sock")):
         directory = "/run/gemini-hpc/7"
@@ -103,6 +117,19 @@ def test_jobs_and_their_pins(cluster: Cluster) -> None:
     running_job = cluster.sbatch(["-N1"], script=SLEEPER)
     there(cluster, f"job {running_job} is RUNNING")
     cluster.run(["scancel", str(running_job)])
+
+
+@pytest.mark.parametrize("change", ["", "reqnodelist=n2", "starttime=now+2days", "numnodes=2", "requeue=0"])
+def test_what_is_done_to_a_bystander(cluster: Cluster, change: str) -> None:
+    bystander = Bystander(cluster)
+    other = cluster.sbatch(["-N2"], script=SLEEPER)
+    there(cluster, f"job {other} is RUNNING")
+    if change:
+        cluster.run(["scontrol", "update", f"jobid={bystander.id}", change])
+    cluster.run(["scancel", str(other)])
+    key = {"reqnodelist": "ReqNodeList", "starttime": "StartTime", "numnodes": "NumNodes", "requeue": "Requeue"}
+    said = bystander.end()
+    assert key[change.partition("=")[0]] in said if change else said == "", said
 
 
 @pytest.mark.parametrize("state", ["drain", "down"])

@@ -124,7 +124,9 @@ def test_a_cgroup_without_processes() -> None:
 
 
 @as_root
-@pytest.mark.parametrize(("cluster", "count"), [(f"x{machine.PID}", 1), (f"x{machine.PID}1", 0)])
+@pytest.mark.parametrize(
+    ("cluster", "count"), [(f"x{machine.PID}", 1), (f"x{machine.PID}1", 0)], ids=["ours", "a stranger's"]
+)
 def test_a_cgroup_of_a_cluster_is_its_owner_s(cluster: str, count: int) -> None:
     root = next((path for path in (machine.CGROUPS / "memory", machine.CGROUPS) if os.access(path, os.W_OK)), None)
     if root is None or not (root / "cgroup.procs").exists():

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recovery"))
-from harness import LiteJob, leaks, restore, wait_for
+from harness import LiteJob, restore, wait_for
+from leaks import assert_nothing_new
+from leaks.cluster import present
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -69,10 +71,7 @@ def site(shared_site: Site) -> Iterator[Site]:
     if cluster.controller_pid() is None:
         cluster.controller_start()
     restore(cluster)
-    try:
-        wait_for("nothing left behind", lambda: not leaks(cluster), 30, 0.2)
-    except AssertionError as exc:
-        raise AssertionError(f"{exc}: {leaks(cluster)}") from None
+    assert_nothing_new({}, lambda: present(cluster), 30)
 
 
 @pytest.fixture
