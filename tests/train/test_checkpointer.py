@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
