@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from leaks import Found, assert_nothing_new
-from leaks.cluster import present
+from leaks.cluster import Bystander, present
 
 from gemini_hpc.devcluster import Cluster, DevclusterError
 from gemini_hpc.devcluster.requirements import check
@@ -39,7 +39,9 @@ class Site:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.processes: list[Any] = []
+        self.servers: list[Any] = []  # what is needed until the cluster goes down
         self.logs: dict[str, Path] = {}
+        self.bystander = Bystander(cluster)
         shutil.copy(Path(__file__).parent / "fake_agent.py", cluster.home("alice") / "fake_agent.py")
         os.chmod(cluster.home("alice") / "fake_agent.py", 0o755)
 
@@ -107,7 +109,7 @@ class Site:
             cluster.run(["scontrol", "update", f"nodename={','.join(off)}", "state=down", "reason=test"])
         for user in ("alice", "bob"):
             cluster.run(["scancel", f"--user={user}"])
-        self.close()
+        _kill(self.processes)
         if cluster.controller_pid() is None:
             cluster.controller_start()
         for node, state in cluster.node_states().items():
@@ -120,13 +122,19 @@ class Site:
             found = present(cluster).items()
             return {k: v for k, v in found if k[:2] not in exempt and not (off and v.startswith("controller: "))}
 
+        changed = self.bystander.end()
         assert_nothing_new({}, left, 20)
+        assert not changed, f"somebody else's job {self.bystander.id} has been changed: {changed}"
 
     def close(self) -> None:
-        for process in self.processes:
-            with suppress(OSError):
-                process.kill()
-            process.wait()
+        _kill([*self.processes, *self.servers])
+
+
+def _kill(processes: list[Any]) -> None:
+    for process in processes:
+        with suppress(OSError):
+            process.kill()
+        process.wait()
 
 
 @pytest.fixture

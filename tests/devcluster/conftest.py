@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from leaks import assert_nothing_new
+from leaks.cluster import present
 
 from gemini_hpc.devcluster import Cluster, DevclusterError
 from gemini_hpc.devcluster.layout import Layout
@@ -133,6 +135,14 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         trace = Trace.of(name)
         yield started
     trace.assert_gone()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_in_a_shared_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
+    shared = [request.getfixturevalue(name) for name in ("cluster", "site") if name in request.fixturenames]
+    yield
+    for each in shared:
+        assert_nothing_new({}, lambda each=each: present(each), 20)
 
 
 @pytest.fixture
