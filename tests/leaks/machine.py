@@ -199,6 +199,7 @@ def _files() -> Found:
     paths = [own / name for name in os.listdir(own) if not name.startswith("torchinductor_")]
     paths = [path for path in paths if path not in _kept]
     paths += [Path("/dev/shm", name) for name in os.listdir("/dev/shm") if "gemini" in name]
+    paths += [Path("/var/lib", name) for name in os.listdir("/var/lib") if name.startswith("gemini-") and ours(name)]
     paths += [path for path in (RUN_DIRECTORY,) if path.exists()]
     return {("file", path): f"file {path}" for path in paths}
 

@@ -127,7 +127,7 @@ def test_what_is_done_to_a_bystander(cluster: Cluster, change: str) -> None:
     if change:
         cluster.run(["scontrol", "update", f"jobid={bystander.id}", change])
     cluster.run(["scancel", str(other)])
-    key = {"reqnodelist": "ReqNodeList", "starttime": "StartTime", "numnodes": "NumNodes", "requeue": "Requeue"}
+    key = {"reqnodelist": "ReqNodeList", "starttime": "StartTime", "numnodes": "NumCPUs", "requeue": "Requeue"}
     said = bystander.end()
     assert key[change.partition("=")[0]] in said if change else said == "", said
 
