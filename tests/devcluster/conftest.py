@@ -8,12 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from leaks import assert_nothing_new
-from leaks.cluster import present
+from leaks.cluster import nothing_left
 
 from gemini_hpc.devcluster import Cluster, DevclusterError
 from gemini_hpc.devcluster.layout import Layout
@@ -140,9 +140,10 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 @pytest.fixture(autouse=True)
 def nothing_left_in_a_shared_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
     shared = [request.getfixturevalue(name) for name in ("cluster", "site") if name in request.fixturenames]
-    yield
-    for each in shared:
-        assert_nothing_new({}, lambda each=each: present(each), 20)
+    with ExitStack() as stack:
+        for cluster in shared:
+            stack.enter_context(nothing_left(cluster, 20))
+        yield
 
 
 @pytest.fixture

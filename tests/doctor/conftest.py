@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from leaks import assert_nothing_new
-from leaks.cluster import present
+from leaks.cluster import nothing_left
 
 from gemini_hpc.devcluster import Cluster, DevclusterError
 from gemini_hpc.devcluster.requirements import check
@@ -179,10 +178,10 @@ def shared() -> Iterator[Patient]:
 @pytest.fixture
 def patient(shared: Patient) -> Iterator[Patient]:
     """Whatever a test breaks, it mends: seen on the controller host, where most can be seen."""
-    yield shared
-    after = shared.doctor()
-    assert after.news == {} and after.code == 0, after.document
-    assert_nothing_new({}, lambda: present(shared.cluster), 20)
+    with nothing_left(shared.cluster, 20):
+        yield shared
+        after = shared.doctor()
+        assert after.news == {} and after.code == 0, after.document
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gemini_hpc.devcluster.cluster import Cluster
 
-from . import Found
+from . import Found, assert_nothing_new
 from .machine import charged
 
 ENDED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
@@ -23,6 +23,14 @@ PINS = ("ReqNodeList", "ExcNodeList", "Reservation")
 CHANGING = {"Priority", "LastSchedEval", "AccrueTime", "Scheduler"}
 # An agent that has let go leaves its log for its owner, at most.
 JOB_FILES = {"agent.log"}
+
+
+@contextmanager
+def nothing_left(cluster: Cluster, within_s: float) -> Iterator[None]:
+    """One test on a shared cluster and its tidying; what an earlier one has left is not told again."""
+    before = present(cluster)
+    yield
+    assert_nothing_new(before, lambda: present(cluster), within_s)
 
 
 class Bystander:

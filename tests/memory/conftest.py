@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recovery"))
-from harness import LiteJob, restore, wait_for
-from leaks import assert_nothing_new
-from leaks.cluster import present
+from harness import LiteJob, clean
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -62,16 +60,9 @@ def shared_site() -> Iterator[Site]:
 
 @pytest.fixture
 def site(shared_site: Site) -> Iterator[Site]:
-    cluster = shared_site.cluster
-    yield shared_site
-    shared_site.configure()
-    cluster.run(["scancel", "--user=alice"])
-    cluster.run(["scancel", "--user=bob"])
-    wait_for("queue empty", lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1)
-    if cluster.controller_pid() is None:
-        cluster.controller_start()
-    restore(cluster)
-    assert_nothing_new({}, lambda: present(cluster), 30)
+    with clean(shared_site.cluster):
+        yield shared_site
+        shared_site.configure()
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from leaks import assert_nothing_new
-from leaks.cluster import Bystander, held, present
+from leaks.cluster import Bystander, held, nothing_left
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -203,14 +202,14 @@ def clean(cluster: Cluster) -> Iterator[None]:
     """One test on a shared cluster: afterwards its jobs are ended, all nodes are back, and nothing is left."""
     if cluster.controller_pid() is None:
         cluster.controller_start()
-    bystander = Bystander(cluster)
-    yield
-    changed = bystander.end()
-    cluster.run(["scancel", "--user=alice"])
-    cluster.run(["scancel", "--user=bob"])
-    wait_for("queue empty", lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1)
-    if cluster.controller_pid() is None:
-        cluster.controller_start()
-    restore(cluster)
-    assert_nothing_new({}, lambda: present(cluster), 30)
+    with nothing_left(cluster, 30):
+        bystander = Bystander(cluster)
+        yield
+        changed = bystander.end()
+        cluster.run(["scancel", "--user=alice"])
+        cluster.run(["scancel", "--user=bob"])
+        wait_for("queue empty", lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1)
+        if cluster.controller_pid() is None:
+            cluster.controller_start()
+        restore(cluster)
     assert not changed, f"somebody else's job {bystander.id} has been changed: {changed}"
