@@ -17,6 +17,8 @@ from gemini_hpc.devcluster.cluster import Cluster
 
 LITE = Path(__file__).with_name("lite.py")
 Line = dict[str, Any]
+# A retention time of 20 s here, and two looks of the controller, 10 s apart at most on a slow machine.
+LET_GO_S = 45.0
 
 
 def wait_for(what: str, true: Callable[[], object], timeout_s: float = 30.0, every_s: float = 0.02) -> Any:
@@ -202,7 +204,7 @@ def clean(cluster: Cluster) -> Iterator[None]:
     """One test on a shared cluster: afterwards its jobs are ended, all nodes are back, and nothing is left."""
     if cluster.controller_pid() is None:
         cluster.controller_start()
-    with nothing_left(cluster, 30):
+    with nothing_left(cluster, LET_GO_S):
         bystander = Bystander(cluster)
         yield
         changed = bystander.end()
