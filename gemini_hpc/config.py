@@ -67,6 +67,9 @@ class Settings:
     slurm_settle_s: float = _setting(60.0, "No fencing until slurmctld has been up and has answered for so long.")
     fence_budget_nodes: int = _setting(2, "Nodes that the controller may fence within fence_budget_window_s.")
     fence_budget_window_s: float = _setting(600.0, "Window of the fencing budget.")
+    auto_resume_s: float = _setting(
+        0.0, "A fenced node that has booted anew and answers for so long is resumed, twice a day at most; 0: never."
+    )
     reserve_candidates: int = _setting(2, "Replacement candidates reserved beside the survivors and the dead count.")
     operators: tuple[str, ...] = _setting(
         (), "Users, and groups written as @group, that may inspect every job, besides root and SlurmUser."

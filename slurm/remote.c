@@ -1,10 +1,8 @@
-#include <fcntl.h>
 #include <inttypes.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <slurm/slurm.h>
@@ -194,17 +192,6 @@ static void end_if_unprotectable(spank_t sp, uint32_t replicas)
 	_exit(EXIT_UNPROTECTABLE);
 }
 
-/* A requeued job's output begins anew, and takes what was written before the failure with it. */
-static void warn_of_truncation(void)
-{
-	const int flags = fcntl(STDOUT_FILENO, F_GETFL);
-	struct stat file;
-
-	if (flags >= 0 && !(flags & O_APPEND) && fstat(STDOUT_FILENO, &file) == 0 && S_ISREG(file.st_mode))
-		slurm_error(MESSAGE_PREFIX "a requeue will truncate this job's output: submit it with "
-			    "--open-mode=append to keep what was written");
-}
-
 int remote_task_init(spank_t sp, const struct config *config)
 {
 	uint32_t replicas, job, step, restart = 0;
@@ -229,8 +216,6 @@ int remote_task_init(spank_t sp, const struct config *config)
 	if (env_has(sp, "SLURM_RESTART_COUNT") &&
 	    !env_number(sp, "SLURM_RESTART_COUNT", 0, UINT32_MAX, &restart))
 		return 0;
-	if (step == SLURM_BATCH_SCRIPT && restart == 0)
-		warn_of_truncation();
 	if (!map_await(config->run_dir, job, restart, geteuid(), MAP_WAIT_MS, &map))
 		return 0;
 	export_place(sp, &map);

@@ -16,6 +16,7 @@ from gemini_hpc.agent.report import complain
 ENTRIES_MAX = 4096
 DEPTH_MAX = 16
 REMOVE_TIMEOUT_S = 2.0
+LOCK_TIMEOUT_S = 2.0
 
 _MOUNT_FLAGS = 2 | 4 | 8  # nosuid, nodev, noexec
 _MOUNT_OPTIONS = b"mode=0755,size=64m,nr_inodes=16384"
@@ -62,7 +63,7 @@ def _create(path: str) -> None:
     except OSError as exc:
         raise JobDirError(f"{path}.lock could not be made: {exc.strerror}") from None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _wait_for(lock)
         os.mkdir(path, 0o755)
         problem = _mount(path)
     except FileExistsError:
@@ -73,6 +74,19 @@ def _create(path: str) -> None:
         os.close(lock)
     if problem:
         complain("prolog", 0, f"{path} has no file system of its own ({problem}): users can fill the one it is on")
+
+
+def _wait_for(lock: int) -> None:
+    """The others' mount, for a bounded time: whoever can open the file, where its directory is not root's, can hold
+    it."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.01)
+        else:
+            return
 
 
 def _is_mounted(path: str) -> bool:

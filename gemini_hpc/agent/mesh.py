@@ -20,6 +20,7 @@ from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, connect_any
 
 _MAX_WITNESSES = 3
+_PARALLEL_SEARCHES = 64
 _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 
 
@@ -223,6 +224,23 @@ class Mesh:
             return False
         probe.abort()
         return True
+
+    async def anybody(self, limit_s: float) -> bool:
+        """Whether one peer can be reached of those that are not called dead, partners of ours or not."""
+        found, timeout_s = asyncio.Event(), self.silence_s
+        names = iter([h for h in self.hosts if h != self.host and h not in self.dead])
+
+        async def search() -> None:
+            for name in names:
+                if found.is_set() or await self._reach(name, timeout_s):
+                    found.set()
+                    return
+
+        searches = asyncio.gather(*(search() for _ in range(_PARALLEL_SEARCHES)))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await searches
+        return found.is_set()
 
     async def _ask(self, other: str, name: str, timeout_s: float) -> bool | None:
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()

@@ -22,6 +22,7 @@ _BACKLOG = 500
 _REPEAT_S = 2.0
 _SILENT_S = 5.0
 _NOTICE_CHARS = 300
+_LASTED_S = 20.0  # a line that was no mere refusal
 
 
 class Reporter:
@@ -32,6 +33,7 @@ class Reporter:
         self._link: Link | None = None
         self._task: asyncio.Task[None] | None = None
         self._reported = 0.0
+        self.refused_at = 0.0  # when the last call that nobody took was begun (monotonic)
         self._controller_uid = 0
         self._holders: asyncio.Future[dict[str, int]] | None = None
         self._backlog: deque[peer.EventRecord] = deque(maxlen=_BACKLOG)
@@ -125,17 +127,22 @@ class Reporter:
     async def _run(self) -> None:
         tries, hosts = 0, self._agent.settings.controller_hosts()
         while True:
+            began, answered = time.monotonic(), False
             for host in hosts:
-                began = time.monotonic()
+                dialled = time.monotonic()
                 with suppress(OSError, TimeoutError, HandshakeError, LinkClosed):
-                    await self._serve(host)
-                if time.monotonic() - began > _RETRY_S[-1]:
+                    link = await self._dial(host)
+                    answered = True
+                    await self._serve(link)
+                if answered and time.monotonic() - dialled > _LASTED_S:
                     tries = 0
                 self._link = None
+            if not answered:
+                self.refused_at = began
             await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
             tries += 1
 
-    async def _serve(self, host: str) -> None:
+    async def _dial(self, host: str) -> Link:
         agent = self._agent
         settings = agent.settings
         client = Client(
@@ -148,7 +155,10 @@ class Reporter:
             instance=agent.instance,
             server_uid=self._controller_uid,
         )
-        link = await connect(host, settings.controller_port, client)
+        return await connect(host, settings.controller_port, client)
+
+    async def _serve(self, link: Link) -> None:
+        agent = self._agent
         link.fail_after(_SILENT_S)
         self._link = link
         try:

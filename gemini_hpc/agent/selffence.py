@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gemini_hpc.agent.local import Client
 
 _GRACE_S = 2.0
+_SEARCH_S = 10.0
 
 
 class SelfFence:
@@ -24,6 +25,7 @@ class SelfFence:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._alone_since: float | None = None
+        self._asking: asyncio.Task[None] | None = None
 
     def _alone(self) -> bool:
         agent = self._agent
@@ -38,11 +40,23 @@ class SelfFence:
             return
         now = time.monotonic()
         self._alone_since = self._alone_since or now
-        if now - self._alone_since >= limit_s and self.ranks():
-            self._alone_since = now
+        if now - self._alone_since < limit_s or not self.ranks() or (self._asking and not self._asking.done()):
+            return
+        # The controller may be there again without having been dialled yet.
+        if self._agent.reporter.refused_at > self._alone_since:
+            self._asking = self._agent.spawn(self._end_if_nobody(limit_s))
+
+    async def _end_if_nobody(self, limit_s: float) -> None:
+        """The partners of a large job's node can all have died while hundreds of its peers are there."""
+        mesh = self._agent.mesh
+        since, somebody = self._alone_since, mesh is not None and await mesh.anybody(_SEARCH_S)
+        if somebody:
+            self._alone_since = None
+        elif since is not None and since == self._alone_since and self._alone():
+            self._alone_since = time.monotonic()
             reason = f"no peer and no controller for {limit_s:g} s: the job goes on elsewhere"
             self._agent.log("self_fenced", detail=reason)
-            self._agent.spawn(self.end_ranks())
+            await self.end_ranks()
 
     def ranks(self) -> set[Client]:
         """Processes on this node that train now: those that have said hello, and nobody else."""

@@ -53,6 +53,6 @@ def run(args: argparse.Namespace) -> int:
         null = os.open(os.devnull, os.O_RDONLY)
         for fd, new in ((null, 0), (out, 1), (out, 2)):
             os.dup2(fd, new)
-    from gemini_hpc.control.server import main
+    from gemini_hpc.control.service import main
 
     return main(settings, args.verbose)

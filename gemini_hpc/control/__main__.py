@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from gemini_hpc.config import CONFIG_PATH, ConfigError, load
-from gemini_hpc.control.server import main
+from gemini_hpc.control.service import main
 
 
 def run(argv: list[str] | None = None) -> int:

@@ -90,7 +90,7 @@ def agents(settings: Settings, raw_id: int) -> peer.JobAnswer:
 
 
 async def _agents(settings: Settings, raw_id: int) -> peer.JobAnswer:
-    from gemini_hpc.control.server import NOT_YOURS, slurm_facts
+    from gemini_hpc.control.questions import NOT_YOURS, slurm_facts
     from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob
 
     slurm = Slurm()

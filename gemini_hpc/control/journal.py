@@ -19,7 +19,8 @@ _KEEP_S = 86400.0
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line. key: `raw job id.restart`; step: open, reserve, down, requeue, pin, start, detach, delete, close."""
+    """One line. key: `raw job id.restart`; step: open, reserve, down, requeue, pin, start, detach, delete, evict,
+    close; or key `nodes`, step resume."""
 
     t: float
     key: str
@@ -57,6 +58,9 @@ class Journal:
         records = list(_read(path))
         downs = [r for r in records if (r.step, r.phase) == ("down", "before")]
         self._fenced = [(r.t, str(r.data.get("node", ""))) for r in downs]
+        self._back = [
+            (r.t, str(r.data.get("node", ""))) for r in records if (r.step, r.phase) == ("resume", "before")
+        ]
         self._open: dict[str, list[Record]] = {}
         for record in records:
             self._follow(record)
@@ -92,11 +96,22 @@ class Journal:
         self._follow(record)
         if (step, phase) == ("down", "before"):
             self._fenced.append((record.t, str(data.get("node", ""))))
+        if (step, phase) == ("resume", "before"):
+            self._back.append((record.t, str(data.get("node", ""))))
 
     def fenced(self, window_s: float) -> int:
         """Nodes fenced (or begun to be) within the last `window_s`."""
         since = time.time() - window_s
         return len({node for t, node in self._fenced if t >= since})
+
+    def fenced_at(self) -> dict[str, float]:
+        """When each node was last fenced, Unix seconds, as far as the journal goes back."""
+        return dict(sorted(((node, t) for t, node in self._fenced), key=lambda entry: entry[1]))
+
+    def given_back(self, node: str, window_s: float) -> int:
+        """How often a node was given back within the last `window_s`."""
+        since = time.time() - window_s
+        return sum(1 for t, name in self._back if name == node and t >= since)
 
     def left_open(self) -> dict[str, list[Record]]:
         """Recoveries without an end: key -> their lines."""

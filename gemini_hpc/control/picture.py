@@ -24,6 +24,7 @@ from gemini_hpc.control.survival import survival
 from gemini_hpc.wire.peer import EventRecord, HeldSlot, InspectPart, StampT
 
 SCHEMA = 1
+MAX_SETS, MAX_SHARDS = 256, 1 << 17
 RECOVERY_STARTS = ("detected", "taken_over")
 RECOVERY_GAP_S = 900.0
 _RECOVERY_ENDS = ("first_iteration", "first_new_iteration")
@@ -49,7 +50,8 @@ def picture(
     members = [h for h in slurm.get("nodes", "").split(",") if h] or list(leader.hosts if leader else ())
     ranks = dict(leader.noderanks) if leader else {}
     absent = sorted({h for h in members if h not in newest} | set(missing))
-    sets = [_set(name, parts, members, now) for name in sorted({s.name for p in parts for s in p.sets})]
+    names = _shown(parts)
+    sets = [_set(name, parts, members, now) for name in names]
     document: Document = {
         "schema": SCHEMA,
         "job": job,
@@ -68,7 +70,28 @@ def picture(
     document["recoveries"] = recoveries(log)
     document["events"] = [_event(e) for e in log]
     document["notes"] = _notes(document, absent, slurm)
+    if unshown := len({s.name for p in parts for s in p.sets}) - len(names):
+        document["notes"].append(f"{unshown} sets are not shown: the agents tell of more ranks than can be")
     return document
+
+
+def _shown(parts: Sequence[InspectPart]) -> list[str]:
+    """The sets, as far as a picture of them is of a size that an operator's terminal can take: agents are their
+    users'."""
+    worlds: dict[str, int] = {}
+    for part in parts:
+        for s in part.sets:
+            worlds[s.name] = max(worlds.get(s.name, 0), s.world)
+        for slot in part.held:
+            if slot.set in worlds:
+                worlds[slot.set] = max(worlds[slot.set], slot.world)
+    shown: list[str] = []
+    left = MAX_SHARDS
+    for name in sorted(worlds):
+        if worlds[name] <= left and len(shown) < MAX_SETS:
+            left -= worlds[name]
+            shown.append(name)
+    return shown
 
 
 def merge_events(events: Iterable[EventRecord]) -> list[EventRecord]:

@@ -25,7 +25,7 @@ from gemini_hpc.wire.peer import EventRecord, Report
 
 log = logging.getLogger("gemini_hpc.control")
 
-MAX_LATER = 4096
+MAX_LATER = 512  # a user
 OUTAGE_S = 120.0
 COOL_DOWN_S, MAX_COOL_DOWN_S = 1.0, 30.0
 
@@ -49,7 +49,7 @@ class Recoveries:
         self._cool: dict[tuple[int, int], tuple[float, float]] = {}
         self._outage: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._later: set[tuple[int, int, str, str]] = set()
+        self._later: set[tuple[int, int, int, str, str]] = set()
         self._resuming = set(journal.left_open())
         self.reserving = asyncio.Lock()
         # The longest that a job was seen COMPLETING: its epilogs, mostly.
@@ -130,8 +130,8 @@ class Recoveries:
 
     def _hear_later(self, track: Track, reporter: str, message: Report, pause_s: float) -> None:
         """A report that comes during the pause is heard after it, once: its sender may not repeat it."""
-        what = (track.raw_id, message.restart, message.host, reporter)
-        if what in self._later or len(self._later) >= MAX_LATER:
+        what = (track.user_id, track.raw_id, message.restart, message.host, reporter)
+        if what in self._later or sum(w[0] == track.user_id for w in self._later) >= MAX_LATER:
             return
         self._later.add(what)
 

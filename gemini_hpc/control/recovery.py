@@ -138,9 +138,10 @@ class Recovery:
         accused = self._home.accused()
         members = [n for n in self._track.members(self.restart) if n not in accused]
         more = [h for t in self._home.registry.jobs.values() for h, a in t.agents.items() if a.connected]
-        names = list(dict.fromkeys(members + [h for h in more if h not in accused]))[:64]
+        known = (h for h in dict.fromkeys(members + [h for h in more if h not in accused]) if h in facts.nodes)
+        names = list(known)[:MAX_SUSPECTS]
         port = self._home.settings.slurmd_port
-        targets = {n: (facts.nodes[n].address, facts.nodes[n].port or port) for n in names if n in facts.nodes}
+        targets = {n: (facts.nodes[n].address, facts.nodes[n].port or port) for n in names}
         targets = {n: t for n, t in targets.items() if not facts.nodes[n].down}
         doubtful = {n: t for n, t in targets.items() if not self._home.registry.vouched(n)}
         silent = [n for n, p in (await probe.reached(doubtful)).items() if p in (Port.SILENT, Port.HANGS)]

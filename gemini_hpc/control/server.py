@@ -1,4 +1,4 @@
-"""The controller service: agents register and report here, users ask here (DESIGN §2, SITE 1, 5, 21)."""
+"""The acting controller: agents register and report here, users ask here (DESIGN §2, SITE 1, 5)."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import asyncio
 import logging
 import os
 import secrets
-import signal
 import socket
-import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from contextlib import suppress
 
 from gemini_hpc.config import Settings
-from gemini_hpc.control import daemon
 from gemini_hpc.control.access import operators
-from gemini_hpc.control.daemon import ServiceError
 from gemini_hpc.control.eventlog import MAX_EVENTS_AT_ONCE, EventLogs, log_bytes, tame
 from gemini_hpc.control.fairness import BEHALF, PerUser
+from gemini_hpc.control.giveback import GiveBack
 from gemini_hpc.control.journal import Journal
-from gemini_hpc.control.primary import LOCK, LockTakenError, Primary, is_here, take_lock
+from gemini_hpc.control.primary import LOCK, Primary, is_here, take_lock
+from gemini_hpc.control.questions import Questions
 from gemini_hpc.control.recoveries import Recoveries
 from gemini_hpc.control.registry import Agent, Registry, Track
-from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob, find_tool
+from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob
 from gemini_hpc.control.slurmtext import Job
 from gemini_hpc.control.watch import Watcher, never_requeued
 from gemini_hpc.wire import peer
@@ -40,23 +38,19 @@ MAX_QUERIES_PER_UID = 16
 MAX_AGENTS_PER_UID = 20_000
 MAX_STRANGERS_PER_UID = 512  # links that have not registered yet
 REGISTER_TIMEOUT_S = 15.0  # an agent dials while its prolog still waits for the peers
-EARLY_MESSAGES = 8
+EARLY_EVENTS = 64
 GOODBYE_S = 5.0
-QUERY_IDLE_S = 60.0
-PARTS_TIMEOUT_S = 0.3
 RESOLVE_S = 2.0
 MESSAGES_PER_S, MESSAGES_BURST = 200.0, 2000.0
 JOB_CACHE_S, FRESH_JOB_S = 0.5, 0.1
-# Frames: a question is a few bytes, a registration names the nodes, a part holds an agent's events and slots.
-QUERY_FRAME_BYTES, EARLY_FRAME_BYTES, AGENT_FRAME_BYTES = 4096, 512 << 10, 4 << 20
+# Frames: a registration names the nodes, a part holds an agent's events and slots.
+EARLY_FRAME_BYTES, AGENT_FRAME_BYTES = 256 << 10, 4 << 20
 # Per user, whatever number of jobs and agents (SITE 1).
-QUESTIONS_PER_S, QUESTIONS_BURST = 10.0, 64.0
 REPORTS_PER_S, REPORTS_BURST = 50.0, 1000.0
 EVENT_BYTES_PER_S, EVENT_BYTES_BURST = 500.0, 16e6
 LINES_PER_S, LINES_BURST = 1.0, 10_000.0
 MAX_JUDGED_PER_UID = 32  # jobs whose silent nodes are looked at by the same time
 MAX_UNPLACED = 64  # agents of a job of which Slurm has named no nodes
-NOT_YOURS = "unknown, or not yours"
 
 
 class _Rate:
@@ -89,18 +83,15 @@ class Controller:
         self.watcher = Watcher(settings, self.slurm, self.registry, self.recoveries)
         self._lobby = Lobby(MAX_STRANGERS)
         self._turned_away = Allowance(per_s=1.0, burst=1.0)
-        self._questions = PerUser(QUESTIONS_PER_S, QUESTIONS_BURST)
         self._reports = PerUser(REPORTS_PER_S, REPORTS_BURST)
         self._event_bytes = PerUser(EVENT_BYTES_PER_S, EVENT_BYTES_BURST)
         self._lines = PerUser(LINES_PER_S, LINES_BURST)
         self._open: Counter[tuple[str, int]] = Counter()
         self._reads: dict[int, tuple[float, asyncio.Future[Job]]] = {}
         self._links: set[Link] = set()
-        self._parts: dict[int, tuple[int, dict[str, peer.InspectPart], asyncio.Event]] = {}
-        self._request = 0
         self._host = own_name(settings)
         self._instance = secrets.token_hex(8)
-        self._operators = operators(settings, self.slurm)
+        self._questions = Questions(operators(settings, self.slurm), self.registry, self.logs, self.read_job)
 
     async def serve(self) -> None:
         """Listen, watch and recover until cancelled, or until another slurmctld is in charge."""
@@ -108,12 +99,14 @@ class Controller:
         log.info("event=ready port=%d pid=%d", self.settings.controller_port, os.getpid())
         watcher = asyncio.ensure_future(self.watcher.run())
         resume = asyncio.ensure_future(self.recoveries.resume())
+        give_back = asyncio.ensure_future(GiveBack(self.settings, self.slurm, self.journal).run())
         try:
             async with server:
                 log.warning("event=stepping-down slurmctld=%s", await self._primary.lost())
         finally:
             watcher.cancel()
             resume.cancel()
+            give_back.cancel()
             self.recoveries.cancel()
             for open_link in list(self._links):
                 open_link.close()
@@ -157,7 +150,7 @@ class Controller:
             if purpose == "control":
                 await self._agent(link)
             else:
-                await self._query(link)
+                await self._questions.serve(link)
         except (LinkClosed, TimeoutError, FrameError):
             pass
         except Exception:
@@ -191,11 +184,13 @@ class Controller:
         self._open["stranger", uid] += 1
         link.limit_bytes = EARLY_FRAME_BYTES
         try:
-            early: deque[peer.PeerMessage] = deque(maxlen=EARLY_MESSAGES)
+            early: list[peer.EventRecord] = []
             async with asyncio.timeout(REGISTER_TIMEOUT_S):
                 # An agent that is not attached yet may have events to tell before it can register.
                 while not isinstance(first := await link.receive(), peer.Registration):
-                    early.append(first)
+                    if isinstance(first, peer.EventsUp):
+                        room = first.events[: EARLY_EVENTS - len(early)]
+                        early += [tame(e, link.session.peer_host[:255]) for e in room]
             if first.job != link.session.job:
                 return
             agent = await self._register(link, first)
@@ -206,8 +201,8 @@ class Controller:
         link.limit_bytes = AGENT_FRAME_BYTES
         rate = _Rate()
         try:
-            for message in early:
-                await self._from_agent(agent, message)
+            if early:
+                await self._from_agent(agent, peer.EventsUp(agent.job, tuple(early)))
             while True:
                 message = await link.receive()
                 if not rate.take():
@@ -312,10 +307,7 @@ class Controller:
                 else:
                     self._tell(track.user_id, "job=%d event=not-kept events=%d", agent.job, len(events))
         elif isinstance(message, peer.InspectPart):
-            waiting = self._parts.get(message.request)
-            if waiting is not None and waiting[0] == agent.job == message.job and message.host == agent.host:
-                waiting[1][agent.host] = message
-                waiting[2].set()
+            self._questions.part(agent, message)
         elif isinstance(message, peer.Registration) and (message.job, message.host) == (agent.job, agent.host):
             agent.restart, agent.state = message.restart, message.state[:32]
             agent.port = message.port if 0 < message.port < 65536 else agent.port
@@ -344,89 +336,6 @@ class Controller:
                 return
         self.recoveries.report(track, agent.host, message)
 
-    # ---- questions -------------------------------------------------------------------------------------
-
-    async def _query(self, link: Link) -> None:
-        link.limit_bytes = QUERY_FRAME_BYTES
-        while True:
-            async with asyncio.timeout(QUERY_IDLE_S):
-                message = await link.receive()
-            if not isinstance(message, peer.JobAsk):
-                return
-            while not self._questions.take(link.session.peer_uid):
-                await asyncio.sleep(1.0)
-            answer = await self._answer(message.job, link.session.peer_uid)
-            try:
-                link.send(answer)
-            except FrameError:
-                return
-
-    async def _answer(self, raw_id: int, uid: int) -> peer.JobAnswer:
-        refused = peer.JobAnswer(error=f"job {raw_id}: {NOT_YOURS}")
-        # Asked about every job, so that an answer takes as long for a forbidden one as for an unknown one.
-        operator = await self._operators.allows(uid)
-        track = self.registry.jobs.get(raw_id)
-        job: Job | None = None
-        try:
-            job = await self.read_job(raw_id)
-        except UnknownJob:
-            job = None
-        except SlurmError as exc:
-            log.warning("job=%d slurm=%s", raw_id, exc)
-            job = track.job if track else None
-        owner = job.user_id if job else (track.user_id if track else None)
-        if owner is None or (uid != owner and not operator):
-            return refused
-        if job is not None and track is not None:
-            track.learn(job)
-        parts = await self._ask_agents(track) if track else {}
-        members = job.nodes if job and job.nodes else ()
-        missing = tuple(h for h in members if h not in parts)
-        return peer.JobAnswer(
-            parts=tuple(parts.values()), events=self.logs.read(raw_id, owner), slurm=slurm_facts(job), missing=missing
-        )
-
-    async def _ask_agents(self, track: Track) -> dict[str, peer.InspectPart]:
-        agents = [a for a in track.agents.values() if a.connected]
-        self._request += 1
-        request = self._request
-        found: dict[str, peer.InspectPart] = {}
-        event = asyncio.Event()
-        self._parts[request] = (track.raw_id, found, event)
-        try:
-            for agent in agents:
-                agent.link.send(peer.InspectAsk(request))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(PARTS_TIMEOUT_S):
-                    while len(found) < len(agents):
-                        event.clear()
-                        await event.wait()
-        finally:
-            del self._parts[request]
-        return dict(found)
-
-
-def slurm_facts(job: Job | None) -> dict[str, str]:
-    """What Slurm says, for `inspect`."""
-    if job is None:
-        return {"state": "UNKNOWN", "reason": "Slurm does not know this job any more"}
-    facts = {
-        "id": job.id,
-        "state": job.state,
-        "nodes": ",".join(job.nodes),
-        "num_nodes": str(job.num_nodes),
-        "restarts": str(job.restarts),
-        "reason": job.reason,
-        "requeue": "1" if job.requeue else "0",
-        "user": job.user,
-        "partition": job.partition,
-        "reservation": job.reservation,
-        "req_nodes": ",".join(job.req_nodes),
-    }
-    if why := never_requeued(job):
-        facts["note"] = f"{why}: a lost node ends it"
-    return facts
-
 
 def _keepalive(sock: socket.socket) -> None:
     with suppress(OSError):
@@ -441,45 +350,3 @@ def own_name(settings: Settings) -> str:
     """The name among `controller_host` under which agents dial this host."""
     hosts = settings.controller_hosts()
     return next((h for h in hosts if is_here(h, "")), hosts[0] if hosts else socket.gethostname())
-
-
-async def _serve(settings: Settings) -> None:
-    slurm = Slurm(on_call=lambda what, took: log.debug("slurm=%r ms=%.0f", what, took * 1000))
-    first = True
-    while True:
-        primary = Primary(slurm)
-        config = await primary.wait()
-        try:
-            controller = Controller(settings, slurm, primary, config.state_save)
-        except LockTakenError as exc:
-            if first and len(config.slurmctld_hosts) < 2:
-                raise ServiceError(f"{exc}; stop it first") from None
-            # The one that stood here before may still be stepping down, or its host's lease has to end.
-            log.warning("event=standby reason=%s", exc)
-            await asyncio.sleep(1.0)
-            continue
-        first = False
-        await controller.serve()
-
-
-async def _main(settings: Settings) -> None:
-    loop = asyncio.get_running_loop()
-    serving = asyncio.ensure_future(_serve(settings))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, serving.cancel)
-    with suppress(asyncio.CancelledError):
-        await serving
-
-
-def main(settings: Settings, verbose: bool = False) -> int:
-    """Run in the foreground until SIGTERM; 0, or 1 with one line on stderr."""
-    daemon.log_to_stderr(verbose)
-    try:
-        daemon.become(settings)
-        daemon.take_limits()
-        find_tool("scontrol")
-        asyncio.run(_main(settings))
-    except (ServiceError, SlurmError, OSError) as exc:
-        print(f"gemini-hpc controller: {exc}", file=sys.stderr)
-        return 1
-    return 0

@@ -49,7 +49,11 @@ class Boot:
                 cwd="/",
                 start_new_session=True,
             )
-        spec: dict[str, Any] = {"record": str(record) if record else None, "mounts": list(mounts)}
+        spec: dict[str, Any] = {
+            "record": str(record) if record else None,
+            "booted": record is None,
+            "mounts": list(mounts),
+        }
         with contextlib.suppress(BrokenPipeError):
             self._channel.send(json.dumps(spec).encode())
 

@@ -16,6 +16,8 @@ from gemini_hpc.devcluster.requirements import program
 
 Stream = int | IO[str] | IO[bytes] | None
 # sh and not `env -C`: a command whose name holds "=" stays a command.
+# A node has been up since its own boot, where the kernel can tell it so.
+_CLOCK = ["-T"] if os.path.exists("/proc/self/ns/time") else []
 _IN_DIRECTORY = 'cd -- "$0" && exec "$@"'
 
 
@@ -55,7 +57,7 @@ def command(
     `user` None is root; `cwd` None is the user's home, or / where there is none (or for root). `configless`: for a
     host without slurm.conf, where Slurm's commands find by themselves what slurmd has fetched.
     """
-    enter = [program("nsenter"), "-t", str(pid), "-n", "-m", "-u", "-i", "-p", "--"]
+    enter = [program("nsenter"), "-t", str(pid), "-n", "-m", "-u", "-i", "-p", *_CLOCK, "--"]
     who = accounts.account(layout, user or "root")
     if user is not None and who.uid != 0:
         enter += [program("setpriv"), f"--reuid={who.uid}", f"--regid={who.gid}", "--init-groups", "--"]

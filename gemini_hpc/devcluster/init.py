@@ -3,7 +3,8 @@
 Run by path (`python -I -S init.py CLUSTER HOST FD`), so it imports nothing of the package. FD is one end of a
 SOCK_SEQPACKET pair; the cluster tool holds the other. Conversation:
 
-    tool -> init   the specification, JSON: {"record": PATH or null, "mounts": [[kind, ...], ...]}
+    tool -> init   the specification, JSON: {"record": PATH or null, "booted": whether the host's uptime begins now,
+                   "mounts": [[kind, ...], ...]}
     init -> tool   "ready" (the kernel adds our pid as the tool sees it), or "error: ..."
     tool -> init   "commit": the cluster is complete and outlives the tool
 
@@ -20,10 +21,11 @@ import select
 import signal
 import socket
 import sys
+import time
 from typing import Any, NoReturn
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
-CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
+CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWTIME = 0x20000000, 0x40000000, 0x00000080
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
 
@@ -41,6 +43,15 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
     if _libc.mount(*arguments, ctypes.c_ulong(flags), data.encode() or None):
         error = ctypes.get_errno()
         raise OSError(error, f"mount {kind or source} on {target}: {os.strerror(error)}")
+
+
+def boot_now() -> None:
+    """Up since now, by a clock of our own; where the kernel has no such clocks, for as long as the machine."""
+    if not os.path.exists("/proc/self/timens_offsets"):
+        return
+    unshare(CLONE_NEWTIME)
+    with open("/proc/self/timens_offsets", "w") as offsets:
+        offsets.write(f"boottime -{int(time.clock_gettime(time.CLOCK_BOOTTIME))} 0")
 
 
 def apply(step: list[Any]) -> None:
@@ -100,6 +111,8 @@ def main() -> None:
     if spec is None:
         return
     try:
+        if spec["booted"]:
+            boot_now()
         unshare(CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET)
         if os.fork():
             # Orphaned on purpose: the new init is the child of the enclosing init, not of the tool.

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, cast
 
 from gemini_hpc.config import ConfigError, Settings, load
-from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob
+from gemini_hpc.control.slurm import Slurm, SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.control.slurmtext import Job, Node, Reservation, Row
 from gemini_hpc.doctor.configuration import Configuration, Release
 from gemini_hpc.doctor.finding import Unavailable
@@ -35,8 +35,9 @@ class Facts:
         self.hostname = socket.gethostname().partition(".")[0]
         self._role = role
         self._known: dict[str, Any] = {}
+        self._unreachable = ""
 
-    def _once(self, what: str, look: Callable[[], T]) -> T:
+    def _remembered(self, what: str, look: Callable[[], T]) -> T:
         known = self._known.get(what)
         if known is None:
             self._known[what] = _PENDING
@@ -82,7 +83,7 @@ class Facts:
             except ConfigError:
                 raise Unavailable("the settings cannot be used (see files.settings)") from None
 
-        return self._once("settings", look)
+        return self._remembered("settings", look)
 
     @property
     def slurm_uid(self) -> int:
@@ -100,35 +101,40 @@ class Facts:
         async def ask() -> T:
             return await question(Slurm(SLURM_TIMEOUT_S))
 
+        if self._unreachable:
+            raise Unavailable(self._unreachable)
         try:
             return asyncio.run(ask())
+        except SlurmUnreachable as exc:
+            self._unreachable = f"Slurm: {exc}"  # each further question would wait as long
+            raise Unavailable(self._unreachable) from None
         except SlurmError as exc:
             raise Unavailable(f"Slurm: {exc}") from None
 
     @property
     def conf(self) -> Configuration:
         """The configuration that slurmctld runs with."""
-        return self._once("configuration", lambda: Configuration(self.ask_slurm(Slurm.configuration)))
+        return self._remembered("configuration", lambda: Configuration(self.ask_slurm(Slurm.configuration)))
 
     @property
     def release(self) -> Release:
         """Slurm's release on this host (its commands'), which its plugins must be built for."""
-        return self._once("release", lambda: Release.parse(self.ask_slurm(Slurm.release)))
+        return self._remembered("release", lambda: Release.parse(self.ask_slurm(Slurm.release)))
 
     @property
     def nodes(self) -> dict[str, Node]:
         """All nodes."""
-        return self._once("nodes", lambda: self.ask_slurm(Slurm.nodes))
+        return self._remembered("nodes", lambda: self.ask_slurm(Slurm.nodes))
 
     @property
     def reservations(self) -> list[Reservation]:
         """All reservations."""
-        return self._once("reservations", lambda: self.ask_slurm(Slurm.reservations))
+        return self._remembered("reservations", lambda: self.ask_slurm(Slurm.reservations))
 
     @property
     def queue(self) -> dict[int, Row]:
         """All jobs that are not over, by raw id (only one's own where Slurm keeps the others private)."""
-        return self._once("queue", lambda: {row.raw_id: row for row in self.ask_slurm(Slurm.queue)})
+        return self._remembered("queue", lambda: {row.raw_id: row for row in self.ask_slurm(Slurm.queue)})
 
     def job(self, raw_id: int) -> Job | None:
         """One job, None where Slurm does not know it."""
@@ -139,7 +145,7 @@ class Facts:
             except UnknownJob:
                 return None
 
-        return self._once(f"job {raw_id}", lambda: (self.ask_slurm(ask),))[0]
+        return self._remembered(f"job {raw_id}", lambda: (self.ask_slurm(ask),))[0]
 
     # ---- this host -------------------------------------------------------------------------------------
 
@@ -154,7 +160,7 @@ class Facts:
         """What this host is: one or more of `ROLES`."""
         if self._role != "auto":
             return frozenset((self._role,))
-        return self._once("roles", self._find_roles)
+        return self._remembered("roles", self._find_roles)
 
     def _find_roles(self) -> frozenset[str]:
         found: set[str] = set()
@@ -176,4 +182,4 @@ class Facts:
     @property
     def processes(self) -> list[Process]:
         """The processes that this user can see."""
-        return self._once("processes", processes)
+        return self._remembered("processes", processes)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 from gemini_hpc.control import ask
-from gemini_hpc.control.server import slurm_facts
+from gemini_hpc.control.questions import slurm_facts
 from gemini_hpc.control.slurmtext import RUNNING
 from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check
 from gemini_hpc.doctor.facts import Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
-from gemini_hpc.doctor.processes import environment
+from gemini_hpc.doctor.plugin import NAME
+from gemini_hpc.doctor.processes import environment, maps
 from gemini_hpc.doctor.protected import Protected, protected
 from gemini_hpc.wire.peer import JobAnswer
 
 MAX_JOBS = 64
 MAX_WITHOUT_CONTROLLER = 8
 YOUNG_S = 10.0
-AGAIN_S = 1.0
+AGAIN, AGAIN_S = 3, 0.5
 DEADLINE_S = 12.0
 
 
@@ -80,8 +80,11 @@ def agents(facts: Facts) -> Outcome:
                 job = facts.job(raw_id)
                 if job is None or time.time() - job.start_time < YOUNG_S:
                     continue
-                time.sleep(AGAIN_S)  # a busy node may have answered late
-                answer = asking.answer(raw_id) or answer
+                for _ in range(AGAIN):  # a busy node may have answered late
+                    time.sleep(AGAIN_S)
+                    answer = asking.answer(raw_id) or answer
+                    if not _bare(answer, sure):
+                        break
             bare = _bare(answer, sure)
             protected_jobs += bool(answer.parts) or sure
             if bare:
@@ -124,33 +127,30 @@ def requeue(facts: Facts) -> Outcome:
 
 
 def tasks(facts: Facts) -> Outcome:
-    """Tasks here that were started without the plugin, though their agent had written the map (SITE 22)."""
-    facts.need_root("the environment of other users' tasks")
-    steps = {p.pid for p in facts.processes if p.name == "slurmstepd"}
+    """Tasks of protected jobs here whose slurmstepd did not load the plugin (SITE 22).
+
+    Their environment would not tell: what the batch script's node has set is handed on to them by srun.
+    """
+    facts.need_root("what slurmstepd has loaded")
+    steps = {p.pid: p for p in facts.processes if p.name == "slurmstepd"}
     bare, seen = [], 0
     for process in facts.processes:
         if process.parent not in steps or process.name == "slurmstepd":
             continue
         values = environment(process.pid)
         job = values.get(b"SLURM_JOB_ID", b"").decode(errors="replace")
-        if b"SLURM_GEMINI_REPLICAS" not in values or b"SLURM_PROCID" not in values or not job.isdecimal():
+        if b"SLURM_GEMINI_REPLICAS" not in values or not job.isdecimal():
             continue
         seen += 1
-        directory = os.path.join(facts.settings.run_dir, str(int(job[:10])))
-        try:
-            since = os.lstat(os.path.join(directory, "map")).st_mtime
-            began = os.stat(f"/proc/{process.pid}").st_ctime
-        except OSError:
-            continue
-        if b"GEMINI_SOCKET" not in values and began > since:
+        if not maps(process.parent, NAME):
             bare.append(f"pid {process.pid} of job {int(job[:10])}")
     if bare:
         return wrong(
-            f"{len(bare)} tasks run here without the plugin's environment: {some(bare)}",
-            "GEMINI_SOCKET in every task of a protected job",
-            "slurmstepd did not load the plugin: see plugin.line, plugin.release, plugin.run-dir; slurmd's log",
+            f"{len(bare)} tasks run here without the plugin: {some(bare)}",
+            f"{NAME} loaded by the slurmstepd of every protected job",
+            "see plugin.line and plugin.release on this node, and slurmd's log; then start the job's step again",
         )
-    return ok(f"tasks of protected jobs here: {seen}, all with the plugin's environment")
+    return ok(f"tasks of protected jobs here: {seen}, all started with the plugin")
 
 
 CHECKS = (

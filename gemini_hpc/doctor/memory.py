@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
+from gemini_hpc.agent.cgroup import SYSTEMD_BOOTED, place
 from gemini_hpc.agent.memory import Budget
 from gemini_hpc.agent.node import meminfo
+from gemini_hpc.core.cgroup import choose
 from gemini_hpc.doctor import cgroups, units
 from gemini_hpc.doctor.check import ON_NODE, Check
 from gemini_hpc.doctor.facts import Facts
@@ -66,9 +70,13 @@ def slurmd_cgroup(facts: Facts) -> Outcome:
     daemons = [p for p in facts.processes if p.name == "slurmd"]
     if not daemons:
         raise Unavailable("no slurmd runs here")
-    with open(f"/proc/{daemons[0].pid}/cgroup", encoding="utf-8", errors="replace") as f:
-        table = f.read(1 << 16)
-    return slurmd_limit(cgroups.limit(table), Budget(facts.settings).cap_bytes)
+    here = place(daemons[0].pid)
+    choice = choose(here, facts.settings.agent_cgroup, systemd=os.path.isdir(SYSTEMD_BOOTED))
+    if choice.how != "stay":
+        return ok(f"agents leave slurmd's cgroup for {choice.directory or 'a scope of their own'}")
+    if here is None:
+        raise Unavailable("no memory cgroup is visible here")
+    return slurmd_limit(cgroups.limit(here), Budget(facts.settings).cap_bytes)
 
 
 def kill_mode(value: str, where: str) -> Outcome:

@@ -66,6 +66,15 @@ def environment(pid: int) -> dict[bytes, bytes]:
     return {}
 
 
+def maps(pid: int, name: str) -> bool:
+    """Whether a process has a file of this name mapped; True where it ended meanwhile, so that nobody is blamed."""
+    try:
+        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as f:
+            return any(f"/{name}" in line for line in f)
+    except FileNotFoundError:
+        return True
+
+
 def sockets(pid: int) -> set[int]:
     """Inodes of the sockets that a process holds; empty where it cannot be read."""
     found: set[int] = set()

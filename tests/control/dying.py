@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from gemini_hpc.config import load
-from gemini_hpc.control import server
+from gemini_hpc.control import service
 from gemini_hpc.control.journal import Journal
 from gemini_hpc.control.slurm import Slurm
 
@@ -50,4 +50,4 @@ async def dying_call(self: Slurm, tool: str, *args: str, **more: Any) -> str:
 
 Journal.write = dying_write  # type: ignore[method-assign]
 Slurm._call = dying_call  # type: ignore[method-assign]
-sys.exit(server.main(load()))
+sys.exit(service.main(load()))

@@ -8,6 +8,7 @@ import os
 import pwd
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -157,6 +158,12 @@ def test_site_21_operators_of_slurmdbd(kind: str, rows: str | Exception, yes: bo
     who = Operators((), (0,), Accounting(database).operator)  # type: ignore[arg-type]
     assert ask(who, GAMES.pw_uid) == [yes]
     assert database.asked == (kind == "slurmdbd")
+
+
+def test_site_21_answers_that_sacctmgr_has_given() -> None:
+    text = (Path(__file__).parent / "recorded" / "22.05-admin-levels.txt").read_text()
+    found = {user: parse_admin_level(text, user) for user in ("alice", "bob", "games", "nosuch", "ali", "")}
+    assert found == {"alice": "None", "bob": "Operator", "games": "Administrator", "nosuch": "", "ali": "", "": ""}
 
 
 @pytest.mark.parametrize("user", ["a,b", "a b", "--help", "a'", "", "x" * 65, "a\nb", "name=root"])

@@ -149,7 +149,7 @@ HOSTS = st.frozensets(st.sampled_from(("n1", "n2", "n3", "n4")))
     requeue=st.booleans(),
     node=st.sampled_from(("n2", "n4")),
 )
-def test_fencing_needs_everything(
+def test_site_02_fencing_needs_everything(
     slurmd: Port,
     agent: Port,
     hangs: bool,
@@ -200,7 +200,7 @@ def test_budget(configured: int, nodes: int) -> None:
     assert allowed == 0 if configured == 0 else allowed == max(configured, nodes // 100)
 
 
-def test_default_budget_is_that_of_the_site_rules() -> None:
+def test_site_03_default_budget_is_that_of_the_site_rules() -> None:
     from gemini_hpc.config import Settings
 
     default = Settings()
@@ -249,7 +249,7 @@ def test_release(state: str | None, ended: float | None, free: bool) -> None:
     assert bool(release_reason(state, ended, 900.0)) is free
 
 
-def test_reasons_that_no_node_can_help() -> None:
+def test_site_11_reasons_that_no_node_can_help() -> None:
     assert held("JobHeldUser") and held("QOSMaxJobsPerUserLimit") and held("AssocGrpCpuLimit") and held("Dependency")
     assert not held("Resources") and not held("BeginTime") and not held("Priority") and not held("")
     assert not held("ReqNodeNotAvail, UnavailableNodes:n2")

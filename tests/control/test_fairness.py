@@ -113,3 +113,24 @@ def test_what_users_say_makes_no_lines_of_its_own() -> None:
     except ValueError:
         log.exception("failed")
     assert "Traceback" in out.getvalue()
+
+
+def test_caller_that_gives_up_at_the_moment_of_its_turn() -> None:
+    async def run() -> None:
+        gate = FairGate(1)
+
+        async def call() -> None:
+            async with gate:
+                pass
+
+        await gate.__aenter__()
+        waiting = asyncio.ensure_future(call())
+        await asyncio.sleep(0)
+        await gate.__aexit__()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert waiting.cancelled()
+        async with asyncio.timeout(1):
+            await call()
+
+    asyncio.run(run())

@@ -39,7 +39,7 @@ def place() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-def test_epilog_holds_the_survivors_on_a_busy_cluster(place: Path, make_site: Callable[..., Site]) -> None:
+def test_site_12_epilog_holds_the_survivors_on_a_busy_cluster(place: Path, make_site: Callable[..., Site]) -> None:
     site = make_site(controller=False, slurm_conf=[f"Epilog={install(place)}"])
     job = site.submit("-N3", "--requeue", "--exclusive")
     site.running(job)
@@ -63,7 +63,7 @@ def test_epilog_holds_the_survivors_on_a_busy_cluster(place: Path, make_site: Ca
     until(lambda: not site.reservations(), 10)
 
 
-def test_nothing_is_held_when_no_node_is_dead(place: Path, make_site: Callable[..., Site]) -> None:
+def test_site_12_nothing_is_held_when_no_node_is_dead(place: Path, make_site: Callable[..., Site]) -> None:
     site = make_site(controller=False, slurm_conf=[f"Epilog={install(place)}"])
     job = site.submit("-N3", "--requeue", "--exclusive")
     site.running(job)

@@ -7,10 +7,11 @@ import time
 from itertools import combinations
 from pathlib import Path
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemini_hpc.cli.inspect import render
+from gemini_hpc.cli.inspect import _tame, render
 from gemini_hpc.control.eventlog import MAX_LOG_BYTES, EventLogs, tame
 from gemini_hpc.control.journal import Journal
 from gemini_hpc.control.picture import picture
@@ -191,3 +192,28 @@ def test_journal_remembers_fencing_and_open_recoveries(tmp_path: Path) -> None:
     again.write("7.0", "close", "after")
     again.close()
     assert Journal(path).left_open() == {}
+
+
+def test_agents_that_tell_of_millions_of_ranks_cost_an_operator_nothing() -> None:
+    one = SetState("default", 4, (1, 7), "protected", (0,))
+    huge = tuple(SetState(f"s{n}", 1 << 20, (1, 7), "protected", (0,)) for n in range(64))
+    many = tuple(SetState(f"t{n}", 1, None, "arming", (0,)) for n in range(20_000))
+    part = msgspec.structs.replace(pairs({})[0], sets=(one, *huge, *many))
+    began = time.monotonic()
+    found = picture(7, [part], [], SLURM, (), "controller", NOW)
+    assert time.monotonic() - began < 10
+    assert found["sets"][0]["name"] == "default" and len(found["sets"]) == 256
+    assert any("sets are not shown" in note for note in found["notes"])
+
+
+def test_what_agents_say_is_one_line_of_text_in_inspect() -> None:
+    """An operator reads it on a terminal."""
+    evil = "x\x1b[2J\nrecovery of restart 9\u202e\r"
+    state = SetState("default", 4, (1, 7), evil, (0,), evil)
+    part = msgspec.structs.replace(
+        pairs({})[0], sets=(state,), state=evil, address=evil, interface=evil, dead=(evil,)
+    )
+    log = [EventRecord(NOW, "detected", evil, 0, 0, evil), EventRecord(NOW, evil, "n1", 0, 0, evil)]
+    text = render(_tame(picture(7, [part], log, SLURM | {"reason": evil}, (evil,), "controller", NOW)))
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert not [line for line in text.split("\n") if line.startswith("recovery of restart 9")]

@@ -33,10 +33,14 @@ def stays(site: Site, true: Callable[[], bool], seconds: float) -> None:
 
 
 def test_site_02_slurmd_that_hangs_is_not_a_dead_node(site: Site) -> None:
-    """Only the daemon is stopped; the agent lives and answers."""
-    job, hosts = start(site)
+    """Only the daemon is stopped; the agent lives and answers, whatever its peers report."""
+    job = site.submit("-N3", "--requeue", "--exclusive")
+    site.running(job)
+    hosts = site.nodes(job)
     site.cluster.exec(hosts[1], ["pkill", "-STOP", "-x", "slurmd"])
-    stays(site, lambda: not fenced(site) and site.event(job, "confirmed") is None, 4)
+    site.agents(job, 0, hosts, f"accuse:{hosts[1]}")
+    until(lambda: site.event(job, "detected"), 10)
+    stays(site, lambda: not fenced(site) and site.event(job, "confirmed") is None, 6)
     site.cluster.exec(hosts[1], ["pkill", "-CONT", "-x", "slurmd"])
 
 
@@ -111,6 +115,28 @@ def test_site_04_fenced_node_stays_down_when_it_comes_back(site: Site) -> None:
     assert f"Reason=gemini-hpc: no answer from slurmd and agent, job {job} restart 0" in reason
 
 
+def test_site_04_node_that_has_booted_anew_is_given_back(make_site: Callable[..., Site]) -> None:
+    site = make_site(settings={"auto_resume_s": 2.0})
+    job, hosts = start(site)
+    site.cluster.power_off(hosts[1])
+    site.running(job, restart=1)
+    site.cluster.power_on(hosts[1])
+    assert "dr" in site.cluster.node_states()[hosts[1]], "it has to answer for a while"
+    until(lambda: site.cluster.node_states()[hosts[1]] == "idle", 20)
+    assert f"event=given-back host={hosts[1]}" in site.log()
+
+
+def test_site_04_node_that_thaws_is_not_given_back(make_site: Callable[..., Site]) -> None:
+    """It answers again, but it is the same boot: nobody knows what it was doing."""
+    site = make_site(settings={"auto_resume_s": 1.0})
+    job, hosts = start(site)
+    site.cluster.exec(hosts[1], ["bash", "-c", "kill -STOP -1"])
+    site.running(job, restart=1, timeout_s=60)
+    site.end_agents()
+    site.cluster.exec(hosts[1], ["bash", "-c", "kill -CONT -1"])
+    stays(site, lambda: fenced(site) == [hosts[1]], 5)
+
+
 def test_site_05_nobody_is_fenced_before_slurmctld_has_settled(make_site: Callable[..., Site]) -> None:
     site = make_site(settings={"slurm_settle_s": 15.0})
     booted = time.time()
@@ -152,3 +178,14 @@ def test_site_05_controller_beside_a_backup_stands_by(make_site: Callable[..., S
         site.processes.append(site.cluster.popen(argv, user="slurm", node="n5", stdout=out, stderr=out))
     until(lambda: "event=standby reason=slurmctld in charge is on ctl" in log.read_text(), 10)
     stays(site, lambda: "event=ready" not in log.read_text(), 3)
+
+
+def test_site_05_reservation_that_serves_nobody_is_swept(site: Site) -> None:
+    """As a controller leaves it that dies right after the creation, whose job is then cancelled."""
+    for name in ("gemini_4711_0123456789ab", "somebody_elses"):
+        create = ["scontrol", "create", "reservation", f"ReservationName={name}", "Nodes=n1", "Users=alice"]
+        done = site.cluster.run([*create, "StartTime=now", "Duration=10", "Flags=IGNORE_JOBS,FLEX,OVERLAP"])
+        assert done.returncode == 0, done.stderr
+    site.cluster.controller_stop(signal.SIGKILL)
+    site.cluster.controller_start()
+    until(lambda: site.reservations() == ["somebody_elses"], 10)

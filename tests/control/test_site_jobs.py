@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from .conftest import PYTHON, SLEEPER, Site, until
 
 ASK_SLURM = """
@@ -227,3 +229,23 @@ def test_site_22_nodes_without_an_agent_are_told(site: Site) -> None:
         site.agent(job, 0, host, hosts, "silent")
     said = until(lambda: site.event(job, "partly_protected"), 20)
     assert said["detail"] == f"no agent on {hosts[2]}"
+
+
+@pytest.mark.long
+def test_site_10_ladder_of_a_job_that_finds_no_replacement(site: Site) -> None:
+    """Pinned and reserved for two minutes at most; then the original request, and nothing held."""
+    job, hosts = start(site)
+    site.cluster.run(["scontrol", "update", "nodename=n4,n5", "state=drain", "reason=test"])
+    site.cluster.power_off(hosts[1])
+    pending = until(lambda: site.event(job, "requeued"), 20)["t"]
+    deadline = pending + 50
+    while time.time() < deadline:
+        assert site.reservations() and site.cluster.job(job)["ReqNodeList"] == "n[1,3]"
+        time.sleep(1)
+    unpinned = until(lambda: site.event(job, "unpinned"), 100, 0.5)["t"]
+    assert 110 < unpinned - pending < 150
+    until(lambda: not site.reservations(), 10)
+    facts = site.cluster.job(job)
+    assert facts["JobState"] == "PENDING" and facts["ReqNodeList"] == "(null)", facts
+    site.cluster.run(["scontrol", "update", "nodename=n4,n5", "state=resume"])
+    site.running(job, restart=1, timeout_s=90)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,10 +14,10 @@ import pytest
 from gemini_hpc.doctor import paths
 from gemini_hpc.doctor.finding import ok, warning, worst, wrong
 
-from .conftest import Patient
+from .conftest import Patient, Report
 
 ALICE = 5001
-VERB = "import sys; sys.path[:0] = {places}; from gemini_hpc.cli.main import main; sys.exit(main())"
+VERB = "import sys; sys.path.insert(0, '{place}'); from gemini_hpc.cli.main import main; sys.exit(main())"
 
 
 @pytest.mark.parametrize(
@@ -91,43 +93,47 @@ def test_no_settings_file(patient: Patient) -> None:
 
 def test_site_20_another_version(patient: Patient) -> None:
     """Beside the interpreter of the scripts is an older package; this command itself runs from elsewhere."""
-    (packages,) = patient.venv.glob("lib/python3*/site-packages")
-    real = os.readlink(packages / "gemini_hpc")
-    (packages / "gemini_hpc").unlink()
-    (packages / "gemini_hpc").mkdir()
-    (packages / "gemini_hpc/__init__.py").write_text('__version__ = "0.0.9"\n')
-    code = VERB.format(places=[str(Path(real).parent)])
-    argv = ["/opt/gemini-hpc/venv/bin/python", "-c", code, "doctor", "--json"]
+    old = patient.directory / "old"
+    old.mkdir()
+    (old / "__init__.py").write_text('__version__ = "0.0.9"\n')
+    code = VERB.format(place=str(patient.directory / "opt/src"))
+    argv = ["/opt/gemini-hpc/venv/bin/python", "-I", "-B", "-c", code, "doctor", "--json", "--only", "files"]
     try:
-        done = patient.cluster.run([*argv, "--only", "files"], node="n1")
-        report = type(patient.doctor("--only", "slurm"))(done.returncode, __import__("json").loads(done.stdout), "")
+        with patient.mounted("n3", "-o", "bind,ro", str(old), "/opt/gemini-hpc/src/gemini_hpc"):
+            done = patient.cluster.exec("n3", argv)
     finally:
-        (packages / "gemini_hpc/__init__.py").unlink()
-        (packages / "gemini_hpc").rmdir()
-        (packages / "gemini_hpc").symlink_to(real)
+        shutil.rmtree(old)
+    report = Report(done.returncode, json.loads(done.stdout), done.stderr)
     assert report.news == {"files.version": "wrong"}
     assert "0.0.9" in report["files.version"]["found"]
 
 
 def test_site_1_run_dir(patient: Patient) -> None:
     def run(*argv: str) -> None:
-        assert patient.cluster.exec("n1", argv).returncode == 0
+        done = patient.cluster.exec("n1", argv)
+        assert done.returncode == 0, done.stderr
 
-    run("chmod", "0777", "/run/gemini-hpc")
-    open_to_all = patient.doctor(node="n1")
-    run("chmod", "0700", "/run/gemini-hpc")
-    closed = patient.doctor(node="n1")
-    run("mv", "/run/gemini-hpc", "/run/real")
-    run("ln", "-s", "/run/real", "/run/gemini-hpc")
-    link = patient.doctor(node="n1")
-    run("rm", "/run/gemini-hpc")
-    missing = patient.doctor(node="n1")
-    run("mv", "/run/real", "/run/gemini-hpc")
-    run("chmod", "0755", "/run/gemini-hpc")
-    assert open_to_all.news == closed.news == link.news == {"files.run-dir": "wrong"}
-    assert "0777" in open_to_all["files.run-dir"]["found"]
-    assert "link" in link["files.run-dir"]["found"]
-    assert missing.news == {} == patient.doctor(node="n1").news
+    with patient.with_settings(run_dir="/run/other") as path:
+
+        def report() -> Report:
+            return patient.doctor("--config", str(path), "--only", "files", node="n1")
+
+        assert report().news == {}, "the first protected job's prolog makes it"
+        run("mkdir", "/run/other")
+        assert report().news == {}
+        for change, words in (
+            (["chmod", "0777", "/run/other"], "0777"),
+            (["chmod", "0700", "/run/other"], "users do not reach"),
+            (["chown", "alice", "/run/other"], "5001"),
+            (["sh", "-c", "rmdir /run/other && mkdir /run/real && ln -s /run/real /run/other"], "link"),
+        ):
+            run(*change)
+            broken = report()
+            assert broken.news == {"files.run-dir": "wrong"} and words in broken["files.run-dir"]["found"]
+        run("sh", "-c", "rm /run/other && rmdir /run/real")
+    with patient.with_settings(run_dir="/tmp/other") as path:
+        broken = patient.doctor("--config", str(path), "--only", "files", node="n1")
+        assert broken.news == {"files.run-dir": "wrong"} and "/tmp has mode 1777" in broken["files.run-dir"]["found"]
 
 
 def test_site_1_state_dir(patient: Patient) -> None:

@@ -107,9 +107,9 @@ def test_no_slurmctld(patient: Patient) -> None:
         report = patient.doctor(env={"SLURM_CONF": str(path)})
     assert report.code == 1
     assert report["slurm.answers"]["status"] == "wrong"
-    assert set(report.news) == {"slurm.answers", "controller.primary"}
+    assert set(report.news) == {"slurm.answers"}
     assert report["slurm.unkillable"]["status"] == "skipped"
-    assert report.document["roles"] == ["controller"]  # from what runs here, and the settings
+    assert "controller" in report.document["roles"], "from what runs here, and the settings"
 
 
 def test_a_site_prolog_that_calls_ours(patient: Patient) -> None:

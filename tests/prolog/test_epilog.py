@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from .conftest import ALICE, BOB, Node
+from .conftest import ALICE, BOB, Node, _package
 from .expect import one_line, silent
 
 
@@ -101,3 +101,31 @@ def test_hostile_exit_code(node: Node, value: str) -> None:
 def test_epilog_never_fails_even_strict(node: Node) -> None:
     node.site("strict_prolog = true\nnonsense = 1")
     one_line(node.epilog())
+
+
+@pytest.mark.parametrize(("takes", "words"), [("60", "not held yet"), ("0", "")])
+def test_site_19_a_hold_never_keeps_the_epilog(node: Node, takes: str, words: str) -> None:
+    """Five seconds for everything, also on the one survivor that holds the others."""
+    hold = _package(node.venv) / "control" / "hold.py"
+    text = hold.read_text()
+    hold.write_text(f"import time\nopen('/run/held', 'w').close()\ntime.sleep({takes})\n")
+    try:
+        node.mode("hold 0")
+        assert silent(node.prolog())
+        began = time.monotonic()
+        done = node.epilog()
+        took_s = time.monotonic() - began
+    finally:
+        hold.write_text(text)
+    assert done.returncode == 0 and node.exists("/run/held") and took_s < 5.0 + 0.5
+    assert words in one_line(done) if words else silent(done)
+
+
+def test_site_19_epilog_ends_with_an_agent_that_is_stopped(node: Node) -> None:
+    assert silent(node.prolog())
+    (agent,) = node.agents()
+    node.sh(f"kill -STOP {agent}")
+    began = time.monotonic()
+    done = node.epilog()
+    assert done.returncode == 0 and time.monotonic() - began < 5.0 and "did not answer in time" in one_line(done)
+    node.sh(f"kill -CONT {agent}")

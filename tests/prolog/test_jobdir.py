@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from gemini_hpc.agent import jobdir
+from gemini_hpc.agent import jobdir, leftovers
 from gemini_hpc.agent.jobdir import JobDirError
 
 
@@ -74,3 +75,23 @@ def test_new_entries_while_it_is_emptied(run_dir: tuple[Path, int], monkeypatch:
         jobdir.remove(fd, "7")
     jobdir.remove(fd, "7")
     assert not (path / "run" / "7").exists()
+
+
+def test_owners_who_take_up_the_time_do_not_keep_other_leftovers(
+    run_dir: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner can stop the child that looks after an agent, and each time costs the most that it may."""
+    path, fd = run_dir
+    for job in (*range(100, 120), 200):
+        (path / "run" / str(job)).mkdir()
+
+    def slow(run_fd: int, run_dir: str, name: str) -> bool:
+        if name != "200":
+            time.sleep(0.01)
+        return name == "200"
+
+    monkeypatch.setattr(leftovers, "TIMEOUT_S", 0.04)
+    monkeypatch.setattr(leftovers, "_is_leftover", slow)
+    for _ in range(200):
+        leftovers.remove(fd, str(path / "run"), except_job=7)
+    assert not (path / "run" / "200").exists()

@@ -166,37 +166,6 @@ def test_first_jobs_of_a_node_at_the_same_time(node: Node) -> None:
     assert all(node.records(int(job)) for job in jobs)
 
 
-def test_stopped_agents_do_not_keep_other_leftovers(node: Node) -> None:
-    """Each of bob's takes the whole time for an answer that does not come; alice's leftovers come after them."""
-    code = (
-        "import os, socket, sys, time\n"
-        "for job in sys.argv[1:]:\n"
-        "    s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
-        "    s.bind(f'/run/gemini-hpc/{job}/agent.sock'); s.listen(0); globals()[f's{job}'] = s\n"
-        "    for i in range(2):\n"
-        "        c = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); c.setblocking(False)\n"
-        "        globals()[f'c{job}{i}'] = c\n"
-        "        try: c.connect(f'/run/gemini-hpc/{job}/agent.sock')\n"
-        "        except BlockingIOError: pass\n"
-        "os.system('touch -d \"10 minutes ago\" ' + ' '.join(f'/run/gemini-hpc/{j}' for j in sys.argv[1:]))\n"
-        "print('listening', flush=True); time.sleep(60)\n"
-    )
-    old = [str(job) for job in range(100, 112)]
-    node.sh(f"mkdir -p /run/gemini-hpc; cd /run/gemini-hpc; mkdir {' '.join(old)} 200; chown {BOB} 1*")
-    node.sh(f"chown {ALICE} /run/gemini-hpc/200; touch -d '10 minutes ago' /run/gemini-hpc/200")
-    argv = ["nsenter", "-t", str(node.pid), "-m", "-p", "-w/", "setpriv", f"--reuid={BOB}", "--clear-groups"]
-    with subprocess.Popen(
-        [*argv, "/usr/bin/python3", "-c", code, *old], stdout=subprocess.PIPE, text=True
-    ) as stopped:
-        assert stopped.stdout is not None and stopped.stdout.readline() == "listening\n"
-        for _ in range(25):
-            node.prolog()
-            if not node.exists("/run/gemini-hpc/200"):
-                break
-        stopped.kill()
-    assert not node.exists("/run/gemini-hpc/200")
-
-
 # ---- forged words of the agent ---------------------------------------------------------------------------
 
 
@@ -230,3 +199,14 @@ def test_nobody_is_killed_for_a_process_that_is_not_seen(node: Node) -> None:
         hung.kill()
     assert silent(done) and len(node.agents()) == 1
     assert os.path.exists(f"/proc/{node.pid}")
+
+
+def test_lock_that_somebody_keeps(node: Node) -> None:
+    """Where the run directory's parent is not root's, others can hold the lock: the prolog waits for a moment."""
+    node.sh("mkdir -m 1777 /run/open")
+    node.site('run_dir = "/run/open/gemini"')
+    node.as_user(BOB, "touch /run/open/gemini.lock; setsid -f flock /run/open/gemini.lock sleep 60 >/dev/null 2>&1")
+    began = time.monotonic()
+    done = node.prolog()
+    assert done.returncode == 0 and time.monotonic() - began < 8
+    assert silent(done) or "not protected" in one_line(done)

@@ -160,22 +160,6 @@ def test_zombie_of_an_old_incarnation(lite: Lite) -> None:
     assert not trainers(job, zombie), "its ranks went before it"
 
 
-def test_node_cut_off_for_good_ends_its_ranks(lite: Lite) -> None:
-    """SITE 6: no peer and no controller for self_fence_s (6 s here): the job goes on elsewhere."""
-    job = lite(steps=120)
-    job.reach(10)
-    zombie = job.hosts()[1]
-    job.cluster.exec(zombie, ["ip", "link", "set", "eth0", "down"])
-    try:
-        assert trainers(job, zombie)
-        wait_for("its ranks are ended", lambda: not trainers(job, zombie), 40)
-        assert "event=self_fenced" in job.agent_log(zombie)
-        job.finish()
-        assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
-    finally:
-        job.cluster.exec(zombie, ["ip", "link", "set", "eth0", "up"])
-
-
 def test_hung_agent_is_replaced_by_the_next_incarnation(lite: Lite) -> None:
     job = lite()
     job.reach(10)

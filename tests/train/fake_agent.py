@@ -19,7 +19,7 @@ import xxhash
 from gemini_hpc.core import placement
 from gemini_hpc.core.manifest import HEADER_BYTES, parse_header
 from gemini_hpc.core.slots import Refused, SlotPair, Stamp
-from gemini_hpc.wire import local, page
+from gemini_hpc.wire import local, page, version
 
 
 @dataclass
@@ -147,6 +147,8 @@ class Node:
         job = self.job
         if isinstance(m, local.Hello):
             self.hellos.append(m)
+            if not version.common(m.proto, m.most) & self.job.speaks:
+                return local.Error(f"the training process speaks {version.mismatch(m.proto, m.most)}"), []
             chosen = job.chosen or Stamp(0, 0)
             return local.Welcome(
                 job=1,
@@ -274,6 +276,7 @@ class FakeJob:
         self.refuse_begin: Callable[[int, local.Begin], str] | None = None
         self.refuse_register = ""
         self.refuse_register_on: tuple[int, ...] = ()  # node ranks; none means all
+        self.speaks = ~0  # mask of the protocol versions that these agents take
         self.verdict = local.Verdict(alive=("a", "b"))
         self.delay: dict[str, float] = {}
         self.seal_until = 1 << 30

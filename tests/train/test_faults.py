@@ -163,6 +163,16 @@ def test_more_replicas_than_nodes(make_job: MakeJob) -> None:
     assert "2 replicas asked for, the training runs on 1 node" in run.stderr[0]
 
 
+def test_site_20_an_agent_of_another_protocol_is_one_line(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    job.speaks = 0
+    run = Run(job, 2, {"kind": "ddp", "steps": 3})
+    results = run.wait()
+    assert all(r["report"]["state"] == "unprotected" and len(r["losses"]) == 3 for r in results)
+    lines = [line for err in run.stderr for line in err.splitlines() if line.startswith("gemini-hpc:")]
+    assert len(lines) == 1 and "not protected: the training process speaks protocol 1 to 2" in lines[0], lines
+
+
 def test_broken_links(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     run = Run(

@@ -79,3 +79,36 @@ def test_runs_out(scene: Scene) -> None:
     assert not other.gate.wait(1, lambda: False)
     assert other.said == ["version 1 was not sealed within 0.05 s"]
     os.close(other.fd)
+
+
+def test_site_20_suspended_time_is_not_waited_time(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is stopped for longer than the time-out, in the middle of a wait; the seal comes after that."""
+    real, stops = time.monotonic, iter([90.0, 90.0])
+    ahead = 0.0
+
+    def stopped(seconds: float) -> None:
+        nonlocal ahead
+        ahead += next(stops, seconds)
+        if ahead > 180.0 + 0.01:
+            scene.page.set_sealed(3, 7)
+
+    monkeypatch.setattr("gemini_hpc.train.seal.time.sleep", stopped)
+    monkeypatch.setattr("gemini_hpc.train.seal.time.monotonic", lambda: real() + ahead)
+    assert scene.gate.wait(7, lambda: False)
+    assert not scene.said, "nothing is degraded"
+
+
+def test_site_20_a_seal_that_does_not_come_after_a_stop_still_ends_the_wait(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, stops = time.monotonic, iter([90.0])
+    ahead = 0.0
+
+    def stopped(seconds: float) -> None:
+        nonlocal ahead
+        ahead += next(stops, 0.5)
+
+    monkeypatch.setattr("gemini_hpc.train.seal.time.sleep", stopped)
+    monkeypatch.setattr("gemini_hpc.train.seal.time.monotonic", lambda: real() + ahead)
+    assert not scene.gate.wait(7, lambda: False)
+    assert 90 + 60 <= ahead < 90 + 62 and scene.said == ["version 7 was not sealed within 60 s"]

@@ -1,0 +1,127 @@
+"""What users ask the controller about their jobs, and who is answered (`inspect`, SITE 21)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from gemini_hpc.control.eventlog import EventLogs
+from gemini_hpc.control.fairness import PerUser
+from gemini_hpc.control.registry import Agent, Registry, Track
+from gemini_hpc.control.slurm import SlurmError, UnknownJob
+from gemini_hpc.control.slurmtext import Job
+from gemini_hpc.control.watch import never_requeued
+from gemini_hpc.operators import Operators
+from gemini_hpc.wire import peer
+from gemini_hpc.wire.link import Link
+
+log = logging.getLogger("gemini_hpc.control")
+
+QUERY_IDLE_S = 60.0
+PARTS_TIMEOUT_S = 0.3
+QUERY_FRAME_BYTES = 4096
+QUESTIONS_PER_S, QUESTIONS_BURST = 10.0, 64.0  # per user, whatever number of connections
+NOT_YOURS = "unknown, or not yours"
+
+
+class Questions:
+    """Answers; the agents' parts are collected anew for each."""
+
+    def __init__(
+        self, operators: Operators, registry: Registry, logs: EventLogs, read_job: Callable[[int], Awaitable[Job]]
+    ) -> None:
+        self._operators, self._registry, self._logs, self._read_job = operators, registry, logs, read_job
+        self._rate = PerUser(QUESTIONS_PER_S, QUESTIONS_BURST)
+        self._parts: dict[int, tuple[int, dict[str, peer.InspectPart], asyncio.Event]] = {}
+        self._request = 0
+
+    def part(self, agent: Agent, message: peer.InspectPart) -> None:
+        """An agent's part of an answer; dropped unless it was asked for it."""
+        waiting = self._parts.get(message.request)
+        if waiting is not None and waiting[0] == agent.job == message.job and message.host == agent.host:
+            waiting[1][agent.host] = message
+            waiting[2].set()
+
+    async def serve(self, link: Link) -> None:
+        """One asker, until it goes or is idle for a minute."""
+        link.limit_bytes = QUERY_FRAME_BYTES
+        while True:
+            async with asyncio.timeout(QUERY_IDLE_S):
+                message = await link.receive()
+            if not isinstance(message, peer.JobAsk):
+                return
+            while not self._rate.take(link.session.peer_uid):
+                await asyncio.sleep(1.0)
+            answer = await self._answer(message.job, link.session.peer_uid)
+            await link.flush(answer)  # the next one only when this one has left: what waits here is memory
+
+    async def _answer(self, raw_id: int, uid: int) -> peer.JobAnswer:
+        refused = peer.JobAnswer(error=f"job {raw_id}: {NOT_YOURS}")
+        # Asked about every job, so that an answer takes as long for a forbidden one as for an unknown one.
+        operator = await self._operators.allows(uid)
+        track = self._registry.jobs.get(raw_id)
+        job: Job | None = None
+        try:
+            job = await self._read_job(raw_id)
+        except UnknownJob:
+            job = None
+        except SlurmError as exc:
+            log.warning("job=%d slurm=%s", raw_id, exc)
+            job = track.job if track else None
+        owner = job.user_id if job else (track.user_id if track else None)
+        if owner is None or (uid != owner and not operator):
+            return refused
+        if job is not None and track is not None:
+            track.learn(job)
+        parts = await self._ask_agents(track) if track else {}
+        members = job.nodes if job and job.nodes else ()
+        missing = tuple(h for h in members if h not in parts)
+        return peer.JobAnswer(
+            parts=tuple(parts.values()),
+            events=self._logs.read(raw_id, owner),
+            slurm=slurm_facts(job),
+            missing=missing,
+        )
+
+    async def _ask_agents(self, track: Track) -> dict[str, peer.InspectPart]:
+        agents = [a for a in track.agents.values() if a.connected]
+        self._request += 1
+        request = self._request
+        found: dict[str, peer.InspectPart] = {}
+        event = asyncio.Event()
+        self._parts[request] = (track.raw_id, found, event)
+        try:
+            for agent in agents:
+                agent.link.send(peer.InspectAsk(request))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PARTS_TIMEOUT_S):
+                    while len(found) < len(agents):
+                        event.clear()
+                        await event.wait()
+        finally:
+            del self._parts[request]
+        return dict(found)
+
+
+def slurm_facts(job: Job | None) -> dict[str, str]:
+    """What Slurm says, for `inspect`."""
+    if job is None:
+        return {"state": "UNKNOWN", "reason": "Slurm does not know this job any more"}
+    facts = {
+        "id": job.id,
+        "state": job.state,
+        "nodes": ",".join(job.nodes),
+        "num_nodes": str(job.num_nodes),
+        "restarts": str(job.restarts),
+        "reason": job.reason,
+        "requeue": "1" if job.requeue else "0",
+        "user": job.user,
+        "partition": job.partition,
+        "reservation": job.reservation,
+        "req_nodes": ",".join(job.req_nodes),
+    }
+    if why := never_requeued(job):
+        facts["note"] = f"{why}: a lost node ends it"
+    return facts

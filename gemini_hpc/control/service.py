@@ -1,0 +1,60 @@
+"""The controller as a service: it stands by until this host's slurmctld is in charge, acts, steps down (SITE 5)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from contextlib import suppress
+
+from gemini_hpc.config import Settings
+from gemini_hpc.control import daemon
+from gemini_hpc.control.daemon import ServiceError
+from gemini_hpc.control.primary import LockTakenError, Primary
+from gemini_hpc.control.server import Controller
+from gemini_hpc.control.slurm import Slurm, SlurmError, find_tool
+
+log = logging.getLogger("gemini_hpc.control")
+
+
+async def _serve(settings: Settings) -> None:
+    slurm = Slurm(on_call=lambda what, took: log.debug("slurm=%r ms=%.0f", what, took * 1000))
+    first = True
+    while True:
+        primary = Primary(slurm)
+        config = await primary.wait()
+        try:
+            controller = Controller(settings, slurm, primary, config.state_save)
+        except LockTakenError as exc:
+            if first and len(config.slurmctld_hosts) < 2:
+                raise ServiceError(f"{exc}; stop it first") from None
+            # The one that stood here before may still be stepping down, or its host's lease has to end.
+            log.warning("event=standby reason=%s", exc)
+            await asyncio.sleep(1.0)
+            continue
+        first = False
+        await controller.serve()
+
+
+async def _main(settings: Settings) -> None:
+    loop = asyncio.get_running_loop()
+    serving = asyncio.ensure_future(_serve(settings))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, serving.cancel)
+    with suppress(asyncio.CancelledError):
+        await serving
+
+
+def main(settings: Settings, verbose: bool = False) -> int:
+    """Run in the foreground until SIGTERM; 0, or 1 with one line on stderr."""
+    daemon.log_to_stderr(verbose)
+    try:
+        daemon.become(settings)
+        daemon.take_limits()
+        find_tool("scontrol")
+        asyncio.run(_main(settings))
+    except (ServiceError, SlurmError, OSError) as exc:
+        print(f"gemini-hpc controller: {exc}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,136 @@
+"""SITE 6, state by state: when the watch over being cut off ends the ranks of its node, and when it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gemini_hpc.agent.mesh import Mesh
+from gemini_hpc.agent.selffence import SelfFence
+from gemini_hpc.config import Settings
+
+LIMIT_S = 0.1
+
+
+class Rank:
+    """A training process that ends at the first signal."""
+
+    def __init__(self) -> None:
+        self.closed = asyncio.Event()
+        self.signals: list[int] = []
+
+    def signal(self, number: int) -> None:
+        self.signals.append(number)
+        self.closed.set()
+
+
+class World:
+    """An agent's surroundings: cut off from everything, unless a test says otherwise."""
+
+    def __init__(self) -> None:
+        self.rank, self.found, self.searched = Rank(), False, 0
+        self.refuses = True
+        self.agent = SimpleNamespace(
+            settings=SimpleNamespace(self_fence_s=LIMIT_S),
+            hosts=("n1", "n2", "n3"),
+            detached=False,
+            mesh=SimpleNamespace(links={"n2": None}, dead={"n2", "n3"}, anybody=self.anybody),
+            reporter=SimpleNamespace(configured=True, connected=False, refused_at=0.0),
+            sets={"default": SimpleNamespace(present={0: self.rank})},
+            log=lambda name, detail: None,
+            spawn=asyncio.ensure_future,
+        )
+
+    async def anybody(self, limit_s: float) -> bool:
+        self.searched += 1
+        return self.found
+
+    async def watch(self, seconds: float = 6 * LIMIT_S) -> bool:
+        """Whether the rank has been ended after so long."""
+        fence = SelfFence(self.agent)  # type: ignore[arg-type]
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.refuses:
+                self.agent.reporter.refused_at = time.monotonic()
+            fence.look()
+            await asyncio.sleep(0.01)
+        return bool(self.rank.signals)
+
+
+def change(path: str, value: Any) -> Callable[[World], None]:
+    def apply(world: World) -> None:
+        *names, last = path.split(".")
+        there: Any = world
+        for name in names:
+            there = getattr(there, name)
+        setattr(there, last, value)
+
+    return apply
+
+
+STATES = {
+    "the controller is there": change("agent.reporter.connected", True),
+    "the controller has not been dialled since": change("refuses", False),
+    "one peer is there": change("agent.mesh.dead", {"n3"}),
+    "a peer that is no partner is there": change("found", True),
+    "a job of one node": change("agent.hosts", ("n1",)),
+    "the job has ended here": change("agent.detached", True),
+    "a site without a controller": change("agent.reporter.configured", False),
+    "a site that does not want it": change("agent.settings.self_fence_s", 0.0),
+    "before the first incarnation": change("agent.mesh", None),
+    "not for so long yet": change("agent.settings.self_fence_s", 100.0),
+}
+
+
+def test_site_06_cut_off() -> None:
+    assert asyncio.run(World().watch())
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_site_06_not_cut_off(state: str) -> None:
+    async def run() -> bool:
+        world = World()
+        STATES[state](world)
+        return await world.watch()
+
+    assert not asyncio.run(run())
+
+
+def test_site_06_found_peers_start_the_clock_anew() -> None:
+    async def run() -> int:
+        world = World()
+        world.found = True
+        assert not await world.watch(5.5 * LIMIT_S)
+        return world.searched
+
+    assert 2 <= asyncio.run(run()) <= 6
+
+
+@pytest.mark.parametrize("alive", [None, "n2", "n40", "n200"])
+def test_site_06_every_peer_is_looked_for(alive: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two hundred, of which links to a few were kept; those that are called dead are left out."""
+    asked: set[str] = set()
+
+    async def reach(self: Mesh, name: str, timeout_s: float) -> bool:
+        asked.add(name)
+        await asyncio.sleep(0.001)
+        return name == alive
+
+    async def run() -> bool:
+        hosts = tuple(f"n{i}" for i in range(1, 201))
+        quiet = {name: lambda *_: None for name in ("on_link", "on_message", "on_dead", "complain")}
+        mesh = Mesh(Settings(), job=1, restart=0, uid=0, host="n1", instance="x", hosts=hosts, **quiet)
+        mesh.dead = {"n3", "n4"}
+        try:
+            return await mesh.anybody(10.0)
+        finally:
+            mesh.close()
+
+    monkeypatch.setattr(Mesh, "_reach", reach)
+    assert asyncio.run(run()) is (alive is not None)
+    assert asked.isdisjoint({"n1", "n3", "n4"}) and (alive is not None or len(asked) == 197)

@@ -1,0 +1,83 @@
+"""Which fenced nodes are given back (SITE 4), against a scripted Slurm and a real journal."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from gemini_hpc.config import Settings
+from gemini_hpc.control import giveback, probe
+from gemini_hpc.control.decide import Port
+from gemini_hpc.control.giveback import GiveBack
+from gemini_hpc.control.journal import Journal
+from gemini_hpc.control.recovery import REASON
+from gemini_hpc.control.slurm import Slurm
+from gemini_hpc.control.slurmtext import Node, parse_node
+
+
+class ScriptedSlurm:
+    def __init__(self, reason: str, boot: str) -> None:
+        line = f"NodeName=n1 NodeAddr=n1 CPUTot=4 State=DOWN+DRAIN BootTime={boot} Reason={reason} [slurm@now]"
+        self.node, self.resumed = parse_node(line), 0
+
+    async def nodes(self, names: Any = ()) -> dict[str, Node]:
+        return {"n1": self.node}
+
+    async def node_resume(self, name: str) -> None:
+        self.resumed += 1
+
+
+NEW, OLD = "2036-01-01T00:00:00", "2016-01-01T00:00:00"
+
+
+@pytest.mark.parametrize(
+    ("reason", "boot", "port", "wait_s", "times"),
+    [
+        (REASON, NEW, Port.ANSWERS, 0.05, 2),
+        (REASON, OLD, Port.ANSWERS, 0.05, 0),
+        ("broken fan", NEW, Port.ANSWERS, 0.05, 0),
+        (REASON, NEW, Port.HANGS, 0.05, 0),
+        (REASON, NEW, Port.SILENT, 0.05, 0),
+        (REASON, NEW, Port.ANSWERS, 60.0, 0),
+    ],
+)
+def test_site_04_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, boot: str, port: Port, wait_s: float, times: int
+) -> None:
+    async def reached(targets: dict[str, tuple[str, int]]) -> dict[str, Port]:
+        return dict.fromkeys(targets, port)
+
+    monkeypatch.setattr(probe, "reached", reached)
+    slurm, journal = ScriptedSlurm(reason, boot), Journal(str(tmp_path / "journal"))
+    journal.write("1.0", "down", "before", node="n1")
+    look = GiveBack(Settings(auto_resume_s=wait_s), cast(Slurm, slurm), journal).look
+
+    async def many() -> None:
+        for _ in range(12):
+            await look()
+            await asyncio.sleep(0.03)
+
+    asyncio.run(many())
+    assert slurm.resumed == times, "twice a day at most"
+    journal.close()
+    again = Journal(str(tmp_path / "journal"))
+    assert again.given_back("n1", giveback.DAY_S) == times and again.fenced_at()["n1"] <= time.time()
+    again.close()
+
+
+def test_site_04_nodes_that_the_journal_does_not_know(tmp_path: Path) -> None:
+    slurm, journal = ScriptedSlurm(REASON, NEW), Journal(str(tmp_path / "journal"))
+    asyncio.run(GiveBack(Settings(auto_resume_s=0.01), cast(Slurm, slurm), journal).look())
+    assert not slurm.resumed
+    journal.close()
+
+
+def test_site_04_off_by_default(tmp_path: Path) -> None:
+    assert Settings().auto_resume_s == 0
+    slurm, journal = ScriptedSlurm(REASON, NEW), Journal(str(tmp_path / "journal"))
+    asyncio.run(asyncio.wait_for(GiveBack(Settings(), cast(Slurm, slurm), journal).run(), 5))
+    journal.close()

@@ -1,0 +1,41 @@
+"""Whose word counts for a node being alive (SITE 1)."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gemini_hpc.control.registry import Agent, Registry, Stored, Track
+
+
+def agent(host: str, *, verified: bool, heard_s: float = 0.0, closed: bool = False) -> Agent:
+    asked: list[object] = []
+    heard = time.monotonic() - heard_s
+    link: Any = SimpleNamespace(closed=closed, last_heard=heard, send=asked.append, asked=asked)
+    return Agent(link, host, 7, 0, 2, 17000, "x", "attached", verified)
+
+
+@pytest.mark.parametrize(
+    ("known", "vouched", "asked"),
+    [
+        ({"verified": True}, True, 0),
+        ({"verified": False}, False, 0),
+        ({"verified": True, "heard_s": 5.0}, False, 1),
+        ({"verified": False, "heard_s": 5.0}, False, 0),
+        ({"verified": True, "closed": True}, False, 0),
+    ],
+)
+def test_site_01_an_agent_vouches_for_its_node_from_there_only(
+    tmp_path: Path, known: dict[str, Any], vouched: bool, asked: int
+) -> None:
+    """Another user's agent could say from a login node that a dead node lives, and have a job wait for it."""
+    registry = Registry(str(tmp_path))
+    track = registry.jobs[7] = Track(Stored(7, 5001), str(tmp_path / "7.job"))
+    one = track.agents["n1"] = agent("n1", **known)
+    assert registry.vouched("n1") is vouched
+    assert len(one.link.asked) == asked  # type: ignore[attr-defined]
+    assert not registry.vouched("n2")

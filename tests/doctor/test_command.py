@@ -1,0 +1,234 @@
+"""The command itself: exit status, choice of checks, users, and checks that break or hang. No cluster."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gemini_hpc.cli.main import main
+from gemini_hpc.control.slurmtext import parse_configuration, parse_ping
+from gemini_hpc.core.cgroup import Place
+from gemini_hpc.doctor import elf, examine, memory, report, slurm
+from gemini_hpc.doctor.cgroups import limit
+from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check
+from gemini_hpc.doctor.configuration import Configuration, Release
+from gemini_hpc.doctor.controller import lock_holder
+from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.finding import STATUSES, Outcome, Unavailable, ok
+from gemini_hpc.doctor.leftovers import age_s
+from gemini_hpc.doctor.network import Range, free_of, listeners
+from gemini_hpc.doctor.units import files, setting
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 1 << 30
+
+
+class Told(Facts):
+    """Facts with a configuration as a later release, or another site, would print it."""
+
+    def __init__(self, **values: str) -> None:
+        super().__init__("/nonexistent/gemini.toml", "login")
+        self._known["configuration"] = Configuration({"SLURM_VERSION": "22.05.8", **values})
+
+
+def test_wrong_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--only", "no.such"]) == 2
+    assert main(["doctor", "--config", "/nonexistent/gemini.toml"]) == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--host-role", "king"])
+    assert ended.value.code == 2
+    assert "no.such" in capsys.readouterr().err
+
+
+def test_one_check_never_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examine, "CHECK_TIMEOUT_S", 0.3)
+    released = threading.Event()
+
+    def breaks(_: Facts) -> Outcome:
+        raise RecursionError("odd output")
+
+    def hangs(_: Facts) -> Outcome:
+        released.wait(60)
+        return ok("too late")
+
+    def closed(_: Facts) -> Outcome:
+        raise PermissionError(13, "Permission denied", "/etc/secret")
+
+    def cannot(_: Facts) -> Outcome:
+        raise Unavailable("only root can see it")
+
+    looks = {
+        "a.breaks": breaks,
+        "b.hangs": hangs,
+        "c.closed": closed,
+        "d.cannot": cannot,
+        "e.good": lambda _: ok("fine"),
+    }
+    checks = tuple(Check(name, "SITE 1", ANYWHERE, look) for name, look in looks.items())
+    checks += (Check("f.node", "SITE 1", ON_NODE, breaks),)
+    began = time.monotonic()
+    found = {f.check: f for f in examine.examine(Told(), checks=checks)}
+    released.set()
+    assert time.monotonic() - began < 10
+    assert {name: f.status for name, f in found.items()} == {
+        "a.breaks": "wrong", "b.hangs": "wrong", "c.closed": "skipped",
+        "d.cannot": "skipped", "e.good": "ok", "f.node": "skipped",
+    }  # fmt: skip
+    assert "odd output" in found["a.breaks"].found and "no answer within" in found["b.hangs"].found
+
+
+def test_a_fact_that_hangs_is_not_waited_for_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examine, "CHECK_TIMEOUT_S", 0.3)
+    released, facts = threading.Event(), Told()
+    look = lambda f: ok(str(f._remembered("hung", released.wait)))  # noqa: E731
+    checks = tuple(Check(f"x.{n}", "SITE 1", ANYWHERE, look) for n in range(5))
+    began = time.monotonic()
+    statuses = [f.status for f in examine.examine(facts, checks=checks)]
+    released.set()
+    assert statuses == ["wrong", *["skipped"] * 4] and time.monotonic() - began < 5
+
+
+def test_the_text() -> None:
+    findings = list(examine.examine(Told(UnkillableStepTimeout="5 sec\x1b[2J"), ["slurm.unkillable", "memory.unit"]))
+    d = report.document(findings, "h", ["login"], "root", "22.05.8", 1, 2.0)
+    text = report.text(d)
+    assert "WRONG    slurm.unkillable" in text and "wanted: at least 60 s" in text and "fix:" in text
+    assert "memory.unit" not in text and "1 are for other hosts" in text and "\x1b" not in text
+    assert sum(d["counts"].values()) == len(d["checks"]) == 2
+
+
+def test_every_check_is_documented_and_broken_by_a_test() -> None:
+    names = {c.name: c.rule for c in examine.CHECKS}
+    assert len(names) == len(examine.CHECKS)
+    table = dict(re.findall(r"^\| `([a-z]+\.[a-z-]+)` \| ([^|]+) \|", (ROOT / "docs/admin.md").read_text(), re.M))
+    assert table == names
+    tests = "\n".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert [name for name in names if f'"{name}"' not in tests] == []
+
+
+def test_the_document_is_documented() -> None:
+    text = (ROOT / "docs/doctor-json.md").read_text()
+    d = report.document(list(examine.examine(Told(), ["slurm.unkillable"])), "h", ["login"], "root", "", 0, 2.0)
+    json.dumps(d)
+    assert d["schema"] == 1
+    assert all(f"`{key}`" in text for key in [*d, *d["checks"][0], *STATUSES])
+
+
+# ---- what cannot be had here: later releases of Slurm, cgroup v2, a systemd ----------------------------
+
+
+def test_later_releases_configuration() -> None:
+    text = "Prolog[0]   = /a\nProlog[1]   = /b\nEpilog = (null)\nUnkillableStepTimeout   = 60 sec\n"
+    conf = Configuration(
+        parse_configuration("Configuration data as of now\n" + text + "\nSlurmctld(primary) at c is UP")
+    )
+    assert conf.all("Prolog") == ["/a", "/b"] and conf.all("Epilog") == []
+    assert conf.number("UnkillableStepTimeout") == 60 and conf.number("None") is None
+    assert Release.parse("slurm 25.11.3") == Release(25, 11, 3) and str(Release(25, 5, 0)) == "25.05.0"
+    with pytest.raises(Unavailable):
+        Release.parse("slurm of my own")
+    assert parse_ping("Slurmctld(primary) at a is DOWN\nSlurmctld(backup1) at b is UP\n") == [
+        ("a", False),
+        ("b", True),
+    ]
+
+
+def test_site_15_run_in_job() -> None:
+    found = slurm.prolog_flags(Told(PrologFlags="Alloc,RunInJob"))
+    assert found.status == "wrong" and "RunInJob" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"SLURM_VERSION": "25.11.2"}, "has none"),
+        ({"SLURM_VERSION": "25.11.3"}, "is off"),
+        ({"SLURM_VERSION": "26.05.0", "SlurmctldParameters": "enable_expedited_requeue"}, "is on"),
+    ],
+)
+def test_site_14_expedited_requeue(values: dict[str, str], words: str) -> None:
+    found = slurm.expedited(Told(**values))
+    assert found.status == "ok" and words in found.found
+
+
+def test_site_19_separate_prolog_timeout() -> None:
+    assert slurm.prolog_timeout(Told(PrologTimeout="65534", PrologEpilogTimeout="65534")).status == "ok"
+    assert slurm.prolog_timeout(Told(PrologTimeout="10 sec")).status == "wrong"
+
+
+def test_site_5_slurm_user_root() -> None:
+    facts = Told(SlurmUser="root(0)")
+    facts._known["settings"] = __import__("gemini_hpc.config").config.Settings(slurm_user="root")
+    assert slurm.slurm_user(facts).status == "warning"
+
+
+def test_site_15_memory_that_slurm_does_not_count() -> None:
+    assert memory.carved(64 * GIB, 30 * GIB, 32 * GIB, True).status == "ok"
+    assert memory.carved(64 * GIB, 48 * GIB, 32 * GIB, True).status == "warning"
+    assert memory.carved(64 * GIB, 63 * GIB, 32 * GIB, True).status == "wrong"
+    assert memory.carved(64 * GIB, 30 * GIB, 32 * GIB, False).status == "warning"
+
+
+def test_site_15_cgroup_v2(tmp_path: Path) -> None:
+    here = tmp_path / "system.slice/slurmd.service"
+    here.mkdir(parents=True)
+    (here / "memory.max").write_text("max\n")
+    place = Place(2, str(tmp_path), "/system.slice/slurmd.service", True)
+    assert limit(place) is None
+    (tmp_path / "system.slice/memory.max").write_text(f"{GIB}\n")
+    assert limit(place) == (GIB, str(tmp_path / "system.slice/memory.max"))
+    (here / "memory.max").write_text(f"{GIB // 2}\n")
+    assert limit(place) == (GIB // 2, str(here / "memory.max"))
+    assert memory.slurmd_limit(limit(place), 2 * GIB).status == "wrong"
+    assert memory.slurmd_limit(limit(place), GIB // 4).status == "ok"
+
+
+def test_site_15_systemd_units(tmp_path: Path) -> None:
+    low, high = tmp_path / "lib", tmp_path / "etc"
+    (high / "slurmd.service.d").mkdir(parents=True)
+    low.mkdir()
+    places = (str(low), str(high))
+    assert files("slurmd.service", places) == []
+    (low / "slurmd.service").write_text("[Unit]\nKillMode=mixed\n[Service]\n# KillMode=none\nKillMode = process\n")
+    assert memory.kill_mode(*setting(files("slurmd.service", places), "Service", "KillMode")).status == "ok"
+    (high / "slurmd.service.d/a.conf").write_text("[Service]\nKillMode=control-group\n")
+    assert memory.kill_mode(*setting(files("slurmd.service", places), "Service", "KillMode")).status == "wrong"
+    (high / "slurmd.service").write_text("[Service]\n")
+    (high / "slurmd.service.d/a.conf").unlink()
+    found = memory.kill_mode(*setting(files("slurmd.service", places), "Service", "KillMode"))
+    assert found.status == "wrong" and "default" in found.found
+
+
+def test_hidden_directories() -> None:
+    text = "AutoBasePath=true\nBasePath=/x Dirs=/var/tmp,/run\n#Dirs=/proc\n"
+    assert slurm.hidden_directories(text, ("/run/gemini-hpc",)) == ["/run/gemini-hpc"]
+    assert slurm.hidden_directories(text, ("/proc/x",)) == []
+    assert slurm.hidden_directories("Dirs=/runner,/dev/shm", ("/run/gemini-hpc",)) == []
+
+
+def test_small_texts(tmp_path: Path) -> None:
+    assert age_s("gemini-hpc: x [slurm@2026-01-01T00:00:00]", 1767225600.0 + 90) == 90
+    assert age_s("no stamp", 1.0) is None and age_s("[a@2026-99-99T00:00:00]", 1.0) is None
+    assert free_of(Range("a", 10, 12), "1,10-11,12") and not free_of(Range("a", 10, 12), "10-11")
+    lines = (
+        "head\n 0: 00000000:4278 00000000:0000 0A 0:0 00:0 0 5001 0 77 1\n 1: x:zz y 0A\n 2: a:1 b 01 c d e 1 0 5 1\n"
+    )
+    assert [(s.port, s.uid, s.inode) for s in listeners(lines)] == [(0x4278, 5001, 77)]
+    info = tmp_path.stat()
+    assert lock_holder(info, "1: FLOCK  ADVISORY  WRITE 7 ff:ff:1 0 EOF\n") is None
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x7fELF", b"\x7fELF\x02\x01" + b"\xff" * 200, b"\x7fELF\x01\x01" + bytes(100), b"#!/bin/sh\n"]
+)
+def test_what_is_not_a_plugin(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "x.so"
+    path.write_bytes(data)
+    with pytest.raises((elf.ElfError, struct.error)):
+        elf.built_for(str(path))

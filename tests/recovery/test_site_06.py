@@ -1,0 +1,103 @@
+"""SITE 6: a node that has lost all peers *and* the controller ends its ranks; one that has either of them never
+does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from harness import LiteJob, leaks, wait_for
+
+from gemini_hpc.devcluster.cluster import Cluster
+
+FENCE_S, LONGER_S = 2.0, 4.0
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[Cluster]:
+    """A cluster where self_fence_s is short."""
+    settings = {"retention_s": 20.0, "fence_budget_nodes": 1000, "self_fence_s": FENCE_S}
+    with Cluster.up(f"alone{os.getpid()}", nodes=5, settings=settings) as cluster:
+        yield cluster
+        cluster.run(["scancel", "--user=alice"])
+        wait_for("queue empty", lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1)
+        wait_for("nothing left behind", lambda: not leaks(cluster), 40, 0.2)
+
+
+def trainers(job: LiteJob, node: str) -> list[str]:
+    """Ranks, and not the srun that has the same words behind its name."""
+    return job.cluster.exec(node, ["pgrep", "-f", f"^[^ ]*python[^ ]* {job.directory}/lite[.]py"]).stdout.split()
+
+
+def agents(job: LiteJob, nodes: list[str], number: int) -> None:
+    for node in nodes:
+        job.cluster.exec(node, ["kill", f"-{number}", str(job.agent_pid(node))])
+
+
+def fenced(job: LiteJob, node: str) -> bool:
+    return "event=self_fenced" in job.agent_log(node)
+
+
+def test_site_06_only_with_neither_peer_nor_controller(quick: Cluster) -> None:
+    """The same node in each of the states; only the last one ends its ranks. And a job of one node beside it."""
+    job = LiteJob(quick, nodes=3, steps=1_000_000, pause_s=0.05).submit()
+    single = LiteJob(quick, nodes=1, replicas=1, steps=1_000_000, pause_s=0.05).submit()
+    job.reach(5)
+    single.reach(5)
+    first, second, third = job.hosts()
+    (lone,) = single.hosts()
+
+    def still_there(state: str) -> None:
+        deadline = time.monotonic() + LONGER_S
+        while time.monotonic() < deadline:
+            assert trainers(job, first), f"ended with {state}\n{job.story()}"
+            assert trainers(single, lone), f"a job of one node was ended with {state}\n{single.story()}"
+            time.sleep(0.5)
+        assert not fenced(job, first) and not fenced(single, lone), state
+
+    def lost(node: str) -> None:
+        wait_for(f"{node} is missed", lambda: f"{node} is silent" in job.agent_log(first), 20)
+
+    quick.controller_stop()
+    still_there("all peers, no controller")
+    agents(job, [second], signal.SIGSTOP)
+    lost(second)
+    still_there("one peer, no controller")
+    quick.controller_start()
+    agents(job, [third], signal.SIGSTOP)
+    lost(third)
+    still_there("no peer, the controller")
+    quick.controller_stop()
+    try:
+        wait_for("its ranks are ended", lambda: not trainers(job, first), 20)
+    except AssertionError as exc:
+        raise AssertionError(f"{exc}\n{job.story()}") from None
+    finally:
+        agents(job, [second, third], signal.SIGCONT)
+    assert fenced(job, first)
+    assert trainers(single, lone) and not fenced(single, lone), "a job of one node is never cut off from itself"
+    quick.controller_start()
+
+
+def test_site_06_node_cut_off_for_good_ends_its_ranks(quick: Cluster) -> None:
+    """Cut off, not dead: the job goes on elsewhere, and here its ranks are ended. Nothing else on the node is."""
+    quick.run(["scancel", "--user=alice"])
+    wait_for("queue empty", lambda: not quick.run(["squeue", "-h"]).stdout.strip(), 60, 0.1)
+    job = LiteJob(quick, nodes=3, steps=120).submit()
+    job.reach(10)
+    zombie = job.hosts()[1]
+    beside = quick.popen(["sleep", "600"], user="alice", node=zombie)
+    quick.exec(zombie, ["ip", "link", "set", "eth0", "down"])
+    try:
+        assert trainers(job, zombie)
+        wait_for("its ranks are ended", lambda: not trainers(job, zombie), 40)
+        assert fenced(job, zombie)
+        job.finish()
+        assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
+        assert beside.poll() is None, "a process of the same user that is not of this training"
+    finally:
+        beside.kill()
+        quick.exec(zombie, ["ip", "link", "set", "eth0", "up"])
