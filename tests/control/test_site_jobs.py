@@ -105,7 +105,7 @@ def test_site_10_pin_does_not_outlive_its_recovery(site: Site) -> None:
     until(lambda: not site.reservations())
     site.cluster.run(["scontrol", "requeuehold", str(job)], user="alice")
     until(lambda: site.cluster.job(job)["ReqNodeList"] == "(null)", 20)
-    assert named(site, job, "unpinned")
+    until(lambda: named(site, job, "unpinned"), 5)
 
 
 def test_site_11_reservation_takes_few_nodes_and_leaves_others_alone(make_site: Callable[..., Site]) -> None:
