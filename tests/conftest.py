@@ -1,11 +1,94 @@
-"""For all tests: the order in which `pytest -n 3 --dist loadfile --no-loadscope-reorder` deals the files."""
+"""For all tests: the order in which `pytest -n 3 --dist loadfile --no-loadscope-reorder` deals the files, and the
+leak check. It looks before and after each test, each file, and, in the main process, the whole run."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 from dealing import longest_first
+from leaks import Found, assert_nothing_new, machine
+
+# What ends by itself after a test may take that long: a process that was sent its signal, a memfd of a dead agent.
+SETTLE_S = 10.0
+# Other people's files on this machine come and go.
+SHMEM_TOLERANCE_BYTES = 64 << 20
+_outcome = pytest.StashKey[bool]()
+_complaint = pytest.StashKey[str]()
+_before_the_run = pytest.StashKey[tuple[Found, int]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    machine.begin()
+    config.add_cleanup(machine.end)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         items[:] = longest_first(items)
+
+
+def look() -> Found:
+    """What is there now, also where a process has ended since the last look."""
+    machine.rescan()
+    return machine.present()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_leaks_of_a_file() -> Iterator[None]:
+    before = machine.present()
+    yield
+    assert_nothing_new(before, look, SETTLE_S)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest, no_leaks_of_a_file: None) -> Iterator[None]:
+    """Nothing that a test starts or makes outlives it. A test that has failed is not blamed again here."""
+    before = machine.present()
+    yield
+    if request.node.stash.get(_outcome, True):
+        assert_nothing_new(before, look, SETTLE_S)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    if report.failed:
+        item.stash[_outcome] = False
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.stash[_before_the_run] = machine.present(), machine.shmem_bytes()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    machine.adopt(getattr(node, "workeroutput", {}).get("pid", machine.PID))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In the main process, when all workers have ended. Shared memory counts unless others have clusters."""
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["pid"] = machine.PID
+        return
+    before, shmem = session.stash[_before_the_run]
+    try:
+        assert_nothing_new(before, look, SETTLE_S)
+        deadline = time.monotonic() + SETTLE_S
+        while not machine.strangers() and (grown := machine.shmem_bytes() - shmem) > SHMEM_TOLERANCE_BYTES:
+            assert time.monotonic() < deadline, f"{grown >> 20} MiB of shared memory more than before the tests"
+            time.sleep(0.2)
+    except AssertionError as exc:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        session.config.stash[_complaint] = str(exc)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if complaint := config.stash.get(_complaint, ""):
+        terminalreporter.section("after all tests", red=True)
+        terminalreporter.write_line(complaint)

@@ -81,7 +81,7 @@ def _make(layout: Layout, output: int) -> subprocess.Popen[bytes]:
         raise DevclusterError("make is not installed (Debian package make); `up --no-site` goes without the plugin")
     return subprocess.Popen(
         [make, f"-j{os.cpu_count() or 1}", "-C", str(layout.site / "slurm")],
-        env={**os.environ, MARKER: layout.name, ROLE: BUILD},
+        env={**os.environ, MARKER: layout.name, ROLE: BUILD, "TMPDIR": str(layout.site)},
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,

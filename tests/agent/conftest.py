@@ -97,6 +97,7 @@ class Trainer:
 
     def close(self) -> None:
         self.caller.close()
+        del self.page
         for m in self.maps:
             m.close()
         for fd in self.fds:

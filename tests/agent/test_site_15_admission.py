@@ -61,7 +61,11 @@ def test_site_15_systemd_moves_and_is_waited_for(
 
 @pytest.mark.parametrize(
     ("script", "words"),
-    [("echo no such method >&2; exit 1", "no such method"), ("exit 0", "not made in time"), ("sleep 30", "in time")],
+    [
+        ("echo no such method >&2; exit 1", "no such method"),
+        ("exit 0", "not made in time"),
+        ("exec sleep 30", "in time"),
+    ],
 )
 def test_site_15_systemd_that_does_not_do_it_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sleeper: int, script: str, words: str

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from leaks import Found, assert_nothing_new
+from leaks.cluster import Bystander, present
 
 from gemini_hpc.devcluster import Cluster, DevclusterError
 from gemini_hpc.devcluster.requirements import check
@@ -37,7 +39,9 @@ class Site:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.processes: list[Any] = []
+        self.servers: list[Any] = []  # what is needed until the cluster goes down
         self.logs: dict[str, Path] = {}
+        self.bystander = Bystander(cluster)
         shutil.copy(Path(__file__).parent / "fake_agent.py", cluster.home("alice") / "fake_agent.py")
         os.chmod(cluster.home("alice") / "fake_agent.py", 0o755)
 
@@ -97,11 +101,40 @@ class Site:
     def log(self) -> str:
         return (self.cluster.log_directory / "controller.log").read_text()
 
+    def end(self) -> None:
+        """End all jobs; what must be left of them then is nothing but the nodes that the test cut."""
+        cluster = self.cluster
+        off = [node for node in cluster.node_names if not cluster.is_on(node)]
+        if off:  # else Slurm waits for them to say that the job has ended there
+            cluster.run(["scontrol", "update", f"nodename={','.join(off)}", "state=down", "reason=test"])
+        for user in ("alice", "bob"):
+            cluster.run(["scancel", f"--user={user}"])
+        _kill(self.processes)
+        if cluster.controller_pid() is None:
+            cluster.controller_start()
+        for node, state in cluster.node_states().items():
+            if node not in off and ("drain" in state or "down" in state):
+                cluster.resume(node)
+        # The agent of a node that was cut counts as connected for long, and so the controller keeps its notes.
+        exempt = {("node", node) for node in off}
+
+        def left() -> Found:
+            found = present(cluster).items()
+            return {k: v for k, v in found if k[:2] not in exempt and not (off and v.startswith("controller: "))}
+
+        changed = self.bystander.end()
+        assert_nothing_new({}, left, 20)
+        assert not changed, f"somebody else's job {self.bystander.id} has been changed: {changed}"
+
     def close(self) -> None:
-        for process in self.processes:
-            with suppress(OSError):
-                process.kill()
-            process.wait()
+        _kill([*self.processes, *self.servers])
+
+
+def _kill(processes: list[Any]) -> None:
+    for process in processes:
+        with suppress(OSError):
+            process.kill()
+        process.wait()
 
 
 @pytest.fixture
@@ -121,12 +154,17 @@ def make_site(request: pytest.FixtureRequest) -> Iterator[Callable[..., Site]]:
     yield make
     for site in made:
         report = getattr(request.node, "report_call", None)
-        if report is not None and report.failed:
+        failed = report is not None and report.failed
+        if failed:
             print(site.log())
         if keep := os.environ.get("GEMINI_TEST_LOGS"):
             shutil.copytree(site.cluster.log_directory, Path(keep) / request.node.name, dirs_exist_ok=True)
-        site.close()
-        site.cluster.down()
+        try:
+            if not failed:
+                site.end()
+        finally:
+            site.close()
+            site.cluster.down()
 
 
 @pytest.hookimpl(hookwrapper=True)

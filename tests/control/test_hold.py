@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 from .conftest import PYTHON, Site, until
 
@@ -27,51 +30,44 @@ def install(tmp: Path) -> str:
     return str(path)
 
 
-def epilog_site(make_site: Callable[..., Site]) -> tuple[Site, Path]:
-    place = Path(f"/var/lib/gemini-hold-test-{os.getpid()}")
-    place.mkdir(exist_ok=True)
-    return make_site(controller=False, slurm_conf=[f"Epilog={install(place)}"]), place
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """Of the epilog: there as long as the cluster, which has jobs to end before it ends. Ask for it before it."""
+    directory = Path(f"/var/lib/gemini-hold-test-{os.getpid()}")
+    directory.mkdir()
+    yield directory
+    shutil.rmtree(directory)
 
 
-def test_site_12_epilog_holds_the_survivors_on_a_busy_cluster(make_site: Callable[..., Site]) -> None:
-    site, place = epilog_site(make_site)
-    try:
-        job = site.submit("-N3", "--requeue", "--exclusive")
-        site.running(job)
-        short = "#!/bin/sh\nsrun sleep 3\n"
-        for _ in range(12):
-            site.submit("-N1", "--exclusive", user="bob", script=short)
-        site.cluster.power_off("n2")
-        cut = time.time()
-        site.cluster.run(["scontrol", "update", "nodename=n2", "state=down", "reason=slurm"])
-        seen: set[str] = set()
+def test_site_12_epilog_holds_the_survivors_on_a_busy_cluster(place: Path, make_site: Callable[..., Site]) -> None:
+    site = make_site(controller=False, slurm_conf=[f"Epilog={install(place)}"])
+    job = site.submit("-N3", "--requeue", "--exclusive")
+    site.running(job)
+    short = "#!/bin/sh\nsrun sleep 3\n"
+    for _ in range(12):
+        site.submit("-N1", "--exclusive", user="bob", script=short)
+    site.cluster.power_off("n2")
+    cut = time.time()
+    site.cluster.run(["scontrol", "update", "nodename=n2", "state=down", "reason=slurm"])
+    seen: set[str] = set()
 
-        def again() -> bool:
-            seen.update(site.cluster.run(["squeue", "-h", "-u", "bob", "-t", "R,CG", "-o", "%N"]).stdout.split())
-            facts = site.cluster.job(job)
-            return (facts["Restarts"], facts["JobState"]) == ("1", "RUNNING")
+    def again() -> bool:
+        seen.update(site.cluster.run(["squeue", "-h", "-u", "bob", "-t", "R,CG", "-o", "%N"]).stdout.split())
+        facts = site.cluster.job(job)
+        return (facts["Restarts"], facts["JobState"]) == ("1", "RUNNING")
 
-        until(again, 30)
-        print(f"again after {time.time() - cut:.2f} s; epilogs:\n{(place / 'epilog.log').read_text()}")
-        assert {"n1", "n3"} < set(site.nodes(job))
-        assert not seen & {"n1", "n3"}, f"bob's jobs ran on {seen}"
-        until(lambda: not site.reservations(), 10)
-    finally:
-        for file in place.iterdir():
-            file.unlink()
-        place.rmdir()
+    until(again, 30)
+    print(f"again after {time.time() - cut:.2f} s; epilogs:\n{(place / 'epilog.log').read_text()}")
+    assert {"n1", "n3"} < set(site.nodes(job))
+    assert not seen & {"n1", "n3"}, f"bob's jobs ran on {seen}"
+    until(lambda: not site.reservations(), 10)
 
 
-def test_site_12_nothing_is_held_when_no_node_is_dead(make_site: Callable[..., Site]) -> None:
-    site, place = epilog_site(make_site)
-    try:
-        job = site.submit("-N3", "--requeue", "--exclusive")
-        site.running(job)
-        site.cluster.run(["scontrol", "requeue", str(job)])
-        until(lambda: site.cluster.job(job)["JobState"] == "PENDING", 15)
-        assert site.cluster.job(job)["ReqNodeList"] == "(null)"
-        assert site.reservations() == []
-    finally:
-        for file in place.iterdir():
-            file.unlink()
-        place.rmdir()
+def test_site_12_nothing_is_held_when_no_node_is_dead(place: Path, make_site: Callable[..., Site]) -> None:
+    site = make_site(controller=False, slurm_conf=[f"Epilog={install(place)}"])
+    job = site.submit("-N3", "--requeue", "--exclusive")
+    site.running(job)
+    site.cluster.run(["scontrol", "requeue", str(job)])
+    until(lambda: site.cluster.job(job)["JobState"] == "PENDING", 15)
+    assert site.cluster.job(job)["ReqNodeList"] == "(null)"
+    assert site.reservations() == []

@@ -156,7 +156,7 @@ def test_site_05_backup_slurmctld_takes_over_in_mid_recovery(make_site: Callable
     assert cluster.address("n6") == "10.77.0.16"
     backup = cluster.popen(["slurmctld", "-D", "-f", f"{cluster.directory}/etc/slurm/slurm.conf"], node="n6")
     standby = cluster.popen([PYTHON, "-I", "-m", "gemini_hpc.control"], user="slurm", node="n6", stderr=None)
-    site.processes += [backup, standby]
+    site.servers += [backup, standby]
     job, hosts = start(site, "-N3", "-p", "two")
     time.sleep(7)  # slurmctld saves its state every 5 s; what it has not saved it forgets, we or no we
     cluster.power_off(hosts[1])

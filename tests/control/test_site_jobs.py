@@ -105,7 +105,7 @@ def test_site_10_pin_does_not_outlive_its_recovery(site: Site) -> None:
     until(lambda: not site.reservations())
     site.cluster.run(["scontrol", "requeuehold", str(job)], user="alice")
     until(lambda: site.cluster.job(job)["ReqNodeList"] == "(null)", 20)
-    assert named(site, job, "unpinned")
+    until(lambda: named(site, job, "unpinned"), 5)
 
 
 def test_site_11_reservation_takes_few_nodes_and_leaves_others_alone(make_site: Callable[..., Site]) -> None:
@@ -123,6 +123,7 @@ def test_site_11_reservation_takes_few_nodes_and_leaves_others_alone(make_site: 
     lasts = run(["scontrol", "show", "reservation", "-o", detail.split()[2]]).stdout
     assert "Duration=00:10:00" in lasts
     until(lambda: site.reservations() == ["theirs"], 30)
+    run(["scontrol", "delete", "ReservationName=theirs"])
 
 
 def test_site_11_the_jobs_own_reservation_stays_its_own(site: Site) -> None:
@@ -134,6 +135,8 @@ def test_site_11_the_jobs_own_reservation_stays_its_own(site: Site) -> None:
     assert site.reservations() == ["class"]
     assert site.cluster.job(job)["Reservation"] == "class"
     assert "own reservation class is kept" in (site.event(job, "reserved") or {})["detail"]
+    site.cluster.run(["scancel", str(job)])
+    until(lambda: not site.cluster.run(["scontrol", "delete", "ReservationName=class"]).returncode)
 
 
 def test_site_11_another_job_of_the_owner_cannot_use_the_reservation(site: Site) -> None:

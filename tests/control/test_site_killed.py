@@ -85,7 +85,7 @@ class Trial:
         if not self.cluster.is_on(node):
             self.cluster.power_on(node)
         self.cluster.resume(node)
-        until(lambda: not self.cluster.run(["squeue", "-h"]).stdout.strip(), 40)
+        until(lambda: not self.cluster.run(["squeue", "-h", "-u", "alice"]).stdout.strip(), 40)
         self.cluster.wait_idle()
 
 

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from leaks.cluster import nothing_left
 
 from gemini_hpc.devcluster import Cluster, DevclusterError
 from gemini_hpc.devcluster.layout import Layout
@@ -133,6 +135,15 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         trace = Trace.of(name)
         yield started
     trace.assert_gone()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_in_a_shared_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
+    shared = [request.getfixturevalue(name) for name in ("cluster", "site") if name in request.fixturenames]
+    with ExitStack() as stack:
+        for cluster in shared:
+            stack.enter_context(nothing_left(cluster, 20))
+        yield
 
 
 @pytest.fixture

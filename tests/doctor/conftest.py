@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from leaks.cluster import nothing_left
 
 from gemini_hpc.devcluster import Cluster, DevclusterError
 from gemini_hpc.devcluster.requirements import check
@@ -181,3 +182,12 @@ def patient(shared: Patient) -> Iterator[Patient]:
     for host in (None, *shared.cluster.node_names):
         after = shared.doctor(node=host)
         assert set(after.news) <= {"leftovers.directories"} and after.code == 0, after.document
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_on_the_patient(request: pytest.FixtureRequest) -> Iterator[None]:
+    if "patient" not in request.fixturenames:
+        yield
+        return
+    with nothing_left(request.getfixturevalue("patient").cluster, 20):
+        yield

@@ -31,6 +31,8 @@ def test_site_22_a_node_without_an_agent(patient: Patient) -> None:
         # Bob learns nothing of alice's jobs.
         report = patient.doctor("--only", "jobs", user="bob")
         assert report.news == {} and str(job) not in report["jobs.agents"]["found"]
+    # Its supervisor was killed as well: only the prolog of a later job would remove this.
+    patient.cluster.exec("n2", ["rm", "-r", f"/run/gemini-hpc/{job}"])
 
 
 def patient_age(patient: Patient, job: int) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from leaks.cluster import nothing_left
 from training import STEPS, Training
 
 from gemini_hpc.devcluster.cluster import Cluster
@@ -35,15 +36,16 @@ def train(cluster: Cluster) -> Iterator[Callable[..., Training]]:
         fixed = ["--requeue", "-N3", f"--chdir={directory}", f"--output={directory}/out"]
         return Training(cluster, cluster.sbatch([*fixed, *options, str(directory / "job.sh"), *arguments]), directory)
 
-    yield submit
-    cluster.run(["scancel", "--user=alice"])
-    for node in cluster.node_names:
-        if not cluster.is_on(node):
-            cluster.power_on(node)
-    for node, state in cluster.node_states().items():
-        if "down" in state or "drain" in state:
-            cluster.resume(node)
-    cluster.wait_idle(timeout_s=60)
+    with nothing_left(cluster, 30):
+        yield submit
+        cluster.run(["scancel", "--user=alice"])
+        for node in cluster.node_names:
+            if not cluster.is_on(node):
+                cluster.power_on(node)
+        for node, state in cluster.node_states().items():
+            if "down" in state or "drain" in state:
+                cluster.resume(node)
+        cluster.wait_idle(timeout_s=60)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recovery"))
-from harness import LiteJob, leaks, wait_for
+from harness import LiteJob, wait_for
+from leaks import assert_nothing_new
+from leaks.cluster import present
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -130,15 +132,17 @@ def shared_site() -> Iterator[Site]:
         yield site
         cluster.run(["scancel", "--user=alice"])
         wait_for("queue empty", lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1)
-        wait_for("nothing left behind", lambda: not leaks(cluster), 40, 0.2)
+        assert_nothing_new({}, lambda: present(cluster), 40)
 
 
 @pytest.fixture
 def site(shared_site: Site) -> Iterator[Site]:
     shared_site.goes_on(2)
+    before = present(shared_site.cluster)
     yield shared_site
     shared_site.goes_on()
     shared_site.unharmed()
+    assert_nothing_new(before, lambda: present(shared_site.cluster), 20)
 
 
 def one_line(done: Any, *words: str, status: int | None = None) -> str:

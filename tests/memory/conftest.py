@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recovery"))
-from harness import LiteJob, leaks, restore, wait_for
+from harness import LiteJob, clean
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -60,19 +60,9 @@ def shared_site() -> Iterator[Site]:
 
 @pytest.fixture
 def site(shared_site: Site) -> Iterator[Site]:
-    cluster = shared_site.cluster
-    yield shared_site
-    shared_site.configure()
-    cluster.run(["scancel", "--user=alice"])
-    cluster.run(["scancel", "--user=bob"])
-    wait_for("queue empty", lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1)
-    if cluster.controller_pid() is None:
-        cluster.controller_start()
-    restore(cluster)
-    try:
-        wait_for("nothing left behind", lambda: not leaks(cluster), 30, 0.2)
-    except AssertionError as exc:
-        raise AssertionError(f"{exc}: {leaks(cluster)}") from None
+    with clean(shared_site.cluster):
+        yield shared_site
+        shared_site.configure()
 
 
 @pytest.fixture

@@ -90,6 +90,11 @@ def test_site_15_a_full_cgroup_ends_agents_and_never_slurmd(site: Site) -> None:
     assert "oom_kill 0" not in site.sh(node, f"cat /sys/fs/cgroup/memory/{OWN}/memory.oom_control")
     at = max(line["version"] for line in job.lines("step"))
     job.reach(at + 1, "step")  # unprotected: with everything in there its supervisor may be ended too
+    site.cluster.run(["scancel", str(job.id)])
+    wait_for("the end", lambda: not site.cluster.run(["squeue", "-h", "-u", "alice"]).stdout.strip(), 60, 0.1)
+    # Then nobody is left who removes its files, but the next prolog on that node: what is older than a minute.
+    site.sh(node, f"touch -d '2 minutes ago' /run/gemini-hpc/{job.id}")
+    site.job(nodes=2, steps=2, options=(f"-w{node}",)).finish()
 
 
 def test_site_15_arming_until_done(site: Site, inspect: Inspect) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from harness import LiteJob, wait_for
+from harness import LiteJob, clean, wait_for
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -17,10 +17,16 @@ SHARD = 32 * MIB  # a rank maps two slots of two shards: 128 MiB
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def shared_cluster() -> Iterator[Cluster]:
     extra = ["JobAcctGatherType=jobacct_gather/linux", "JobAcctGatherFrequency=task=1", KILL]
-    with Cluster.up(f"accounting{os.getpid()}", nodes=2, slurm_conf=extra) as cluster:
+    with Cluster.up(f"accounting{os.getpid()}", nodes=2, slurm_conf=extra, settings={"retention_s": 5.0}) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
+    with clean(shared_cluster):
+        yield shared_cluster
 
 
 def protected(cluster: Cluster, memory_mib: int) -> LiteJob:

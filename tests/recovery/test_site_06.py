@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from harness import LiteJob, leaks, wait_for
+from harness import LiteJob, clean, wait_for
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -17,14 +17,17 @@ FENCE_S, LONGER_S = 2.0, 4.0
 
 
 @pytest.fixture(scope="module")
-def quick() -> Iterator[Cluster]:
+def shared_quick() -> Iterator[Cluster]:
     """A cluster where self_fence_s is short."""
     settings = {"retention_s": 20.0, "fence_budget_nodes": 1000, "self_fence_s": FENCE_S}
     with Cluster.up(f"alone{os.getpid()}", nodes=5, settings=settings) as cluster:
         yield cluster
-        cluster.run(["scancel", "--user=alice"])
-        wait_for("queue empty", lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1)
-        wait_for("nothing left behind", lambda: not leaks(cluster), 40, 0.2)
+
+
+@pytest.fixture
+def quick(shared_quick: Cluster) -> Iterator[Cluster]:
+    with clean(shared_quick):
+        yield shared_quick
 
 
 def trainers(job: LiteJob, node: str) -> list[str]:
@@ -85,7 +88,7 @@ def test_site_06_only_with_neither_peer_nor_controller(quick: Cluster) -> None:
 def test_site_06_node_cut_off_for_good_ends_its_ranks(quick: Cluster) -> None:
     """Cut off, not dead: the job goes on elsewhere, and here its ranks are ended. Nothing else on the node is."""
     quick.run(["scancel", "--user=alice"])
-    wait_for("queue empty", lambda: not quick.run(["squeue", "-h"]).stdout.strip(), 60, 0.1)
+    wait_for("queue empty", lambda: not quick.run(["squeue", "-h", "-u", "alice"]).stdout.strip(), 60, 0.1)
     job = LiteJob(quick, nodes=3, steps=120).submit()
     job.reach(10)
     zombie = job.hosts()[1]

@@ -58,7 +58,8 @@ class Node:
         self.start()
 
     def start(self) -> None:
-        self.page_fd = os.memfd_create("page")
+        self.page_fd = os.memfd_create("gemini:page")
+        self.job.leaked.append(self.page_fd)
         os.ftruncate(self.page_fd, page.PAGE_BYTES)
         self.page = page.ControlPage(self.page_fd, writable=True)
         if os.path.exists(self.path):
@@ -95,7 +96,8 @@ class Node:
     def forget(self) -> None:
         for held in self.held.values():
             for fd in held.fds:
-                os.close(fd)
+                if fd >= 0:  # else not handed back yet
+                    os.close(fd)
         self.held.clear()
 
     def _accept(self, server: socket.socket) -> None:
@@ -105,9 +107,10 @@ class Node:
             except OSError:
                 return
             self.connections.append(sock)
-            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+            threading.Thread(target=self._serve, args=(sock, server), daemon=True).start()
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, sock: socket.socket, server: socket.socket) -> None:
+        fds: list[int] = []
         try:
             while True:
                 data, fds, _, _ = socket.recv_fds(sock, local.MAX_PACKET_BYTES, 4)
@@ -118,7 +121,12 @@ class Node:
                 if delay:
                     time.sleep(delay)
                 with self.job.lock:
-                    reply, out = self._answer(request, list(fds))
+                    if self.server is not server:  # it died over it
+                        return
+                    reply, out = self._answer(request, fds)
+                    for fd in fds:  # nobody took it
+                        os.close(fd)
+                    fds = []
                 packet = local.encode(reply)
                 if out:
                     socket.send_fds(sock, [packet], out)
@@ -130,9 +138,12 @@ class Node:
         except OSError:
             pass
         finally:
+            for fd in fds:
+                os.close(fd)
             sock.close()
 
     def _answer(self, m: local.Message, fds: list[int]) -> tuple[local.Message, list[int]]:
+        """Takes out of `fds` what it keeps."""
         job = self.job
         if isinstance(m, local.Hello):
             self.hellos.append(m)
@@ -211,7 +222,7 @@ class Node:
             if m.rank in self.held and self.held[m.rank].fds[m.slot] >= 0:
                 return local.Error(f"slot {m.slot} of rank {m.rank} is not wanted back"), []
             held = self.held.setdefault(m.rank, Held(m.rank, m.world, m.home, m.bytes, [-1, -1]))
-            held.fds[m.slot] = fds[0]
+            held.fds[m.slot] = fds.pop(0)
             if m.digest and held.digest(m.slot, m.used) == m.digest:
                 stamp = Stamp(m.epoch, m.version)
                 held.pair.slots[m.slot].state = "complete"
@@ -338,5 +349,6 @@ class FakeJob:
         for node in self.nodes:
             if node.server is not None:
                 node.die()
-        for fd in self.leaked:
+            node.page = None
+        for fd in [*self.leaked, *(fd for held in self.ancestors for fd in held.fds)]:
             os.close(fd)

@@ -18,6 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from leaks import machine
+
 from .fake_agent import FakeJob
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +54,7 @@ class _Zygote:
         )
         threading.Thread(target=self._read, args=(process,), daemon=True).start()
         atexit.register(process.kill)
+        machine.keep(process.pid)
         return process
 
     def _read(self, process: subprocess.Popen[str]) -> None:
@@ -90,6 +93,7 @@ def _outputs() -> str:
     """One directory for what the processes print; gone when the tests are over."""
     directory = tempfile.mkdtemp(prefix="gemini-test-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    machine.keep(Path(directory))
     return directory
 
 

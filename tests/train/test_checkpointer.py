@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -229,6 +230,9 @@ def test_outgrown_slots_are_handed_back_until_something_newer_is_sealed(job: Fak
         keeper = ckpt._replicator
         assert keeper is not None and len(keeper.former) == 1
         job.nodes[0].die()
+        for held in job.ancestors:
+            for fd in held.fds:
+                os.close(fd)
         job.ancestors.clear()
         job.nodes[0].start()
         for _ in range(1000):
