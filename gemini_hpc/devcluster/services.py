@@ -59,6 +59,12 @@ def _has_content(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
+def _gone(layout: Layout, outer: ProcessId) -> bool:
+    """Whether the process that wrote its number has ended."""
+    inner = int(layout.controller_pid.read_text())
+    return processes.in_namespace(processes.namespace(outer.pid, "pid"), inner) is None
+
+
 def start_controller(layout: Layout, outer: ProcessId) -> ProcessId:
     """Start the service as user slurm, from its own log on, and return once it runs."""
     if not controller_exists():
@@ -78,9 +84,11 @@ def start_controller(layout: Layout, outer: ProcessId) -> ProcessId:
         start = enter.command(layout, outer.pid, argv, env=extra)
         enter.start(start, stdout=output, stderr=subprocess.STDOUT).wait(20.0)
     deadline = time.monotonic() + 5.0
-    while not _has_content(layout.controller_pid) and time.monotonic() < deadline:
+    # In the middle of an exec a process shows no environment, and cannot be told for ours.
+    while (found := controller(layout, outer)) is None and time.monotonic() < deadline:
+        if _has_content(layout.controller_pid) and _gone(layout, outer):
+            break
         time.sleep(0.005)
-    found = controller(layout, outer)
     # One that cannot be imported, or does not like its settings, ends within this time.
     if found is None or processes.ends(found, SETTLE_S):
         raise DevclusterError(f"the controller service ended at once: {log_tail(log)}")

@@ -295,6 +295,9 @@ class Checkpointer(Resuming):
                 except (AgentLost, AgentRefused) as error:
                     self._say(f"rank {self._rank}: the agent was not told of the end: {error}")
             self._client.close()
+        if success:
+            for keeper in self._keepers():
+                keeper.close()
 
     def _verdict(self) -> local.Verdict | None:
         try:

@@ -101,6 +101,13 @@ class Keeper:
             for shard in gone:
                 shard.close()
 
+    def close(self) -> None:
+        """The training is over. A process that goes on after it (an evaluation) must not keep the node's memory."""
+        shards = [*self.former, *([] if self.shard is None else [self.shard])]
+        self.shard, self.former = None, []
+        for shard in shards:
+            shard.close()
+
 
 def map_copy(fd: int, total_bytes: int) -> torch.Tensor:
     """The bytes behind a read-only descriptor, as a tensor; takes `fd`. Writes to it would stay private."""

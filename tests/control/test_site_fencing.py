@@ -189,3 +189,4 @@ def test_site_05_reservation_that_serves_nobody_is_swept(site: Site) -> None:
     site.cluster.controller_stop(signal.SIGKILL)
     site.cluster.controller_start()
     until(lambda: site.reservations() == ["somebody_elses"], 10)
+    site.cluster.run(["scontrol", "delete", "ReservationName=somebody_elses"])
