@@ -244,8 +244,9 @@ class Arming(Membership):
                 self._findings.append(f"rank {states.index(REFUSED)} could not reserve its memory")
         return False
 
-    def _shut_down(self, patience_s: float) -> None:
-        """Stop the threads: first in peace (the other ranks say goodbye too), then by cutting the links."""
+    def _shut_down(self, patience_s: float) -> bool:
+        """Stop the threads: first in peace (the other ranks say goodbye too), then by cutting the links. Whether all
+        of them have ended."""
         deadline = time.monotonic() + patience_s
         if self._arming is not None:
             self._arming.join(patience_s)
@@ -262,3 +263,6 @@ class Arming(Membership):
                 self._replicator.stop(1.0)
             for receiver in self._receivers:
                 receiver.join(1.0)
+        ended = self._arming is None or not self._arming.is_alive()
+        ended = (self._replicator is None or self._replicator.stop(0.0)) and ended
+        return all(receiver.join(0.0) for receiver in self._receivers) and ended

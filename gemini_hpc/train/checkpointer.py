@@ -285,7 +285,7 @@ class Checkpointer(Resuming):
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._previous_excepthook
         in_peace = success and self._protected and self._armed != REFUSED
-        self._shut_down(CLOSE_TIMEOUT_S if in_peace else 0.0)
+        ended = self._shut_down(CLOSE_TIMEOUT_S if in_peace else 0.0)
         if self._client is not None:
             self._client.flush()
             if success:
@@ -295,7 +295,7 @@ class Checkpointer(Resuming):
                 except (AgentLost, AgentRefused) as error:
                     self._say(f"rank {self._rank}: the agent was not told of the end: {error}")
             self._client.close()
-        if success:
+        if success and ended:
             for keeper in self._keepers():
                 keeper.close()
 

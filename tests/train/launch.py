@@ -162,8 +162,9 @@ class Run:
                 failures.append(f"rank {rank} ended with {code}")
             out, err = process.read()
             self.stderr.append(err)
-            lines = [line for line in out.splitlines() if line.startswith("{")]
-            results.append(json.loads(lines[-1]) if lines else {})
+            # gloo writes to the same file, sometimes into the same line.
+            at = out.rfind('{"rank"')
+            results.append(json.JSONDecoder().raw_decode(out[at:])[0] if at >= 0 else {})
         assert not failures, "; ".join(failures) + "\n" + "\n".join(self.stderr)
         return results
 

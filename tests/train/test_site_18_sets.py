@@ -31,7 +31,8 @@ def test_site_18_a_set_on_some_nodes_is_refused_where_a_holder_has_no_rank(make_
 def test_site_18_a_set_on_whole_groups_is_protected(make_job: MakeJob) -> None:
     job = make_job(4, 2)
     run = on(job, (2, 3))
-    assert all(r["report"]["state"] == "protected" for r in run.wait()), run.stderr
+    results = run.wait()
+    assert all(r.get("report", {}).get("state") == "protected" for r in results), (results, run.stderr)
     assert {(held.home, held.rank) for held in job.pairs()} == {(2, 0), (3, 1)}
 
 
