@@ -238,9 +238,10 @@ def test_site_10_ladder_of_a_job_that_finds_no_replacement(site: Site) -> None:
     site.cluster.run(["scontrol", "update", "nodename=n4,n5", "state=drain", "reason=test"])
     site.cluster.power_off(hosts[1])
     pending = until(lambda: site.event(job, "requeued"), 20)["t"]
+    until(lambda: site.event(job, "pinned"), 10)
     deadline = pending + 50
     while time.time() < deadline:
-        assert site.reservations() and site.cluster.job(job)["ReqNodeList"] == "n[1,3]"
+        assert site.reservations() and site.cluster.job(job)["ReqNodeList"] == "n1,n3", site.log()
         time.sleep(1)
     unpinned = until(lambda: site.event(job, "unpinned"), 100, 0.5)["t"]
     assert 110 < unpinned - pending < 150
