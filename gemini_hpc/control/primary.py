@@ -23,11 +23,13 @@ log = logging.getLogger("gemini_hpc.control")
 
 LOCK = "gemini-hpc.lock"
 LOOK_S = 2.0
+ALONE_LOOK_S = 30.0  # one slurmctld without a backup is in charge or nowhere
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What was found at one moment. `host`: where the slurmctld in charge is, "" if none answers."""
+    """What was found at one moment. `host`: where the slurmctld in charge is, "" if none answers; `alone`: it has no
+    backup."""
 
     here: bool
     host: str
@@ -86,10 +88,12 @@ class Primary:
 
     async def lost(self) -> str:
         """Returns, with the host's name, when another slurmctld has taken charge. Silence changes nothing."""
+        pause_s = LOOK_S
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(pause_s)
             with suppress(SlurmError):
                 standing = await self.look()
+                pause_s = ALONE_LOOK_S if standing.alone else LOOK_S
                 if standing.host and not standing.here:
                     return standing.host
 

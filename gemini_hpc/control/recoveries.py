@@ -20,13 +20,15 @@ from gemini_hpc.control.recovery import REASON, Recovery
 from gemini_hpc.control.registry import Registry, Track
 from gemini_hpc.control.rescue import RESERVED_MINUTES
 from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob
-from gemini_hpc.control.slurmtext import RUNNING, Job
+from gemini_hpc.control.slurmtext import RUNNING, Job, Node
 from gemini_hpc.wire.peer import EventRecord, Report
 
 log = logging.getLogger("gemini_hpc.control")
 
 MAX_LATER = 512  # a user
 OUTAGE_S = 120.0
+SETTLING_S = 0.25
+_DEAD = (Port.SILENT, Port.HANGS)
 COOL_DOWN_S, MAX_COOL_DOWN_S = 1.0, 30.0
 
 
@@ -226,13 +228,8 @@ class Recoveries:
     async def _forgotten(self, host: str, key: str) -> None:
         """slurmctld died before it had saved that this node is DOWN; the node is no less dead for that."""
         node = (await self.slurm.nodes([host])).get(host)
-        if node is None or node.down:
+        if node is None or node.down or not await self._dead_and_settled(node):
             return
-        port = node.port or self.settings.slurmd_port
-        for pause_s in (self.settings.fence_confirm_s, 0.0):
-            if await probe.probe(node.address, port) not in (Port.SILENT, Port.HANGS):
-                return
-            await asyncio.sleep(pause_s)
         raw_id, _, restart = key.partition(".")
         self.journal.write(key, "down", "before", node=host)
         await self.slurm.node_down(host, f"{REASON}, job {raw_id} restart {restart}")
@@ -244,12 +241,22 @@ class Recoveries:
         node = (await self.slurm.nodes([host])).get(host)
         if node is None or node.down or not node.reason.startswith(REASON):
             return
-        port = node.port or self.settings.slurmd_port
-        if await probe.probe(node.address, port) is Port.SILENT:
+        if await self._dead_and_settled(node):
             await self.slurm.node_down(host, f"{REASON}, job {raw_id} restart {restart}")
         else:
             await self.slurm.node_resume(host)
             self.say(raw_id, restart, "resumed", host, "it answers: the drain of an interrupted recovery is undone")
+
+    async def _dead_and_settled(self, node: Node) -> bool:
+        """False as soon as the node answers; True if it has not for `fence_confirm_s` and slurmctld has settled."""
+        began = time.monotonic()
+        while True:
+            if await probe.probe(node.address, node.port or self.settings.slurmd_port) not in _DEAD:
+                return False
+            silent_s, up_s = time.monotonic() - began, await self.primary.up_s()
+            if silent_s >= self.settings.fence_confirm_s and up_s >= self.settings.slurm_settle_s:
+                return True
+            await asyncio.sleep(SETTLING_S)
 
 
 def _list(value: str | int | float | list[str] | None) -> list[str]:

@@ -326,11 +326,6 @@ class Slurm:
             "Flags=IGNORE_JOBS,FLEX,NO_HOLD_JOBS_AFTER",
         )
 
-    async def shrink_reservation(self, name: str, nodes: Sequence[str]) -> None:
-        """Let go of all nodes of a reservation but these."""
-        checked = _checked(_SAFE_NAME, name, "a reservation name")
-        await self._run("scontrol", "update", f"ReservationName={checked}", f"Nodes={_names(nodes)}")
-
     async def delete_reservation(self, name: str) -> bool:
         """False where it is still referenced by a job; a reservation that is gone already counts as deleted."""
         checked = _checked(_SAFE_NAME, name, "a reservation name")

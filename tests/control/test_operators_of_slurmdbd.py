@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from gemini_hpc.devcluster import Cluster, DevclusterError
-from gemini_hpc.devcluster.profiles import PROFILES
 from gemini_hpc.devcluster.requirements import check
 
 from .conftest import until
@@ -23,8 +22,6 @@ def inspect(cluster: Cluster, job: int, user: str) -> Any:
 
 
 def test_site_21_operators_of_a_real_slurmdbd() -> None:
-    if "site" not in PROFILES:
-        pytest.skip("this development cluster has no profile with slurmdbd")
     try:
         check()
     except DevclusterError as error:
