@@ -10,48 +10,36 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from gemini_hpc.agent import mapfile, outside, pull, summons
+from gemini_hpc.agent import mapfile, outside, summons
+from gemini_hpc.agent.callers import Callers
 from gemini_hpc.agent.local import Client, LocalServer, Reply
 from gemini_hpc.agent.memory import Budget
 from gemini_hpc.agent.mesh import Mesh
 from gemini_hpc.agent.network import interface_address
-from gemini_hpc.agent.picture import inspect_part
-from gemini_hpc.agent.ports import candidates, master_port
+from gemini_hpc.agent.ports import master_port
 from gemini_hpc.agent.pulls import Pulls
 from gemini_hpc.agent.reporter import Reporter
 from gemini_hpc.agent.rounds import Rounds
-from gemini_hpc.agent.sealing import REGISTERED, RESUMED, Sealing, from_wire, to_wire
 from gemini_hpc.agent.selffence import SelfFence
 from gemini_hpc.agent.service import Service
+from gemini_hpc.agent.sets import Sets
 from gemini_hpc.agent.store import Store
-from gemini_hpc.agent.trainingset import TrainingSet
 from gemini_hpc.config import Settings
 from gemini_hpc.core import hostlist, placement
-from gemini_hpc.core.seal import Word
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.operators import Operators
-from gemini_hpc.wire import local, page, peer
+from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.allowance import Allowance
-from gemini_hpc.wire.frames import FrameError
-from gemini_hpc.wire.handshake import Greeting, HandshakeError
-from gemini_hpc.wire.link import Link, LinkClosed, accept
-from gemini_hpc.wire.lobby import Lobby
 
 MAX_EVENTS = 1000
-MAX_SETS = 64
-SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
-_MAX_CALLERS = 512
-_MAX_STRANGERS = 256  # connections that have not been authenticated yet
 _STATE = "state"
 _TICK_S = 0.2
 _EMPTY_S = 30.0
@@ -82,7 +70,7 @@ class Agent:
         self.detached = True
         self.port = 0
         self.address, self.interface = interface_address(settings.interface)
-        self.sets: dict[str, TrainingSet] = {}
+        self.sets = Sets(self)
         self.events: list[peer.EventRecord] = []
         self.budget = Budget(settings)
         self.store = Store(self.budget)
@@ -96,12 +84,9 @@ class Agent:
         self._again = again
         self._local: LocalServer | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._callers = 0
-        self._lobby = Lobby(_MAX_STRANGERS)
-        self._operators = Operators(settings.operators, (0, uid, *settings.slurm_uids()))
+        self._callers = Callers(self)
         self._detached_at = time.monotonic()
         self._stopped = asyncio.Event()
-        self._recounts: set[str] = set()
         self._complaints = Allowance(per_s=1.0, burst=1.0)
 
     # ---- life ------------------------------------------------------------------------------------------
@@ -114,7 +99,7 @@ class Agent:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return  # the prolog and the supervisor started one at the same time: one is enough
-        server = await self._listen()
+        server, self.port = await self._callers.listen()
         mapfile.settle(self.directory)
         if self._again:
             self._take_over(None)
@@ -132,9 +117,7 @@ class Agent:
         if self.mesh is not None:
             self.mesh.close()
         await self.pulls.cease()
-        for training in self.sets.values():
-            self.drop_guests(training)
-            training.close()
+        self.sets.close()
         self.store.clear()
         mapfile.remove(self.directory)
         mapfile.settle(self.directory)
@@ -157,31 +140,13 @@ class Agent:
         if not task.cancelled() and task.exception() is not None:
             self.log("error", detail=repr(task.exception())[:300])
 
-    async def _listen(self) -> asyncio.Server:
-        failure: OSError | None = None
-        for port in candidates(self.settings, self.job):
-            try:
-                server = await asyncio.start_server(self._call, self.address or "0.0.0.0", port, backlog=256)
-            except OSError as exc:
-                failure = exc
-                continue
-            self.port = port
-            return server
-        raise SystemExit(f"gemini-hpc: no port of {candidates(self.settings, self.job)} is free: {failure}")
-
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
             now = time.monotonic()
             self.reporter.beat()
             self._fence.look()
-            missing = self.mesh is not None and bool(self.mesh.silent() | self.mesh.dead)
-            for training in self.sets.values():
-                training.page.set_beat_ns(time.monotonic_ns())
-                training.page.set_dead_nodes(len(self.mesh.dead) if self.mesh is not None else 0)
-                if training.sealing is not None and not self.detached:
-                    training.sealing.miss(missing)
-                    self._show_state(training)
+            self.sets.beat()
             if not self.detached:
                 self._detached_at = now
             elif not self.budget.taken_bytes and now - self._detached_at > _EMPTY_S:
@@ -323,8 +288,7 @@ class Agent:
         assert self.rounds is not None
         self.rounds.resume(plan)
         self._write_map(plan)
-        for training in self.sets.values():
-            self._open_seal(training)
+        self.sets.open()
         self.log("restarted", detail="waiting for the trainers to hand their memory back")
 
     def _epilog(self, m: local.Epilog) -> local.Message:
@@ -344,7 +308,7 @@ class Agent:
             with suppress(FileNotFoundError):
                 os.unlink(self._state_path)
             self.log("detached", detail=f"exit code {m.exit_code or 'unknown'}")
-        trained = [s for s in self.sets.values() if s.greeted]
+        trained = [s for s in self.sets if s.greeted]
         dead = self.mesh is not None and bool(self.mesh.dead)  # then the job may be on its way to a new incarnation
         if trained and all(s.succeeded for s in trained) and m.exit_code in ("", "0") and not dead:
             self.release("the training succeeded")
@@ -359,10 +323,7 @@ class Agent:
 
     def freeze(self, step: str) -> None:
         """Stop sealing, drop the trainers, void what is half filled."""
-        for training in self.sets.values():
-            training.settled = training.sealed  # the root's last word goes into the inventory
-            training.sealing = None
-            training.page.set_state(page.STATE_FROZEN)
+        self.sets.freeze()
         self.service.drop_others(step)
 
     async def inventory(self, *, verify: bool = True) -> peer.InventoryRecord:
@@ -377,7 +338,7 @@ class Agent:
                 digest = await asyncio.to_thread(shard.memory[index].digest, record.used)
                 if not shard.settle(index, digest):
                     self.log("damaged", version=record.stamp[1], detail=f"shard {record.rank}: copy dropped")
-        sealed = ((s.name, s.sealed) for s in self.sets.values())
+        sealed = ((s.name, s.sealed) for s in self.sets)
         return peer.InventoryRecord(
             host=self.node,
             noderanks=self.noderanks or None,
@@ -401,10 +362,7 @@ class Agent:
         mine, n = self.noderanks[self.node], len(self.hosts)
         group = set(placement.holders(mine, n, self.replicas)) | set(placement.holds_for(mine, n, self.replicas))
         self.mesh.want(by_rank[rank] for rank in group)
-        planned = {s.name: s for s in plan.sets}
-        for name in planned.keys() | self.sets.keys():
-            self.drop_guests(self.training(name))
-            self.training(name).plan(planned.get(name), plan.round)
+        self.sets.plan(plan)
 
     def apply(self, plan: peer.PlanDown) -> None:
         """Void all but the chosen versions, take map and epoch, begin to pull."""
@@ -422,9 +380,9 @@ class Agent:
 
     def live(self, plan: peer.PlanDown) -> None:
         """Everyone has acknowledged: trainers may come."""
-        for training in self.sets.values():
-            self._open_seal(training)
-            self.recount(training.name)
+        self.sets.open()
+        for training in self.sets:
+            self.sets.recount(training.name)
         self._write_map(plan)
         chosen = [f"{s.name}: version {s.chosen[1]}" for s in plan.sets if s.chosen is not None]
         lost = [f"{s.name}: {reason}" for s in plan.sets for reason in s.lost]
@@ -463,93 +421,6 @@ class Agent:
             mapfile.settle(self.directory)
             self.log("unmapped", detail=f"the map file cannot be written: {exc.strerror}")
 
-    # ---- sets and seals --------------------------------------------------------------------------------
-
-    def may_have(self, name: str) -> bool:
-        """Whether there is, or may be made, a set of this name."""
-        return name in self.sets or (len(self.sets) < MAX_SETS and SET_NAME.fullmatch(name) is not None)
-
-    def training(self, name: str) -> TrainingSet:
-        """The set of this name, made at first use."""
-        training = self.sets.get(name)
-        if training is None:
-            training = self.sets[name] = TrainingSet(name)
-            if self.rounds is not None and self.rounds.stage == "live":
-                training.plan(None, self.rounds.round)
-                self._open_seal(training)
-        return training
-
-    def _open_seal(self, training: TrainingSet) -> None:
-        rounds = self.rounds
-        assert rounds is not None
-        number, name, above = rounds.round, training.name, rounds.parent
-        up: Callable[..., None] | None = None
-        if above is not None:
-            up = lambda ballot: void(self.send(above, to_wire(number, name, ballot)))  # noqa: E731
-        training.sealing = Sealing(
-            self.replicas,
-            rounds.children,
-            up,
-            lambda word, degraded: self._sealed(training, number, word, degraded),
-            training.settled,
-        )
-
-    def drop_guests(self, training: TrainingSet) -> None:
-        """Free copies that were pulled for loading only."""
-        for memory in training.guests.values():
-            self.budget.give(memory.size_bytes)
-            memory.close()
-        training.guests.clear()
-
-    def recount(self, set_name: str) -> None:
-        """Something has changed in this set's slots: vote anew, once per turn of the loop."""
-        if set_name not in self._recounts:
-            self._recounts.add(set_name)
-            asyncio.get_running_loop().call_soon(self._recount, set_name)
-
-    def _recount(self, set_name: str) -> None:
-        self._recounts.discard(set_name)
-        training = self.sets.get(set_name)
-        if training is None or training.sealing is None or self.rounds is None:
-            return
-        number = self.rounds.round
-        shards = self.store.of_set(set_name)
-        present = [s for s in shards if s.registered_round == number and s.world == training.world]
-        kind, world = REGISTERED, training.world
-        if not present:  # nobody has registered yet: the vote is on what the training resumes from
-            kind, world = RESUMED, training.chosen_world
-            present = [s for s in shards if s.resumed_round == number and s.world == world]
-        training.sealing.recount([s.pair for s in present], world, kind)
-
-    def _sealed(self, training: TrainingSet, number: int, word: Word, degraded: bool) -> None:
-        rounds = self.rounds
-        if rounds is None or number != rounds.round:
-            return
-        for child in rounds.children:
-            self.send(child, _word_down(number, training.name, word, degraded))
-        self._show_state(training)
-        if word.abandoned:
-            training.page.set_abandoned(*max(word.abandoned))
-        if word.sealed is not None:
-            training.page.set_sealed(*word.sealed)
-            if word.sealed.epoch == self.epoch:
-                self.store.drop_stale(training.name, number, training.world, word.sealed)
-                self.drop_guests(training)
-            self.pulls.overtaken(training.name, word.sealed)
-
-    def _show_state(self, training: TrainingSet) -> None:
-        """Tell the trainers whether a seal can come: they wait for one only then."""
-        sealing, rounds, mesh = training.sealing, self.rounds, self.mesh
-        if sealing is None or rounds is None or mesh is None or rounds.stage != "live":
-            return
-        cut_off = rounds.parent is not None and rounds.parent not in mesh.links
-        if sealing.degraded or cut_off:
-            state = page.STATE_DEGRADED
-        else:
-            state = page.STATE_ARMING if sealing.word.sealed is None else page.STATE_PROTECTED
-        if training.page.state != state:
-            training.page.set_state(state)
-
     # ---- peers -----------------------------------------------------------------------------------------
 
     def address_of(self, host: str) -> str:
@@ -560,14 +431,7 @@ class Agent:
         rounds = self.rounds
         assert rounds is not None
         rounds.on_link(name)
-        for training in self.sets.values():
-            if training.sealing is None:
-                continue
-            if name == rounds.parent:
-                training.sealing.repeat()
-            elif name in rounds.children:
-                sealing = training.sealing
-                self.send(name, _word_down(rounds.round, training.name, sealing.word, sealing.degraded))
+        self.sets.on_link(name)
 
     def _on_message(self, name: str, message: peer.PeerMessage) -> None:
         rounds = self.rounds
@@ -575,96 +439,15 @@ class Agent:
         if rounds.on_message(name, message):
             return
         if isinstance(message, (peer.VoteUp, peer.WordDown)):
-            if message.round != rounds.round or rounds.stage != "live" or not self.may_have(message.set):
-                return
-            sealing = self.training(message.set).sealing
-            if sealing is None:
-                return
-            if isinstance(message, peer.VoteUp):
-                sealing.heard(name, from_wire(message))
-            elif name == rounds.parent:
-                sealed = None if message.sealed is None else Stamp(*message.sealed)
-                sealing.hear(Word(sealed, frozenset(Stamp(*s) for s in message.abandoned)), message.degraded)
+            self.sets.on_message(name, message)
 
     def _on_dead(self, host: str, witnesses: tuple[str, ...], known: bool) -> None:
         if self.detached or self.mesh is None:
             return
-        for training in self.sets.values():
-            training.page.set_dead_nodes(len(self.mesh.dead))
+        self.sets.show_dead()
         if not known:
             self.log("detected", detail=f"{host} is silent; witnesses {', '.join(witnesses)}")
         self.reporter.report(host, witnesses)
-
-    async def _call(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        address = (writer.get_extra_info("peername") or ("somewhere",))[0]
-        ticket = self._lobby.enter(address, writer.transport.abort)
-        try:
-            try:
-                link = await accept(
-                    reader,
-                    writer,
-                    self._admit,
-                    host=self.node,
-                    restart=lambda: max(self.restart, 0),
-                    instance=self.instance,
-                )
-            finally:
-                self._lobby.leave(address, ticket)
-            if self._callers >= _MAX_CALLERS:
-                return
-            self._callers += 1
-            try:
-                await self._serve(link)
-            finally:
-                self._callers -= 1
-        except (HandshakeError, LinkClosed, FrameError, TimeoutError, OSError) as exc:
-            self.complain(f"a call from {address} has ended: {exc or type(exc).__name__}")
-        finally:
-            writer.close()
-
-    async def _admit(self, greeting: Greeting) -> str:
-        hello = greeting.hello
-        if hello.cluster != self.settings.cluster_name or hello.job != self.job or hello.target != self.node:
-            return f"this is job {self.job} on {self.node} of {self.settings.cluster_name}"
-        if hello.purpose == "query":
-            return "" if await self._operators.allows(greeting.uid) else "not yours"
-        if greeting.uid != self.uid:
-            return "not yours"
-        if hello.purpose in ("inventory", "pull") and hello.restart > self.restart and self.detached:
-            return ""  # a newer incarnation that went on elsewhere may read what is kept here
-        if hello.purpose == "summons" and summons.may_summon(self, hello.restart):
-            return ""
-        if hello.purpose not in ("link", "pull") or hello.source not in self.hosts or hello.source == self.node:
-            return "not a peer"
-        if hello.restart != self.restart:
-            return f"restart {self.restart} here"
-        return ""
-
-    async def _serve(self, link: Link) -> None:
-        if link.session.purpose == "link" and link.session.peer_restart != self.restart:
-            link.abort()
-        elif link.session.purpose == "link" and self.mesh is not None:
-            await self.mesh.serve(link.session.peer_host, link)
-        elif link.session.purpose == "pull":
-            await pull.serve(link, self._find)
-        elif link.session.purpose == "summons":
-            await summons.answer(self, link)
-        elif link.session.purpose == "inventory":
-            async with asyncio.timeout(5.0):
-                if isinstance(await link.receive(), peer.Collect):
-                    await link.flush(peer.InventoryUp(0, (await self.inventory(verify=False),)))
-        elif link.session.purpose == "query":
-            async with asyncio.timeout(5.0):
-                message = await link.receive()
-                if isinstance(message, peer.InspectAsk):
-                    await link.flush(inspect_part(self, message.request))
-
-    def _find(self, ask: peer.PullAsk) -> tuple[peer.CopyRecord, Any] | None:
-        found = self.store.find(ask.set, ask.rank, Stamp(*ask.stamp))
-        if found is None:
-            return None
-        record = found[0].record(found[1])
-        return None if record is None else (record, found[0].memory[found[1]])
 
     # ---- the local socket ------------------------------------------------------------------------------
 
@@ -686,16 +469,6 @@ class Agent:
         silent = mesh.silent()
         alive = tuple(h for h in self.hosts if h not in mesh.dead and h not in silent)
         return local.Verdict(tuple(sorted(mesh.dead)), tuple(sorted(silent - mesh.dead)), alive[:1000])
-
-
-def _word_down(number: int, set_name: str, word: Word, degraded: bool) -> peer.WordDown:
-    sealed = None if word.sealed is None else (word.sealed.epoch, word.sealed.version)
-    abandoned = tuple((s.epoch, s.version) for s in sorted(word.abandoned))
-    return peer.WordDown(number, set_name, sealed, abandoned, degraded)
-
-
-def void(_: object) -> None:
-    """Nothing, whatever it is given."""
 
 
 def serve(settings: Settings, *, job: int, uid: int, node: str, directory: str, again: bool) -> int:

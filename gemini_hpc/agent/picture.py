@@ -68,7 +68,7 @@ def inspect_part(agent: Agent, request: int) -> peer.InspectPart:
         port=agent.port,
         memory_bytes=agent.budget.taken_bytes,
         memory_cap_bytes=agent.budget.cap_bytes,
-        sets=tuple(_set(t) for t in agent.sets.values()),
+        sets=tuple(_set(t) for t in agent.sets),
         held=tuple(held),
         events=tuple(agent.events[-200:]),
         suspects=tuple(sorted(mesh.silent() - mesh.dead)) if mesh is not None else (),

@@ -119,7 +119,7 @@ class Pulls:
             raise
         shard.pair.complete(index, stamp, copy.digest, copy.used)
         shard.since[index] = shard.verified[index] = time.time()
-        agent.recount(copy.set)
+        agent.sets.recount(copy.set)
         return memory
 
     async def _fetch(self, copy: peer.CopyRecord, memory: Memfd, sources: tuple[str, ...], stop: Event) -> None:
@@ -160,7 +160,7 @@ class Pulls:
             if isinstance(exc, NoMemory):
                 raise pull.PullFailed(str(exc)) from None
             raise
-        agent.training(copy.set).guests[copy.rank] = memory
+        agent.sets.named(copy.set).guests[copy.rank] = memory
         return memory
 
 

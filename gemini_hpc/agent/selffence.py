@@ -60,7 +60,7 @@ class SelfFence:
 
     def ranks(self) -> set[Client]:
         """Processes on this node that train now: those that have said hello, and nobody else."""
-        clients = [c for s in self._agent.sets.values() for c in s.present.values()]
+        clients = [c for s in self._agent.sets for c in s.present.values()]
         return {c for c in clients if not c.closed.is_set()}
 
     async def end_ranks(self) -> None:

@@ -53,7 +53,7 @@ class Service:
                 shard = self._agent.store.get(name, rank)
                 if shard is not None and shard.pair.slots[index].state == "filling":
                     shard.pair.void(index)
-                    self._agent.recount(name)
+                    self._agent.sets.recount(name)
         self._keepers = {key: keeper for key, keeper in self._keepers.items() if keeper is not client}
         if who is not None:
             training = self._agent.sets.get(who[1])
@@ -147,7 +147,7 @@ class Service:
         proto = version.common(m.proto, m.most)
         if not proto:
             raise Rejected(f"the training process speaks {version.mismatch(m.proto, m.most)}")
-        if not agent.may_have(m.set) or m.rank >= m.world or not 0 < len(m.step) <= _MAX_STEP:
+        if not agent.sets.may_have(m.set) or m.rank >= m.world or not 0 < len(m.step) <= _MAX_STEP:
             raise Rejected(f"set {m.set[:64]!r}, rank {m.rank} of {m.world} cannot be")
         if client in self._clients:
             raise Rejected("this connection has said hello before")
@@ -165,7 +165,7 @@ class Service:
             raise Rejected("the job has gone on without this process")
         if client.closed.is_set():
             raise Rejected("closed")
-        training = agent.training(m.set)
+        training = agent.sets.named(m.set)
         if training.greeted and m.world != training.world:
             raise Rejected(f"rank {m.rank} says that {m.world} ranks train, others said {training.world}")
         training.greeted.add(m.rank)
@@ -211,7 +211,8 @@ class Service:
         rounds = agent.rounds
         assert rounds is not None
         await rounds.wait_live(None)
-        again = m.set in agent.sets and m.rank in agent.sets[m.set].greeted
+        training = agent.sets.get(m.set)
+        again = training is not None and m.rank in training.greeted
         if rounds.step == m.step and not again:
             return
         deadline = time.monotonic() + _OTHER_LAUNCH_S
@@ -252,7 +253,7 @@ class Service:
         self._keep(client, m)
         self._keepers[m.set, m.rank] = client
         shard.registered_round = number
-        agent.recount(m.set)
+        agent.sets.recount(m.set)
         return local.Slots(m.bytes), [os.dup(memory.fd) for memory in shard.memory]
 
     def _begin(self, client: Client, m: local.Begin) -> Reply:
@@ -269,9 +270,9 @@ class Service:
         except Refused as exc:
             return local.Refused(exc.reason), []
         shard.since[index] = time.time()
-        agent.drop_guests(training)  # every rank has loaded, or none would have come as far as a save
+        agent.sets.drop_guests(training)  # every rank has loaded, or none would have come as far as a save
         self._fills[m.set, m.rank, index] = client
-        agent.recount(m.set)
+        agent.sets.recount(m.set)
         return local.Begun(index), []
 
     def _filling(self, client: Client, name: str, rank: int, index: int, version: int) -> Shard | None:
@@ -307,14 +308,14 @@ class Service:
         else:
             shard.pair.void(m.slot)
             agent.log("damaged", version=m.version, detail=f"shard {m.rank}: the digest differs after landing")
-        agent.recount(m.set)
+        agent.sets.recount(m.set)
 
     def _abort(self, client: Client, m: local.Abort) -> Reply:
         shard = self._filling(client, m.set, m.rank, m.slot, m.version)
         if shard is not None:
             del self._fills[m.set, m.rank, m.slot]
             shard.pair.void(m.slot)
-            self._agent.recount(m.set)
+            self._agent.sets.recount(m.set)
         return local.Ok(), []
 
     async def _fetch(self, client: Client, m: local.Fetch) -> Reply:
@@ -371,7 +372,7 @@ class Service:
                 agent.log("damaged", version=m.version, detail=f"shard {m.rank}: handed back with another digest")
         if training.sealing is not None:
             training.sealing.voted |= shard.pair.complete_stamps()
-        agent.recount(m.set)
+        agent.sets.recount(m.set)
         return local.Ok(), []
 
 

@@ -41,7 +41,7 @@ class World:
             detached=False,
             mesh=SimpleNamespace(links={"n2": None}, dead={"n2", "n3"}, anybody=self.anybody),
             reporter=SimpleNamespace(configured=True, connected=False, refused_at=0.0),
-            sets={"default": SimpleNamespace(present={0: self.rank})},
+            sets=[SimpleNamespace(present={0: self.rank})],
             log=lambda name, detail: None,
             spawn=asyncio.ensure_future,
         )

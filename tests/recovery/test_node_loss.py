@@ -46,7 +46,10 @@ def test_two_nodes_of_different_groups(lite: Lite) -> None:
     cut_and_finish(job, hosts[1], hosts[3])
 
 
-@pytest.mark.parametrize(("nodes", "replicas"), [(3, 3), (5, 2), (5, 3)])
+@pytest.mark.parametrize(
+    ("nodes", "replicas"),
+    [(5, 2), pytest.param(3, 3, marks=pytest.mark.long), pytest.param(5, 3, marks=pytest.mark.long)],
+)
 def test_odd_sizes(lite: Lite, nodes: int, replicas: int) -> None:
     job = lite(nodes=nodes, replicas=replicas)
     job.reach(8)

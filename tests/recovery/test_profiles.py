@@ -52,6 +52,7 @@ def test_recovery_on_site(site: Cluster) -> None:
         assert (after["Account"], after["QOS"], after["Partition"]) == ("lab", "normal", "batch")
 
 
+@pytest.mark.long
 def test_batch_host_cut_on_site(site: Cluster) -> None:
     """In the second partition, with another QOS: survivors and replacement are looked for there."""
     with clean(site):

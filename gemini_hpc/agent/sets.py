@@ -1,0 +1,209 @@
+"""The training sets of one agent: made at first use, sealed by all agents' votes, shown on the control pages."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from gemini_hpc.agent.sealing import REGISTERED, RESUMED, Sealing, from_wire, to_wire
+from gemini_hpc.agent.trainingset import TrainingSet
+from gemini_hpc.core.seal import Word
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.wire import page, peer
+
+if TYPE_CHECKING:
+    from gemini_hpc.agent.agent import Agent
+
+MAX_SETS = 64
+SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+
+
+class Sets:
+    """All of them; iteration is over the `TrainingSet`s."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._sets: dict[str, TrainingSet] = {}
+        self._recounts: set[str] = set()
+
+    def __iter__(self) -> Iterator[TrainingSet]:
+        return iter(list(self._sets.values()))
+
+    def get(self, name: str) -> TrainingSet | None:
+        """The set of this name, if there is one."""
+        return self._sets.get(name)
+
+    def may_have(self, name: str) -> bool:
+        """Whether there is, or may be made, a set of this name."""
+        return name in self._sets or (len(self._sets) < MAX_SETS and SET_NAME.fullmatch(name) is not None)
+
+    def named(self, name: str) -> TrainingSet:
+        """The set of this name, made at first use."""
+        training = self._sets.get(name)
+        if training is None:
+            training = self._sets[name] = TrainingSet(name)
+            rounds = self._agent.rounds
+            if rounds is not None and rounds.stage == "live":
+                training.plan(None, rounds.round)
+                self._open(training)
+        return training
+
+    # ---- incarnations ----------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """No seal any more; the root's last word goes into the inventory."""
+        for training in self:
+            training.settled = training.sealed
+            training.sealing = None
+            training.page.set_state(page.STATE_FROZEN)
+
+    def plan(self, plan: peer.PlanDown) -> None:
+        """Start anew with what a round has decided."""
+        planned = {s.name: s for s in plan.sets}
+        for name in planned.keys() | self._sets.keys():
+            training = self.named(name)
+            self.drop_guests(training)
+            training.plan(planned.get(name), plan.round)
+
+    def open(self) -> None:
+        """All agents agree: votes may be cast."""
+        for training in self:
+            self._open(training)
+
+    def close(self) -> None:
+        """Free everything."""
+        for training in self:
+            self.drop_guests(training)
+            training.close()
+
+    def drop_guests(self, training: TrainingSet) -> None:
+        """Free copies that were pulled for loading only."""
+        for memory in training.guests.values():
+            self._agent.budget.give(memory.size_bytes)
+            memory.close()
+        training.guests.clear()
+
+    # ---- seals -----------------------------------------------------------------------------------------
+
+    def _open(self, training: TrainingSet) -> None:
+        agent, rounds = self._agent, self._agent.rounds
+        assert rounds is not None
+        number, name, above = rounds.round, training.name, rounds.parent
+        up: Callable[..., None] | None = None
+        if above is not None:
+            up = lambda ballot: void(agent.send(above, to_wire(number, name, ballot)))  # noqa: E731
+        training.sealing = Sealing(
+            agent.replicas,
+            rounds.children,
+            up,
+            lambda word, degraded: self._sealed(training, number, word, degraded),
+            training.settled,
+        )
+
+    def recount(self, name: str) -> None:
+        """Something has changed in this set's slots: vote anew, once per turn of the loop."""
+        if name not in self._recounts:
+            self._recounts.add(name)
+            asyncio.get_running_loop().call_soon(self._recount, name)
+
+    def _recount(self, name: str) -> None:
+        self._recounts.discard(name)
+        training, rounds = self._sets.get(name), self._agent.rounds
+        if training is None or training.sealing is None or rounds is None:
+            return
+        shards = self._agent.store.of_set(name)
+        present = [s for s in shards if s.registered_round == rounds.round and s.world == training.world]
+        kind, world = REGISTERED, training.world
+        if not present:  # nobody has registered yet: the vote is on what the training resumes from
+            kind, world = RESUMED, training.chosen_world
+            present = [s for s in shards if s.resumed_round == rounds.round and s.world == world]
+        training.sealing.recount([s.pair for s in present], world, kind)
+
+    def _sealed(self, training: TrainingSet, number: int, word: Word, degraded: bool) -> None:
+        agent, rounds = self._agent, self._agent.rounds
+        if rounds is None or number != rounds.round:
+            return
+        for child in rounds.children:
+            agent.send(child, _word_down(number, training.name, word, degraded))
+        self._show(training)
+        if word.abandoned:
+            training.page.set_abandoned(*max(word.abandoned))
+        if word.sealed is not None:
+            training.page.set_sealed(*word.sealed)
+            if word.sealed.epoch == agent.epoch:
+                agent.store.drop_stale(training.name, number, training.world, word.sealed)
+                self.drop_guests(training)
+            agent.pulls.overtaken(training.name, word.sealed)
+
+    def on_link(self, host: str) -> None:
+        """A link to a peer is new: what it may have missed is told again."""
+        rounds = self._agent.rounds
+        assert rounds is not None
+        for training in self:
+            sealing = training.sealing
+            if sealing is None:
+                continue
+            if host == rounds.parent:
+                sealing.repeat()
+            elif host in rounds.children:
+                self._agent.send(host, _word_down(rounds.round, training.name, sealing.word, sealing.degraded))
+
+    def on_message(self, host: str, message: peer.VoteUp | peer.WordDown) -> None:
+        """A child's vote or the parent's word."""
+        rounds = self._agent.rounds
+        assert rounds is not None
+        if message.round != rounds.round or rounds.stage != "live" or not self.may_have(message.set):
+            return
+        sealing = self.named(message.set).sealing
+        if sealing is None:
+            return
+        if isinstance(message, peer.VoteUp):
+            sealing.heard(host, from_wire(message))
+        elif host == rounds.parent:
+            sealed = None if message.sealed is None else Stamp(*message.sealed)
+            sealing.hear(Word(sealed, frozenset(Stamp(*s) for s in message.abandoned)), message.degraded)
+
+    # ---- what trainers see -----------------------------------------------------------------------------
+
+    def beat(self) -> None:
+        """This agent lives; called a few times a second."""
+        agent, mesh = self._agent, self._agent.mesh
+        missing = mesh is not None and bool(mesh.silent() | mesh.dead)
+        self.show_dead()
+        for training in self:
+            training.page.set_beat_ns(time.monotonic_ns())
+            if training.sealing is not None and not agent.detached:
+                training.sealing.miss(missing)
+                self._show(training)
+
+    def show_dead(self) -> None:
+        """How many nodes are dead."""
+        mesh = self._agent.mesh
+        for training in self:
+            training.page.set_dead_nodes(len(mesh.dead) if mesh is not None else 0)
+
+    def _show(self, training: TrainingSet) -> None:
+        """Whether a seal can come: trainers wait for one only then."""
+        sealing, rounds, mesh = training.sealing, self._agent.rounds, self._agent.mesh
+        if sealing is None or rounds is None or mesh is None or rounds.stage != "live":
+            return
+        cut_off = rounds.parent is not None and rounds.parent not in mesh.links
+        if sealing.degraded or cut_off:
+            state = page.STATE_DEGRADED
+        else:
+            state = page.STATE_ARMING if sealing.word.sealed is None else page.STATE_PROTECTED
+        if training.page.state != state:
+            training.page.set_state(state)
+
+
+def _word_down(number: int, set_name: str, word: Word, degraded: bool) -> peer.WordDown:
+    sealed = None if word.sealed is None else (word.sealed.epoch, word.sealed.version)
+    abandoned = tuple((s.epoch, s.version) for s in sorted(word.abandoned))
+    return peer.WordDown(number, set_name, sealed, abandoned, degraded)
+
+
+def void(_: object) -> None:
+    """Nothing, whatever it is given."""
