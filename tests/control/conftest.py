@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from leaks import Found, assert_nothing_new
 from leaks.cluster import Bystander, present
+from waiting import until
 
 from gemini_hpc.devcluster import Cluster, DevclusterError
 from gemini_hpc.devcluster.requirements import check
@@ -21,16 +21,6 @@ from gemini_hpc.devcluster.requirements import check
 PYTHON = "/opt/gemini-hpc/venv/bin/python"
 # A step on every node: a survivor without one keeps the job COMPLETING until Slurm's message to the dead times out.
 SLEEPER = "#!/bin/sh\necho started on $(hostname) restart ${SLURM_RESTART_COUNT:-0}\nsrun sleep 600\n"
-
-
-def until(what: Callable[[], Any], timeout_s: float = 20.0, every_s: float = 0.05) -> Any:
-    """The first true value of `what`."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        if value := what():
-            return value
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(every_s)
 
 
 class Site:

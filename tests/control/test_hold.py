@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from waiting import until
 
-from .conftest import PYTHON, Site, until
+from .conftest import PYTHON, Site
 
 EPILOG = f"""#!/bin/sh
 python={PYTHON}

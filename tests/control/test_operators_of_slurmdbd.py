@@ -7,11 +7,10 @@ import time
 from typing import Any
 
 import pytest
+from waiting import until
 
 from gemini_hpc.devcluster import Cluster, DevclusterError
 from gemini_hpc.devcluster.requirements import check
-
-from .conftest import until
 
 PYTHON = "/opt/gemini-hpc/venv/bin/python"
 

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable
 
 import pytest
+from waiting import until
 
 from gemini_hpc.core.hostlist import expand
 
-from .conftest import Site, until
+from .conftest import Site
 
 
 def story(site: Site, job: int, cut: float) -> list[str]:

@@ -6,7 +6,9 @@ import json
 import signal
 import time
 
-from .conftest import Site, until
+from waiting import until
+
+from .conftest import Site
 
 
 def start(site: Site, mode: str = "") -> tuple[int, list[str]]:

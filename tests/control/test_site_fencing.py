@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import fields
 
+from waiting import until
+
 from gemini_hpc.config import Settings
 
-from .conftest import PYTHON, Site, until
+from .conftest import PYTHON, Site
 
 
 def start(site: Site, *args: str) -> tuple[int, list[str]]:

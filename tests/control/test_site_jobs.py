@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from waiting import until
 
-from .conftest import PYTHON, SLEEPER, Site, until
+from .conftest import PYTHON, SLEEPER, Site
 
 ASK_SLURM = """
 import asyncio, sys

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
-from .conftest import PYTHON, Site, until
+from .conftest import PYTHON, Site
 
 MOST = 64  # boundaries that are tried; a recovery has about half as many
 

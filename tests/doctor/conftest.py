@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from leaks.cluster import nothing_left
+from waiting import until
 
 from gemini_hpc.devcluster import Cluster, DevclusterError
 from gemini_hpc.devcluster.requirements import check
@@ -20,16 +20,6 @@ from gemini_hpc.devcluster.requirements import check
 DOCTOR = ["gemini-hpc", "doctor", "--json"]
 # What is not as at a site, on purpose or by the distribution, is told on every host.
 EXPLAINED = {"slurm.cred-expire": "warning", "munge.version": "warning"}
-
-
-def until(what: Callable[[], Any], timeout_s: float = 30.0, every_s: float = 0.1) -> Any:
-    """The first true value of `what`."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        if value := what():
-            return value
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(every_s)
 
 
 @dataclass(frozen=True)

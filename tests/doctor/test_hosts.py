@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from gemini_hpc.agent.memory import meminfo
 from gemini_hpc.devcluster import Cluster
 
-from .conftest import Patient, Report, until
+from .conftest import Patient, Report
 
 PYTHON = "/opt/gemini-hpc/venv/bin/python"
 LISTEN = "import socket, time; s = socket.create_server(('', {port})); print('ready', flush=True); time.sleep(60)"

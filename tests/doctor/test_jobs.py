@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import time
 
-from .conftest import Patient, until
+from waiting import until
+
+from .conftest import Patient
 
 
 def test_site_22_a_node_without_an_agent(patient: Patient) -> None:

@@ -67,7 +67,7 @@ def test_site_19_strict_prolog_does_drain_for_the_nodes_own_faults(site: Site) -
 
 def test_site_19_hung_agents_hold_no_epilog(site: Site) -> None:
     """Both processes of each agent are stopped: the epilog ends within 5 s, with 0, and the node is free again."""
-    job = site.job(nodes=2, steps=1000)
+    job = site.job(nodes=2)
     job.reach(3)
     hosts = job.hosts()
     for host in hosts:
@@ -87,7 +87,7 @@ def test_site_19_one_survivor_is_elected(site: Site) -> None:
     """No controller, one node dies: of three survivors' epilogs one makes the one reservation."""
     site.cluster.controller_stop()
     log = site.cluster.log_directory / "slurmctld.log"
-    job: LiteJob = site.job(nodes=3, steps=60)
+    job: LiteJob = site.job(nodes=3)
     job.reach(5)
     hosts = job.hosts()
     site.cluster.power_off(hosts[1])

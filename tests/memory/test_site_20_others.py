@@ -26,7 +26,7 @@ def healthy(site: Site, job: LiteJob) -> None:
 
 def test_site_20_suspended_is_not_failed(site: Site) -> None:
     """Suspended in the middle of copies and votes, several times, once for longer than any time-out of ours."""
-    job = site.job(nodes=3, steps=60, size=8 * MIB, pause_s=0.02)
+    job = site.job(nodes=3, size=8 * MIB, pause_s=0.02)
     job.reach(5)
     for pause_s in (0.3, 0.1, 7.0):
         at = max(line["version"] for line in job.lines("sealed"))
@@ -42,14 +42,14 @@ def test_site_20_suspended_is_not_failed(site: Site) -> None:
 
 def test_site_20_ranks_stopped_in_mid_copy(site: Site) -> None:
     """One node's ranks alone are stopped again and again: their peers wait, seal late, and go on."""
-    job = site.job(nodes=3, steps=60, size=8 * MIB, pause_s=0.02)
+    job = site.job(nodes=3, size=8 * MIB, pause_s=0.02)
     job.reach(5)
     node = job.hosts()[1]
     ranks = f"{job.directory}/lite[.]py"
     for _ in range(4):
         site.sh(node, f"pkill -STOP -f '{ranks}'; sleep 0.4; pkill -CONT -f '{ranks}'")
     at = max(line["version"] for line in job.lines("sealed"))
-    job.reach(min(at + 5, 60))
+    job.reach(at + 5)
     healthy(site, job)
     job.finish()
 
@@ -79,7 +79,7 @@ def set_version(path: str, current: int, oldest: int) -> None:
 def test_site_20_an_agent_that_speaks_n_minus_1_takes_part(site: Site, other_version: str) -> None:
     """n2's agent and ranks speak version 1 with everybody: they train, recover a dead node, and seal again."""
     set_version(other_version, 1, 1)
-    job = site.job(nodes=3, steps=60, options=("-wn1,n2,n3",))
+    job = site.job(nodes=3, options=("-wn1,n2,n3",))
     job.reach(8)
     job.cluster.power_off("n3")
     job.finish()
@@ -88,7 +88,7 @@ def test_site_20_an_agent_that_speaks_n_minus_1_takes_part(site: Site, other_ver
 
 
 def test_site_20_trainers_that_speak_n_minus_1(site: Site) -> None:
-    job = site.job(nodes=3, steps=40, prefix="LITE_PROTOCOL=0 ")
+    job = site.job(nodes=3, prefix="LITE_PROTOCOL=0 ")
     job.reach(8)
     node = job.hosts()[1]
     site.sh(node, f"kill -9 {job.agent_pid(node)}")

@@ -19,6 +19,8 @@ LITE = Path(__file__).with_name("lite.py")
 Line = dict[str, Any]
 # A retention time of 20 s here, and two looks of the controller, 10 s apart at most on a slow machine.
 LET_GO_S = 45.0
+# Steps that a training still makes when it has been told to come to its end.
+MORE = 12
 
 
 def wait_for(what: str, true: Callable[[], object], timeout_s: float = 30.0, every_s: float = 0.02) -> Any:
@@ -35,12 +37,12 @@ def wait_for(what: str, true: Callable[[], object], timeout_s: float = 30.0, eve
 
 @dataclass
 class LiteJob:
-    """One job of alice's that runs `lite.py`, one rank a node."""
+    """One job of alice's that runs `lite.py`, one rank a node; `steps` 0: until `finish` is called."""
 
     cluster: Cluster
     nodes: int = 3
     replicas: int = 2
-    steps: int = 60
+    steps: int = 0
     pause_s: float = 0.1
     size: int = 1 << 16
     prefix: str = ""
@@ -139,7 +141,11 @@ class LiteJob:
             raise AssertionError(f"{exc}\n{self.story()}") from None
 
     def finish(self, timeout_s: float = 90.0) -> None:
-        """Wait until every rank is done and the job has completed; then check what a recovery must hold to."""
+        """Have it come to its end, wait until every rank is done and the job has completed, and check what a recovery
+        must hold to."""
+        end = self.directory / f"{self.log.name}.new"
+        end.write_text(str(self.completed(time.time()) + MORE))
+        end.rename(f"{self.log}.end")
 
         def over() -> bool:
             state = self.state

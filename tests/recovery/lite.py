@@ -2,6 +2,8 @@
 
     srun python lite.py LOG STEPS STEP_SECONDS [SHARD_BYTES]
 
+STEPS 0: until the file LOG.end names the last step, which no rank has reached yet then.
+
 One rank a node. The state of rank r after version v is a chain of hashes over (rank, epoch, version), so it names
 its whole lineage; each rank also computes the state of the ranks whose copies its node holds, which stands for
 the transport between trainers. After a recovery every rank fetches *all* shards and checks that they are of one
@@ -80,6 +82,15 @@ class Slots:
             agent.ask(back, [fd])
 
 
+def last_step(path: str) -> int:
+    """What the test has said; without a word of it the training goes on."""
+    try:
+        with open(path) as f:
+            return int(f.read())
+    except FileNotFoundError:
+        return sys.maxsize
+
+
 def main() -> int:
     log_path, steps, pause = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     size = int(sys.argv[4]) if len(sys.argv) > 4 else 1 << 16
@@ -131,7 +142,7 @@ def main() -> int:
     while page.sealed < chosen and time.monotonic() < patience:
         time.sleep(0.0005)
     together = os.open(f"{log_path}.{restart}.{step_id}", os.O_RDWR | os.O_CREAT, 0o644)
-    while version < steps:
+    while version < (steps or last_step(f"{log_path}.end")):
         time.sleep(pause)
         os.pwrite(together, (version + 1).to_bytes(8, "little"), 8 * rank)  # the collective: nobody runs ahead
         while any(int.from_bytes(os.pread(together, 8, 8 * r), "little") <= version for r in range(world)):

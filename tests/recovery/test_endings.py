@@ -32,7 +32,7 @@ def test_cancelled_while_running(lite: Lite, cluster: Cluster) -> None:
 
 def test_failed(cluster: Cluster) -> None:
     """Kept for a post-mortem restart until the retention time is over, or the user says that it is not wanted."""
-    job = LiteJob(cluster, steps=1000).submit()
+    job = LiteJob(cluster).submit()
     job.reach(5)
     cluster.exec(job.hosts()[0], ["pkill", "-KILL", "-f", "lite[.]py"])
     wait_for("job over", lambda: job.state in ("FAILED", "COMPLETED"), 30)
@@ -51,7 +51,7 @@ def test_cancelled_while_pending_after_a_requeue(lite: Lite, cluster: Cluster) -
 
 def test_requeued_elsewhere(lite: Lite, cluster: Cluster) -> None:
     """The old nodes are drained by hand: the job restarts on others, pulls from the old ones, and they let go."""
-    job = lite(steps=600)
+    job = lite()
     job.reach(5)
     old = job.hosts()[1:]
     for node in old:

@@ -57,7 +57,7 @@ def test_odd_sizes(lite: Lite, nodes: int, replicas: int) -> None:
 
 
 def test_whole_group_lost(lite: Lite) -> None:
-    job = lite(nodes=4, steps=40)
+    job = lite(nodes=4)
     job.reach(8)
     hosts = job.hosts()
     for node in hosts[2:]:
@@ -120,7 +120,7 @@ def test_survivors_on_which_slurm_skips_the_prolog(lite: Lite, cluster: Cluster)
     script.write_text("#!/bin/bash\nwhile :; do srun -n1 true; sleep 0.05; done\n")
     script.chmod(0o755)
     for _ in range(4):
-        job = lite(steps=100)
+        job = lite()
         job.reach(10)
         hosts = job.hosts()
         for node in (hosts[0], hosts[2]) * 2:
@@ -145,7 +145,7 @@ def test_controller_stopped(lite: Lite, cluster: Cluster) -> None:
 
 
 def test_site_11_busy_cluster_keeps_the_survivors_for_us(lite: Lite, cluster: Cluster) -> None:
-    job = lite(steps=80, options=("--nice=10000",))  # so that the rivals come before it
+    job = lite(options=("--nice=10000",))  # so that the rivals come before it
     job.reach(10)
     hosts = job.hosts()
     script = cluster.home("bob") / "rival.sh"

@@ -41,12 +41,12 @@ def cut_and_finish(job: LiteJob, victim: int) -> None:
 
 def test_recovery_on_stock(stock: Cluster) -> None:
     with clean(stock):
-        cut_and_finish(LiteJob(stock, steps=30).submit(), 1)
+        cut_and_finish(LiteJob(stock).submit(), 1)
 
 
 def test_recovery_on_site(site: Cluster) -> None:
     with clean(site):
-        job = LiteJob(site, steps=30).submit()
+        job = LiteJob(site).submit()
         cut_and_finish(job, 1)
         after = job.slurm()
         assert (after["Account"], after["QOS"], after["Partition"]) == ("lab", "normal", "batch")
@@ -56,7 +56,7 @@ def test_recovery_on_site(site: Cluster) -> None:
 def test_batch_host_cut_on_site(site: Cluster) -> None:
     """In the second partition, with another QOS: survivors and replacement are looked for there."""
     with clean(site):
-        job = LiteJob(site, steps=30, options=("--partition=debug", "--qos=urgent")).submit()
+        job = LiteJob(site, options=("--partition=debug", "--qos=urgent")).submit()
         cut_and_finish(job, 0)
         assert job.slurm()["Partition"] == "debug"
 
@@ -64,7 +64,7 @@ def test_batch_host_cut_on_site(site: Cluster) -> None:
 def test_site_11_a_job_that_waits_for_a_limit_holds_nothing(site: Cluster) -> None:
     """The user's next job takes the place under the limit while ours is on its way back."""
     with clean(site):
-        job = LiteJob(site, nodes=2, steps=30, options=("--qos=single",)).submit()
+        job = LiteJob(site, nodes=2, options=("--qos=single",)).submit()
         job.reach(10)
         rival = site.sbatch(["--qos=single", "-N1"], script="#!/bin/sh\nsleep 600\n")
         wait_for("the next waits for the limit", lambda: "QOSMaxJobs" in site.job(rival)["Reason"])
@@ -87,7 +87,7 @@ def test_survivors_hold_their_place_without_a_controller_on_site(site: Cluster) 
     """The epilog's Slurm commands find their configuration on a node that has no files of it."""
     with clean(site):
         site.controller_stop()
-        job = LiteJob(site, steps=30).submit()
+        job = LiteJob(site).submit()
         job.reach(10)
         hosts = job.hosts()
         site.power_off(hosts[1])

@@ -89,7 +89,7 @@ def test_site_06_node_cut_off_for_good_ends_its_ranks(quick: Cluster) -> None:
     """Cut off, not dead: the job goes on elsewhere, and here its ranks are ended. Nothing else on the node is."""
     quick.run(["scancel", "--user=alice"])
     wait_for("queue empty", lambda: not quick.run(["squeue", "-h", "-u", "alice"]).stdout.strip(), 60, 0.1)
-    job = LiteJob(quick, nodes=3, steps=120).submit()
+    job = LiteJob(quick, nodes=3).submit()
     job.reach(10)
     zombie = job.hosts()[1]
     beside = quick.popen(["sleep", "600"], user="alice", node=zombie)

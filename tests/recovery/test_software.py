@@ -50,7 +50,7 @@ def test_restarts_are_bounded(lite: Lite, cluster: Cluster) -> None:
 
 
 def test_agent_killed_training_goes_on_and_protection_returns(lite: Lite) -> None:
-    job = lite(steps=100)
+    job = lite()
     job.reach(10)
     node = job.hosts()[1]
     job.cluster.exec(node, ["kill", "-9", str(job.agent_pid(node))])
@@ -65,7 +65,7 @@ def test_agent_killed_training_goes_on_and_protection_returns(lite: Lite) -> Non
 
 @pytest.mark.parametrize("position", [0, 1], ids=["root", "leaf"])
 def test_agent_stopped_for_a_while_is_not_fenced(lite: Lite, position: int) -> None:
-    job = lite(steps=100)
+    job = lite()
     job.reach(10)
     node = job.hosts()[position]
     pid = str(job.agent_pid(node))
@@ -73,7 +73,7 @@ def test_agent_stopped_for_a_while_is_not_fenced(lite: Lite, position: int) -> N
     time.sleep(4)
     job.cluster.exec(node, ["kill", "-CONT", pid])
     at = job.completed(time.time())
-    job.reach(min(at + 5, 99))
+    job.reach(at + 5)
     job.finish()
     assert job.slurm()["Restarts"] == "0"
     states = job.cluster.node_states()
@@ -147,7 +147,7 @@ def test_second_failure_before_the_first_new_seal(lite: Lite) -> None:
 
 def test_zombie_of_an_old_incarnation(lite: Lite) -> None:
     """A node is cut off, not dead: when its link is back, nobody listens to its agent, and it lets go."""
-    job = lite(steps=120)
+    job = lite()
     job.reach(10)
     zombie = job.hosts()[1]
     job.cluster.exec(zombie, ["ip", "link", "set", "eth0", "down"])
@@ -172,6 +172,7 @@ def test_hung_agent_is_replaced_by_the_next_incarnation(lite: Lite) -> None:
 
 def test_unreachable_controller_never_stops_training(lite: Lite, cluster: Cluster) -> None:
     cluster.controller_stop(signal.SIGKILL)
-    job = lite(steps=20)
+    job = lite()
+    job.reach(5)
     job.finish()
     cluster.controller_start()
