@@ -70,7 +70,7 @@ test: install deps-site lint ## every test, on real clusters in namespaces; WORK
 	@$(PY) -m pytest -q $(DEAL) -m "not long" tests
 
 test-long: install deps-site ## the long campaigns
-	@$(PY) -m pytest -q -m long tests
+	@$(PY) -m pytest -q $(DEAL) -m long tests
 
 bench: install deps-site ## speed, as ratios; ONLY=save|pull|agent|prolog|inspect|recovery|busy for one; writes bench.json
 	@$(PY) -m benchmarks $(if $(ONLY),--only $(ONLY))

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 ANSWER_S = 2.0
 DIAL_S = 1.0
+# Of all that a prolog waits: the rest is for dialling, and for the round itself.
+ASK_PART, MAX_ASK_S = 0.4, 4.0
 MAX_HOSTS = 1024
 
 
 async def inventories(agent: Agent, former: Iterable[str]) -> tuple[peer.InventoryRecord, ...]:
     """What agents outside the allocation hold: on hosts of the former map, and on those that the controller knows."""
-    ports = await agent.reporter.holders(ANSWER_S / 2)
+    ports = await agent.reporter.holders(min(MAX_ASK_S, ASK_PART * agent.settings.attach_timeout_s))
     hosts = [h for h in dict.fromkeys([*former, *ports]) if h not in agent.hosts][:MAX_HOSTS]
     found = await asyncio.gather(*(_ask(agent, host, ports.get(host)) for host in hosts))
     return tuple(record for record in found if record is not None)

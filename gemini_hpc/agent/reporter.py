@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _BACKLOG = 500
 _REPEAT_S = 2.0
+_LOOK_S = 0.02
 _SILENT_S = 5.0
 _NOTICE_CHARS = 300
 _LASTED_S = 20.0  # a line that was no mere refusal
@@ -101,16 +102,20 @@ class Reporter:
             self._link.send(peer.Report(agent.job, agent.restart, host, witnesses, time.time()))
 
     async def holders(self, timeout_s: float) -> dict[str, int]:
-        """Ports, by host, of all agents of this job that the controller knows; nothing without a controller."""
-        if self._link is None:
-            return {}
-        self._holders = asyncio.get_running_loop().create_future()
-        self._link.send(peer.HoldersAsk(self._agent.job))
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._holders
-        except TimeoutError:
-            return {}
+        """Where agents of this job are or have been, as far as the controller knows; port 0: any of the job's.
+
+        Nothing without a controller. A new agent asks before its line is up, and one that is being started anew is
+        worth waiting for: what nobody names is lost.
+        """
+        asked: Link | None = None
+        answer = self._holders = asyncio.get_running_loop().create_future()
+        deadline = time.monotonic() + timeout_s
+        while self.configured and not answer.done() and time.monotonic() < deadline:
+            if self._link is not None and self._link is not asked:
+                asked = self._link
+                asked.send(peer.HoldersAsk(self._agent.job))
+            await asyncio.sleep(_LOOK_S)
+        return answer.result() if answer.done() else {}
 
     def beat(self) -> None:
         """A sign of life, and again what is still silent; called a few times a second."""

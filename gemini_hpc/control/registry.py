@@ -90,6 +90,18 @@ class Track:
         """The nodes of an incarnation, as Slurm had them; empty if they were never seen."""
         return tuple(self.stored.allocations.get(restart, ()))
 
+    def hosts(self) -> set[str]:
+        """The nodes of all incarnations that are remembered."""
+        return {host for nodes in self.stored.allocations.values() for host in nodes}
+
+    def holders(self, restart: int) -> dict[str, int]:
+        """Where an agent that is on no node of this incarnation may hold something; ports, 0 where not connected: to
+        a controller that is new such an agent comes only after a while."""
+        ports = {a.host: a.port for a in self.agents.values() if a.connected}
+        ports |= dict.fromkeys(sorted(self.hosts() - ports.keys()), 0)
+        own = set(self.members(restart))
+        return {host: port for host, port in ports.items() if host not in own}
+
     def learn(self, job: Job) -> None:
         """Take over what Slurm says now."""
         self.job = job
@@ -122,7 +134,7 @@ class Track:
             self.stored.slurmds_of = -1
             return
         self.stored.slurmds = {n.name: n.slurmd_start for n in nodes.values()}
-        kept = {host for hosts in self.stored.allocations.values() for host in hosts}
+        kept = self.hosts()
         addresses = self.stored.addresses | {n.name: n.address for n in nodes.values()}
         self.stored.addresses = {host: address for host, address in addresses.items() if host in kept}
         self.save()

@@ -248,7 +248,7 @@ class Controller:
         await track.remember_nodes(self.slurm)
         verified = await self._is_there(track, message.host, link.address)
         if track.stored.allocations:
-            known = any(message.host in nodes for nodes in track.stored.allocations.values())
+            known = message.host in track.hosts()
         else:  # Slurm has never named its nodes to us: so only an agent that calls from the node that it names
             known = verified and len(track.agents) < MAX_UNPLACED
         if not known:
@@ -297,8 +297,7 @@ class Controller:
                 await self._report(agent, track, message)
         elif isinstance(message, peer.HoldersAsk):
             if message.job == agent.job:
-                others = (a for a in track.agents.values() if a.connected and a.host != agent.host)
-                agent.link.send(peer.Holders(agent.job, {a.host: a.port for a in others if a.port}))
+                agent.link.send(peer.Holders(agent.job, track.holders(agent.restart)))
         elif isinstance(message, peer.EventsUp):
             if message.job == agent.job:
                 events = [tame(e, agent.host) for e in message.events[:MAX_EVENTS_AT_ONCE]]

@@ -359,7 +359,8 @@ class HoldersAsk(Message, frozen=True, tag="holders?"):
 
 
 class Holders(Message, frozen=True, tag="holders"):
-    """Controller -> agent: hosts of connected agents of the job, with their ports (hints, like all of this)."""
+    """Controller -> agent: hosts on which agents of the job are or have been; their ports, 0 where that is not known
+    (hints, like all of this)."""
 
     job: Job
     ports: dict[str, Port]

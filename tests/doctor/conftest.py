@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from leaks.cluster import nothing_left
+from replacing import replace
 from waiting import until
 
 from gemini_hpc.devcluster import Cluster, DevclusterError
@@ -66,14 +67,25 @@ class Patient:
         assert done.returncode == 0, done.stderr
 
     @contextmanager
-    def file(self, path: Path, text: str | bytes) -> Iterator[None]:
-        """Other contents for a file, which keeps its owner and mode."""
+    def file(self, path: Path, contents: str | bytes) -> Iterator[None]:
+        """Other contents for a file."""
         before = path.read_bytes()
-        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        replace(path, contents)
         try:
             yield
         finally:
-            path.write_bytes(before)
+            replace(path, before)
+
+    @contextmanager
+    def appended(self, path: Path, line: bytes) -> Iterator[None]:
+        """One more line in a file that its writer keeps open."""
+        size = path.stat().st_size
+        with path.open("ab") as file:
+            file.write(line)
+        try:
+            yield
+        finally:
+            os.truncate(path, size)
 
     @contextmanager
     def conf(self, *lines: str, without: Sequence[str] = ()) -> Iterator[None]:

@@ -224,7 +224,7 @@ def test_site_5_journal(patient: Patient) -> None:
     journal = patient.state / "journal.jsonl"
     with patient.access(journal, owner=5001):
         assert patient.doctor().news == {"controller.journal": "wrong"}
-    with patient.file(journal, journal.read_bytes() + b'{"t":1.0,"key":"1\nnonsense\n'):
+    with patient.appended(journal, b'{"t":1.0,"key":"1\nnonsense\n'):
         report = patient.doctor()
         assert (
             report.news == {"controller.journal": "warning"}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from harness import LiteJob, clean, wait_for
+from replacing import replace
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -37,7 +38,7 @@ def params(cluster: Cluster, line: str) -> None:
     conf = cluster.directory / "etc" / "slurm" / "slurm.conf"
     text = conf.read_text()
     old = next(x for x in text.splitlines() if x.startswith("JobAcctGatherParams="))
-    conf.write_text(text.replace(old, line))
+    replace(conf, text.replace(old, line))
     assert cluster.run(["scontrol", "reconfigure"]).returncode == 0
 
 

@@ -211,13 +211,15 @@ def clean(cluster: Cluster) -> Iterator[None]:
     if cluster.controller_pid() is None:
         cluster.controller_start()
     with nothing_left(cluster, LET_GO_S):
-        bystander = Bystander(cluster)
-        yield
-        changed = bystander.end()
-        cluster.run(["scancel", "--user=alice"])
-        cluster.run(["scancel", "--user=bob"])
-        wait_for("queue empty", lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1)
-        if cluster.controller_pid() is None:
-            cluster.controller_start()
-        restore(cluster)
+        bystander, changed = Bystander(cluster), ""
+        try:
+            yield
+        finally:
+            changed = bystander.end()
+            cluster.run(["scancel", "--user=alice"])
+            cluster.run(["scancel", "--user=bob"])
+            wait_for("queue empty", lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1)
+            if cluster.controller_pid() is None:
+                cluster.controller_start()
+            restore(cluster)
     assert not changed, f"somebody else's job {bystander.id} has been changed: {changed}"

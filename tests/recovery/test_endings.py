@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from typing import Any
 
+import pytest
 from harness import LiteJob, leaks, wait_for
 
 from gemini_hpc.devcluster.cluster import Cluster
@@ -62,6 +64,36 @@ def test_requeued_elsewhere(lite: Lite, cluster: Cluster) -> None:
     wait_for("old agents gone", lambda: not any(job.agent_pid(n) for n in old), 60, 0.5)
     cluster.run(["scancel", str(job.id)])
     gone(cluster)
+
+
+@pytest.mark.parametrize("how", ["slow", "new"])
+def test_requeued_where_no_node_remembers(lite: Lite, cluster: Cluster, how: str) -> None:
+    """All nodes are other ones. Only the controller can say where the replicas are, and it is there a second after
+    the new agents: they wait for it, or the state is lost."""
+    job = lite(nodes=2)
+    job.reach(5)
+    old = job.hosts()
+    cluster.run(["scontrol", "update", f"nodename={','.join(old)}", "state=drain", "reason=test"])
+    cluster.run(["scontrol", "requeue", str(job.id)])
+    wait_for("on its way back", lambda: job.state == "PENDING", 30)
+    pid = cluster.controller_pid()
+    assert pid is not None
+    if how == "slow":
+        os.kill(pid, signal.SIGSTOP)
+    else:
+        cluster.controller_stop(signal.SIGKILL)
+    try:
+        others = [node for node in cluster.node_names if node not in old]
+        wait_for("the new agents", lambda: sum(bool(job.agent_pid(n)) for n in others) == 2, 30)
+        time.sleep(1)
+    finally:
+        if how == "slow":
+            os.kill(pid, signal.SIGCONT)
+        else:
+            cluster.controller_start()
+    job.finish()
+    assert not set(old) & set(job.hosts())
+    assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
 
 
 def test_owner_requeue_resumes_from_memory(lite: Lite, cluster: Cluster) -> None:
