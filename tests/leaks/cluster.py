@@ -148,11 +148,11 @@ def _nodes(cluster: Cluster) -> Found:
 def _job_directories(inits: dict[str, int]) -> Found:
     found: Found = {}
     for node, init in inits.items():
-        run = Path(f"/proc/{init}/root/run/gemini-hpc")
-        with suppress(OSError):
-            for path in run.glob("*/*"):
-                if path.name not in JOB_FILES:
-                    inside = f"/run/gemini-hpc/{path.relative_to(run)}"
+        run = f"/proc/{init}/root/run/gemini-hpc"
+        for directory, _, files in os.walk(run):  # what goes meanwhile is passed over
+            for name in files:
+                if name not in JOB_FILES:
+                    inside = os.path.join(directory, name).replace(run, "/run/gemini-hpc", 1)
                     found[node, "file", inside] = f"{node}: {inside}"
     return found
 

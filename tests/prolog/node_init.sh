@@ -14,8 +14,9 @@ umount -R /sys/fs/cgroup 2>/dev/null || : # or the prolog would make its cgroup 
 # Whatever hides below /run, /opt or a private /tmp is reached through descriptors from here on.
 exec 8<"$venv" 9<"$scripts"
 mount -t tmpfs -o mode=755 tmpfs /run
-cp -a /etc /run/etc
-rm -rf /run/etc/gemini-hpc
+mkdir -m 755 /run/etc
+# A development cluster's mount point may be made or removed at any moment.
+find /etc -mindepth 1 -maxdepth 1 ! -name gemini-hpc -exec cp -a -t /run/etc {} +
 mount --bind /run/etc /etc
 printf 'passwd: files\ngroup: files\n' >/etc/nsswitch.conf
 printf '%s\n' 'alice:x:61001:61101::/nonexistent:/bin/sh' 'bob:x:61002:61102::/nonexistent:/bin/sh' >>/etc/passwd
