@@ -23,7 +23,7 @@ help: ## this text
 
 # Debian starts the daemons that it installs, unless policy-rc.d forbids it; the cluster has its own.
 define install_debian
-	@missing=$$(for p in $(1); do dpkg -s $$p 2>/dev/null | grep -q '^Status: install ok' || echo $$p; done); \
+	@missing=$$(for p in $(1); do [ "$$(dpkg-query -W -f '$${db:Status-Status}' $$p 2>/dev/null)" = installed ] || echo $$p; done); \
 	if [ -n "$$missing" ]; then \
 	  echo "installing Debian packages:" $$missing; \
 	  export DEBIAN_FRONTEND=noninteractive; \
