@@ -227,8 +227,8 @@ class Recoveries:
 
     async def _forgotten(self, host: str, key: str) -> None:
         """slurmctld died before it had saved that this node is DOWN; the node is no less dead for that."""
-        node = (await self.slurm.nodes([host])).get(host)
-        if node is None or node.down or not await self._dead_and_settled(node):
+        node = await self._not_down(host)
+        if node is None or not await self._dead_and_settled(node) or await self._not_down(host) is None:
             return
         raw_id, _, restart = key.partition(".")
         self.journal.write(key, "down", "before", node=host)
@@ -238,14 +238,22 @@ class Recoveries:
 
     async def _half_fenced(self, host: str, raw_id: int, restart: int) -> None:
         """Died between drain and DOWN: finish on a dead node, give a healthy one back."""
-        node = (await self.slurm.nodes([host])).get(host)
-        if node is None or node.down or not node.reason.startswith(REASON):
+        node = await self._not_down(host, REASON)
+        if node is None:
             return
-        if await self._dead_and_settled(node):
+        dead = await self._dead_and_settled(node)
+        if await self._not_down(host, REASON) is None:
+            return  # an administrator has been there meanwhile
+        if dead:
             await self.slurm.node_down(host, f"{REASON}, job {raw_id} restart {restart}")
         else:
             await self.slurm.node_resume(host)
             self.say(raw_id, restart, "resumed", host, "it answers: the drain of an interrupted recovery is undone")
+
+    async def _not_down(self, host: str, reason: str = "") -> Node | None:
+        """The node as it is now, unless it is DOWN, unknown, or its reason begins otherwise."""
+        node = (await self.slurm.nodes([host])).get(host)
+        return None if node is None or node.down or not node.reason.startswith(reason) else node
 
     async def _dead_and_settled(self, node: Node) -> bool:
         """False as soon as the node answers; True if it has not for `fence_confirm_s` and slurmctld has settled."""
