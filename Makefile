@@ -13,10 +13,12 @@ WORKERS ?= 3
 DEAL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # The development cluster's profile `site`: tests and benchmarks need it, the demo does not.
 DEBIAN_SITE := slurmdbd mariadb-server-core
+# Two MPIs for the tests of the transport, each in a place of its own: both have a bin/mpiexec and a lib/libmpi.so.
+MPIS := openmpi mpich
 SOURCES := pyproject.toml README.md $(shell find gemini_hpc slurm prolog_epilog examples -type f \
           -not -name '*.pyc' -not -name '*.so' -not -path '*/build/*' 2>/dev/null)
 
-.PHONY: help deps deps-site venv install demo test test-long lint bench clean
+.PHONY: help deps deps-site deps-mpi venv install demo test test-long lint bench clean
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -45,10 +47,15 @@ deps-site: deps
 $(VENV)/.made: deps
 	@[ -x $(PY) ] || /usr/bin/python3 -m venv $(VENV)
 	@$(PY) -c 'import torch' 2>/dev/null || { echo "installing torch (CPU build)"; $(PY) -m pip install -q $(TORCH); }
-	@$(PY) -c 'import hatchling, numpy, pytest, hypothesis, ruff, mypy, pytest_timeout, xdist, msgspec, xxhash' 2>/dev/null \
+	@$(PY) -c 'import hatchling, numpy, pytest, hypothesis, ruff, mypy, pytest_timeout, xdist, msgspec, xxhash, matplotlib' 2>/dev/null \
 	  || { echo "installing Python packages"; $(PY) -m pip install -q hatchling numpy msgspec xxhash \
-	       pytest pytest-timeout pytest-xdist hypothesis ruff mypy; }
+	       pytest pytest-timeout pytest-xdist hypothesis ruff mypy "matplotlib>=3.7"; }
 	@touch $@
+
+deps-mpi: $(VENV)/.made
+	@$(PY) -c 'import mpi4py' 2>/dev/null || { echo "installing mpi4py"; $(PY) -m pip install -q 'mpi4py>=4'; }
+	@for mpi in $(MPIS); do [ -x $(VENV)/mpi/$$mpi/bin/mpiexec ] || { echo "installing $$mpi into $(VENV)/mpi"; \
+	  $(PY) -m pip install -q --no-deps --ignore-installed --prefix $(VENV)/mpi/$$mpi $$mpi; }; done
 
 $(VENV)/.installed: $(SOURCES) | $(VENV)/.made
 	@echo "installing gemini-hpc into $(VENV)"
@@ -61,18 +68,18 @@ install: $(VENV)/.installed ## Python environment with this package in .venv
 demo: install ## a node dies in mid-training: watch the job come back (about two minutes)
 	@$(VENV)/bin/gemini-hpc demo
 
-lint: install ## ruff and mypy
+lint: install deps-mpi ## ruff and mypy
 	@$(VENV)/bin/ruff check gemini_hpc tests benchmarks examples
 	@$(VENV)/bin/mypy
 
-test: install deps-site lint ## every test, on real clusters in namespaces; WORKERS=0 for one after the other
+test: install deps-site deps-mpi lint ## every test, on real clusters in namespaces; WORKERS=0 for one after the other
 	@$(MAKE) -s -C slurm all test
 	@$(PY) -m pytest -q $(DEAL) -m "not long" tests
 
 test-long: install deps-site ## the long campaigns
 	@$(PY) -m pytest -q $(DEAL) -m long tests
 
-bench: install deps-site ## speed, as ratios; ONLY=save|pull|agent|prolog|inspect|recovery|busy for one; writes bench.json
+bench: install deps-site ## speed, as ratios; ONLY=FAMILY for one (save, fig11, fig13, fig16, ...); writes bench.json
 	@$(PY) -m benchmarks $(if $(ONLY),--only $(ONLY))
 
 clean: ## remove what was built here

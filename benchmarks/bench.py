@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ USER = "alice"
 USER_UID = 5001
 PYTHON = "/opt/gemini-hpc/venv/bin/python"
 _PROGRAMS = Path(__file__).with_name("programs")
+_BESIDE = ("savers.py",)  # what programs import of each other
 _OVER = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 Line = dict[str, Any]
 
@@ -73,14 +74,26 @@ def wait_for(what: str, true: Callable[[], object], timeout_s: float, every_s: f
 
 
 class TrainingJob:
-    """`programs/trainer.py` as a batch job, one rank a node."""
+    """A program that trains, as a batch job."""
 
-    def __init__(self, on: Cluster, nodes: int, replicas: int, arguments: list[str]) -> None:
-        """replicas 0: an unprotected job."""
+    def __init__(
+        self,
+        on: Cluster,
+        nodes: int,
+        replicas: int,
+        arguments: list[str],
+        program: str = "trainer.py",
+        *,
+        tasks: int = 1,
+        exclude: str = "",
+        beside: Sequence[str] = (),
+    ) -> None:
+        """replicas 0: an unprotected job. program: one of `programs/`. tasks: ranks on each node. exclude: a node
+        that is for something else. beside: programs that it imports."""
         self.cluster = on
-        self.directory = directory(on, "trainer.py")
+        self.directory = directory(on, program, *_BESIDE, *beside)
         script = self.directory / "job.sh"
-        words = " ".join([PYTHON, f"{self.directory}/trainer.py", "--out", f"{self.directory}/rank", *arguments])
+        words = " ".join([PYTHON, f"{self.directory}/{program}", "--out", f"{self.directory}/rank", *arguments])
         script.write_text(
             "#!/bin/bash\n"
             'if [ -z "${GEMINI_SOCKET:-}" ]; then\n'
@@ -90,11 +103,12 @@ class TrainingJob:
         )
         script.chmod(0o755)
         options = [f"--gemini-replicas={replicas}"] if replicas else []
+        options += [f"--exclude={exclude}"] if exclude else []
         self.id = on.sbatch(
             [
                 "--no-requeue",
                 f"-N{nodes}",
-                "--ntasks-per-node=1",
+                f"--ntasks-per-node={tasks}",
                 f"--output={self.directory}/out",
                 *options,
                 str(script),
@@ -140,13 +154,21 @@ class TrainingJob:
         return self.lines(what)
 
     def finish(self, timeout_s: float, meanwhile: Callable[[], None]) -> None:
-        """Wait for the job's success; `meanwhile` is called now and then."""
+        """Wait for the job's success; `meanwhile` is called now and then. A job that does not succeed is cancelled.
+        Raises MeasureError also where a rank was not protected to the end."""
 
         def over() -> bool:
             meanwhile()
             return self.check() == "COMPLETED"
 
-        wait_for(f"job {self.id} completes", over, timeout_s, 0.3)
+        try:
+            wait_for(f"job {self.id} completes", over, timeout_s, 0.3)
+        except BaseException:
+            self.cancel()
+            raise
+        unhappy = [line for line in self.lines("report") if line["state"] != "protected"]
+        if unhappy:
+            raise MeasureError(f"job {self.id} did not stay protected: {unhappy}")
 
     def cancel(self) -> None:
         """End it."""

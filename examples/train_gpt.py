@@ -10,6 +10,7 @@ after a requeue. Losses are written as hexadecimal floats, so that two runs can 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -102,6 +103,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--seed", type=int, default=1, help="seed of everything")
     p.add_argument("--log", type=Path, default=Path("train_gpt.jsonl"), help="JSON lines are appended here")
     p.add_argument("--iteration-s", type=float, default=0.0, help="shortest iteration; the rest is slept")
+    p.add_argument("--transport", choices=("auto", "gloo", "host"), default="auto", help="what carries the copies")
     p.add_argument("--replicas-report", action="store_true", help="print the checkpointer's report at the end")
     return p.parse_args()
 
@@ -143,13 +145,21 @@ def main() -> None:
         torch.cuda.set_device(device)
     if world > 1:
         dist.init_process_group("nccl" if gpu else "gloo")
+    train(a, rank, world, device)
+    gc.collect()  # DDP's model goes before its process group, or torch may wait for gloo's threads for ever
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def train(a: argparse.Namespace, rank: int, world: int, device: torch.device) -> None:
+    """All steps, from where the job had come."""
     torch.manual_seed(a.seed)  # the same weights everywhere ...
     model = distribute(GPT(a.layers, a.dim, a.heads, a.context, a.dropout).to(device), a.parallel, device)
     torch.manual_seed(a.seed + 1000 * rank)  # ... but each rank its own dropout
 
-    train = Source(a.context, a.context // 2, 0, 4_000_000)
+    text = Source(a.context, a.context // 2, 0, 4_000_000)
     held_out = Source(a.context, a.context, 4_000_000, 4_100_000)
-    loader = gemini.StatefulLoader(train, a.batch, seed=a.seed, rank=rank, world=world, num_workers=a.workers)
+    loader = gemini.StatefulLoader(text, a.batch, seed=a.seed, rank=rank, world=world, num_workers=a.workers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=a.lr, weight_decay=0.1)
     warmup = 20
     scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -157,7 +167,9 @@ def main() -> None:
         lambda n: min(1.0, (n + 1) / warmup) * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, n / max(1, a.steps))))),
     )
 
-    ckpt = gemini.Checkpointer(model, optimizer, scheduler, loader=loader)  # gemini: what to protect
+    ckpt = gemini.Checkpointer(
+        model, optimizer, scheduler, loader=loader, transport=a.transport
+    )  # gemini: what to protect
     start = ckpt.resume()  # gemini: 0, or the version recovered
     restart = int(os.environ.get("SLURM_RESTART_COUNT", "0") or "0")
 
@@ -204,8 +216,6 @@ def main() -> None:
     if a.replicas_report and rank == 0:
         print(json.dumps(ckpt.report(), indent=1), flush=True)
     ckpt.close()  # gemini: the training has succeeded
-    if world > 1:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

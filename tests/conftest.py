@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from dealing import longest_first
+from dealing import Work, longest_first, taken
 from leaks import Found, assert_nothing_new, machine
 
 # What ends by itself after a test may take that long: a process that was sent its signal, a memfd of a dead agent.
@@ -98,6 +98,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    reports = [r for found in terminalreporter.stats.values() for r in found if hasattr(r, "worker_id")]
+    if reports:
+        terminalreporter.section("the longest files")
+        for line in taken([Work(r.worker_id, r.nodeid, r.start, r.stop) for r in reports]):
+            terminalreporter.write_line(line)
     if complaint := config.stash.get(_complaint, ""):
         terminalreporter.section("after all tests", red=True)
         terminalreporter.write_line(complaint)

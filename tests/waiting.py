@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 
-def until(what: Callable[[], Any], timeout_s: float = 30.0, every_s: float = 0.05) -> Any:
-    """The first true value of `what`; AssertionError where there is none in time."""
+def until(true: Callable[[], Any], timeout_s: float = 60.0, every_s: float = 0.05, *, what: str = "") -> Any:
+    """The first value of `true()` that is; AssertionError, which names `what`, where there is none in time."""
     deadline = time.monotonic() + timeout_s
-    while True:
-        if value := what():
-            return value
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+    while not (value := true()):
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s in vain" + (f": {what}" if what else "")
         time.sleep(every_s)
+    return value

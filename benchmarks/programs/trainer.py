@@ -9,8 +9,10 @@ need this machine's cores. Each rank writes one JSON object a line to PREFIX.RAN
 
 plan: `first`: iterations until the first version is sealed; `calibrate`: sets the length of an iteration to 1.5 times
 what a version takes to be sealed (or durable), unless --iteration says it; MODE:K: a block of K iterations that are
-saved in that way, one of none, gemini, baseline, torch_save, dcp; `sync:K`: the copy of the state into a slot
-and a memcpy of as many bytes to the same place, K times each, nothing else going on.
+saved in that way, one of `savers.py`'s: none, gemini, baseline, torch_save, checkfreq, chunked, dcp, remote; the ones
+that write files do so in /dev/shm, or in a directory of the disk as `MODE@disk`; `speed:MODE:K`: K such saves, one
+after the other, nothing else going on; `await:NAME`: goes on when there is a file PREFIX.go.NAME; `sync:K`: the copy
+of the state into a slot and a memcpy of as many bytes to the same place, K times each, nothing else going on.
 
 Reaches into the checkpointer (page, slots, capture) to see what its users need not see.
 """
@@ -22,12 +24,10 @@ import ctypes
 import json
 import math
 import os
-import shutil
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,10 +36,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gemini_hpc as gemini
 
+if TYPE_CHECKING:
+    from benchmarks.programs import savers
+else:  # in a job the programs lie beside each other
+    import savers
+
 LAYERS = 12
-CHUNK_BYTES = 8 << 20
-SLICE_S = 0.002  # the emulated compute wakes up as often, in every mode, to see whether the version is safe by now
-SHM = "/dev/shm"
+AWAIT_S = 120.0
 
 
 class Model(nn.Module):
@@ -95,150 +98,6 @@ class EmulatedAdam(torch.optim.Optimizer):
         return found
 
 
-class Nothing:
-    """No protection."""
-
-    def save(self) -> None:
-        """At the end of an iteration; the training waits for it."""
-
-    def durable(self) -> bool:
-        """Whether the last save is where it should be."""
-        return True
-
-    def close(self) -> None:
-        """No more saves for now; returns when the last one has ended."""
-
-
-class Gemini(Nothing):
-    """This project."""
-
-    def __init__(self, ckpt: gemini.Checkpointer) -> None:
-        self._ckpt = ckpt
-
-    @property
-    def sealed(self) -> tuple[int, int]:
-        client = self._ckpt._client
-        if client is None or client.page is None or not self._ckpt._protected:
-            raise SystemExit(f"the training is not protected: {self._ckpt.report()['findings']}")
-        return client.page.sealed
-
-    def save(self) -> None:
-        self._ckpt.step()
-
-    def durable(self) -> bool:
-        return self.sealed >= (self._ckpt._epoch, self._ckpt.version)
-
-    def close(self) -> None:
-        deadline = time.monotonic() + 60
-        while not self.durable():
-            if time.monotonic() > deadline:
-                raise SystemExit(f"version {self._ckpt.version} was never sealed: {self._ckpt.report()}")
-            time.sleep(SLICE_S)
-
-
-class Baseline(Nothing):
-    """What anyone would write first: two slots in memory that is there, filled while the training waits, then sent to
-    the next rank by a thread over a gloo group of its own. No digest, no agreement, no agent."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], rank: int, world: int) -> None:
-        self._sources = list(tensors.values())
-        total = sum(t.numel() * t.element_size() for t in self._sources)
-        own = [torch.zeros(total, dtype=torch.uint8) for _ in range(2)]
-        self._slots = [(slot, self._views(slot)) for slot in own]
-        self._landing = [torch.zeros(total, dtype=torch.uint8) for _ in range(2)]
-        self._to, self._from, self._turn = (rank + 1) % world, (rank - 1) % world, 0
-        self._group = dist.new_group(backend="gloo")
-        self._thread = ThreadPoolExecutor(1)
-        self._sent: Future[None] | None = None
-
-    def _views(self, slot: torch.Tensor) -> list[torch.Tensor]:
-        views, at = [], 0
-        for t in self._sources:
-            size = t.numel() * t.element_size()
-            views.append(slot[at : at + size].view(t.dtype).view(t.shape))
-            at += size
-        return views
-
-    def save(self) -> None:
-        if self._sent is not None:
-            self._sent.result()
-        self._turn ^= 1
-        slot, views = self._slots[self._turn]
-        with torch.no_grad():
-            torch._foreach_copy_(views, self._sources)
-        self._sent = self._thread.submit(self._send, slot, self._landing[self._turn])
-
-    def _send(self, slot: torch.Tensor, landing: torch.Tensor) -> None:
-        for at in range(0, slot.numel(), CHUNK_BYTES):
-            works = [
-                dist.isend(slot[at : at + CHUNK_BYTES], self._to, group=self._group),
-                dist.irecv(landing[at : at + CHUNK_BYTES], self._from, group=self._group),
-            ]
-            for work in works:
-                assert work is not None
-                work.wait()
-
-    def durable(self) -> bool:
-        return self._sent is None or self._sent.done()
-
-    def close(self) -> None:
-        if self._sent is not None:
-            self._sent.result()
-        self._thread.shutdown()
-
-
-class TorchSave(Nothing):
-    """torch.save to memory; durable on this node only."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], rank: int) -> None:
-        self._tensors, self._path = tensors, f"{SHM}/bench-{rank}.pt"
-
-    def save(self) -> None:
-        torch.save(self._tensors, self._path)
-
-    def close(self) -> None:
-        os.unlink(self._path)
-
-
-class DcpAsync(Nothing):
-    """torch.distributed.checkpoint.async_save with staging in shared memory; durable on this node only."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], rank: int) -> None:
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        self._tensors = {f"rank{rank}.{name}": t for name, t in tensors.items()}
-        self._path = f"{SHM}/bench-dcp"
-        self._group = dist.new_group(backend="gloo")
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
-            )
-        )
-        self._saved: Any = None
-
-    def save(self) -> None:
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
-        from torch.distributed.checkpoint.state_dict_saver import async_save
-
-        if self._saved is not None:
-            self._saved.result()
-        self._saved = async_save(
-            self._tensors,
-            storage_writer=FileSystemWriter(self._path, sync_files=False, overwrite=True),
-            process_group=self._group,
-            async_stager=self._stager,
-        )
-
-    def durable(self) -> bool:
-        return self._saved is None or bool(self._saved.done())
-
-    def close(self) -> None:
-        if self._saved is not None:
-            self._saved.result()
-        self._stager.close()
-        shutil.rmtree(self._path, ignore_errors=True)
-
-
 class Bench:
     """One rank of the training."""
 
@@ -247,6 +106,7 @@ class Bench:
         self._out = open(f"{args.out}.{self.rank}", "w", buffering=1)  # noqa: SIM115
         self.iteration_s, self._fixed = args.iteration or 0.5, bool(args.iteration)
         self._first_iteration_s = args.first_iteration
+        self._prefix, self._disk, self._store = args.out, args.disk, args.store
         self._hook_began = self.hook_s = 0.0
         self._block = 0
         self._gradient = torch.zeros(256 << 10)
@@ -256,7 +116,7 @@ class Bench:
         self._tensors = self.optimizer.tensors()
         # the hooks run in the order of registration: the checkpointer's own lies between these two
         register_optimizer_step_pre_hook(lambda *_: self._hook(began=True))
-        self.ckpt = gemini.Checkpointer(self.model, self.optimizer) if args.protect else None
+        self.ckpt = gemini.Checkpointer(self.model, self.optimizer, scheme=args.scheme) if args.protect else None
         register_optimizer_step_pre_hook(lambda *_: self._hook(began=False))
         if self.ckpt is not None:
             self.ckpt.resume()
@@ -278,17 +138,22 @@ class Bench:
         dist.all_reduce(tensor, op=op)
         return float(tensor.item())
 
-    def _make(self, mode: str) -> Nothing:
-        if mode == "gemini":
+    def _make(self, mode: str) -> savers.Nothing:
+        way, _, medium = mode.partition("@")
+        place = self._disk if medium == "disk" else savers.SHM
+        if way == "gemini":
             assert self.ckpt is not None, "--protect is wanted"
-            return Gemini(self.ckpt)
-        makers: dict[str, Callable[[], Nothing]] = {
-            "none": Nothing,
-            "baseline": lambda: Baseline(self._tensors, self.rank, self.world),
-            "torch_save": lambda: TorchSave(self._tensors, self.rank),
-            "dcp": lambda: DcpAsync(self._tensors, self.rank),
+            return savers.Gemini(self.ckpt)
+        makers: dict[str, Callable[[], savers.Nothing]] = {
+            "none": savers.Nothing,
+            "baseline": lambda: savers.Baseline(self._tensors, self.rank, self.world),
+            "torch_save": lambda: savers.TorchSave(self._tensors, self.rank, place),
+            "checkfreq": lambda: savers.CheckFreq(self._tensors, self.rank, place),
+            "chunked": lambda: savers.Chunked(self._tensors, self.rank, place),
+            "dcp": lambda: savers.DcpAsync(self._tensors, self.rank, place),
+            "remote": lambda: savers.Remote(self._tensors, self._store),
         }
-        return makers[mode]()
+        return makers[way]()
 
     def _compute(self, seconds: float, seen: Callable[[], bool]) -> float:
         """Sleep as long as forward and backward would take; the moment at which `seen` became true, or 0."""
@@ -296,7 +161,7 @@ class Bench:
         while (now := time.perf_counter()) < until:
             if not at and seen():
                 at = now
-            time.sleep(min(SLICE_S, until - now))
+            time.sleep(min(savers.SLICE_S, until - now))
         dist.all_reduce(self._gradient)
         return at
 
@@ -310,9 +175,11 @@ class Bench:
         ended = time.perf_counter()
         for index in range(count):
             durable_at = self._compute(self.iteration_s, saver.durable)
-            self.hook_s = 0.0
+            self.hook_s, began = 0.0, time.perf_counter()
+            saver.fence()
+            fence_s = time.perf_counter() - began
             self.optimizer.step()
-            hook_s, now = self.hook_s, time.perf_counter()
+            hook_s, now = fence_s + self.hook_s, time.perf_counter()
             if index:  # this iteration hid the save of the one before, and paid for it at both ends
                 if not durable_at and saver.durable():
                     durable_at = now
@@ -335,7 +202,7 @@ class Bench:
     def first(self) -> None:
         """From the first `step()` to the first sealed version, and what the training waited meanwhile."""
         saver = self._make("gemini")
-        assert isinstance(saver, Gemini)
+        assert isinstance(saver, savers.Gemini)
         began = sealed_at = waited_s = longest_s = first_s = 0.0
         count = 0
         while True:
@@ -380,6 +247,38 @@ class Bench:
         if not self._fixed:
             self.iteration_s = max(0.3, math.ceil(15 * usual) / 10)
         self.say("calibrated", sealed_s=usual, iteration_s=self.iteration_s)
+
+    def speed(self, mode: str, count: int) -> None:
+        """Saves with nothing to hide behind. Seconds from the call until it returned, until the optimizer may change
+        the state, and until the save was complete. The first one does not count."""
+        saver = self._make(mode)
+        for index in range(count + 1):
+            dist.barrier()
+            began = time.perf_counter()
+            saver.save()
+            returned = time.perf_counter()
+            saver.fence()
+            self.optimizer.step()
+            free = self._hook_began + self.hook_s  # when all of its hooks had run
+            saver.drain()
+            done = time.perf_counter()
+            if index:
+                spent = {"returned_s": returned - began, "free_s": free - began, "done_s": done - began}
+                self.say("speed", mode=mode, block=self._block, index=index, **spent)
+        dist.barrier()
+        self._block += 1
+        saver.close()
+
+    def until(self, name: str) -> None:
+        """Wait for whoever runs the benchmark."""
+        dist.barrier()
+        self.say("awaiting", name=name)
+        deadline = time.monotonic() + AWAIT_S
+        while not os.path.exists(f"{self._prefix}.go.{name}"):
+            if time.monotonic() > deadline:
+                raise SystemExit(f"waited {AWAIT_S:g} s in vain for {name}")
+            time.sleep(savers.SLICE_S)
+        dist.barrier()
 
     def sync(self, count: int) -> None:
         """The copy that a trainer would wait for if it had to; memcpy of the same tensors to the same places; and one
@@ -431,6 +330,9 @@ def main() -> None:
     p.add_argument("--iteration", type=float, default=0.0, help="seconds of one iteration; 0: calibrated")
     p.add_argument("--first-iteration", type=float, default=0.25, help="seconds of one iteration of `first`")
     p.add_argument("--no-protect", dest="protect", action="store_false", help="make no checkpointer")
+    p.add_argument("--scheme", default="gemini", help="the checkpointer's")
+    p.add_argument("--disk", default=".", help="directory of MODE@disk")
+    p.add_argument("--store", default="", help="host:port of `remote`'s store")
     args = p.parse_args()
     torch.set_num_threads(1)
     for name, slurm in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID")):
@@ -445,6 +347,11 @@ def main() -> None:
             bench.calibrate()
         elif what == "sync":
             bench.sync(int(count))
+        elif what == "await":
+            bench.until(count)
+        elif what == "speed":
+            mode, _, count = count.partition(":")
+            bench.speed(mode, int(count))
         else:
             bench.block(what, int(count))
     bench.end()

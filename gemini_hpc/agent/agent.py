@@ -13,19 +13,18 @@ import os
 import sys
 import time
 from collections.abc import Coroutine
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from gemini_hpc.agent import mapfile, outside, summons
+from gemini_hpc.agent import mapfile, successor, summons
 from gemini_hpc.agent.callers import Callers
+from gemini_hpc.agent.filling import Filling
+from gemini_hpc.agent.incoming import Incoming
 from gemini_hpc.agent.local import Client, LocalServer, Reply
+from gemini_hpc.agent.member import Member
 from gemini_hpc.agent.memory import Budget
 from gemini_hpc.agent.mesh import Mesh
 from gemini_hpc.agent.network import interface_address
-from gemini_hpc.agent.ports import master_port
+from gemini_hpc.agent.outgoing import Outgoing
 from gemini_hpc.agent.pulls import Pulls
 from gemini_hpc.agent.reporter import Reporter
 from gemini_hpc.agent.rounds import Rounds
@@ -33,23 +32,16 @@ from gemini_hpc.agent.selffence import SelfFence
 from gemini_hpc.agent.service import Service
 from gemini_hpc.agent.sets import Sets
 from gemini_hpc.agent.store import Store
+from gemini_hpc.agent.tellings import Tellings
 from gemini_hpc.config import Settings
-from gemini_hpc.core import hostlist, placement
-from gemini_hpc.core.slots import Stamp
-from gemini_hpc.wire import local, peer
+from gemini_hpc.core import hostlist
+from gemini_hpc.wire import local, peer, picture, protocol
 from gemini_hpc.wire.allowance import Allowance
+from gemini_hpc.wire.message import Message
 
 MAX_EVENTS = 1000
-_STATE = "state"
 _TICK_S = 0.2
 _EMPTY_S = 30.0
-
-
-class State(msgspec.Struct, frozen=True):
-    """What a successor needs after this process's death in mid-incarnation."""
-
-    attach: local.Attach
-    plan: peer.PlanDown
 
 
 class Agent:
@@ -71,16 +63,20 @@ class Agent:
         self.port = 0
         self.address, self.interface = interface_address(settings.interface)
         self.sets = Sets(self)
-        self.events: list[peer.EventRecord] = []
+        self.events: list[picture.EventRecord] = []
         self.budget = Budget(settings)
         self.store = Store(self.budget)
+        self.tellings = Tellings()
         self.pulls = Pulls(self)
+        self.filling = Filling(self)
+        self.outgoing, self.incoming = Outgoing(self), Incoming(self)
         self.service = Service(self)
+        self.member = Member(self)
         self.reporter = Reporter(self)
         self._fence = SelfFence(self)
         self.mesh: Mesh | None = None
         self.rounds: Rounds | None = None
-        self._attach_message: local.Attach | None = None
+        self.attached_as: local.Attach | None = None
         self._again = again
         self._local: LocalServer | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -116,17 +112,12 @@ class Agent:
         self.reporter.close()
         if self.mesh is not None:
             self.mesh.close()
-        await self.pulls.cease()
+        await self.member.cease()
         self.sets.close()
         self.store.clear()
         mapfile.remove(self.directory)
         mapfile.settle(self.directory)
-        with suppress(FileNotFoundError):
-            os.unlink(self._state_path)
-
-    @property
-    def _state_path(self) -> str:
-        return f"{self.directory}/{_STATE}"
+        successor.remove(self.directory)
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run beside everything else; a failure is logged and ends nothing."""
@@ -171,7 +162,7 @@ class Agent:
 
     def log(self, name: str, *, version: int = 0, detail: str = "", t: float | None = None) -> None:
         """One line of the job's event log."""
-        event = peer.EventRecord(
+        event = picture.EventRecord(
             t=time.time() if t is None else t,
             name=name,
             host=self.node,
@@ -247,7 +238,7 @@ class Agent:
         mapfile.remove(self.directory)
         self.restart, self.hosts, self.nodelist = m.restart, hosts, m.nodelist
         self.replicas = max(1, min(m.replicas, len(hosts)))
-        self._attach_message = m
+        self.attached_as = m
         self.detached = False
         self.mesh = Mesh(
             self.settings,
@@ -262,7 +253,7 @@ class Agent:
             on_dead=self._on_dead,
             complain=self.complain,
         )
-        self.rounds = Rounds(self, self.node, hosts, self.spawn)
+        self.rounds = Rounds(self.member, self.node, hosts, self.spawn)
         self.mesh.want(self.mesh.ring())
         self.mesh.want(self.rounds.children)
         if self.rounds.parent is not None:
@@ -276,19 +267,14 @@ class Agent:
 
         wanted: only if it was in this very incarnation (the prolog may be faster than the supervisor).
         """
-        try:
-            state = msgspec.json.decode(Path(self._state_path).read_bytes(), type=State)
-        except (OSError, msgspec.MsgspecError):
+        state = successor.read(self.directory)
+        if state is None:
             return
         m, plan = state.attach, state.plan
         if wanted is not None and (m.restart, m.nodelist, m.node) != (wanted.restart, wanted.nodelist, wanted.node):
             return
         self._enter(m, tuple(hostlist.expand(m.nodelist)))
-        self._adopt(plan)
-        assert self.rounds is not None
-        self.rounds.resume(plan)
-        self._write_map(plan)
-        self.sets.open()
+        self.member.succeed(plan)
         self.log("restarted", detail="waiting for the trainers to hand their memory back")
 
     def _epilog(self, m: local.Epilog) -> local.Message:
@@ -305,8 +291,7 @@ class Agent:
                 alive = [h for h in self.hosts if h not in self.mesh.dead]
                 hold = bool(self.mesh.dead) and alive[:1] == [self.node] and not self.reporter.connected
             mapfile.wait(self.directory)
-            with suppress(FileNotFoundError):
-                os.unlink(self._state_path)
+            successor.remove(self.directory)
             self.log("detached", detail=f"exit code {m.exit_code or 'unknown'}")
         trained = [s for s in self.sets if s.greeted]
         dead = self.mesh is not None and bool(self.mesh.dead)  # then the job may be on its way to a new incarnation
@@ -315,113 +300,11 @@ class Agent:
             return local.Ok("released")
         return local.Ok("hold" if hold else "detached", self.restart)
 
-    # ---- the rounds' host ------------------------------------------------------------------------------
+    # ---- peers -----------------------------------------------------------------------------------------
 
-    def send(self, host: str, message: peer.Message) -> bool:
+    def send(self, host: str, message: Message) -> bool:
         """To one peer, if there is a link."""
         return self.mesh is not None and self.mesh.send(host, message)
-
-    def freeze(self, step: str) -> None:
-        """Stop sealing, drop the trainers, void what is half filled."""
-        self.sets.freeze()
-        self.service.drop_others(step)
-
-    async def inventory(self, *, verify: bool = True) -> peer.InventoryRecord:
-        """Verify what is held (unless whoever pulls it will), and tell."""
-        await self.pulls.cease()
-        for shard in list(self.store):
-            shard.pair.void_filling()
-            for index in (0, 1):
-                record = shard.record(index)
-                if record is None or not verify:
-                    continue
-                digest = await asyncio.to_thread(shard.memory[index].digest, record.used)
-                if not shard.settle(index, digest):
-                    self.log("damaged", version=record.stamp[1], detail=f"shard {record.rank}: copy dropped")
-        sealed = ((s.name, s.sealed) for s in self.sets)
-        return peer.InventoryRecord(
-            host=self.node,
-            noderanks=self.noderanks or None,
-            map_restart=self.map_restart,
-            max_epoch=self.epoch,
-            copies=tuple(self.store.copies()),
-            sealed=tuple((name, (s.epoch, s.version)) for name, s in sealed if s is not None),
-            port=self.port,
-            instance=self.instance,
-        )
-
-    async def outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
-        """What agents hold on nodes that the job has left."""
-        return await outside.inventories(self, former)
-
-    def _adopt(self, plan: peer.PlanDown) -> None:
-        assert self.mesh is not None
-        self.noderanks, self.map_restart, self.epoch = dict(plan.noderanks), self.restart, plan.epoch
-        self.mesh.ports.update({h: p for h, p in plan.ports.items() if h != self.node})
-        by_rank = {rank: host for host, rank in self.noderanks.items()}
-        mine, n = self.noderanks[self.node], len(self.hosts)
-        group = set(placement.holders(mine, n, self.replicas)) | set(placement.holds_for(mine, n, self.replicas))
-        self.mesh.want(by_rank[rank] for rank in group)
-        self.sets.plan(plan)
-
-    def apply(self, plan: peer.PlanDown) -> None:
-        """Void all but the chosen versions, take map and epoch, begin to pull."""
-        keep = {s.name: tuple(Stamp(*stamp) for stamp in s.keep) for s in plan.sets}
-        for shard in self.store:
-            shard.registered_round = shard.resumed_round = 0  # round numbers begin anew with each incarnation
-            shard.pair.void_except(*keep.get(shard.set, ()))
-        self._adopt(plan)
-        mine = self.noderanks[self.node]
-        for shard in self.store.shards.values():
-            if mine in placement.holders(shard.home % len(self.hosts), len(self.hosts), self.replicas):
-                shard.resumed_round = plan.round
-        self._save_state(plan)
-        self.pulls.start([o for o in plan.pulls if o.dest == self.node])
-
-    def live(self, plan: peer.PlanDown) -> None:
-        """Everyone has acknowledged: trainers may come."""
-        self.sets.open()
-        for training in self.sets:
-            self.sets.recount(training.name)
-        self._write_map(plan)
-        chosen = [f"{s.name}: version {s.chosen[1]}" for s in plan.sets if s.chosen is not None]
-        lost = [f"{s.name}: {reason}" for s in plan.sets for reason in s.lost]
-        version = max((s.chosen[1] for s in plan.sets if s.chosen is not None), default=0)
-        self.log("agreed", version=version, detail="; ".join([f"epoch {plan.epoch}", *chosen, *lost]))
-
-    def bound(self, plan: peer.PlanDown) -> None:
-        """The round now serves this launch of the training."""
-        self._save_state(plan)
-
-    def _save_state(self, plan: peer.PlanDown) -> None:
-        if self._attach_message is None:
-            return
-        temporary = f"{self._state_path}.new"
-        with suppress(OSError):
-            Path(temporary).write_bytes(msgspec.json.encode(State(self._attach_message, plan)))
-            os.replace(temporary, self._state_path)
-
-    def _write_map(self, plan: peer.PlanDown) -> None:
-        text = mapfile.render(
-            job=self.job,
-            restart=self.restart,
-            nodelist=self.nodelist,
-            hosts=self.hosts,
-            noderanks=plan.noderanks,
-            host=self.node,
-            master_port=master_port(self.job, self.restart),
-            socket_path=f"{self.directory}/agent.sock",
-            agent_port=self.port,
-            epoch=plan.epoch,
-            map_hash=plan.map_hash,
-        )
-        try:
-            mapfile.write(self.directory, text)
-        except OSError as exc:
-            mapfile.settle(self.directory)
-            self.log("unmapped", detail=f"the map file cannot be written: {exc.strerror}")
-
-    # ---- peers -----------------------------------------------------------------------------------------
 
     def address_of(self, host: str) -> str:
         """Where a peer is dialled."""
@@ -433,7 +316,7 @@ class Agent:
         rounds.on_link(name)
         self.sets.on_link(name)
 
-    def _on_message(self, name: str, message: peer.PeerMessage) -> None:
+    def _on_message(self, name: str, message: protocol.AnyMessage) -> None:
         rounds = self.rounds
         assert rounds is not None
         if rounds.on_message(name, message):

@@ -10,7 +10,7 @@ from gemini_hpc.agent.picture import inspect_part
 from gemini_hpc.agent.ports import candidates
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.operators import Operators
-from gemini_hpc.wire import peer
+from gemini_hpc.wire import peer, picture
 from gemini_hpc.wire.frames import FrameError
 from gemini_hpc.wire.handshake import Greeting, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, accept
@@ -85,7 +85,11 @@ class Callers:
             return ""  # a newer incarnation that went on elsewhere may read what is kept here
         if hello.purpose == "summons" and summons.may_summon(agent, hello.restart):
             return ""
-        if hello.purpose not in ("link", "pull") or hello.source not in agent.hosts or hello.source == agent.node:
+        if (
+            hello.purpose not in ("link", "pull", "push")
+            or hello.source not in agent.hosts
+            or hello.source == agent.node
+        ):
             return "not a peer"
         if hello.restart != agent.restart:
             return f"restart {agent.restart} here"
@@ -99,17 +103,19 @@ class Callers:
             await agent.mesh.serve(link.session.peer_host, link)
         elif purpose == "pull":
             await pull.serve(link, self._find)
+        elif purpose == "push":
+            await agent.incoming.serve(link)
         elif purpose == "summons":
             await summons.answer(agent, link)
         elif purpose == "inventory":
             async with asyncio.timeout(_ANSWER_S):
                 if isinstance(await link.receive(), peer.Collect):
-                    await link.flush(peer.InventoryUp(0, (await agent.inventory(verify=False),)))
+                    await link.flush(peer.InventoryUp(0, (await agent.member.inventory(verify=False),)))
         elif purpose == "query":
             async with asyncio.timeout(_ANSWER_S):
                 message = await link.receive()
-                if isinstance(message, peer.InspectAsk):
-                    await link.flush(inspect_part(agent, message.request))
+                if isinstance(message, picture.InspectAsk):
+                    await link.flush(inspect_part(agent, message.request, message.record))
 
     def _find(self, ask: peer.PullAsk) -> tuple[peer.CopyRecord, Any] | None:
         found = self._agent.store.find(ask.set, ask.rank, Stamp(*ask.stamp))

@@ -13,6 +13,7 @@ import xxhash
 from gemini_hpc.agent import cgroup
 from gemini_hpc.agent.node import meminfo
 from gemini_hpc.config import Settings
+from gemini_hpc.core import record
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 1 | 2 | 4  # no further seal, no shrinking, no growing
@@ -25,15 +26,19 @@ class NoMemory(Exception):
 
 
 class Memfd:
-    """An anonymous file in memory of a fixed size; its pages are all there after `reserve`."""
+    """An anonymous file in memory of a fixed size; its pages are all there after `reserve`.
 
-    def __init__(self, name: str, size_bytes: int, fd: int = -1) -> None:
+    slot: with room for a commit record behind the `size_bytes` bytes.
+    """
+
+    def __init__(self, name: str, size_bytes: int, fd: int = -1, *, slot: bool = False) -> None:
         self.size_bytes = size_bytes
         self.fd = fd
         self._map: mmap.mmap | None = None
+        self._record_bytes = record.ROOM_BYTES if slot else 0
         if fd < 0:
             self.fd = os.memfd_create(name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(self.fd, size_bytes)
+            os.ftruncate(self.fd, size_bytes + self._record_bytes)
             fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
 
     def reserve(self, left_bytes: Callable[[], int]) -> None:
@@ -42,8 +47,9 @@ class Memfd:
         left_bytes: what may still be taken; asked again and again, for others take memory at the same time, and where
         a cgroup is full the kernel does not refuse but kills.
         """
-        for at in range(0, self.size_bytes, _RESERVE_STRIDE_BYTES):
-            part = min(_RESERVE_STRIDE_BYTES, self.size_bytes - at)
+        file_bytes = self.size_bytes + self._record_bytes
+        for at in range(0, file_bytes, _RESERVE_STRIDE_BYTES):
+            part = min(_RESERVE_STRIDE_BYTES, file_bytes - at)
             left = left_bytes()
             if left < part:
                 raise NoMemory(
@@ -54,8 +60,13 @@ class Memfd:
             except OSError as exc:
                 raise NoMemory(f"the kernel refused {self.size_bytes} bytes: {os.strerror(exc.errno or 0)}") from None
 
+    def commit(self, committed: record.Committed | None) -> None:
+        """Write the commit record, last; None: blank it, first. Nothing where there is no room for one."""
+        if self._record_bytes:
+            os.pwrite(self.fd, record.BLANK if committed is None else record.pack(committed), self.size_bytes)
+
     def view(self) -> memoryview:
-        """The whole file, writable; mapped at first use. Release the view before `close`."""
+        """All `size_bytes` bytes, writable; mapped at first use. Release the view before `close`."""
         if self.fd < 0:  # mmap would take -1 for anonymous memory
             raise ValueError("this memory has been given back")
         if self._map is None:
@@ -95,9 +106,10 @@ def adopt(fd: int, size_bytes: int) -> Memfd:
     writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
     if seals != _SEALS or not writable or not os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:gemini"):
         raise ValueError("the descriptor handed back is not a replica's memory")
-    if os.fstat(fd).st_size != size_bytes:
+    room = os.fstat(fd).st_size - size_bytes
+    if room not in (0, record.ROOM_BYTES):
         raise ValueError(f"handed back {os.fstat(fd).st_size} bytes, wanted {size_bytes}")
-    return Memfd("", size_bytes, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0))
+    return Memfd("", size_bytes, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), slot=room > 0)
 
 
 class Budget:

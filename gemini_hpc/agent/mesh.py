@@ -15,9 +15,10 @@ from contextlib import suppress
 
 from gemini_hpc.agent.ports import candidates
 from gemini_hpc.config import Settings
-from gemini_hpc.wire import peer
+from gemini_hpc.wire import peer, protocol
 from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, connect_any
+from gemini_hpc.wire.message import Message
 
 _MAX_WITNESSES = 3
 _PARALLEL_SEARCHES = 64
@@ -38,7 +39,7 @@ class Mesh:
         instance: str,
         hosts: tuple[str, ...],
         on_link: Callable[[str], None],
-        on_message: Callable[[str, peer.PeerMessage], None],
+        on_message: Callable[[str, protocol.AnyMessage], None],
         on_dead: Callable[[str, tuple[str, ...], bool], None],
         complain: Callable[[str], None],
     ) -> None:
@@ -94,13 +95,17 @@ class Mesh:
         )
 
     async def _dial(self, name: str, timeout_s: float) -> Link:
+        return await self.dial(name, "link", timeout_s)
+
+    async def dial(self, name: str, purpose: str, timeout_s: float) -> Link:
+        """A new connection to a peer. Raises OSError, TimeoutError or `HandshakeError`."""
         ports = candidates(self._settings, self._job)
         known = self.ports.get(name)
         if known is not None:
             ports = [known, *(p for p in ports if p != known)]
         ports = ports[: len(ports) if known is None else 4]
         address = self._settings.address_of(name)
-        link, port = await connect_any(address, ports, lambda: self.client(name, "link"), timeout_s)
+        link, port = await connect_any(address, ports, lambda: self.client(name, purpose), timeout_s)
         self.ports[name] = port
         return link
 
@@ -141,7 +146,7 @@ class Mesh:
 
     # ---- messages --------------------------------------------------------------------------------------
 
-    def send(self, name: str, message: peer.Message) -> bool:
+    def send(self, name: str, message: Message) -> bool:
         """Send to one host; False where there is no link to it."""
         link = self.links.get(name)
         if link is None or link.closed:
@@ -149,7 +154,7 @@ class Mesh:
         link.send(message)
         return True
 
-    def _dispatch(self, name: str, message: peer.PeerMessage) -> None:
+    def _dispatch(self, name: str, message: protocol.AnyMessage) -> None:
         if isinstance(message, peer.Ping):
             return
         if isinstance(message, peer.ProbeAsk):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gemini_hpc.wire import page, peer
+from gemini_hpc.wire import page, picture
 
 if TYPE_CHECKING:
     from gemini_hpc.agent.agent import Agent
@@ -18,26 +18,27 @@ _STATES = {
 }
 
 
-def _set(training: TrainingSet) -> peer.SetState:
+def _set(agent: Agent, training: TrainingSet) -> picture.SetState:
     sealed = training.sealed
     state = "finished" if training.succeeded else _STATES.get(training.page.state, "unknown")
-    return peer.SetState(
+    return picture.SetState(
         name=training.name,
         world=training.world or training.chosen_world,
         sealed=None if sealed is None else (sealed.epoch, sealed.version),
         state=state,
         ranks=tuple(sorted(training.greeted)),
         note=training.note or "; ".join(training.lost)[:500],
+        traffic=agent.tellings.states(training.name, training.greeted),
     )
 
 
-def inspect_part(agent: Agent, request: int) -> peer.InspectPart:
-    """Everything that this node can tell of the job."""
+def inspect_part(agent: Agent, request: int, record: picture.RecordAsk | None = None) -> picture.InspectPart:
+    """Everything that this node can tell of the job; beside it, if asked for, what one rank has recorded."""
     held = []
     for shard in agent.store:
         for index, slot in enumerate(shard.pair.slots):
             held.append(
-                peer.HeldSlot(
+                picture.HeldSlot(
                     set=shard.set,
                     rank=shard.rank,
                     world=shard.world,
@@ -52,7 +53,7 @@ def inspect_part(agent: Agent, request: int) -> peer.InspectPart:
                 )
             )
     rounds, mesh = agent.rounds, agent.mesh
-    return peer.InspectPart(
+    return picture.InspectPart(
         host=agent.node,
         job=agent.job,
         uid=agent.uid,
@@ -68,10 +69,11 @@ def inspect_part(agent: Agent, request: int) -> peer.InspectPart:
         port=agent.port,
         memory_bytes=agent.budget.taken_bytes,
         memory_cap_bytes=agent.budget.cap_bytes,
-        sets=tuple(_set(t) for t in agent.sets),
+        sets=tuple(_set(agent, t) for t in agent.sets),
         held=tuple(held),
         events=tuple(agent.events[-200:]),
         suspects=tuple(sorted(mesh.silent() - mesh.dead)) if mesh is not None else (),
         dead=tuple(sorted(mesh.dead)) if mesh is not None else (),
         request=request,
+        record=None if record is None else agent.tellings.record(record),
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from gemini_hpc.agent import pull
 from gemini_hpc.agent.memory import Memfd, NoMemory
 from gemini_hpc.agent.trainingset import TrainingSet
+from gemini_hpc.core.record import Committed
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.wire import peer
 
@@ -108,6 +109,7 @@ class Pulls:
             # At once, not when the gate opens: a trainer that begins a newer version first would shut this one out.
             index = shard.pair.begin(stamp, None, frozenset(), voted=frozenset())
             shard.pair.slots[index].busy = True
+            shard.memory[index].commit(None)
         except (NoMemory, Refused) as exc:
             raise pull.PullFailed(str(exc)) from None
         memory = shard.memory[index]
@@ -119,6 +121,7 @@ class Pulls:
             raise
         shard.pair.complete(index, stamp, copy.digest, copy.used)
         shard.since[index] = shard.verified[index] = time.time()
+        memory.commit(Committed(stamp, copy.used, copy.digest))
         agent.sets.recount(copy.set)
         return memory
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from gemini_hpc.agent.picture import inspect_part
 from gemini_hpc.config import ConfigError
-from gemini_hpc.wire import peer
+from gemini_hpc.wire import controller, peer, picture
 from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, connect
 
@@ -37,7 +37,7 @@ class Reporter:
         self.refused_at = 0.0  # when the last call that nobody took was begun (monotonic)
         self._controller_uid = 0
         self._holders: asyncio.Future[dict[str, int]] | None = None
-        self._backlog: deque[peer.EventRecord] = deque(maxlen=_BACKLOG)
+        self._backlog: deque[picture.EventRecord] = deque(maxlen=_BACKLOG)
 
     @property
     def connected(self) -> bool:
@@ -73,7 +73,7 @@ class Reporter:
         agent = self._agent
         if self._link is not None and agent.restart >= 0:
             self._link.send(
-                peer.Registration(
+                controller.Registration(
                     job=agent.job,
                     restart=agent.restart,
                     host=agent.node,
@@ -85,21 +85,21 @@ class Reporter:
                 )
             )
 
-    def tell(self, event: peer.EventRecord) -> None:
+    def tell(self, event: picture.EventRecord) -> None:
         """Pass an event on, now or when there is a line."""
         self._backlog.append(event)
         self._flush()
 
     def _flush(self) -> None:
         if self._link is not None and self._backlog:
-            self._link.send(peer.EventsUp(self._agent.job, tuple(self._backlog)))
+            self._link.send(controller.EventsUp(self._agent.job, tuple(self._backlog)))
             self._backlog.clear()
 
     def report(self, host: str, witnesses: tuple[str, ...]) -> None:
         """A peer is silent."""
         if self._link is not None:
             agent = self._agent
-            self._link.send(peer.Report(agent.job, agent.restart, host, witnesses, time.time()))
+            self._link.send(controller.Report(agent.job, agent.restart, host, witnesses, time.time()))
 
     async def holders(self, timeout_s: float) -> dict[str, int]:
         """Where agents of this job are or have been, as far as the controller knows; port 0: any of the job's.
@@ -113,7 +113,7 @@ class Reporter:
         while self.configured and not answer.done() and time.monotonic() < deadline:
             if self._link is not None and self._link is not asked:
                 asked = self._link
-                asked.send(peer.HoldersAsk(self._agent.job))
+                asked.send(controller.HoldersAsk(self._agent.job))
             await asyncio.sleep(_LOOK_S)
         return answer.result() if answer.done() else {}
 
@@ -172,14 +172,14 @@ class Reporter:
             self._reported = 0.0
             while True:
                 message = await link.receive()
-                if isinstance(message, peer.InspectAsk):
+                if isinstance(message, picture.InspectAsk):
                     link.send(inspect_part(agent, message.request))
-                elif isinstance(message, peer.Holders) and message.job == agent.job:
+                elif isinstance(message, controller.Holders) and message.job == agent.job:
                     if self._holders is not None and not self._holders.done():
                         self._holders.set_result(message.ports)
-                elif isinstance(message, peer.Notice) and message.job == agent.job:
+                elif isinstance(message, controller.Notice) and message.job == agent.job:
                     agent.notice = "".join(c for c in message.text[:_NOTICE_CHARS] if c.isprintable())
-                elif isinstance(message, peer.Release) and message.job == agent.job:
+                elif isinstance(message, controller.Release) and message.job == agent.job:
                     await agent.release_on_word(f"controller: {message.reason}")
         finally:
             self._link = None

@@ -18,17 +18,26 @@ import msgspec
 from gemini_hpc.core import noderank, recovery
 from gemini_hpc.core.seal import children, parent
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.wire import peer
+from gemini_hpc.wire import bounds, peer, protocol
+from gemini_hpc.wire.message import Message
 
 
 class Host(Protocol):
     """What the rounds need of the agent that they serve."""
 
-    job: int
-    restart: int
-    replicas: int
+    @property
+    def job(self) -> int:
+        """The job's id."""
 
-    def send(self, host: str, message: peer.Message) -> bool:
+    @property
+    def restart(self) -> int:
+        """The incarnation that the agent is in."""
+
+    @property
+    def replicas(self) -> int:
+        """Holders of a shard."""
+
+    def send(self, host: str, message: Message) -> bool:
         """To one peer, if there is a link."""
 
     def freeze(self, step: str) -> None:
@@ -155,7 +164,7 @@ class Rounds:
             elif self.stage == "planned":
                 self._acknowledged()
 
-    def on_message(self, name: str, message: peer.PeerMessage) -> bool:
+    def on_message(self, name: str, message: protocol.AnyMessage) -> bool:
         """Take a message of the rounds; False where it is of another kind."""
         if isinstance(message, peer.Collect):
             if name == self.parent and message.round > self.round:
@@ -293,7 +302,7 @@ class Rounds:
         )
 
 
-def _pair(stamp: Stamp | None) -> peer.StampT | None:
+def _pair(stamp: Stamp | None) -> bounds.Stamp | None:
     return None if stamp is None else (stamp.epoch, stamp.version)
 
 

@@ -8,17 +8,17 @@ import msgspec
 
 from gemini_hpc.core.seal import SILENT, Root, Vote, Word, merge, vote_of
 from gemini_hpc.core.slots import SlotPair, Stamp
-from gemini_hpc.wire import peer
+from gemini_hpc.wire import bounds, peer
 from gemini_hpc.wire.bounds import Strict
 
 
 class WireVote(msgspec.Struct, frozen=True, array_like=True):
     """`core.seal.Vote` as it travels."""
 
-    complete: tuple[peer.StampT, ...]
-    seen: tuple[peer.StampT, ...]
-    floor: peer.StampT | None
-    kept: tuple[peer.StampT, ...]
+    complete: tuple[bounds.Stamp, ...]
+    seen: tuple[bounds.Stamp, ...]
+    floor: bounds.Stamp | None
+    kept: tuple[bounds.Stamp, ...]
 
 
 class Ballot(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ _NOTHING = Ballot(SILENT, 0, 0)
 _decoder = Strict(msgspec.msgpack.Decoder(WireVote))
 
 
-def _stamps(stamps: Iterable[Stamp]) -> tuple[peer.StampT, ...]:
+def _stamps(stamps: Iterable[Stamp]) -> tuple[bounds.Stamp, ...]:
     return tuple(sorted((s.epoch, s.version) for s in stamps))
 
 

@@ -13,6 +13,7 @@ from gemini_hpc.agent.pull import PullFailed
 from gemini_hpc.agent.store import Shard
 from gemini_hpc.agent.trainingset import TrainingSet
 from gemini_hpc.core import placement
+from gemini_hpc.core.record import Committed
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.wire import local, version
 from gemini_hpc.wire.allowance import Allowance
@@ -55,6 +56,7 @@ class Service:
                     shard.pair.void(index)
                     self._agent.sets.recount(name)
         self._keepers = {key: keeper for key, keeper in self._keepers.items() if keeper is not client}
+        self._agent.outgoing.gone(client)
         if who is not None:
             training = self._agent.sets.get(who[1])
             if training is not None and training.present.get(who[2]) is client:
@@ -122,6 +124,8 @@ class Service:
                 return self._abort(client, request)
             if isinstance(request, local.Fetch):
                 return await self._fetch(client, request)
+            if isinstance(request, local.OpenPush):
+                return self._open_push(client, request)
             if isinstance(request, local.Event):
                 if self._events.take():
                     name, detail = _plain(request.name, 40), request.detail[:300]
@@ -135,6 +139,8 @@ class Service:
                     raise Rejected(f"rank {request.rank} is not this process's")
                 training.finished.add(request.rank)
                 return local.Ok(), []
+            if isinstance(request, (local.Traffic, local.Timeline, local.Keep, local.Recall)):
+                return self._told(client, request), []
         except (Rejected, NoMemory) as exc:
             return local.Error(str(exc)), []
         finally:
@@ -169,6 +175,8 @@ class Service:
         if training.greeted and m.world != training.world:
             raise Rejected(f"rank {m.rank} says that {m.world} ranks train, others said {training.world}")
         training.greeted.add(m.rank)
+        if not m.rejoin:
+            agent.tellings.begun(m.set, m.rank)
         training.finished.discard(m.rank)
         training.present[m.rank] = client
         training.world = m.world
@@ -189,6 +197,23 @@ class Service:
             proto=proto,
         )
         return welcome, [training.page_fd()]
+
+    def _told(
+        self, client: Client, m: local.Traffic | local.Timeline | local.Keep | local.Recall
+    ) -> local.Ok | local.Kept:
+        """Of a rank by itself only."""
+        if self._training(client, m.set).present.get(m.rank) is not client:
+            raise Rejected(f"rank {m.rank} is not this process's")
+        tellings = self._agent.tellings
+        if isinstance(m, local.Recall):
+            return local.Kept(tellings.recall(m.set, m.rank, m.key))
+        if isinstance(m, local.Keep):
+            tellings.keep(m.set, m.rank, m.key, m.data)
+        elif isinstance(m, local.Traffic):
+            tellings.traffic(m.set, m.rank, m.state)
+        else:
+            tellings.timeline(m.set, m.rank, m.timeline)
+        return local.Ok()
 
     async def _alone(self, m: local.Hello) -> None:
         """Wait, for a moment, until an earlier process of this rank has left; it may just have been killed."""
@@ -238,12 +263,15 @@ class Service:
     async def _register(self, client: Client, m: local.Register) -> Reply:
         agent = self._agent
         training = self._keep(client, m)
-        if m.bytes == 0:
+        size_bytes = m.bytes
+        if m.pushed and not size_bytes and (known := agent.store.get(m.set, m.rank)) is not None:
+            size_bytes = known.bytes
+        if not size_bytes:
             raise Rejected("a shard of 0 bytes cannot be")
         assert agent.rounds is not None
         number = agent.rounds.round
         try:
-            shard = await agent.store.make(m.set, m.rank, m.world, m.home, m.bytes)
+            shard = await agent.store.make(m.set, m.rank, m.world, m.home, size_bytes)
         except NoMemory as exc:
             training.note = str(exc)
             agent.log("refused", detail=str(exc))
@@ -252,9 +280,9 @@ class Service:
             raise Rejected("a recovery round is on")
         self._keep(client, m)
         self._keepers[m.set, m.rank] = client
-        shard.registered_round = number
+        shard.registered_round, shard.pushed = number, m.pushed
         agent.sets.recount(m.set)
-        return local.Slots(m.bytes), [os.dup(memory.fd) for memory in shard.memory]
+        return local.Slots(shard.bytes), [os.dup(memory.fd) for memory in shard.memory]
 
     def _begin(self, client: Client, m: local.Begin) -> Reply:
         agent = self._agent
@@ -263,16 +291,13 @@ class Service:
             raise Rejected(f"shard of rank {m.rank} is not registered in this round")
         if self._keepers.get((m.set, m.rank)) is not client:
             raise Rejected(f"shard of rank {m.rank} is not registered by this process")
-        word, voted = training.sealing.word, training.sealing.voted
-        stamp = Stamp(agent.epoch, m.version)
+        if shard.pushed:
+            raise Rejected(f"shard of rank {m.rank} is filled by the agent of its home")
         try:
-            index = shard.pair.begin(stamp, training.sealed, word.abandoned, voted=voted)
+            index = agent.filling.begin(training, shard, m.version)
         except Refused as exc:
             return local.Refused(exc.reason), []
-        shard.since[index] = time.time()
-        agent.sets.drop_guests(training)  # every rank has loaded, or none would have come as far as a save
         self._fills[m.set, m.rank, index] = client
-        agent.sets.recount(m.set)
         return local.Begun(index), []
 
     def _filling(self, client: Client, name: str, rank: int, index: int, version: int) -> Shard | None:
@@ -291,31 +316,25 @@ class Service:
         if not 0 < m.used <= shard.bytes:
             raise Rejected(f"{m.used} bytes used of a slot of {shard.bytes}")
         del self._fills[m.set, m.rank, m.slot]
-        shard.pair.slots[m.slot].busy = True
-        self._agent.spawn(self._verify(shard, m))
+        self._agent.filling.landed(shard, m.slot, Committed(Stamp(self._agent.epoch, m.version), m.used, m.digest))
         return local.Ok(), []
 
-    async def _verify(self, shard: Shard, m: local.Landed) -> None:
+    def _open_push(self, client: Client, m: local.OpenPush) -> Reply:
         agent = self._agent
-        stamp = Stamp(agent.epoch, m.version)
-        digest = await asyncio.to_thread(shard.memory[m.slot].digest, m.used)
-        slot = shard.pair.slots[m.slot]
-        if slot.state != "filling" or slot.stamp != stamp:
-            return
-        if digest == m.digest:
-            shard.pair.complete(m.slot, stamp, digest, m.used)
-            shard.since[m.slot] = shard.verified[m.slot] = time.time()
-        else:
-            shard.pair.void(m.slot)
-            agent.log("damaged", version=m.version, detail=f"shard {m.rank}: the digest differs after landing")
-        agent.sets.recount(m.set)
+        _, shard = self._shard(client, m.set, m.rank)
+        mine, n = agent.noderanks[agent.node], len(agent.hosts)
+        if self._keepers.get((m.set, m.rank)) is not client or shard.pushed:
+            raise Rejected(f"shard of rank {m.rank} is not filled by this process")
+        if shard.home != mine or m.holder not in placement.holders(mine, n, agent.replicas)[1:]:
+            raise Rejected(f"node rank {m.holder} keeps nothing of the shard of rank {m.rank} here")
+        host = next(name for name, rank in agent.noderanks.items() if rank == m.holder)
+        return local.Ok(), [agent.outgoing.open(client, shard, host)]
 
     def _abort(self, client: Client, m: local.Abort) -> Reply:
         shard = self._filling(client, m.set, m.rank, m.slot, m.version)
         if shard is not None:
             del self._fills[m.set, m.rank, m.slot]
-            shard.pair.void(m.slot)
-            self._agent.sets.recount(m.set)
+            self._agent.filling.void(shard, m.slot)
         return local.Ok(), []
 
     async def _fetch(self, client: Client, m: local.Fetch) -> Reply:
@@ -357,7 +376,7 @@ class Service:
         self._keepers[m.set, m.rank] = client
         assert agent.rounds is not None
         rounds, number = agent.rounds, agent.rounds.round
-        shard.registered_round = number
+        shard.registered_round, shard.pushed = number, m.pushed
         if m.digest and 0 < m.used <= m.bytes:
             digest = await asyncio.to_thread(memory.digest, m.used)
             self._keep(client, m)
@@ -368,6 +387,7 @@ class Service:
             if digest == m.digest and free:
                 shard.pair.restore(m.slot, stamp, digest, m.used)
                 shard.since[m.slot] = shard.verified[m.slot] = time.time()
+                memory.commit(Committed(stamp, m.used, digest))
             else:
                 agent.log("damaged", version=m.version, detail=f"shard {m.rank}: handed back with another digest")
         if training.sealing is not None:

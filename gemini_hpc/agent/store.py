@@ -19,7 +19,7 @@ class Shard:
     """Both slots of one shard on this node. home: node rank where its training rank lives.
 
     registered_round: the last round in which a training rank registered it; resumed_round: the last one whose plan
-    has it here.
+    has it here. pushed: the home's agent fills it, and no training rank.
     """
 
     set: str
@@ -33,6 +33,7 @@ class Shard:
     verified: list[float] = field(default_factory=lambda: [0.0, 0.0])
     registered_round: int = 0
     resumed_round: int = 0
+    pushed: bool = False
 
     def record(self, index: int) -> CopyRecord | None:
         """What can be told of a complete slot; None of any other."""
@@ -111,7 +112,7 @@ class Store:
             memory: list[Memfd] = []
             try:
                 for index in range(2):
-                    memory.append(Memfd(f"gemini:{set_name}:{rank}:{index}", size_bytes))
+                    memory.append(Memfd(f"gemini:{set_name}:{rank}:{index}", size_bytes, slot=True))
                     if reserve:
                         await asyncio.to_thread(memory[index].reserve, self.budget.left_bytes)
             except BaseException as exc:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from gemini_hpc.cli.asking import UserError, WrongIdError, raw_id
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
+from gemini_hpc.report import text
+from gemini_hpc.report.tame import tame as _tame
 
 if TYPE_CHECKING:
     _Subparsers = argparse._SubParsersAction[Any]
     from gemini_hpc.control.picture import Document
 
-_ID = re.compile(r"([0-9]{1,10})(_[0-9]{1,10})?")
 MAX_SHARDS_SHOWN = 64
 MAX_FATAL_SHOWN = 12
-
-
-class _UserError(Exception):
-    pass
 
 
 def register(subparsers: _Subparsers) -> None:
@@ -51,35 +48,15 @@ def _seconds(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     """The exit status: 0; 1 with one line on stderr; 2 for a wrong command line."""
     try:
-        m = _ID.fullmatch(args.job)
-        if m is None:
-            print(f"gemini-hpc inspect: {args.job[:80]!r} is not a job id: wanted a number", file=sys.stderr)
-            return 2
-        settings = load(args.config)
-        job = int(m[1]) if m[2] is None else _raw_id(args.job)
-        if job >= 1 << 32:
-            raise _UserError(f"job {job}: unknown, or not yours")
-        _show(settings, job, args)
-    except (_UserError, ConfigError) as exc:
+        job = raw_id(args.job)
+        _show(load(args.config), job, args)
+    except WrongIdError as exc:
+        print(f"gemini-hpc inspect: {exc}", file=sys.stderr)
+        return 2
+    except (UserError, ConfigError) as exc:
         print(f"gemini-hpc inspect: {_tame(str(exc))}", file=sys.stderr)
         return 1
     return 0
-
-
-def _raw_id(task: str) -> int:
-    import asyncio
-
-    from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob
-
-    async def find() -> int:
-        return await Slurm().raw_id(task)
-
-    try:
-        return asyncio.run(find())
-    except UnknownJob:
-        raise _UserError(f"job {task}: unknown, or not yours") from None
-    except SlurmError as exc:
-        raise _UserError(str(exc)) from None
 
 
 def _show(settings: Settings, job: int, args: argparse.Namespace) -> None:
@@ -117,18 +94,8 @@ class _Source:
                 if not answer.parts:
                     raise ask.AskError(f"job {self._job}: no controller ({exc}) and no agent answers") from None
         except ask.AskError as exc:
-            raise _UserError(str(exc)) from None
+            raise UserError(str(exc)) from None
         return picture(self._job, answer.parts, answer.events, answer.slurm, answer.missing, asked, time.time())
-
-
-def _tame(said: Any) -> Any:
-    """What agents say comes from the job's owner, and may be read on an operator's terminal: no control characters,
-    no lines of their own."""
-    if isinstance(said, str):
-        return said if said.isprintable() else "".join(c if c.isprintable() else "?" for c in said)
-    if isinstance(said, dict):
-        return {_tame(key): _tame(value) for key, value in said.items()}
-    return [_tame(item) for item in said] if isinstance(said, list) else said
 
 
 # ---- text ----------------------------------------------------------------------------------------------
@@ -191,6 +158,7 @@ def _node(n: Document) -> list[str]:
 def _set(s: Document, nodes: int) -> list[str]:
     lines = [f"set {s['name']}: {s['state']}, world {s['world']}, sealed {_version(s['sealed'])}"]
     lines += [f"  note: {note}" for note in s["notes"]]
+    lines += [f"  {line}" for line in text.lines(s["traffic"])]
     rows = []
     for shard in s["shards"][:MAX_SHARDS_SHOWN]:
         for i, h in enumerate(shard["holders"] or [None]):

@@ -7,12 +7,18 @@ import os
 import pwd
 import secrets
 import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gemini_hpc.config import Settings
 from gemini_hpc.operators import Operators
-from gemini_hpc.wire import peer
+from gemini_hpc.wire import picture
 from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed, connect_any
+
+if TYPE_CHECKING:
+    from gemini_hpc.control.slurmtext import Job, Node
 
 CONTROLLER_TIMEOUT_S = 2.0
 AGENT_TIMEOUT_S = 1.0
@@ -65,11 +71,11 @@ class ControllerLine:
                 raise AskError(f"controller {where}: {exc}") from None
         raise NoControllerError("; ".join(failed))
 
-    def ask(self, job: int) -> peer.JobAnswer:
+    def ask(self, job: int) -> picture.JobAnswer:
         """Raises `AskError` with the controller's own words, `NoControllerError` if it went away."""
         try:
-            self._link.send(peer.JobAsk(job))
-            answer = self._link.receive(peer.JobAnswer)
+            self._link.send(picture.JobAsk(job))
+            answer = self._link.receive(picture.JobAnswer)
         except (OSError, LinkClosed) as exc:
             raise NoControllerError(str(exc)) from None
         if answer.error:
@@ -81,7 +87,7 @@ class ControllerLine:
         self._link.close()
 
 
-def agents(settings: Settings, raw_id: int) -> peer.JobAnswer:
+def agents(settings: Settings, raw_id: int) -> picture.JobAnswer:
     """The same answer without a controller: Slurm's node list, and every agent asked at its deterministic ports.
 
     Raises `AskError`.
@@ -89,35 +95,100 @@ def agents(settings: Settings, raw_id: int) -> peer.JobAnswer:
     return asyncio.run(_agents(settings, raw_id))
 
 
-async def _agents(settings: Settings, raw_id: int) -> peer.JobAnswer:
-    from gemini_hpc.control.questions import NOT_YOURS, slurm_facts
-    from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob
+async def _agents(settings: Settings, raw_id: int) -> picture.JobAnswer:
+    from gemini_hpc.control.questions import slurm_facts
+    from gemini_hpc.control.slurm import SlurmError
+
+    try:
+        job, nodes = await _allocation(settings, raw_id)
+    except SlurmError as exc:
+        raise AskError(f"no controller answers, and Slurm neither: {exc}") from None
+    parts = await _ask_all(settings, raw_id, job.user_id, nodes)
+    missing = tuple(n for n in job.nodes if n not in {p.host for p in parts})
+    return picture.JobAnswer(parts=parts, slurm=slurm_facts(job), missing=missing)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What was asked of whom, and the answer; None where the agent did not answer, knows nothing of this rank, or is
+    of a version that does not tell."""
+
+    host: str
+    ask: picture.RecordAsk
+    record: picture.Record | None
+
+
+Choose = Callable[[tuple[picture.InspectPart, ...]], Sequence[tuple[str, picture.RecordAsk]]]
+
+
+def records(
+    settings: Settings, raw_id: int, choose: Choose
+) -> tuple[tuple[picture.InspectPart, ...], list[Recorded]]:
+    """All agents of the job are asked for their parts, then those hosts that `choose` names from them for what a rank
+    has recorded. The agents themselves in any case: the controller does not pass records on.
+
+    Raises `AskError`.
+    """
+    return asyncio.run(_records(settings, raw_id, choose))
+
+
+async def _records(
+    settings: Settings, raw_id: int, choose: Choose
+) -> tuple[tuple[picture.InspectPart, ...], list[Recorded]]:
+    from gemini_hpc.control.slurm import SlurmError
+
+    try:
+        job, nodes = await _allocation(settings, raw_id)
+    except SlurmError as exc:
+        raise AskError(f"Slurm does not answer: {exc}") from None
+    parts = await _ask_all(settings, raw_id, job.user_id, nodes)
+    gate = asyncio.Semaphore(PARALLEL)
+
+    async def one(host: str, ask: picture.RecordAsk) -> Recorded:
+        async with gate:
+            address = nodes[host].address
+            part = await _ask_agent(settings, raw_id, job.user_id, host, address, picture.InspectAsk(record=ask))
+        record = part.record if part is not None else None
+        asked_for = record is not None and (record.set, record.rank) == (ask.set, ask.rank)
+        return Recorded(host, ask, record if asked_for else None)
+
+    wanted = [(host, ask) for host, ask in choose(parts) if host in nodes]
+    return parts, await asyncio.gather(*(one(host, ask) for host, ask in wanted))
+
+
+async def _allocation(settings: Settings, raw_id: int) -> tuple[Job, dict[str, Node]]:
+    """The job and its nodes by name. Raises `AskError`, and SlurmError where Slurm does not answer."""
+    from gemini_hpc.control.questions import NOT_YOURS
+    from gemini_hpc.control.slurm import Slurm, UnknownJob
 
     slurm = Slurm()
     try:
         job = await slurm.job(raw_id)
-        # A courtesy: the agents ask MUNGE and decide for themselves.
-        allowed = Operators(settings.operators, (0, job.user_id, *settings.slurm_uids()))
-        if not await allowed.allows(os.geteuid()):
-            raise AskError(f"job {raw_id}: {NOT_YOURS}")
-        nodes = await slurm.nodes(job.nodes) if job.nodes else {}
     except UnknownJob:
         raise AskError(f"job {raw_id}: {NOT_YOURS}") from None
-    except SlurmError as exc:
-        raise AskError(f"no controller answers, and Slurm neither: {exc}") from None
+    # A courtesy: the agents ask MUNGE and decide for themselves.
+    allowed = Operators(settings.operators, (0, job.user_id, *settings.slurm_uids()))
+    if not await allowed.allows(os.geteuid()):
+        raise AskError(f"job {raw_id}: {NOT_YOURS}")
+    return job, await slurm.nodes(job.nodes) if job.nodes else {}
+
+
+async def _ask_all(
+    settings: Settings, raw_id: int, uid: int, nodes: dict[str, Node]
+) -> tuple[picture.InspectPart, ...]:
     gate = asyncio.Semaphore(PARALLEL)
 
-    async def one(name: str, address: str) -> peer.InspectPart | None:
+    async def one(name: str, address: str) -> picture.InspectPart | None:
         async with gate:
-            return await _ask_agent(settings, raw_id, job.user_id, name, address)
+            return await _ask_agent(settings, raw_id, uid, name, address, picture.InspectAsk())
 
     answers = await asyncio.gather(*(one(n.name, n.address) for n in nodes.values()))
-    parts = tuple(a for a in answers if a is not None)
-    missing = tuple(n for n in job.nodes if n not in {p.host for p in parts})
-    return peer.JobAnswer(parts=parts, slurm=slurm_facts(job), missing=missing)
+    return tuple(a for a in answers if a is not None)
 
 
-async def _ask_agent(settings: Settings, job: int, uid: int, name: str, address: str) -> peer.InspectPart | None:
+async def _ask_agent(
+    settings: Settings, job: int, uid: int, name: str, address: str, question: picture.InspectAsk
+) -> picture.InspectPart | None:
     from gemini_hpc.agent.ports import candidates
 
     ports = candidates(settings, job)
@@ -125,10 +196,10 @@ async def _ask_agent(settings: Settings, job: int, uid: int, name: str, address:
         async with asyncio.timeout(AGENT_TIMEOUT_S):
             link, _ = await connect_any(address, ports, lambda: _client(settings, job, name, uid), AGENT_TIMEOUT_S)
             try:
-                link.send(peer.InspectAsk())
+                link.send(question)
                 while True:
                     message = await link.receive()
-                    if isinstance(message, peer.InspectPart):
+                    if isinstance(message, picture.InspectPart):
                         return message
             finally:
                 link.abort()

@@ -12,7 +12,7 @@ from contextlib import suppress
 import msgspec
 
 from gemini_hpc.control.journal import end_line
-from gemini_hpc.wire.peer import EventRecord
+from gemini_hpc.wire.picture import EventRecord
 
 MAX_LOG_BYTES = 1 << 20
 KEPT_S = 14 * 86400.0

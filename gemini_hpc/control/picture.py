@@ -9,7 +9,7 @@ bytes, a version is [epoch, version] or null:
                 suspects, dead, member}]
   sets        [{name, world, sealed, state, notes, shards: [{rank, home, bytes, holders: [{host, state, version,
                 age_s, verified_age_s}]}], survival: {counted_version, survives: [{k, probability}], fatal: [[host]],
-                exact, lost_already}}]
+                exact, lost_already}, traffic: [{rank, host, and the fields of `wire.traffic.TrafficState`}]}]
   recoveries  [{restart, began, total_s, events: [{t, after_s, gap_s, name, host, detail}]}]
   events      [{t, name, host, restart, version, detail}]
   missing     hosts of the job without an answer;   notes   sentences for the reader
@@ -20,8 +20,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from gemini_hpc.control.survival import survival
-from gemini_hpc.wire.peer import EventRecord, HeldSlot, InspectPart, StampT
+from gemini_hpc.wire.bounds import Stamp
+from gemini_hpc.wire.picture import EventRecord, HeldSlot, InspectPart
+from gemini_hpc.wire.traffic import TrafficState
 
 SCHEMA = 1
 MAX_SETS, MAX_SHARDS = 256, 1 << 17
@@ -199,14 +203,34 @@ def _set(name: str, parts: Sequence[InspectPart], members: Sequence[str], now: f
             "exact": True,
             "lost_already": found.lost_already,
         },
+        "traffic": [
+            {"rank": rank, "host": host, **fields(state)}
+            for rank, (host, state) in sorted(traffic(name, parts).items())
+            if rank < world
+        ],
     }
 
 
-def _holders(copies: Sequence[tuple[str, HeldSlot]], stamp: StampT | None) -> frozenset[str]:
+def traffic(name: str, parts: Iterable[InspectPart]) -> dict[int, tuple[str, TrafficState]]:
+    """What each rank of a set tells of its traffic, and where. A rank that has moved counts where it was last."""
+    found: dict[int, tuple[str, TrafficState]] = {}
+    for part in sorted(parts, key=lambda p: (p.restart, p.epoch, p.round)):
+        for s in part.sets:
+            if s.name == name:
+                found.update((rank, (part.host, state)) for rank, state in s.traffic)
+    return found
+
+
+def fields(state: TrafficState) -> Document:
+    """As in the document."""
+    return msgspec.structs.asdict(state) | {"chunks_per_span": list(state.chunks_per_span)}
+
+
+def _holders(copies: Sequence[tuple[str, HeldSlot]], stamp: Stamp | None) -> frozenset[str]:
     return frozenset(host for host, slot in copies if slot.state == "complete" and slot.stamp == stamp)
 
 
-def _counted(by_rank: dict[int, list[tuple[str, HeldSlot]]]) -> StampT | None:
+def _counted(by_rank: dict[int, list[tuple[str, HeldSlot]]]) -> Stamp | None:
     """The version whose copies are counted: the one that every shard has on the most nodes, the newest of equals.
 
     The parts were not taken at one instant: one holder may have recycled the sealed version's slot already, while
@@ -215,14 +239,14 @@ def _counted(by_rank: dict[int, list[tuple[str, HeldSlot]]]) -> StampT | None:
     slots = [slot for copies in by_rank.values() for _, slot in copies]
     stamps = {slot.stamp for slot in slots if slot.stamp and slot.state == "complete"}
 
-    def score(stamp: StampT) -> tuple[int, int, StampT]:
+    def score(stamp: Stamp) -> tuple[int, int, Stamp]:
         counts = [len(_holders(copies, stamp)) for copies in by_rank.values()]
         return (min(counts), sum(counts), stamp)
 
     return max(stamps, key=score, default=None)
 
 
-def _shard(rank: int, copies: Sequence[tuple[str, HeldSlot]], sealed: StampT | None, now: float) -> Document:
+def _shard(rank: int, copies: Sequence[tuple[str, HeldSlot]], sealed: Stamp | None, now: float) -> Document:
     rows = []
     for host, slot in sorted(copies, key=lambda c: (c[0], c[1].stamp or (0, 0))):
         state = "sealed" if slot.state == "complete" and sealed and slot.stamp == sealed else slot.state

@@ -14,7 +14,7 @@ from gemini_hpc.control.slurm import SlurmError, UnknownJob
 from gemini_hpc.control.slurmtext import Job
 from gemini_hpc.control.watch import never_requeued
 from gemini_hpc.operators import Operators
-from gemini_hpc.wire import peer
+from gemini_hpc.wire import picture
 from gemini_hpc.wire.link import Link
 
 log = logging.getLogger("gemini_hpc.control")
@@ -34,10 +34,10 @@ class Questions:
     ) -> None:
         self._operators, self._registry, self._logs, self._read_job = operators, registry, logs, read_job
         self._rate = PerUser(QUESTIONS_PER_S, QUESTIONS_BURST)
-        self._parts: dict[int, tuple[int, dict[str, peer.InspectPart], asyncio.Event]] = {}
+        self._parts: dict[int, tuple[int, dict[str, picture.InspectPart], asyncio.Event]] = {}
         self._request = 0
 
-    def part(self, agent: Agent, message: peer.InspectPart) -> None:
+    def part(self, agent: Agent, message: picture.InspectPart) -> None:
         """An agent's part of an answer; dropped unless it was asked for it."""
         waiting = self._parts.get(message.request)
         if waiting is not None and waiting[0] == agent.job == message.job and message.host == agent.host:
@@ -50,15 +50,15 @@ class Questions:
         while True:
             async with asyncio.timeout(QUERY_IDLE_S):
                 message = await link.receive()
-            if not isinstance(message, peer.JobAsk):
+            if not isinstance(message, picture.JobAsk):
                 return
             while not self._rate.take(link.session.peer_uid):
                 await asyncio.sleep(1.0)
             answer = await self._answer(message.job, link.session.peer_uid)
             await link.flush(answer)  # the next one only when this one has left: what waits here is memory
 
-    async def _answer(self, raw_id: int, uid: int) -> peer.JobAnswer:
-        refused = peer.JobAnswer(error=f"job {raw_id}: {NOT_YOURS}")
+    async def _answer(self, raw_id: int, uid: int) -> picture.JobAnswer:
+        refused = picture.JobAnswer(error=f"job {raw_id}: {NOT_YOURS}")
         # Asked about every job, so that an answer takes as long for a forbidden one as for an unknown one.
         operator = await self._operators.allows(uid)
         track = self._registry.jobs.get(raw_id)
@@ -78,23 +78,23 @@ class Questions:
         parts = await self._ask_agents(track) if track else {}
         members = job.nodes if job and job.nodes else ()
         missing = tuple(h for h in members if h not in parts)
-        return peer.JobAnswer(
+        return picture.JobAnswer(
             parts=tuple(parts.values()),
             events=self._logs.read(raw_id, owner),
             slurm=slurm_facts(job),
             missing=missing,
         )
 
-    async def _ask_agents(self, track: Track) -> dict[str, peer.InspectPart]:
+    async def _ask_agents(self, track: Track) -> dict[str, picture.InspectPart]:
         agents = [a for a in track.agents.values() if a.connected]
         self._request += 1
         request = self._request
-        found: dict[str, peer.InspectPart] = {}
+        found: dict[str, picture.InspectPart] = {}
         event = asyncio.Event()
         self._parts[request] = (track.raw_id, found, event)
         try:
             for agent in agents:
-                agent.link.send(peer.InspectAsk(request))
+                agent.link.send(picture.InspectAsk(request))
             with suppress(TimeoutError):
                 async with asyncio.timeout(PARTS_TIMEOUT_S):
                     while len(found) < len(agents):

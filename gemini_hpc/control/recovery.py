@@ -22,7 +22,7 @@ from gemini_hpc.control.registry import Track
 from gemini_hpc.control.rescue import Rescue
 from gemini_hpc.control.slurm import SlurmError, UnknownJob
 from gemini_hpc.control.slurmtext import PENDING, Job, Node
-from gemini_hpc.wire.peer import InspectAsk
+from gemini_hpc.wire.picture import InspectAsk
 
 if TYPE_CHECKING:
     from gemini_hpc.control.recoveries import Recoveries

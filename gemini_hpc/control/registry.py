@@ -15,7 +15,7 @@ from gemini_hpc.control.rescue import PREFIX
 from gemini_hpc.control.slurm import Slurm, SlurmError
 from gemini_hpc.control.slurmtext import COMPLETING, CONFIGURING, RUNNING, Job
 from gemini_hpc.wire.link import Link
-from gemini_hpc.wire.peer import InspectAsk
+from gemini_hpc.wire.picture import InspectAsk
 
 _KEPT_INCARNATIONS = 4
 FRESH_S = 1.0

@@ -24,7 +24,7 @@ from gemini_hpc.control.registry import Agent, Registry, Track
 from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob
 from gemini_hpc.control.slurmtext import Job
 from gemini_hpc.control.watch import Watcher, never_requeued
-from gemini_hpc.wire import peer
+from gemini_hpc.wire import controller, picture, protocol
 from gemini_hpc.wire.allowance import Allowance
 from gemini_hpc.wire.frames import FrameError
 from gemini_hpc.wire.handshake import Greeting, HandshakeError
@@ -184,11 +184,11 @@ class Controller:
         self._open["stranger", uid] += 1
         link.limit_bytes = EARLY_FRAME_BYTES
         try:
-            early: list[peer.EventRecord] = []
+            early: list[picture.EventRecord] = []
             async with asyncio.timeout(REGISTER_TIMEOUT_S):
                 # An agent that is not attached yet may have events to tell before it can register.
-                while not isinstance(first := await link.receive(), peer.Registration):
-                    if isinstance(first, peer.EventsUp):
+                while not isinstance(first := await link.receive(), controller.Registration):
+                    if isinstance(first, controller.EventsUp):
                         room = first.events[: EARLY_EVENTS - len(early)]
                         early += [tame(e, link.session.peer_host[:255]) for e in room]
             if first.job != link.session.job:
@@ -202,7 +202,7 @@ class Controller:
         rate = _Rate()
         try:
             if early:
-                await self._from_agent(agent, peer.EventsUp(agent.job, tuple(early)))
+                await self._from_agent(agent, controller.EventsUp(agent.job, tuple(early)))
             while True:
                 message = await link.receive()
                 if not rate.take():
@@ -219,7 +219,7 @@ class Controller:
         if self._lines.take(uid):
             log.info(line, *values)
 
-    async def _register(self, link: Link, message: peer.Registration) -> Agent | None:
+    async def _register(self, link: Link, message: controller.Registration) -> Agent | None:
         """The agent's entry, if Slurm says that the job is its uid's; None: refused, or told to go."""
         uid, raw_id = link.session.peer_uid, message.job
         while True:
@@ -232,7 +232,7 @@ class Controller:
                 # It is over and forgotten; whoever holds memory for it may free it.
                 if raw_id not in self.registry.jobs:
                     self._tell(uid, "job=%d event=release host=%s reason=unknown", raw_id, message.host[:64])
-                    link.send(peer.Release(raw_id, "job unknown to Slurm"))
+                    link.send(controller.Release(raw_id, "job unknown to Slurm"))
                     await asyncio.sleep(GOODBYE_S)
                 return None
             except SlurmError as exc:
@@ -271,7 +271,7 @@ class Controller:
             old.link.close()
         self._tell(uid, "job=%d restart=%d event=registered host=%s", raw_id, agent.restart, agent.host)
         if why := never_requeued(job):
-            link.send(peer.Notice(raw_id, f"{why}: the loss of a node ends it"))
+            link.send(controller.Notice(raw_id, f"{why}: the loss of a node ends it"))
         return agent
 
     async def _is_there(self, track: Track, host: str, address: str) -> bool:
@@ -288,26 +288,26 @@ class Controller:
             return False
         return address in {str(entry[4][0]) for entry in found}
 
-    async def _from_agent(self, agent: Agent, message: peer.PeerMessage) -> None:
+    async def _from_agent(self, agent: Agent, message: protocol.AnyMessage) -> None:
         track = self.registry.jobs.get(agent.job)
         if track is None:
             return
-        if isinstance(message, peer.Report):
+        if isinstance(message, controller.Report):
             if message.job == agent.job:
                 await self._report(agent, track, message)
-        elif isinstance(message, peer.HoldersAsk):
+        elif isinstance(message, controller.HoldersAsk):
             if message.job == agent.job:
-                agent.link.send(peer.Holders(agent.job, track.holders(agent.restart)))
-        elif isinstance(message, peer.EventsUp):
+                agent.link.send(controller.Holders(agent.job, track.holders(agent.restart)))
+        elif isinstance(message, controller.EventsUp):
             if message.job == agent.job:
                 events = [tame(e, agent.host) for e in message.events[:MAX_EVENTS_AT_ONCE]]
                 if self._event_bytes.take(track.user_id, log_bytes(events)):
                     self.logs.add(agent.job, events)
                 else:
                     self._tell(track.user_id, "job=%d event=not-kept events=%d", agent.job, len(events))
-        elif isinstance(message, peer.InspectPart):
+        elif isinstance(message, picture.InspectPart):
             self._questions.part(agent, message)
-        elif isinstance(message, peer.Registration) and (message.job, message.host) == (agent.job, agent.host):
+        elif isinstance(message, controller.Registration) and (message.job, message.host) == (agent.job, agent.host):
             agent.restart, agent.state = message.restart, message.state[:32]
             agent.port = message.port if 0 < message.port < 65536 else agent.port
             if message.restart not in track.stored.allocations:
@@ -315,7 +315,7 @@ class Controller:
                     track.learn(await self.read_job(agent.job, fresh=True))
                     await track.remember_nodes(self.slurm)
 
-    async def _report(self, agent: Agent, track: Track, message: peer.Report) -> None:
+    async def _report(self, agent: Agent, track: Track, message: controller.Report) -> None:
         """A hint, of a bounded number per user; the agents repeat what counts."""
         uid = track.user_id
         if not self._reports.take(uid):

@@ -13,6 +13,9 @@ from gemini_hpc.devcluster.requirements import program
 CONTROLLER = "ctl"
 CONTROLLER_ADDRESS = "10.77.0.1"
 MAX_NODES = 64
+# Of a shaped link: what it saves up when it is silent, what waits in front of it.
+BUCKET_S, QUEUE_S = 50e-6, 0.05
+MTU_BYTES, SEGMENT_BYTES = 1514, 65536
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?bit)")
 
@@ -93,15 +96,30 @@ def rate_bits(rate: str) -> float:
 
 
 def shape(outer: int, node: str, node_pid: int, rate: str | None) -> None:
-    """Limit what goes to and what comes from a node; None takes the limit away."""
+    """Limit what goes to and what comes from a node; None takes the limit away.
+
+    A wire saves nothing up in silence. So no tbf, whose bucket must hold a segment of 64 KB and gives whoever sends
+    after a pause a millisecond of the link for nothing: htb lets a segment go on credit, and its bucket need only
+    outlast a late timer.
+    """
     for pid, device in ((outer, f"v{node}"), (node_pid, "eth0")):
+        if "htb" in _qdisc(pid, device):  # which cannot be changed where it is
+            _tool("tc", pid, [f"qdisc del dev {device} root"])
         if rate is None:
-            if "tbf" in _qdisc(pid, device):
-                _tool("tc", pid, [f"qdisc del dev {device} root"])
-        else:
-            # A bucket of 2 ms, but never below two full segments of the largest size.
-            burst = max(int(rate_bits(rate) / 8 * 0.002), 2 * 65536)
-            _tool("tc", pid, [f"qdisc replace dev {device} root tbf rate {rate} burst {burst} latency 50ms"])
+            continue
+        bytes_per_s = rate_bits(rate) / 8
+        bucket = max(round(bytes_per_s * BUCKET_S), MTU_BYTES)
+        queue = max(round(bytes_per_s * QUEUE_S), 4 * SEGMENT_BYTES)
+        _tool(
+            "tc",
+            pid,
+            [
+                f"qdisc add dev {device} root handle 1: htb default 1",
+                f"class add dev {device} parent 1: classid 1:1 "
+                f"htb rate {rate} burst {bucket} cburst {bucket} quantum {SEGMENT_BYTES}",
+                f"qdisc add dev {device} parent 1:1 handle 10: bfifo limit {queue}",
+            ],
+        )
 
 
 def _qdisc(pid: int, device: str) -> str:

@@ -13,7 +13,7 @@ from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, w
 from gemini_hpc.doctor.plugin import NAME
 from gemini_hpc.doctor.processes import environment, maps
 from gemini_hpc.doctor.protected import Protected, protected
-from gemini_hpc.wire.peer import JobAnswer
+from gemini_hpc.wire.picture import JobAnswer
 
 MAX_JOBS = 64
 MAX_WITHOUT_CONTROLLER = 8

@@ -5,20 +5,34 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from gemini_hpc.core.manifest import Layout
-from gemini_hpc.train import collective, directory, ownership
+from gemini_hpc.train import collective, directory, ownership, telling
+from gemini_hpc.train.arguments import Choices
 from gemini_hpc.train.capture import Capture
 from gemini_hpc.train.client import AgentLost, AgentRefused
+from gemini_hpc.train.council import Council
 from gemini_hpc.train.membership import ARMED, ARMING, REFUSED, Membership
-from gemini_hpc.train.ownership import Entry, Ownership
-from gemini_hpc.train.receiver import Receiver
+from gemini_hpc.train.nccl.courier import StreamedReceiver, StreamedReplicator
+from gemini_hpc.train.nccl.driver import Driver
+from gemini_hpc.train.nccl.joint import JointPlanner
+from gemini_hpc.train.nccl.meeting import Joined, Proposal, meet
+from gemini_hpc.train.ownership import Entry
+from gemini_hpc.train.pacer import Pacer
+from gemini_hpc.train.planner import Planner
+from gemini_hpc.train.receiver import Receiver, Reserved
 from gemini_hpc.train.replicator import Replicator, register, small_capacity
+from gemini_hpc.train.rhythm import Rhythm
 from gemini_hpc.train.shared import Content, Keeper, Shard
-from gemini_hpc.train.tree import Leaf, StateTree
+from gemini_hpc.train.teller import Teller
+from gemini_hpc.train.tree import Leaf, StateTree, local
+from gemini_hpc.train.watch import Watch
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -28,35 +42,40 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
     problem: str = ""
     entries: list[Entry] = []
     total_bytes: int = 0
+    proposal: Proposal = Proposal()
 
 
 class Arming(Membership):
     """The layer of the checkpointer that makes and ends the threads that copy, send and receive."""
 
-    def __init__(
-        self,
-        tree: StateTree,
-        *,
-        name: str,
-        max_repeated: int,
-        seal_timeout_s: float,
-        chunk_bytes: int,
-        ownership: Ownership,
-    ) -> None:
-        super().__init__(name, seal_timeout_s)
-        self._tree, self._ownership = tree, ownership
-        self._max_repeated, self._chunk_bytes = max_repeated, chunk_bytes
+    def __init__(self, tree: StateTree, choices: Choices) -> None:
+        super().__init__(choices.name, choices.seal_timeout_s, choices.transport)
+        self._tree, self._choices = tree, choices
+        self._pacer = Pacer(choices.chunk_bytes, choices.buffers)
+        self._rhythm: Rhythm | None = None
+        self._driver: Driver | None = None
         self._resumed_at = 0
         self._capture: Capture | None = None
         self._replicator: Replicator | None = None
-        self._receivers: list[Receiver] = []
+        self._receivers: list[Receiver | Reserved] = []
         self._arming: threading.Thread | None = None
         self._listening = False
         self._kept_capacity = 0
         self._own_copy = Content()
 
+    def _lose(self, reason: str) -> None:
+        super()._lose(reason)
+        if self._driver is not None and not self._protected:
+            self._driver.fail(reason)
+
     def _keepers(self) -> list[Keeper]:
         return [*([self._replicator] if self._replicator else []), *self._receivers]
+
+    def _catch_up(self) -> None:
+        for receiver in self._receivers:
+            if isinstance(receiver, Reserved):
+                with suppress(AgentLost, AgentRefused):  # there will be another version
+                    receiver.catch_up()
 
     def _plan(
         self, leaves: list[Leaf], odd: dict[tuple[int, str, str], Any], failure: Exception | None, *, ready: bool
@@ -88,11 +107,25 @@ class Arming(Membership):
         self._capture = capture
         for recorder in self._tree.ddps:
             recorder.stop()
+        joined = self._meet(leaves, layout) if self._kind == "nccl" and self._transport else None
         try:
-            self._start(packed, layout, totals)
+            self._start(packed, layout, totals, joined)
         except Exception as error:  # the others go on to `_arm`
             self._lose(f"{type(error).__name__}: {error}")
         return True
+
+    def _meet(self, leaves: list[Leaf], layout: Layout) -> Joined | None:
+        """Collective: NCCL on all ranks, or on none."""
+
+        def all_ranks(proposal: Proposal) -> list[Proposal]:
+            return [offer.proposal for offer in self._all(_Offer(proposal=proposal), None)]
+
+        joined, reason = meet(self._rank, [local(leaf.tensor) for leaf in leaves], layout, self._targets, all_ranks)
+        if reason:
+            self._findings.append(f"transport: {reason}")
+            if self._rank == 0:
+                self._say(f"copies go over gloo, not over NCCL: {reason}")
+        return joined
 
     def _lay_out(
         self,
@@ -104,7 +137,9 @@ class Arming(Membership):
     ) -> tuple[Capture, bytes, Layout]:
         """This rank's part of what all ranks have: the capture of it, its manifest, the layout of a slot."""
         alone = ownership.unequal(gathered)
-        dealt = ownership.deal([[e for e in part if e.key not in alone] for part in gathered], self._ownership)
+        dealt = ownership.deal(
+            [[e for e in part if e.key not in alone] for part in gathered], self._choices.ownership
+        )
         shared = [i for i, row in enumerate(rows) if row.shared and row.key not in alone]
         blocks = [msgspec.structs.replace(b, entry=shared[b.entry]) for b in dealt[self._rank]]
         for i in sorted(set(range(len(rows))) - set(shared)):  # a local part that stands for itself
@@ -135,10 +170,26 @@ class Arming(Membership):
             raise RuntimeError(problem)
         return offers
 
-    def _start(self, packed: bytes, layout: Layout, totals: list[int]) -> None:
+    def _start(self, packed: bytes, layout: Layout, totals: list[int], joined: Joined | None) -> None:
         assert self._client is not None and self._capture is not None
         transport = self._transport
-        self._replicator = Replicator(
+        replicates: Callable[..., Replicator] = Replicator
+        receives: Callable[..., Receiver] = Receiver
+        if joined is not None:
+            self._driver = Driver(
+                joined,
+                self._choices,
+                self._me,
+                self._client,
+                self._capture,
+                self._gate,
+                self._pacer,
+                self._say,
+                self._lose,
+            )
+            replicates = partial(StreamedReplicator, driver=self._driver)
+            receives = partial(StreamedReceiver, driver=self._driver)
+        self._replicator = replicates(
             self._me,
             self._client,
             self._capture,
@@ -146,30 +197,65 @@ class Arming(Membership):
             layout,
             {rank: transport.outbox(rank) for rank in self._outgoing} if transport else {},
             self._gate,
-            chunk_bytes=self._chunk_bytes,
-            max_repeated=self._max_repeated,
+            self._pacer,
+            max_repeated=self._choices.max_repeated,
             say=self._note,
             broken=self._lose,
+            catch_up=self._catch_up,
         )
-        if transport:
+        self._make_rhythm(packed, layout)
+        if transport and transport.pushed:
             self._receivers = [
-                Receiver(
+                Reserved(self._me, self._client, rank, self._homes[rank], self._gate) for rank in self._incoming
+            ]
+        elif transport:
+            self._receivers = [
+                receives(
                     self._me,
                     self._client,
                     transport.inbox(rank),
                     rank,
                     self._homes[rank],
                     self._gate,
-                    chunk_bytes=self._chunk_bytes,
                     seal_timeout_s=self._seal_timeout_s,
                     say=self._note,
                 )
                 for rank in self._incoming
             ]
+        if self._driver is not None:
+            keepers = {r.rank: r for r in self._receivers}
+            self._driver.open({self._rank: self._replicator, **keepers})
         self._arming = threading.Thread(
             target=self._reserve, args=(layout.total, totals), name="gemini-arming", daemon=True
         )
         self._arming.start()
+
+    def _make_rhythm(self, packed: bytes, layout: Layout) -> None:
+        """Not while another thread is inside a collective: from `step()`."""
+        assert self._client is not None
+        group = self._control_group()
+        homes = self._homes
+        # by places, not by names: a replacement is a node of the same kind, and if not, the profile does not hold
+        over = "nccl " if self._driver is not None else ""
+        key = telling.profile_key(over + packed.hex(), map(str, homes))
+        watch = Watch(lambda ranks: len({homes[rank] for rank in ranks if rank < len(homes)}) != 1)
+        planner = Planner if self._driver is None else partial(JointPlanner, driver=self._driver, watch=watch)
+        if self._driver is not None:
+            self._driver.hook(watch)
+        self._rhythm = Rhythm(
+            self._choices,
+            self._rank,
+            self._outgoing,
+            layout.small_offset + layout.small_capacity // 2,
+            Council(group, watch.follow) if group is not None and self._outgoing else None,
+            watch,
+            self._pacer,
+            Teller(self._client, self._name, self._rank, key),
+            self._say,
+            planner,
+            self._driver,
+            transport=self._transport.name if self._transport is not None else "none",
+        )
 
     def _reserve(self, own_bytes: int, totals: list[int]) -> None:
         """In the background: reserve and map the memory of all shards that this rank fills."""
@@ -177,10 +263,11 @@ class Arming(Membership):
         try:
             shards = [register(self._client, self._me, self._rank, self._node_rank, own_bytes)]
             for receiver in self._receivers:
-                rank = receiver.rank
-                shards.append(register(self._client, self._me, rank, self._homes[rank], totals[rank]))
+                rank, pushed = receiver.rank, isinstance(receiver, Reserved)
+                shards.append(register(self._client, self._me, rank, self._homes[rank], totals[rank], pushed=pushed))
             for shard in shards:
-                shard.populate()
+                if not shard.pushed:
+                    shard.populate()
             self._recognise(shards[0])
         except Exception as error:
             self._listen([])
@@ -248,21 +335,28 @@ class Arming(Membership):
         """Stop the threads: first in peace (the other ranks say goodbye too), then by cutting the links. Whether all
         of them have ended."""
         deadline = time.monotonic() + patience_s
+        if self._driver is not None:
+            self._driver.finish(in_peace=patience_s > 0)
         if self._arming is not None:
             self._arming.join(patience_s)
         with self._fate:
             self._ending = True
             quiet = patience_s > 0 and (self._arming is None or self._listening)
+        self._pacer.end()
         if self._replicator is not None:
             quiet = self._replicator.stop(max(0.0, deadline - time.monotonic())) and quiet
         for receiver in self._receivers:
             quiet = receiver.join(max(0.0, deadline - time.monotonic())) and quiet
         if not quiet and self._transport is not None:
             self._transport.interrupt()
+            if self._driver is not None:
+                self._driver.interrupt()
             if self._replicator is not None:
                 self._replicator.stop(1.0)
             for receiver in self._receivers:
                 receiver.join(1.0)
         ended = self._arming is None or not self._arming.is_alive()
         ended = (self._replicator is None or self._replicator.stop(0.0)) and ended
+        if self._driver is not None:
+            self._driver.close()
         return all(receiver.join(0.0) for receiver in self._receivers) and ended

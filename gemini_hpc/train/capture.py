@@ -58,6 +58,8 @@ class Job:
     lock: threading.Lock = field(default_factory=threading.Lock)
     started: bool = False
     cancelled: bool = False
+    hurried: bool = False  # the training waits for this version
+    streamed: bool = False  # the device brings its tensors to the other holders: they need not be sent
 
     def start(self) -> bool:
         """From the copying thread: True if the copy may begin."""
@@ -216,12 +218,36 @@ class Capture:
 
     def changed(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
         """After `copy`: names of tensors whose copy cannot be trusted. They are eager from now on."""
+        bad = self._moved(job) + self._torn(job, index, area)
+        return self.make_eager(bad, "changed before its copy was made")
+
+    def moved(self, job: Job) -> list[str]:
+        """The same for copies that the device makes later, in order with what it is given from here on: what has
+        changed since step()."""
+        return self.make_eager(self._moved(job), "changed before its copy was made")
+
+    def torn(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
+        """And when these have been made: an audited version's copies that differ."""
+        return self.make_eager(self._torn(job, index, area), "changed before its copy was made")
+
+    def bases(self) -> list[torch.Tensor]:
+        """The tensors as they are now."""
+        return [source.base for source in self._sources if source.base is not None]
+
+    def pieces(self, job: Job) -> list[torch.Tensor]:
+        """The job's tensors, in the order of the manifest's pieces."""
+        return [view for views in job.views for view in views]
+
+    def _moved(self, job: Job) -> list[str]:
         bad = [self._sources[i].key for i, tensor, version in job.watch if tensor._version != version]
-        bad += [
+        return bad + [
             source.key
             for source in self._sources
             if not source.eager and source.base is not None and source.base.data_ptr() != source.ptr
         ]
+
+    def _torn(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
+        bad = []
         if job.digests is not None:
             targets = self._target(index, area)
             number = 0
@@ -230,7 +256,7 @@ class Capture:
                 if _digest(targets[number : number + count]) != digest:
                     bad.append(source.key)
                 number += count
-        return self.make_eager(bad, "changed before its copy was made")
+        return bad
 
     # ---- at the pre-hook -------------------------------------------------------------------------------
 

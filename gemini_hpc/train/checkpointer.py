@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -21,11 +21,14 @@ from gemini_hpc.train.capture import Job
 from gemini_hpc.train.client import AgentLost, AgentRefused, ask_once
 from gemini_hpc.train.encode import UnknownTypeError
 from gemini_hpc.train.membership import REFUSED
+from gemini_hpc.train.pacer import Scheme
 from gemini_hpc.train.resuming import Resuming
+from gemini_hpc.train.transport.choice import Kind
 from gemini_hpc.train.tree import Leaf, StateTree, UnsupportedStateError
 from gemini_hpc.wire import local
 
 CLOSE_TIMEOUT_S = 10.0
+_TOGETHER = 4  # while nothing is sealed and versions are skipped, one in so many is saved
 
 
 @dataclass
@@ -49,10 +52,19 @@ class Checkpointer(Resuming):
     model: pass the wrapped model. optimizer: one or a list. scheduler (one or a list), scaler, loader, and the values
     of `extra`: anything with state_dict and load_state_dict; a module in `extra` (an EMA, say) is captured as the
     model is. name: set when a job runs several trainings. max_repeated: completed steps that one failure may cost:
-    1 waits for the seal before the next optimizer step, 2 only before the next save. audit=N: every Nth version,
+    1 waits for the seal before the next optimizer step, 2 only before the next save. seal_timeout_s: longest wait of
+    the training while nothing of a version arrives anywhere. audit=N: every Nth version,
     compare digests to find tensors that change behind our back. ownership: "split" deals replicated state out
     between ranks, "full" keeps a whole copy on each. hold_s: how long a rank with a communication error waits for
     the agents' verdict.
+
+    The copies travel in the idle spans of the training's own traffic (`scheme="gemini"`; the others are there for
+    comparison), in chunks of at most chunk_bytes, `buffers` of them at a time. overhead: where the spans are too
+    small, only every j-th version is saved, so that training is slowed by no more than this share; every=j forces j.
+    transport: what carries them, "gloo" (from rank to rank), "host" (from agent to agent, out of the slots, with no
+    thread of this process on the network), "mpi" (from rank to rank of an MPI job, which has imported mpi4py.MPI) or
+    "nccl" (from GPU to GPU; never run on one so far); "auto" chooses. Where one cannot be had all ranks use "auto",
+    and one line on stderr says why.
 
     Raises TypeError or ValueError for arguments and state that cannot work. Its own failures never reach the
     training: protection ends, with one line on stderr.
@@ -69,31 +81,37 @@ class Checkpointer(Resuming):
         name: str = "default",
         extra: Mapping[str, Any] | None = None,
         max_repeated: int = 1,
-        seal_timeout_s: float = 5.0,
+        seal_timeout_s: float = 1.5,
         audit: int = 0,
-        chunk_bytes: int = 8 << 20,
         ownership: ownership.Ownership = "split",
         hold_s: float = 15.0,
+        scheme: Scheme = "gemini",
+        chunk_bytes: int = 1 << 20,
+        buffers: int = 4,
+        overhead: float = 0.01,
+        every: int = 0,
+        transport: Kind = "auto",
     ) -> None:
         optimizers, stateful, modules = arguments.sort_out(model, optimizer, scheduler, scaler, loader, extra)
-        if max_repeated not in (1, 2):
-            raise ValueError(f"max_repeated is {max_repeated}: 1 or 2 is wanted")
-        if ownership not in ("split", "full"):
-            raise ValueError(f"ownership is {ownership!r}: 'split' or 'full' is wanted")
-        if audit < 0 or chunk_bytes < 4096 or seal_timeout_s <= 0 or hold_s < 0 or not name:
-            raise ValueError("audit >= 0, chunk_bytes >= 4096, seal_timeout_s > 0, hold_s >= 0 and a name are wanted")
-        super().__init__(
-            StateTree(model, optimizers, stateful, modules),
-            loader,
+        choices = arguments.Choices(
             name=name,
             max_repeated=max_repeated,
             seal_timeout_s=seal_timeout_s,
-            chunk_bytes=chunk_bytes,
+            audit=audit,
             ownership=ownership,
+            hold_s=hold_s,
+            chunk_bytes=chunk_bytes,
+            buffers=buffers,
+            scheme=scheme,
+            every=every,
+            overhead=overhead,
+            transport=transport,
         )
+        super().__init__(StateTree(model, optimizers, stateful, modules), loader, choices)
         self._given = [model, *optimizers, *stateful.values(), *modules.values()]
-        self._scaler, self._audit, self._hold_s = scaler, audit, hold_s
+        self._scaler = scaler
         self._closed = False
+        self._late = self._crowded = False
         self._stepped = False
         self._last_scale: float | None = None
         self._warned_unstepped = False
@@ -120,6 +138,7 @@ class Checkpointer(Resuming):
             raise RuntimeError("step() after close()")
         began = time.perf_counter()
         self._version += 1
+        self._gate_open = False
         first = self._capture is None
         if self._protected:
             try:
@@ -131,6 +150,7 @@ class Checkpointer(Resuming):
                 self._lose(str(error))
             except Exception as error:  # our own failure must not stop the training
                 self._lose(f"{type(error).__name__}: {error}")
+        self._ship(None)
         self._stepped = False
         if not self._first_done:
             self._first_done = True
@@ -147,7 +167,8 @@ class Checkpointer(Resuming):
         captured."""
         scale = self._scaler.get_scale() if hasattr(self._scaler, "get_scale") else None
         before, self._last_scale = self._last_scale, scale
-        if self._stepped or scale != before:
+        replayed = self._driver is not None and self._driver.replayed(self._stepped)
+        if self._stepped or replayed or scale != before:
             return True  # a lower scale: the scaler skipped the optimizer, in an iteration like any other
         grads = any(
             p.grad is not None for o in self._tree.optimizers for group in o.param_groups for p in group["params"]
@@ -183,12 +204,16 @@ class Checkpointer(Resuming):
                 with self._fate:  # `_plan` fails on all ranks or on none; after a failed collective there is no other
                     self._undecided, self._protected = False, self._armed != REFUSED
                 raise
+        if self._rhythm is not None:
+            self._rhythm.step(self._version, self._under_way)
         if failure is not None:
             raise failure
         if not complete:
             self._unsaved["unstepped"] = self._unsaved.get("unstepped", 0) + 1
             return
-        assert self._capture is not None and self._replicator is not None
+        assert self._capture is not None and self._replicator is not None and self._rhythm is not None
+        if not self._rhythm.saves(self._version):
+            return
         late = self._capture.bind(leaves)
         if late and "late" not in self._unsaved:
             self._unsaved["late"] = len(late)
@@ -196,14 +221,61 @@ class Checkpointer(Resuming):
                 f"rank {self._rank}: {len(late)} tensors appeared after the first step (such as {late[0].key}); "
                 "they are copied at step()"
             )
-        if self._replicator.busy and (self._gate.degraded or (self._job is not None and not self._job.left.is_set())):
+        if self._driver is not None:
+            self._driver.settle()
+        crowded = self._under_way and (self._gate.degraded or not self._job_left or self._late)
+        if crowded or (self._crowded and self._gate.degraded and self._version % _TOGETHER):
+            # ranks that skip must come to skip the same versions, or none is ever sealed again
+            self._crowded = True
+            if self._late and time.monotonic() - self._pacer.progress_at > self._seal_timeout_s:
+                self._gate.degrade(f"nothing of version {self._job.version if self._job else 0} arrives any more")
             self._note("skipped", self._version, "the version before is still on its way")
             return
         small = self._tree.encode_small(odd, late, self._world)
-        audit = bool(self._audit) and self._version % self._audit == 0
+        audit = bool(self._choices.audit) and self._version % self._choices.audit == 0
         self._job = self._capture.snapshot(self._version, small, audit)
+        self._late = self._crowded = False
+        self._ship(self._job)
         self._replicator.submit(self._job)
-        self._gate_open = False
+        if self._driver is not None and self._driver.unseen:
+            self._wait_left(self._job)
+        if self._rhythm.scheme == "blocking":
+            self._await(self._job)
+
+    def _ship(self, job: Job | None) -> None:
+        """At each step() since the ranks have begun to save, where copies go over NCCL: what this rank has of this
+        version. Only the first call of a step() counts."""
+        if self._driver is None or self._rhythm is None or self._undecided or not self._protected:
+            return
+        try:
+            saves = self._rhythm.saves
+            self._driver.step(self._version, job, saved=saves(self._version), following=saves(self._version + 1))
+        except Exception as error:  # our own failure must not stop the training
+            self._driver.fail(f"{type(error).__name__}: {error}")
+
+    @property
+    def _under_way(self) -> bool:
+        """An earlier version is still on its way."""
+        return self._replicator is not None and self._replicator.busy
+
+    @property
+    def _job_left(self) -> bool:
+        return self._job is None or self._job.left.is_set()
+
+    def _await(self, job: Job) -> None:
+        """The training needs this version sealed (R2) before it goes on. Bounded: see `SealGate.wait`."""
+        job.hurried = True
+        self._pacer.hurry()
+        if self._choices.max_repeated > 1 or not self._protected or self._late:
+            return
+        rhythm = self._rhythm
+        assert rhythm is not None
+        self._late = not self._gate.wait(
+            job.version,
+            lambda: not job.saved or not self._protected,
+            lambda: self._pacer.progress_at,
+            rhythm.patience_s,
+        )
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """The global optimizer pre-hook; only the first one after `step()` matters."""
@@ -214,18 +286,23 @@ class Checkpointer(Resuming):
             return
         self._gate_open = True
         began = time.perf_counter()
-        job = self._job
+        job, rhythm = self._job, self._rhythm
+        if rhythm is not None:
+            rhythm.gate()
         if job is None and self._resumed_from is not None:
             # The version that was chosen may not have been sealed: until it is, it must not be the past (R2).
             self._gate.wait_for(self._resumed_from, lambda: not self._protected)
-        elif job is not None:
+        elif job is not None and rhythm is not None:
             self._wait_left(job)
             assert self._capture is not None
-            for key in self._capture.audit(job):
-                self._note("changed", job.version, f"{key} changed between step() and the optimizer's step")
-            if self._max_repeated == 1 and self._protected:
-                self._gate.wait(job.version, lambda: not job.saved or not self._protected)
+            if job.version == self._version:
+                for key in self._capture.audit(job):
+                    self._note("changed", job.version, f"{key} changed between step() and the optimizer's step")
+            if rhythm.due(job.version):
+                self._await(job)
         spent = time.perf_counter() - began
+        if rhythm is not None:
+            rhythm.waited(spent)
         self._times.hook_s += spent
         if self._times.steps > 3:
             self._times.worst_hook_s = max(self._times.worst_hook_s, spent)
@@ -254,6 +331,8 @@ class Checkpointer(Resuming):
         """Call it before changing parameters by anything but an optimizer step (an EMA swap, clipping of weights, a
         load_state_dict): returns when the capture of the last version no longer reads them."""
         if self._protected and self._job is not None:
+            if self._driver is not None:
+                self._driver.fence()
             self._wait_left(self._job)
 
     # ---- the end ---------------------------------------------------------------------------------------
@@ -280,6 +359,8 @@ class Checkpointer(Resuming):
             return
         self._closed = True
         self._hook.remove()
+        if self._rhythm is not None:
+            self._rhythm.close()
         for recorder in self._tree.ddps:
             recorder.stop()
         if sys.excepthook == self._excepthook:
@@ -313,9 +394,9 @@ class Checkpointer(Resuming):
             return
         self._say(
             f"rank {self._rank}: communication failed ({type(error).__name__}); asking the agents whether a node is "
-            f"dead (up to {self._hold_s:g} s)"
+            f"dead (up to {self._choices.hold_s:g} s)"
         )
-        hold.hold(self._verdict, self._hold_s, lambda text: self._say(f"rank {self._rank}: {text}"))
+        hold.hold(self._verdict, self._choices.hold_s, lambda text: self._say(f"rank {self._rank}: {text}"))
         if error is not None:
             error.__gemini_held__ = True  # type: ignore[attr-defined]
 
@@ -333,8 +414,20 @@ class Checkpointer(Resuming):
         verdict = self._verdict() if self._protected else None
         if verdict is not None and verdict.dead:
             self._say(f"rank {self._rank}: node {', '.join(verdict.dead)} is dead; waiting for Slurm")
-            hold.hold(self._verdict, self._hold_s, lambda text: None)
+            hold.hold(self._verdict, self._choices.hold_s, lambda text: None)
         self._end(success=False)
+
+    @property
+    def scheme(self) -> Scheme:
+        """How the copies travel. Set it on all ranks between the same two steps: it counts from the next step()."""
+        return self._choices.scheme if self._rhythm is None else self._rhythm.scheme
+
+    @scheme.setter
+    def scheme(self, scheme: Scheme) -> None:
+        arguments.check_scheme(scheme)
+        self._choices = replace(self._choices, scheme=scheme)
+        if self._rhythm is not None:
+            self._rhythm.scheme = scheme
 
     # ---- telling ---------------------------------------------------------------------------------------
 
@@ -368,6 +461,7 @@ class Checkpointer(Resuming):
             },
             "versions": asdict(replicator.counters) if replicator else {},
             "unsaved": dict(self._unsaved),
+            "traffic": self._rhythm.report() if self._rhythm is not None else {},
             "received": {r.rank: r.landed for r in self._receivers},
             "times": {**asdict(self._times), "seal_wait_s": self._gate.waited_s if replicator else 0.0},
             "findings": list(self._findings),

@@ -20,11 +20,13 @@ REQUEST_TIMEOUT_S = 30.0
 WELCOME_TIMEOUT_S = 120.0  # a recovery round waits for every node; pulls of large shards go on behind it
 CONNECT_TIMEOUT_S = 5.0  # for an agent that is being started again just now
 REJOIN_TIMEOUT_S = 30.0
+RECALL_TIMEOUT_S = 5.0
 FLUSH_TIMEOUT_S = 2.0
 EVENTS_KEPT = 256
 RETRY_FAST_S, RETRY_FAST_FOR_S, RETRY_SLOW_S = 0.2, 60.0, 5.0
 
 Reply = tuple[local.Reply, list[int]]
+Posted = local.Traffic | local.Timeline | local.Keep
 Exchange = Callable[..., Reply]
 
 
@@ -97,6 +99,7 @@ class AgentClient:
         self._hello: local.Hello | None = None
         self._page: ControlPage | None = None
         self._events: deque[local.Event] = deque(maxlen=EVENTS_KEPT)
+        self._posted: dict[type[Posted], Posted] = {}
         self._events_changed = threading.Condition()
         self._sending_event = False
 
@@ -206,25 +209,49 @@ class AgentClient:
             self._events.append(event)
             self._events_changed.notify_all()
 
+    def post(self, message: Posted) -> None:
+        """Tell the agent: later, and never waited for. Of each kind only the newest is sent; silently nothing where
+        there is no agent, where it is of a version that does not know this, or where it does not fit a packet."""
+        with self._events_changed:
+            self._posted[type(message)] = message
+            self._events_changed.notify_all()
+
+    def recall(self, set: str, rank: int, key: str) -> bytes | None:
+        """What this rank gave to the agent to keep with this key (`local.Keep`); None where there is nothing, or no
+        agent that knows this."""
+        try:
+            reply, fds = self.request(local.Recall(set, rank, key), timeout_s=RECALL_TIMEOUT_S)
+        except (AgentLost, AgentRefused):
+            return None
+        for fd in fds:
+            os.close(fd)
+        return reply.data if isinstance(reply, local.Kept) else None
+
     def _send_events(self) -> None:
         while True:
             with self._events_changed:
                 self._sending_event = False
                 self._events_changed.notify_all()
-                self._events_changed.wait_for(lambda: self._events or self._closed.is_set())
+                self._events_changed.wait_for(lambda: self._waiting or self._closed.is_set())
                 if self._closed.is_set():
                     return
-                event = self._events.popleft()
+                message = self._events.popleft() if self._events else self._posted.pop(next(iter(self._posted)))
                 self._sending_event = True
-            with suppress(AgentLost, AgentRefused):
-                self.request(event)
+            # What does not fit a packet would end the connection.
+            if isinstance(message, local.Event) or len(local.encode(message)) <= local.MAX_PACKET_BYTES:
+                with suppress(AgentLost, AgentRefused):
+                    self.request(message)
+
+    @property
+    def _waiting(self) -> bool:
+        return bool(self._events or self._posted)
 
     def flush(self) -> None:
-        """Wait, for FLUSH_TIMEOUT_S at most, until the events are sent."""
+        """Wait, for FLUSH_TIMEOUT_S at most, until the events, and what was posted, are sent."""
         with self._events_changed:
             if not self.lost:
                 self._events_changed.wait_for(
-                    lambda: self.lost or not (self._events or self._sending_event), FLUSH_TIMEOUT_S
+                    lambda: self.lost or not (self._waiting or self._sending_event), FLUSH_TIMEOUT_S
                 )
 
     def close(self) -> None:

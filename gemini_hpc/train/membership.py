@@ -17,8 +17,9 @@ from gemini_hpc.train.capture import Job
 from gemini_hpc.train.client import AgentClient, AgentLost, AgentRefused, Exchange
 from gemini_hpc.train.replicator import Identity
 from gemini_hpc.train.seal import SealGate
-from gemini_hpc.train.shared import Keeper, Shard
+from gemini_hpc.train.shared import Content, Keeper, Shard
 from gemini_hpc.train.transport.base import Transport
+from gemini_hpc.train.transport.choice import Kind
 from gemini_hpc.wire import local
 
 IMPORTED_AT = time.time()
@@ -38,13 +39,14 @@ class _Notice(msgspec.Struct, frozen=True, array_like=True):
     epoch: int = 0
     chosen: tuple[int, int, int] = (0, 0, 0)
     problem: str = ""
+    protocol: int = 1
 
 
 class Membership:
     """The lowest layer of the checkpointer: who takes part, whether the training is protected, and saying so."""
 
-    def __init__(self, name: str, seal_timeout_s: float) -> None:
-        self._name, self._seal_timeout_s = name, seal_timeout_s
+    def __init__(self, name: str, seal_timeout_s: float, kind: Kind) -> None:
+        self._name, self._seal_timeout_s, self._kind = name, seal_timeout_s, kind
         distributed = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank() if distributed else 0
         self._world = dist.get_world_size() if distributed else 1
@@ -125,11 +127,18 @@ class Membership:
             self._on_degraded,
             self._on_restored,
         )
-        self._outgoing, self._incoming = self._neighbours(homes, m)
+        self._targets = self._holders(homes, m)
+        self._outgoing = self._targets[self._rank]
+        self._incoming = [r for r, t in enumerate(self._targets) if self._rank in t and r != self._rank]
         if self._world > 1 and m > 1 and self._transport is None:
-            from gemini_hpc.train.transport.gloo import GlooTransport
+            from gemini_hpc.train.transport import choice
 
-            self._transport = GlooTransport()
+            protocols = [n.protocol for n in notices]
+            self._transport, odd = choice.make(self._kind, self._client, self._name, self._rank, homes, protocols)
+            if odd:
+                self._findings.append(odd)
+                if self._rank == 0:
+                    self._say(odd)
         self._protected = self._undecided = True
         self._state = "arming"
 
@@ -168,6 +177,7 @@ class Membership:
             nodes=welcome.nodes,
             epoch=welcome.epoch,
             chosen=(welcome.chosen_epoch, welcome.chosen_version, welcome.chosen_world),
+            protocol=welcome.proto,
         )
 
     def _waiting(self, waited_s: float) -> None:
@@ -175,8 +185,8 @@ class Membership:
             self._waiting_said = True
             self._say("waiting for the agents of all nodes to agree on what to resume from")
 
-    def _neighbours(self, homes: list[int], m: int) -> tuple[list[int], list[int]]:
-        """Ranks that this rank sends its shard to, and ranks whose shards it receives."""
+    def _holders(self, homes: list[int], m: int) -> list[list[int]]:
+        """For each rank those that it sends its shard to."""
         on_node: dict[int, list[int]] = {node: [] for node in homes}
         for rank, home in enumerate(homes):
             on_node[home].append(rank)
@@ -187,7 +197,7 @@ class Membership:
             others = placement.holders(home, self._welcome.nodes, m)[1:]
             return [on_node[h][index % len(on_node[h])] for h in others]
 
-        return targets(self._rank), [r for r in range(self._world) if self._rank in targets(r) and r != self._rank]
+        return [targets(rank) for rank in range(self._world)]
 
     # ---- the agent's death -----------------------------------------------------------------------------
 
@@ -218,7 +228,11 @@ class Membership:
     def _hand_back(self, shard: Shard, exchange: Exchange) -> bool:
         """True if the agent took both slots."""
         for index, slot in enumerate(shard.slots):
-            content = slot.content
+            content = slot.known()
+            welcome = self._welcome
+            chosen = (welcome.chosen_epoch, welcome.chosen_version)
+            if content.epoch != self._epoch and (content.epoch, content.version) != chosen:
+                content = Content()  # of an earlier launch, and what its round has not chosen it has voided (R4)
             reply, _ = exchange(
                 local.HandBack(
                     set=self._name,
@@ -231,6 +245,7 @@ class Membership:
                     version=content.version,
                     used=content.used,
                     digest=content.digest,
+                    pushed=shard.pushed,
                 ),
                 [slot.fd],
             )
@@ -242,12 +257,17 @@ class Membership:
         """The shard as the agent has it. Raises AgentRefused."""
         reply, fds = exchange(
             local.Register(
-                set=self._name, rank=shard.rank, world=shard.world, home=shard.home, bytes=shard.total_bytes
+                set=self._name,
+                rank=shard.rank,
+                world=shard.world,
+                home=shard.home,
+                bytes=shard.total_bytes,
+                pushed=shard.pushed,
             )
         )
         if not isinstance(reply, local.Slots) or reply.bytes != shard.total_bytes:
             raise AgentRefused(f"the agent has no memory for the shard of rank {shard.rank}: {reply}")
-        now = Shard(shard.rank, shard.world, shard.home, shard.total_bytes, fds)
+        now = Shard(shard.rank, shard.world, shard.home, shard.total_bytes, fds, pushed=shard.pushed)
         if [os.fstat(s.fd).st_ino for s in now.slots] == [os.fstat(s.fd).st_ino for s in shard.slots]:
             now.close()
             return shard
@@ -302,6 +322,4 @@ class Membership:
         return collective.gather_word(int(value)) if self._world > 1 else [int(value)]
 
     def _control_group(self) -> dist.ProcessGroup | None:
-        from gemini_hpc.train.transport.gloo import GlooTransport
-
-        return self._transport.group if isinstance(self._transport, GlooTransport) else None
+        return self._transport.group if self._transport is not None else None

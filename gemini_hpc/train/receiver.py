@@ -9,11 +9,50 @@ from collections.abc import Callable
 from gemini_hpc.train.client import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.train.replicator import Identity, register
 from gemini_hpc.train.seal import SealGate
-from gemini_hpc.train.shared import Content, Keeper, Shard
+from gemini_hpc.train.shared import Content, Keeper, Shard, Slot
 from gemini_hpc.train.transport.base import Head, Inbox, LinkBroken
 from gemini_hpc.wire import local
 
 _RETRY_S = 0.001
+
+
+class Reserved(Keeper):
+    """The same where the agents bring the versions: this rank keeps the memory of `rank`'s shard, for the agent's
+    successor, and does nothing."""
+
+    def __init__(self, me: Identity, client: AgentClient, rank: int, home: int, gate: SealGate) -> None:
+        super().__init__()
+        self._me, self._client, self.rank, self._home, self._gate = me, client, rank, home, gate
+        self._grown = 0
+
+    def catch_up(self) -> None:
+        """The agent may have made larger slots: keep these too. From the thread that saves, now and then. Raises
+        AgentLost, AgentRefused."""
+        page = self._client.page
+        if self.shard is None or page is None:
+            return
+        if (grown := page.grown) != self._grown:
+            shard = register(self._client, self._me, self.rank, self._home, 0, pushed=True)
+            if shard.total_bytes == self.shard.total_bytes:
+                shard.close()
+            else:
+                self.outgrow(shard)
+            self._grown = grown
+        self.release(self._gate.sealed)
+
+    @property
+    def landed(self) -> int:
+        """The newest version that has come; 0 for none."""
+        shard = self.shard
+        return max(slot.known().version for slot in shard.slots) if shard is not None else 0
+
+    def start(self, shard: Shard | None) -> None:
+        """The slots are there."""
+        self.shard = shard
+
+    def join(self, timeout_s: float) -> bool:
+        """There is no thread to end."""
+        return True
 
 
 class Receiver(Keeper):
@@ -28,13 +67,12 @@ class Receiver(Keeper):
         home: int,
         gate: SealGate,
         *,
-        chunk_bytes: int,
         seal_timeout_s: float,
         say: Callable[[str, int, str], None],
     ) -> None:
         super().__init__()
         self._me, self._client, self._inbox, self.rank, self._home = me, client, inbox, rank, home
-        self._gate, self._chunk_bytes, self._patience_s, self._say = gate, chunk_bytes, seal_timeout_s, say
+        self._gate, self._patience_s, self._say = gate, seal_timeout_s, say
         self.landed = 0
         self._thread = threading.Thread(target=self._run, name=f"gemini-receiver-{rank}", daemon=True)
 
@@ -67,11 +105,14 @@ class Receiver(Keeper):
         slot = self.shard.slots[index]
         slot.content = Content()
         try:
-            self._inbox.receive(slot.bytes[: head.used_bytes], self._chunk_bytes)
+            self._inbox.receive(slot.bytes[: head.used_bytes])
             digest = self._inbox.digest()
-        except LinkBroken:
+        except Exception:  # also a copy's on the way into the slot
             self._tell(local.Abort(set=self._me.set, rank=self.rank, version=head.version, slot=index))
             raise
+        self._landed(head, index, slot, digest)
+
+    def _landed(self, head: Head, index: int, slot: Slot, digest: str) -> None:
         slot.content = Content(self._me.epoch, head.version, head.used_bytes, digest)
         if self._tell(
             local.Landed(
@@ -84,6 +125,12 @@ class Receiver(Keeper):
             )
         ):
             self.landed = head.version
+
+    def _enlarge(self, total_bytes: int) -> None:
+        """Raises AgentLost, AgentRefused."""
+        shard = register(self._client, self._me, self.rank, self._home, total_bytes)
+        shard.populate()
+        self.outgrow(shard)
 
     def _tell(self, message: local.Message) -> bool:
         try:
@@ -100,9 +147,7 @@ class Receiver(Keeper):
         deadline = time.monotonic() + self._patience_s
         try:
             if head.total_bytes != self.shard.total_bytes:
-                shard = register(self._client, self._me, self.rank, self._home, head.total_bytes)
-                shard.populate()
-                self.outgrow(shard)
+                self._enlarge(head.total_bytes)
             while True:
                 behind = bool(self.landed) and self._gate.sealed < (self._me.epoch, self.landed)
                 reply, _ = self._client.request(local.Begin(set=self._me.set, rank=self.rank, version=head.version))

@@ -5,21 +5,21 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import torch
 import xxhash
 
-from gemini_hpc.core.chunks import cut
 from gemini_hpc.core.manifest import Layout, pack_header
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.train.capture import Capture, Job
 from gemini_hpc.train.client import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.train.outstanding import Outstanding
+from gemini_hpc.train.pacer import Pacer
 from gemini_hpc.train.seal import SealGate
 from gemini_hpc.train.shared import Content, Keeper, Shard, Slot
-from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox
+from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, VersionLost
 from gemini_hpc.wire import local
 
 LEAST_SMALL_BYTES = 256 << 10
@@ -54,22 +54,28 @@ class Counters:
     void: int = 0
     copy_s: float = 0.0
     send_s: float = 0.0
+    spilled_bytes: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
 
 
-def register(client: AgentClient, me: Identity, rank: int, home: int, total_bytes: int) -> Shard:
-    """Ask the agent for a shard's slots and map them. Raises AgentLost, AgentRefused."""
+def register(
+    client: AgentClient, me: Identity, rank: int, home: int, total_bytes: int, *, pushed: bool = False
+) -> Shard:
+    """Ask the agent for a shard's slots and map them. pushed: its home's agent fills them; total_bytes 0 then: as
+    large as they are now. Raises AgentLost, AgentRefused."""
     reply, fds = client.request(
-        local.Register(set=me.set, rank=rank, world=me.world, home=home, bytes=total_bytes), timeout_s=120.0
+        local.Register(set=me.set, rank=rank, world=me.world, home=home, bytes=total_bytes, pushed=pushed),
+        timeout_s=120.0,
     )
-    if not isinstance(reply, local.Slots) or reply.bytes != total_bytes:
+    if not isinstance(reply, local.Slots) or reply.bytes != (total_bytes or reply.bytes):
         raise AgentRefused(f"the agent answered a registration of {total_bytes} bytes with {reply}")
-    return Shard(rank, me.world, home, total_bytes, fds)
+    return Shard(rank, me.world, home, reply.bytes, fds, pushed=pushed)
 
 
 class Replicator(Keeper):
     """Takes jobs from the training, one at a time. `say(name, version, reason)` reports what the user should know;
-    it is called from this thread. `broken` is told of a shard that can no longer be protected at all."""
+    it is called from this thread. `broken` is told of a shard that can no longer be protected at all. `catch_up` is
+    called with every version."""
 
     def __init__(
         self,
@@ -80,21 +86,23 @@ class Replicator(Keeper):
         layout: Layout,
         outboxes: dict[int, Outbox],
         gate: SealGate,
+        pacer: Pacer,
         *,
-        chunk_bytes: int,
         max_repeated: int,
         say: Callable[[str, int, str], None],
         broken: Callable[[str], None],
+        catch_up: Callable[[], None],
     ) -> None:
         super().__init__()
         self._me, self._client, self._capture, self._manifest = me, client, capture, packed_manifest
         self._layout, self._outboxes, self._gate = layout, outboxes, gate
-        self._chunk_bytes, self._max_repeated = chunk_bytes, max_repeated
-        self._say, self._broken = say, broken
+        self._pacer, self._outstanding, self._max_repeated = pacer, Outstanding(pacer), max_repeated
+        self._say, self._broken, self._catch_up = say, broken, catch_up
         self.counters = Counters()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._current: Job | None = None
         self._last_saved = 0
+        self._refused: str | None = None  # why a holder does not take the version that is on its way
         self._thread = threading.Thread(target=self._run, name="gemini-replicator", daemon=True)
 
     def start(self, shard: Shard) -> None:
@@ -115,9 +123,13 @@ class Replicator(Keeper):
     def stop(self, timeout_s: float) -> bool:
         """Finish what is there, say goodbye to the other holders; False if that took longer than timeout_s."""
         self._jobs.put(None)
+        deadline = time.monotonic() + timeout_s
         if self._thread.is_alive():
             self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        self._outstanding.stop()
+        return self._outstanding.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -130,16 +142,19 @@ class Replicator(Keeper):
             finally:
                 job.left.set()
                 job.done.set()
-        for rank, box in self._outboxes.items():
+        for rank, box in list(self._outboxes.items()):
             try:
                 box.bye()
             except LinkBroken as error:
                 self._drop(rank, error, 0)
 
-    def _skip(self, job: Job, reason: str) -> None:
+    def _give_up(self, job: Job, reason: str) -> None:
         job.give_up()
         self.counters.skipped += 1
         self.counters.reasons[reason] = self.counters.reasons.get(reason, 0) + 1
+
+    def _skip(self, job: Job, reason: str) -> None:
+        self._give_up(job, reason)
         self._say("skipped", job.version, reason)
 
     def _save(self, job: Job) -> None:
@@ -159,29 +174,45 @@ class Replicator(Keeper):
         area = slot.bytes[layout.tensor_offset : layout.tensor_offset + max(layout.tensor_bytes, 1)]
         stamp = Stamp(self._me.epoch, job.version)
         self._capture.copy(job, slot_index, area)
+        self._pacer.copies.append((began, time.monotonic(), layout.tensor_bytes))
         changed = self._capture.changed(job, slot_index, area)
         job.left.set()
         if changed:
-            job.give_up()
-            self._abort(job, slot_index)
-            self.counters.void += 1
-            self._say(
-                "void",
-                job.version,
-                f"{', '.join(changed[:3])}{' and others' if len(changed) > 3 else ''}: changed "
-                "after step() by something other than the optimizer; copied at step() from now on",
-            )
-            return None
+            return self._void(job, slot_index, changed)
         if not slot.has_manifest:
             slot.put(layout.manifest_offset, self._manifest)
             slot.has_manifest = True
         slot.put(layout.small_offset, job.small)
         slot.put(0, pack_header(layout, len(job.small), stamp, self._me.rank, self._me.world))
-        used = layout.small_offset + len(job.small)
+        return self._commit(job, slot_index, slot, began)
+
+    def _void(self, job: Job, slot_index: int, changed: Sequence[str]) -> None:
+        """These tensors changed too early."""
+        job.give_up()
+        self._abort(job, slot_index)
+        self.counters.void += 1
+        self._say(
+            "void",
+            job.version,
+            f"{', '.join(changed[:3])}{' and others' if len(changed) > 3 else ''}: changed "
+            "after step() by something other than the optimizer; copied at step() from now on",
+        )
+
+    def _commit(self, job: Job, slot_index: int, slot: Slot, began: float) -> None:
+        """The own slot is complete: bring it to the other holders, and say so."""
+        used = self._layout.small_offset + len(job.small)
+        self._pacer.begin(job.version)
+        if job.hurried or self._gate.degraded:  # nobody waits for it: the sooner it is there, the better
+            self._pacer.hurry()
         self.counters.copy_s += time.monotonic() - began
         began = time.monotonic()
         digest = self._spread(job.version, slot, used)
         self.counters.send_s += time.monotonic() - began
+        if self._refused is not None:
+            # The holder's pair may not have begun this version, and then cannot show that it will never have it: were
+            # it complete here, nobody could ever abandon it, and no later one begin.
+            self._abort(job, slot_index)
+            return self._give_up(job, self._refused)
         slot.content = Content(self._me.epoch, job.version, used, digest)
         try:
             self._client.request(
@@ -198,10 +229,13 @@ class Replicator(Keeper):
             return self._skip(job, str(error))
         self._last_saved = job.version
         self.counters.saved += 1
+        self.counters.spilled_bytes += self._pacer.spilled_bytes
+        self._pacer.moved()
         return None
 
     def _begin(self, job: Job) -> tuple[int, Slot | None]:
         assert self.shard is not None
+        self._catch_up()
         if len(job.small) > self._layout.small_capacity:
             self._grow(len(job.small))
         reply, _ = self._client.request(local.Begin(set=self._me.set, rank=self._me.rank, version=job.version))
@@ -231,46 +265,77 @@ class Replicator(Keeper):
                 local.Abort(set=self._me.set, rank=self._me.rank, version=job.version, slot=slot_index)
             )
 
-    def _drop(self, rank: int, error: Exception, version: int) -> None:
-        if self._outboxes.pop(rank, None) is not None:
+    def _drop(self, rank: int, error: LinkBroken, version: int) -> None:
+        box = self._outboxes.get(rank) if isinstance(error, VersionLost) else self._outboxes.pop(rank, None)
+        if box is not None:
             self._say("degraded", version, f"the link to rank {rank} broke: {error}")
             if version:
-                self._gate.degrade(f"nothing can be sealed without rank {rank}'s copies")
+                gone = not isinstance(error, VersionLost)
+                self._gate.degrade(f"nothing can be sealed without rank {rank}'s copies", gone=gone)
+        if isinstance(error, VersionLost):
+            # a link that is broken for good is another matter: this may be the version to come back with
+            self._refused = f"rank {rank} has lost this version"
+
+    def _refuse(self, rank: int, version: int) -> None:
+        self._refused = f"rank {rank} could not take this version"
+        self._say("refused", version, self._refused)
+        self._gate.degrade(f"version {version} cannot be sealed without rank {rank}'s copy")
+
+    @staticmethod
+    def _digest(slot: Slot, used: int) -> str:
+        return _Digest(slot, used).of_all()
 
     def _spread(self, version: int, slot: Slot, used: int) -> str:
-        """Digest of the slot's used bytes; on the way each chunk goes to every holder that accepts it."""
-        accepting: dict[int, Outbox] = {}
-        for rank, box in list(self._outboxes.items()):
+        """Digest of the slot's used bytes; on the way they go to every holder that accepts them, one holder after the
+        other (Algorithm 2, lines 21 to 23)."""
+        pacer, accepting = self._pacer, self._offer(version, used)
+        digest = _Digest(slot, used)
+        for replica, rank, box, sizes in accepting:
+            at = 0
             try:
-                if box.offer(Head(version, used, self._layout.total)):
-                    accepting[rank] = box
+                for k, size in enumerate(sizes):
+                    self._outstanding.room(pacer.p)
+                    pacer.turn(replica, k, size, self._outstanding.backlog)
+                    self._outstanding.add(box.send(slot.bytes[at : at + size]), replica, size)
+                    at += size
+                    digest.up_to(at)
+                self._outstanding.room(1)
+                box.finish(digest.of_all())
+            except LinkBroken as error:
+                self._outstanding.land()
+                self._drop(rank, error, version)
+            pacer.moved()
+        return digest.of_all()
+
+    def _offer(self, version: int, used: int) -> list[tuple[int, int, Outbox, tuple[int, ...]]]:
+        """(replica, rank, box, sizes of the chunks) of each holder that takes this version."""
+        accepting = []
+        self._refused = None
+        for replica, (rank, box) in enumerate(list(self._outboxes.items())):
+            sizes = self._pacer.sizes(replica, used)
+            try:
+                if box.offer(Head(version, used, self._layout.total, sizes)):
+                    accepting.append((replica, rank, box, sizes))
                 else:
-                    self._say("refused", version, f"rank {rank} could not take this version")
-                    self._gate.degrade(f"version {version} cannot be sealed without rank {rank}'s copy")
+                    self._refuse(rank, version)
             except LinkBroken as error:
                 self._drop(rank, error, version)
-        hasher = xxhash.xxh3_128()
-        raw = slot.view()
-        for offset, length in cut(used, self._chunk_bytes):
-            chunk: torch.Tensor = slot.bytes[offset : offset + length]
-            pending = []
-            for rank, box in list(accepting.items()):
-                try:
-                    pending.append((rank, box.send(chunk)))
-                except LinkBroken as error:
-                    del accepting[rank]
-                    self._drop(rank, error, version)
-            hasher.update(raw[offset : offset + length])
-            for rank, sent in pending:
-                try:
-                    sent.wait()
-                except LinkBroken as error:
-                    del accepting[rank]
-                    self._drop(rank, error, version)
-        digest = hasher.hexdigest()
-        for rank, box in accepting.items():
-            try:
-                box.finish(digest)
-            except LinkBroken as error:
-                self._drop(rank, error, version)
-        return digest
+            self._pacer.moved()
+        return accepting
+
+
+class _Digest:
+    """The digest of a slot's used bytes, made beside the sending."""
+
+    def __init__(self, slot: Slot, used: int) -> None:
+        self._raw, self._used, self._at = slot.view(), used, 0
+        self._hasher = xxhash.xxh3_128()
+
+    def up_to(self, end: int) -> None:
+        if end > self._at:
+            self._hasher.update(self._raw[self._at : end])
+            self._at = end
+
+    def of_all(self) -> str:
+        self.up_to(self._used)
+        return self._hasher.hexdigest()

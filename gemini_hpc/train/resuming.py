@@ -9,10 +9,10 @@ import time
 from typing import Any
 
 from gemini_hpc.train import restore, rng
+from gemini_hpc.train.arguments import Choices
 from gemini_hpc.train.arming import Arming
 from gemini_hpc.train.client import AgentLost, AgentRefused
 from gemini_hpc.train.loader import StatefulLoader
-from gemini_hpc.train.ownership import Ownership
 from gemini_hpc.train.shared import Content, map_copy
 from gemini_hpc.train.tree import StateTree
 from gemini_hpc.wire import local
@@ -24,25 +24,8 @@ RESUME_ATTEMPTS = 3
 class Resuming(Arming):
     """The layer of the checkpointer that resumes."""
 
-    def __init__(
-        self,
-        tree: StateTree,
-        loader: Any,
-        *,
-        name: str,
-        max_repeated: int,
-        seal_timeout_s: float,
-        chunk_bytes: int,
-        ownership: Ownership,
-    ) -> None:
-        super().__init__(
-            tree,
-            name=name,
-            max_repeated=max_repeated,
-            seal_timeout_s=seal_timeout_s,
-            chunk_bytes=chunk_bytes,
-            ownership=ownership,
-        )
+    def __init__(self, tree: StateTree, loader: Any, choices: Choices) -> None:
+        super().__init__(tree, choices)
         self._loader = loader
         self._resume_called = False
         self._resumed_from: tuple[int, int] | None = None

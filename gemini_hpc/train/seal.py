@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -9,12 +10,15 @@ from collections.abc import Callable
 from gemini_hpc.wire.page import STATE_DEGRADED, STATE_FROZEN, ControlPage
 
 _POLL_S = 0.0003
+_PROBE_S = 0.25
+_RAREST_PROBE = 64
 _STOPPED_S = 1.0  # a poll that took so long: this process was stopped (a suspended job), and so were its peers
 
 
 class SealGate:
-    """Waits on the control page. Once a wait has run out (or the agent has gone), there is no more waiting until a
-    seal appears that is newer than what was sealed then."""
+    """Waits on the control page. Once a wait has run out, there is no more waiting until a seal appears that is newer
+    than what was sealed then: only the 1st, 3rd, 7th, 15th ... time a short one, without which ranks that wait and
+    ranks that do not would save different versions, and none be sealed again."""
 
     def __init__(
         self,
@@ -28,6 +32,9 @@ class SealGate:
         self._page, self._lost, self._epoch, self._timeout_s = page, lost, epoch, timeout_s
         self._on_degraded, self._on_restored = degraded, restored
         self._degraded_at: tuple[int, int] | None = None
+        self._degradings = 0
+        self._until_probe = self._probe_gap = 1
+        self._patient = False  # the next wait is a long one all the same
         self._newest = (0, 0)
         self._lock = threading.Lock()
         self.waited_s = 0.0
@@ -50,30 +57,60 @@ class SealGate:
                 self._on_restored(self._newest[1])
         return self._degraded_at is not None
 
-    def degrade(self, reason: str) -> None:
-        """Stop waiting until a newer seal appears."""
+    def degrade(self, reason: str, *, gone: bool = False) -> None:
+        """Stop waiting until a newer seal appears. gone: another rank does not answer any more. It may be dead, and
+        then a step completed now would be one more that is repeated: who waits goes on, and who does not will, once,
+        until Slurm has ended the job or the patience is over."""
         newest = self.sealed
         with self._lock:
             first, self._degraded_at = self._degraded_at is None, newest
+            if first:
+                self._until_probe = self._probe_gap = 1
+                self._patient = gone
+            if not gone:
+                self._degradings += 1
         if first:
             self._on_degraded(reason)
 
-    def wait(self, version: int, hopeless: Callable[[], bool]) -> bool:
-        """True when `version` of this epoch is sealed; False when there is no point in waiting (any longer)."""
-        return self.wait_for((self._epoch, version), hopeless)
+    def wait(
+        self,
+        version: int,
+        hopeless: Callable[[], bool],
+        moved_at: Callable[[], float] = lambda: 0.0,
+        patience_s: float = math.inf,
+    ) -> bool:
+        """True when `version` of this epoch is sealed; False when there is no point in waiting (any longer).
 
-    def wait_for(self, wanted: tuple[int, int], hopeless: Callable[[], bool]) -> bool:
+        moved_at: when something of the version last arrived somewhere (CLOCK_MONOTONIC): the timeout counts from
+        there. After patience_s it returns False in any case, and nothing is degraded: the version is only late.
+        """
+        return self.wait_for((self._epoch, version), hopeless, moved_at, patience_s)
+
+    def wait_for(
+        self,
+        wanted: tuple[int, int],
+        hopeless: Callable[[], bool],
+        moved_at: Callable[[], float] = lambda: 0.0,
+        patience_s: float = math.inf,
+    ) -> bool:
         """The same for any (epoch, version)."""
+        limit_s = self._timeout_s
         if self.degraded:
-            return False
+            with self._lock:
+                patient, self._patient = self._patient, False
+            if not patient:
+                if not self._probes():
+                    return False
+                limit_s = min(limit_s, _PROBE_S)
+        degradings = self._degradings
         started = looked = time.monotonic()
-        stopped_s = 0.0
+        stopped_s, there = 0.0, False
         try:
             while self.sealed < wanted:
                 now = time.monotonic()
                 stopped_s += now - looked if now - looked > _STOPPED_S else 0.0
                 looked = now
-                if hopeless() or self._degraded_at is not None:
+                if hopeless() or self._degradings != degradings:
                     return False
                 page = self._page()
                 if page is not None and page.abandoned >= wanted:
@@ -81,13 +118,28 @@ class SealGate:
                 if self._lost() or page is None:
                     self.degrade("the agent is gone")
                     return False
-                if page.state in (STATE_FROZEN, STATE_DEGRADED):
-                    self.degrade("the agents cannot seal now")
+                # A node may be dead: a step completed now would be one more that is repeated. Or an agent comes back.
+                stuck = page.state in (STATE_FROZEN, STATE_DEGRADED)
+                if now - (started + stopped_s if stuck else max(started + stopped_s, moved_at())) > limit_s:
+                    late = f"version {wanted[1]} was not sealed within {limit_s:g} s"
+                    self.degrade("the agents cannot seal now" if stuck else late)
                     return False
-                if now - started - stopped_s > self._timeout_s:
-                    self.degrade(f"version {wanted[1]} was not sealed within {self._timeout_s:g} s")
+                if now - started - stopped_s > patience_s:
                     return False
                 time.sleep(_POLL_S)
+            there = True
             return True
         finally:
+            self._patient = self._patient and there
             self.waited_s += time.monotonic() - started
+
+    def _probes(self) -> bool:
+        """Whether this time it waits although it is degraded."""
+        if self._lost():
+            return False
+        self._until_probe -= 1
+        if self._until_probe:
+            return False
+        self._probe_gap = min(2 * self._probe_gap, _RAREST_PROBE)
+        self._until_probe = self._probe_gap
+        return True

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from gemini_hpc.core import record
+
 _MADV_POPULATE_WRITE = 23
 _POPULATE_STEP_BYTES = 64 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -35,6 +37,16 @@ class Slot:
         self.content = Content()
         self.has_manifest = False
 
+    def known(self) -> Content:
+        """What is complete in here: by what this process knows, else by what the agent has committed."""
+        if self.content.digest:
+            return self.content
+        try:
+            found = record.parse(os.pread(self.fd, record.RECORD_BYTES, self.bytes.numel()))
+        except OSError:
+            found = None
+        return Content(*found.stamp, found.used_bytes, found.digest) if found is not None else Content()
+
     def populate(self) -> None:
         """Make the mapping's pages present, so that no later copy pays for page faults. The GIL is free meanwhile.
         A kernel that cannot (before 5.14) leaves it to the first copy."""
@@ -54,14 +66,17 @@ class Slot:
 
 
 class Shard:
-    """Both slots of the shard of training rank `rank`, whose home is node rank `home`."""
+    """Both slots of the shard of training rank `rank`, whose home is node rank `home`. pushed: agents fill them."""
 
-    def __init__(self, rank: int, world: int, home: int, total_bytes: int, fds: list[int]) -> None:
+    def __init__(
+        self, rank: int, world: int, home: int, total_bytes: int, fds: list[int], *, pushed: bool = False
+    ) -> None:
         if len(fds) != 2:
             for fd in fds:
                 os.close(fd)
             raise ValueError(f"the agent sent {len(fds)} descriptors for a shard, 2 wanted")
         self.rank, self.world, self.home, self.total_bytes = rank, world, home, total_bytes
+        self.pushed = pushed
         self.slots = [Slot(fd, total_bytes) for fd in fds]
 
     def populate(self) -> None:
@@ -96,7 +111,8 @@ class Keeper:
         """Give the former slots up if they are no longer needed. sealed: the newest sealed (epoch, version)."""
         if not self.former or self.shard is None:
             return
-        if any(s.content.digest and (s.content.epoch, s.content.version) <= sealed for s in self.shard.slots):
+        contents = [slot.known() for slot in self.shard.slots]
+        if any(c.digest and (c.epoch, c.version) <= sealed for c in contents):
             gone, self.former = self.former, []
             for shard in gone:
                 shard.close()

@@ -26,8 +26,8 @@ class HandshakeError(Exception):
 
 
 class ClientHello(msgspec.Struct, frozen=True):
-    """Who calls whom, about which job, what for (`link`, `pull`, `query`, `control`); speaking protocol `proto` to
-    `most` (0: `proto` alone)."""
+    """Who calls whom, about which job, what for (`link`, `pull`, `push`, `query`, `control`); speaking protocols
+    `proto` to `most` (0: `proto` alone)."""
 
     proto: int
     purpose: str
@@ -158,7 +158,7 @@ class Client:
             raise HandshakeError("the answer is not to this greeting")
         if answer.job != self._hello.job or answer.host != self._hello.target:
             raise HandshakeError(f"answered by {answer.host} for job {answer.job}")
-        if self._hello.purpose == "link" and answer.restart != self._hello.restart:
+        if self._hello.purpose in ("link", "push") and answer.restart != self._hello.restart:
             raise HandshakeError(f"answered by restart {answer.restart}")
         spoken = answer.chosen or answer.proto
         if not version.OLDEST <= spoken <= version.CURRENT:

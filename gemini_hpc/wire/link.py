@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import socket
+import struct
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache, partial
 from typing import ParamSpec, TypeVar
 
 import msgspec
 
-from gemini_hpc.wire import handshake, peer, version
+from gemini_hpc.wire import handshake, protocol, version
 from gemini_hpc.wire.frames import (
     LENGTH_BYTES,
     MAX_FRAME_BYTES,
@@ -25,10 +28,11 @@ from gemini_hpc.wire.frames import (
     read_exact,
 )
 from gemini_hpc.wire.handshake import Client, Greeting, HandshakeError, Session
+from gemini_hpc.wire.message import Message
 
 HANDSHAKE_TIMEOUT_S = 5.0
 SEND_BUFFER_BYTES = 32 << 20
-M = TypeVar("M", bound=peer.Message)
+M = TypeVar("M", bound=Message)
 P = ParamSpec("P")
 R = TypeVar("R")
 _MUNGE_THREADS = 4
@@ -63,26 +67,26 @@ class Link:
         self.last_heard = time.monotonic()
         self.limit_bytes = MAX_FRAME_BYTES
 
-    def send(self, message: peer.Message) -> None:
+    def send(self, message: Message) -> None:
         """Queue a message; a peer that does not drain its side is cut off, never waited for. What its version does
         not know is not sent."""
         transport = self._writer.transport
-        if transport.is_closing() or not peer.known(message, self.session.proto):
+        if transport.is_closing() or not protocol.known(message, self.session.proto):
             return
         try:
-            self._writer.write(self._out.seal(peer.encode(message)))
+            self._writer.write(self._out.seal(protocol.encode(message)))
         except FrameError:
             self.close()
             raise
         if transport.get_write_buffer_size() > SEND_BUFFER_BYTES:
             transport.abort()
 
-    async def receive(self) -> peer.PeerMessage:
+    async def receive(self) -> protocol.AnyMessage:
         """The next message. Raises `LinkClosed`."""
         try:
             head = await self._reader.readexactly(LENGTH_BYTES)
             body = await self._reader.readexactly(length_of(head, self.limit_bytes))
-            message = peer.decoder.decode(self._in.open(body))
+            message = protocol.decoder.decode(self._in.open(body))
         except (OSError, EOFError, FrameError, msgspec.MsgspecError) as exc:
             self.close()
             raise LinkClosed(str(exc)) from None
@@ -99,21 +103,29 @@ class Link:
         sock = self._writer.transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent_s * 1000))
 
-    async def flush(self, message: peer.Message) -> None:
+    async def flush(self, message: Message) -> None:
         """Send a message and wait (bounded) until it has left."""
         self.send(message)
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             while self._writer.transport.get_write_buffer_size():
                 await asyncio.sleep(0.001)
 
-    async def hand_over(self, message: peer.Message) -> socket.socket:
+    async def hand_over(self, message: Message) -> socket.socket:
         """Send a last message, then give the connection away as a blocking socket for raw bytes."""
-        await self.flush(message)
-        sock = self._writer.transport.get_extra_info("socket")
-        plain = socket.socket(fileno=os.dup(sock.fileno()))
+        return (await self.block(message)).sock
+
+    async def block(self, message: Message | None = None) -> BlockingLink:
+        """Send a last message, then go on with this connection as a link for a thread. The other end must have said
+        nothing that has not been received."""
+        transport = self._writer.transport
+        assert isinstance(transport, asyncio.Transport)
+        transport.pause_reading()  # what comes in answer to the message is for the thread
+        if message is not None:
+            await self.flush(message)
+        plain = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
         self.abort()
         plain.setblocking(True)
-        return plain
+        return BlockingLink(plain, self.session, self._out, self._in)
 
     @property
     def closed(self) -> bool:
@@ -249,11 +261,14 @@ async def accept(
 
 
 class BlockingLink:
-    """The same for plain sockets; used by pulls (raw bytes follow a frame) and by command-line tools."""
+    """The same for plain sockets; used by pulls and pushes (raw bytes follow a frame) and by command-line tools."""
 
-    def __init__(self, sock: socket.socket, session: Session) -> None:
+    def __init__(
+        self, sock: socket.socket, session: Session, out: Sealer | None = None, into: Sealer | None = None
+    ) -> None:
+        """out, into: those of a link that goes on here; default new ones."""
         self.sock, self.session = sock, session
-        self._out, self._in = Sealer(session.send_key), Sealer(session.receive_key)
+        self._out, self._in = out or Sealer(session.send_key), into or Sealer(session.receive_key)
 
     @classmethod
     def connect(cls, address: str, port: int, client: Client, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> BlockingLink:
@@ -270,21 +285,54 @@ class BlockingLink:
             sock.close()
             raise
 
-    def send(self, message: peer.Message) -> None:
+    def send(self, message: Message) -> None:
         """Send one message, if the other end knows such; OSError on time-out or a closed connection."""
-        if peer.known(message, self.session.proto):
-            self.sock.sendall(self._out.seal(peer.encode(message)))
+        if protocol.known(message, self.session.proto):
+            self.sock.sendall(self._out.seal(protocol.encode(message)))
 
     def receive(self, kind: type[M]) -> M:
         """The next message, which must be of `kind`. Raises `LinkClosed`."""
-        try:
-            body = read_exact(self.sock, length_of(read_exact(self.sock, LENGTH_BYTES)))
-            message = peer.decoder.decode(self._in.open(body))
-        except (OSError, FrameError, msgspec.MsgspecError) as exc:
-            raise LinkClosed(str(exc)) from None
+        message = self.take()
         if not isinstance(message, kind):
             raise LinkClosed(f"wanted {kind.__name__}, got {type(message).__name__}")
         return message
+
+    def take(self) -> protocol.AnyMessage:
+        """The next message, whatever it is. Raises `LinkClosed`."""
+        try:
+            body = read_exact(self.sock, length_of(read_exact(self.sock, LENGTH_BYTES)))
+            message = protocol.decoder.decode(self._in.open(body))
+        except (OSError, FrameError, msgspec.MsgspecError) as exc:
+            raise LinkClosed(str(exc)) from None
+        return message
+
+    def bound(self, silent_s: float) -> None:
+        """Block no longer than that in one call, notice within about the same that the other host is gone, and leave
+        the waiting to the kernel (a chunk in one call). The socket is a blocking one from here on."""
+        self.sock.settimeout(None)
+        bound = struct.pack("@ll", int(silent_s), int(silent_s % 1 * 1e6))
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            self.sock.setsockopt(socket.SOL_SOCKET, option, bound)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (
+            (socket.TCP_USER_TIMEOUT, int(silent_s * 1000)),
+            (socket.TCP_KEEPIDLE, max(1, int(silent_s))),
+            (socket.TCP_KEEPINTVL, 1),
+            (socket.TCP_KEEPCNT, 5),
+        ):
+            self.sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether something has come, or the connection has ended, within timeout_s (None: for as long as it
+        takes)."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+
+    def shut(self) -> None:
+        """End the connection, from another thread than the one that uses it."""
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the socket."""

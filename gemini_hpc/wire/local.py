@@ -7,12 +7,19 @@ the job's owner or root. `page` in `Welcome` is a read-only memory page that the
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from gemini_hpc.wire import version
 from gemini_hpc.wire.bounds import Bytes, Count, Epoch, Job, Restart, Seconds, Strict, Time, Version
+from gemini_hpc.wire.traffic import TimelineState, TrafficState
 
 MAX_PACKET_BYTES = 64 * 1024
+MAX_KEPT_BYTES = 40 * 1024
+
+Blob = Annotated[bytes, msgspec.Meta(max_length=MAX_KEPT_BYTES)]
+Key = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{8,64}\Z")]
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="op", forbid_unknown_fields=False):
@@ -63,6 +70,13 @@ class Verdict(Message, frozen=True, tag="verdict"):
 # ---- from trainers -------------------------------------------------------------------------------------
 
 
+class OfRank(Message, frozen=True):
+    """Base of what is said of the shard of one training rank (`rank`) in one set."""
+
+    set: str
+    rank: Count
+
+
 class Hello(Message, frozen=True, tag="hello"):
     """First message of a training rank. The reply, `Welcome`, comes when the recovery round is over.
 
@@ -105,18 +119,18 @@ class Welcome(Message, frozen=True, tag="welcome"):
     proto: int = 1
 
 
-class Register(Message, frozen=True, tag="register"):
+class Register(OfRank, frozen=True, tag="register"):
     """Reserve (or find again) both slots of one shard on this node.
 
     rank: the training rank whose shard it is; home: node rank where that training rank lives;
-    bytes: size of one slot.
+    bytes: size of one slot. pushed: the home's agent fills the slots, this rank only keeps their memory; bytes 0
+    then: as large as they are now (`ControlPage.grown`).
     """
 
-    set: str
-    rank: Count
     world: Count
     home: Count
     bytes: Bytes
+    pushed: bool = False
 
 
 class Slots(Message, frozen=True, tag="slots"):
@@ -125,11 +139,9 @@ class Slots(Message, frozen=True, tag="slots"):
     bytes: int
 
 
-class Begin(Message, frozen=True, tag="begin"):
+class Begin(OfRank, frozen=True, tag="begin"):
     """May a slot be filled with `version` (of the epoch of `Welcome`)? Answered by `Begun` or `Refused`."""
 
-    set: str
-    rank: Count
     version: Version
 
 
@@ -145,34 +157,27 @@ class Refused(Message, frozen=True, tag="refused"):
     reason: str
 
 
-class Landed(Message, frozen=True, tag="landed"):
+class Landed(OfRank, frozen=True, tag="landed"):
     """The slot holds all `used` bytes of `version`; `digest` (xxh3_128 hex of those bytes) was made at source.
 
     The agent verifies it before it counts the copy (R5); the reply (`Ok`) does not wait for that.
     """
 
-    set: str
-    rank: Count
     version: Version
     slot: int
     used: Bytes
     digest: str
 
 
-class Abort(Message, frozen=True, tag="abort"):
+class Abort(OfRank, frozen=True, tag="abort"):
     """The slot will not be completed with this version; it becomes void."""
 
-    set: str
-    rank: Count
     version: Version
     slot: int
 
 
-class Fetch(Message, frozen=True, tag="fetch"):
+class Fetch(OfRank, frozen=True, tag="fetch"):
     """Give me the chosen version of a shard; pulled from its holders where this node has no copy."""
-
-    set: str
-    rank: Count
 
 
 class Copy(Message, frozen=True, tag="copy"):
@@ -185,6 +190,14 @@ class Copy(Message, frozen=True, tag="copy"):
     digest: str
 
 
+class OpenPush(OfRank, frozen=True, tag="push"):
+    """I fill my shard's slots: bring its versions to this holder (a node rank). Answered by `Ok`, beside it one
+    descriptor: a channel (SOCK_SEQPACKET) for the messages below, each answered in order, also when several are on
+    their way. The agent closes it when a version that it had begun to send is lost; another can be opened."""
+
+    holder: Count
+
+
 class Event(Message, frozen=True, tag="event"):
     """Something for the event log (`resumed`, `first_iteration`, `skipped`, `degraded`, ...); t: Unix time."""
 
@@ -194,21 +207,16 @@ class Event(Message, frozen=True, tag="event"):
     detail: str = ""
 
 
-class Finished(Message, frozen=True, tag="finished"):
+class Finished(OfRank, frozen=True, tag="finished"):
     """This rank has closed its checkpointer: its training succeeded."""
 
-    set: str
-    rank: Count
 
-
-class HandBack(Message, frozen=True, tag="handback"):
+class HandBack(OfRank, frozen=True, tag="handback"):
     """After an agent's death: one slot of a shard, its descriptor beside it; revalidated by digest.
 
     digest empty: the slot holds nothing complete (it is handed back for its memory only).
     """
 
-    set: str
-    rank: Count
     world: Count
     home: Count
     bytes: Bytes
@@ -217,6 +225,64 @@ class HandBack(Message, frozen=True, tag="handback"):
     version: Version
     used: Bytes
     digest: str
+    pushed: bool = False
+
+
+# ---- from trainers, on a channel of `OpenPush` --------------------------------------------------------
+
+
+class PushOffer(Message, frozen=True, tag="offer"):
+    """The slot that is being filled with `version` will have `used` bytes: does the holder take them? `Ok` or
+    `Refused`."""
+
+    version: Version
+    used: Bytes
+
+
+class PushChunk(Message, frozen=True, tag="chunk"):
+    """The slot's next `length` bytes may go, and do not change any more; `Ok` when they are at the holder."""
+
+    length: Bytes
+
+
+class PushDone(Message, frozen=True, tag="done"):
+    """All `used` bytes have gone, and this is their digest; `Ok` when the holder has it."""
+
+    digest: str
+
+
+class Traffic(OfRank, frozen=True, tag="traffic"):
+    """How this rank's checkpoints travel now; the newest is shown, and its overhead joins a series."""
+
+    state: TrafficState
+
+
+class Timeline(OfRank, frozen=True, tag="timeline"):
+    """One iteration of this rank as it was recorded; the newest is kept."""
+
+    timeline: TimelineState
+
+
+class Keep(OfRank, frozen=True, tag="keep"):
+    """Keep these bytes for this rank, for as long as the agent lives: across recovery rounds and requeues.
+
+    `key` says what they are good for: what was kept with another key is dropped.
+    """
+
+    key: Key
+    data: Blob
+
+
+class Recall(OfRank, frozen=True, tag="recall"):
+    """What was kept with this key? Answered by `Kept`."""
+
+    key: Key
+
+
+class Kept(Message, frozen=True, tag="kept"):
+    """data None: nothing with this key."""
+
+    data: Blob | None = None
 
 
 # ---- replies in general --------------------------------------------------------------------------------
@@ -237,11 +303,29 @@ class Error(Message, frozen=True, tag="error"):
 
 
 Request = (
-    Attach | Epilog | VerdictRequest | Hello | Register | Begin | Landed | Abort | Fetch | Event | Finished | HandBack
+    Attach
+    | Epilog
+    | VerdictRequest
+    | Hello
+    | Register
+    | Begin
+    | Landed
+    | Abort
+    | Fetch
+    | OpenPush
+    | Event
+    | Finished
+    | HandBack
+    | Traffic
+    | Timeline
+    | Keep
+    | Recall
 )
-Reply = Ready | Verdict | Welcome | Slots | Begun | Refused | Copy | Ok | Error
+PushRequest = PushOffer | PushChunk | PushDone
+Reply = Ready | Verdict | Welcome | Slots | Begun | Refused | Copy | Kept | Ok | Error
 
 request_decoder: Strict[Request] = Strict(msgspec.json.Decoder(Request))
+push_decoder: Strict[PushRequest] = Strict(msgspec.json.Decoder(PushRequest))
 reply_decoder: Strict[Reply] = Strict(msgspec.json.Decoder(Reply))
 encode = msgspec.json.Encoder().encode
 

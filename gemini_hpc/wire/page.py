@@ -15,7 +15,7 @@ PAGE_BYTES = 4096
 MAGIC = 0x0001_494E_494D_4547
 _WORD = struct.Struct("<Q")
 
-MAGIC_AT, SEALED_AT, STATE_AT, BEAT_AT, DEAD_AT, ROUND_AT, ABANDONED_AT = 0, 8, 16, 24, 32, 40, 48
+MAGIC_AT, SEALED_AT, STATE_AT, BEAT_AT, DEAD_AT, ROUND_AT, ABANDONED_AT, GROWN_AT = 0, 8, 16, 24, 32, 40, 48, 56
 
 STATE_ARMING, STATE_PROTECTED, STATE_DEGRADED, STATE_FROZEN = 0, 1, 2, 3
 
@@ -100,6 +100,16 @@ class ControlPage:
     def set_round(self, number: int) -> None:
         """Publish the recovery round."""
         self._put(ROUND_AT, number)
+
+    @property
+    def grown(self) -> int:
+        """How often the agent has made larger slots for a shard that is pushed to it: who keeps their memory asks for
+        them."""
+        return self._get(GROWN_AT)
+
+    def set_grown(self, count: int) -> None:
+        """Publish the number of times."""
+        self._put(GROWN_AT, count)
 
     def close(self) -> None:
         """Unmap."""

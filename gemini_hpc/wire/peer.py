@@ -1,4 +1,4 @@
-"""Messages between agents, and between agents and the controller; msgpack, one a frame.
+"""Messages between agents; msgpack, one a frame (`wire.protocol`).
 
 Every stamp is a pair (epoch, version). `round` numbers the recovery rounds of one incarnation; a message
 of another round is dropped (R6; the incarnation itself is checked in the handshake).
@@ -8,28 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from gemini_hpc.wire.bounds import (
-    Bytes,
-    Count,
-    Epoch,
-    Job,
-    Pairs,
-    Port,
-    Restart,
-    Round,
-    Seconds,
-    Stamp,
-    Strict,
-    Time,
-    Version,
-)
-
-StampT = Stamp
-
-
-class Message(msgspec.Struct, frozen=True, tag_field="kind"):
-    """Base of all messages between machines; the key `kind` names the type."""
-
+from gemini_hpc.wire.bounds import Bytes, Count, Epoch, Pairs, Port, Restart, Round, Seconds, Stamp, Version
+from gemini_hpc.wire.message import Message
 
 # ---- sign of life and suspicion ------------------------------------------------------------------------
 
@@ -78,7 +58,7 @@ class CopyRecord(msgspec.Struct, frozen=True):
     home: Count
     bytes: Bytes
     used: Bytes
-    stamp: StampT
+    stamp: Stamp
     digest: str
 
 
@@ -90,7 +70,7 @@ class InventoryRecord(msgspec.Struct, frozen=True):
     map_restart: int
     max_epoch: Epoch
     copies: tuple[CopyRecord, ...]
-    sealed: tuple[tuple[str, StampT], ...]
+    sealed: tuple[tuple[str, Stamp], ...]
     port: Port
     instance: str
 
@@ -128,9 +108,9 @@ class SetPlan(msgspec.Struct, frozen=True):
     """
 
     name: str
-    chosen: StampT | None
-    keep: tuple[StampT, ...]
-    sealed: StampT | None
+    chosen: Stamp | None
+    keep: tuple[Stamp, ...]
+    sealed: Stamp | None
     world: Count
     copies: tuple[tuple[CopyRecord, tuple[str, ...]], ...]
     lost: tuple[str, ...]
@@ -209,8 +189,8 @@ class WordDown(Message, frozen=True, tag="word"):
 
     round: Round
     set: str
-    sealed: StampT | None
-    abandoned: tuple[StampT, ...]
+    sealed: Stamp | None
+    abandoned: tuple[Stamp, ...]
     degraded: bool
 
 
@@ -222,7 +202,7 @@ class PullAsk(Message, frozen=True, tag="pull?"):
 
     set: str
     rank: Count
-    stamp: StampT
+    stamp: Stamp
 
 
 class PullHead(Message, frozen=True, tag="pull"):
@@ -232,194 +212,48 @@ class PullHead(Message, frozen=True, tag="pull"):
     reason: str = ""
 
 
-# ---- events and questions ------------------------------------------------------------------------------
+# ---- pushes, on connections of their own ---------------------------------------------------------------
 
 
-class EventRecord(msgspec.Struct, frozen=True):
-    """One line of a job's event log. t: Unix time in seconds."""
-
-    t: Time
-    name: str
-    host: str
-    restart: Restart
-    version: Version = 0
-    detail: str = ""
-
-
-class InspectAsk(Message, frozen=True, tag="inspect?"):
-    """Tell what you hold."""
-
-    request: int = 0
-
-
-class HeldSlot(msgspec.Struct, frozen=True):
-    """One slot as its holder sees it. state: empty, filling, complete; verified: Unix time of the last check."""
+class PushAsk(Message, frozen=True, tag="push?"):
+    """First on a connection: this shard, whose home I am, will come here version by version."""
 
     set: str
     rank: Count
-    world: Count
-    home: Count
-    slot: int
-    state: str
-    stamp: StampT | None
-    bytes: Bytes
-    used: Bytes
-    since: Time
-    verified: Time
-
-
-class SetState(msgspec.Struct, frozen=True):
-    """One set on one node. state: arming, protected, degraded, recovering, finished."""
-
-    name: str
-    world: Count
-    sealed: StampT | None
-    state: str
-    ranks: tuple[int, ...]
-    note: str = ""
-
-
-class InspectPart(Message, frozen=True, tag="inspect"):
-    """One agent's part of the picture."""
-
-    host: str
-    job: Job
-    uid: int
-    restart: Restart
-    replicas: Count
     epoch: Epoch
     round: Round
-    state: str
-    hosts: tuple[str, ...]
-    noderanks: dict[str, Count]
-    address: str
-    interface: str
-    port: Port
-    memory_bytes: Bytes
-    memory_cap_bytes: Bytes
-    sets: tuple[SetState, ...]
-    held: tuple[HeldSlot, ...]
-    events: tuple[EventRecord, ...]
-    suspects: tuple[str, ...]
-    dead: tuple[str, ...]
-    request: int = 0
 
 
-# ---- agent and controller ------------------------------------------------------------------------------
+class PushAnswer(Message, frozen=True, tag="push"):
+    """To `PushAsk` and `PushHead`. reason "": yes."""
+
+    reason: str = ""
 
 
-class Registration(Message, frozen=True, tag="register"):
-    """Agent -> controller, first message after the handshake and again after each attach (a hint: SITE 1)."""
+class PushHead(Message, frozen=True, tag="version"):
+    """A version comes: `used` bytes for a slot of `bytes` bytes."""
 
-    job: Job
-    restart: Restart
-    host: str
-    hosts: tuple[str, ...]
-    replicas: Count
-    port: Port
-    instance: str
-    state: str
+    version: Version
+    used: Bytes
+    bytes: Bytes
 
 
-class Report(Message, frozen=True, tag="report"):
-    """Agent -> controller: this host of my job is silent; witnesses: peers that could not reach it either."""
+class PushChunk(Message, frozen=True, tag="chunk"):
+    """After this frame `length` raw bytes (covered by the digest) for this place in the slot, where the bytes before
+    them ended. Answered by `PushAck` when they are there."""
 
-    job: Job
-    restart: Restart
-    host: str
-    witnesses: tuple[str, ...]
-    t: Time
+    offset: Bytes
+    length: Bytes
 
 
-class EventsUp(Message, frozen=True, tag="events"):
-    """Agent -> controller: new lines of the event log."""
+class PushDone(Message, frozen=True, tag="done"):
+    """All `used` bytes have come, with this digest (xxh3_128 hex, made at source). Answered by `PushAck`; the holder
+    verifies it before it counts the copy (R5)."""
 
-    job: Job
-    events: tuple[EventRecord, ...]
-
-
-class Release(Message, frozen=True, tag="release"):
-    """Controller -> agent: the job has ended for good (reason), free everything and exit."""
-
-    job: Job
-    reason: str
+    digest: str
 
 
-class Notice(Message, frozen=True, tag="notice"):
-    """Controller -> agent: one line for the users of the job, which its first training rank prints (SITE 13)."""
+class PushAck(Message, frozen=True, tag="acked"):
+    """The slot has all bytes before this place."""
 
-    job: Job
-    text: str
-
-
-class HoldersAsk(Message, frozen=True, tag="holders?"):
-    """Agent -> controller: which other agents of my job are there, on nodes that the job has left?"""
-
-    job: Job
-
-
-class Holders(Message, frozen=True, tag="holders"):
-    """Controller -> agent: hosts on which agents of the job are or have been; their ports, 0 where that is not known
-    (hints, like all of this)."""
-
-    job: Job
-    ports: dict[str, Port]
-
-
-class JobAsk(Message, frozen=True, tag="job?"):
-    """User -> controller: the picture of this job."""
-
-    job: Job
-
-
-class JobAnswer(Message, frozen=True, tag="job"):
-    """Controller -> user: parts of the agents that answered, the event log, what Slurm says; or a refusal."""
-
-    parts: tuple[InspectPart, ...] = ()
-    events: tuple[EventRecord, ...] = ()
-    slurm: dict[str, str] = {}
-    missing: tuple[str, ...] = ()
-    error: str = ""
-
-
-PeerMessage = (
-    Ping
-    | ProbeAsk
-    | ProbeAnswer
-    | Obituary
-    | Collect
-    | InventoryUp
-    | Summons
-    | PlanDown
-    | PlanAck
-    | Go
-    | NeedRound
-    | RoundLost
-    | VoteUp
-    | WordDown
-    | PullAsk
-    | PullHead
-    | InspectAsk
-    | InspectPart
-    | Registration
-    | Report
-    | EventsUp
-    | Release
-    | Notice
-    | HoldersAsk
-    | Holders
-    | JobAsk
-    | JobAnswer
-)
-
-decoder: Strict[PeerMessage] = Strict(msgspec.msgpack.Decoder(PeerMessage))
-encode = msgspec.msgpack.Encoder().encode
-
-# The version with which a message came; all others are of version 1. A field that is added to a message has a default
-# and needs no entry: older ends skip it.
-SINCE: dict[type[Message], int] = {Summons: 2, Notice: 2}
-
-
-def known(message: Message, proto: int) -> bool:
-    """Whether an end that speaks this protocol knows such a message; to any other it would be the end of the link."""
-    return SINCE.get(type(message), 1) <= proto
+    end: Bytes

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import xxhash
+from waiting import until
 
 from gemini_hpc.wire import local
 from gemini_hpc.wire.page import ControlPage
@@ -90,10 +91,8 @@ class Trainer:
         digest = xxhash.xxh3_128(payload).hexdigest()
         landed = local.Landed(self.name, 0, self.version, begun.slot, len(payload), digest)
         assert self.caller.ask(landed) == local.Ok()
-        deadline = time.monotonic() + timeout_s
-        while self.page.sealed < (self.epoch, self.version):
-            assert time.monotonic() < deadline, f"version {self.version} is not sealed"
-            time.sleep(0.002)
+        sealed = (self.epoch, self.version)
+        until(lambda: self.page.sealed >= sealed, timeout_s, 0.002, what=f"version {self.version} is sealed")
 
     def close(self) -> None:
         self.caller.close()
@@ -157,10 +156,7 @@ class AgentProcess:
 
     def quiet(self, fds: int, timeout_s: float = 5.0) -> None:
         """Wait until the agent has no more descriptors than it had."""
-        deadline = time.monotonic() + timeout_s
-        while self.fds() > fds:
-            assert time.monotonic() < deadline, f"{self.fds()} descriptors, {fds} before"
-            time.sleep(0.02)
+        until(lambda: self.fds() <= fds, timeout_s, what=f"no more than the {fds} descriptors of before")
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)

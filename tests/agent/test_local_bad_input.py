@@ -7,7 +7,6 @@ import os
 import random
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,8 +14,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from waiting import until
 
 from gemini_hpc.wire import local
+from gemini_hpc.wire.traffic import TimelineState, TrafficState
 
 from .conftest import SIZE, AgentProcess, Caller
 
@@ -136,6 +137,10 @@ def test_requests_before_hello(agent: AgentProcess) -> None:
         local.Fetch("default", 0),
         local.Finished("default", 0),
         local.HandBack("default", 0, 1, 0, SIZE, 0, 1, 1, 10, "x"),
+        local.Traffic("default", 0, TrafficState(1.0, "gemini", "gloo", "steady")),
+        local.Timeline("default", 0, TimelineState(1, 1.0, 1.0)),
+        local.Keep("default", 0, "0" * 32, b"x"),
+        local.Recall("default", 0, "0" * 32),
     ]
     for request in requests:
         refused(caller.ask(request), "say hello first")
@@ -208,6 +213,11 @@ def test_another_world(agent: AgentProcess) -> None:
         (local.Fetch("default", 9), "shard 9 is not part"),
         (local.Finished("default", 7), "rank 7"),
         (local.Begin("other", 0, 1), "say hello first"),
+        (local.Traffic("default", 1, TrafficState(1.0, "gemini", "gloo", "steady")), "rank 1"),
+        (local.Timeline("default", 7, TimelineState(1, 1.0, 1.0)), "rank 7"),
+        (local.Keep("default", 1, "0" * 32, b"x"), "rank 1"),
+        (local.Recall("default", 1, "0" * 32), "rank 1"),
+        (local.Recall("other", 0, "0" * 32), "say hello first"),
         (local.HandBack("default", 0, 1, 0, SIZE, 0, 1, 1, 10, "x"), "descriptor"),
     ],
 )
@@ -231,9 +241,8 @@ def test_wrong_digest_is_not_sealed_and_loses_nothing(agent: AgentProcess) -> No
     begun = trainer.caller.ask(local.Begin("default", 0, 2))
     assert isinstance(begun, local.Begun)
     assert trainer.caller.ask(local.Landed("default", 0, 2, begun.slot, 10, "0" * 32)) == local.Ok()
-    time.sleep(0.3)
+    until(lambda: "damaged" in agent.log(), what="the digest is compared")
     assert trainer.page.sealed == (trainer.epoch, 1)
-    assert "damaged" in agent.log()
     trainer.version = 2
     trainer.step()
 
@@ -260,12 +269,8 @@ def test_a_shard_has_one_writer(make_agent: Make) -> None:
     refused(second.ask(local.Finished("default", 0)), "rank 0")
     assert isinstance(first.ask(local.Begin("default", 0, 1)), local.Begun)
     first.close()
-    for _ in range(100):  # the agent has to notice
-        reply = second.ask(local.Register("default", 0, 2, 0, SIZE))
-        if isinstance(reply, local.Slots):
-            break
-        time.sleep(0.02)
-    assert isinstance(reply, local.Slots)
+    mine = local.Register("default", 0, 2, 0, SIZE)
+    until(lambda: isinstance(second.ask(mine), local.Slots), what="the agent has noticed that the first is gone")
 
 
 def test_sets_are_limited(agent: AgentProcess) -> None:
@@ -457,6 +462,10 @@ _ops = [
     "event",
     "finished",
     "handback",
+    "traffic",
+    "timeline",
+    "keep",
+    "recall",
 ]
 _fields = [
     "job",
@@ -477,6 +486,10 @@ _fields = [
     "t",
     "name",
     "rejoin",
+    "state",
+    "timeline",
+    "key",
+    "data",
 ]
 _value = _json | st.sampled_from(["default", "77.0", 0, 1, 2, 77, SIZE])
 

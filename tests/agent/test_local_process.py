@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 _SCRIPT = Path(__file__).with_name("number_used_again.py")
 
 
 def test_site_06_number_that_is_used_again() -> None:
-    if os.geteuid() != 0:
-        pytest.skip("numbers of processes are chosen by root, in a process namespace of its own")
+    # the numbers of processes are chosen in a process namespace of its own
     argv = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, str(_SCRIPT)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
-    if "unshare:" in done.stderr:
-        pytest.skip(done.stderr)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["same", "number", "lives", "caller", "ended"]

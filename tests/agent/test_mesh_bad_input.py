@@ -9,7 +9,8 @@ import pytest
 
 from gemini_hpc.agent.mesh import Mesh
 from gemini_hpc.config import Settings
-from gemini_hpc.wire import peer
+from gemini_hpc.wire import picture, protocol
+from gemini_hpc.wire.message import Message
 
 
 class OneMessage:
@@ -20,13 +21,13 @@ class OneMessage:
     def __init__(self) -> None:
         self._left = 1
 
-    async def receive(self) -> peer.PeerMessage:
+    async def receive(self) -> protocol.AnyMessage:
         self._left -= 1
         if self._left < 0:
             await asyncio.sleep(60)
-        return peer.JobAsk(1)
+        return picture.JobAsk(1)
 
-    def send(self, message: peer.Message) -> None: ...
+    def send(self, message: Message) -> None: ...
 
     def abort(self) -> None:
         self.closed = True

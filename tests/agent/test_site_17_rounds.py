@@ -8,15 +8,16 @@ import msgspec
 
 from gemini_hpc.agent.rounds import Rounds
 from gemini_hpc.wire import peer
+from gemini_hpc.wire.message import Message
 
 
 class Host:
     job, restart, replicas = 7, 0, 2
 
     def __init__(self, name: str) -> None:
-        self.name, self.sent, self.lived = name, list[tuple[str, peer.Message]](), 0
+        self.name, self.sent, self.lived = name, list[tuple[str, Message]](), 0
 
-    def send(self, host: str, message: peer.Message) -> bool:
+    def send(self, host: str, message: Message) -> bool:
         self.sent.append((host, message))
         return True
 
@@ -45,9 +46,10 @@ class Host:
 def test_site_17_an_agent_with_another_map_keeps_everybody_from_having_one() -> None:
     async def run() -> None:
         host = Host("n1")
-        rounds = Rounds(host, "n1", ("n1", "n2", "n3"), asyncio.ensure_future)
+        spawned: list[asyncio.Task[None]] = []
+        rounds = Rounds(host, "n1", ("n1", "n2", "n3"), lambda c: spawned.append(asyncio.create_task(c)))
         rounds.begin("")
-        await asyncio.sleep(0.01)
+        await asyncio.gather(*spawned)
         for child in ("n2", "n3"):
             rounds.on_message(child, peer.InventoryUp(1, (await Host(child).inventory(),)))
         plan = rounds.plan

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from gemini_hpc.agent.ports import candidates
 from gemini_hpc.config import load
-from gemini_hpc.wire import peer
+from gemini_hpc.wire import controller, peer, picture
 from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, accept, connect
 
@@ -27,15 +27,15 @@ MODE = sys.argv[5] if len(sys.argv) > 5 else ""
 INSTANCE = secrets.token_hex(4)
 
 
-def part(request: int) -> peer.InspectPart:
+def part(request: int) -> picture.InspectPart:
     i = HOSTS.index(HOST)
     ring = (HOSTS[i - 1], HOST)
     now = time.time()
     slots = [
-        peer.HeldSlot("default", rank, len(HOSTS), rank, 0, "complete", (1, 7), 4096, 4000, now, now)
+        picture.HeldSlot("default", rank, len(HOSTS), rank, 0, "complete", (1, 7), 4096, 4000, now, now)
         for rank in map(HOSTS.index, ring)
     ]
-    return peer.InspectPart(
+    return picture.InspectPart(
         host=HOST,
         job=JOB,
         uid=os.getuid(),
@@ -51,7 +51,7 @@ def part(request: int) -> peer.InspectPart:
         port=candidates(SETTINGS, JOB)[0],
         memory_bytes=16384,
         memory_cap_bytes=1 << 20,
-        sets=(peer.SetState("default", len(HOSTS), (1, 7), "protected", (i,)),),
+        sets=(picture.SetState("default", len(HOSTS), (1, 7), "protected", (i,)),),
         held=tuple(slots),
         events=(),
         suspects=(),
@@ -81,7 +81,7 @@ async def watch(link: Link, host: str) -> None:
         if await peer_answers(host):
             heard = time.monotonic()
         elif time.monotonic() - heard > SILENCE_S:
-            link.send(peer.Report(JOB, RESTART, host, (HOST,), time.time()))
+            link.send(controller.Report(JOB, RESTART, host, (HOST,), time.time()))
             heard = time.monotonic() + 1.0
 
 
@@ -93,18 +93,18 @@ async def ping(link: Link) -> None:
 
 async def accuse(link: Link, host: str) -> None:
     while True:
-        link.send(peer.Report(JOB, RESTART, host, HOSTS, time.time()))
+        link.send(controller.Report(JOB, RESTART, host, HOSTS, time.time()))
         await asyncio.sleep(0.2)
 
 
 async def controlled(link: Link) -> None:
     while True:
         message = await link.receive()
-        if isinstance(message, peer.InspectAsk):
+        if isinstance(message, picture.InspectAsk):
             link.send(part(message.request))
-        elif isinstance(message, peer.Notice):
+        elif isinstance(message, controller.Notice):
             say("notice", message.text)
-        elif isinstance(message, peer.Release):
+        elif isinstance(message, controller.Release):
             say("released", message.reason)
             os._exit(0)
 
@@ -121,7 +121,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         )
         while True:
             message = await link.receive()
-            if isinstance(message, peer.InspectAsk):
+            if isinstance(message, picture.InspectAsk):
                 link.send(part(message.request))
 
 
@@ -139,15 +139,15 @@ async def dial(host: str) -> Link:
     return await connect(host, SETTINGS.controller_port, client)
 
 
-async def controller() -> Link:
+async def reached() -> Link:
     while True:
         for host in SETTINGS.controller_hosts():
             with suppress(OSError, HandshakeError, TimeoutError):
                 link = await dial(host)
                 port = candidates(SETTINGS, JOB)[0]
-                link.send(peer.Registration(JOB, RESTART, HOST, HOSTS, 2, port, INSTANCE, "protected"))
-                event = peer.EventRecord(time.time(), "attached", "elsewhere", RESTART, 0, "fake\x1b[2J")
-                link.send(peer.EventsUp(JOB, (event,)))
+                link.send(controller.Registration(JOB, RESTART, HOST, HOSTS, 2, port, INSTANCE, "protected"))
+                event = picture.EventRecord(time.time(), "attached", "elsewhere", RESTART, 0, "fake\x1b[2J")
+                link.send(controller.EventsUp(JOB, (event,)))
                 say("registered")
                 return link
         await asyncio.sleep(0.3)
@@ -158,7 +158,7 @@ async def main() -> None:
         await asyncio.start_server(serve, port=candidates(SETTINGS, JOB)[0])
     say("ready")
     while True:
-        link = await controller()
+        link = await reached()
         tasks = [asyncio.ensure_future(ping(link))]
         if MODE.startswith("accuse:"):
             tasks.append(asyncio.ensure_future(accuse(link, MODE.split(":")[1])))

@@ -17,7 +17,7 @@ from gemini_hpc.control.journal import Journal
 from gemini_hpc.control.picture import picture
 from gemini_hpc.control.survival import survival
 from gemini_hpc.core.placement import holders, recovery_probability
-from gemini_hpc.wire.peer import EventRecord, HeldSlot, InspectPart, SetState
+from gemini_hpc.wire.picture import EventRecord, HeldSlot, InspectPart, SetState
 
 NOW = 1000.0
 

@@ -49,12 +49,15 @@ class Protocol:
     """`awaited`: where a rank waits for the seal of version v: before the `step` that makes v+1 (R2), before the
     `write` of v+1, or `never` (each holder trusts its own newest copy). `patience`: how many versions past the last
     seal a rank goes on when its wait for a seal runs out; 0: it waits for ever. `abandons`: the root says what can
-    never be sealed. `fresh`: the job starts with empty slots, not with version 0 sealed."""
+    never be sealed. `fresh`: the job starts with empty slots, not with version 0 sealed. `every`, `spread`: only each
+    j-th version is saved; v is awaited before the step that makes v + s."""
 
     awaited: str
     patience: int = 0
     abandons: bool = True
     fresh: bool = False
+    every: int = 1
+    spread: int = 1
 
 
 @dataclass
@@ -157,15 +160,20 @@ class _Model:
         if any(other < version for other in state.steps):
             return False  # its gradients are missing
         if self.protocol.awaited == "step":
-            if state.words[rank][0] >= version:
+            saved = self._saved(version)
+            if state.words[rank][0] >= saved or version + 1 - saved < self.protocol.spread:
                 return True
             return version - state.sealed < self.protocol.patience
         copies = self.where[rank] if self.protocol.awaited == "never" else self.where[rank][:1]
         return all(("complete", version) in state.pairs[node][index] for node, index in copies)
 
+    def _saved(self, version: int) -> int:
+        """The newest version up to this one that is saved."""
+        return version - version % self.protocol.every
+
     def _copy_events(self, state: State, rank: int, node: int, index: int) -> Iterator[tuple[str, State, bool]]:
         pair = state.pairs[node][index]
-        version = state.steps[rank]
+        version = self._saved(state.steps[rank])
         sealed, abandoned = state.words[node]
         if pair[2] < version and not (self.protocol.awaited == "write" and state.words[rank][0] < version - 1):
             if self.protocol.awaited == "never":

@@ -36,6 +36,23 @@ def test_awaited_before_the_step_nothing_is_lost_and_one_step_repeated(job: tupl
         assert findings.repeated == 1
 
 
+@pytest.mark.parametrize(
+    ("job", "j", "s"),
+    [
+        (PAIR, 2, 1),
+        (PAIR, 2, 2),
+        (PAIR, 3, 2),
+        (PAIR, 3, 3),
+        (RING, 2, 1),
+        pytest.param(RING, 2, 2, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
+    ],
+)
+def test_saved_every_jth_step_and_awaited_s_steps_later(job: tuple[int, int], j: int, s: int) -> None:
+    findings = explore(*job, Protocol("step", every=j, spread=s), limit=1_000_000, liveness=True)
+    assert findings.lost is None and findings.stuck is None
+    assert findings.repeated == j + s - 1
+
+
 def test_waits_that_run_out_lose_nothing_and_block_nothing() -> None:
     findings = explore(*PAIR, Protocol("step", patience=2), limit=200_000, liveness=True)
     assert findings.lost is None

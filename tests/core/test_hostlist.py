@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -78,7 +77,6 @@ def test_any_text_gives_hosts_or_value_error(text: str) -> None:
     assert expand(compress(hosts), limit=1000) == hosts
 
 
-@pytest.mark.skipif(shutil.which("scontrol") is None, reason="Slurm is not installed")
 def test_slurm_reads_the_same(tmp_path: Path) -> None:
     conf = tmp_path / "slurm.conf"
     conf.write_text("ClusterName=x\nSlurmctldHost=localhost\nNodeName=n1\nPartitionName=p Nodes=n1\n")

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,8 @@ import pytest
 from leaks.cluster import nothing_left
 from leaks.machine import MARK
 
-from gemini_hpc.devcluster import Cluster, DevclusterError
+from gemini_hpc.devcluster import Cluster
 from gemini_hpc.devcluster.layout import Layout
-from gemini_hpc.devcluster.requirements import check
 from gemini_hpc.devcluster.status import names
 from gemini_hpc.devcluster.teardown import MOUNT_POINTS, down, members
 
@@ -27,16 +26,6 @@ CHECKOUT = Path(__file__).parents[2]
 ROOT = Path("/var/lib/gemini-devcluster")
 # Other people's clusters on this machine stay out of it.
 PREFIX = f"t{os.getpid()}"
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    try:
-        check()
-    except DevclusterError as error:
-        here = Path(__file__).parent
-        for item in items:
-            if item.path.is_relative_to(here):
-                item.add_marker(pytest.mark.skip(reason=str(error)))
 
 
 def links() -> set[str]:
@@ -158,14 +147,3 @@ def name(request: pytest.FixtureRequest) -> Iterator[str]:
     chosen = f"{PREFIX}-x"
     yield chosen
     down(Layout(chosen))
-
-
-@pytest.fixture
-def wait_until() -> Callable[[Callable[[], bool], float], None]:
-    def wait(condition: Callable[[], bool], timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"not within {timeout_s} s"
-            time.sleep(0.05)
-
-    return wait

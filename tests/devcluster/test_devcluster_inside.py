@@ -7,29 +7,28 @@ import os
 import pwd
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from gemini_hpc.devcluster import Cluster, DevclusterError
 
 from .conftest import tool
 
 pytestmark = pytest.mark.timeout(90)
-Wait = Callable[[Callable[[], bool], float], None]
 
 
-def test_jobs_run_as_their_user(cluster: Cluster, wait_until: Wait) -> None:
+def test_jobs_run_as_their_user(cluster: Cluster) -> None:
     job = cluster.sbatch(["-N3"], user="alice", script="#!/bin/sh\nsrun sh -c 'echo $(id -un) $(hostname) $HOME'\n")
     output = cluster.home("alice") / f"slurm-{job}.out"
-    wait_until(lambda: cluster.job(job)["JobState"] == "COMPLETED", 20)
+    until(lambda: cluster.job(job)["JobState"] == "COMPLETED", 20)
     home = cluster.home("alice")
     assert sorted(output.read_text().splitlines()) == [f"alice {node} {home}" for node in ("n1", "n2", "n3")]
     assert output.stat().st_uid == 5001
 
 
-def test_a_script_from_outside_is_submitted(cluster: Cluster, wait_until: Wait, tmp_path: Path) -> None:
+def test_a_script_from_outside_is_submitted(cluster: Cluster, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     script = tmp_path / "outside.sh"
     script.write_text("#!/bin/sh\necho hello from $1\n")
@@ -37,7 +36,7 @@ def test_a_script_from_outside_is_submitted(cluster: Cluster, wait_until: Wait, 
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Submitted batch job")
     output = cluster.home("bob") / "outside.txt"
-    wait_until(lambda: output.exists() and output.read_text() == "hello from here\n", 20)
+    until(lambda: output.exists() and output.read_text() == "hello from here\n", 20)
     assert output.stat().st_uid == 5002
 
 
@@ -102,12 +101,12 @@ def test_a_command_that_hangs_is_ended_with_its_children(cluster: Cluster) -> No
     assert "sleep 4711" not in cluster.run(["ps", "ax"]).stdout
 
 
-def test_popen_signals_reach_the_command(cluster: Cluster, wait_until: Wait) -> None:
+def test_popen_signals_reach_the_command(cluster: Cluster) -> None:
     process = cluster.popen(["bash", "-c", "sleep 4712; true"], node="n1", user="alice")
-    wait_until(lambda: "sleep 4712" in cluster.exec("n1", ["ps", "ax"]).stdout, 10)
+    until(lambda: "sleep 4712" in cluster.exec("n1", ["ps", "ax"]).stdout, 10)
     process.kill()
     process.wait(10)
-    wait_until(lambda: "sleep 4712" not in cluster.exec("n1", ["ps", "ax"]).stdout, 10)
+    until(lambda: "sleep 4712" not in cluster.exec("n1", ["ps", "ax"]).stdout, 10)
     process.communicate()
 
 

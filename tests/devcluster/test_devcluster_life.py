@@ -8,10 +8,10 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from gemini_hpc.devcluster import Cluster, DevclusterError
 from gemini_hpc.devcluster.layout import Layout
@@ -77,10 +77,7 @@ def test_a_cluster_whose_init_was_killed_can_be_started_again(name: str) -> None
     cluster = Cluster.up(name, nodes=2, site=False, controller=False)
     trace = Trace.of(name)
     os.kill(cluster.status().outer_pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while names()[name]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not names()[name], 10)
     assert members(Layout(name)) == []
     again = Cluster.up(name, nodes=2, site=False, controller=False)
     assert again.run(["srun", "-N2", "true"]).returncode == 0
@@ -107,10 +104,7 @@ def test_tool_killed_in_the_middle_of_up(name: str, milestone: str) -> None:
 @pytest.mark.parametrize("milestone", ["outer.json", "etc/slurm/plugstack.conf", "nodes/n1.boot_id", "nodes/n2.json"])
 def test_a_cluster_that_is_not_complete_dies_with_the_tool(name: str, milestone: str) -> None:
     killed_up(name, milestone)
-    deadline = time.monotonic() + 10
-    while members(Layout(name)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not members(Layout(name)), 10)
 
 
 def test_the_recorded_pid_of_somebody_else_is_left_alone(name: str) -> None:

@@ -6,10 +6,11 @@ import os
 import pwd
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from gemini_hpc.devcluster import Cluster, DevclusterError, network
 from gemini_hpc.devcluster.layout import Layout
@@ -20,7 +21,6 @@ from gemini_hpc.devcluster.teardown import members
 from .conftest import PREFIX, Trace, everything_running, killed_up, tool
 
 pytestmark = pytest.mark.timeout(120)
-Wait = Callable[[Callable[[], bool], float], None]
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +66,17 @@ def test_nobody_runs_without_an_association(site: Cluster) -> None:
         assert site.run(["srun", "true"], user=user).returncode == 0
 
 
-def test_a_limit_of_a_qos_holds_a_job_back(site: Cluster, wait_until: Wait) -> None:
+def test_a_limit_of_a_qos_holds_a_job_back(site: Cluster) -> None:
     sleeper = "#!/bin/sh\nsleep 60\n"
     first, second = (site.sbatch(["--qos=single", "-n1"], script=sleeper) for _ in range(2))
     other = site.sbatch(["--qos=single", "-n1"], user="bob", script=sleeper)
     try:
-        wait_until(lambda: site.job(first)["JobState"] == site.job(other)["JobState"] == "RUNNING", 20)
-        wait_until(lambda: site.job(second)["Reason"] == "QOSMaxJobsPerUserLimit", 20)
+        until(lambda: site.job(first)["JobState"] == site.job(other)["JobState"] == "RUNNING", 20)
+        until(lambda: site.job(second)["Reason"] == "QOSMaxJobsPerUserLimit", 20)
         assert site.job(second)["JobState"] == "PENDING"
     finally:
         site.run(["scancel", *map(str, (first, second, other))])
-    wait_until(lambda: not site.run(["squeue", "-h"]).stdout, 20)
+    until(lambda: not site.run(["squeue", "-h"]).stdout, 20)
     refused = site.run(["sbatch", "--qos=nonsense", "--wrap", "true"], user="alice")
     assert refused.returncode != 0 and "Invalid qos" in refused.stderr
 
@@ -94,14 +94,14 @@ def test_qos_and_age_make_the_priority(site: Cluster) -> None:
         site.run(["scancel", str(normal), str(urgent)])
 
 
-def test_jobs_are_recorded_in_the_database(site: Cluster, wait_until: Wait) -> None:
+def test_jobs_are_recorded_in_the_database(site: Cluster) -> None:
     assert site.run(["srun", "--job-name=recorded", "true"], user="bob").returncode == 0
     argv = ["sacct", "-n", "-P", "--name=recorded", "-o", "user,account,partition,state"]
 
     def recorded() -> bool:
         return site.run(argv, user="bob").stdout.startswith("bob|lab|batch|COMPLETED")
 
-    wait_until(recorded, 20)
+    until(recorded, 20)
 
 
 def test_the_database_is_the_cluster_s_own(site: Cluster) -> None:
@@ -134,13 +134,13 @@ def test_each_node_has_a_munged_of_its_own(site: Cluster) -> None:
     site.wait_idle(timeout_s=20)
 
 
-def test_nodes_have_no_configuration_files(site: Cluster, wait_until: Wait) -> None:
+def test_nodes_have_no_configuration_files(site: Cluster) -> None:
     for path in ("/etc/slurm/slurm.conf", str(site.directory / "etc" / "slurm" / "slurm.conf")):
         assert site.exec("n1", ["test", "-e", path]).returncode == 1
     shown = site.exec("n1", ["sh", "-c", "echo $SLURM_CONF; sinfo -h -o %D"], user="alice")
     assert shown.stdout == "\n3\n" and shown.returncode == 0
     job = site.sbatch(["-N2"], script="#!/bin/sh\necho $SLURM_CONF\nsrun hostname\n")
-    wait_until(lambda: site.job(job)["JobState"] == "COMPLETED", 20)
+    until(lambda: site.job(job)["JobState"] == "COMPLETED", 20)
     cached, *hosts = (site.home("alice") / f"slurm-{job}.out").read_text().split()
     assert cached.endswith("/conf-cache/slurm.conf") and len(hosts) == 2
 
@@ -177,11 +177,11 @@ def test_tool_killed_in_the_middle_of_up(name: str, milestone: str) -> None:
     trace.assert_gone()
 
 
-def test_a_cluster_whose_init_was_killed_leaves_no_database(name: str, wait_until: Wait) -> None:
+def test_a_cluster_whose_init_was_killed_leaves_no_database(name: str) -> None:
     cluster = Cluster.up(name, nodes=1, profile="site", site=False, controller=False)
     trace = Trace.of(name)
     os.kill(cluster.status().outer_pid, signal.SIGKILL)
-    wait_until(lambda: not members(Layout(name)), 10)
+    until(lambda: not members(Layout(name)), 10)
     assert tool("down", "--name", name).returncode == 0
     trace.assert_gone()
 

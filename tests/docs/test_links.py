@@ -15,7 +15,8 @@ import pytest
 from gemini_hpc import config
 from gemini_hpc.cli.main import build_parser
 from gemini_hpc.control.picture import picture
-from gemini_hpc.wire.peer import EventRecord, HeldSlot, InspectPart, SetState
+from gemini_hpc.wire.picture import EventRecord, HeldSlot, InspectPart, SetState
+from gemini_hpc.wire.traffic import TrafficState
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -23,7 +24,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOREIGN = {
     *("--requeue", "--open-mode", "--wrap", "--ntasks-per-node", "--kill-on-bad-exit", "--export", "--output"),
     "--node-rank",  # torchrun's
-    *("--mem", "--bind", "--container-mounts"),
+    *("--mem", "--bind", "--container-mounts", "--mpi"),
+    "--with-ft",  # Open MPI's
 }
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
 LONE = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*(?![\w-])")
@@ -187,7 +189,8 @@ def test_every_event_is_documented() -> None:
 
 
 def test_every_argument_and_the_report_are_documented() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     import gemini_hpc as gemini
 
     text = (ROOT / "docs" / "training.md").read_text()
@@ -207,6 +210,7 @@ def test_every_argument_and_the_report_are_documented() -> None:
 def test_every_key_of_the_json_document_is_documented() -> None:
     text = (ROOT / "docs" / "inspect-json.md").read_text()
     held = HeldSlot("default", 0, 1, 0, 0, "complete", (1, 5), 100, 90, 1.0, 2.0)
+    state = TrafficState(1.0, "gemini", "gloo", "steady")
     part = InspectPart(
         host="n1",
         job=7,
@@ -223,7 +227,7 @@ def test_every_key_of_the_json_document_is_documented() -> None:
         port=1,
         memory_bytes=1,
         memory_cap_bytes=2,
-        sets=(SetState("default", 1, (1, 5), "protected", (0,)),),
+        sets=(SetState("default", 1, (1, 5), "protected", (0,), traffic=((0, state),)),),
         held=(held,),
         events=(EventRecord(1.0, "detected", "n1", 0),),
         suspects=(),

@@ -15,8 +15,7 @@ from leaks.cluster import nothing_left
 from replacing import replace
 from waiting import until
 
-from gemini_hpc.devcluster import Cluster, DevclusterError
-from gemini_hpc.devcluster.requirements import check
+from gemini_hpc.devcluster import Cluster
 
 DOCTOR = ["gemini-hpc", "doctor", "--json"]
 # What is not as at a site, on purpose or by the distribution, is told on every host.
@@ -169,10 +168,6 @@ class Patient:
 
 @pytest.fixture(scope="session")
 def shared() -> Iterator[Patient]:
-    try:
-        check()
-    except DevclusterError as error:
-        pytest.skip(str(error))
     # What is broken here is not a node: a busy machine's pause must not have Slurm set one DOWN.
     with Cluster.up(f"doctor{os.getpid()}", nodes=3, slurm_conf=["SlurmdTimeout=300"]) as cluster:
         yield Patient(cluster)

@@ -26,13 +26,13 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def train(cluster: Cluster) -> Iterator[Callable[..., Training]]:
-    def submit(label: str, *options: str, parallel: str = "ddp") -> Training:
+    def submit(label: str, *options: str, parallel: str = "ddp", transport: str = "auto") -> Training:
         directory = cluster.home("alice") / f"{label}-{time.time_ns()}"
         shutil.copytree(EXAMPLES, directory, ignore=shutil.ignore_patterns("__pycache__"))
         for path in [directory, *directory.iterdir()]:
             path.chmod(0o755)
         shutil.chown(directory, 5001)
-        arguments = [*SMALL, "--parallel", parallel, "--log", str(directory / "loss.jsonl")]
+        arguments = [*SMALL, "--parallel", parallel, "--transport", transport, "--log", str(directory / "loss.jsonl")]
         fixed = ["--requeue", "-N3", f"--chdir={directory}", f"--output={directory}/out"]
         return Training(cluster, cluster.sbatch([*fixed, *options, str(directory / "job.sh"), *arguments]), directory)
 

@@ -25,6 +25,21 @@ def test_node_cut(train: Train, reference: Reference, parallel: str) -> None:
     assert job.repeated() <= 1 and "resumed at version" in job.output(), job.output()
 
 
+def test_node_cut_where_agents_bring_the_copies(train: Train, reference: Reference) -> None:
+    """transport="host"; on the way an agent dies, too."""
+    wanted = reference("ddp")
+    job = train("host", "--gemini-replicas=2", transport="host")
+    job.reach(8)
+    host = job.hosts()[0]
+    pids = job.cluster.exec(host, ["pgrep", "-f", f"gemini_hpc.agent --job {job.id} "]).stdout.split()
+    job.cluster.exec(host, ["kill", "-9", max(pids, key=int)])
+    job.reach(25)
+    job.cluster.power_off(job.hosts()[1])
+    job.finish()
+    job.assert_same_as(wanted)
+    assert job.repeated() <= 1 and "resumed at version 2" in job.output(), job.output()
+
+
 def test_site_07_cut_with_reset_survivors_raise_first(train: Train, reference: Reference) -> None:
     """SITE 7: connections break at once; the ranks are held until Slurm knows of the dead node."""
     wanted = reference("ddp")

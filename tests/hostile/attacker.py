@@ -17,10 +17,11 @@ from typing import Any
 
 import msgspec
 
-from gemini_hpc.wire import handshake, munge, peer
+from gemini_hpc.wire import controller, handshake, munge, peer, picture, protocol
 from gemini_hpc.wire.frames import LENGTH_BYTES, FrameError, Sealer, bare, read_bare, read_exact
 from gemini_hpc.wire.handshake import Client, Envelope, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed, connect
+from gemini_hpc.wire.message import Message
 
 Args = dict[str, Any]
 LIMIT_S = 12.0
@@ -143,7 +144,7 @@ def _send_greeting(a: Args, data: bytes) -> str:
         try:
             munge.decode(answer.credential)
         except munge.MungeError as exc:
-            sock.sendall(Sealer(bytes(32)).seal(peer.encode(peer.InspectAsk())))
+            sock.sendall(Sealer(bytes(32)).seal(protocol.encode(picture.InspectAsk())))
             try:
                 read_exact(sock, 1)
             except FrameError:
@@ -191,7 +192,7 @@ class Session:
         session = client.finish(read_bare(self.sock, 1 << 16))
         self.out, self.inward = Sealer(session.send_key), Sealer(session.receive_key)
         kind = a["ask"]
-        self.ask = peer.encode(peer.InspectAsk() if kind == "inspect" else peer.JobAsk(a["job"]))
+        self.ask = protocol.encode(picture.InspectAsk() if kind == "inspect" else picture.JobAsk(a["job"]))
 
     def outcome(self, data: bytes) -> str:
         """What the server does with these bytes: an answer, or the end."""
@@ -277,15 +278,15 @@ def link(a: Args) -> Args:
         "probe of a stranger": peer.ProbeAsk("../../etc/passwd"),
         "obituary of itself": peer.Obituary(a["target"], False, a["restart"]),
         "a set like a path": peer.WordDown(round=1, set="../x", sealed=(1, 1 << 30), abandoned=(), degraded=False),
-        "a controller's word": peer.Release(a["job"], "free everything"),
-        "a question": peer.JobAsk(a["job"]),
-        "an answer": peer.JobAnswer(),
+        "a controller's word": controller.Release(a["job"], "free everything"),
+        "a question": picture.JobAsk(a["job"]),
+        "an answer": picture.JobAnswer(),
     }.items():
         connection = BlockingLink.connect(a["host"], a["port"], _client(a))
         try:
             connection.send(message)
             connection.sock.settimeout(0.3)
-            answers[name] = type(connection.receive(peer.Message)).__name__
+            answers[name] = type(connection.receive(Message)).__name__
         except (OSError, LinkClosed) as exc:
             answers[name] = type(exc).__name__
         finally:
@@ -321,10 +322,10 @@ def spam(a: Args) -> Args:
 # ---- as an agent, at the controller ----------------------------------------------------------------------
 
 
-def _registration(a: Args, **changes: Any) -> peer.Registration:
+def _registration(a: Args, **changes: Any) -> controller.Registration:
     fields = {"job": a["job"], "restart": a["restart"], "host": a["source"], "hosts": (a["source"],), "replicas": 2}
     fields |= {"port": 17000, "instance": "attacker", "state": "attached"} | changes
-    return peer.Registration(**fields)
+    return controller.Registration(**fields)
 
 
 def agents(a: Args) -> Args:
@@ -337,10 +338,10 @@ def agents(a: Args) -> Args:
             connection.send(_registration(a | changes, **said))
             for report in a.get("reports", ()):
                 connection.send(
-                    peer.Report(a["job"], a["restart"], report, tuple(a.get("witnesses", ())), time.time())
+                    controller.Report(a["job"], a["restart"], report, tuple(a.get("witnesses", ())), time.time())
                 )
             connection.sock.settimeout(a.get("wait_s", 2.5))
-            answers[name] = type(connection.receive(peer.Message)).__name__
+            answers[name] = type(connection.receive(Message)).__name__
         except TimeoutError:
             answers[name] = "kept"
         except (OSError, LinkClosed) as exc:
@@ -352,7 +353,7 @@ def agents(a: Args) -> Args:
 
 def flood(a: Args) -> Args:
     """For `seconds`, on `lines` connections at once, whatever an agent may say, as fast as it goes; reconnects."""
-    event = peer.EventRecord(time.time(), "x" * 300, "n9", 0, 0, "flood " + "y" * 4000)
+    event = picture.EventRecord(time.time(), "x" * 300, "n9", 0, 0, "flood " + "y" * 4000)
 
     async def one(number: int, end: float) -> int:
         count = 0
@@ -368,13 +369,13 @@ def flood(a: Args) -> Args:
                     line.send(_registration(a, job=job))
                 while time.monotonic() < end and not line.closed:
                     if a["purpose"] == "query":
-                        line.send(peer.JobAsk(a["job"] + count % a.get("jobs", 1)))
+                        line.send(picture.JobAsk(a["job"] + count % a.get("jobs", 1)))
                         await line.receive()
                     else:
-                        line.send(peer.EventsUp(job, (event,) * 50))
-                        line.send(peer.HoldersAsk(job))
+                        line.send(controller.EventsUp(job, (event,) * 50))
+                        line.send(controller.HoldersAsk(job))
                         line.send(_registration(a, job=job, restart=count % 1000))
-                        line.send(peer.Report(job, count % 50, a["accuse"], (), time.time()))
+                        line.send(controller.Report(job, count % 50, a["accuse"], (), time.time()))
                         await asyncio.sleep(0)
                     count += 1
             except (OSError, LinkClosed, FrameError):

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recovery"))
-from harness import LiteJob, wait_for
+from harness import LiteJob
 from leaks import assert_nothing_new
 from leaks.cluster import present
+from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -103,7 +104,7 @@ class Site:
         """Sealing goes on now, by the same agents, in the same launch."""
         now = self.sealed()
         try:
-            wait_for("sealing goes on", lambda: self.sealed() >= now + more, timeout_s)
+            until(lambda: self.sealed() >= now + more, timeout_s, what="sealing goes on")
         except AssertionError as exc:
             raise AssertionError(f"{exc}\n{self.job.story()}") from None
 
@@ -131,7 +132,7 @@ def shared_site() -> Iterator[Site]:
         site = Site(cluster)
         yield site
         cluster.run(["scancel", "--user=alice"])
-        wait_for("queue empty", lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1)
+        until(lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1, what="queue empty")
         assert_nothing_new({}, lambda: present(cluster), 40)
 
 
@@ -168,7 +169,7 @@ class Steady:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             site, node = self._site, self._node
-            wait_for("descriptors are closed", lambda: site.agent_fds(node) <= self._fds + 1, 15, 0.2)
+            until(lambda: site.agent_fds(node) <= self._fds + 1, 15, 0.2, what="descriptors are closed")
             grown = site.agent_rss(node) - self._rss
             assert grown < self._bytes, f"the agent has grown by {grown} bytes"
 

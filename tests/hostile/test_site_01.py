@@ -7,7 +7,7 @@ import json
 import time
 from pathlib import Path
 
-from harness import wait_for
+from waiting import until
 
 from gemini_hpc.agent.ports import candidates
 from gemini_hpc.config import Settings
@@ -95,7 +95,7 @@ def test_site_01_reports_about_what_is_not_the_jobs(site: Site) -> None:
 def test_site_01_flood_of_one_user_delays_no_other(site: Site) -> None:
     """bob's agents and questions without end; alice's inspect, a new job of hers, her events and her log."""
     job = site.cluster.sbatch(["-N1", "-n1"], user="bob", script="#!/bin/sh\nsleep 300\n")
-    wait_for("bob's job runs", lambda: site.cluster.job(job)["JobState"] == "RUNNING", 30, 0.1)
+    until(lambda: site.cluster.job(job)["JobState"] == "RUNNING", 30, 0.1, what="bob's job runs")
     (node,) = site.cluster.run(["squeue", "-h", "-j", str(job), "-o", "%N"]).stdout.split()
     call = site.controller_call() | {"job": job, "source": node, "accuse": node, "seconds": 9.0}
     log_bytes, rss = len(site.controller_log()), controller_rss(site)
@@ -173,7 +173,7 @@ def test_another_user_behind_the_first_ports_of_a_job(site: Site) -> None:
         for squatter in squatters:
             assert squatter.stdout is not None and squatter.stdout.readline() == "listening\n"
         site.cluster.run(["scontrol", "release", str(job)])
-        wait_for("the job ends", lambda: site.cluster.job(job)["JobState"] in ("COMPLETED", "FAILED"), 40, 0.1)
+        until(lambda: site.cluster.job(job)["JobState"] in ("COMPLETED", "FAILED"), 40, 0.1, what="the job ends")
         assert out.read_text().count(f"socket=/run/gemini-hpc/{job}/agent.sock") == 2, out.read_text()
     finally:
         for squatter in squatters:

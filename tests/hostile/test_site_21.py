@@ -3,11 +3,13 @@ without. `games` is named there, `daemon` by its group. (slurmdbd's operators: t
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 
 import pytest
 
-from .conftest import Site, one_line
+from .conftest import ALICE, Site, one_line
 
 ALLOWED = ("alice", None, "slurm", "games", "daemon")
 OTHERS = ("bob", "nobody", "man")
@@ -48,3 +50,33 @@ def test_site_21_operators_may_look_and_nothing_else(site: Site) -> None:
     for user in ("games", "daemon"):
         answers = site.attack("call", user, calls=calls)
         assert set(answers.values()) == {"HandshakeError: refused: not yours"}, answers
+
+
+def test_site_21_who_may_draw(site: Site) -> None:
+    """What ranks have recorded is told by the agents alone, to the same people."""
+    job = str(site.job.id)
+    for user in ALLOWED:
+        done = site.gemini("report", job, "--json", user=user)
+        assert done.returncode == 0, (user, done)
+        (shown,) = json.loads(done.stdout)["sets"]
+        assert (shown["set"], shown["rank"], shown["host"]) == ("default", 1, site.nodes[1]), "the largest overhead"
+        assert shown["timeline"]["ops"][0]["name"] == "all_reduce" and shown["series"][0]["overhead"] == 0.02
+    for user in OTHERS:
+        theirs = one_line(site.gemini("report", job, user=user), "unknown, or not yours", status=1)
+        none = one_line(site.gemini("report", "987654", user=user), status=1)
+        assert none.replace("987654", job) == theirs
+
+
+def test_report_of_a_running_job(site: Site) -> None:
+    directory = site.cluster.home("alice") / "drawn"
+    directory.mkdir()
+    shutil.chown(directory, ALICE)
+    try:
+        done = site.gemini("report", str(site.job.id), "--rank", "0", "-o", str(directory))
+        assert done.returncode == 0 and done.stderr == "", done
+        assert sorted(done.stdout.split()) == sorted(str(path) for path in directory.iterdir())
+        assert {path.suffix for path in directory.iterdir()} == {".html", ".png"}
+    finally:
+        shutil.rmtree(directory)
+    shown = site.gemini("inspect", str(site.job.id)).stdout
+    assert "  traffic: gemini over gloo: " in shown and "overhead 2.0 % (rank 1)" in shown

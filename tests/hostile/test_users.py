@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import LITE, wait_for
+from harness import LITE
+from waiting import until
 
 from .conftest import ALICE, PYTHON, Site, one_line
 
@@ -34,7 +35,7 @@ def test_more_replicas_than_nodes(site: Site) -> None:
     out = site.cluster.home("alice") / "toomany"
     script = "#!/bin/sh\necho ran\n"
     job = site.cluster.sbatch(["-N2", "--ntasks-per-node=1", "--gemini-replicas=3", f"--output={out}"], script=script)
-    wait_for("the job ends", lambda: _over(site, job), 30, 0.1)
+    until(lambda: _over(site, job), 30, 0.1, what="the job ends")
     assert site.cluster.job(job)["ExitCode"] == "78:0"
     (line,) = out.read_text().splitlines()
     assert "--gemini-replicas=3 wants 3 nodes, one per copy, and this job has 2" in line
@@ -53,7 +54,7 @@ def test_not_enough_memory_for_the_replicas(site: Site) -> None:
     job = site.cluster.sbatch(options, script=script)
     out = home / "large.out"
     try:
-        wait_for("the step ends", lambda: out.exists() and "step " in out.read_text(), 40, 0.1)
+        until(lambda: out.exists() and "step " in out.read_text(), 40, 0.1, what="the step ends")
         said = [line for line in out.read_text().splitlines() if "not enough memory for the replicas" in line]
         assert said and "wanted 128 MiB" in said[0] and "cap is 32 MiB" in said[0], out.read_text()
 
@@ -62,7 +63,7 @@ def test_not_enough_memory_for_the_replicas(site: Site) -> None:
             assert done.returncode == 0, done.stderr
             return [n for s in json.loads(done.stdout)["sets"] for n in s["notes"] if "wanted 128 MiB" in n]
 
-        wait_for("inspect shows it", noted, 10, 0.2)
+        until(noted, 10, 0.2, what="inspect shows it")
         assert "not enough memory" in site.gemini("inspect", str(job)).stdout
     finally:
         site.cluster.run(["scancel", str(job)])
@@ -158,7 +159,7 @@ def test_bad_settings_cost_protection_and_not_the_job(site: Site, settings_file:
     out = site.cluster.home("alice") / "plain"
     script = '#!/bin/sh\nsrun sh -c "echo socket=$GEMINI_SOCKET ran"\necho step $?\n'
     job = site.cluster.sbatch(["-N2", "--ntasks-per-node=1", "--gemini-replicas=2", f"--output={out}"], script=script)
-    wait_for("the job ends", lambda: _over(site, job), 30, 0.1)
+    until(lambda: _over(site, job), 30, 0.1, what="the job ends")
     assert site.cluster.job(job)["JobState"] == "COMPLETED"
     assert out.read_text().count("socket= ran") == 2 and "step 0" in out.read_text()
     assert not any("drain" in s or "down" in s for s in site.cluster.node_states().values())

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from gemini_hpc.devcluster import Cluster, DevclusterError, cgroups
-from gemini_hpc.devcluster.requirements import check
+from gemini_hpc.devcluster import Cluster, cgroups
 
 from . import Found, assert_nothing_new, new
 from .cluster import Bystander, held, present
@@ -21,10 +20,6 @@ SLEEPER = "#!/bin/sh\nexec sleep 600\n"
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Cluster]:
-    try:
-        check()
-    except DevclusterError as error:
-        pytest.skip(str(error))
     with Cluster.up(f"leaks{os.getpid()}", nodes=2, site=False, controller=False) as cluster:
         yield cluster
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from harness import LiteJob, restore, wait_for
+from harness import LiteJob, restore
+from waiting import until
 
 from gemini_hpc.core.cgroup import AGENTS_ROOM_BYTES
 from gemini_hpc.devcluster import cgroups
@@ -35,7 +36,7 @@ def test_site_15_agent_has_left_slurmds_cgroup(site: Site) -> None:
         assert f"memory counted in /{OWN}" in job.agent_log(node)
     node = job.hosts()[1]
     site.sh(node, f"kill -9 {job.agent_pid(node)}")
-    wait_for("hand-back", lambda: job.lines("rejoined"), 20)
+    until(lambda: job.lines("rejoined"), 20, what="hand-back")
     assert {site.cgroup(node, pid) for pid in agents(job, node)} == {OWN}, "its successor is there too"
 
 
@@ -59,7 +60,7 @@ def test_site_15_replicas_are_not_charged_to_slurmd(site: Site) -> None:
 
 def test_site_15_refusal_has_the_numbers_and_reaches_trainer_and_inspect(site: Site, inspect: Inspect) -> None:
     job = site.job(nodes=2, steps=5, size=60 * MIB)
-    wait_for("the refusal", lambda: "not enough memory for the replicas" in job.output(), 30)
+    until(lambda: "not enough memory for the replicas" in job.output(), 30, what="the refusal")
     assert "wanted 120 MiB beside 120 MiB already held, the node's cap is 200 MiB (memory_cap_bytes)" in job.output()
     told = [e["detail"] for e in inspect(job.id)["events"] if e["name"] == "refused"]
     assert told and "the node's cap is 200 MiB" in told[0], told
@@ -69,7 +70,7 @@ def test_site_15_agents_of_a_node_share_the_cap(site: Site) -> None:
     first = site.job(nodes=2, steps=1000, size=30 * MIB, options=("-wn1,n2", "-c1"))
     first.reach(2)
     second = site.job(nodes=2, steps=5, size=30 * MIB, options=("-wn1,n2", "-c1"))
-    wait_for("the refusal", lambda: "left for all agents of this node" in second.output(), 30)
+    until(lambda: "left for all agents of this node" in second.output(), 30, what="the refusal")
     assert f"the memory cgroup /{OWN} has" in second.output()
     at = max(line["version"] for line in first.lines("sealed"))
     first.reach(at + 3)
@@ -91,7 +92,7 @@ def test_site_15_a_full_cgroup_ends_agents_and_never_slurmd(site: Site) -> None:
     at = max(line["version"] for line in job.lines("step"))
     job.reach(at + 1, "step")  # unprotected: with everything in there its supervisor may be ended too
     site.cluster.run(["scancel", str(job.id)])
-    wait_for("the end", lambda: not site.cluster.run(["squeue", "-h", "-u", "alice"]).stdout.strip(), 60, 0.1)
+    until(lambda: not site.cluster.run(["squeue", "-h", "-u", "alice"]).stdout.strip(), 60, 0.1, what="the end")
     # Then nobody is left who removes its files, but the next prolog on that node: what is older than a minute.
     site.sh(node, f"touch -d '2 minutes ago' /run/gemini-hpc/{job.id}")
     site.job(nodes=2, steps=2, options=(f"-w{node}",)).finish()
@@ -104,17 +105,17 @@ def test_site_15_arming_until_done(site: Site, inspect: Inspect) -> None:
     def state() -> set[str]:
         return {s["state"] for s in inspect(job.id).get("sets", [])}
 
-    wait_for("arming", lambda: state() == {"arming"}, 1.4)
-    wait_for("protected", lambda: state() == {"protected"}, 15)
+    until(lambda: state() == {"arming"}, 1.4, what="arming")
+    until(lambda: state() == {"protected"}, 15, what="protected")
 
 
 def test_site_15_ready_needs_no_memory(site: Site) -> None:
     """The prolog's "ready" says that sockets are open and limits known: a site without any room still gets a map."""
     site.configure(memory_cap_bytes=1)
     job = site.job(nodes=2, steps=3)
-    wait_for("the refusal", lambda: "not enough memory for the replicas" in job.output(), 30)
+    until(lambda: "not enough memory for the replicas" in job.output(), 30, what="the refusal")
     assert job.lines("resumed"), "the map was there, the agents had agreed"
-    wait_for("the job's end", lambda: job.state in ("COMPLETED", "FAILED"), 30, 0.1)
+    until(lambda: job.state in ("COMPLETED", "FAILED"), 30, 0.1, what="the job's end")
     assert not {s for s in site.cluster.node_states().values() if "drain" in s}
 
 
@@ -138,13 +139,13 @@ def test_site_15_settings_say_where(site: Site) -> None:
     node = job.hosts()[0]
     assert site.cgroup(node, job.agent_pid(node)) == "site/agents"
     site.cluster.run(["scancel", str(job.id)])
-    wait_for("agents gone", lambda: not agents(job, node), 30)
+    until(lambda: not agents(job, node), 30, what="agents gone")
     site.configure(agent_cgroup="none")
     job = site.job(nodes=2, steps=3)
     job.finish()
     site.configure(agent_cgroup="/slurmd/agents")  # a mistake of the site's: inside what it should leave
     job = site.job(nodes=2, steps=1000, options=(f"-w{node}", "-N1"), replicas=1)
-    wait_for("an agent", lambda: job.agent_pid(node), 20)
+    until(lambda: job.agent_pid(node), 20, what="an agent")
     assert site.cgroup(node, job.agent_pid(node)) == "slurmd"
     log = (site.cluster.log_directory / f"slurmd.{node}.log").read_text()
     assert "drain" not in site.cluster.node_state(node), log

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from harness import wait_for
+from waiting import until
 
 from .conftest import Site
 
@@ -22,12 +22,12 @@ def run(site: Site, script: str, *options: str) -> list[Task]:
     out = site.cluster.home("alice") / f"ranks-{len(list(site.cluster.home('alice').iterdir()))}"
     fixed = ["-N3", "--ntasks-per-node=2", "--requeue", f"--output={out}", "--gemini-replicas=2", *options]
     job = site.cluster.sbatch(fixed, script=f"#!/bin/bash\n{script}\necho over\n")
-    wait_for("the script's end", lambda: out.exists() and "over" in out.read_text(), 40, 0.1)
+    until(lambda: out.exists() and "over" in out.read_text(), 40, 0.1, what="the script's end")
     tasks = [
         dict(word.split("=", 1) for word in text.split()) for text in re.findall(r"(TASK=.*) END", out.read_text())
     ]
     assert tasks, out.read_text()
-    wait_for("the end", lambda: site.cluster.job(job).get("JobState") == "COMPLETED", 20, 0.1)
+    until(lambda: site.cluster.job(job).get("JobState") == "COMPLETED", 20, 0.1, what="the end")
     return tasks
 
 

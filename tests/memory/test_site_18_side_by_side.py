@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from harness import LiteJob, wait_for
+from harness import LiteJob
+from waiting import until
 
 from .conftest import Site
 
@@ -34,7 +35,7 @@ def test_site_18_two_trainings_side_by_side_recover_a_dead_node(site: Site) -> N
     assert shown.keys() >= {"a", "b"} and shown["a"]["state"] == shown["b"]["state"] == "protected", shown
     site.cluster.power_off(first.hosts()[1])
     first.finish()
-    wait_for("the second one's end", lambda: len(second.lines("done")) >= 3, 30)
+    until(lambda: len(second.lines("done")) >= 3, 30, what="the second one's end")
     for training in (first, second):
         assert not training.lines("MIXED"), training.story()
         assert training.resumed(1) > 0 and training.repeated(1) in (0, 1), training.story()
@@ -44,5 +45,5 @@ def test_site_18_two_trainings_side_by_side_recover_a_dead_node(site: Site) -> N
 def test_site_18_two_trainings_of_one_name_are_told_to_take_names(site: Site) -> None:
     same = BOTH.replace("LITE_SET=b", "LITE_SET=a")
     job = site.job(nodes=2, steps=30, run=same)
-    wait_for("the refusal", lambda: "several trainings in one job need names" in job.output(), 40)
+    until(lambda: "several trainings in one job need names" in job.output(), 40, what="the refusal")
     assert "Checkpointer(name=...)" in job.output()

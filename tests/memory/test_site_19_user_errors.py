@@ -6,7 +6,8 @@ import re
 import time
 
 import pytest
-from harness import LiteJob, wait_for
+from harness import LiteJob
+from waiting import until
 
 from .conftest import Site
 
@@ -22,7 +23,7 @@ def test_site_19_more_replicas_than_nodes_is_exit_78_and_one_line(site: Site) ->
     out = site.cluster.home("alice") / f"unprotectable-{time.time_ns()}"
     fixed = ["-N2", "--ntasks-per-node=2", f"--output={out}", "--gemini-replicas=3"]
     job = site.cluster.sbatch(fixed, script="#!/bin/bash\necho never\n")
-    wait_for("the end", lambda: site.cluster.job(job).get("JobState") == "FAILED", 30, 0.1)
+    until(lambda: site.cluster.job(job).get("JobState") == "FAILED", 30, 0.1, what="the end")
     assert site.cluster.job(job)["ExitCode"] == f"{UNPROTECTABLE}:0"
     assert out.read_text().count("gemini-hpc:") == 1 and "never" not in out.read_text()
     assert "ask for more nodes or fewer replicas" in out.read_text()
@@ -45,7 +46,7 @@ def test_site_19_bad_values_in_the_jobs_environment(site: Site, env: dict[str, s
     job = site.cluster.sbatch(
         ["-N2", "--gemini-replicas=2", "--output=/dev/null"], script="#!/bin/bash\nexit 0\n", env=env
     )
-    wait_for("the end", lambda: site.cluster.job(job).get("JobState") == "COMPLETED", 30, 0.1)
+    until(lambda: site.cluster.job(job).get("JobState") == "COMPLETED", 30, 0.1, what="the end")
     assert undrained(site)
 
 
@@ -60,7 +61,7 @@ def test_site_19_strict_prolog_does_drain_for_the_nodes_own_faults(site: Site) -
         site.cluster.sbatch(
             ["-N2", "-wn1,n2", "--gemini-replicas=2", "--output=/dev/null"], script="#!/bin/bash\nexit 0\n"
         )
-        wait_for("drained", lambda: "drain" in site.cluster.node_state("n2"), 40, 0.1)
+        until(lambda: "drain" in site.cluster.node_state("n2"), 40, 0.1, what="drained")
     finally:
         site.sh("n2", "umount /run/gemini-hpc")
 
@@ -74,7 +75,7 @@ def test_site_19_hung_agents_hold_no_epilog(site: Site) -> None:
         site.sh(host, f"pkill -STOP -f 'gemini_hpc.agent --job {job.id} '")
     began = time.monotonic()
     site.cluster.run(["scancel", str(job.id)])
-    wait_for("nodes free", lambda: all(site.cluster.node_state(h) == "idle" for h in hosts), 20, 0.05)
+    until(lambda: all(site.cluster.node_state(h) == "idle" for h in hosts), 20, 0.05, what="nodes free")
     took_s = time.monotonic() - began
     assert undrained(site)
     for host in hosts:
@@ -91,7 +92,7 @@ def test_site_19_one_survivor_is_elected(site: Site) -> None:
     job.reach(5)
     hosts = job.hosts()
     site.cluster.power_off(hosts[1])
-    wait_for("the agents know", lambda: "event=detected" in job.agent_log(hosts[0]), 20)
+    until(lambda: "event=detected" in job.agent_log(hosts[0]), 20, what="the agents know")
     site.cluster.run(["scontrol", "update", f"nodename={hosts[1]}", "state=down", "reason=test"])
     job.reach(1, "resumed", 60, 1)
     made = re.findall(rf"Created reservation[ =]*(gemini_{job.id}_\w+)", log.read_text())

@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from harness import LiteJob, clean, wait_for
+from harness import LiteJob, clean
 from replacing import replace
+from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -52,8 +53,8 @@ def test_site_20_a_protected_job_within_its_memory_is_left_alone(cluster: Cluste
 def test_site_20_shared_pages_are_counted(cluster: Cluster) -> None:
     """What the administrators' document warns of: enough for the training, not for the replicas that it maps."""
     job = protected(cluster, 110)
-    wait_for("killed for memory", lambda: "exceeded memory limit" in job.output(), 40, 0.1)
-    wait_for("the end", lambda: job.state not in ("PENDING", "RUNNING", "COMPLETING"), 20, 0.1)
+    until(lambda: "exceeded memory limit" in job.output(), 40, 0.1, what="killed for memory")
+    until(lambda: job.state not in ("PENDING", "RUNNING", "COMPLETING"), 20, 0.1, what="the end")
     assert not job.lines("done")
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import LiteJob, wait_for
+from harness import LiteJob
+from waiting import until
 
 import gemini_hpc
 
@@ -31,7 +32,7 @@ def test_site_20_suspended_is_not_failed(site: Site) -> None:
     for pause_s in (0.3, 0.1, 7.0):
         at = max(line["version"] for line in job.lines("sealed"))
         assert site.cluster.run(["scontrol", "suspend", str(job.id)]).returncode == 0
-        wait_for("suspended", lambda: job.state == "SUSPENDED", 10)
+        until(lambda: job.state == "SUSPENDED", 10, what="suspended")
         time.sleep(pause_s)
         assert site.cluster.run(["scontrol", "resume", str(job.id)]).returncode == 0
         job.reach(at + 3)
@@ -92,7 +93,7 @@ def test_site_20_trainers_that_speak_n_minus_1(site: Site) -> None:
     job.reach(8)
     node = job.hosts()[1]
     site.sh(node, f"kill -9 {job.agent_pid(node)}")
-    wait_for("hand-back", lambda: job.lines("rejoined"), 20)
+    until(lambda: job.lines("rejoined"), 20, what="hand-back")
     job.finish()
 
 
@@ -102,7 +103,7 @@ def test_site_20_no_common_version_is_unprotected_and_one_line(site: Site, other
     out = site.cluster.home("alice") / "mismatch"
     fixed = ["-N2", "-wn1,n2", f"--output={out}", "--gemini-replicas=2"]
     job = site.cluster.sbatch(fixed, script="#!/bin/bash\nenv | grep -c GEMINI_SOCKET\necho over\nsleep 600\n")
-    wait_for("the script", lambda: out.exists() and "over" in out.read_text(), 30)
+    until(lambda: out.exists() and "over" in out.read_text(), 30, what="the script")
     assert out.read_text().splitlines()[0] == "0", "plain Slurm"
     log = site.cluster.exec("n1", ["cat", f"/run/gemini-hpc/{job}/agent.log"]).stdout
     theirs = site.cluster.exec("n2", ["cat", f"/run/gemini-hpc/{job}/agent.log"]).stdout

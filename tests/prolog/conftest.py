@@ -106,8 +106,6 @@ def _package(venv: Path) -> Path:
 @pytest.fixture(scope="session")
 def fake_venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A virtual environment as a site has it, with the package in it and the fake agent in place of the real one."""
-    if os.geteuid() != 0:
-        pytest.skip("prolog and epilog run as root")
     venv = tmp_path_factory.mktemp("prolog") / "venv"
     base = os.path.realpath(sys.executable)
     as_nobody = ["setpriv", "--reuid=65534", "--clear-groups", base, "-c", ""]
@@ -136,10 +134,6 @@ def tattling_venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _boot(venv: Path) -> Iterator[Node]:
-    if os.geteuid() != 0:
-        pytest.skip("prolog and epilog run as root")
-    if subprocess.run(["unshare", "-m", "-p", "--fork", "true"], check=False, capture_output=True).returncode != 0:
-        pytest.skip("namespaces are not available")
     init = ["/bin/sh", NODE_INIT, os.readlink("/proc/self/ns/mnt"), venv, ROOT / "prolog_epilog"]
     argv = ["unshare", "-m", "-p", "--fork", "--kill-child", "--mount-proc", *init]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as outer:

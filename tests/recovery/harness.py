@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from leaks.cluster import Bystander, held, nothing_left
+from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -21,18 +22,6 @@ Line = dict[str, Any]
 LET_GO_S = 45.0
 # Steps that a training still makes when it has been told to come to its end.
 MORE = 12
-
-
-def wait_for(what: str, true: Callable[[], object], timeout_s: float = 30.0, every_s: float = 0.02) -> Any:
-    """Poll until `true()` is; AssertionError naming `what` after the time-out."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        value = true()
-        if value:
-            return value
-        if time.monotonic() > deadline:
-            raise AssertionError(f"waited {timeout_s:g} s in vain: {what}")
-        time.sleep(every_s)
 
 
 @dataclass
@@ -136,7 +125,7 @@ class LiteJob:
             return len(ranks) == self.nodes
 
         try:
-            wait_for(f"every rank {what} {version}", there, timeout_s)
+            until(there, timeout_s, what=f"every rank {what} {version}")
         except AssertionError as exc:
             raise AssertionError(f"{exc}\n{self.story()}") from None
 
@@ -154,7 +143,7 @@ class LiteJob:
             return state == "COMPLETED"
 
         try:
-            wait_for(f"job {self.id} completes", over, timeout_s, 0.1)
+            until(over, timeout_s, 0.1, what=f"job {self.id} completes")
         except AssertionError as exc:
             raise AssertionError(f"{exc}\n{self.story()}") from None
         assert not self.lines("MIXED"), self.story()
@@ -218,7 +207,7 @@ def clean(cluster: Cluster) -> Iterator[None]:
             changed = bystander.end()
             cluster.run(["scancel", "--user=alice"])
             cluster.run(["scancel", "--user=bob"])
-            wait_for("queue empty", lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1)
+            until(lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1, what="queue empty")
             if cluster.controller_pid() is None:
                 cluster.controller_start()
             restore(cluster)

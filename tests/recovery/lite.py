@@ -25,6 +25,7 @@ import xxhash
 from gemini_hpc.core import placement
 from gemini_hpc.wire import local, version
 from gemini_hpc.wire.page import ControlPage
+from gemini_hpc.wire.traffic import Operation, TimelineState, TrafficState
 
 SET = os.environ.get("LITE_SET", "default")
 MOST = int(os.environ.get("LITE_PROTOCOL", version.CURRENT))
@@ -82,6 +83,16 @@ class Slots:
             agent.ask(back, [fd])
 
 
+def tell(agent: Agent, rank: int) -> None:
+    """What a trainer with torch tells of its traffic."""
+    state = TrafficState(time.time(), "gemini", "gloo", "steady", overhead=0.01 * (rank + 1))
+    timeline = TimelineState(7, 1.0, 0.9, (Operation("all_reduce", 0.1, 0.4, 1 << 20),))
+    for message in (local.Traffic(SET, rank, state), local.Timeline(SET, rank, timeline)):
+        reply, _ = agent.ask(message)
+        if not isinstance(reply, local.Ok):
+            raise SystemExit(f"lite: {reply}")
+
+
 def last_step(path: str) -> int:
     """What the test has said; without a word of it the training goes on."""
     try:
@@ -111,6 +122,7 @@ def main() -> int:
         print(f"lite: rank {rank}: {welcome}", file=sys.stderr)
         return 3
     page = ControlPage(fds[0], writable=False)
+    tell(agent, rank)
     version = welcome.chosen_version
     states = dict.fromkeys(range(world), "")
     lineage: list[int] = []

@@ -8,7 +8,8 @@ import time
 from typing import Any
 
 import pytest
-from harness import LiteJob, leaks, wait_for
+from harness import LiteJob, leaks
+from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -16,7 +17,7 @@ Lite = Any
 
 
 def gone(cluster: Cluster, timeout_s: float = 20.0) -> None:
-    wait_for("memory given back", lambda: not leaks(cluster), timeout_s, 0.1)
+    until(lambda: not leaks(cluster), timeout_s, 0.1, what="memory given back")
 
 
 def test_finished(lite: Lite, cluster: Cluster) -> None:
@@ -37,7 +38,7 @@ def test_failed(cluster: Cluster) -> None:
     job = LiteJob(cluster).submit()
     job.reach(5)
     cluster.exec(job.hosts()[0], ["pkill", "-KILL", "-f", "lite[.]py"])
-    wait_for("job over", lambda: job.state in ("FAILED", "COMPLETED"), 30)
+    until(lambda: job.state in ("FAILED", "COMPLETED"), 30, what="job over")
     gone(cluster, 60)
 
 
@@ -45,7 +46,7 @@ def test_cancelled_while_pending_after_a_requeue(lite: Lite, cluster: Cluster) -
     job = lite()
     job.reach(5)
     cluster.run(["scontrol", "requeuehold", str(job.id)])
-    wait_for("pending", lambda: job.state == "PENDING", 30)
+    until(lambda: job.state == "PENDING", 30, what="pending")
     assert leaks(cluster), "replicas outlive the requeue"
     cluster.run(["scancel", str(job.id)])
     gone(cluster)
@@ -61,7 +62,7 @@ def test_requeued_elsewhere(lite: Lite, cluster: Cluster) -> None:
     cluster.run(["scontrol", "requeue", str(job.id)])
     job.reach(1, "resumed", 60, 1)
     assert not set(old) & set(job.hosts())
-    wait_for("old agents gone", lambda: not any(job.agent_pid(n) for n in old), 60, 0.5)
+    until(lambda: not any(job.agent_pid(n) for n in old), 60, 0.5, what="old agents gone")
     cluster.run(["scancel", str(job.id)])
     gone(cluster)
 
@@ -75,7 +76,7 @@ def test_requeued_where_no_node_remembers(lite: Lite, cluster: Cluster, how: str
     old = job.hosts()
     cluster.run(["scontrol", "update", f"nodename={','.join(old)}", "state=drain", "reason=test"])
     cluster.run(["scontrol", "requeue", str(job.id)])
-    wait_for("on its way back", lambda: job.state == "PENDING", 30)
+    until(lambda: job.state == "PENDING", 30, what="on its way back")
     pid = cluster.controller_pid()
     assert pid is not None
     if how == "slow":
@@ -84,7 +85,7 @@ def test_requeued_where_no_node_remembers(lite: Lite, cluster: Cluster, how: str
         cluster.controller_stop(signal.SIGKILL)
     try:
         others = [node for node in cluster.node_names if node not in old]
-        wait_for("the new agents", lambda: sum(bool(job.agent_pid(n)) for n in others) == 2, 30)
+        until(lambda: sum(bool(job.agent_pid(n)) for n in others) == 2, 30, what="the new agents")
         time.sleep(1)
     finally:
         if how == "slow":

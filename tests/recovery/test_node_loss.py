@@ -6,7 +6,8 @@ import time
 from typing import Any
 
 import pytest
-from harness import LiteJob, restore, wait_for
+from harness import LiteJob, restore
+from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -73,7 +74,7 @@ def test_cut_before_the_first_seal(lite: Lite) -> None:
     job = lite(steps=30, pause_s=2.0)
     job.reach(0, "resumed")
     job.cluster.power_off(job.hosts()[1])
-    wait_for("requeued", lambda: job.slurm().get("Restarts") == "1")
+    until(lambda: job.slurm().get("Restarts") == "1", what="requeued")
     job.cluster.run(["scontrol", "show", "job", str(job.id)])
     job.reach(1, "step", 60, 1)
     assert job.resumed(1) == 0, job.story()
@@ -95,7 +96,7 @@ def test_second_cut_during_recovery(lite: Lite) -> None:
     job.reach(10)
     hosts = job.hosts()
     job.cluster.power_off(hosts[1])
-    wait_for("requeued", lambda: job.state in ("PENDING", "COMPLETING", "REQUEUED"))
+    until(lambda: job.state in ("PENDING", "COMPLETING", "REQUEUED"), what="requeued")
     job.cluster.power_off(hosts[3])
     job.finish(120)
     last = max(line["restart"] for line in job.lines("resumed"))
@@ -125,7 +126,7 @@ def test_survivors_on_which_slurm_skips_the_prolog(lite: Lite, cluster: Cluster)
         hosts = job.hosts()
         for node in (hosts[0], hosts[2]) * 2:
             cluster.sbatch(["-N1", "-n1", "-w", node, str(script)], user="bob")
-        wait_for("bob runs", lambda: cluster.run(["squeue", "-h", "-t", "R", "-u", "bob"]).stdout.count("\n") == 4)
+        until(lambda: cluster.run(["squeue", "-h", "-t", "R", "-u", "bob"]).stdout.count("\n") == 4, what="bob runs")
         cluster.power_off(hosts[1])
         job.finish()
         assert {hosts[0], hosts[2]} < set(job.hosts())
@@ -153,7 +154,7 @@ def test_site_11_busy_cluster_keeps_the_survivors_for_us(lite: Lite, cluster: Cl
     script.chmod(0o755)
     for _ in range(12):
         cluster.sbatch(["--exclusive", "-N1", str(script)], user="bob")
-    wait_for("rivals run", lambda: "bob" in cluster.run(["squeue", "-h", "-t", "R", "-o", "%u"]).stdout)
+    until(lambda: "bob" in cluster.run(["squeue", "-h", "-t", "R", "-o", "%u"]).stdout, what="rivals run")
     cluster.power_off(hosts[1])
     job.finish(120)
     assert job.repeated(1) in (0, 1) and job.resumed(1) > 0, job.story()

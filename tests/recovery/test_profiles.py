@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from harness import LiteJob, clean, wait_for
+from harness import LiteJob, clean
+from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -67,15 +68,15 @@ def test_site_11_a_job_that_waits_for_a_limit_holds_nothing(site: Cluster) -> No
         job = LiteJob(site, nodes=2, options=("--qos=single",)).submit()
         job.reach(10)
         rival = site.sbatch(["--qos=single", "-N1"], script="#!/bin/sh\nsleep 600\n")
-        wait_for("the next waits for the limit", lambda: "QOSMaxJobs" in site.job(rival)["Reason"])
+        until(lambda: "QOSMaxJobs" in site.job(rival)["Reason"], what="the next waits for the limit")
         site.power_off(job.hosts()[1])
-        wait_for("the next has its place", lambda: site.job(rival)["JobState"] == "RUNNING", 60)
-        wait_for("ours waits for the limit", lambda: job.slurm()["Reason"] == "QOSMaxJobsPerUserLimit", 30)
+        until(lambda: site.job(rival)["JobState"] == "RUNNING", 60, what="the next has its place")
+        until(lambda: job.slurm()["Reason"] == "QOSMaxJobsPerUserLimit", 30, what="ours waits for the limit")
 
         def held() -> bool:
             return "ReservationName" in site.run(["scontrol", "show", "reservation", "-o"]).stdout
 
-        wait_for("nothing held", lambda: not held(), 10)
+        until(lambda: not held(), 10, what="nothing held")
         assert any(event["name"] == "let_go" for event in job.events())
         assert job.state == "PENDING"
         site.run(["scancel", str(rival)])
@@ -91,11 +92,11 @@ def test_survivors_hold_their_place_without_a_controller_on_site(site: Cluster) 
         job.reach(10)
         hosts = job.hosts()
         site.power_off(hosts[1])
-        wait_for("the agents know", lambda: "detected" in job.agent_log(hosts[0]), 20)
+        until(lambda: "detected" in job.agent_log(hosts[0]), 20, what="the agents know")
         # As Slurm itself would after SlurmdTimeout.
         site.run(["scontrol", "update", f"nodename={hosts[1]}", "state=down", "reason=test"])
         began = time.monotonic()
-        wait_for("reserved", lambda: "gemini_" in job.slurm().get("Reservation", ""), 30)
+        until(lambda: "gemini_" in job.slurm().get("Reservation", ""), 30, what="reserved")
         job.finish(120)
         assert {hosts[0], hosts[2]} < set(job.hosts())
         assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()

@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from harness import LiteJob, clean, wait_for
+from harness import LiteJob, clean
+from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -62,7 +63,7 @@ def test_site_06_only_with_neither_peer_nor_controller(quick: Cluster) -> None:
         assert not fenced(job, first) and not fenced(single, lone), state
 
     def lost(node: str) -> None:
-        wait_for(f"{node} is missed", lambda: f"{node} is silent" in job.agent_log(first), 20)
+        until(lambda: f"{node} is silent" in job.agent_log(first), 20, what=f"{node} is missed")
 
     quick.controller_stop()
     still_there("all peers, no controller")
@@ -75,7 +76,7 @@ def test_site_06_only_with_neither_peer_nor_controller(quick: Cluster) -> None:
     still_there("no peer, the controller")
     quick.controller_stop()
     try:
-        wait_for("its ranks are ended", lambda: not trainers(job, first), 20)
+        until(lambda: not trainers(job, first), 20, what="its ranks are ended")
     except AssertionError as exc:
         raise AssertionError(f"{exc}\n{job.story()}") from None
     finally:
@@ -88,7 +89,7 @@ def test_site_06_only_with_neither_peer_nor_controller(quick: Cluster) -> None:
 def test_site_06_node_cut_off_for_good_ends_its_ranks(quick: Cluster) -> None:
     """Cut off, not dead: the job goes on elsewhere, and here its ranks are ended. Nothing else on the node is."""
     quick.run(["scancel", "--user=alice"])
-    wait_for("queue empty", lambda: not quick.run(["squeue", "-h", "-u", "alice"]).stdout.strip(), 60, 0.1)
+    until(lambda: not quick.run(["squeue", "-h", "-u", "alice"]).stdout.strip(), 60, 0.1, what="queue empty")
     job = LiteJob(quick, nodes=3).submit()
     job.reach(10)
     zombie = job.hosts()[1]
@@ -96,7 +97,7 @@ def test_site_06_node_cut_off_for_good_ends_its_ranks(quick: Cluster) -> None:
     quick.exec(zombie, ["ip", "link", "set", "eth0", "down"])
     try:
         assert trainers(job, zombie)
-        wait_for("its ranks are ended", lambda: not trainers(job, zombie), 40)
+        until(lambda: not trainers(job, zombie), 40, what="its ranks are ended")
         assert fenced(job, zombie)
         job.finish()
         assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import LiteJob, wait_for
+from harness import LiteJob
+from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -45,7 +46,7 @@ def test_trainer_killed_starts_again_in_the_same_allocation(lite: Lite) -> None:
 
 def test_restarts_are_bounded(lite: Lite, cluster: Cluster) -> None:
     job = LiteJob(cluster, run="gemini-hpc run --max-restarts 1 -- srun false #").submit()
-    wait_for("restarts used up", lambda: "1 restarts are used up" in job.output(), 40)
+    until(lambda: "1 restarts are used up" in job.output(), 40, what="restarts used up")
     assert job.output().count("restart 1 of 1") == 1
 
 
@@ -54,7 +55,7 @@ def test_agent_killed_training_goes_on_and_protection_returns(lite: Lite) -> Non
     job.reach(10)
     node = job.hosts()[1]
     job.cluster.exec(node, ["kill", "-9", str(job.agent_pid(node))])
-    wait_for("hand-back", lambda: job.lines("rejoined"), 20)
+    until(lambda: job.lines("rejoined"), 20, what="hand-back")
     at = max(line["version"] for line in job.lines("rejoined"))
     job.reach(at + 5)
     assert len(launches(job)) == 1, "the training was not started again"
@@ -123,7 +124,7 @@ def test_flipped_byte_in_a_survivors_memory(lite: Lite) -> None:
     job.reach(10)
     hosts = job.hosts()
     job.cluster.power_off(hosts[1])
-    wait_for("step ended", lambda: job.state in ("COMPLETING", "PENDING"), 30)
+    until(lambda: job.state in ("COMPLETING", "PENDING"), 30, what="step ended")
     paths = memfds(job, hosts[0], 1)
     assert len(paths) == 2, paths
     for path in paths:
@@ -156,7 +157,7 @@ def test_zombie_of_an_old_incarnation(lite: Lite) -> None:
     job.cluster.exec(zombie, ["ip", "link", "set", "eth0", "up"])
     job.finish()
     assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
-    wait_for("the zombie goes", lambda: job.agent_pid(zombie) == 0, 60)
+    until(lambda: job.agent_pid(zombie) == 0, 60, what="the zombie goes")
     assert not trainers(job, zombie), "its ranks went before it"
 
 

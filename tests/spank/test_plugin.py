@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 SLURM_DIR = Path(__file__).resolve().parents[2] / "slurm"
-
-pytestmark = [
-    pytest.mark.skipif(shutil.which("cc") is None or shutil.which("make") is None, reason="no C compiler"),
-    pytest.mark.skipif(not Path("/usr/include/slurm/spank.h").exists(), reason="Slurm's headers are not installed"),
-]
 
 
 @pytest.fixture(scope="module")

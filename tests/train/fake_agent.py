@@ -55,6 +55,8 @@ class Node:
         self.server: socket.socket | None = None
         self.handed_back: list[local.HandBack] = []
         self.hellos: list[local.Hello] = []
+        self.asked: list[type[local.Request]] = []  # also what is still to be answered
+        self.kept: dict[tuple[str, int], local.Keep] = {}
         self.start()
 
     def start(self) -> None:
@@ -99,6 +101,7 @@ class Node:
                 if fd >= 0:  # else not handed back yet
                     os.close(fd)
         self.held.clear()
+        self.kept.clear()
 
     def _accept(self, server: socket.socket) -> None:
         while True:
@@ -117,6 +120,7 @@ class Node:
                 if not data:
                     return
                 request = local.request_decoder.decode(data)
+                self.asked.append(type(request))
                 delay = self.job.delay.get(type(request).__name__, 0.0)
                 if delay:
                     time.sleep(delay)
@@ -212,6 +216,8 @@ class Node:
         if isinstance(m, local.Event):
             job.events.append((self.rank, m))
             return local.Ok(), []
+        if isinstance(m, local.Traffic | local.Timeline | local.Keep | local.Recall):
+            return self._told(m), []
         if isinstance(m, local.Finished):
             job.finished.add(m.rank)
             return local.Ok(), []
@@ -230,6 +236,8 @@ class Node:
                 held.pair.slots[m.slot].digest = m.digest
                 held.pair.slots[m.slot].bytes_used = m.used
                 held.pair.high = max(held.pair.high or stamp, stamp)
+                if all(fd >= 0 for h in job.pairs() for fd in h.fds):
+                    job.reseal()  # as the agents' votes do: a version may have become complete by this
             return local.Ok(), []
         if isinstance(m, local.Landed):
             held = self.held.get(m.rank)
@@ -237,6 +245,17 @@ class Node:
                 return local.Error("that slot is not being filled with this version"), []
             return local.Ok(), []
         return local.Error(f"not understood: {m}"), []
+
+    def _told(self, m: local.Traffic | local.Timeline | local.Keep | local.Recall) -> local.Message:
+        if not self.job.listens:
+            return local.Error(f"not understood: Invalid value '{type(m).__name__}' - at `$.op`")
+        if isinstance(m, local.Recall):
+            kept = self.kept.get((m.set, m.rank))
+            return local.Kept(kept.data if kept is not None and kept.key == m.key else None)
+        if isinstance(m, local.Keep):
+            self.kept[m.set, m.rank] = m
+        self.job.told.append(m)
+        return local.Ok()
 
     def _verify(self, m: local.Landed) -> None:
         held = self.held.get(m.rank)
@@ -268,6 +287,8 @@ class FakeJob:
         self.seals: list[Stamp] = []
         self.lost: tuple[str, ...] = ()
         self.events: list[tuple[int, local.Event]] = []
+        self.told: list[local.Traffic | local.Timeline | local.Keep] = []
+        self.listens = True  # False: agents of a version that knows nothing of `told`
         self.landed: list[tuple[int, int, int]] = []
         self.corrupt: list[local.Landed] = []
         self.finished: set[int] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import shutil
@@ -30,6 +31,17 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def environments(world: int) -> list[dict[str, str]]:
+    """What a launcher like torchrun sets for each rank of one launch on this machine."""
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    return [{**common, "RANK": str(rank)} for rank in range(world)]
 
 
 class _Zygote:
@@ -110,7 +122,8 @@ class Process:
 
     def signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                os.kill(self.pid, number)
 
     def wait(self, timeout_s: float) -> int | None:
         return _zygote.code(self.pid, timeout_s)
@@ -130,17 +143,9 @@ class Run:
     ) -> None:
         """node_ranks: the nodes that have ranks; default all."""
         nodes = [job.nodes[r] for r in node_ranks or range(len(job.nodes))] if job is not None else []
-        port = free_port()
         self.processes = []
         self.stderr: list[str] = []
-        for rank in range(world):
-            env = {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "GLOO_SOCKET_IFNAME": "lo",
-            }
+        for rank, env in enumerate(environments(world)):
             if job is not None:
                 env["GEMINI_SOCKET"] = nodes[rank * len(nodes) // world].path
                 env["GEMINI_STEP"] = f"1.{job.restart}"

@@ -6,6 +6,7 @@ import copy
 import itertools
 import os
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,8 +61,6 @@ def wait_sealed(job: FakeJob, version: int) -> None:
         if job.sealed is not None and job.sealed.version >= version:
             return
         torch.rand(1)  # yields the GIL as training does
-        import time
-
         time.sleep(0.001)
     raise AssertionError(f"version {version} is not sealed; sealed: {job.sealed}")
 
@@ -133,8 +132,6 @@ def run(job: FakeJob, make: Callable[[Any], torch.optim.Optimizer], seed: int, s
 
 
 def wait_a_little() -> None:
-    import time
-
     time.sleep(0.01)
 
 
@@ -167,18 +164,19 @@ def test_state_that_appears_late_is_captured(job: FakeJob) -> None:
         job.nodes[0].forget()
 
 
+class Growing:
+    data = b""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"data": self.data}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.data = state["data"]
+
+
 def test_growing_small_state(job: FakeJob) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    class Growing:
-        data = b""
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"data": self.data}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.data = state["data"]
 
     growing = Growing()
     with gemini.Checkpointer(model, optimizer, extra={"g": growing}) as ckpt:
@@ -201,15 +199,6 @@ def test_growing_small_state(job: FakeJob) -> None:
 def test_outgrown_slots_are_handed_back_until_something_newer_is_sealed(job: FakeJob) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    class Growing:
-        data = b""
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"data": self.data}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.data = state["data"]
 
     growing = Growing()
     with gemini.Checkpointer(model, optimizer, extra={"g": growing}, seal_timeout_s=0.2) as ckpt:

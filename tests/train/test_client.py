@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
+from waiting import until
 
-from gemini_hpc.train import client
+from gemini_hpc.train import client, telling
 from gemini_hpc.train.client import AgentClient, AgentLost
 from gemini_hpc.wire import local
 
 from .fake_agent import FakeJob
 
 MakeJob = Callable[[int, int], FakeJob]
+KEY = telling.profile_key("model", ["n1"])
 HELLO = local.hello(set="s", rank=0, world=1, local_rank=0, step="1.0", pid=1)
 
 
@@ -46,3 +49,79 @@ def test_a_hung_agent_holds_nobody_up(make_job: MakeJob) -> None:
         agent.request(local.Finished(set="s", rank=0), timeout_s=0.1)
     agent.close()
     assert time.monotonic() - began < 2.0 + client.FLUSH_TIMEOUT_S
+
+
+STATE = telling.traffic(scheme="gemini", transport="gloo", stage="steady", j=2)
+
+
+def test_what_is_posted_arrives_the_newest_of_each_kind(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    agent = joined(job)
+    job.delay["Traffic"] = 0.2
+    for j in range(100):
+        agent.post(local.Traffic("s", 0, msgspec.structs.replace(STATE, j=j)))
+        agent.event("skipped", j)
+    agent.post(local.Timeline("s", 0, telling.timeline(version=3, iteration_s=1.0, gate_s=0.9)))
+    agent.post(local.Keep("s", 0, KEY, b"profile"))
+    agent.close()
+    states = [m.state.j for m in job.told if isinstance(m, local.Traffic)]
+    assert states[-1] == 99 and len(states) < 10, "one that waits is replaced by the next"
+    assert {type(m) for m in job.told} == {local.Traffic, local.Timeline, local.Keep}
+    assert len(job.saw("skipped")) == 100
+
+
+def test_what_was_kept_is_recalled(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    agent = joined(job)
+    assert agent.recall("s", 0, KEY) is None
+    agent.post(local.Keep("s", 0, KEY, b"profile"))
+    agent.flush()
+    assert agent.recall("s", 0, KEY) == b"profile"
+    agent.close()
+    job.requeue()
+    again = joined(job)
+    assert again.recall("s", 0, KEY) == b"profile"
+    assert again.recall("s", 0, "f" * 32) is None
+    again.close()
+
+
+def test_an_agent_that_knows_nothing_of_it_is_asked_in_vain(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    job.listens = False
+    agent = joined(job)
+    agent.post(local.Traffic("s", 0, STATE))
+    agent.post(local.Keep("s", 0, KEY, b"profile"))
+    agent.flush()
+    assert agent.recall("s", 0, KEY) is None
+    assert not agent.lost and job.told == []
+    agent.event("skipped", 1)
+    agent.close()
+    assert len(job.saw("skipped")) == 1, "the connection is as good as before"
+
+
+def test_what_does_not_fit_a_packet_is_not_sent(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    agent = joined(job)
+    agent.post(local.Keep("s", 0, KEY, bytes(local.MAX_PACKET_BYTES)))
+    agent.event("skipped", 1)
+    agent.flush()
+    assert not agent.lost and len(job.saw("skipped")) == 1 and job.told == []
+    agent.close()
+
+
+def test_posting_to_an_agent_that_is_gone_or_hangs_costs_nothing(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    agent = joined(job)
+    job.delay["Traffic"] = 30.0
+    began = time.monotonic()
+    for _ in range(10_000):
+        agent.post(local.Traffic("s", 0, STATE))
+    assert time.monotonic() - began < 2.0
+    agent.close()
+    gone = make_job(1, 1)
+    agent = joined(gone)
+    gone.nodes[0].die()
+    until(lambda: agent.lost, every_s=0.01, what="the end of the connection")
+    agent.post(local.Traffic("s", 0, STATE))
+    assert agent.recall("s", 0, KEY) is None
+    agent.close()

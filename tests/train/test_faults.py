@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from waiting import until
 
 from gemini_hpc.wire import local
 
@@ -17,13 +18,6 @@ from .launch import Run, train
 MakeJob = Callable[[int, int], FakeJob]
 
 
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
-        time.sleep(0.005)
-
-
 def sealed_version(job: FakeJob) -> int:
     return job.sealed.version if job.sealed else 0
 
@@ -31,14 +25,14 @@ def sealed_version(job: FakeJob) -> int:
 def test_agent_dies_and_comes_back(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     run = Run(job, 2, {"kind": "ddp", "steps": 120, "sleep_s": 0.05, "kwargs": {"seal_timeout_s": 1.0}})
-    wait_for(lambda: sealed_version(job) >= 5, "the first seals")
+    until(lambda: sealed_version(job) >= 5, what="the first seals")
     job.nodes[1].die()
     before = sealed_version(job)
     time.sleep(1.0)
     with job.lock:
         assert sealed_version(job) <= before + 1, "nothing can be sealed without an agent"
         job.nodes[1].start()
-    wait_for(lambda: sealed_version(job) > before + 2, "seals after the hand-back")
+    until(lambda: sealed_version(job) > before + 2, what="seals after the hand-back")
     results = run.wait()
     back = job.nodes[1].handed_back
     assert {(m.rank, m.slot) for m in back} == {(0, 0), (0, 1), (1, 0), (1, 1)}
@@ -53,11 +47,11 @@ def test_agent_dies_and_comes_back(make_job: MakeJob) -> None:
 def test_a_cut_connection_is_not_a_dead_agent(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     run = Run(job, 2, {"kind": "ddp", "steps": 60, "sleep_s": 0.05, "kwargs": {"seal_timeout_s": 1.0}})
-    wait_for(lambda: sealed_version(job) >= 4, "the first seals")
+    until(lambda: sealed_version(job) >= 4, what="the first seals")
     memory = {h.rank: os.fstat(h.fds[0]).st_ino for h in job.nodes[1].held.values()}
     job.nodes[1].cut()
     before = sealed_version(job)
-    wait_for(lambda: sealed_version(job) > before + 2, "seals after the reconnection")
+    until(lambda: sealed_version(job) > before + 2, what="seals after the reconnection")
     assert all(r["report"]["state"] == "protected" for r in run.wait())
     assert memory == {h.rank: os.fstat(h.fds[0]).st_ino for h in job.nodes[1].held.values()}
 
@@ -65,7 +59,7 @@ def test_a_cut_connection_is_not_a_dead_agent(make_job: MakeJob) -> None:
 def test_agent_of_another_incarnation_is_not_joined(make_job: MakeJob) -> None:
     job = make_job(1, 1)
     run = Run(job, 1, {"steps": 60, "sleep_s": 0.05})
-    wait_for(lambda: sealed_version(job) >= 3, "the first seals")
+    until(lambda: sealed_version(job) >= 3, what="the first seals")
     job.nodes[0].die()
     job.epoch += 1
     job.nodes[0].start()
@@ -85,6 +79,18 @@ def test_refused_begin_skips_one_save(make_job: MakeJob) -> None:
     assert 6 not in versions and {7, 12} <= set(versions)
     assert any("busy draining" in e.detail and e.version == 6 for e in job.saw("skipped"))
     assert "version 6 skipped: busy draining" in run.stderr[0]
+
+
+def test_a_version_that_a_holder_refuses_is_not_waited_for_ever(make_job: MakeJob) -> None:
+    """Nobody but the owner can know that the holder will never have it; were it kept, no later one could begin."""
+    job = make_job(2, 2)
+    job.refuse_begin = lambda node, m: "busy draining" if (node, m.rank, m.version) == (1, 0, 6) else ""
+    run = Run(job, 2, {"kind": "ddp", "steps": 30, "sleep_s": 0.05, "kwargs": {"seal_timeout_s": 0.5}})
+    results = run.wait()
+    versions = [s.version for s in job.seals]
+    assert 6 not in versions and 30 in versions and len(versions) >= 15
+    assert "version 6 refused: rank 1 could not take this version" in run.stderr[0]
+    assert all(r["report"]["state"] == "protected" for r in results)
 
 
 def test_refused_memory_means_unprotected_everywhere(make_job: MakeJob) -> None:
@@ -112,8 +118,7 @@ def test_an_agent_dies_while_memory_is_reserved(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     job.delay["Register"] = 1.0
     run = Run(job, 2, {"kind": "ddp", "steps": 60, "sleep_s": 0.05})
-    wait_for(lambda: any(e.name == "imports_done" for n, e in job.events if n == 1), "the start")
-    time.sleep(0.5)
+    until(lambda: local.Register in job.nodes[1].asked, what="a registration")
     job.nodes[1].die()
     job.nodes[1].start()
     results = run.wait(timeout_s=60)
@@ -253,12 +258,11 @@ def test_held_while_a_node_is_dead(make_job: MakeJob) -> None:
     job = make_job(1, 1)
     job.verdict = local.Verdict(dead=("n2",), alive=("n1",))
     run = Run(job, 1, {"steps": 20, "raise_at": 3, "kwargs": {"hold_s": 30.0}})
-    wait_for(lambda: any(e.name == "imports_done" for _, e in job.events), "the start")
-    time.sleep(4.0)
+    until(lambda: "node n2 is dead: waiting up to 30 s" in run.processes[0].read()[1], what="the hold")
+    time.sleep(2.0)
     assert run.processes[0].poll() is None, "held: Slurm is to end it"
     run.processes[0].signal(signal.SIGKILL)
     run.wait(codes=(-9,))
-    assert "node n2 is dead: waiting up to 30 s" in run.stderr[0]
 
 
 def test_let_go_when_all_nodes_live(make_job: MakeJob) -> None:

@@ -5,10 +5,12 @@ Prints one JSON line at the end: losses by step, digest of the final state, the 
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import random
+import threading
 import time
 from typing import Any
 
@@ -22,6 +24,8 @@ from torch.utils.data import Dataset
 
 import gemini_hpc as gemini
 from gemini_hpc.train import directory
+from gemini_hpc.train.transport import messages
+from tests.train import fake_gpu, mpi_job, transport_program, watched
 
 
 class Numbers(Dataset[Any]):
@@ -37,11 +41,63 @@ class Numbers(Dataset[Any]):
         return tokens[:-1], tokens[1:]
 
 
+class Compute(torch.autograd.Function):
+    """Stands for a GPU's work: takes time, changes nothing, leaves the processor alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        time.sleep(2 * ctx.seconds)
+        return grads[0], None
+
+
+class SlowLink:
+    """Makes every link of this process carry `rate` bytes a second."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self.free_at = rate, 0.0
+        self.lock = threading.Lock()
+        send = messages.MessageOutbox.send
+
+        def slow_send(box: Any, chunk: torch.Tensor) -> Any:
+            pending = send(box, chunk)
+            with self.lock:
+                self.free_at = until = max(time.monotonic(), self.free_at) + chunk.numel() / self.rate
+            wait = pending.wait
+
+            def slow_wait() -> None:
+                wait()
+                time.sleep(max(0.0, until - time.monotonic()))
+
+            pending.wait = slow_wait
+            return pending
+
+        messages.MessageOutbox.send = slow_send
+
+
+class Growing:
+    """Small state that outgrows its place in the slot."""
+
+    data = b""
+
+    def state_dict(self) -> dict[str, bytes]:
+        return {"data": self.data}
+
+    def load_state_dict(self, state: dict[str, bytes]) -> None:
+        self.data = state["data"]
+
+
 class Net(nn.Module):
     """Dropout, batch statistics, tied weights, a frozen tensor, layers used in another order than defined."""
 
-    def __init__(self, width: int, batchnorm: bool) -> None:
+    def __init__(self, width: int, batchnorm: bool, compute_s: float = 0.0) -> None:
         super().__init__()
+        self.compute_s = compute_s
         self.embed = nn.Embedding(50, width)
         self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
         self.norm = nn.BatchNorm1d(width) if batchnorm else nn.LayerNorm(width)
@@ -54,6 +110,8 @@ class Net(nn.Module):
         h = self.embed(x) * self.frozen
         for i in (2, 0, 3, 1):
             h = h + self.drop(torch.tanh(self.blocks[i](h)))
+            if self.compute_s:
+                h = Compute.apply(h, self.compute_s)
         flat = h.flatten(0, 1)
         return self.head(self.norm(flat))
 
@@ -71,16 +129,38 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def main(o: dict[str, Any]) -> None:
-    kind = o.get("kind", "plain")
+    if "transport" in o:
+        transport_program.main(*o["transport"])
+        return
+    if "programs" in o:
+        watched.main(o)
+        return
+    if "mpi" in o:
+        mpi_job.enter(o["mpi"])
     torch.set_num_threads(1)
+    grouped = o.get("kind", "plain") != "plain"
+    if grouped:
+        dist.init_process_group("gloo")
+    told = train(o)
+    if told is None:
+        return
+    print(json.dumps(told), flush=True)
+    if grouped:
+        # The model is gone by now: where DDP's reducer is the last to let go of a group, it waits for gloo's threads
+        # with the interpreter's lock, and they may need it to let go of their last operation.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def train(o: dict[str, Any]) -> dict[str, Any] | None:
+    """What the process tells; None: it leaves as it is."""
+    kind = o.get("kind", "plain")
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     seed = o.get("seed", 0) + 100 * rank
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
-    if kind != "plain":
-        dist.init_process_group("gloo")
-    net = Net(o.get("width", 32), o.get("norm", "batch") == "batch")
+    net = Net(o.get("width", 32), o.get("norm", "batch") == "batch", o.get("compute_s", 0.0))
     if kind == "ddp":
         model: nn.Module = DistributedDataParallel(net)
     elif kind == "fsdp2":
@@ -101,13 +181,18 @@ def main(o: dict[str, Any]) -> None:
         Numbers(70 * world), 4, seed=7, rank=rank, world=world, num_workers=o.get("workers", 0)
     )
     kwargs = o.get("kwargs", {})
+    slow = SlowLink(o["rate"]) if "rate" in o else None
     if o.get("no_manifest_on") == rank:
         directory.pack = lambda manifest: [].pop()
-    ckpt = gemini.Checkpointer(model, optimizer, scheduler, scaler, loader, **kwargs)
+    gpu = fake_gpu.install(o["gpu"], rank) if "gpu" in o else None
+    alone = dist.new_group([1]) if o.get("alone_on") == 1 else None
+    growing = Growing()
+    ckpt = gemini.Checkpointer(model, optimizer, scheduler, scaler, loader, extra={"growing": growing}, **kwargs)
     start = ckpt.resume()
     losses: dict[int, str] = {}
     batches = loader.forever()
     accumulate = o.get("accumulate", 1)
+    log = open(f"{o['log']}.{rank}", "a", buffering=1) if "log" in o else None  # noqa: SIM115
     for step in range(start + 1, o["steps"] + 1):
         total = 0.0
         optimizer.zero_grad()
@@ -137,9 +222,15 @@ def main(o: dict[str, Any]) -> None:
             optimizer.step()
         scheduler.step()
         losses[step] = total.hex()
+        if step == o.get("grow_at"):
+            growing.data = bytes(1_500_000)
         if o.get("twice_at") == step:
             ckpt.step()
         ckpt.step()
+        if log is not None:
+            log.write(f"{start} {step} {losses[step]}\n")
+        if step == o.get("pause_at"):
+            time.sleep(o["pause_s"])
         if o.get("sleep_s"):
             time.sleep(o["sleep_s"])
         if step == o.get("interrupt_at") and ckpt._transport is not None:
@@ -147,14 +238,39 @@ def main(o: dict[str, Any]) -> None:
         if step == o.get("die_at"):
             print(json.dumps({"rank": rank, "losses": losses}), flush=True)
             os._exit(1)
+        if step == o.get("report_at"):
+            print(json.dumps({"rank": rank, "report": ckpt.report()}), flush=True)
         if step == o.get("raise_at"):
             raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")
         if step == o.get("leave_at"):
             print(json.dumps({"rank": rank, "losses": losses}), flush=True)
-            return
+            return None
+        if alone is not None and rank == 1:
+            dist.all_reduce(torch.ones(4), group=alone)
+        if o.get("pass_on"):
+            work = dist.isend(torch.ones(4), (rank + 1) % world)
+            dist.recv(torch.ones(4), (rank - 1) % world)
+            work.wait()
+        if step == o.get("stray_at") and rank == 1 and ckpt._driver is not None:
+            fake_gpu.stray(ckpt._driver._exchange)
+        if step == o.get("fence_at"):
+            ckpt.fence()
+            with torch.no_grad():
+                net.blocks[0].weight.mul_(0.5)
+        if step >= o.get("more_from", math.inf):
+            dist.all_reduce(torch.ones(4))
+        if o.get("evaluate_every") and step % o["evaluate_every"] == 0:
+            with torch.no_grad():
+                model(x)
+        if str(step) in o.get("schemes", {}):
+            ckpt.scheme = o["schemes"][str(step)]
+        if slow is not None and str(step) in o.get("rates", {}):
+            slow.rate = o["rates"][str(step)]
     final = digest(net, optimizer)
+    launches = list(ckpt._driver._exchange.log.newest) if o.get("launches") and ckpt._driver is not None else []
     report = ckpt.report()
     ckpt.close()
-    print(json.dumps({"rank": rank, "start": start, "losses": losses, "digest": final, "report": report}), flush=True)
-    if kind != "plain":
-        dist.destroy_process_group()
+    if gpu is not None:
+        report["gpu"] = {"pinned": gpu.pinned, "exchanges": gpu.communicator.count if gpu.communicator else 0}
+    told = {"start": start, "losses": losses, "digest": final, "report": report, "launches": launches}
+    return {"rank": rank, **told}

@@ -5,6 +5,7 @@ Reads one JSON request a line: {"env", "options", "out", "err"}; answers with {"
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -13,12 +14,15 @@ import traceback
 
 
 def main() -> None:
+    import torch._dynamo  # which an optimizer imports
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
 
     from tests.train import worker  # torch and all the rest
 
-    assert torch.distributed.fsdp and torch.distributed.checkpoint
+    assert torch.distributed.fsdp and torch.distributed.checkpoint and torch._dynamo
+    gc.collect()
+    gc.freeze()
     children: set[int] = set()
     buffer = b""
     while True:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import msgspec
 import pytest
@@ -14,67 +11,9 @@ from hypothesis import strategies as st
 
 from gemini_hpc.wire import handshake, munge
 from gemini_hpc.wire.frames import LENGTH_BYTES, FrameError, Sealer
-from gemini_hpc.wire.handshake import Client, HandshakeError, Session
+from gemini_hpc.wire.handshake import HandshakeError, Session
 
-ALICE, BOB, ROOT = 5001, 5002, 0
-
-
-class FakeMunge:
-    def __init__(self) -> None:
-        self.me = ALICE
-        self.down = False
-        self._made: dict[bytes, tuple[bytes, int, int]] = {}
-        self._opened: set[bytes] = set()
-
-    @contextmanager
-    def as_(self, uid: int) -> Iterator[None]:
-        before, self.me = self.me, uid
-        try:
-            yield
-        finally:
-            self.me = before
-
-    def encode(self, payload: bytes, *, for_uid: int) -> bytes:
-        if self.down:
-            raise munge.MungeError("Failed to access socket")
-        credential = b"MUNGE:" + secrets.token_hex(8).encode() + b":"
-        self._made[credential] = payload, self.me, for_uid
-        return credential
-
-    def decode(self, credential: bytes) -> tuple[bytes, int]:
-        if self.down:
-            raise munge.MungeError("Failed to access socket")
-        if credential not in self._made:
-            raise munge.MungeError("Invalid credential")
-        payload, maker, for_uid = self._made[credential]
-        if self.me not in (for_uid,):
-            raise munge.MungeError("Unauthorized credential for client")
-        if credential in self._opened:
-            raise munge.MungeError("Replayed credential")
-        self._opened.add(credential)
-        return payload, maker
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeMunge:
-    made = FakeMunge()
-    monkeypatch.setattr(munge, "encode", made.encode)
-    monkeypatch.setattr(munge, "decode", made.decode)
-    return made
-
-
-def client(**changes: object) -> Client:
-    fields: dict[str, object] = {
-        "purpose": "link",
-        "cluster": "c",
-        "job": 7,
-        "restart": 1,
-        "source": "n1",
-        "target": "n2",
-        "instance": "i1",
-        "server_uid": ALICE,
-    }
-    return Client(**(fields | changes))  # type: ignore[arg-type]
+from .fake_munge import ALICE, BOB, ROOT, FakeMunge, client
 
 
 def serve(data: bytes, host: str = "n2") -> tuple[bytes, Session]:

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemini_hpc.agent.sealing import from_wire
-from gemini_hpc.wire import local, peer
+from gemini_hpc.wire import local, peer, protocol
 from gemini_hpc.wire.page import pack_seal, unpack_seal
+from gemini_hpc.wire.traffic import Operation, TimelineState, TrafficState
 
 
 def packed(**fields: Any) -> bytes:
@@ -37,6 +38,10 @@ REQUESTS: list[local.Message] = [
     local.Event("resumed", 1, 1.7e9),
     local.Finished("default", 0),
     local.HandBack("default", 0, 2, 0, 4096, 0, 0, 0, 0, ""),
+    local.Traffic("default", 0, TrafficState(1.0, "gemini", "gloo", "steady", chunks_per_span=(1, 2))),
+    local.Timeline("default", 0, TimelineState(1, 2.0, 1.5, (Operation("all_reduce", 0.0, 0.5, 10),))),
+    local.Keep("default", 0, "0123456789abcdef", b"\x00\xff"),
+    local.Recall("default", 0, "0123456789abcdef"),
 ]
 
 
@@ -65,7 +70,7 @@ def test_times(time: str) -> None:
 @settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_one_kind_of_error(data: bytes) -> None:
-    for decoder in (local.request_decoder, local.reply_decoder, peer.decoder):
+    for decoder in (local.request_decoder, local.reply_decoder, protocol.decoder):
         try:
             decoder.decode(data)
         except msgspec.MsgspecError as exc:
@@ -95,7 +100,7 @@ def test_nested_and_not_utf8(data: bytes) -> None:
 @pytest.mark.parametrize("data", DEEP_PACKED, ids=range(len(DEEP_PACKED)))
 def test_nested_huge_and_foreign(data: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
-        peer.decoder.decode(data)
+        protocol.decoder.decode(data)
 
 
 @pytest.mark.parametrize("number", [-1, 1 << 63, (1 << 64) - 1, 1 << 50])
@@ -111,23 +116,23 @@ def test_nested_huge_and_foreign(data: bytes) -> None:
     ids=lambda f: f["kind"],
 )
 def test_numbers_of_peers(fields: dict[str, Any], number: int) -> None:
-    peer.decoder.decode(packed(**fields))
+    protocol.decoder.decode(packed(**fields))
     for key in [k for k, v in fields.items() if type(v) is int]:
         with pytest.raises(msgspec.MsgspecError):
-            peer.decoder.decode(packed(**(fields | {key: number})))
+            protocol.decoder.decode(packed(**(fields | {key: number})))
 
 
 @pytest.mark.parametrize("stamp", [[-1, 1], [1, 1 << 40], [1 << 23, 1], [1], [1, 2, 3], ["1", 2], [1.5, 2]], ids=str)
 def test_stamps_of_peers(stamp: list[Any]) -> None:
     newest = ((1 << 23) - 1, (1 << 40) - 1)
     good = msgspec.to_builtins(peer.WordDown(round=1, set="s", sealed=newest, abandoned=(newest,), degraded=False))
-    word = peer.decoder.decode(packed(**good))
+    word = protocol.decoder.decode(packed(**good))
     assert isinstance(word, peer.WordDown) and word.sealed is not None
     assert unpack_seal(pack_seal(*word.sealed)) == word.sealed < (1 << 63, 0)
     with pytest.raises(msgspec.MsgspecError):
-        peer.decoder.decode(packed(**(good | {"sealed": stamp})))
+        protocol.decoder.decode(packed(**(good | {"sealed": stamp})))
     with pytest.raises(msgspec.MsgspecError):
-        peer.decoder.decode(packed(**(good | {"abandoned": [stamp]})))
+        protocol.decoder.decode(packed(**(good | {"abandoned": [stamp]})))
     from_wire(vote(msgspec.msgpack.encode([[newest], [], None, []])))
     with pytest.raises(msgspec.MsgspecError):
         from_wire(vote(msgspec.msgpack.encode([[stamp], [], None, []])))
@@ -136,7 +141,7 @@ def test_stamps_of_peers(stamp: list[Any]) -> None:
 @pytest.mark.parametrize("time", [math.nan, math.inf, -math.inf, -1.0, 1e300])
 def test_times_of_peers(time: float) -> None:
     with pytest.raises(msgspec.MsgspecError):
-        peer.decoder.decode(packed(kind="report", job=1, restart=0, host="n1", witnesses=[], t=time))
+        protocol.decoder.decode(packed(kind="report", job=1, restart=0, host="n1", witnesses=[], t=time))
 
 
 def test_nested_vote() -> None:

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from gemini_hpc.wire import handshake, local, munge, peer, version
+from gemini_hpc.wire import controller, handshake, local, munge, peer, protocol, version
 from gemini_hpc.wire.handshake import Client, HandshakeError
+from gemini_hpc.wire.message import Message
 
 
 class HelloV1(msgspec.Struct, frozen=True):
@@ -114,10 +115,10 @@ def test_site_20_what_version_1_lacks_is_absent_on_the_wire() -> None:
         *("NeedRound", "RoundLost", "VoteUp", "WordDown", "PullAsk", "PullHead", "InspectAsk", "InspectPart"),
         *("Registration", "Report", "EventsUp", "Release", "HoldersAsk", "Holders", "JobAsk", "JobAnswer"),
     }
-    later = {kind.__name__ for kind in peer.SINCE}
-    assert {kind.__name__ for kind in peer.Message.__subclasses__()} == first | later and not first & later
-    assert not peer.known(peer.Summons(1, "n1", 2), 1) and peer.known(peer.Summons(1, "n1", 2), 2)
-    assert peer.known(peer.Ping(), 1)
+    later = {kind.__name__ for kind in protocol.SINCE}
+    assert {kind.__name__ for kind in Message.__subclasses__()} == first | later and not first & later
+    assert not protocol.known(peer.Summons(1, "n1", 2), 1) and protocol.known(peer.Summons(1, "n1", 2), 2)
+    assert protocol.known(peer.Ping(), 1)
 
 
 def test_site_20_messages_of_version_1_are_understood() -> None:
@@ -137,7 +138,7 @@ def test_site_20_messages_of_version_1_are_understood() -> None:
     assert isinstance(reply, local.Welcome) and reply.proto == 1
     registration = {"kind": "register", "job": 7, "restart": 0, "host": "n1", "hosts": ["n1"], "replicas": 1}
     packed = msgspec.msgpack.encode({**registration, "port": 1, "instance": "i", "state": "attached"})
-    assert isinstance(peer.decoder.decode(packed), peer.Registration)
+    assert isinstance(protocol.decoder.decode(packed), controller.Registration)
 
 
 def test_site_20_fields_of_version_3_are_skipped() -> None:
@@ -145,4 +146,4 @@ def test_site_20_fields_of_version_3_are_skipped() -> None:
     later = json.dumps({**hello, "colour": ["green"], "most": 3}).encode()
     assert local.request_decoder.decode(later) == local.Hello(1, "d", 0, 1, 0, "7.0", 1, most=3)
     packed = msgspec.msgpack.encode({"kind": "go", "round": 3, "step": "7.0", "mood": {"good": True}})
-    assert peer.decoder.decode(packed) == peer.Go(3, "7.0")
+    assert protocol.decoder.decode(packed) == peer.Go(3, "7.0")

@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from gemini_hpc.wire import munge
 from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import Link, accept, connect_any
 from gemini_hpc.wire.lobby import Lobby
 
-from .test_handshake import ALICE, FakeMunge, client
+from .fake_munge import ALICE, FakeMunge, client
 
 # ---- the lobby -------------------------------------------------------------------------------------------
 
@@ -56,14 +55,6 @@ def test_many_addresses_and_places_that_become_free() -> None:
 # ---- ports that strangers listen on ----------------------------------------------------------------------
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeMunge:
-    made = FakeMunge()
-    monkeypatch.setattr(munge, "encode", made.encode)
-    monkeypatch.setattr(munge, "decode", made.decode)
-    return made
 
 
 async def _agent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,8 +1,13 @@
 """The contract of a transport: versions of a shard go from an `Outbox` to the `Inbox` at the other end.
 
-One version travels as: head ->, <- accepted or not, chunks in order ->, digest ->. All calls block their thread
-(never the training's) with the GIL released, and raise `LinkBroken` when the other end is gone; a link that broke
-stays broken. Each box is used by one thread only.
+One version travels as: head ->, <- accepted or not, chunks in order -> (each acknowledged <- when its bytes are
+there), digest ->. All calls block their thread (never the training's) with the GIL released, and raise `LinkBroken`
+when the other end is gone or has given up; a link that broke stays broken, unless it says `VersionLost`, and an end
+that gives up while the other lives tells it. Each box is used by one thread only; what `send` returns may be waited
+for in another.
+
+What travels are the leading `used_bytes` bytes of the slot that the agent has given out for this version, so a
+transport may also have the agents bring them (`Transport.pushed`); then there are no inboxes.
 """
 
 from __future__ import annotations
@@ -11,25 +16,43 @@ from abc import ABC, abstractmethod
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
 
 class LinkBroken(ConnectionError):
     """The other end is gone, or does not speak the protocol."""
 
 
+class VersionLost(LinkBroken):
+    """The version on its way does not arrive, but the link heals: the next one may be offered."""
+
+
 class Head(NamedTuple):
-    """What comes: version, bytes of it, size of the slot that it needs."""
+    """What comes: version, bytes of it, size of the slot that it needs, and the sizes of its chunks in order (their
+    sum is `sent_bytes`). apart: (offset, length) of a stretch of its bytes that comes another way, and not over this
+    link; the chunks are what is before it and behind it."""
 
     version: int
     used_bytes: int
     total_bytes: int
+    sizes: tuple[int, ...]
+    apart: tuple[int, int] = (0, 0)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Over the link."""
+        return self.used_bytes - self.apart[1]
+
+
+MAX_CHUNKS = 1 << 20
 
 
 class Pending(Protocol):
     """A chunk on its way."""
 
     def wait(self) -> None:
-        """Return when the chunk's memory may be changed again. Raises LinkBroken."""
+        """Return when the chunk is at the other end: the network is free, its memory may be changed. Raises
+        LinkBroken."""
 
 
 class Outbox(ABC):
@@ -41,8 +64,9 @@ class Outbox(ABC):
 
     @abstractmethod
     def send(self, chunk: torch.Tensor) -> Pending:
-        """Called for each chunk (bytes, contiguous), in order, after an accepted offer; the chunk must not change
-        until the result's `wait` has returned."""
+        """Called for each chunk (bytes, contiguous, as large as the head said), in order, after an accepted offer;
+        the chunk must not change until the result's `wait` has returned. Several may be on their way; they are waited
+        for in order. Raises ValueError for a chunk of another size than announced."""
 
     @abstractmethod
     def finish(self, digest: str) -> None:
@@ -65,9 +89,9 @@ class Inbox(ABC):
         """Called once after each `next`."""
 
     @abstractmethod
-    def receive(self, into: torch.Tensor, chunk_bytes: int) -> None:
-        """Called after a positive answer: fill `into` (exactly `used_bytes`) chunk by chunk. On return all bytes are
-        there. The sender uses the same chunk_bytes."""
+    def receive(self, into: torch.Tensor) -> None:
+        """Called after a positive answer: fill `into` (exactly `sent_bytes`) chunk by chunk. On return all bytes are
+        there. Raises LinkBroken; what else it raises (a copy into `into` failed) has broken the link too."""
 
     @abstractmethod
     def digest(self) -> str:
@@ -75,7 +99,12 @@ class Inbox(ABC):
 
 
 class Transport(ABC):
-    """All links of one rank."""
+    """All links of one rank. name: of its kind. pushed: the holders' agents receive, ranks there only register the
+    memory. group: for small collectives of the main thread."""
+
+    name: str
+    pushed: bool
+    group: dist.ProcessGroup
 
     @abstractmethod
     def outbox(self, rank: int) -> Outbox:

@@ -1,0 +1,289 @@
+"""The paper's Figure 16 without GPUs: length of an iteration under each scheme of sending checkpoints to the peers.
+
+Real Slurm nodes, one rank on each, m = 2, links of 1 Gbit/s each way (119 MB/s of payload), `programs/interleave.py`:
+FSDP2 and Adam in fp32, so that a rank sends C = 12 bytes per parameter / ranks in each iteration, and
+3 * blocks * forward seconds of an iteration are idle time of its network, in 2 * blocks spans of which the longest is
+2 * forward. Calculated with B = 117 MB/s:
+
+                 parameters   C         C/B      idle     idle : C/B   longest span : C/B
+    2 nodes      4.39 M       26.3 MB   0.225 s  0.338 s  1.5          0.125
+    tight        4.39 M       26.3 MB   0.225 s  0.180 s  0.8          0.067
+    4 nodes      4.39 M       13.2 MB   0.113 s  0.169 s  1.5          0.125
+
+    host         as 2 nodes, over the other transport
+    slow         as 2 nodes, on links of 200 Mbit/s: idle : C/B = 0.3
+
+What each set-up really had is a row. A round gives one ratio for each scheme in it (gemini always, the others in one
+round of three): its iterations against those without checkpoints in the same round. Bounds are those of the median,
+one-sided at 95 %, from 4,000 resamplings (bootstrap). Whether the set-up is right is seen from `blocking`: it must
+cost what C/B says, within 5 %.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.bench import Line, MeasureError, Options, TrainingJob, cluster
+from benchmarks.rows import Row, median_row
+from gemini_hpc.devcluster.cluster import Cluster
+
+RATE = "1gbit"
+ROUNDS, WARM, MEASURED = 30, 2, 3
+BASELINE = "none"
+TIMEOUT_S = 1200.0
+RESAMPLINGS = 4000
+SCHEMES = {
+    BASELINE: "no checkpoints",
+    "blocking": "the training waits until each checkpoint has been sent",
+    "background": "sent at once, beside the training's own traffic",
+    "naive": "one partition in each idle span",
+    "no_pipeline": "chunks in idle spans, one buffer",
+    "gemini": "chunks in idle spans, several buffers",
+}
+LIMITS = {"gemini": (1.01, 1.005)}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One training. forward_s: emulated compute of a block in the forward pass. suffix: of its rows;
+    main: name of its row of `gemini`; what: it is."""
+
+    nodes: int
+    forward_s: float
+    schemes: tuple[str, ...]
+    suffix: str = ""
+    main: str = "gemini"
+    what: str = ""
+    rate: str = RATE
+    transport: str = "gloo"
+    share: float = 1.0  # of the usual number of rounds
+    dim: int = 208
+    blocks: int = 8
+    warm: int = WARM
+    measured: int = MEASURED
+
+    @property
+    def idle_s(self) -> float:
+        """Idle time of the network in an iteration."""
+        return 3 * self.blocks * self.forward_s
+
+
+TWO = Setting(2, 0.01407, tuple(SCHEMES))
+HOST = Setting(
+    2, 0.01407, (BASELINE, "gemini"), "_host", "host", ", from agent to agent", transport="host", share=0.5
+)
+TIGHT = Setting(
+    2, 0.0075, (BASELINE, "blocking", "background", "gemini"), "_tight", "tight", ", too little idle time", measured=6
+)
+SLOW = Setting(
+    2,
+    0.01407,
+    (BASELINE, "background", "gemini"),
+    "_slow",
+    "slow",
+    ", links of 200 Mbit/s",
+    rate="200mbit",
+    share=0.3,
+    measured=8,
+)
+FOUR = Setting(4, 0.00703, tuple(SCHEMES), "_4", "gemini_4")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a training showed. seconds: by scheme and round, the mean iteration."""
+
+    setting: Setting
+    seconds: dict[str, dict[int, float]]
+    rate: tuple[float, ...]
+    checkpoint_bytes: int
+    alone_s: float
+    traffic: dict[str, list[Line]]
+
+    @property
+    def B(self) -> float:
+        """Bytes per second of a link."""
+        return statistics.median(self.rate)
+
+    @property
+    def sending_s(self) -> float:
+        """C/B."""
+        return self.checkpoint_bytes / self.B
+
+    def ratios(self, scheme: str) -> list[float]:
+        """Against no checkpoints, one for each round."""
+        return [seconds / self.seconds[BASELINE][number] for number, seconds in self.seconds[scheme].items()]
+
+    @property
+    def bare(self) -> list[float]:
+        """Iterations without checkpoints, one for each round."""
+        return list(self.seconds[BASELINE].values())
+
+    @property
+    def expected(self) -> float:
+        """Of `blocking`: 1 + (C/B) / T."""
+        return 1 + self.sending_s / statistics.median(self.bare)
+
+
+def measure(options: Options) -> list[Row]:
+    """All rows of the family."""
+    rounds, rows = options.count(ROUNDS), list[Row]()
+    for nodes, settings in ((2, (TWO, HOST, TIGHT, SLOW)), (4, (FOUR,))):
+        with cluster(nodes) as on:
+            for setting in settings:
+                prepare(on, setting.rate)
+                rows += _rows(train(options, on, setting, max(2, round(rounds * setting.share))))
+    return rows
+
+
+def prepare(on: Cluster, rate: str = RATE) -> None:
+    """Shape the links. The host's congestion control may be one that halts for 0.2 s now and then to look for its
+    round-trip time (BBR), or shares badly; Reno is everywhere."""
+    for node in on.node_names:
+        on.shape(node, rate)
+        done = on.exec(node, ["/bin/sh", "-c", "echo reno >/proc/sys/net/ipv4/tcp_congestion_control"])
+        if done.returncode:
+            raise MeasureError(f"congestion control of {node}: {done.stderr.strip()}")
+
+
+def train(options: Options, on: Cluster, setting: Setting, rounds: int) -> Found:
+    """One job."""
+    words = {
+        "--schemes": ",".join(setting.schemes),
+        "--rounds": rounds,
+        "--warm": setting.warm,
+        "--measured": setting.measured,
+        "--dim": setting.dim,
+        "--blocks": setting.blocks,
+        "--forward": setting.forward_s,
+        "--transport": setting.transport,
+    }
+    argv = [str(word) for pair in words.items() for word in pair]
+    job = TrainingJob(on, setting.nodes, 2, argv, "interleave.py")
+
+    def meanwhile() -> None:
+        last = job.lines("iteration")[-1:]
+        where = f"round {last[0]['round'] + 1} of {rounds}" if last else "starting"
+        options.progress.say(f"fig16, {setting.nodes} nodes{setting.suffix}", where)
+
+    job.finish(TIMEOUT_S, meanwhile)
+    checkpoint = job.lines("checkpoint")
+    return Found(
+        setting,
+        _by_round(job.lines("iteration")),
+        tuple(line["bytes_per_s"] for line in job.lines("rate") if line["rank"] == 0),
+        max(line["bytes"] for line in checkpoint),
+        max(line["seconds"] for line in checkpoint),
+        {scheme: [line for line in job.lines("traffic") if line["scheme"] == scheme] for scheme in setting.schemes},
+    )
+
+
+def _by_round(lines: Iterable[Line]) -> dict[str, dict[int, float]]:
+    found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for line in lines:
+        if line["index"] >= 0:
+            found[line["scheme"]][line["round"]].append(line["seconds"])
+    return {s: {n: statistics.mean(v) for n, v in sorted(rounds.items())} for s, rounds in found.items()}
+
+
+def upper(values: Sequence[float]) -> float:
+    """Upper bound of the median, one-sided at 95 %."""
+    dice = random.Random(16)
+    medians = sorted(statistics.median(dice.choices(values, k=len(values))) for _ in range(RESAMPLINGS))
+    return medians[int(0.95 * RESAMPLINGS)]
+
+
+def _rows(found: Found) -> list[Row]:
+    setting, suffix = found.setting, found.setting.suffix
+    bare = found.bare
+    where = f"{setting.nodes} nodes{setting.what}"
+    rows = [
+        median_row(f"fig16.none{suffix}", f"{where}: length of an iteration without checkpoints", "s", bare),
+        Row(
+            f"fig16.spread{suffix}",
+            f"{where}: standard deviation of those over their mean; above this the figures below are noise",
+            "x",
+            statistics.pstdev(bare) / statistics.mean(bare),
+            limit=0.01,
+        ),
+        median_row(
+            f"fig16.rate{suffix}",
+            f"{where}: B, payload between two nodes, both ways at once",
+            "MB/s",
+            [rate / 1e6 for rate in found.rate],
+        ),
+        Row(
+            f"fig16.idle{suffix}",
+            f"{where}: emulated compute of an iteration against C/B; C = {found.checkpoint_bytes / 1e6:.1f} MB",
+            "x",
+            setting.idle_s / found.sending_s,
+            peers={"longest span": 2 * setting.forward_s / found.sending_s, "C/B in s": found.sending_s},
+        ),
+    ]
+    for scheme in setting.schemes[1:]:
+        ratios = found.ratios(scheme)
+        rows.append(
+            Row(
+                f"fig16.{setting.main if scheme == 'gemini' else scheme + suffix}",
+                f"{where}: iteration against one without, upper bound; {SCHEMES[scheme]}",
+                "x",
+                upper(ratios),
+                tuple(ratios),
+                peers={"median": statistics.median(ratios)},
+                limit=LIMITS.get(scheme, (None, None))[0],
+                goal=LIMITS.get(scheme, (None, None))[1],
+            )
+        )
+    rows += _traffic_rows(found, where)
+    if "blocking" in setting.schemes:
+        seen = statistics.median(found.ratios("blocking"))
+        rows.append(
+            Row(
+                f"fig16.blocking_expected{suffix}",
+                f"{where}: blocking against 1 + (C/B)/T, how far off; above this the set-up is wrong",
+                "x",
+                abs(seen / found.expected - 1),
+                limit=0.05,
+                peers={"expected": found.expected, "seen": seen, "C alone in s": found.alone_s},
+            )
+        )
+    return rows
+
+
+def _traffic_rows(found: Found, where: str) -> list[Row]:
+    """What the ranks told of their plans."""
+    suffix, main = found.setting.suffix, found.setting.main
+    planned = [line for line in found.traffic.get("gemini", []) if line["stage"] == "steady"]
+    if not planned:
+        return []
+    rows = [
+        Row(f"fig16.{main}_j", f"{where}: a version is saved every j-th iteration", "", max(p["j"] for p in planned)),
+        median_row(
+            f"fig8.before{suffix}",
+            f"{where}: idle time of the network in an iteration without checkpoints",
+            "s",
+            [p["idle_s"] for p in planned],
+        ),
+        median_row(
+            f"fig8.after{suffix}",
+            f"{where}: the same with checkpoints in it",
+            "s",
+            [p["idle_s"] - p["overlap"]["chunks_s"] for p in planned if p["overlap"]] or [float("nan")],
+        ),
+        Row(
+            f"fig16.buffer{suffix}",
+            f"{where}: buffers of a rank, R",
+            "MB",
+            max(p["buffer_bytes"] for p in planned) / 1e6,
+            peers={"C": found.checkpoint_bytes / 1e6},
+        ),
+    ]
+    naive = [line["largest_chunk_bytes"] / 1e6 for line in found.traffic.get("naive", [])]
+    if naive:
+        over = " (OOM: more than R)" if max(naive) > rows[-1].value else ""
+        rows.append(Row(f"fig16.naive_buffer{suffix}", f"{where}: buffer that naive needs{over}", "MB", max(naive)))
+    return rows

@@ -1,0 +1,63 @@
+"""Slots that are being filled, by a training rank here or by a peer's push: one set of rules for both (R1, R5)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from gemini_hpc.agent.store import Shard
+from gemini_hpc.agent.trainingset import TrainingSet
+from gemini_hpc.core.record import Committed
+from gemini_hpc.core.slots import Refused, Stamp
+
+if TYPE_CHECKING:
+    from gemini_hpc.agent.agent import Agent
+
+
+class Filling:
+    """From the word that a slot may be written to, to its verified copy. On the event loop."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def begin(self, training: TrainingSet, shard: Shard, version: int) -> int:
+        """Index of the slot to fill with this version of the epoch. Raises `core.slots.Refused`."""
+        agent, sealing = self._agent, training.sealing
+        if sealing is None:
+            raise Refused("a recovery round is on")
+        stamp = Stamp(agent.epoch, version)
+        index = shard.pair.begin(stamp, training.sealed, sealing.word.abandoned, voted=sealing.voted)
+        shard.memory[index].commit(None)
+        shard.since[index] = time.time()
+        agent.sets.drop_guests(training)  # every rank has loaded, or none would have come as far as a save
+        agent.sets.recount(shard.set)
+        return index
+
+    def void(self, shard: Shard, index: int) -> None:
+        """It will not be completed."""
+        shard.pair.void(index)
+        self._agent.sets.recount(shard.set)
+
+    def landed(self, shard: Shard, index: int, claimed: Committed) -> None:
+        """All bytes are said to be there, with a digest made at source: nobody writes any more, it is verified
+        beside everything else."""
+        shard.pair.slots[index].busy = True
+        self._agent.spawn(self._verify(shard, index, claimed))
+
+    async def _verify(self, shard: Shard, index: int, claimed: Committed) -> None:
+        stamp, used, wanted = claimed
+        digest = await asyncio.to_thread(shard.memory[index].digest, used)
+        slot = shard.pair.slots[index]
+        if slot.state != "filling" or slot.stamp != stamp:
+            return
+        if digest == wanted:
+            shard.pair.complete(index, stamp, digest, used)
+            shard.since[index] = shard.verified[index] = time.time()
+            shard.memory[index].commit(claimed)
+        else:
+            shard.pair.void(index)
+            self._agent.log(
+                "damaged", version=stamp.version, detail=f"shard {shard.rank}: the digest differs after landing"
+            )
+        self._agent.sets.recount(shard.set)

@@ -1,0 +1,235 @@
+"""Versions that the agents of other nodes push here: raw bytes, received straight into the slot.
+
+One connection, and one thread, per shard. What is said is believed as a trainer's word is: the connection's other end
+must be the agent of the shard's home in this incarnation, epoch and round, the slot is given out by the same rules
+(R1), and the copy counts when its digest has been verified (R5). Whatever else comes ends the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from gemini_hpc.agent.memory import NoMemory
+from gemini_hpc.agent.store import Key, Shard
+from gemini_hpc.agent.threads import beside
+from gemini_hpc.agent.trainingset import TrainingSet
+from gemini_hpc.core.record import Committed
+from gemini_hpc.core.slots import Refused, Stamp
+from gemini_hpc.wire import peer
+from gemini_hpc.wire.link import BlockingLink, Link, LinkClosed
+
+if TYPE_CHECKING:
+    from gemini_hpc.agent.agent import Agent
+
+SILENCE_S = 5.0
+SEAL_WAIT_S = 1.5  # for the seal of the version before, which may reach the home sooner than this node
+_RETRY_S = 0.001
+_DIGEST_DIGITS = 32
+T = TypeVar("T")
+
+
+@dataclass
+class _Taken:
+    """A slot that is being filled."""
+
+    shard: Shard
+    index: int
+    stamp: Stamp
+    view: memoryview
+
+
+@dataclass(eq=False)
+class _Push:
+    """One connection."""
+
+    ask: peer.PushAsk
+    host: str
+    link: BlockingLink | None = None
+    stopped: bool = False
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def stop(self) -> None:
+        self.stopped = True
+        if self.link is not None:
+            self.link.shut()
+
+
+class Incoming:
+    """The pushes to this node."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._pushes: dict[Key, _Push] = {}
+        self.bytes = 0
+
+    def stop(self) -> None:
+        """No byte of the old epoch is taken any more; see `ended`."""
+        for push in self._pushes.values():
+            push.stop()
+
+    async def ended(self) -> None:
+        """Return when no stopped push writes any more."""
+        for push in list(self._pushes.values()):
+            if push.stopped:
+                await push.over.wait()
+
+    async def serve(self, link: Link) -> None:
+        """Take what comes over a connection made for pushing. Raises LinkClosed, TimeoutError."""
+        async with asyncio.timeout(SILENCE_S):
+            ask = await link.receive()
+        if not isinstance(ask, peer.PushAsk):
+            raise LinkClosed(f"wanted PushAsk, got {type(ask).__name__}")
+        push = _Push(ask, link.session.peer_host)
+        key, reason = (ask.set, ask.rank), self._refusal(push)
+        while not reason and (older := self._pushes.get(key)) is not None:
+            older.stop()
+            await older.over.wait()
+            reason = self._refusal(push)
+        if reason:
+            await link.flush(peer.PushAnswer(reason))
+            raise LinkClosed(f"push of shard {ask.rank} from {push.host} refused: {reason}")
+        self._pushes[key] = push
+        try:
+            push.link = await link.block(peer.PushAnswer())
+            push.link.bound(SILENCE_S)
+            if push.stopped:
+                raise LinkClosed("given up for a new round")
+            loop = asyncio.get_running_loop()
+            await beside(f"gemini-pushed-{ask.rank}", lambda: self._receive(push, loop))
+        finally:
+            if push.link is not None:
+                push.link.close()
+            del self._pushes[key]
+            push.over.set()
+
+    def _refusal(self, push: _Push) -> str:
+        """Why nothing is taken from there now; "": it is."""
+        agent, ask = self._agent, push.ask
+        rounds, training, shard = agent.rounds, agent.sets.get(ask.set), agent.store.get(ask.set, ask.rank)
+        if push.stopped or rounds is None or rounds.stage != "live" or training is None or agent.detached:
+            return "no part in a running training"
+        if ask.epoch != agent.epoch or ask.round != rounds.round:
+            return f"epoch {agent.epoch}, round {rounds.round} here"
+        if shard is None or shard.registered_round != rounds.round:
+            return f"shard of rank {ask.rank} is not registered here"
+        if not shard.pushed:
+            return f"shard of rank {ask.rank} is filled by a process here"
+        if agent.noderanks.get(push.host) != shard.home:
+            return f"node rank {shard.home} is the home of the shard of rank {ask.rank}"
+        return ""
+
+    # ---- in the push's thread --------------------------------------------------------------------------
+
+    def _receive(self, push: _Push, loop: asyncio.AbstractEventLoop) -> None:
+        """Versions until the other end has no more. Raises LinkClosed, OSError."""
+
+        def on_loop(work: Coroutine[Any, Any, T]) -> T:
+            return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+        link = push.link
+        assert link is not None
+        while True:
+            link.wait(None)
+            if not link.sock.recv(1, socket.MSG_PEEK):
+                return
+            head = link.receive(peer.PushHead)
+            taken = on_loop(self._begin(push, head))
+            if isinstance(taken, str):
+                link.send(peer.PushAnswer(taken))
+                continue
+            claimed: Committed | None = None
+            try:
+                link.send(peer.PushAnswer())
+                self._fill(link, taken.view, head.used)
+                link.wait(None)
+                digest = link.receive(peer.PushDone).digest
+                if len(digest) != _DIGEST_DIGITS or digest.strip("0123456789abcdef"):
+                    raise LinkClosed("something that is no digest")
+                claimed = Committed(taken.stamp, head.used, digest)
+            finally:
+                taken.view.release()
+                on_loop(self._end(taken, claimed))
+            link.send(peer.PushAck(head.used))
+
+    @staticmethod
+    def _fill(link: BlockingLink, view: memoryview, used: int) -> None:
+        end = 0
+        while end < used:
+            link.wait(None)  # a chunk goes when the training leaves room for it
+            chunk = link.receive(peer.PushChunk)
+            if chunk.offset != end or not 0 < chunk.length <= used - end:
+                raise LinkClosed(f"a chunk of {chunk.length} bytes for {chunk.offset}, after {end} of {used}")
+            stop = end + chunk.length
+            while end < stop:
+                n = link.sock.recv_into(view[end:stop], stop - end, socket.MSG_WAITALL)
+                if n == 0:
+                    raise LinkClosed(f"closed after {end} of {used} bytes")
+                end += n
+            link.send(peer.PushAck(end))
+
+    # ---- on the loop, for the thread -------------------------------------------------------------------
+
+    async def _begin(self, push: _Push, head: peer.PushHead) -> _Taken | str:
+        """A slot for this version, or why there is none. Raises LinkClosed for a version that cannot be."""
+        agent, ask = self._agent, push.ask
+        if not 0 < head.used <= head.bytes or not head.version:
+            raise LinkClosed(f"version {head.version} of {head.used} bytes for a slot of {head.bytes} cannot be")
+        deadline = time.monotonic() + SEAL_WAIT_S
+        while True:
+            if reason := self._refusal(push):
+                return reason
+            training, shard = agent.sets.get(ask.set), agent.store.get(ask.set, ask.rank)
+            assert training is not None and shard is not None
+            if head.bytes != shard.bytes:
+                if reason := await self._grow(training, shard, head.bytes):
+                    break
+                continue
+            try:
+                index = agent.filling.begin(training, shard, head.version)
+            except Refused as exc:
+                reason, sealed = exc.reason, training.sealed or Stamp(0, 0)
+                undecided = any(
+                    s.busy or (s.state == "complete" and s.stamp is not None and s.stamp > sealed)
+                    for s in shard.pair.slots
+                )
+                degraded = training.sealing is None or training.sealing.degraded
+                if not undecided or degraded or time.monotonic() > deadline:
+                    break
+                await asyncio.sleep(_RETRY_S)
+                continue
+            shard.pair.slots[index].busy = True
+            return _Taken(shard, index, Stamp(agent.epoch, head.version), shard.memory[index].view())
+        agent.log("skipped", version=head.version, detail=f"shard of rank {ask.rank}: {reason}")
+        return reason
+
+    async def _grow(self, training: TrainingSet, shard: Shard, size_bytes: int) -> str:
+        """The shard has outgrown its slots at its home: larger ones here too. "", or why there are none."""
+        agent = self._agent
+        assert agent.rounds is not None
+        number = agent.rounds.round
+        try:
+            larger = await agent.store.make(shard.set, shard.rank, shard.world, shard.home, size_bytes)
+        except NoMemory as exc:
+            training.note = str(exc)
+            return str(exc)
+        if agent.rounds is not None and agent.rounds.round == number:  # else it is nobody's in the new one
+            larger.registered_round, larger.pushed = number, True
+            training.page.set_grown(training.page.grown + 1)
+            agent.sets.recount(shard.set)
+        return ""
+
+    async def _end(self, taken: _Taken, claimed: Committed | None) -> None:
+        """Nobody writes any more. claimed: what is there; None: not all of it."""
+        slot = taken.shard.pair.slots[taken.index]
+        if slot.state != "filling" or slot.stamp != taken.stamp:
+            return
+        if claimed is None:
+            self._agent.filling.void(taken.shard, taken.index)
+        else:
+            self.bytes += claimed.used_bytes
+            self._agent.filling.landed(taken.shard, taken.index, claimed)

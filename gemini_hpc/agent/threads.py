@@ -1,0 +1,34 @@
+"""Threads for transfers that last as long as an incarnation: they would take asyncio's few from digests and pulls."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+
+async def beside(name: str, work: Callable[[], None]) -> None:
+    """Run `work` in a thread of its own and return when it has ended. Raises what it raises."""
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[None] = loop.create_future()
+
+    def tell(failure: Exception | None) -> None:
+        if over.done():
+            return
+        if failure is None:
+            over.set_result(None)
+        else:
+            over.set_exception(failure)
+
+    def run() -> None:
+        failure: Exception | None = None
+        try:
+            work()
+        except Exception as exc:
+            failure = exc
+        with suppress(RuntimeError):  # the loop has been closed: the agent ends
+            loop.call_soon_threadsafe(tell, failure)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    await over

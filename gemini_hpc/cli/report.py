@@ -1,0 +1,135 @@
+"""`gemini-hpc report JOBID`: the checkpoint traffic of a job drawn, one iteration and the overhead over time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from gemini_hpc.cli.asking import UserError, WrongIdError, raw_id
+from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
+from gemini_hpc.report.tame import tame
+
+if TYPE_CHECKING:
+    from gemini_hpc.report.chosen import Shown
+
+    _Subparsers = argparse._SubParsersAction[Any]
+
+
+def register(subparsers: _Subparsers) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "report",
+        help="draw a job's checkpoint traffic, as PNG and as one HTML page",
+        description="Draw what the ranks of a running job have recorded of their checkpoints' traffic: one "
+        "iteration (the training's collectives, idle spans, chunks, copies, waits at the optimizer) and the overhead "
+        "over time. "
+        "Writes PNG files and one HTML page that needs no others, and prints their names. Asks Slurm for the job's "
+        "nodes and the agents on them; only the job's owner and operators are answered. Drawing needs matplotlib.",
+    )
+    parser.add_argument("job", metavar="JOBID", help="job id, or array task as 10_3")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="PATH",
+        help="beginning of the files' names, or a directory that is there (default: gemini-JOBID)",
+    )
+    parser.add_argument("--rank", metavar="R", type=_rank, help="draw this rank (default: the largest overhead)")
+    parser.add_argument(
+        "--set", metavar="NAME", dest="name", help="draw this training only (default: all, 16 at most)"
+    )
+    parser.add_argument("--json", action="store_true", help="print what would be drawn (schema 1), and draw nothing")
+    parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
+    parser.set_defaults(func=run)
+
+
+def _rank(text: str) -> int:
+    if re.fullmatch(r"[0-9]{1,7}", text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"wanted a rank, found {text[:40]!r}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status: 0; 1 with one line on stderr; 2 for a wrong command line."""
+    from gemini_hpc.report.chosen import document
+    from gemini_hpc.report.drawing import MissingError, require
+
+    try:
+        job = raw_id(args.job)
+        settings = load(args.config)
+        if not args.json:
+            require()
+        sets, now = _shown(settings, job, args.name, args.rank), time.time()
+        if args.json:
+            print(json.dumps(document(job, now, sets)))
+        else:
+            for path in write(job, now, sets, args.output or f"gemini-{job}"):
+                print(path)
+    except WrongIdError as exc:
+        print(f"gemini-hpc report: {exc}", file=sys.stderr)
+        return 2
+    except (UserError, ConfigError, MissingError) as exc:
+        print(f"gemini-hpc report: {tame(str(exc))}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _shown(settings: Settings, job: int, name: str | None, rank: int | None) -> list[Shown]:
+    from gemini_hpc.control import ask
+    from gemini_hpc.report.chosen import choose, shown
+
+    try:
+        parts, recorded = ask.records(settings, job, lambda parts: choose(parts, name, rank))
+    except ask.AskError as exc:
+        raise UserError(str(exc)) from None
+    if not parts:
+        raise UserError(f"job {job}: no agent answers; only a running job with replicas can be drawn")
+    sets = shown(parts, recorded)
+    if not sets:
+        whose = "any rank" if rank is None else f"rank {rank}"
+        which = "" if name is None else f" of set {name[:64]!r}"
+        raise UserError(
+            f"job {job}: nothing is known yet of the traffic of {whose}{which}; gemini-hpc inspect shows what is "
+            "(ranks and agents of earlier versions tell nothing)"
+        )
+    return sets
+
+
+def write(job: int, now: float, sets: list[Shown], output: str) -> list[str]:
+    """Draw everything; the names of the files, the page first. Raises `UserError` where one cannot be written."""
+    from gemini_hpc.report.drawing import overhead_png, timeline_png
+    from gemini_hpc.report.page import Pictures, render
+
+    prefix = os.path.join(output, f"gemini-{job}") if os.path.isdir(output) or output.endswith("/") else output
+    files: dict[str, bytes] = {}
+    drawn = []
+    for number, one in enumerate(sets):
+        pictures = Pictures(
+            one,
+            timeline_png(one) if one.timeline is not None else None,
+            overhead_png(one) if one.series else None,
+        )
+        drawn.append(pictures)
+        name = _file_name(one.set, number)
+        for what, png in (("timeline", pictures.timeline), ("overhead", pictures.overhead)):
+            if png is not None:
+                files[f"{prefix}-{name}-{what}.png"] = png
+    files = {f"{prefix}.html": render(job, now, drawn).encode(errors="replace"), **files}
+    for path, content in files.items():
+        try:
+            with open(path, "wb") as out:
+                out.write(content)
+        except OSError as exc:
+            raise UserError(f"{path}: {exc.strerror or exc}") from None
+    return list(files)
+
+
+def _file_name(name: str, number: int) -> str:
+    """A set's name is its owner's choice, as far as an agent is believed: no part of a path."""
+    if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name):
+        return name
+    return f"set{number}"

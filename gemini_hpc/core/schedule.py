@@ -1,0 +1,177 @@
+"""Which chunk is sent in which idle span: Algorithm 2 of the GEMINI paper (SOSP '23, section 5.3).
+
+Letters as in the paper: T idle spans (seconds), C bytes of a checkpoint, m replicas (the own copy included), R bytes
+of buffer in p parts, B bytes per second, alpha seconds to start a transfer, mu the share of a span that is planned
+with. Spans and replicas count from 0.
+
+Three lines of the paper are mended here:
+
+- Line 17 takes f(remain_size) from the span; it is the chunk just placed, f(size), that uses it.
+- The loop of line 8 never ends where the rest of a span is at most alpha: no byte fits, and nothing changes any more.
+  Here a span has ended when no byte fits.
+- Line 21 counts the checkpoints from 0 up to m - 1, which is m of them; the m - 1 of its input are sent.
+
+Sizes are whole bytes, rounded down, so that a chunk is never longer than its place.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import NamedTuple
+
+
+class Partition(NamedTuple):
+    """One chunk: the bytes offset..offset+size of the checkpoint, to the holder after the home node's
+    `replica` + 1 places (0..m-2), in T[span]."""
+
+    span: int
+    replica: int
+    offset: int
+    size: int
+
+
+def seconds(size: int, B: float, alpha: float) -> float:
+    """f(s) = alpha + s/B: how long the transfer of one chunk takes."""
+    return alpha + size / B
+
+
+def capacity(t: float, R: int, p: int, B: float, alpha: float, mu: float) -> int:
+    """Bytes that Algorithm 2 places in a finite span of t seconds, if they are of one replica and do not run out."""
+    _check(t, R, p, B, alpha, mu)
+    chunk = R // p
+    whole = int(mu * t / seconds(chunk, B, alpha))
+    return whole * chunk + min(chunk, _bytes_in(mu * t - whole * seconds(chunk, B, alpha), B, alpha))
+
+
+def checkpoint_partition(
+    T: Sequence[float], C: int, m: int, R: int, p: int, B: float, alpha: float, mu: float
+) -> list[Partition]:
+    """Algorithm 2: the chunks in the order in which they are sent. The last span counts as infinite, so all have a
+    place; m = 1 or C = 0 is nothing to send.
+
+    Raises ValueError for no spans, a span that is no length (the last may be infinite), C < 0, m < 1, R < p, p < 1,
+    and for B, alpha or mu out of their ranges: B > 0, alpha >= 0, 0 < mu <= 1.
+    """
+    _check_all(T, C, m, R, p, B, alpha, mu)
+    partitions: list[Partition] = []
+    chunk = R // p
+    full_s = seconds(chunk, B, alpha)
+    replica, remain_size = 0, C
+    if C == 0 or m == 1:
+        return partitions
+    last = len(T) - 1
+    for span, t in enumerate(T):
+        remain_span = inf if span == last else mu * t
+        while True:
+            room = chunk if remain_span >= full_s else min(chunk, _bytes_in(remain_span, B, alpha))
+            size = min(remain_size, room)
+            if size == 0:
+                break
+            partitions.append(Partition(span, replica, C - remain_size, size))
+            remain_span -= seconds(size, B, alpha)
+            remain_size -= size
+            if remain_size == 0:
+                replica, remain_size = replica + 1, C
+                if replica == m - 1:
+                    return partitions
+            elif room < chunk:
+                break  # only rounding is left of this span
+    return partitions
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Algorithm 2's partitions, and what they mean for the training.
+
+    `partitions` are in the order of sending, their spans never fall. `spans` is the number of spans, `total_bytes`
+    what is sent to all m - 1 holders. `spilled_bytes` is what the last span takes beyond its true length (times mu),
+    `late_s` for how long that holds the training up.
+    """
+
+    partitions: tuple[Partition, ...]
+    spans: int
+    total_bytes: int
+    spilled_bytes: int
+    late_s: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the idle spans take everything."""
+        return self.spilled_bytes == 0
+
+    @property
+    def fitting_bytes(self) -> int:
+        return self.total_bytes - self.spilled_bytes
+
+    def chunks(self, span: int) -> tuple[Partition, ...]:
+        """The chunks of one span, in order. Raises ValueError for a span that is not there."""
+        return self.partitions[self._before(span) : self.due(span)]
+
+    def due(self, span: int) -> int:
+        """How many partitions, from the first, may have been sent by the end of a span: what a sender that walks
+        through them in order has as its limit. Raises ValueError for a span that is not there."""
+        self._before(span)
+        return bisect_right(self.partitions, span, key=_span_of)
+
+    def _before(self, span: int) -> int:
+        if not 0 <= span < self.spans:
+            raise ValueError(f"span {span} is outside 0..{self.spans - 1}")
+        return bisect_left(self.partitions, span, key=_span_of)
+
+
+def plan(T: Sequence[float], C: int, m: int, R: int, p: int, B: float, alpha: float, mu: float) -> Plan:
+    """`checkpoint_partition`, and what of it the true length of the last span cannot take. Raises ValueError
+    alike."""
+    partitions = checkpoint_partition(T, C, m, R, p, B, alpha, mu)
+    last = len(T) - 1
+    remain_span = mu * T[-1]
+    spilled_bytes = 0
+    late_s = 0.0
+    for part in partitions[bisect_left(partitions, last, key=_span_of) :]:
+        took_s = seconds(part.size, B, alpha)
+        if took_s > remain_span:
+            spilled_bytes += part.size - min(part.size, _bytes_in(remain_span, B, alpha))
+            late_s += took_s - max(0.0, remain_span)
+            remain_span = 0.0
+        else:
+            remain_span -= took_s
+    return Plan(tuple(partitions), len(T), C * (m - 1), spilled_bytes, late_s if spilled_bytes else 0.0)
+
+
+def _span_of(part: Partition) -> int:
+    return part.span
+
+
+def _bytes_in(remain_span: float, B: float, alpha: float) -> int:
+    return max(0, int((remain_span - alpha) * B))
+
+
+def _check_all(T: Sequence[float], C: int, m: int, R: int, p: int, B: float, alpha: float, mu: float) -> None:
+    if not T:
+        raise ValueError("no idle spans: at least the last one, before the optimizer step, is needed")
+    for span, t in enumerate(T):
+        if not t >= 0 or (t == inf and span < len(T) - 1):
+            raise ValueError(f"idle span {span} is {t} s long: a length is finite and not negative")
+    if C < 0:
+        raise ValueError(f"a checkpoint of {C} bytes: a size is not negative")
+    if m < 1:
+        raise ValueError(f"{m} replicas asked for: at least 1 (the node's own copy) is needed")
+    _check(0.0, R, p, B, alpha, mu)
+
+
+def _check(t: float, R: int, p: int, B: float, alpha: float, mu: float) -> None:
+    if not (t >= 0 and isfinite(t)):
+        raise ValueError(f"an idle span of {t} s: a length is finite and not negative")
+    if p < 1:
+        raise ValueError(f"{p} buffer parts: at least 1 is needed")
+    if p > R:
+        raise ValueError(f"{R} bytes of buffer in {p} parts: each part needs at least 1 byte")
+    if not (B > 0 and isfinite(B)):
+        raise ValueError(f"a bandwidth of {B} bytes per second: more than 0 is needed")
+    if not (alpha >= 0 and isfinite(alpha)):
+        raise ValueError(f"a start-up time of {alpha} s: 0 or more is needed")
+    if not 0 < mu <= 1:
+        raise ValueError(f"mu is {mu}: a share of a span is above 0 and at most 1")

@@ -1,0 +1,164 @@
+"""The pictures of a report, as PNG. matplotlib is imported when the first is drawn.
+
+Whatever is drawn comes from the job's owner: text is no formula, numbers are within the bounds of `wire.traffic`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from gemini_hpc.report.chosen import Shown, idle
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH_IN, DPI = 11.0, 110
+_TRAINING, _IDLE, _CHUNK, _COPY, _WAIT = "#4c72b0", "#dfe7d8", "#dd8452", "#8172b3", "#c44e52"
+_LANE = 0.72
+_THIN = 2e-3  # of the iteration: what is shorter is drawn so long, or nobody would see it
+
+
+class MissingError(Exception):
+    """matplotlib is not there; one line for the user."""
+
+
+def _cache() -> None:
+    """A place for font caches where the user has none: matplotlib would complain of that, and so would fontconfig,
+    which it asks for fonts. Gone at the end of the process."""
+    kept = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    with suppress(OSError):
+        os.makedirs(kept, exist_ok=True)
+    if not os.access(kept, os.W_OK | os.X_OK):
+        with suppress(OSError):
+            os.environ["XDG_CACHE_HOME"] = made = tempfile.mkdtemp(prefix="gemini-report-")
+            atexit.register(shutil.rmtree, made, ignore_errors=True)
+
+
+def require() -> None:
+    """Raises `MissingError` where nothing can be drawn."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    _cache()
+    try:
+        import matplotlib.backends.backend_agg
+        import matplotlib.figure  # noqa: F401
+    except ImportError as exc:
+        raise MissingError(
+            f"drawing needs matplotlib, which {sys.executable} cannot import ({exc}): install it there "
+            "(pip install 'gemini-hpc[report]'), or use --json"
+        ) from None
+
+
+@contextmanager
+def _figure(height_in: float) -> Iterator[tuple[Figure, io.BytesIO]]:
+    """A figure that is written into the buffer at the end."""
+    require()
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    out = io.BytesIO()
+    plain: dict[Any, Any] = {"text.parse_math": False, "text.usetex": False, "font.size": 9.0}
+    with warnings.catch_warnings(), matplotlib.rc_context(plain):
+        warnings.simplefilter("ignore")  # a letter that the font lacks is no news
+        figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure, out
+        figure.savefig(out, format="png")
+
+
+def timeline_png(one: Shown) -> bytes:
+    """One iteration: what the training sends, where its network is idle, what of a checkpoint goes when."""
+    timeline = one.timeline
+    if timeline is None:
+        raise ValueError("no iteration was recorded")
+    replicas = sorted({chunk.replica for chunk in timeline.chunks})[:8]
+    lanes: list[tuple[str, str, list[tuple[float, float]]]] = [
+        ("training's collectives", _TRAINING, [(op.start_s, op.end_s) for op in timeline.ops]),
+        ("idle", _IDLE, idle(timeline)),
+    ]
+    if timeline.spans:
+        lanes.append(("idle spans of the plan", _IDLE, [(s.start_s, s.end_s) for s in timeline.spans]))
+    for replica in replicas:
+        name = "chunks sent" if len(replicas) == 1 else f"chunks to holder {replica + 1}"
+        lanes.append((name, _CHUNK, [(c.start_s, c.end_s) for c in timeline.chunks if c.replica == replica]))
+    lanes.append(("copies to the own slot", _COPY, [(c.start_s, c.end_s) for c in timeline.copies]))
+    lanes.append(("waits at the optimizer", _WAIT, [(w.start_s, w.end_s) for w in timeline.waits]))
+    with _figure(1.4 + 0.42 * len(lanes)) as (figure, out):
+        axes = figure.add_subplot()
+        length_s = max(timeline.iteration_s, 1e-6)
+        for row, (_, colour, stretches) in enumerate(lanes):
+            _bars(axes, row, stretches, colour, length_s)
+        axes.axvline(timeline.gate_s, color="#333333", linewidth=1.0, linestyle="--")
+        axes.text(timeline.gate_s, -0.75, "optimizer ", ha="right", va="bottom", fontsize=8)
+        axes.set_yticks(range(len(lanes)), [name for name, _, _ in lanes])
+        axes.set_ylim(len(lanes) - 0.4, -1.1)
+        axes.set_xlim(0.0, length_s)
+        axes.set_xlabel("seconds from step()")
+        axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
+        chunk_bytes = sum(chunk.bytes for chunk in timeline.chunks)
+        axes.set_title(
+            f"set {one.set[:64]}, rank {one.rank}: iteration after version {timeline.version}, "
+            f"{timeline.iteration_s:.4g} s, {len(timeline.ops)} collectives, {len(timeline.chunks)} chunks of "
+            f"{chunk_bytes / 1e6:.1f} MB",
+            fontsize=9,
+        )
+    return out.getvalue()
+
+
+def _bars(axes: Axes, row: int, stretches: Iterable[tuple[float, float]], colour: str, length_s: float) -> None:
+    spans = [(start, max(end - start, _THIN * length_s)) for start, end in stretches]
+    axes.broken_barh(spans, (row - _LANE / 2, _LANE), facecolors=colour, edgecolor="white", linewidth=0.2)
+
+
+def overhead_png(one: Shown) -> bytes:
+    """What checkpoints have cost over time, and how often they were taken."""
+    if not one.series:
+        raise ValueError("no overhead was measured")
+    began = one.series[0].t
+    unit, name = _unit(one.series[-1].t - began)
+    require()
+    from matplotlib.ticker import MaxNLocator
+
+    at = [(point.t - began) / unit for point in one.series]
+    with _figure(3.2) as (figure, out):
+        axes = figure.add_subplot()
+        _steps(axes, at, [100 * point.overhead for point in one.series], _CHUNK)
+        axes.set_ylabel("overhead, % of the time", color=_CHUNK)
+        axes.axhline(0.0, color="#999999", linewidth=0.6)
+        axes.set_xlabel(f"{name} since {_when(began)}")
+        axes.grid(color="#dddddd", linewidth=0.6)
+        other = axes.twinx()
+        _steps(other, at, [point.j for point in one.series], _TRAINING)
+        other.set_ylim(0, max(2, 1.2 * max(point.j for point in one.series)))
+        other.yaxis.set_major_locator(MaxNLocator(integer=True))
+        other.set_ylabel("every j-th version is saved", color=_TRAINING)
+        axes.set_title(f"set {one.set[:64]}, rank {one.rank}: overhead and j", fontsize=9)
+    return out.getvalue()
+
+
+def _steps(axes: Axes, at: Sequence[float], values: Sequence[float], colour: str) -> None:
+    axes.plot(at, values, drawstyle="steps-post", color=colour, linewidth=1.2, marker=".", markersize=3)
+
+
+def _unit(length_s: float) -> tuple[float, str]:
+    for seconds, name in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if length_s > 3 * seconds:
+            return seconds, name
+    return 1.0, "seconds"
+
+
+def _when(t: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(t, 4e9)))

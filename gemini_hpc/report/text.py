@@ -1,0 +1,121 @@
+"""The checkpoint traffic of a set as lines of text, all ranks merged: ranges, and the worst."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+MAX_PROBLEMS_SHOWN = 3
+_FITTED = ("gemini", "naive", "no_pipeline")
+Row = dict[str, Any]
+
+
+def lines(ranks: Sequence[Row]) -> list[str]:
+    """Of `sets[].traffic` of the document, tamed; nothing where no rank has told anything."""
+    return [*_network(ranks), _traffic(ranks), *_trouble(ranks)] if ranks else []
+
+
+def _network(ranks: Sequence[Row]) -> list[str]:
+    known = [r for r in ranks if r["iteration_s"] is not None and r["idle_s"] is not None]
+    if not known:
+        return []
+    length = _range([r["iteration_s"] for r in known], seconds)
+    spans = _range([r["spans"] for r in known], str)
+    idle = _range([r["idle_s"] for r in known], seconds)
+    deviations = [r["deviation"] for r in known if r["deviation"] is not None]
+    deviation = f" (deviation {100 * max(deviations):.1f} %)" if deviations else ""
+    text = (
+        f"network: iteration {length}, {spans} idle span{'' if spans == '1' else 's'} of {idle} together{deviation}"
+    )
+    links = [r for r in ranks if r["bytes_per_s"]]
+    if links:
+        slowest = min(links, key=lambda r: float(r["bytes_per_s"]))
+        text += f", {size(slowest['bytes_per_s'])}/s"
+        if slowest["alpha_s"] is not None:
+            text += f", {seconds(slowest['alpha_s'])}"
+    return [text]
+
+
+def _traffic(ranks: Sequence[Row]) -> str:
+    first = ranks[0]
+    text = f"traffic: {first['scheme']}" + (f" over {first['transport']}" if first["transport"] else "") + ": "
+    planned = [r for r in ranks if r["stage"] == "steady" and r["chunks"]]
+    if first["scheme"] == "none":
+        return text + "no version is saved"
+    if first["scheme"] not in _FITTED:
+        text += f"not fitted into idle spans; {_frequency(first)}"
+    elif not planned:
+        stage = "the training is being profiled" if first["stage"] != "steady" else "no plan"
+        text += f"{stage}; {_frequency(first)}"
+    else:
+        text += f"{_fit(planned)}; {_frequency(planned[0])}"
+    overheads = [r for r in ranks if r["overhead"] is not None]
+    if overheads:
+        worst = max(overheads, key=lambda r: float(r["overhead"]))
+        text += f"; overhead {100 * worst['overhead']:.1f} %"
+        if len(ranks) > 1:
+            text += f" (rank {worst['rank']})"
+    waits = [r["waited_s"] for r in ranks if r["waited_s"] is not None]
+    return text + (f", wait {seconds(max(waits))}" if waits else "")
+
+
+def _fit(planned: Sequence[Row]) -> str:
+    chunks = _range([r["chunks"] for r in planned], str)
+    spans = _range([sum(n > 0 for n in r["chunks_per_span"]) for r in planned], str)
+    text = f"{chunks} chunk{'' if chunks == '1' else 's'} in {spans} span{'' if spans == '1' else 's'}, "
+    worst = max(planned, key=lambda r: int(r["spilled_bytes"]))
+    if not worst["spilled_bytes"]:
+        return text + f"all of {size(max(r['total_bytes'] for r in planned))} fits"
+    return text + f"{size(worst['fitting_bytes'])} of {size(worst['total_bytes'])} fit"
+
+
+def _frequency(r: Row) -> str:
+    repeated = f"a failure repeats at most {r['repeated']} step{'' if r['repeated'] == 1 else 's'}"
+    if r["j"] <= 1:
+        return f"each version is saved, {repeated}"
+    over = "" if r["s"] <= 1 else f", over {r['s']} iterations"
+    return f"every {_ordinal(r['j'])} version is saved{over}: {repeated}"
+
+
+def _trouble(ranks: Sequence[Row]) -> list[str]:
+    found = []
+    spilling = [r for r in ranks if r["stage"] == "steady" and r["spilled_bytes"]]
+    if spilling:
+        worst = max(spilling, key=lambda r: int(r["spilled_bytes"]))
+        found.append(
+            f"slow link: {size(worst['spilled_bytes'])} of each saved version of rank {worst['rank']} find no idle "
+            f"span, the training waits {seconds(worst['late_s'])} for them"
+        )
+    problems: dict[str, int] = {}
+    for r in ranks:
+        if r["problem"]:
+            problems.setdefault(r["problem"], r["rank"])
+    found += [f"problem: rank {rank}: {text}" for text, rank in list(problems.items())[:MAX_PROBLEMS_SHOWN]]
+    if len(problems) > MAX_PROBLEMS_SHOWN:
+        found.append(f"problem: and {len(problems) - MAX_PROBLEMS_SHOWN} others")
+    return found
+
+
+def _range(values: Sequence[Any], text: Callable[[Any], str]) -> str:
+    low, high = text(min(values)), text(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def _ordinal(n: int) -> str:
+    return f"{n}{'th' if 10 <= n % 100 <= 20 else {1: 'st', 2: 'nd', 3: 'rd'}.get(n % 10, 'th')}"
+
+
+def seconds(s: float) -> str:
+    """With three digits that count."""
+    if s >= 1:
+        return f"{s:.2f} s" if s < 100 else f"{s:.0f} s"
+    return f"{1000 * s:.1f} ms" if s < 0.1 else f"{1000 * s:.0f} ms"
+
+
+def size(n: float) -> str:
+    """In the units of networks: powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 999.95:
+            return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.1f} {unit}"
+        n /= 1000
+    return f"{n:.1f} TB"

@@ -1,0 +1,135 @@
+"""Python kernels in front of every operation of torch's process groups, without user code.
+
+Each call of a `ProcessGroup`, from Python or C++, goes through an operator `c10d::...` of torch's dispatcher, where
+the key BackendSelect is free: a kernel there sees the call and passes it on. Traffic that is handed to a backend
+object (`group._get_backend(device).send(...)`), as ours is, does not come by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+_KEY = "BackendSelect"
+_GROUP, _TENSOR = "torch.classes.c10d.ProcessGroup", "Tensor"
+
+
+class Occupied(RuntimeError):
+    """Someone else has kernels there; ours would replace them silently."""
+
+
+class Signature(NamedTuple):
+    """Where an operator's arguments are. Calls come with trailing arguments dropped that equal their defaults."""
+
+    name: str
+    group_at: int
+    tensors_at: tuple[int, ...]
+    async_at: int | None  # of async_op, which is True by default
+
+    def asynchronous(self, args: tuple[Any, ...]) -> bool:
+        """False: the caller waits at once."""
+        return self.async_at is None or len(args) <= self.async_at or bool(args[self.async_at])
+
+    def tensor(self, args: tuple[Any, ...]) -> torch.Tensor | None:
+        """Any of the operation's tensors: all are on one device."""
+        for at in self.tensors_at:
+            found = args[at]
+            while type(found) is list and found:
+                found = found[0]
+            if type(found) is not list:
+                return found  # type: ignore[no-any-return]
+        return None
+
+    def payload_bytes(self, args: tuple[Any, ...]) -> int:
+        """What goes in or what comes out on this rank, whichever is more. A barrier's tensor is none."""
+        if "barrier" in self.name:
+            return 0
+        most = 0
+        for at in self.tensors_at:
+            most = max(most, _bytes(args[at]))
+        return most
+
+
+def _bytes(tensors: Any) -> int:
+    """Of a tensor, or of all in a list, or in lists."""
+    if type(tensors) is not list:
+        return tensors.nbytes  # type: ignore[no-any-return]
+    size_bytes = 0
+    for tensor in tensors:
+        size_bytes += _bytes(tensor) if type(tensor) is list else tensor.nbytes
+    return size_bytes
+
+
+# Called before an operation; what it returns is given to the second call.
+Before = Callable[[Signature, tuple[Any, ...]], Any]
+# Called in the same thread as soon as the operation is launched, with its result; not for one that raised.
+After = Callable[[Signature, tuple[Any, ...], Any, Any], None]
+
+
+class Dispatch:
+    """The kernels, from here to `remove()`. Neither call may raise: that would end the training's collective.
+
+    No other thread should be inside a collective while kernels come or go. Raises Occupied."""
+
+    def __init__(self, before: Before, after: After) -> None:
+        library: Any = torch.library.Library  # without types
+        self._library = library("c10d", "IMPL")
+        try:
+            found = operators()
+            if not found:
+                raise RuntimeError("this torch has no operator of namespace c10d that takes a process group")
+            for name, _, _ in found:
+                if torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY):
+                    raise Occupied(f"{name} has another {_KEY} kernel already")
+            for name, op, signature in found:
+                self._library.impl(name, _kernel(op, signature, before, after), _KEY, with_keyset=True)
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """All operators are as they were before."""
+        self._library._destroy()
+
+
+def operators() -> list[tuple[str, Any, Signature]]:
+    """Asked of torch, not listed here: they differ from version to version."""
+    found = []
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, _, name = schema.name.partition("::")
+        types = [_element(argument.type) for argument in schema.arguments]
+        groups = [i for i, kind in enumerate(types) if kind.endswith(_GROUP)]
+        if namespace != "c10d" or not groups:
+            continue
+        names = [argument.name for argument in schema.arguments]
+        signature = Signature(
+            name,
+            groups[0],
+            tuple(i for i, kind in enumerate(types) if kind == _TENSOR),
+            names.index("async_op") if "async_op" in names else None,
+        )
+        op = getattr(getattr(torch.ops.c10d, name), schema.overload_name or "default")
+        found.append((f"{schema.name}.{schema.overload_name}".rstrip("."), op, signature))
+    return found
+
+
+def _element(kind: Any) -> str:
+    """The type of what is in the lists, if it is lists."""
+    while kind.kind() == "ListType":
+        kind = kind.getElementType()
+    return str(kind)
+
+
+def _kernel(op: Any, signature: Signature, before: Before, after: After) -> Callable[..., Any]:
+    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    redispatch = op.redispatch
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        begun = before(signature, args)
+        result = redispatch(keyset & below, *args)
+        after(signature, args, result, begun)
+        return result
+
+    return kernel

@@ -1,0 +1,122 @@
+"""Our own NCCL communicator: one, over all ranks of the set, outside of torch's process groups and their watchdog.
+
+Never run on a GPU. Every call is a non-blocking one of NCCL: what has not been launched when a call returns is asked
+for, with a bound, so that a launching thread of the training is never held for longer than that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from gemini_hpc.train.nccl.device import Broken, Message, Stream
+from gemini_hpc.train.nccl.library import IN_PROGRESS, SUCCESS, UINT8, Library, UniqueId, config
+
+MOST_CTAS = 4  # blocks on SMs that the training then lacks; enough for a network of 400 Gbit/s is a guess
+LAUNCH_S = 0.25  # longest that a launch may hold the training's thread up: normally far below a millisecond
+_POLL_S = 20e-6
+
+
+class NcclCommunicator:
+    """Of one rank. `connect` before anything else; `handle(stream)` gives the CUDA stream as a number."""
+
+    def __init__(
+        self, library: Library, rank: int, world: int, handle: Callable[[Stream], int], *, launch_s: float = LAUNCH_S
+    ) -> None:
+        self._library, self._rank, self._world, self._handle = library, rank, world, handle
+        self._launch_s = launch_s
+        self._comm = ctypes.c_void_p()
+        self._lock = threading.Lock()
+        self._aborted = ""
+
+    def connect(self, unique_id: bytes, timeout_s: float) -> None:
+        """Collective over all ranks, each with the same id. While no rank's device is inside a collective: making a
+        communicator allocates device memory, which may wait for what runs. Raises Broken."""
+        told = UniqueId.from_buffer_copy(unique_id)
+        with self._lock:
+            self._library.call(
+                "ncclCommInitRankConfig",
+                ctypes.byref(self._comm),
+                self._world,
+                told,
+                self._rank,
+                ctypes.byref(config(MOST_CTAS)),
+            )
+            self._settle(timeout_s)
+
+    def warm(self, stream: Stream, sends: Sequence[Message], receives: Sequence[Message], timeout_s: float) -> None:
+        """Collective, right after `connect`: a message along every link, since NCCL connects two ranks at their first
+        message, which takes long and waits for the other. Raises Broken."""
+        self._group(stream, sends, receives, timeout_s)
+
+    def exchange(self, stream: Stream, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        self._group(stream, sends, receives, self._launch_s)
+
+    def _group(self, stream: Stream, sends: Sequence[Message], receives: Sequence[Message], timeout_s: float) -> None:
+        with self._lock:
+            if self._aborted or not self._comm:
+                raise Broken(self._aborted or "the communicator is not connected")
+            call, where = self._library.call, self._handle(stream)
+            call("ncclGroupStart")
+            failure: Broken | None = None
+            try:
+                for name, messages in (("ncclSend", sends), ("ncclRecv", receives)):
+                    for peer, data in messages:
+                        call(name, data.data_ptr(), data.numel(), UINT8, peer, self._comm, where)
+            except Broken as error:
+                failure = error
+            try:
+                call("ncclGroupEnd")  # also after a failure: an open group would swallow the training's calls
+                self._settle(timeout_s)
+            except Broken as error:
+                failure = failure or error
+            if failure is not None:
+                raise failure
+
+    def _settle(self, timeout_s: float) -> None:
+        """Until the last call has been launched."""
+        deadline = time.monotonic() + timeout_s
+        while (state := self._state()) == IN_PROGRESS:
+            if self._aborted:
+                raise Broken(self._aborted)
+            if time.monotonic() > deadline:
+                raise Broken(f"NCCL has not launched an operation within {timeout_s:g} s")
+            time.sleep(_POLL_S)
+        if state != SUCCESS:
+            raise Broken(self._library.describe(state))
+
+    def _state(self) -> int:
+        state = ctypes.c_int()
+        self._library.call("ncclCommGetAsyncError", self._comm, ctypes.byref(state))
+        return state.value
+
+    def error(self) -> str:
+        if self._aborted:
+            return self._aborted
+        # a thread inside a call sees the error itself; asking beside it is not safe in all versions
+        if not self._comm or not self._lock.acquire(blocking=False):
+            return ""
+        try:
+            state = self._state()
+        except Broken as error:
+            return str(error)
+        finally:
+            self._lock.release()
+        return "" if state in (SUCCESS, IN_PROGRESS) else self._library.describe(state)
+
+    def abort(self) -> None:
+        if self._aborted:
+            return
+        self._aborted = "aborted"
+        held = self._lock.acquire(timeout=2 * self._launch_s)  # one that hangs in a call is what abort is for
+        try:
+            if self._comm:
+                with suppress(Broken):
+                    self._library.call("ncclCommAbort", self._comm)
+                self._comm = ctypes.c_void_p()
+        finally:
+            if held:
+                self._lock.release()

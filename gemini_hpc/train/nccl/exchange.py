@@ -1,0 +1,276 @@
+"""One rank's part of the program: what its launching thread enqueues between the training's collectives.
+
+The order that keeps this from hanging. Every rank launches collective after collective, and ours between the same
+two of them. Ours waits, on the device, for all collectives launched before it; the first collective launched after it
+waits for ours. So every device runs the training's operations and ours in one and the same order, however many
+kernels fit on it at a time and however far the host has run ahead. The second wait costs nothing where the idle span
+was as long as planned.
+
+    pack stream      chunk -> sub-buffer      after the send that last used the sub-buffer
+    network stream   send, receive            after the packing, and after the copy that last used the sub-buffer
+    copy stream      sub-buffer -> slot       after the receive
+
+Whatever the state of this rank, it enqueues what the program says: a chunk that one end leaves out hangs the other. A
+rank that has nothing to save sends what is in its sub-buffers, and one that has no slot drops what it gets.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from gemini_hpc.train.nccl.device import Broken, Communicator, Device, Event, Message, Stream
+from gemini_hpc.train.nccl.launchlog import Launch, LaunchLog
+from gemini_hpc.train.nccl.parts import Part, Parts
+from gemini_hpc.train.nccl.program import Chunk, Place, Program
+from gemini_hpc.train.nccl.progress import Arrival, Operation, Progress
+
+SEND_PARTS = 2  # one is packed while one is sent
+
+
+class Source(Protocol):
+    """The bytes of this rank's shard."""
+
+    def put(self, stream: Stream, into: torch.Tensor, offset: int) -> None:
+        """Enqueue that bytes offset..offset+len(into) come into a device buffer."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """A version. now: its bytes until the first optimizer step after it; later: from then on (a copy; None where a
+    version never takes more than one iteration); both None: this rank has nothing of this version. into(rank): where
+    the bytes of that rank's shard go, as pinned host memory of their size; None: they are dropped."""
+
+    version: int
+    now: Source | None
+    later: Source | None
+    into: Callable[[int], torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Links:
+    """Who sends to whom. targets[r]: the ranks that keep copies of rank r's shard, by replica; sizes[r]: its
+    bytes."""
+
+    targets: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+
+    def sources(self, rank: int, replica: int) -> list[int]:
+        """The ranks whose copy number `replica` goes to `rank`."""
+        return [r for r, t in enumerate(self.targets) if replica < len(t) and t[replica] == rank]
+
+    def part(self, rank: int, chunk: Chunk) -> int:
+        """Bytes of this chunk that rank has."""
+        return max(0, min(chunk.size, self.sizes[rank] - chunk.offset))
+
+
+class Exchange:
+    """Called by the training's launching threads, each call short and without any wait on the host. A failure of the
+    communicator ends it (`problem`), never the training. p sub-buffers for what comes, and SEND_PARTS for what
+    goes."""
+
+    def __init__(
+        self,
+        device: Device,
+        communicator: Communicator,
+        rank: int,
+        links: Links,
+        p: int,
+        part_bytes: int,
+        progress: Progress,
+    ) -> None:
+        self._device, self._communicator, self._rank, self._links = device, communicator, rank, links
+        self._progress = progress
+        self._pack, self._network = device.stream(), device.stream()
+        self.copies = device.stream()  # of everything that goes to host memory
+        self._send_parts = Parts(device, SEND_PARTS, part_bytes)
+        self._receive_parts = Parts(device, p, part_bytes)
+        self.log = LaunchLog()
+        self._lock = threading.Lock()
+        self._program: Program | None = None
+        self._next_program: Program | None = None
+        self._save: Save | None = None
+        self._sent = 0
+        self._iteration = 0
+        self._launched = 0
+        self._gated = False
+        self._stepped = False  # an optimizer has changed what `Save.now` reads
+        self._into: dict[int, torch.Tensor | None] = {}
+        self._packed: Event | None = None
+        self._recent: dict[Hashable, Any] = {}  # newest collective of each group since our last operation
+        self._ours: Operation | None = None  # newest of ours
+        self._behind: set[Hashable] = set()  # streams that come after it already
+
+    @property
+    def problem(self) -> str:
+        """Why nothing more is enqueued; '' if all is well."""
+        return self._progress.problem
+
+    # ---- from the training's threads -------------------------------------------------------------------
+
+    def follow(self, program: Program | None) -> None:
+        """In force from the next version on; None: no version is sent. Call it on all ranks between the same two
+        steps. Chunks must not be larger than a sub-buffer."""
+        self._next_program = program
+
+    def step(self, save: Save | None) -> None:
+        """At step(), on all ranks alike; save: where this version is saved."""
+        with self._lock:
+            if self._off():
+                return
+            self._iteration += 1
+            self._launched, self._gated = 0, False
+            self._catch_up()
+            if save is None:
+                return
+            self._finish()
+            self._program, self._save = self._next_program, save
+            self._sent, self._iteration, self._stepped = 0, 0, False
+            self._into, self._packed = {}, None
+            self._pack.wait(self._device.current().record())
+            self._catch_up()
+
+    def launching(self) -> None:
+        """Before each collective of the training, in the thread that launches it."""
+        with self._lock:
+            if self._ours is None or self._off():
+                return
+            stream = self._device.current()
+            if stream.key not in self._behind:
+                self._behind.add(stream.key)
+                self._mark(stream)
+                stream.wait(self._ours.done)
+
+    def launched(self, group: Hashable, work: Any) -> None:
+        """After it. group: of which process group; work: what `Stream.follow` takes."""
+        with self._lock:
+            if self._off():
+                return
+            self._launched += 1
+            self._recent[group] = work
+            self._catch_up()
+
+    def gate(self) -> None:
+        """Before the first optimizer after step(): it may change what has been packed by then."""
+        with self._lock:
+            if self._gated or self._off():
+                return
+            self._gated = True
+            if self._program is not None and self._iteration >= self._program.s - 1:
+                self._finish()
+            self._catch_up()
+            self._release()
+
+    def fence(self) -> None:
+        """The tensors may be changed from here on, before the optimizer: as at the gate, but nothing is due."""
+        with self._lock:
+            if not self._off():
+                self._release()
+
+    def finish(self) -> None:
+        """The training is over, on all ranks: the rest of the version under way."""
+        with self._lock:
+            if not self._off():
+                self._finish()
+
+    # ---- enqueueing ------------------------------------------------------------------------------------
+
+    def _off(self) -> bool:
+        return bool(self.problem) or self._device.capturing()
+
+    def _catch_up(self) -> None:
+        if self._save is not None and self._program is not None and not self._device.grouping():
+            self._enqueue(self._program.due(Place(self._iteration, self._gated, self._launched)))
+
+    def _finish(self) -> None:
+        if self._save is not None and self._program is not None:
+            self._enqueue(len(self._program.chunks))
+
+    def _release(self) -> None:
+        """What is packed from here on does not come from the tensors."""
+        if self._packed is not None and not self._stepped:
+            stream = self._device.current()
+            self._mark(stream)
+            stream.wait(self._packed)
+        self._stepped = True
+
+    def _mark(self, stream: Stream) -> None:
+        """From here on the training waits for our newest operation."""
+        if self._ours is not None and self._ours.waited is None:
+            self._ours.waited = stream.record()
+
+    def _enqueue(self, until: int) -> None:
+        program = self._program
+        assert program is not None
+        if self._sent >= until:
+            return
+        try:
+            for work in self._recent.values():
+                self._network.follow(work)
+            self._recent.clear()
+            self._network.wait(self._device.current().record())
+            while self._sent < until:
+                self._sent += 1
+                self._one(program.chunks[self._sent - 1], len(program.chunks) - self._sent)
+        except Broken as error:
+            self._progress.fail(str(error))
+        self._behind.clear()
+        if self._sent == len(program.chunks):
+            self._save = None
+
+    def _one(self, chunk: Chunk, left: int) -> None:
+        save, links, network = self._save, self._links, self._network
+        assert save is not None
+        source = save.later if self._stepped else save.now
+        sends: list[Message] = []
+        outgoing: Part | None = None
+        size = links.part(self._rank, chunk)
+        if size and chunk.replica < len(links.targets[self._rank]):
+            outgoing = self._send_parts.take(self._pack)
+            if source is not None:
+                source.put(self._pack, outgoing.bytes[:size], chunk.offset)
+            self._packed = self._pack.record()
+            network.wait(self._packed)
+            sends.append(Message(links.targets[self._rank][chunk.replica], outgoing.bytes[:size]))
+        incoming: list[tuple[Message, Part]] = []
+        for peer in links.sources(self._rank, chunk.replica):
+            size = links.part(peer, chunk)
+            if size:
+                part = self._receive_parts.take(network)
+                incoming.append((Message(peer, part.bytes[:size]), part))
+        self.log.add(Launch(save.version, self._iteration, self._gated, self._launched, *chunk))
+        ready = network.record()
+        if sends or incoming:
+            self._communicator.exchange(network, sends, [message for message, _ in incoming])
+        done = network.record()
+        if outgoing is not None:
+            outgoing.free = done
+        arrivals = []
+        for message, part in incoming:
+            copied = self._land(chunk, message, done)
+            part.free = copied or done
+            arrivals.append(Arrival(message.peer, message.bytes.numel(), copied))
+        self._ours = Operation(save.version, chunk.size, left, source is not None, ready, done, arrivals)
+        self._progress.enqueued(self._ours)
+
+    def _land(self, chunk: Chunk, message: Message, done: Event) -> Event | None:
+        """From the sub-buffer into the slot; the mark behind that."""
+        save = self._save
+        assert save is not None
+        if message.peer not in self._into:
+            self._into[message.peer] = save.into(message.peer)
+        into = self._into[message.peer]
+        if into is None:
+            return None
+        self.copies.wait(done)
+        self.copies.copy(into[chunk.offset : chunk.offset + message.bytes.numel()], message.bytes)
+        return self.copies.record()
+
+
+def ring(world: int, m: int, sizes: Sequence[int]) -> Links:
+    """Links where each rank's holders are the m - 1 ranks after it."""
+    return Links(tuple(tuple((r + q + 1) % world for q in range(m - 1)) for r in range(world)), tuple(sizes))

@@ -1,0 +1,148 @@
+"""NCCL's C interface: the few calls that we need. Never called on a GPU so far.
+
+torch's own process groups would put our operations under torch's watchdog, which ends the process when one fails, and
+would make a communicator for each pair of ranks. The library is the one that torch has loaded, so that both agree on
+its version; what torch links statically cannot be called from here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import importlib.util
+import os
+from pathlib import Path
+
+from gemini_hpc.train.nccl.device import Broken
+
+ID_BYTES = 128
+SUCCESS, IN_PROGRESS = 0, 7
+UINT8 = 1
+LEAST_VERSION = 21800  # non-blocking communicators with all fields of `Config`
+_NAME = "libnccl.so.2"
+_MAGIC = 0xCAFEBEEF
+_UNDEFINED = -(1 << 31)
+
+
+class UniqueId(ctypes.Structure):
+    """Names a communicator to be; 128 bytes that rank 0 makes and all others are told."""
+
+    _fields_ = (("internal", ctypes.c_char * ID_BYTES),)
+
+
+class Config(ctypes.Structure):
+    """`ncclConfig_t` as it was in NCCL 2.18: newer libraries read it by its size and version."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cgaClusterSize", ctypes.c_int),
+        ("minCTAs", ctypes.c_int),
+        ("maxCTAs", ctypes.c_int),
+        ("netName", ctypes.c_char_p),
+        ("splitShare", ctypes.c_int),
+    )
+
+
+def config(most_ctas: int) -> Config:
+    """Calls return at once, at most so many blocks of a kernel take SMs from the training."""
+    return Config(
+        size=ctypes.sizeof(Config),
+        magic=_MAGIC,
+        version=LEAST_VERSION,
+        blocking=0,
+        cgaClusterSize=_UNDEFINED,
+        minCTAs=_UNDEFINED,
+        maxCTAs=most_ctas,
+        netName=None,
+        splitShare=_UNDEFINED,
+    )
+
+
+class Unavailable(Exception):
+    """There is no NCCL that can be used; says why."""
+
+
+def _mapped() -> list[str]:
+    """Paths of the libraries of this name that the process has loaded."""
+    found = set()
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            path = line.split(maxsplit=5)[-1].strip()
+            if os.path.basename(path).startswith("libnccl.so"):
+                found.add(path)
+    return sorted(found)
+
+
+def candidates() -> list[str]:
+    """Where to look, best first: what is loaded, what torch's wheels bring, what the system has."""
+    paths = _mapped()
+    try:
+        package = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        package = None
+    for place in (package.submodule_search_locations or []) if package is not None else []:
+        paths.append(str(Path(place) / "lib" / _NAME))
+    system = ctypes.util.find_library("nccl")
+    return [*paths, *([system] if system else []), _NAME]
+
+
+class Library:
+    """The functions, with their types. Raises Unavailable."""
+
+    def __init__(self, paths: list[str] | None = None) -> None:
+        reasons = []
+        self._dll: ctypes.CDLL | None = None
+        for path in candidates() if paths is None else paths:
+            try:
+                self._dll = ctypes.CDLL(path)
+                break
+            except OSError as error:
+                reasons.append(str(error))
+        if self._dll is None:
+            raise Unavailable(f"NCCL cannot be loaded: {'; '.join(reasons)}")
+        pointer, number, handle = ctypes.POINTER, ctypes.c_int, ctypes.c_void_p
+        try:
+            self._declare("ncclGetVersion", pointer(number))
+            self._declare("ncclGetUniqueId", pointer(UniqueId))
+            self._declare("ncclCommInitRankConfig", pointer(handle), number, UniqueId, number, pointer(Config))
+            self._declare("ncclCommGetAsyncError", handle, pointer(number))
+            self._declare("ncclCommAbort", handle)
+            self._declare("ncclGroupStart")
+            self._declare("ncclGroupEnd")
+            for name in ("ncclSend", "ncclRecv"):
+                self._declare(name, handle, ctypes.c_size_t, number, number, handle, handle)
+            self._dll.ncclGetErrorString.argtypes = (number,)
+            self._dll.ncclGetErrorString.restype = ctypes.c_char_p
+        except AttributeError as error:
+            raise Unavailable(f"this NCCL is too old: {error}") from None
+        found = ctypes.c_int()
+        self.call("ncclGetVersion", ctypes.byref(found))
+        self.version = found.value
+        if self.version < LEAST_VERSION:
+            raise Unavailable(f"this NCCL has version {self.version}, at least {LEAST_VERSION} is needed")
+
+    def _declare(self, name: str, *types: type) -> None:
+        function = getattr(self._dll, name)
+        function.argtypes, function.restype = types, ctypes.c_int
+
+    def call(self, name: str, *args: object) -> int:
+        """SUCCESS or IN_PROGRESS. Raises Broken for anything else."""
+        result = int(getattr(self._dll, name)(*args))
+        if result not in (SUCCESS, IN_PROGRESS):
+            raise Broken(f"{name}: {self.describe(result)}")
+        return result
+
+    def describe(self, result: int) -> str:
+        """NCCL's own words for a result."""
+        assert self._dll is not None
+        text = self._dll.ncclGetErrorString(result)
+        return text.decode(errors="replace") if text else f"result {result}"
+
+    def unique_id(self) -> bytes:
+        """On one rank; the others are told. Raises Broken."""
+        made = UniqueId()
+        self.call("ncclGetUniqueId", ctypes.byref(made))
+        return ctypes.string_at(ctypes.byref(made), ID_BYTES)

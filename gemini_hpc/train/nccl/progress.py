@@ -1,0 +1,208 @@
+"""Whether what was enqueued gets done: one look at a time, by a thread that never waits for the device.
+
+The training's launching threads wait for an operation of ours on the device only. If it hangs (the other end is dead,
+or did not launch it), this ends the communicator from outside: streams go on, and the copies take another way. It is
+done only where the training itself has come to the point where it waits for ours: an operation that merely waits for
+its turn, or for a slow rank, harms nobody.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from gemini_hpc.train.nccl.device import Communicator, Event
+
+PATIENCE_S = 1.5  # longest wait of the training for an operation of ours that does not end
+DRAIN_S = 10.0  # after an abort: an operation of ours ends at once, but what the training has before it may take long
+_LOOK_S = 0.001
+
+
+class Arrival(NamedTuple):
+    """Bytes of a rank's shard. copied: the mark behind their copy into the slot; None: they are dropped."""
+
+    rank: int
+    size: int
+    copied: Event | None
+
+
+@dataclass
+class Operation:
+    """One that was enqueued. left: how many of its version come after it; whole: what was sent was the version's.
+    waited: the mark where the training begins to wait for it."""
+
+    version: int
+    size: int
+    left: int
+    whole: bool
+    ready: Event
+    done: Event
+    arrivals: list[Arrival] = field(default_factory=list)
+    waited: Event | None = None
+
+
+class Listener(Protocol):
+    """Hears what became of the operations, from the thread that looks. Must not block."""
+
+    def measured(self, size: int, seconds: float) -> None:
+        """A message of this size took so long, with its wait for the other end."""
+
+    def sent(self, version: int, whole: bool) -> None:
+        """All of this rank's bytes of a version have left. whole False: they were not the version's."""
+
+    def landed(self, version: int, rank: int) -> None:
+        """All bytes of that rank's shard are in the slot."""
+
+    def failed(self, version: int, drained: bool) -> None:
+        """What has not landed of this version never will. drained False: the device may still write into its slots,
+        so they must not be filled again."""
+
+
+class Progress:
+    """For one communicator. sizes[r]: bytes of rank r's shard. say(text): tells the user."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        sizes: Sequence[int],
+        listener: Listener,
+        say: Callable[[str], None],
+        *,
+        patience_s: float = PATIENCE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._communicator, self._sizes, self._listener, self._say = communicator, tuple(sizes), listener, say
+        self._patience_s, self._clock = patience_s, clock
+        self.problem = ""
+        self._running: deque[Operation] = deque()
+        self._copying: deque[tuple[Operation, Arrival]] = deque()
+        self._got: dict[tuple[int, int], int] = {}
+        self._open: dict[int, bool] = {}  # versions under way: whether all that was sent is theirs
+        self._waiting_since: float | None = None
+        self._aborted_at: float | None = None
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # ---- from the launching thread ---------------------------------------------------------------------
+
+    def enqueued(self, operation: Operation) -> None:
+        """One more, in the order of the device."""
+        self._running.append(operation)
+
+    def fail(self, reason: str) -> None:
+        """Nothing more will be enqueued; what runs is aborted at the next look. From any thread."""
+        self.problem = self.problem or reason
+
+    # ---- the thread ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Look every millisecond while there is something to see."""
+        self._thread = threading.Thread(target=self._run, name="gemini-nccl", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """The training is over: look until nothing is under way; what is after that time is aborted. Whether the
+        thread has ended and nothing had to be aborted."""
+        deadline = self._clock() + timeout_s
+        while self.busy and self._clock() < deadline and not self.problem:
+            time.sleep(_LOOK_S)
+        if self.busy:
+            self.fail("the training ended before its last copies")
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s + 1.0)
+        return not self.problem and (self._thread is None or not self._thread.is_alive())
+
+    @property
+    def busy(self) -> bool:
+        """Something is under way."""
+        return bool(self._running or self._copying or self._open)
+
+    def _run(self) -> None:
+        while self.busy or not self._ending.is_set():
+            time.sleep(_LOOK_S if self.busy else 10 * _LOOK_S)
+            try:
+                self.look()
+            except Exception as error:  # our own failure must not reach the training
+                self.fail(f"{type(error).__name__}: {error}")
+                self._communicator.abort()
+                versions = {*self._open, *(o.version for o in (*self._running, *(o for o, _ in self._copying)))}
+                for version in sorted(versions):
+                    self._listener.failed(version, False)
+                return
+
+    def look(self) -> None:
+        """What has happened since the last look."""
+        now = self._clock()
+        done = [operation for operation in tuple(self._running) if operation.done.query()]
+        if self._aborted_at is None and (error := self._communicator.error()):  # asked after: done may mean broken
+            self.fail(error)
+            return self._abort(now)
+        for operation in done:
+            self._running.popleft()
+            self._finished(operation)
+            self._waiting_since = None
+        while self._copying and self._through(*self._copying[0]):
+            self._copying.popleft()
+            self._waiting_since = None
+        if self._aborted_at is not None:
+            return self._drain(now)
+        if self.problem or self._stuck(now):
+            self.fail(f"nothing has arrived for {self._patience_s:g} s while the training waited for it")
+            self._abort(now)
+        return None
+
+    def _abort(self, now: float) -> None:
+        self._aborted_at = now
+        self._communicator.abort()
+        self._say(f"copies over NCCL end here, training goes on: {self.problem}")
+
+    def _finished(self, operation: Operation) -> None:
+        version = operation.version
+        self._open[version] = self._open.get(version, True) and operation.whole
+        for arrival in operation.arrivals:
+            self._copying.append((operation, arrival))
+        if self._aborted_at is None:
+            if operation.arrivals:
+                self._listener.measured(operation.size, operation.done.seconds_since(operation.ready))
+            if operation.left == 0:
+                self._listener.sent(version, self._open.pop(version))
+
+    def _through(self, operation: Operation, arrival: Arrival) -> bool:
+        if arrival.copied is None:
+            return True
+        if not arrival.copied.query():
+            return False
+        key = operation.version, arrival.rank
+        self._got[key] = self._got.get(key, 0) + arrival.size
+        if self._got[key] == self._sizes[arrival.rank]:
+            del self._got[key]
+            if self._aborted_at is None:
+                self._listener.landed(*key)
+        return True
+
+    def _stuck(self, now: float) -> bool:
+        """Looks at all that run: the training may wait for a later one than that which hangs."""
+        if not any(o.waited is not None and o.waited.query() for o in tuple(self._running)):
+            self._waiting_since = None
+            return False
+        if self._waiting_since is None:
+            self._waiting_since = now
+        return now - self._waiting_since > self._patience_s
+
+    def _drain(self, now: float) -> None:
+        """After an abort: the slots are free when the device has come past our last operation."""
+        assert self._aborted_at is not None
+        drained = not self._running and not self._copying
+        if not drained and now - self._aborted_at <= DRAIN_S:
+            return
+        versions = {*self._open, *(o.version for o in self._running), *(o.version for o, _ in self._copying)}
+        self._running.clear()
+        self._copying.clear()
+        self._open.clear()
+        for version in sorted(versions):
+            self._listener.failed(version, drained)

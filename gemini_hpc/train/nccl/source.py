@@ -1,0 +1,64 @@
+"""The bytes of a shard's tensor area, chunk by chunk, from the training's tensors."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from gemini_hpc.train.nccl.device import Event, Stream
+
+
+class Piece(NamedTuple):
+    """Where a tensor's bytes are in the area."""
+
+    at: int
+    view: torch.Tensor
+
+
+class Tensors:
+    """Pieces in order of their places, without overlap. A view whose elements are not in one run of memory is staged:
+    it needs device memory of its size, and `stage` must be called for each version."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces: list[tuple[int, torch.Tensor]] = []
+        self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._ready: Event | None = None
+        end = 0
+        for at, given in pieces:
+            view = given.detach()
+            if at < end:
+                raise ValueError(f"the piece at {at} begins before the one before it ends, at {end}")
+            if not view.is_contiguous():
+                stage = torch.empty_like(view, memory_format=torch.contiguous_format)
+                self._staged.append((stage, view))
+                view = stage
+            flat = view.reshape(-1).view(torch.uint8)
+            end = at + flat.numel()
+            self._pieces.append((at, flat))
+        self._starts = [at for at, _ in self._pieces]
+
+    def stage(self, stream: Stream) -> None:
+        """Enqueue the copies of views that are not in one run of memory; who reads them waits for that."""
+        for stage, view in self._staged:
+            stream.copy(stage, view)
+        self._ready = stream.record() if self._staged else None
+
+    def put(self, stream: Stream, into: torch.Tensor, offset: int) -> None:
+        """Enqueue copies of all that lies in bytes offset..offset+len(into) of the area; what is between pieces is
+        left as it is."""
+        if self._ready is not None:
+            stream.wait(self._ready)
+        for start, part in self.within(offset, offset + into.numel()):
+            stream.copy(into[start - offset : start - offset + part.numel()], part)
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """(place in the area, bytes) of each piece, or part of one, in start..stop."""
+        for at, flat in self._pieces[max(0, bisect_right(self._starts, start) - 1) :]:
+            if at >= stop:
+                return
+            first, last = max(start, at), min(stop, at + flat.numel())
+            if first < last:
+                yield first, flat[first - at : last - at]

@@ -1,0 +1,144 @@
+"""What a plan really costs, and whether the training is still like its profile."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from gemini_hpc.core import spans
+from gemini_hpc.core.frequency import Controller
+from gemini_hpc.core.spans import Profile, Trace
+from gemini_hpc.train.pacer import Sent
+
+IN_A_ROW = 5  # iterations in a row that are unlike the profile make it out of date
+# A profile costs some iterations as much as a few of its own. Where the training does not even wait for its versions,
+# it may only have become slower by itself, and no other profile is made sooner than after so many iterations.
+SETTLED = 250
+
+
+@dataclass(frozen=True)
+class Pictured:
+    """One iteration under a plan, as it was: after step() number `version`; its collectives, the chunks sent lately
+    (times of CLOCK_MONOTONIC), how long the training waited at the optimizer."""
+
+    version: int
+    trace: Trace
+    chunks: tuple[Sent, ...]
+    copies: tuple[tuple[float, float, int], ...]  # (from, to, bytes) of copies into the own slot
+    waited_s: float
+
+    def overlap(self) -> tuple[int, float, float]:
+        """Number and seconds of the chunks in this iteration, and seconds of them beside collectives."""
+        began, length_s = self.trace.started_s, self.trace.length_s
+        chunks = [(c.sent_at - began, c.acked_at - began) for c in self.chunks]
+        inside = [(max(0.0, a), min(b, length_s)) for a, b in chunks if b > 0 and a < length_s]
+        beside = sum(max(0.0, min(b, op.end_s) - max(a, op.start_s)) for a, b in inside for op in self.trace.ops)
+        return len(inside), sum(b - a for a, b in inside), beside
+
+
+class Oversight:
+    """Told of each iteration under a plan."""
+
+    def __init__(self, ceiling: float) -> None:
+        self._ceiling = ceiling
+        self._profile: Profile | None = None
+        self._controller: Controller | None = None
+        self._cycle: list[float] = []  # lengths of the iterations since the last version was saved
+        self._alike: list[Trace] = []
+        self._unlike = self._others = 0
+        self._age = 0  # iterations since the profile
+        self._waited_s = 0.0  # in this cycle
+        self._costs: deque[float] = deque(maxlen=64)
+        self._waits: deque[float] = deque(maxlen=64)
+        self.pictured: Pictured | None = None
+
+    def begin(self, profile: Profile | None, controller: Controller | None) -> None:
+        """A plan, or another frequency, is followed from here on."""
+        if profile is not self._profile:
+            self._costs.clear()
+            self._waits.clear()
+            self._age = 0
+        self._profile, self._controller = profile, controller
+        self._alike.clear()
+        self._unlike = self._others = 0
+        self.pause()
+
+    def pause(self) -> None:
+        """The iterations since the last version do not count."""
+        self._cycle.clear()
+        self._waited_s = 0.0
+
+    @property
+    def overhead(self) -> float | None:
+        """Share of the training's time that a version has cost lately; None before the first."""
+        return median(self._costs) if self._costs else None
+
+    @property
+    def waited_s(self) -> float | None:
+        """Usual wait at the optimizer."""
+        return median(self._waits) if self._waits else None
+
+    def iteration(self, length_s: float, waited_s: float, launched: int, j: int, saved: bool) -> str:
+        """One is over, with so many collectives. j: one version in j is saved; saved: the one that ends it is. Why
+        the training has to be profiled again, or ''."""
+        profile, controller = self._profile, self._controller
+        if profile is None or controller is None:
+            return ""
+        self._age += 1
+        self._cycle.append(length_s)
+        self._waited_s += waited_s
+        self._waits.append(waited_s)
+        self._unlike = 0 if launched == profile.ops else self._unlike + 1
+        if self._unlike >= IN_A_ROW:
+            return f"an iteration launches {launched} collectives, the profile has {profile.ops}"
+        if not saved or len(self._cycle) < j:
+            return ""
+        usual_s = len(self._cycle) * profile.iteration_s
+        lost_s = sum(self._cycle) - usual_s
+        ours = self._waited_s > self._ceiling * usual_s
+        self.pause()
+        self._costs.append(lost_s / usual_s)
+        if not ours and self._age < SETTLED:
+            return ""
+        before = controller.frequency
+        if controller.observe(lost_s) is before:
+            return ""
+        return f"a version costs {100 * self._costs[-1]:.2g} % of the time, {100 * self._ceiling:.2g} % are allowed"
+
+    def recorded(self, picture: Pictured) -> str:
+        """An iteration was recorded. Why the training has to be profiled again, or ''."""
+        profile, self.pictured = self._profile, picture
+        if profile is None:
+            return ""
+        if spans.pattern(picture.trace.ops) != profile.pattern:
+            self._others += 1
+            return "" if self._others < IN_A_ROW else "an iteration launches other collectives than the profile has"
+        self._others = 0
+        self._alike.append(picture.trace)
+        if len(self._alike) < IN_A_ROW:
+            return ""
+        usual = middle(self._alike)
+        self._alike.clear()
+        return spans.drifted(profile, usual)
+
+
+def middle(traces: Sequence[Trace]) -> Trace:
+    """An iteration with the median times of several of one pattern."""
+    ops = tuple(
+        same[0]._replace(start_s=median(op.start_s for op in same), end_s=median(op.end_s for op in same))
+        for same in zip(*(trace.ops for trace in traces), strict=True)
+    )
+    length_s = max([median(t.length_s for t in traces), *(op.start_s for op in ops)])
+    return Trace(traces[-1].started_s, length_s, min(length_s, median(t.gate_s for t in traces)), ops)
+
+
+def without_wait(trace: Trace, waited_s: float) -> Trace:
+    """The iteration as it would have been if the training had not waited at the optimizer."""
+
+    def earlier(at: float) -> float:
+        return max(trace.gate_s, at - waited_s) if at > trace.gate_s else at
+
+    ops = tuple(op._replace(start_s=earlier(op.start_s), end_s=earlier(op.end_s)) for op in trace.ops)
+    return replace(trace, length_s=earlier(trace.length_s), ops=ops)

@@ -1,0 +1,189 @@
+"""When each chunk of a version may go: in the idle spans of the training's own traffic (GEMINI paper, section 5).
+
+The sending thread asks before each chunk. A chunk goes in the window that the timetable gives it, or, where that was
+missed, in a later one that has room; what is left when the version is due goes at once (Algorithm 2's infinite last
+span): then the training waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+from gemini_hpc.core.chunks import cut
+from gemini_hpc.train.link import LinkMeter
+from gemini_hpc.train.timetable import Timetable
+
+Scheme = Literal["none", "blocking", "naive", "background", "no_pipeline", "gemini"]
+SCHEMES: tuple[Scheme, ...] = ("none", "blocking", "naive", "background", "no_pipeline", "gemini")
+PROBE_BYTES = 4096  # the first chunk of a version without a timetable: it shows the link's startup time
+_LOOK_S, _SOON_S = 0.02, 0.001
+_JOURNAL, _COPIES = 4096, 64
+
+
+class Traffic(Protocol):
+    """What the pacer sees of the training's collectives in the current iteration."""
+
+    @property
+    def launched(self) -> int:
+        """How many so far."""
+
+    def in_flight(self) -> int:
+        """Collectives launched and not completed."""
+
+    def quiet_since(self) -> float:
+        """When the last one completed, or the iteration began (CLOCK_MONOTONIC)."""
+
+    def wait_span(self, after: int, timeout_s: float, expected_s: float = 0.0) -> bool:
+        """Wait until `after` collectives of this iteration were launched and none is in flight; probably that will be
+        at `expected_s` (CLOCK_MONOTONIC)."""
+
+
+class Sent(NamedTuple):
+    """A chunk that has arrived. Times of CLOCK_MONOTONIC; hurried: the training was waiting for it."""
+
+    version: int
+    replica: int
+    size: int
+    sent_at: float
+    acked_at: float
+    hurried: bool
+
+
+class _Wait(NamedTuple):
+    """seconds: until a chunk may go, or it is worth looking again; 0: now. after: until so many collectives were
+    launched and none is in flight, probably at expected_s; -1: not that."""
+
+    seconds: float
+    after: int = -1
+    expected_s: float = 0.0
+
+
+class Pacer:
+    """For one sending thread; the training's thread tells it of iterations and of the moment when it waits."""
+
+    def __init__(self, chunk_bytes: int, p: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.chunk_bytes, self.p, self._clock = chunk_bytes, p, clock
+        self.traffic: Traffic | None = None
+        self.timetable: Timetable | None = None
+        self.deferred = False  # without a timetable: everything waits for `hurry` (profiling)
+        self.meter = LinkMeter()
+        self.journal: deque[Sent] = deque(maxlen=_JOURNAL)
+        self.copies: deque[tuple[float, float, int]] = deque(maxlen=_COPIES)  # (from, to, bytes) into the own slot
+        self.progress_at = 0.0
+        self.spilled_bytes = 0  # of the version on its way: went because it was due
+        self._version = 0
+        self._now, self._now_at = 0, 0.0
+        self._begun_at = 0.0
+        self._passed = (-1, 0.0)  # the iteration whose gate was passed last, and when
+        self._hurry = threading.Event()
+        self._ending = False
+        self._table: Timetable | None = None
+
+    # ---- from the training's thread --------------------------------------------------------------------
+
+    def iteration(self, version: int) -> None:
+        """The iteration after step() number `version` begins."""
+        self._now, self._now_at = version, self._clock()
+
+    def gate(self) -> None:
+        """The training has come to the optimizer, and goes on."""
+        self._passed = (self._now, self._clock())
+
+    def hurry(self) -> None:
+        """The training waits for the version on its way."""
+        self._hurry.set()
+
+    def end(self) -> None:
+        """The training is over: everything goes at once from now on."""
+        self._ending = True
+        self._hurry.set()
+
+    # ---- from the sending thread -----------------------------------------------------------------------
+
+    def begin(self, version: int) -> None:
+        """The chunks of this version come next."""
+        self._version, self._table, self.spilled_bytes = version, self.timetable, 0
+        self.moved()
+        self._begun_at = self._clock()
+        self._hurry.clear()
+        if self._ending:
+            self._hurry.set()
+
+    def moved(self) -> None:
+        """Something of the version has arrived somewhere: who waits for it need not give up."""
+        self.progress_at = self._clock()
+
+    def sizes(self, replica: int, used_bytes: int) -> tuple[int, ...]:
+        """Sizes of the chunks of `used_bytes` bytes, in order."""
+        if self._table is None or replica >= len(self._table.chunks):
+            head = min(PROBE_BYTES, used_bytes)
+            return tuple(n for n in (head, *(length for _, length in cut(used_bytes - head, self.chunk_bytes))) if n)
+        sizes: list[int] = []
+        left = used_bytes
+        for _, size in self._table.chunks[replica]:
+            if left:
+                sizes.append(min(size, left))
+                left -= sizes[-1]
+        sizes += [length for _, length in cut(left, self.chunk_bytes)]
+        return tuple(sizes)
+
+    def turn(self, replica: int, k: int, size: int, backlog_bytes: Callable[[], int]) -> None:
+        """Block until chunk k of a replica may go. backlog_bytes: sent before it and not yet acknowledged, now."""
+        while not self._hurry.is_set():
+            wait = self._look(replica, k, size, backlog_bytes())
+            if wait.seconds <= 0:
+                return
+            if wait.after < 0 or self.traffic is None:
+                self._hurry.wait(min(wait.seconds, _LOOK_S))
+            elif not self.traffic.wait_span(wait.after, _LOOK_S, wait.expected_s):
+                continue
+        self.spilled_bytes += size
+
+    def landed(self, replica: int, size: int, sent_at: float) -> None:
+        """A chunk was acknowledged just now."""
+        now = self._clock()
+        self.meter.landed(size, now)
+        self.journal.append(Sent(self._version, replica, size, sent_at, now, self._hurry.is_set()))
+        self.progress_at = now
+
+    def _look(self, replica: int, k: int, size: int, backlog_bytes: int) -> _Wait:
+        table, traffic = self._table, self.traffic
+        if table is None:
+            # the probe disturbs nobody, and shows alpha only where no other rank's copies are on the way
+            probe = k == 0 and size <= PROBE_BYTES and traffic is not None and not traffic.in_flight()
+            return _Wait(_LOOK_S if self.deferred and not probe else 0.0)
+        if traffic is None:
+            return _Wait(_LOOK_S)
+        passed, passed_at = self._passed
+        gated = passed == self._now
+        place = (self._now - self._version, traffic.launched, gated)
+        flying = traffic.in_flight()  # asked last: one that is launched meanwhile is seen
+        if self._clock() - self._begun_at > table.usual_s and not flying:
+            return _Wait(0.0)  # the training pauses, or does something else: what is silent now may be so for long
+        planned = self._planned(table, replica, k)
+        here = max(planned, bisect_left(table.places, place))
+        if here < len(table.windows) and not flying and table.places[here][:2] == place[:2]:
+            if table.places[here][2] != gated:
+                return _Wait(_SOON_S)
+            elapsed = self._clock() - max(traffic.quiet_since(), passed_at if gated else 0.0)
+            need_s = backlog_bytes / table.B + table.alpha + size / table.B
+            while here < len(table.windows) and table.places[here] == place:
+                window = table.windows[here]
+                if elapsed + need_s <= window.delay_s + window.length_s:
+                    return _Wait(max(0.0, window.delay_s - elapsed))
+                here += 1
+        if here >= len(table.windows) or table.places[here][0] != place[0]:
+            return _Wait(_LOOK_S)
+        if table.places[here][1] == place[1] and not flying:
+            return _Wait(_SOON_S)
+        return _Wait(_LOOK_S, table.places[here][1], self._now_at + table.windows[here].begins_s)
+
+    @staticmethod
+    def _planned(table: Timetable, replica: int, k: int) -> int:
+        chunks: Sequence[tuple[int, int]] = table.chunks[replica] if replica < len(table.chunks) else ()
+        return chunks[k][0] if k < len(chunks) else len(table.windows)

@@ -1,0 +1,239 @@
+"""What a rank tells its agent of its traffic, made from plain values so that the agent takes it and it fits a packet.
+
+Nothing here raises for a number that is strange (not finite, below 0, beyond all bounds): it is cut, or left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import pairwise
+from math import isfinite
+from typing import TypeVar
+
+from gemini_hpc.wire import local
+from gemini_hpc.wire.bounds import MAX_RANKS, VERSION_BITS
+from gemini_hpc.wire.traffic import (
+    MAX_BYTES_PER_S,
+    MAX_CHUNKS,
+    MAX_COPIES,
+    MAX_DURATION_S,
+    MAX_MOMENT_S,
+    MAX_NAME,
+    MAX_OPS,
+    MAX_PER_SPAN,
+    MAX_RATIO,
+    MAX_SPANS,
+    MAX_WAITS,
+    Chunk,
+    CopyTime,
+    Operation,
+    Stretch,
+    TimelineState,
+    TrafficState,
+)
+
+T = TypeVar("T", Operation, Chunk, CopyTime, Stretch)
+SEVERAL = "several"  # the name of merged operations of several names
+_MAX_BYTES = (1 << 50) - 1
+_MAX_SENTENCE = 300
+
+
+def profile_key(model: str, hosts: Iterable[str]) -> str:
+    """The key of a profile: `model` says, in any words, what is trained and how; `hosts` in the order of ranks."""
+    digest = blake2b(digest_size=16)
+    for text in (model, *hosts):
+        packed = text.encode(errors="surrogatepass")
+        digest.update(len(packed).to_bytes(8, "little") + packed)
+    return digest.hexdigest()
+
+
+def kept(set: str, rank: int, key: str, data: bytes) -> local.Keep | None:
+    """For `AgentClient.post`; None for more bytes than an agent keeps."""
+    return local.Keep(set, rank, key, data) if len(data) <= local.MAX_KEPT_BYTES else None
+
+
+def traffic(
+    *,
+    scheme: str,
+    transport: str,
+    stage: str,
+    problem: str = "",
+    j: int = 1,
+    s: int = 1,
+    iteration_s: float | None = None,
+    idle_s: float | None = None,
+    spans: int = 0,
+    collectives: int | None = 0,
+    deviation: float | None = None,
+    bytes_per_s: float | None = None,
+    alpha_s: float | None = None,
+    chunk_spans: Sequence[int] = (),
+    planned_spans: int = 0,
+    largest_chunk_bytes: int = 0,
+    total_bytes: int = 0,
+    fitting_bytes: int = 0,
+    spilled_bytes: int = 0,
+    late_s: float = 0.0,
+    overhead: float | None = None,
+    waited_s: float | None = None,
+    buffer_bytes: int = 0,
+    t: float | None = None,
+) -> TrafficState:
+    """A summary, its keys as in `TrafficState`; chunk_spans: of each chunk of the plan the number of its span, one of
+    `planned_spans`."""
+    return TrafficState(
+        t=_within(time.time() if t is None else t, 0.0, 1e11),
+        scheme=_word(scheme),
+        transport=_word(transport),
+        stage=_word(stage),
+        problem=problem[:_MAX_SENTENCE].encode(errors="replace").decode(),
+        j=_count(j),
+        s=_count(s),
+        repeated=_count(j + s - 1),
+        iteration_s=_duration(iteration_s),
+        idle_s=_duration(idle_s),
+        spans=_count(spans),
+        collectives=_count(collectives or 0),
+        deviation=_known(deviation, -1.0, MAX_RATIO),
+        bytes_per_s=_known(bytes_per_s, 0.0, MAX_BYTES_PER_S),
+        alpha_s=_duration(alpha_s),
+        chunks=_count(len(chunk_spans)),
+        largest_chunk_bytes=_bytes(largest_chunk_bytes),
+        total_bytes=_bytes(total_bytes),
+        fitting_bytes=_bytes(fitting_bytes),
+        spilled_bytes=_bytes(spilled_bytes),
+        late_s=_duration(late_s) or 0.0,
+        overhead=_known(overhead, -1.0, MAX_RATIO),
+        waited_s=_duration(waited_s),
+        buffer_bytes=_bytes(buffer_bytes),
+        chunks_per_span=chunks_per_span(chunk_spans, planned_spans),
+    )
+
+
+def chunks_per_span(chunk_spans: Iterable[int], spans: int) -> tuple[int, ...]:
+    """How many chunks go in each of these spans, in order; so many neighbours are added up that MAX_PER_SPAN numbers
+    suffice."""
+    width = max(1, -(-spans // MAX_PER_SPAN))
+    counts = [0] * -(-spans // width)
+    for span in chunk_spans:
+        if 0 <= span < spans:
+            counts[span // width] += 1
+    return tuple(_count(n) for n in counts)
+
+
+def timeline(
+    *,
+    version: int,
+    iteration_s: float,
+    gate_s: float,
+    ops: Iterable[tuple[str, float, float, int]] = (),
+    chunks: Iterable[tuple[float, float, int, int]] = (),
+    copies: Iterable[tuple[float, float, int]] = (),
+    waits: Iterable[tuple[float, float]] = (),
+    spans: Iterable[tuple[float, float]] = (),
+) -> TimelineState:
+    """One iteration. Times are seconds from its start, tuples are (name, start, end, bytes), (start, end, bytes,
+    replica), (start, end, bytes), (start, end); what is not within the iteration is cut to it, and what is more than
+    a packet takes is thinned (see `thinned`)."""
+    length_s = _moment(iteration_s, MAX_MOMENT_S)
+
+    def cut(start: float, end: float) -> tuple[float, float]:
+        start_s = _moment(start, length_s)
+        return start_s, max(start_s, _moment(end, length_s))
+
+    operations = [Operation(_word(name), *cut(start, end), _bytes(size)) for name, start, end, size in ops]
+    sent = [Chunk(*cut(start, end), _bytes(size), _count(replica)) for start, end, size, replica in chunks]
+    sent.sort(key=lambda chunk: (chunk.replica, chunk.start_s))
+    copied = [CopyTime(*cut(start, end), _bytes(size)) for start, end, size in copies]
+    return TimelineState(
+        version=min(max(version, 0), (1 << VERSION_BITS) - 1),
+        iteration_s=length_s,
+        gate_s=_moment(gate_s, length_s),
+        ops=thinned(_in_order(operations), MAX_OPS, _same_operation),
+        chunks=thinned(sent, MAX_CHUNKS, _same_chunk, lambda a, b: a.replica == b.replica),
+        copies=thinned(_in_order(copied), MAX_COPIES, _same_copy),
+        waits=thinned(_in_order([Stretch(*cut(*wait)) for wait in waits]), MAX_WAITS, _same_stretch),
+        spans=thinned(_in_order([Stretch(*cut(*span)) for span in spans]), MAX_SPANS, _same_stretch),
+    )
+
+
+def thinned(
+    items: Sequence[T], most: int, merge: Callable[[T, T], T], alike: Callable[[T, T], bool] = lambda a, b: True
+) -> tuple[T, ...]:
+    """At most `most` of them: neighbours are merged where the least time lies between, those that are not `alike`
+    last. Nothing that was busy becomes idle; the least idle time becomes busy."""
+    surplus = len(items) - most
+    if surplus <= 0:
+        return tuple(items)
+    ends = sorted(range(1, len(items)), key=lambda i: _apart(items[i - 1], items[i], alike))[:surplus]
+    joined = set(ends)
+    out: list[T] = []
+    for index, item in enumerate(items):
+        if index in joined:
+            out[-1] = merge(out[-1], item)
+        else:
+            out.append(item)
+    return tuple(out)
+
+
+def _apart(a: T, b: T, alike: Callable[[T, T], bool]) -> tuple[bool, float]:
+    return not alike(a, b), b.start_s - a.end_s
+
+
+def _in_order(items: list[T]) -> list[T]:
+    return (
+        items if all(a.start_s <= b.start_s for a, b in pairwise(items)) else sorted(items, key=lambda i: i.start_s)
+    )
+
+
+def _same_operation(a: Operation, b: Operation) -> Operation:
+    name = a.name if a.name == b.name else SEVERAL
+    return Operation(name, a.start_s, max(a.end_s, b.end_s), _bytes(a.bytes + b.bytes))
+
+
+def _same_chunk(a: Chunk, b: Chunk) -> Chunk:
+    return Chunk(min(a.start_s, b.start_s), max(a.end_s, b.end_s), _bytes(a.bytes + b.bytes), a.replica)
+
+
+def _same_copy(a: CopyTime, b: CopyTime) -> CopyTime:
+    return CopyTime(a.start_s, max(a.end_s, b.end_s), _bytes(a.bytes + b.bytes))
+
+
+def _same_stretch(a: Stretch, b: Stretch) -> Stretch:
+    return Stretch(a.start_s, max(a.end_s, b.end_s))
+
+
+# ---- values that an agent takes ------------------------------------------------------------------------
+
+
+def _within(value: float, least: float, most: float) -> float:
+    return min(max(float(value), least), most) if isfinite(value) else least
+
+
+def _known(value: float | None, least: float, most: float) -> float | None:
+    return _within(value, least, most) if value is not None and isfinite(value) else None
+
+
+def _duration(value: float | None) -> float | None:
+    return _known(value, 0.0, MAX_DURATION_S)
+
+
+def _moment(value: float, most: float) -> float:
+    return min(round(_within(value, 0.0, most), 6), most)
+
+
+def _count(value: int) -> int:
+    return min(max(int(value), 0), MAX_RANKS)
+
+
+def _bytes(value: int) -> int:
+    return min(max(int(value), 0), _MAX_BYTES)
+
+
+@lru_cache(maxsize=256)
+def _word(text: str) -> str:
+    """Letters that JSON takes as they are: a name's room in a packet is known."""
+    return "".join(c if c.isascii() and (c.isalnum() or c in "_-.: /") else "?" for c in text[:MAX_NAME])

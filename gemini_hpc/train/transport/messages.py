@@ -1,0 +1,240 @@
+"""The contract over any library that carries tagged messages between ranks, in order for each rank and tag.
+
+An end that gives up says so where the other end waits: in place of the answer or of an acknowledgement. So both ends
+learn of a link that broke, whichever of them found the fault.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import abstractmethod
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+
+from gemini_hpc.train.transport.base import MAX_CHUNKS, Head, Inbox, LinkBroken, Outbox, Pending, Transport
+from gemini_hpc.train.transport.landing import Landing, receive_directly
+
+_HEAD = struct.Struct("<8sQQQQQQQ")
+_NUMBER = struct.Struct("<Q")
+_MAGIC = b"GEMCHNK\x03"
+_BYE, _VERSION = 0, 1
+_NO, _YES, _GIVEN_UP = b"\x00", b"\x01", b"\x02"
+_LOST = (1 << 64) - 1  # acknowledges no chunk: the receiving end has given up
+_HEAD_TAG, _SIZES_TAG, _ANSWER_TAG, _CHUNK_TAG, _ACK_TAG, _DIGEST_TAG = range(1, 7)
+
+
+class Message(Protocol):
+    """A message being sent or received."""
+
+    def wait(self) -> None:
+        """Return when it is there (receiving) or its memory may be changed (sending). Raises LinkBroken."""
+
+    def abandon(self) -> None:
+        """Nobody will wait for it any more: as far as the library can, leave its memory alone from now on."""
+
+
+class MessageTransport(Transport):
+    """Links over a library's messages. landing: where received chunks go before they are copied into the slot; None:
+    straight into it."""
+
+    pushed = False
+
+    def __init__(self, landing: Landing | None) -> None:
+        self.interrupted = False
+        self.landing = landing
+
+    @abstractmethod
+    def begin(self, sending: bool, rank: int, tensor: torch.Tensor, tag: int) -> Message:
+        """Begin to send a tensor's bytes to a rank, or to receive exactly as many from it; the message keeps the
+        tensor alive. Raises LinkBroken."""
+
+    def outbox(self, rank: int) -> Outbox:
+        return MessageOutbox(self, rank)
+
+    def inbox(self, rank: int) -> Inbox:
+        return MessageInbox(self, rank)
+
+
+class _OnLink:
+    """A message that breaks its link when it fails, and fails when its link is broken."""
+
+    def __init__(self, link: _Link, message: Message, tensor: torch.Tensor) -> None:
+        self._link, self._message, self._tensor = link, message, tensor
+
+    def wait(self) -> None:
+        self._link.check()
+        try:
+            self._message.wait()
+        except LinkBroken as error:
+            raise self._link.break_off(str(error)) from None
+        self._link.under_way.discard(self._message)
+
+    def bytes(self) -> bytes:
+        return self._tensor.numpy().tobytes()
+
+
+class _Link:
+    def __init__(self, transport: MessageTransport, rank: int) -> None:
+        self._transport, self._rank = transport, rank
+        self._broken = ""
+        self.under_way: set[Message] = set()
+
+    def check(self) -> None:
+        """Raises LinkBroken if it is."""
+        if self._broken:
+            raise LinkBroken(self._broken)
+
+    def break_off(self, reason: str) -> LinkBroken:
+        """From now on every call fails, and nothing writes into memory that was given for a message."""
+        self._broken = self._broken or reason
+        while self.under_way:
+            self.under_way.pop().abandon()
+        return LinkBroken(self._broken)
+
+    def start(self, sending: bool, tensor: torch.Tensor, tag: int) -> _OnLink:
+        if self._transport.interrupted:
+            raise self.break_off("interrupted")
+        self.check()
+        try:
+            message = self._transport.begin(sending, self._rank, tensor, tag)
+        except LinkBroken as error:
+            raise self.break_off(str(error)) from None
+        self.under_way.add(message)
+        if self._broken:  # by another thread, meanwhile
+            raise self.break_off(self._broken)
+        return _OnLink(self, message, tensor)
+
+    def send_bytes(self, data: bytes, tag: int) -> _OnLink:
+        return self.start(True, torch.frombuffer(bytearray(data), dtype=torch.uint8), tag)
+
+    def receive_bytes(self, count: int, tag: int) -> bytes:
+        message = self.start(False, torch.empty(count, dtype=torch.uint8), tag)
+        message.wait()
+        return message.bytes()
+
+
+class _Sent:
+    """A chunk of which the acknowledgement is awaited."""
+
+    def __init__(self, link: _Link, sent: _OnLink, ack: _OnLink, number: int) -> None:
+        self._link, self._sent, self._ack, self._number = link, sent, ack, number
+
+    def wait(self) -> None:
+        self._ack.wait()
+        (number,) = _NUMBER.unpack(self._ack.bytes())
+        if number == _LOST:
+            raise self._link.break_off("the other end has given up")
+        if number != self._number:
+            raise self._link.break_off(f"chunk {self._number} was acknowledged as {number}")
+        self._sent.wait()
+
+
+class MessageOutbox(_Link, Outbox):
+    """See Outbox. `send` raises ValueError for a chunk that is not as long as the head said: some libraries end the
+    process at the other end that gets more than it asked for."""
+
+    _sizes: tuple[int, ...] = ()
+    _next = 0
+
+    def offer(self, head: Head) -> bool:
+        sizes = struct.pack(f"<{len(head.sizes)}Q", *head.sizes)
+        packed = _HEAD.pack(
+            _MAGIC, _VERSION, head.version, head.used_bytes, head.total_bytes, len(head.sizes), *head.apart
+        )
+        self.send_bytes(packed, _HEAD_TAG).wait()
+        announced = self.send_bytes(sizes, _SIZES_TAG) if sizes else None
+        answer = self.receive_bytes(1, _ANSWER_TAG)
+        if answer not in (_NO, _YES):
+            raise self.break_off("the other end has given up" if answer == _GIVEN_UP else f"{answer!r} is no answer")
+        if announced:
+            announced.wait()
+        self._sizes, self._next = head.sizes, 0
+        return answer == _YES
+
+    def send(self, chunk: torch.Tensor) -> Pending:
+        k = self._next
+        if k >= len(self._sizes) or chunk.numel() != self._sizes[k]:
+            announced = f"of {self._sizes[k]} bytes" if k < len(self._sizes) else "none more"
+            raise ValueError(f"chunk {k} has {chunk.numel()} bytes; announced was {announced}")
+        self._next += 1
+        ack = self.start(False, torch.empty(_NUMBER.size, dtype=torch.uint8), _ACK_TAG)
+        return _Sent(self, self.start(True, chunk, _CHUNK_TAG), ack, k)
+
+    def finish(self, digest: str) -> None:
+        self.send_bytes(bytes.fromhex(digest), _DIGEST_TAG).wait()
+
+    def bye(self) -> None:
+        self.send_bytes(_HEAD.pack(_MAGIC, _BYE, 0, 0, 0, 0, 0, 0), _HEAD_TAG).wait()
+
+
+class MessageInbox(_Link, Inbox):
+    """See Inbox. Where `receive` raises, the link is broken, at the other end too; what is not LinkBroken is the
+    failure of a copy from a landing part."""
+
+    _sizes: tuple[int, ...] = ()
+    _last: Message | None = None
+
+    def next(self) -> Head | None:
+        magic, kind, version, used, total, chunks, *apart = _HEAD.unpack(self.receive_bytes(_HEAD.size, _HEAD_TAG))
+        if magic != _MAGIC or kind not in (_BYE, _VERSION) or max(used, sum(apart)) > total or chunks > MAX_CHUNKS:
+            raise self._refuse_for_good("sent something that is no head of a version")
+        if kind == _BYE:
+            return None
+        sizes = struct.unpack(f"<{chunks}Q", self.receive_bytes(8 * chunks, _SIZES_TAG)) if chunks else ()
+        head = Head(version, used, total, sizes, (apart[0], apart[1]))
+        if sum(sizes) != head.sent_bytes or sum(apart) > used:
+            raise self._refuse_for_good(f"announced {head.sent_bytes} bytes in chunks of {sum(sizes)} bytes")
+        landing = self._transport.landing
+        if landing is not None and sizes and max(sizes) > landing.part_bytes:
+            raise self._refuse_for_good(
+                f"announced a chunk of {max(sizes)} bytes, which does not go into a part of {landing.part_bytes}: "
+                "the ranks must be given the same sizes"
+            )
+        self._sizes = sizes
+        return head
+
+    def answer(self, accept: bool) -> None:
+        self.send_bytes(_YES if accept else _NO, _ANSWER_TAG).wait()
+
+    def receive(self, into: torch.Tensor) -> None:
+        if into.numel() != sum(self._sizes):
+            raise ValueError(f"{into.numel()} bytes of room for chunks of {sum(self._sizes)} bytes")
+        acks: list[_OnLink] = []
+
+        def landed(k: int) -> None:
+            acks.append(self.send_bytes(_NUMBER.pack(k), _ACK_TAG))
+            while len(acks) > 8:
+                acks.pop(0).wait()
+
+        landing = self._transport.landing
+        try:
+            if landing is None:
+                receive_directly(into, self._sizes, self._post, landed)
+            else:
+                landing.receive(into, self._sizes, self._post, landed)
+            for ack in acks:
+                ack.wait()
+        except LinkBroken:
+            raise
+        except BaseException as error:
+            self._tell(_NUMBER.pack(_LOST), _ACK_TAG)
+            self.break_off(f"{type(error).__name__}: {error}")
+            raise
+
+    def digest(self) -> str:
+        return self.receive_bytes(16, _DIGEST_TAG).hex()
+
+    def _post(self, chunk: torch.Tensor) -> _OnLink:
+        return self.start(False, chunk, _CHUNK_TAG)
+
+    def _refuse_for_good(self, why: str) -> LinkBroken:
+        self._tell(_GIVEN_UP, _ANSWER_TAG)
+        return self.break_off(f"rank {self._rank} {why}")
+
+    def _tell(self, word: bytes, tag: int) -> None:
+        """The last word to the other end, which may not be listening: nobody waits for it."""
+        last = torch.frombuffer(bytearray(word), dtype=torch.uint8)
+        with suppress(LinkBroken):
+            self._last = self._transport.begin(True, self._rank, last, tag)

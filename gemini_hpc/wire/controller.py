@@ -1,0 +1,65 @@
+"""Messages between agents and the controller."""
+
+from __future__ import annotations
+
+from gemini_hpc.wire.bounds import Count, Job, Port, Restart, Time
+from gemini_hpc.wire.message import Message
+from gemini_hpc.wire.picture import EventRecord
+
+
+class Registration(Message, frozen=True, tag="register"):
+    """Agent -> controller, first message after the handshake and again after each attach (a hint: SITE 1)."""
+
+    job: Job
+    restart: Restart
+    host: str
+    hosts: tuple[str, ...]
+    replicas: Count
+    port: Port
+    instance: str
+    state: str
+
+
+class Report(Message, frozen=True, tag="report"):
+    """Agent -> controller: this host of my job is silent; witnesses: peers that could not reach it either."""
+
+    job: Job
+    restart: Restart
+    host: str
+    witnesses: tuple[str, ...]
+    t: Time
+
+
+class EventsUp(Message, frozen=True, tag="events"):
+    """Agent -> controller: new lines of the event log."""
+
+    job: Job
+    events: tuple[EventRecord, ...]
+
+
+class Release(Message, frozen=True, tag="release"):
+    """Controller -> agent: the job has ended for good (reason), free everything and exit."""
+
+    job: Job
+    reason: str
+
+
+class Notice(Message, frozen=True, tag="notice"):
+    """Controller -> agent: one line for the users of the job, which its first training rank prints (SITE 13)."""
+
+    job: Job
+    text: str
+
+
+class HoldersAsk(Message, frozen=True, tag="holders?"):
+    """Agent -> controller: which other agents of my job are there, on nodes that the job has left?"""
+
+    job: Job
+
+
+class Holders(Message, frozen=True, tag="holders"):
+    """Controller -> agent: hosts on which agents of the job are or have been; their ports, 0 where that is not known
+    (hints, like all of this)."""
+
+    job: Job
+    ports: dict[str, Port]

@@ -1,0 +1,119 @@
+"""Messages that ask for the picture of a job, and the picture: what each of its agents holds and what has happened.
+
+Users ask the controller, which asks the agents; without a controller they ask the agents.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from gemini_hpc.wire.bounds import Bytes, Count, Epoch, Job, Port, Restart, Round, Stamp, Time, Version
+from gemini_hpc.wire.message import Message
+from gemini_hpc.wire.traffic import Point, TimelineState, TrafficState
+
+
+class EventRecord(msgspec.Struct, frozen=True):
+    """One line of a job's event log. t: Unix time in seconds."""
+
+    t: Time
+    name: str
+    host: str
+    restart: Restart
+    version: Version = 0
+    detail: str = ""
+
+
+class RecordAsk(msgspec.Struct, frozen=True):
+    """What has this rank recorded of its traffic?"""
+
+    set: str
+    rank: Count
+
+
+class InspectAsk(Message, frozen=True, tag="inspect?"):
+    """Tell what you hold; and, on a `query` connection, what one rank has recorded. It is asked in a field and not in
+    a message of its own, so that an agent which does not know it answers without it."""
+
+    request: int = 0
+    record: RecordAsk | None = None
+
+
+class HeldSlot(msgspec.Struct, frozen=True):
+    """One slot as its holder sees it. state: empty, filling, complete; verified: Unix time of the last check."""
+
+    set: str
+    rank: Count
+    world: Count
+    home: Count
+    slot: int
+    state: str
+    stamp: Stamp | None
+    bytes: Bytes
+    used: Bytes
+    since: Time
+    verified: Time
+
+
+class SetState(msgspec.Struct, frozen=True):
+    """One set on one node. state: arming, protected, degraded, recovering, finished. traffic: of those `ranks` that
+    have told theirs."""
+
+    name: str
+    world: Count
+    sealed: Stamp | None
+    state: str
+    ranks: tuple[int, ...]
+    note: str = ""
+    traffic: tuple[tuple[Count, TrafficState], ...] = ()
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What one rank has recorded: its newest timeline, and its overhead over time."""
+
+    set: str
+    rank: Count
+    timeline: TimelineState | None
+    series: tuple[Point, ...]
+
+
+class InspectPart(Message, frozen=True, tag="inspect"):
+    """One agent's part of the picture."""
+
+    host: str
+    job: Job
+    uid: int
+    restart: Restart
+    replicas: Count
+    epoch: Epoch
+    round: Round
+    state: str
+    hosts: tuple[str, ...]
+    noderanks: dict[str, Count]
+    address: str
+    interface: str
+    port: Port
+    memory_bytes: Bytes
+    memory_cap_bytes: Bytes
+    sets: tuple[SetState, ...]
+    held: tuple[HeldSlot, ...]
+    events: tuple[EventRecord, ...]
+    suspects: tuple[str, ...]
+    dead: tuple[str, ...]
+    request: int = 0
+    record: Record | None = None
+
+
+class JobAsk(Message, frozen=True, tag="job?"):
+    """User -> controller: the picture of this job."""
+
+    job: Job
+
+
+class JobAnswer(Message, frozen=True, tag="job"):
+    """Controller -> user: parts of the agents that answered, the event log, what Slurm says; or a refusal."""
+
+    parts: tuple[InspectPart, ...] = ()
+    events: tuple[EventRecord, ...] = ()
+    slurm: dict[str, str] = msgspec.field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    error: str = ""

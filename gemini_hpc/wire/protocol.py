@@ -1,0 +1,58 @@
+"""All messages that a link between two machines carries, and the version of the protocol that each came with."""
+
+from __future__ import annotations
+
+import msgspec
+
+from gemini_hpc.wire import controller, peer, picture
+from gemini_hpc.wire.bounds import Strict
+from gemini_hpc.wire.message import Message
+
+AnyMessage = (
+    peer.Ping
+    | peer.ProbeAsk
+    | peer.ProbeAnswer
+    | peer.Obituary
+    | peer.Collect
+    | peer.InventoryUp
+    | peer.Summons
+    | peer.PlanDown
+    | peer.PlanAck
+    | peer.Go
+    | peer.NeedRound
+    | peer.RoundLost
+    | peer.VoteUp
+    | peer.WordDown
+    | peer.PullAsk
+    | peer.PullHead
+    | peer.PushAsk
+    | peer.PushAnswer
+    | peer.PushHead
+    | peer.PushChunk
+    | peer.PushDone
+    | peer.PushAck
+    | picture.InspectAsk
+    | picture.InspectPart
+    | controller.Registration
+    | controller.Report
+    | controller.EventsUp
+    | controller.Release
+    | controller.Notice
+    | controller.HoldersAsk
+    | controller.Holders
+    | picture.JobAsk
+    | picture.JobAnswer
+)
+
+decoder: Strict[AnyMessage] = Strict(msgspec.msgpack.Decoder(AnyMessage))
+encode = msgspec.msgpack.Encoder().encode
+
+# The version with which a message came; all others are of version 1. A field that is added to a message has a default
+# and needs no entry: older ends skip it.
+_PUSHES = (peer.PushAsk, peer.PushAnswer, peer.PushHead, peer.PushChunk, peer.PushDone, peer.PushAck)
+SINCE: dict[type[Message], int] = {peer.Summons: 2, controller.Notice: 2, **dict.fromkeys(_PUSHES, 2)}
+
+
+def known(message: Message, proto: int) -> bool:
+    """Whether an end that speaks this protocol knows such a message; to any other it would be the end of the link."""
+    return SINCE.get(type(message), 1) <= proto

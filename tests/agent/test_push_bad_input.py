@@ -1,0 +1,450 @@
+"""Pushes that are not what they should be: refused, the connection closed, and what is complete stays as it is."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import xxhash
+from train.agents import RealJob, RealNode
+from waiting import until
+
+from gemini_hpc.wire import local, munge, peer
+from gemini_hpc.wire.handshake import HandshakeError
+from gemini_hpc.wire.link import BlockingLink, LinkClosed
+from gemini_hpc.wire.message import Message
+from gemini_hpc.wire.page import ControlPage
+
+from .conftest import STEP, Caller
+
+SIZE, USED = 1 << 16, 50_000
+SETTLE_S = 10.0
+CLOSED = (LinkClosed, OSError)
+
+
+class Rank:
+    """Training rank k on node k of 3: fills its own slots, and keeps the memory of the shard of the rank before."""
+
+    def __init__(self, job: RealJob, rank: int) -> None:
+        self.node, self.rank = job.nodes[rank], rank
+        self.caller = Caller(Path(self.node.path))
+        welcome, fds = self.caller.ask_fds(local.Hello(1, "default", rank, 3, 0, STEP, os.getpid()))
+        assert isinstance(welcome, local.Welcome), welcome
+        self.epoch, self.page = welcome.epoch, ControlPage(fds[0], writable=False)
+        slots, own = self.caller.ask_fds(local.Register("default", rank, 3, rank, SIZE))
+        before = (rank - 1) % 3
+        kept, others = self.caller.ask_fds(local.Register("default", before, 3, before, SIZE, pushed=True))
+        assert isinstance(slots, local.Slots) and isinstance(kept, local.Slots), (slots, kept)
+        self.maps = [mmap.mmap(fd, SIZE) for fd in own]
+        for fd in (*fds, *own, *others):
+            os.close(fd)
+        self.channel: socket.socket | None = None
+
+    def open(self, holder: int | None = None, rank: int | None = None) -> local.Message | None:
+        wanted = (self.rank + 1) % 3 if holder is None else holder
+        reply, fds = self.caller.ask_fds(local.OpenPush("default", self.rank if rank is None else rank, wanted))
+        if fds:
+            self.close_channel()
+            self.channel = socket.socket(fileno=fds[0])
+            self.channel.settimeout(15)
+        return reply
+
+    def say(self, message: local.Message) -> local.Message | None:
+        """None: the channel has ended."""
+        if self.channel is None:
+            assert self.open() == local.Ok()
+        assert self.channel is not None
+        with suppress(OSError):
+            self.channel.send(local.encode(message))
+            data = self.channel.recv(local.MAX_PACKET_BYTES)
+            return local.reply_decoder.decode(data) if data else None
+        return None
+
+    def begin(self, version: int) -> int:
+        begun = self.caller.ask(local.Begin("default", self.rank, version))
+        assert isinstance(begun, local.Begun), begun
+        self.maps[begun.slot][:USED] = payload(self.rank, version)
+        return begun.slot
+
+    def save(self, version: int) -> None:
+        slot = self.begin(version)
+        assert self.say(local.PushOffer(version, USED)) == local.Ok()
+        assert self.say(local.PushChunk(USED - 1000)) == local.Ok()
+        assert self.say(local.PushChunk(1000)) == local.Ok()
+        wanted = digest(payload(self.rank, version))
+        assert self.say(local.PushDone(wanted)) == local.Ok()
+        landed = local.Landed("default", self.rank, version, slot, USED, wanted)
+        assert self.caller.ask(landed) == local.Ok()
+
+    def abort(self, version: int, slot: int) -> None:
+        self.caller.ask(local.Abort("default", self.rank, version, slot))
+
+    def close_channel(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+
+    def close(self) -> None:
+        self.close_channel()
+        self.caller.close()
+        del self.page
+        for m in self.maps:
+            m.close()
+
+
+def payload(rank: int, version: int) -> bytes:
+    return f"{rank} {version}".encode().ljust(USED, b".")
+
+
+def digest(data: bytes) -> str:
+    return xxhash.xxh3_128(data).hexdigest()
+
+
+class Site:
+    """Three agents and three ranks; version 3 is sealed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.job = RealJob(directory, 3, 2)
+        self.ranks = [Rank(self.job, k) for k in range(3)]
+        self.version = 0
+        self.round = self.ranks[0].page.round
+        for _ in range(3):
+            self.seal()
+
+    def seal(self) -> None:
+        self.version += 1
+        for rank in self.ranks:
+            rank.save(self.version)
+        until(lambda: all(r.page.sealed == (r.epoch, self.version) for r in self.ranks), what="the seal")
+
+    @property
+    def holder(self) -> RealNode:
+        return self.job.nodes[1]
+
+    def push(self, *, source: str = "n1", **changes: int | str) -> Push:
+        ask = peer.PushAsk("default", 0, self.ranks[0].epoch, self.round)
+        for name, value in changes.items():
+            ask = peer.PushAsk(**({f: getattr(ask, f) for f in ask.__struct_fields__} | {name: value}))
+        return Push(self.job.call(self.holder, "push", source=source), ask)
+
+    def slots(self) -> list[tuple[str, tuple[int, int] | None]]:
+        """Of shard 0 at its holder."""
+        return sorted((s.state, s.stamp) for s in self.job.inspect(self.holder).held if s.rank == 0)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+        self.job.close()
+
+
+class Push:
+    """A home's side of a push, that says whatever it likes."""
+
+    def __init__(self, link: BlockingLink, ask: Message) -> None:
+        self.link = link
+        link.sock.settimeout(SETTLE_S)
+        link.send(ask)
+        self.reason = link.receive(peer.PushAnswer).reason
+
+    def offer(self, version: int, used: int = USED, size: int = SIZE) -> str:
+        self.link.send(peer.PushHead(version, used, size))
+        return self.link.receive(peer.PushAnswer).reason
+
+    def chunk(self, at: int, data: bytes) -> int:
+        self.link.send(peer.PushChunk(at, len(data)))
+        self.link.sock.sendall(data)
+        return self.link.receive(peer.PushAck).end
+
+    def done(self, text: str) -> int:
+        self.link.send(peer.PushDone(text))
+        return self.link.receive(peer.PushAck).end
+
+    def ended(self) -> bool:
+        with suppress(OSError):
+            return not self.link.sock.recv(1)
+        return True
+
+    def close(self) -> None:
+        self.link.close()
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[None]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(munge, "encode", lambda payload, *, for_uid: payload)
+    patch.setattr(munge, "decode", lambda credential: (credential, os.geteuid()))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def only_site(opened: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    site = Site(tmp_path_factory.mktemp("push") / "job")
+    yield site
+    site.close()
+
+
+@pytest.fixture
+def site(only_site: Site) -> Iterator[Site]:
+    """Whatever a test does, the last complete copy stays, and the training that it did it to goes on."""
+    newest = ("complete", (only_site.ranks[0].epoch, only_site.version))
+    assert newest in only_site.slots()
+    yield only_site
+
+    def settled() -> bool:
+        slots = only_site.slots()
+        return newest in slots and slots[0][0] != "filling" and slots[1][0] != "filling"
+
+    until(settled, what=f"settled as before: {newest}, {only_site.slots()}")
+    only_site.seal()
+    for node in only_site.job.nodes:
+        log = node.log()
+        assert "Traceback" not in log and "event=error" not in log and "never retrieved" not in log, log
+
+
+def test_a_good_one(site: Site) -> None:
+    """What the others do wrong is all that is wrong with them."""
+    push = site.push()
+    assert push.reason == ""
+    assert push.offer(site.version + 1) == ""
+    assert push.chunk(0, b"x" * 1000) == 1000 and push.chunk(1000, b"x" * (USED - 1000)) == USED
+    assert site.slots()[-1] == ("filling", (site.ranks[0].epoch, site.version + 1))
+    push.close()  # without a digest: void
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rank": 7}, "not registered"),
+        ({"rank": 1}, "filled by a process here"),
+        ({"rank": 2}, "not registered"),
+        ({"set": "another"}, "no part in a running training"),
+        ({"epoch": 0}, "epoch 1, round"),
+        ({"epoch": 2}, "epoch 1, round"),
+        ({"round": 0}, "epoch 1, round"),
+        ({"source": "n3"}, "node rank 0 is the home"),
+    ],
+)
+def test_who_may_not_push(site: Site, changes: dict[str, int | str], said: str) -> None:
+    push = site.push(**changes)
+    assert said in push.reason and push.ended()
+    push.close()
+
+
+def test_refusals_are_logged(site: Site) -> None:
+    def said() -> bool:  # one complaint a second is kept
+        site.push(rank=1).close()
+        return "push of shard 1 from n1 refused: shard of rank 1 is filled by a process here" in site.holder.log()
+
+    until(said, what="a complaint")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"source": "n9"}, {"source": "n2"}, {"restart": 1}, {"job": 5}, {"target": "n1"}, {"cluster": "x"}]
+)
+def test_who_is_not_even_heard(site: Site, changes: dict[str, int | str]) -> None:
+    with pytest.raises(HandshakeError, match=r"not a peer|restart 0 here|this is job"):
+        site.job.call(site.holder, "push", **({"source": "n1"} | changes))
+
+
+@pytest.mark.parametrize("first", [peer.Ping(), peer.PushHead(2, USED, SIZE), peer.PullAsk("default", 0, (1, 1))])
+def test_first_word_is_another(site: Site, first: Message) -> None:
+    with pytest.raises(CLOSED):
+        Push(site.job.call(site.holder, "push", source="n1"), first)
+
+
+@pytest.mark.parametrize(
+    ("version", "used", "size"),
+    [(0, USED, SIZE), (99, 0, SIZE), (99, SIZE + 1, SIZE), (99, (1 << 50) - 1, SIZE), (99, 0, 0)],
+)
+def test_versions_that_cannot_be(site: Site, version: int, used: int, size: int) -> None:
+    push = site.push()
+    with pytest.raises(CLOSED):
+        push.offer(version, used, size)
+    push.close()
+
+
+def test_versions_that_are_not_taken(site: Site) -> None:
+    push = site.push()
+    assert "already complete" in push.offer(site.version)
+    assert "does not go back" in push.offer(site.version - 2)
+    assert "not enough memory" in push.offer(site.version + 1, size=1 << 49), "nor ever will be"
+    assert push.offer(site.version + 1) == "", "the link still serves"
+    push.close()
+
+
+@pytest.mark.parametrize(
+    ("at", "length"), [(1, 10), (0, 0), (0, USED + 1), (0, 1 << 40), ((1 << 50) - 1, 10), (USED, 1)]
+)
+def test_chunks_that_cannot_be(site: Site, at: int, length: int) -> None:
+    push = site.push()
+    assert push.offer(site.version + 1) == ""
+    push.link.send(peer.PushChunk(at, length))
+    with suppress(OSError):
+        push.link.sock.sendall(b"x" * min(length, USED))
+    assert push.ended(), "it was acknowledged"
+    push.close()
+
+
+@pytest.mark.parametrize("at", [0, 1000])
+def test_chunks_that_leave_a_gap_or_come_twice(site: Site, at: int) -> None:
+    push = site.push()
+    assert push.offer(site.version + 1) == "" and push.chunk(0, b"x" * 500) == 500
+    push.link.send(peer.PushChunk(at, 10))
+    with suppress(OSError):
+        push.link.sock.sendall(b"x" * 10)
+    assert push.ended(), "it was acknowledged"
+    push.close()
+
+
+@pytest.mark.parametrize("digest_text", ["", "x" * 32, "A" * 32, "0" * 31, "0" * 33, "é" * 32])
+def test_digests_that_are_none(site: Site, digest_text: str) -> None:
+    push = site.push()
+    assert push.offer(site.version + 1) == "" and push.chunk(0, b"x" * USED) == USED
+    with pytest.raises(CLOSED):
+        push.done(digest_text)
+    push.close()
+
+
+def test_a_digest_of_something_else(site: Site) -> None:
+    push = site.push()
+    assert push.offer(site.version + 1) == "" and push.chunk(0, b"x" * USED) == USED
+    assert push.done(digest(b"y" * USED)) == USED
+    until(lambda: "the digest differs after landing" in site.holder.log(), what="the damaged copy is refused")
+    push.close()
+
+
+@pytest.mark.parametrize("message", [peer.PushDone("0" * 32), peer.PushHead(5, 1, 2), peer.Ping(), peer.PushAck(3)])
+def test_another_word_in_the_middle(site: Site, message: Message) -> None:
+    push = site.push()
+    assert push.offer(site.version + 1) == "" and push.chunk(0, b"x" * 10) == 10
+    push.link.send(message)
+    assert push.ended()
+    push.close()
+
+
+@pytest.mark.parametrize(
+    "noise", [b"\0" * 64, struct.pack(">I", 20) + b"m" * 20, b"\xff" * 8, b"GET / HTTP/1.0\r\n\r\n"]
+)
+def test_noise_in_the_middle(site: Site, noise: bytes) -> None:
+    push = site.push()
+    assert push.offer(site.version + 1) == ""
+    push.link.sock.sendall(noise)
+    with suppress(OSError):
+        push.link.sock.shutdown(socket.SHUT_WR)
+    assert push.ended()
+    push.close()
+
+
+def test_silence_in_the_middle_of_a_chunk(site: Site) -> None:
+    push = site.push()
+    assert push.offer(site.version + 1) == ""
+    push.link.send(peer.PushChunk(0, USED))
+    push.link.sock.sendall(b"x" * 100)
+    began = time.monotonic()
+    push.link.sock.settimeout(15)
+    assert push.ended() and time.monotonic() - began < 12
+    push.close()
+
+
+def test_a_second_connection_ends_the_first(site: Site) -> None:
+    """And no byte of the first lands in what the second writes."""
+    first = site.push()
+    assert first.offer(site.version + 1) == "" and first.chunk(0, b"x" * 10) == 10
+    second = site.push()
+    assert second.reason == "" and first.ended()
+    assert second.offer(site.version + 2) == "" and second.chunk(0, b"y" * 10) == 10
+    with pytest.raises(CLOSED):
+        first.chunk(10, b"x" * 10)
+        first.chunk(20, b"x" * 10)
+    first.close()
+    second.close()
+    site.version += 2
+
+
+def test_many_connections_leave_nothing(site: Site) -> None:
+    process = site.holder.process
+    assert process is not None
+    fds, tasks = Path(f"/proc/{process.pid}/fd"), Path(f"/proc/{process.pid}/task")
+    before = len(list(fds.iterdir())), len(list(tasks.iterdir()))
+    for _ in range(20):
+        push = site.push()
+        push.link.send(peer.PushHead(site.version + 1, USED, SIZE))
+        push.close()
+    until(
+        lambda: len(list(fds.iterdir())) <= before[0] and len(list(tasks.iterdir())) <= before[1],
+        what="descriptors and threads as before",
+    )
+
+
+# ---- on the local socket: what a process may have pushed ------------------------------------------------
+
+
+def test_a_pushed_shard_has_no_writer_here(site: Site) -> None:
+    reply = site.ranks[1].caller.ask(local.Begin("default", 0, site.version + 1))
+    assert isinstance(reply, local.Error) and "filled by the agent of its home" in reply.error
+
+
+@pytest.mark.parametrize(("holder", "rank"), [(0, 0), (2, 0), (9, 0), (1, 2), (1, 5)])
+def test_channels_that_are_not_opened(site: Site, holder: int, rank: int) -> None:
+    assert isinstance(site.ranks[0].open(holder, rank), local.Error)
+
+
+def test_channels_of_others(site: Site) -> None:
+    stranger = Caller(Path(site.ranks[0].node.path))
+    assert isinstance(stranger.ask(local.OpenPush("default", 0, 1)), local.Error)
+    stranger.close()
+
+
+def test_offers_of_what_is_not_there(site: Site) -> None:
+    rank = site.ranks[0]
+    for offer in (
+        local.PushOffer(site.version + 1, USED),  # not begun
+        local.PushOffer(site.version, USED),  # complete: nobody may change it, and it has been pushed
+        local.PushOffer(0, 0),
+    ):
+        assert isinstance(rank.say(offer), local.Refused)
+    slot = rank.begin(site.version + 1)
+    for used in (0, SIZE + 1):
+        assert isinstance(rank.say(local.PushOffer(site.version + 1, used)), local.Refused)
+    rank.abort(site.version + 1, slot)
+    site.version += 1
+
+
+@pytest.mark.parametrize("length", [0, USED + 1, 1 << 49])
+def test_lengths_that_cannot_be(site: Site, length: int) -> None:
+    rank = site.ranks[0]
+    slot = rank.begin(site.version + 1)
+    assert rank.say(local.PushOffer(site.version + 1, USED)) == local.Ok()
+    assert isinstance(rank.say(local.PushChunk(length)), local.Error)
+    assert rank.channel is not None and not rank.channel.recv(10), "the channel has ended"
+    rank.close_channel()
+    rank.abort(site.version + 1, slot)
+    site.version += 1
+
+
+@pytest.mark.parametrize("noise", [b"{}", b"\xff", b'{"op":"hello"}', b'{"op":"chunk","length":-1}', b"x" * 5000])
+def test_noise_on_a_channel(site: Site, noise: bytes) -> None:
+    rank = site.ranks[0]
+    assert rank.open() == local.Ok() and rank.channel is not None
+    rank.channel.send(noise)
+    assert isinstance(local.reply_decoder.decode(rank.channel.recv(65536)), local.Error)
+    rank.close_channel()
+
+
+def test_a_digest_too_early(site: Site) -> None:
+    rank = site.ranks[0]
+    slot = rank.begin(site.version + 1)
+    assert rank.say(local.PushOffer(site.version + 1, USED)) == local.Ok()
+    assert rank.say(local.PushChunk(100)) == local.Ok()
+    assert isinstance(rank.say(local.PushDone("0" * 32)), local.Error)
+    rank.close_channel()
+    rank.abort(site.version + 1, slot)
+    site.version += 1

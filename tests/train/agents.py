@@ -1,0 +1,165 @@
+"""Real agents of one job on the loopback interface, each in a process of its own: no Slurm, and credentials that
+anybody can open. Stands where `FakeJob` does, and its nodes where `Node` do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gemini_hpc.train.client import AgentLost, ask_once
+from gemini_hpc.wire import local, picture, version
+from gemini_hpc.wire.handshake import Client
+from gemini_hpc.wire.link import BlockingLink
+from gemini_hpc.wire.munge import my_uid
+
+JOB, CLUSTER = 81, "cluster"
+_SERVE = """
+import os, sys
+from gemini_hpc.agent.agent import serve
+from gemini_hpc.config import Settings
+from gemini_hpc.wire import munge
+munge.encode = lambda payload, *, for_uid: payload
+munge.decode = lambda credential: (credential, os.geteuid())
+directory, base, node, again, speaks = sys.argv[1:]
+if speaks == "1":  # as it was before there were pushes
+    from typing import Union, get_args
+    import msgspec
+    from gemini_hpc.wire import local, protocol, version
+    from gemini_hpc.wire.bounds import Strict
+    version.CURRENT = 1
+    known = tuple(kind for kind in get_args(local.Request) if kind is not local.OpenPush)
+    local.request_decoder = Strict(msgspec.json.Decoder(Union[known]))
+    known = tuple(kind for kind in get_args(protocol.AnyMessage) if kind not in protocol.SINCE)
+    protocol.decoder = Strict(msgspec.msgpack.Decoder(Union[known]))
+settings = Settings(interface="lo", peer_address="127.0.0.1", agent_port_base=int(base), agent_port_count=16,
+                    memory_floor_bytes=0, attach_timeout_s=15.0, heartbeat_s=0.1)
+sys.exit(serve(settings, job=81, uid=os.geteuid(), node=node, directory=directory, again=again == "again"))
+"""
+
+
+@dataclass
+class RealNode:
+    """One agent."""
+
+    name: str
+    directory: Path
+    base: int
+    protocol: int = version.CURRENT
+    process: subprocess.Popen[bytes] | None = None
+    path: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.directory.mkdir()
+        self.path = str(self.directory / "agent.sock")
+        self.start()
+
+    def start(self, *, again: bool = False) -> None:
+        argv = [sys.executable, "-c", _SERVE, str(self.directory), str(self.base), self.name]
+        with (self.directory / "log").open("a") as log:
+            argv += ["again" if again else "new", str(self.protocol)]
+            self.process = subprocess.Popen(argv, stdout=log, stderr=log)
+        self.ask(local.VerdictRequest())
+
+    def die(self) -> None:
+        """As the kernel does to an agent that takes too much."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(10)
+            self.process = None
+
+    def stop(self, seconds: float) -> None:
+        """Hold the agent still for a while."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        threading.Timer(seconds, self.process.send_signal, (signal.SIGCONT,)).start()
+
+    def ask(self, message: local.Message, timeout_s: float = 30.0) -> local.Reply:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return ask_once(self.path, message, timeout_s)
+            except AgentLost:
+                assert time.monotonic() < deadline, self.log()
+                time.sleep(0.02)
+
+    def log(self) -> str:
+        return (self.directory / "log").read_text()
+
+    @property
+    def port(self) -> int:
+        text = (self.directory / "map").read_text()
+        return int(next(line for line in text.splitlines() if line.startswith("agent_port=")).split("=")[1])
+
+
+class RealJob:
+    """Agents of a job of `nodes` nodes with m replicas; `nodes` are those of the present incarnation, in the order of
+    their node ranks. old: names of nodes whose agents speak protocol 1 and no more."""
+
+    def __init__(self, directory: Path, nodes: int, m: int, old: Collection[str] = ()) -> None:
+        directory.mkdir()
+        self.m, self.restart, self._old = m, 0, old
+        self._directory = directory
+        self._base = 21000 + os.getpid() % 600 * 16
+        self.all: dict[str, RealNode] = {}
+        self.nodes: list[RealNode] = []
+        self.attach([f"n{k}" for k in range(1, nodes + 1)])
+
+    def attach(self, names: list[str]) -> None:
+        """All prologs of an incarnation."""
+        for name in names:
+            if name not in self.all:
+                protocol = 1 if name in self._old else version.CURRENT
+                self.all[name] = RealNode(name, self._directory / name, self._base, protocol)
+        replies: dict[str, local.Reply] = {}
+
+        def prolog(name: str) -> None:
+            replies[name] = self.all[name].ask(local.Attach(JOB, self.restart, ",".join(names), name, self.m))
+
+        threads = [threading.Thread(target=prolog, args=(name,)) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(40)
+        assert replies == dict.fromkeys(names, local.Ready("mapped")), (replies, *(self.all[n].log() for n in names))
+        ranks = {name: self.inspect(self.all[name]).noderanks[name] for name in names}
+        self.nodes = [self.all[name] for name in sorted(names, key=lambda n: ranks[n])]
+
+    def requeue(self, names: list[str]) -> None:
+        """The next incarnation, on these nodes; agents of nodes that it has left go."""
+        for node in self.nodes:
+            if node.process is not None:
+                node.ask(local.Epilog(JOB, self.restart))
+        for name in set(self.all) - set(names):
+            self.all[name].die()
+        self.restart += 1
+        self.attach(names)
+
+    def inspect(self, node: RealNode) -> picture.InspectPart:
+        link = self.call(node, "query", restart=self.restart)
+        try:
+            link.send(picture.InspectAsk())
+            return link.receive(picture.InspectPart)
+        finally:
+            link.close()
+
+    def call(self, node: RealNode, purpose: str, **changes: int | str) -> BlockingLink:
+        """A connection to the agent's TCP port. Credentials are open in this process too: see `open_munge`."""
+        greeting = {"job": JOB, "restart": self.restart, "source": "n9", "target": node.name, "cluster": CLUSTER}
+        client = Client(purpose=purpose, instance="i", server_uid=my_uid(), **(greeting | changes))  # type: ignore[arg-type]
+        return BlockingLink.connect("127.0.0.1", node.port, client)
+
+    def held(self, node: RealNode, rank: int) -> set[tuple[int, int]]:
+        """Stamps of the complete copies of a shard."""
+        slots = self.inspect(node).held
+        return {s.stamp for s in slots if s.rank == rank and s.state == "complete" and s.stamp is not None}
+
+    def close(self) -> None:
+        for node in self.all.values():
+            node.die()

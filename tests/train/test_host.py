@@ -1,0 +1,172 @@
+"""The host transport: real agents on the loopback interface bring the copies, whatever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waiting import until
+
+from gemini_hpc.wire import munge
+
+from .agents import RealJob, RealNode
+from .launch import Run, train
+
+STEPS = 40
+HOST = {"transport": "host", "seal_timeout_s": 3.0}
+MakeJob = Callable[..., RealJob]
+Start = Callable[..., Run]
+
+
+@pytest.fixture(autouse=True)
+def open_munge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(munge, "encode", lambda payload, *, for_uid: payload)
+    monkeypatch.setattr(munge, "decode", lambda credential: (credential, os.geteuid()))
+
+
+@pytest.fixture
+def make_job(tmp_path: Path) -> Iterator[MakeJob]:
+    jobs: list[RealJob] = []
+
+    def make(nodes: int, m: int, old: Collection[str] = ()) -> RealJob:
+        jobs.append(RealJob(tmp_path / f"job{len(jobs)}", nodes, m, old))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.close()
+    for node in (node for job in jobs for node in job.all.values()):
+        log = node.log()
+        assert "Traceback" not in log and "event=error" not in log and "exception" not in log, log
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[str]:
+    """Digests of the final state of a training without us."""
+    return [r["digest"] for r in train(None, 2, kind="ddp", steps=STEPS)]
+
+
+@pytest.fixture
+def run(make_job: MakeJob) -> Iterator[Start]:
+    runs: list[Run] = []
+
+    def start(job: RealJob, **options: Any) -> Run:
+        defaults = {"kind": "ddp", "steps": STEPS, "kwargs": HOST}
+        runs.append(Run(job, 2, {**defaults, **options}))  # type: ignore[arg-type]
+        return runs[-1]
+
+    yield start
+    for process in (p for r in runs for p in r.processes):
+        process.signal(signal.SIGKILL)
+        process.wait(10)
+
+
+def sealed(job: RealJob, node: RealNode) -> int:
+    sets = job.inspect(node).sets
+    return sets[0].sealed[1] if sets and sets[0].sealed is not None else 0
+
+
+def travels_over(job: RealJob, node: RealNode) -> set[str]:
+    """As `inspect` tells it."""
+    return {state.transport for s in job.inspect(node).sets for _, state in s.traffic}
+
+
+def test_bitwise_equal_and_on_both_nodes(make_job: MakeJob, run: Start, undisturbed: list[str]) -> None:
+    job = make_job(2, 2)
+    results = run(job).wait()
+    assert [r["digest"] for r in results] == undisturbed
+    for r in results:
+        report = r["report"]
+        assert report["state"] == "protected" and not report["unsaved"], report
+        assert report["sealed"][1] >= STEPS - 1 and report["received"][str(1 - r["rank"])] >= STEPS - 1, report
+    assert all(travels_over(job, node) == {"host"} for node in job.nodes)
+    for rank in (0, 1):
+        held = [job.held(node, rank) for node in job.nodes]
+        assert (1, STEPS) in held[0] & held[1], held
+
+
+def test_a_node_is_lost(make_job: MakeJob, run: Start, undisturbed: list[str]) -> None:
+    """What the replacement gets of its dead predecessor's shard is what had been pushed to the survivor."""
+    job = make_job(2, 2)
+    run(job, die_at=25).wait(codes=(1,))
+    job.all["n2"].die()
+    job.requeue(["n1", "n3"])
+    assert [node.name for node in job.nodes] == ["n1", "n3"]
+    results = run(job).wait()
+    assert {r["start"] for r in results} in ({24}, {25}), "one step repeated at most"
+    assert [r["digest"] for r in results] == undisturbed
+    assert all(r["report"]["state"] == "protected" for r in results)
+
+
+@pytest.mark.parametrize("grow_at", [0, 8])
+def test_agents_die_and_get_back_what_others_had_pushed_to_them(
+    make_job: MakeJob, run: Start, undisturbed: list[str], grow_at: int
+) -> None:
+    """The training stands still meanwhile: no copy comes anew."""
+    job = make_job(2, 2)
+    training = run(job, pause_at=20, pause_s=8.0, grow_at=grow_at, kwargs={**HOST, "scheme": "background"})
+    until(lambda: sealed(job, job.nodes[0]) == 20, what="version 20 is sealed")
+    before = [job.held(node, rank) for node in job.nodes for rank in (0, 1)]
+    assert all((1, 20) in stamps and len(stamps) == 2 for stamps in before), before
+    for node in job.nodes:
+        node.die()
+        node.start(again=True)
+    until(lambda: [job.held(node, rank) for node in job.nodes for rank in (0, 1)] == before, what="all is back")
+    results = training.wait()
+    assert [r["digest"] for r in results] == undisturbed
+    for r in results:
+        assert r["report"]["sealed"][1] >= STEPS - 1 and r["report"]["state"] == "protected", r["report"]
+    assert "damaged" not in job.nodes[0].log() + job.nodes[1].log()
+
+
+def test_a_holder_dies_in_mid_training(make_job: MakeJob, run: Start, undisturbed: list[str]) -> None:
+    """Training goes on, the link heals, versions are sealed again."""
+    job = make_job(2, 2)
+    training = run(job, sleep_s=0.1)
+    until(lambda: sealed(job, job.nodes[0]) >= 8, what="the first seals")
+    job.nodes[1].die()
+    job.nodes[1].start(again=True)
+    results = training.wait()
+    assert [r["digest"] for r in results] == undisturbed
+    assert all(r["report"]["sealed"][1] >= STEPS - 1 for r in results), [r["report"] for r in results]
+    assert "protection is degraded" in training.stderr[0] and "protected again" in training.stderr[0]
+
+
+def test_a_holder_hangs_and_nobody_waits_for_it(make_job: MakeJob, run: Start, undisturbed: list[str]) -> None:
+    job = make_job(2, 2)
+    training = run(job, sleep_s=0.1)
+    until(lambda: sealed(job, job.nodes[0]) >= 8, what="the first seals")
+    job.nodes[1].stop(2.0)
+    results = training.wait()
+    assert [r["digest"] for r in results] == undisturbed
+    times = results[0]["report"]["times"]
+    assert times["hook_s"] < 6.0, times
+    assert all(r["report"]["sealed"][1] >= STEPS - 1 for r in results), [r["report"] for r in results]
+
+
+@pytest.mark.parametrize("old", [("n2",), ("n1", "n2")], ids=["one", "all"])
+def test_agents_that_know_no_pushes_mean_gloo_on_all_ranks(
+    make_job: MakeJob, run: Start, undisturbed: list[str], old: tuple[str, ...]
+) -> None:
+    job = make_job(2, 2, old)
+    training = run(job)
+    results = training.wait()
+    assert [r["digest"] for r in results] == undisturbed
+    for r in results:
+        report = r["report"]
+        assert report["state"] == "protected" and not report["unsaved"], report
+        assert report["traffic"]["transport"] == "gloo" and len(report["findings"]) == 1, report
+    assert all(travels_over(job, node) == {"gloo"} for node in job.nodes)
+    named = ", ".join(str(int(name[1:]) - 1) for name in old)
+    sentence = (
+        'gemini-hpc: transport="host" cannot be used, the copies travel over gloo: it needs agents that speak '
+        f"protocol 2, and on node rank {named} they are older"
+    )
+    assert [err.count(sentence) for err in training.stderr] == [1, 0], training.stderr
+    for rank in (0, 1):
+        held = [job.held(node, rank) for node in job.nodes]
+        assert (1, STEPS) in held[0] & held[1], held

@@ -1,0 +1,117 @@
+"""When a chunk may go, by a training that is played back on a clock of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from gemini_hpc.train.pacer import Pacer
+from gemini_hpc.train.timetable import Timetable, Window
+
+B, ALPHA, SIZE = 1e5, 0.001, 100  # a chunk takes 2 ms
+FIRST, SECOND = Window(0, 2, False, 0.0, 0.010, 0.05), Window(0, 3, False, 0.0, 0.010, 0.10)
+
+
+class Played:
+    """Collective k is on the network from `ops[k][0]` to `ops[k][1]`. Each question takes `asking_s`."""
+
+    def __init__(self, ops: list[tuple[float, float]], asking_s: float = 0.0) -> None:
+        self.now, self._ops, self._asking_s = 0.0, ops, asking_s
+        self.waits: list[tuple[int, float]] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> bool:
+        self.now += seconds
+        return False
+
+    def _ask(self) -> float:
+        now, self.now = self.now, self.now + self._asking_s
+        return now
+
+    @property
+    def launched(self) -> int:
+        now = self._ask()
+        return sum(start <= now for start, _ in self._ops)
+
+    def in_flight(self) -> int:
+        now = self._ask()
+        return sum(start <= now < end for start, end in self._ops)
+
+    def quiet_since(self) -> float:
+        return max((end for _, end in self._ops if end <= self.now), default=0.0)
+
+    def wait_span(self, after: int, timeout_s: float, expected_s: float = 0.0) -> bool:
+        self.waits.append((after, expected_s))
+        until = self.now + timeout_s
+        while self.launched < after or self.in_flight():
+            self.now += 0.001
+            if self.now > until:
+                return False
+        return True
+
+
+Make = Callable[..., Pacer]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Make:
+    def pacer(played: Played, *chunks: tuple[int, int]) -> Pacer:
+        made = Pacer(SIZE, 4, clock=played.clock)
+        monkeypatch.setattr(made._hurry, "wait", played.wait)
+        made.traffic = played
+        made.timetable = Timetable((FIRST, SECOND), (chunks,), 1, 10.0, B, ALPHA)
+        made.iteration(7)
+        made.begin(7)
+        return made
+
+    return pacer
+
+
+def test_a_chunk_waits_for_its_span_and_says_when_that_is_due(make: Make) -> None:
+    played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
+    make(played, (0, SIZE)).turn(0, 0, SIZE, lambda: 0)
+    assert 0.05 <= played.now < 0.055
+    assert set(played.waits) == {(2, FIRST.begins_s)}
+
+
+def test_what_does_not_fit_any_more_goes_in_the_next_span(make: Make) -> None:
+    played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
+    played.now = 0.0585  # 1.5 ms of the first span are left
+    pacer = make(played, (0, SIZE))
+    pacer.turn(0, 0, SIZE, lambda: 0)
+    assert 0.10 <= played.now < 0.105
+    assert pacer.spilled_bytes == 0
+
+
+def test_what_is_not_yet_acknowledged_counts(make: Make) -> None:
+    played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
+    played.now = 0.051
+    make(played, (0, SIZE)).turn(0, 0, SIZE, lambda: 10 * SIZE)
+    assert played.now >= 0.07, "10 chunks on their way leave no room in 9 ms"
+
+
+@pytest.mark.parametrize("at", [0.0511, 0.0515, 0.0521, 0.0525])
+def test_a_collective_that_begins_between_two_questions_is_seen(make: Make, at: float) -> None:
+    """Each question takes 1 ms, in which the next collective is launched: the span behind it has not begun."""
+    played = Played([(0.0, 0.01), (0.02, 0.05), (0.053, 0.10)], asking_s=0.001)
+    played.now = at
+    make(played, (1, SIZE)).turn(0, 0, SIZE, lambda: 0)
+    assert played.now >= 0.10
+
+
+def test_what_is_due_goes_at_once_and_is_counted(make: Make) -> None:
+    played = Played([(0.0, 1.0)])
+    pacer = make(played, (0, SIZE))
+    pacer.hurry()
+    pacer.turn(0, 0, SIZE, lambda: 0)
+    assert (played.now, pacer.spilled_bytes) == (0.0, SIZE)
+
+
+def test_a_training_that_pauses_does_not_hold_it_back_for_ever(make: Make) -> None:
+    played = Played([(0.0, 0.01)])
+    pacer = make(played, (0, SIZE))
+    pacer.turn(0, 0, SIZE, lambda: 0)
+    assert 10.0 <= played.now < 10.1, "after the usual time of an iteration and one more"

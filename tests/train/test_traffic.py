@@ -1,0 +1,167 @@
+"""The checkpointer's traffic in the idle spans of the training's own: profile, plan, frequency, what it changes."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waiting import until
+
+from gemini_hpc.wire import local
+
+from .fake_agent import FakeJob
+from .launch import Run, train
+
+MakeJob = Callable[[int, int], FakeJob]
+
+# Two ranks, four blocks of 10 ms forward and 20 ms backward; a shard of 1.8 MB, so 20 MB/s leave room and 4 do not.
+TRAINING = {"kind": "fsdp2", "width": 256, "compute_s": 0.01, "steps": 60, "kwargs": {"chunk_bytes": 1 << 17}}
+ROOM, NO_ROOM = 4e7, 6e6
+
+
+def traffic(result: dict[str, Any]) -> dict[str, Any]:
+    return dict(result["report"]["traffic"])
+
+
+def longest_run(job: FakeJob, j: int) -> int:
+    """How many sealed versions in a row are j apart."""
+    best = run = 0
+    for a, b in pairwise(sorted({s.version for s in job.seals})):
+        run = run + 1 if b - a == j else 0
+        best = max(best, run)
+    return best
+
+
+def test_chunks_go_in_idle_spans_and_change_nothing(make_job: MakeJob) -> None:
+    alone = train(None, 2, **TRAINING)
+    job = make_job(2, 2)
+    kwargs = {**TRAINING["kwargs"], "every": 1}
+    results = train(job, 2, rate=ROOM, **{**TRAINING, "kwargs": kwargs})
+    assert [r["losses"] for r in results] == [r["losses"] for r in alone]
+    assert [r["digest"] for r in results] == [r["digest"] for r in alone]
+    for result in results:
+        seen = traffic(result)
+        assert (seen["scheme"], seen["problem"]) == ("gemini", "") and seen["history"]
+        assert seen["collectives"] == 15 and seen["idle_s"] > 0.1
+        assert seen["j"] == seen["s"] == 1
+        # of what was recorded under the plan, hardly anything was beside the training's collectives
+        assert seen["overlap"]["chunks"] >= 10
+        assert seen["overlap"]["beside_s"] < 0.2 * seen["overlap"]["chunks_s"]
+    assert [s.version for s in job.seals][-1] == 60
+
+
+def test_every_version_is_sealed_while_it_is_profiled(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    results = train(job, 2, rate=ROOM, **{**TRAINING, "steps": 20})
+    sealed = {s.version for s in job.seals}
+    assert sealed >= set(range(min(sealed), 21)) and min(sealed) <= 8
+    assert traffic(results[0])["stage"] == "profile"
+
+
+def test_too_little_idle_time_lowers_the_frequency(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    results = train(job, 2, rate=NO_ROOM, **{**TRAINING, "steps": 80})
+    seen = [traffic(r) for r in results]
+    assert all(s["problem"] == "" for s in seen)
+    assert seen[0]["history"] == seen[1]["history"]
+    _, j, s = seen[0]["history"][0]
+    assert j > 1 and 1 <= s <= j
+    assert longest_run(job, j) >= 3
+    assert not any("degraded" in finding for r in results for finding in r["report"]["findings"])
+
+
+def test_the_frequency_can_be_forced(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    kwargs = {**TRAINING["kwargs"], "every": 3}
+    results = train(job, 2, rate=ROOM, **{**TRAINING, "kwargs": kwargs})
+    assert all({tuple(h[1:]) for h in traffic(r)["history"]} == {(3, 1)} for r in results)
+    assert longest_run(job, 3) >= 5
+
+
+def test_a_link_that_becomes_slower_is_noticed(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    results = train(job, 2, rate=ROOM, rates={45: NO_ROOM}, **{**TRAINING, "steps": 110})
+    seen = traffic(results[0])
+    assert seen["history"][0][1] == 1 and max(j for _, j, _ in seen["history"]) > 1
+    assert seen["B"] < 1.5 * NO_ROOM
+
+
+def test_another_pattern_is_profiled_again(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    run = Run(job, 2, {**TRAINING, "rate": ROOM, "steps": 150, "more_from": 50})
+    results = run.wait()
+    seen = traffic(results[0])
+    assert "profiling the training's traffic again" in run.stderr[0] + run.stderr[1]
+    assert seen["collectives"] == 16 and len(seen["history"]) >= 2
+
+
+def test_an_evaluation_now_and_then_is_not_another_pattern(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    run = Run(job, 2, {**TRAINING, "rate": ROOM, "evaluate_every": 7, "steps": 70})
+    results = run.wait()
+    assert "collectives" not in run.stderr[0] + run.stderr[1]  # no other reason for a new profile than noise
+    assert traffic(results[0])["history"] and traffic(results[0])["collectives"] == 15
+
+
+@pytest.mark.parametrize("scheme", ["blocking", "background", "naive", "no_pipeline"])
+def test_schemes_for_comparison(make_job: MakeJob, scheme: str) -> None:
+    job = make_job(2, 2)
+    kwargs = {**TRAINING["kwargs"], "scheme": scheme}
+    results = train(job, 2, rate=ROOM, **{**TRAINING, "steps": 40, "kwargs": kwargs})
+    seen = traffic(results[0])
+    assert seen["scheme"] == scheme and seen["problem"] == ""
+    assert [s.version for s in job.seals][-1] == 40
+    if scheme == "naive":  # one partition for each span
+        assert seen["stage"] == "steady" and seen["largest_chunk_bytes"] > 1 << 17
+
+
+def test_scheme_none_saves_nothing(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    train(job, 2, **{**TRAINING, "steps": 12, "kwargs": {"scheme": "none"}})
+    assert not job.seals
+
+
+def test_schemes_can_be_switched(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    schemes = {36: "none", 40: "gemini", 46: "blocking", 52: "gemini"}
+    results = train(job, 2, rate=ROOM, schemes=schemes, **{**TRAINING, "steps": 60})
+    versions = {s.version for s in job.seals}
+    assert not versions & {37, 38, 39} and versions >= {36, 41, 44, 47, 50, 53, 60}, sorted(versions)
+    assert traffic(results[0])["stage"] == "steady"
+
+
+@pytest.mark.parametrize("lost", [(), (1,)])
+def test_the_profile_outlives_the_incarnation(make_job: MakeJob, lost: tuple[int, ...]) -> None:
+    """Also where a node is replaced, which has no profile: here all ranks have the same pattern."""
+    job = make_job(2, 2)
+    Run(job, 2, {**TRAINING, "rate": ROOM, "die_at": 45}).wait(codes=(1,))
+    stamp = job.requeue(lost)
+    assert stamp is not None and stamp.version >= 44
+    results = train(job, 2, rate=ROOM, **{**TRAINING, "steps": 60})
+    for result in results:
+        seen = traffic(result)
+        assert seen["history"] and seen["history"][0][0] <= stamp.version + 12  # not after 20 more iterations
+        assert (seen["collectives"], seen["problem"]) == (15, "")
+    told = {m.rank: m.state for m in job.told if isinstance(m, local.Traffic)}
+    assert {state.stage for state in told.values()} <= {"agree", "steady"} and set(told) == {0, 1}
+
+
+def test_a_stopped_peer_is_not_waited_for(make_job: MakeJob, tmp_path: Path) -> None:
+    """Our own waits are bounded by 1.5 s; the training's collectives wait for as long as they do without us."""
+    job = make_job(2, 2)
+    log = tmp_path / "log"
+    run = Run(job, 2, {**TRAINING, "rate": NO_ROOM, "steps": 45, "log": str(log), "kwargs": {"every": 1}})
+    path = tmp_path / "log.0"
+    until(lambda: path.exists() and len(path.read_text().splitlines()) >= 32, every_s=0.01, what="32 steps")
+    run.processes[1].signal(signal.SIGSTOP)
+    time.sleep(5.0)
+    run.processes[1].signal(signal.SIGCONT)
+    results = run.wait()
+    times = results[0]["report"]["times"]
+    assert times["worst_hook_s"] < 2.0, times  # 1.5 s and what a busy machine adds
+    assert [s.version for s in job.seals][-1] == 45
