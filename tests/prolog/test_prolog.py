@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -290,8 +291,9 @@ def test_agent_of_another_user_is_not_believed(node: Node) -> None:
         ("silent", "did not answer in time"),
         ("garbage", "not JSON"),
         ("oversized", "longer than"),
-        ("refuse", "two?lines?[31m"),
-        ("hangup", "did not open its socket in time"),
+        ("refuse", r"two\?lines\?\[31m"),
+        # heard and not heard in turns: what is said depends on where the deadline finds it
+        ("hangup", "did not open its socket in time|did not answer in time"),
         ("never", "did not open its socket in time"),
         ("exit", "ended at once"),
     ],
@@ -300,7 +302,7 @@ def test_agent_that_does_not_do_its_part(node: Node, mode: str, words: str) -> N
     node.site("attach_timeout_s = 1.5")
     node.mode(mode)
     began = time.monotonic()
-    assert words in one_line(node.prolog())
+    assert re.search(words, one_line(node.prolog()))
     assert time.monotonic() - began < 4
 
 

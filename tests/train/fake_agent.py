@@ -114,6 +114,7 @@ class Node:
 
     def _serve(self, sock: socket.socket, server: socket.socket) -> None:
         fds: list[int] = []
+        owed = False  # a copy's verification
         try:
             while True:
                 data, fds, _, _ = socket.recv_fds(sock, local.MAX_PACKET_BYTES, 4)
@@ -128,6 +129,8 @@ class Node:
                     if self.server is not server:  # it died over it
                         return
                     reply, out = self._answer(request, fds)
+                    owed = isinstance(request, local.Landed)
+                    self.job.unverified += owed
                     for fd in fds:  # nobody took it
                         os.close(fd)
                     fds = []
@@ -139,9 +142,12 @@ class Node:
                 if isinstance(request, local.Landed):
                     with self.job.lock:
                         self._verify(request)
+                        self.job.unverified -= 1
+                        owed = False
         except OSError:
             pass
         finally:
+            self.job.unverified -= owed
             for fd in fds:
                 os.close(fd)
             sock.close()
@@ -290,6 +296,7 @@ class FakeJob:
         self.told: list[local.Traffic | local.Timeline | local.Keep] = []
         self.listens = True  # False: agents of a version that knows nothing of `told`
         self.landed: list[tuple[int, int, int]] = []
+        self.unverified = 0  # copies that were said to be there, and are looked at now
         self.corrupt: list[local.Landed] = []
         self.finished: set[int] = set()
         self.leaked: list[int] = []

@@ -70,6 +70,14 @@ def sealed(job: RealJob, node: RealNode) -> int:
     return sets[0].sealed[1] if sets and sets[0].sealed is not None else 0
 
 
+def both_hold(job: RealJob, version: int) -> None:
+    """Both shards of it, once the agents have verified the last copies."""
+    until(
+        lambda: all((1, version) in job.held(node, rank) for node in job.nodes for rank in (0, 1)),
+        what=f"version {version} on both nodes",
+    )
+
+
 def travels_over(job: RealJob, node: RealNode) -> set[str]:
     """As `inspect` tells it."""
     return {state.transport for s in job.inspect(node).sets for _, state in s.traffic}
@@ -84,9 +92,7 @@ def test_bitwise_equal_and_on_both_nodes(make_job: MakeJob, run: Start, undistur
         assert report["state"] == "protected" and not report["unsaved"], report
         assert report["sealed"][1] >= STEPS - 1 and report["received"][str(1 - r["rank"])] >= STEPS - 1, report
     assert all(travels_over(job, node) == {"host"} for node in job.nodes)
-    for rank in (0, 1):
-        held = [job.held(node, rank) for node in job.nodes]
-        assert (1, STEPS) in held[0] & held[1], held
+    both_hold(job, STEPS)
 
 
 def test_a_node_is_lost(make_job: MakeJob, run: Start, undisturbed: list[str]) -> None:
@@ -148,6 +154,20 @@ def test_a_holder_hangs_and_nobody_waits_for_it(make_job: MakeJob, run: Start, u
     assert all(r["report"]["sealed"][1] >= STEPS - 1 for r in results), [r["report"] for r in results]
 
 
+def test_a_version_that_changes_while_it_is_pushed_is_taken_back(
+    make_job: MakeJob, run: Start, undisturbed: list[str]
+) -> None:
+    job = make_job(2, 2)
+    training = run(job, kind="fsdp2", width=128, compute_s=0.004, steps=60, touch_at=55, leisurely=True)
+    results = training.wait()
+    for r in results:
+        report = r["report"]
+        assert report["traffic"]["history"] and report["versions"]["void"] == 1, report
+        assert report["sealed"][1] >= 59 and report["state"] == "protected", report
+    both_hold(job, 60)
+    assert "damaged" not in job.nodes[0].log() + job.nodes[1].log()
+
+
 @pytest.mark.parametrize("old", [("n2",), ("n1", "n2")], ids=["one", "all"])
 def test_agents_that_know_no_pushes_mean_gloo_on_all_ranks(
     make_job: MakeJob, run: Start, undisturbed: list[str], old: tuple[str, ...]
@@ -167,6 +187,4 @@ def test_agents_that_know_no_pushes_mean_gloo_on_all_ranks(
         f"protocol 2, and on node rank {named} they are older"
     )
     assert [err.count(sentence) for err in training.stderr] == [1, 0], training.stderr
-    for rank in (0, 1):
-        held = [job.held(node, rank) for node in job.nodes]
-        assert (1, STEPS) in held[0] & held[1], held
+    both_hold(job, STEPS)

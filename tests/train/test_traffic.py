@@ -55,6 +55,22 @@ def test_chunks_go_in_idle_spans_and_change_nothing(make_job: MakeJob) -> None:
     assert [s.version for s in job.seals][-1] == 60
 
 
+def test_a_version_that_changes_while_it_is_sent_is_taken_back(make_job: MakeJob) -> None:
+    """Its first chunks are at the other rank by the time when its last tensors are copied."""
+    job = make_job(2, 2)
+    kwargs = {**TRAINING["kwargs"], "every": 1}
+    alone = train(None, 2, **TRAINING)
+    results = train(job, 2, rate=ROOM, touch_at=50, **{**TRAINING, "kwargs": kwargs})
+    assert [r["digest"] for r in results] == [r["digest"] for r in alone]
+    for result in results:
+        assert result["report"]["versions"]["void"] == 1, result["report"]
+        (found,) = [f for f in result["report"]["findings"] if f.startswith("void")]
+        assert "blocks.0.weight" in found and "changed after step()" in found
+    versions = [s.version for s in job.seals]
+    assert 49 not in versions and versions[-1] == 60 and len([v for v in versions if v > 49]) >= 9, versions
+    assert not job.corrupt and all(rank == node for node, rank, version in job.landed if version == 49)
+
+
 def test_every_version_is_sealed_while_it_is_profiled(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     results = train(job, 2, rate=ROOM, **{**TRAINING, "steps": 20})

@@ -24,25 +24,30 @@ def make(
     kind: Kind, client: AgentClient, set_name: str, rank: int, homes: Sequence[int], protocols: Sequence[int]
 ) -> Chosen:
     """The transport of this kind, or of "auto" where this one cannot be had: the same on all ranks. Collective over
-    the default process group. "nccl" has the links of gloo, for what does not go from GPU to GPU. Of each training
-    rank, homes: its node rank; protocols: what its agent speaks."""
+    the default process group. "auto" is "host", and "gloo" where an agent is too old for that. "nccl" has the links
+    of gloo, for what does not go from GPU to GPU. Of each training rank, homes: its node rank; protocols: what its
+    agent speaks."""
     problem = ""
-    if kind == "host":
-        problem = _strangers_to_pushes(homes, protocols)
-        if not problem:
-            from gemini_hpc.train.transport.host import HostTransport
-
-            return Chosen(HostTransport(client, set_name, rank, homes))
-    elif kind == "mpi":
+    if kind == "mpi":
         from gemini_hpc.train.transport.mpi import MpiTransport
 
         try:
             return Chosen(MpiTransport())
         except ValueError as error:
             problem = str(error)
-    from gemini_hpc.train.transport.gloo import GlooTransport
+    chosen: Transport | None = None
+    if kind not in ("gloo", "nccl"):
+        too_old = _strangers_to_pushes(homes, protocols)
+        if not too_old:
+            from gemini_hpc.train.transport.host import HostTransport
 
-    chosen = GlooTransport()
+            chosen = HostTransport(client, set_name, rank, homes)
+        elif kind == "host":
+            problem = too_old
+    if chosen is None:
+        from gemini_hpc.train.transport.gloo import GlooTransport
+
+        chosen = GlooTransport()
     instead = f'transport="{kind}" cannot be used, the copies travel over {chosen.name}: {problem}'
     return Chosen(chosen, instead if problem else "")
 
