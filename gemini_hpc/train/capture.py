@@ -8,15 +8,12 @@ copy was made voids the version, and is copied at `step()` from then on (it beco
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from operator import is_not
 
 import torch
 import xxhash
 
-from gemini_hpc.train.copying import Copying, Part
 from gemini_hpc.train.directory import Manifest
 from gemini_hpc.train.ownership import Block, Entry
 from gemini_hpc.train.tree import Leaf, local
@@ -47,8 +44,7 @@ class _Source:
 
 @dataclass
 class Job:
-    """One version on its way into a slot. `left` is set when the training may change its tensors again, `begun` when
-    their copy may be made, or never will be."""
+    """One version on its way into a slot. `left` is set when the training may change its tensors again."""
 
     version: int
     small: bytes
@@ -57,14 +53,12 @@ class Job:
     digests: list[str] | None
     ready: torch.cuda.Event | None = None  # the device has come to step(); nothing of this is tested without a GPU
     device: torch.device | None = None
-    begun: threading.Event = field(default_factory=threading.Event)
     left: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     saved: bool = True
     bereaved: bool = False  # not saved because another rank or agent is gone
     lock: threading.Lock = field(default_factory=threading.Lock)
     started: bool = False
-    copying: Copying | None = None  # None: the device copies, or nobody yet
     cancelled: bool = False
     hurried: bool = False  # the training waits for this version
     streamed: bool = False  # the device brings its tensors to the other holders: they need not be sent
@@ -74,14 +68,11 @@ class Job:
         """No use to wait for it. Where another is gone that may be dead, the wait is for Slurm to end the job."""
         return not self.saved and not self.bereaved
 
-    def start(self, copying: Copying | None = None) -> bool:
+    def start(self) -> bool:
         """From the copying thread: True if the copy may begin."""
         with self.lock:
             self.started = not self.cancelled
-            if self.started:
-                self.copying = copying
-        self.begun.set()
-        return self.started
+            return self.started
 
     def cancel(self) -> bool:
         """From the training: True if the copy had not begun, and never will."""
@@ -93,45 +84,7 @@ class Job:
         """This version will not be complete. bereaved: because another rank or agent is gone, which may be dead."""
         self.bereaved = bereaved
         self.saved = False
-        self.let_go()
-
-    def let_go(self) -> None:
-        """The training need not wait for the copy of its tensors."""
-        self.begun.set()
         self.left.set()
-
-
-@dataclass
-class _OnHost:
-    """See Part."""
-
-    end: int
-    into: list[torch.Tensor]
-    views: list[torch.Tensor]
-
-    def copy(self) -> None:
-        with torch.no_grad():
-            if len(self.into) == 1:
-                self.into[0].copy_(self.views[0])
-            else:
-                torch._foreach_copy_(self.into, self.views)
-
-
-@dataclass
-class _OnDevice:
-    """All tensors, on a stream of their own."""
-
-    capture: Capture
-    job: Job
-    index: int
-    area: torch.Tensor
-
-    @property
-    def end(self) -> int:
-        return self.area.numel()
-
-    def copy(self) -> None:
-        self.capture.copy(self.job, self.index, self.area)
 
 
 def _bytes_of(view: torch.Tensor) -> memoryview:
@@ -158,7 +111,6 @@ class Capture:
         self._sources: list[_Source] = []
         self._by_key: dict[str, _Source] = {}
         self._targets: dict[int, tuple[int, list[torch.Tensor]]] = {}
-        self._cut: dict[int, tuple[int, list[torch.Tensor], list[_OnHost]]] = {}
         self.eager_since: dict[str, str] = {}
         self.lock = threading.Lock()
         for number, block in enumerate(blocks):
@@ -251,53 +203,27 @@ class Capture:
         self._targets[index] = (area.data_ptr(), views)
         return views
 
-    def copying(self, job: Job, index: int, area: torch.Tensor) -> Copying:
-        """The copy of everything that the job noted into the tensor area of slot `index`."""
-        on_device = job.ready is not None
-        parts: Sequence[Part] = [_OnDevice(self, job, index, area)] if on_device else self._parts(job, index, area)
-        return Copying(parts, partial(self.changed, job, index, area), job.left)
-
-    def _parts(self, job: Job, index: int, area: torch.Tensor) -> list[_OnHost]:
-        """In host memory; kept by slot index, as long as the tensors are the same."""
-        views = self.pieces(job)
-        kept = self._cut.get(index)
-        same = kept is not None and kept[0] == area.data_ptr() and len(kept[1]) == len(views)
-        if kept is None or not same or any(map(is_not, kept[1], views)):
-            kept = self._cut[index] = area.data_ptr(), views, list(self._cut_up(views, self._target(index, area)))
-        return kept[2]
-
-    def _cut_up(self, views: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Iterator[_OnHost]:
-        """Small tensors together, and large ones in several parts."""
-        part = _OnHost(0, [], [])
-        for piece, view, target in zip(self.manifest.pieces, views, targets, strict=True):
-            size = target.numel() * target.element_size()
-            if size > _BATCH_BYTES and view.is_contiguous():
-                if part.end:
-                    yield part
-                flat, into, step = view.view(-1), target.view(-1), _BATCH_BYTES // target.element_size()
-                for at in range(0, flat.numel(), step):
-                    end = min(at + step, flat.numel())
-                    part = _OnHost(piece.at + end * target.element_size(), [into[at:end]], [flat[at:end]])
-                    if end < flat.numel():
-                        yield part
-            else:
-                part.end = piece.at + size
-                part.into.append(target)
-                part.views.append(view)
-            if sum(t.numel() * t.element_size() for t in part.into) >= _BATCH_BYTES // 2:
-                yield part
-                part = _OnHost(0, [], [])
-        if part.end:
-            yield part
-
     def copy(self, job: Job, index: int, area: torch.Tensor) -> None:
-        """Copy everything that the job noted on its device into the tensor area of slot `index`."""
+        """Copy everything that the job noted into the tensor area of slot `index`."""
+        targets = self._target(index, area)
+        small_from: list[torch.Tensor] = []
+        small_to: list[torch.Tensor] = []
         stream = torch.cuda.Stream(job.device) if job.ready is not None else None  # type: ignore[no-untyped-call]
         if stream is not None and job.ready is not None:
             stream.wait_event(job.ready)
         with torch.no_grad(), torch.cuda.stream(stream):
-            for view, target in zip(self.pieces(job), self._target(index, area), strict=True):
-                target.copy_(view)
+            number = 0
+            for views in job.views:
+                for view in views:
+                    target = targets[number]
+                    number += 1
+                    if target.numel() * target.element_size() < _BATCH_BYTES and not view.is_cuda:
+                        small_from.append(view)
+                        small_to.append(target)
+                    else:
+                        target.copy_(view)
+            if small_to:
+                torch._foreach_copy_(small_to, small_from)
         if stream is not None:
             stream.synchronize()
 

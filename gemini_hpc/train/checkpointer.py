@@ -223,8 +223,6 @@ class Checkpointer(Resuming):
             )
         if self._driver is not None:
             self._driver.settle()
-        if self._under_way and self._job is not None and self._job.copying is not None:
-            self._job.copying.finish()
         crowded = self._under_way and (self._gate.degraded or not self._job_left or self._late)
         if crowded or (self._crowded and self._gate.degraded and self._version % _TOGETHER):
             # ranks that skip must come to skip the same versions, or none is ever sealed again
@@ -310,15 +308,13 @@ class Checkpointer(Resuming):
             self._times.worst_hook_s = max(self._times.worst_hook_s, spent)
 
     def _wait_left(self, job: Job) -> None:
-        """Until this version no longer needs the training's tensors; a copy that has not begun in time never will."""
-        if not job.begun.wait(0.0 if self._gate.degraded else self._seal_timeout_s):
-            if self._gate.degraded:
-                job.begun.wait(0.25)  # a healthy replicator begins within that, also on a busy node
-            if not job.begun.is_set() and job.cancel():
-                return
-        if job.copying is not None:
-            job.copying.finish()  # here, unless another thread is at it
-        job.left.wait()  # a copy in memory is under way: it ends
+        """Until the copying thread has what it needs; a copy that has not begun in time never will."""
+        if job.left.wait(0.0 if self._gate.degraded and not job.started else self._seal_timeout_s):
+            return
+        if self._gate.degraded and not job.started:
+            job.left.wait(0.25)  # a healthy replicator begins within that, also on a busy node
+        if not job.left.is_set() and not job.cancel():
+            job.left.wait()  # a copy in memory is under way: it ends
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """Registered, or at work on registered parameters (a wrapper, an optimizer in backward)."""

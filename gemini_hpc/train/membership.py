@@ -301,7 +301,7 @@ class Membership:
         if self._client is not None and not self._client.lost:
             self._client.event("unprotected", self._version, reason)
         if self._job is not None:
-            self._job.let_go()
+            self._job.left.set()
 
     def _note(self, name: str, version: int, reason: str) -> None:
         """From the background threads: something happened to a version."""

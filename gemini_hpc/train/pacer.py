@@ -22,8 +22,7 @@ Scheme = Literal["none", "blocking", "naive", "background", "no_pipeline", "gemi
 SCHEMES: tuple[Scheme, ...] = ("none", "blocking", "naive", "background", "no_pipeline", "gemini")
 PROBE_BYTES = 4096  # the first chunk of a version without a timetable: it shows the link's startup time
 _LOOK_S, _SOON_S = 0.02, 0.001
-_JOURNAL, _COPIES = 4096, 512
-_FAST = 8  # times the rate of the link
+_JOURNAL, _COPIES = 4096, 64
 
 
 class Traffic(Protocol):
@@ -105,11 +104,6 @@ class Pacer:
         self._hurry.set()
 
     # ---- from the sending thread -----------------------------------------------------------------------
-
-    def leisurely(self, copy_rate: float) -> bool:
-        """Whether the version that has begun may be copied as it is sent: it is to travel in spans, and a copy (at
-        copy_rate bytes/s; 0: not known) is so fast that chunks come no later for it."""
-        return self._table is not None and copy_rate > _FAST * self._table.B and not self._hurry.is_set()
 
     def begin(self, version: int) -> None:
         """The chunks of this version come next."""

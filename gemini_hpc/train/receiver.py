@@ -100,7 +100,7 @@ class Receiver(Keeper):
         index = self._begin(head)
         self._inbox.answer(index is not None)
         if index is None:
-            return None
+            return
         assert self.shard is not None
         slot = self.shard.slots[index]
         slot.content = Content()
@@ -108,14 +108,9 @@ class Receiver(Keeper):
             self._inbox.receive(slot.bytes[: head.used_bytes])
             digest = self._inbox.digest()
         except Exception:  # also a copy's on the way into the slot
-            self._abort(head, index)
+            self._tell(local.Abort(set=self._me.set, rank=self.rank, version=head.version, slot=index))
             raise
-        if not digest:
-            return self._abort(head, index)
-        return self._landed(head, index, slot, digest)
-
-    def _abort(self, head: Head, index: int) -> None:
-        self._tell(local.Abort(set=self._me.set, rank=self.rank, version=head.version, slot=index))
+        self._landed(head, index, slot, digest)
 
     def _landed(self, head: Head, index: int, slot: Slot, digest: str) -> None:
         slot.content = Content(self._me.epoch, head.version, head.used_bytes, digest)

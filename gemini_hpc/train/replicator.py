@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import xxhash
 
@@ -16,7 +15,6 @@ from gemini_hpc.core.manifest import Layout, pack_header
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.train.capture import Capture, Job
 from gemini_hpc.train.client import AgentClient, AgentLost, AgentRefused
-from gemini_hpc.train.copying import Copying
 from gemini_hpc.train.outstanding import Outstanding
 from gemini_hpc.train.pacer import Pacer
 from gemini_hpc.train.seal import SealGate
@@ -104,7 +102,6 @@ class Replicator(Keeper):
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._current: Job | None = None
         self._last_saved = 0
-        self._copy_rate = 0.0  # bytes/s into the own slot; 0: not known
         self._refused: str | None = None  # why a holder does not take the version that is on its way
         self._bereaved = False  # it had begun to take it
         self._thread = threading.Thread(target=self._run, name="gemini-replicator", daemon=True)
@@ -144,7 +141,7 @@ class Replicator(Keeper):
                 self._broken(f"{type(error).__name__}: {error}")
                 return
             finally:
-                job.let_go()
+                job.left.set()
                 job.done.set()
         for rank, box in list(self._outboxes.items()):
             try:
@@ -170,33 +167,25 @@ class Replicator(Keeper):
             return self._skip(job, str(error))
         if slot is None:
             return None
-        layout = self._layout
-        area = slot.bytes[layout.tensor_offset : layout.tensor_offset + max(layout.tensor_bytes, 1)]
-        copying = self._capture.copying(job, slot_index, area)
-        if not job.start(copying):
+        if not job.start():
             self._abort(job, slot_index)
             return self._skip(job, "the training did not wait for the slot")
-        self._set_out(job)
-        if job.ready is not None or not self._pacer.leisurely(self._copy_rate):
-            copying.finish()
-            if copying.seconds > 0 and job.ready is None:
-                self._copy_rate = layout.tensor_bytes / copying.seconds
+        layout = self._layout
+        began = time.monotonic()
+        area = slot.bytes[layout.tensor_offset : layout.tensor_offset + max(layout.tensor_bytes, 1)]
+        stamp = Stamp(self._me.epoch, job.version)
+        self._capture.copy(job, slot_index, area)
+        self._pacer.copies.append((began, time.monotonic(), layout.tensor_bytes))
+        changed = self._capture.changed(job, slot_index, area)
+        job.left.set()
+        if changed:
+            return self._void(job, slot_index, changed)
         if not slot.has_manifest:
             slot.put(layout.manifest_offset, self._manifest)
             slot.has_manifest = True
         slot.put(layout.small_offset, job.small)
-        stamp = Stamp(self._me.epoch, job.version)
         slot.put(0, pack_header(layout, len(job.small), stamp, self._me.rank, self._me.world))
-        try:
-            return self._commit(job, slot_index, slot, copying)
-        finally:
-            self._pacer.copies += copying.spent
-
-    def _set_out(self, job: Job) -> None:
-        """From here on the pacer thinks of this version."""
-        self._pacer.begin(job.version)
-        if job.hurried or self._gate.degraded:  # nobody waits for it: the sooner it is there, the better
-            self._pacer.hurry()
+        return self._commit(job, slot_index, slot, began)
 
     def _void(self, job: Job, slot_index: int, changed: Sequence[str]) -> None:
         """These tensors changed too early."""
@@ -210,19 +199,16 @@ class Replicator(Keeper):
             "after step() by something other than the optimizer; copied at step() from now on",
         )
 
-    def _commit(self, job: Job, slot_index: int, slot: Slot, copying: Copying) -> None:
-        """Bring the version to the other holders and, at the latest on the way, into the own slot; and say so."""
+    def _commit(self, job: Job, slot_index: int, slot: Slot, began: float) -> None:
+        """The own slot is complete: bring it to the other holders, and say so."""
         used = self._layout.small_offset + len(job.small)
-        digest = ""
+        self._pacer.begin(job.version)
+        if job.hurried or self._gate.degraded:  # nobody waits for it: the sooner it is there, the better
+            self._pacer.hurry()
+        self.counters.copy_s += time.monotonic() - began
         began = time.monotonic()
-        if not (copying.changed or copying.error):
-            digest = self._spread(job.version, slot, used, copying)
-        self.counters.copy_s += copying.seconds
+        digest = self._spread(job.version, slot, used)
         self.counters.send_s += time.monotonic() - began
-        if copying.error is not None:
-            raise copying.error
-        if copying.changed:
-            return self._void(job, slot_index, copying.changed)
         if self._refused is not None:
             # The holder's pair may not have begun this version, and then cannot show that it will never have it: were
             # it complete here, nobody could ever abandon it, and no later one begin.
@@ -299,30 +285,27 @@ class Replicator(Keeper):
     def _digest(slot: Slot, used: int) -> str:
         return _Digest(slot, used).of_all()
 
-    def _spread(self, version: int, slot: Slot, used: int, copying: Copying) -> str:
+    def _spread(self, version: int, slot: Slot, used: int) -> str:
         """Digest of the slot's used bytes; on the way they go to every holder that accepts them, one holder after the
-        other (Algorithm 2, lines 21 to 23). "": they are not the version's, and nobody has them."""
-        pacer, accepting, first = self._pacer, self._offer(version, used), self._layout.tensor_offset
+        other (Algorithm 2, lines 21 to 23)."""
+        pacer, accepting = self._pacer, self._offer(version, used)
         digest = _Digest(slot, used)
         for replica, rank, box, sizes in accepting:
-            ends = list(accumulate(sizes))
+            at = 0
             try:
-                for k, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+                for k, size in enumerate(sizes):
                     self._outstanding.room(pacer.p)
                     pacer.turn(replica, k, size, self._outstanding.backlog)
-                    copying.up_to(end - first)
-                    self._outstanding.add(box.send(slot.bytes[end - size : end]), replica, size)
-                    digest.up_to(end)
-                    copying.up_to(ends[min(k + 1, len(ends) - 1)] - first)  # beside the chunk on its way
+                    self._outstanding.add(box.send(slot.bytes[at : at + size]), replica, size)
+                    at += size
+                    digest.up_to(at)
                 self._outstanding.room(1)
-                copying.finish()
-                box.finish("" if copying.changed or copying.error else digest.of_all())
+                box.finish(digest.of_all())
             except LinkBroken as error:
                 self._outstanding.land()
                 self._drop(rank, error, version)
             pacer.moved()
-        copying.finish()
-        return "" if copying.changed or copying.error else digest.of_all()
+        return digest.of_all()
 
     def _offer(self, version: int, used: int) -> list[tuple[int, int, Outbox, tuple[int, ...]]]:
         """(replica, rank, box, sizes of the chunks) of each holder that takes this version."""

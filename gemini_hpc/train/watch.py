@@ -97,7 +97,7 @@ class Watch:
         self._groups: dict[int, _Group] = {}
         self.names: dict[int, str] = {}  # of operations, by kind
         self._recording = False
-        self._launched = 0
+        self._launched = self._entering = 0  # the latter: counted, and not yet known to `_flight`
         self.launched_before = 0  # operations of the iteration before this one
         self._iteration = Iteration(False)
         self._finished: deque[tuple[Iteration, Iteration]] = deque()
@@ -152,7 +152,8 @@ class Watch:
 
     def in_flight(self) -> int:
         """Operations on the network now."""
-        return self._flight.now() if self._flight is not None else 0
+        entering = self._entering  # before the others: what has left this is there
+        return self._flight.now() or entering if self._flight is not None else 0
 
     def wait_quiet(self, timeout_s: float) -> bool:
         """True as soon as none is in flight; False if that takes too long. Looks once a millisecond, in the caller's
@@ -272,6 +273,7 @@ class Watch:
         with self._lock:
             number = self._launched
             self._launched = number + 1
+            self._entering += 1
             if record is not None:
                 self._iteration.records.append(record)
         try:
@@ -294,6 +296,9 @@ class Watch:
                 self._on_device(record, begun, work)
         except Exception as error:
             self._note(error)
+        finally:
+            with self._lock:
+                self._entering -= 1
 
     def _on_device(self, record: Record, begun: Any, work: dist.Work | None) -> None:
         """An operation of NCCL was launched; not in iterations that began before there was one at all."""

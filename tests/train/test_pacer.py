@@ -115,25 +115,3 @@ def test_a_training_that_pauses_does_not_hold_it_back_for_ever(make: Make) -> No
     pacer = make(played, (0, SIZE))
     pacer.turn(0, 0, SIZE, lambda: 0)
     assert 10.0 <= played.now < 10.1, "after the usual time of an iteration and one more"
-
-
-@pytest.mark.parametrize(
-    ("rate", "with_plan", "hurried", "expected"),
-    [
-        (9 * B, True, False, True),
-        (7 * B, True, False, False),
-        (0.0, True, False, False),
-        (9 * B, False, False, False),
-        (9 * B, True, True, False),
-    ],
-)
-def test_a_copy_waits_for_the_spans_where_it_costs_the_chunks_nothing(
-    make: Make, rate: float, with_plan: bool, hurried: bool, expected: bool
-) -> None:
-    pacer = make(Played([]), (0, SIZE))
-    if not with_plan:
-        pacer.timetable = None
-    pacer.begin(8)
-    if hurried:
-        pacer.hurry()
-    assert pacer.leisurely(rate) is expected

@@ -70,10 +70,6 @@ def test_nothing_and_very_many_chunks(teams: Teams, kind: Kind) -> None:
     teams.run(kind, "versions", plan=plan)
 
 
-def test_a_version_can_be_taken_back(teams: Teams, kind: Kind) -> None:
-    teams.run(kind, "taken_back")
-
-
 @pytest.mark.parametrize("size", [1, 60_000])
 def test_a_wait_returns_when_the_other_end_has_the_chunk(teams: Teams, kind: Kind, size: int) -> None:
     waited, (began,), _ = teams.run(kind, "acknowledged", size=size)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from gemini_hpc.train.dispatch import Signature
+from gemini_hpc.train.watch import Watch
 
 from .launch import Run
 
@@ -189,3 +193,29 @@ def test_a_compiled_program_is_seen(two: Found) -> None:
         assert found["counts"] == [1, 1, 1]
         assert found["sums"] == [15.0] * 3
         assert found["problem"] == ""
+
+
+def test_what_is_counted_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sender that looks in the moment when an operation is launched must not take the next span for this one."""
+    watch = Watch(lambda ranks: True)
+    seen: list[tuple[int, int]] = []
+
+    class Entering:
+        """A flight to which the operation is being told."""
+
+        def launched(self, *what: Any) -> None:
+            seen.append((watch.launched, watch.in_flight()))
+
+        def waiting(self) -> int:
+            return 0
+
+        def now(self) -> int:
+            return 0
+
+    monkeypatch.setattr(watch, "_flight", Entering())
+    monkeypatch.setattr(
+        watch, "_group", lambda boxed: SimpleNamespace(backend=lambda device: "gloo", on_network=True)
+    )
+    watch._after(Signature("allreduce_", 0, (), None), (None,), None, 0.0)
+    assert seen == [(1, 1)]
+    assert (watch.launched, watch.in_flight(), watch.problem) == (1, 0, "")

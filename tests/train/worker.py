@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 import gemini_hpc as gemini
-from gemini_hpc.train import directory, pacer
+from gemini_hpc.train import directory
 from gemini_hpc.train.transport import messages
 from tests.train import fake_gpu, mpi_job, transport_program, watched
 
@@ -193,8 +193,6 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     batches = loader.forever()
     accumulate = o.get("accumulate", 1)
     log = open(f"{o['log']}.{rank}", "a", buffering=1) if "log" in o else None  # noqa: SIM115
-    if o.get("leisurely"):  # however fast the link is
-        pacer.Pacer.leisurely = lambda self, rate: self.timetable is not None and not self._hurry.is_set()
     for step in range(start + 1, o["steps"] + 1):
         if step == o.get("touch_at"):
             with torch.no_grad():

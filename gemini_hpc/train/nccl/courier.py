@@ -17,7 +17,6 @@ from gemini_hpc.core.manifest import pack_header
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.train.capture import Job
 from gemini_hpc.train.client import AgentLost, AgentRefused
-from gemini_hpc.train.copying import Copying
 from gemini_hpc.train.nccl.driver import Carried, Driver
 from gemini_hpc.train.receiver import Receiver
 from gemini_hpc.train.replicator import Replicator
@@ -91,15 +90,14 @@ class StreamedReplicator(Replicator):
         slot.put(layout.small_offset, job.small)
         slot.put(0, pack_header(layout, len(job.small), stamp, self._me.rank, self._me.world))
         self._apart = True
-        self._set_out(job)
         try:
-            return self._commit(job, grant.index, slot, Copying((), list, job.left))
+            return self._commit(job, grant.index, slot, began)
         finally:
             self._apart = False
 
-    def _spread(self, version: int, slot: Slot, used: int, copying: Copying) -> str:
+    def _spread(self, version: int, slot: Slot, used: int) -> str:
         if not self._apart or self._driver.problem:
-            return super()._spread(version, slot, used, copying)
+            return super()._spread(version, slot, used)
         layout = self._layout
         sizes = tuple(n for n in (layout.tensor_offset, used - layout.tensor_offset - layout.tensor_bytes) if n)
         head = Head(version, used, layout.total, sizes, (layout.tensor_offset, layout.tensor_bytes))

@@ -223,7 +223,7 @@ class Driver:
             self._rest(carried)
         finally:
             carried.settled.set()
-            carried.job.let_go()
+            carried.job.left.set()
 
     def _rest(self, carried: Carried) -> None:
         copies = self._exchange.copies

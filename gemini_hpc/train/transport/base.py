@@ -70,8 +70,7 @@ class Outbox(ABC):
 
     @abstractmethod
     def finish(self, digest: str) -> None:
-        """Called after the last chunk with the digest (32 hex digits) of all of them. "": this version is taken back,
-        what has arrived of it is nothing."""
+        """Called after the last chunk with the digest (32 hex digits) of all of them."""
 
     @abstractmethod
     def bye(self) -> None:
@@ -96,7 +95,7 @@ class Inbox(ABC):
 
     @abstractmethod
     def digest(self) -> str:
-        """Called last: the digest made at source; "": the version is taken back."""
+        """Called last: the digest made at source."""
 
 
 class Transport(ABC):

@@ -21,7 +21,6 @@ _NUMBER = struct.Struct("<Q")
 _MAGIC = b"GEMCHNK\x03"
 _BYE, _VERSION = 0, 1
 _NO, _YES, _GIVEN_UP = b"\x00", b"\x01", b"\x02"
-_TAKEN_BACK = bytes(16)  # in place of a digest
 _LOST = (1 << 64) - 1  # acknowledges no chunk: the receiving end has given up
 _HEAD_TAG, _SIZES_TAG, _ANSWER_TAG, _CHUNK_TAG, _ACK_TAG, _DIGEST_TAG = range(1, 7)
 
@@ -164,7 +163,7 @@ class MessageOutbox(_Link, Outbox):
         return _Sent(self, self.start(True, chunk, _CHUNK_TAG), ack, k)
 
     def finish(self, digest: str) -> None:
-        self.send_bytes(bytes.fromhex(digest) or _TAKEN_BACK, _DIGEST_TAG).wait()
+        self.send_bytes(bytes.fromhex(digest), _DIGEST_TAG).wait()
 
     def bye(self) -> None:
         self.send_bytes(_HEAD.pack(_MAGIC, _BYE, 0, 0, 0, 0, 0, 0), _HEAD_TAG).wait()
@@ -225,8 +224,7 @@ class MessageInbox(_Link, Inbox):
             raise
 
     def digest(self) -> str:
-        digest = self.receive_bytes(len(_TAKEN_BACK), _DIGEST_TAG)
-        return digest.hex() if digest != _TAKEN_BACK else ""
+        return self.receive_bytes(16, _DIGEST_TAG).hex()
 
     def _post(self, chunk: torch.Tensor) -> _OnLink:
         return self.start(False, chunk, _CHUNK_TAG)
