@@ -147,7 +147,8 @@ class Node:
         except OSError:
             pass
         finally:
-            self.job.unverified -= owed
+            with self.job.lock:
+                self.job.unverified -= owed
             for fd in fds:
                 os.close(fd)
             sock.close()
