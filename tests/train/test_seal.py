@@ -6,10 +6,17 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from gemini_hpc.core.manifest import Layout
+from gemini_hpc.train.capture import Job
+from gemini_hpc.train.client import AgentLost
+from gemini_hpc.train.pacer import Pacer
+from gemini_hpc.train.replicator import Identity, Replicator
 from gemini_hpc.train.seal import SealGate
+from gemini_hpc.train.transport.base import Head, VersionLost
 from gemini_hpc.wire import page
 
 
@@ -151,6 +158,58 @@ def test_a_rank_that_is_gone_is_waited_for_once(scene: Scene, when: str) -> None
     assert time.monotonic() - began < 5.0, "after that it is like any other reason"
     scene.page.set_sealed(3, 2)
     assert not scene.gate.degraded
+
+
+class Holder:
+    """The way to a holder that is gone, or does not take the version."""
+
+    def __init__(self, gone: bool) -> None:
+        self.gone = gone
+
+    def offer(self, head: Head) -> bool:
+        if self.gone:
+            raise VersionLost("it is dead")
+        return False
+
+
+class Silent:
+    """An agent that is gone, and a slot of no bytes."""
+
+    def request(self, message: Any) -> Any:
+        raise AgentLost("gone")
+
+    def view(self) -> memoryview:
+        return memoryview(b"")
+
+
+@pytest.mark.parametrize("gone", [True, False], ids=["gone", "refused"])
+def test_a_version_is_given_up_and_waited_for_where_its_holder_is_gone(scene: Scene, gone: bool) -> None:
+    """Over the agents, too: their link heals, but the holder's node may be dead."""
+    told: list[str] = []
+    silent: Any = Silent()
+    boxes: Any = {1: Holder(gone)}
+    replicator = Replicator(
+        Identity("default", 0, 2, 0, 3),
+        silent,
+        silent,
+        b"",
+        Layout.plan(0, 0, 0),
+        boxes,
+        scene.gate,
+        Pacer(1 << 20, 4),
+        max_repeated=1,
+        say=lambda name, version, reason: told.append(name),
+        broken=told.append,
+        catch_up=lambda: None,
+    )
+    job = Job(7, b"", [], [], None)
+    replicator._commit(job, 0, silent, 0.0)
+    assert replicator.stop(5.0)
+    assert told == ["degraded" if gone else "refused"] and scene.gate.degraded and len(scene.said) == 1
+    assert not job.saved and job.left.is_set() and job.hopeless is not gone
+    began = time.monotonic()
+    assert not scene.gate.wait(7, lambda: job.hopeless, patience_s=0.3)
+    assert (time.monotonic() - began > 0.25) is gone
 
 
 def test_a_wait_now_and_then_while_degraded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
