@@ -153,8 +153,9 @@ class TrainingJob:
         wait_for(f"job {self.id}: {what} on {ranks} ranks", there, timeout_s, 0.1)
         return self.lines(what)
 
-    def finish(self, timeout_s: float, meanwhile: Callable[[], None]) -> None:
-        """Wait for the job's success; `meanwhile` is called now and then. A job that does not succeed is cancelled.
+    def finish(self, timeout_s: float, meanwhile: Callable[[], None], every_s: float = 0.3) -> None:
+        """Wait for the job's success; `meanwhile` is called every every_s. Each look at the job takes some 30 ms of a
+        core: look rarely where iterations are timed. A job that does not succeed is cancelled.
         Raises MeasureError also where a rank was not protected to the end."""
 
         def over() -> bool:
@@ -162,7 +163,7 @@ class TrainingJob:
             return self.check() == "COMPLETED"
 
         try:
-            wait_for(f"job {self.id} completes", over, timeout_s, 0.3)
+            wait_for(f"job {self.id} completes", over, timeout_s, every_s)
         except BaseException:
             self.cancel()
             raise

@@ -35,6 +35,7 @@ RATE = "1gbit"
 ROUNDS, WARM, MEASURED = 30, 2, 3
 BASELINE = "none"
 TIMEOUT_S = 1200.0
+LOOK_S = 5.0
 RESAMPLINGS = 4000
 SCHEMES = {
     BASELINE: "no checkpoints",
@@ -170,7 +171,7 @@ def train(options: Options, on: Cluster, setting: Setting, rounds: int) -> Found
         where = f"round {last[0]['round'] + 1} of {rounds}" if last else "starting"
         options.progress.say(f"fig16, {setting.nodes} nodes{setting.suffix}", where)
 
-    job.finish(TIMEOUT_S, meanwhile)
+    job.finish(TIMEOUT_S, meanwhile, LOOK_S)
     checkpoint = job.lines("checkpoint")
     return Found(
         setting,

@@ -30,6 +30,7 @@ from gemini_hpc.devcluster.cluster import Cluster
 
 ROUNDS, WARM, MEASURED = 15, 2, 4
 TIMEOUT_S = 900.0
+LOOK_S = 5.0
 USED = (BASELINE, "blocking", "background", "gemini")
 
 
@@ -142,7 +143,7 @@ def train(options: Options, on: Cluster, setting: Setting, rounds: int) -> Found
         where = f"round {last[0]['round'] + 1} of {rounds}" if last else "starting"
         options.progress.say(f"pp, {setting.stages} stages", where)
 
-    job.finish(TIMEOUT_S, meanwhile)
+    job.finish(TIMEOUT_S, meanwhile, LOOK_S)
     traffic = [line for line in job.lines("traffic") if line["scheme"] == "gemini"]
     planned = [line for line in traffic if line["stage"] == "steady" and not line["problem"] and line["chunks"]]
     if len({line["rank"] for line in planned}) < setting.stages:

@@ -3,7 +3,7 @@
 torch offers callbacks on completion, but gloo's threads would have to take the GIL for them: that holds up the
 training's own wait, and a callback that is due while Python exits aborts the process. So nothing is called back:
 works are asked whether they are complete, by whoever launches, waits or looks next, and by one thread of ours every
-millisecond while times are taken (otherwise every 20 ms, so that nobody's tensors stay longer than that).
+millisecond while times are taken (otherwise every 100 ms, so that nobody's tensors stay longer than that).
 What each work can tell decides how its end is known:
   caller waits at once (async_op=False)   we wait in its stead; its own wait then returns at once. Exact. Not for
                                           gloo's reduce_scatter while no times are taken: each wait copies its result
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from gemini_hpc.train.dispatch import Signature
 from gemini_hpc.train.iteration import Record
 
-_POLL_S, _REST_S = 1e-3, 20e-3
+_POLL_S, _REST_S = 1e-3, 0.1
 _ROUNDS = 2  # a reduce_scatter of gloo is an all_reduce within: its bytes travel twice
 
 
@@ -52,7 +52,7 @@ class Flight:
         self.ended_s = 0.0  # when the last of them was seen to have ended
         self._mute: dict[tuple[str, str], bool] = {}
         self._turn = threading.Event()
-        self._closing = False
+        self._closing = self._idle = False  # idle: nothing to ask
         self._poll_s = _REST_S
         self._thread = threading.Thread(target=self._run, name="gemini-watch", daemon=True)
         self._thread.start()
@@ -97,6 +97,7 @@ class Flight:
             with self._lock:
                 self._receives.append((asked, record))
                 self._last.append(asked)
+            self._rouse()
         elif self._is_mute(signature, work, backend) and (asynchronous or record is None):
             rounds = 1 if signature.name == "send" else _ROUNDS
             size_bytes = signature.payload_bytes(args) if record is None else record.bytes
@@ -127,11 +128,18 @@ class Flight:
                 self._held[:2] = self._sift(self._held[:2], over, now)
                 self._held.append((asked, record))
             over.clear()
+            self._rouse()
 
     def follow(self, asked: Callable[[], bool], record: Record) -> None:
         """Something that does not count as being in flight."""
         with self._lock:
             self._receives.append((asked, record))
+        self._rouse()
+
+    def _rouse(self) -> None:
+        """There is something to ask again, and an answer is wanted soon."""
+        if self._idle and self._poll_s < _REST_S:
+            self._turn.set()
 
     def _is_mute(self, signature: Signature, work: dist.Work, backend: str) -> bool:
         """True for works that never say that they are complete, unless their caller waits for them."""
@@ -197,17 +205,11 @@ class Flight:
         with self._lock:
             return len(self._last)
 
-    def wait_quiet(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        while self.now():
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return False
-            time.sleep(min(_POLL_S, left_s))
-        return True
-
     def _run(self) -> None:
         while not self._closing:
-            self._turn.wait(self._poll_s)
+            self._idle = True  # before it looks: what is launched meanwhile ends the wait
+            self._idle = not (self._held or self._receives)
+            self._turn.wait(_REST_S if self._idle else self._poll_s)
             self._turn.clear()
+            self._idle = False
             self.sweep()

@@ -1,8 +1,9 @@
 """When each chunk of a version may go: in the idle spans of the training's own traffic (GEMINI paper, section 5).
 
-The sending thread asks before each chunk. A chunk goes in the window that the timetable gives it, or, where that was
-missed, in a later one that has room; what is left when the version is due goes at once (Algorithm 2's infinite last
-span): then the training waits for it.
+The sending thread asks before each chunk. A chunk goes in the window that the timetable gives its first byte, or,
+where that was missed, in a later one that has room; what is left when the version is due goes at once (Algorithm 2's
+infinite last span): then the training waits for it. Where the sizes of chunks need not be said beforehand, a chunk is
+cut to what is left of the window: one that comes late does not hold up all behind it until a window is large enough.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
 from gemini_hpc.core.chunks import cut
@@ -21,6 +22,7 @@ from gemini_hpc.train.timetable import Timetable
 Scheme = Literal["none", "blocking", "naive", "background", "no_pipeline", "gemini"]
 SCHEMES: tuple[Scheme, ...] = ("none", "blocking", "naive", "background", "no_pipeline", "gemini")
 PROBE_BYTES = 4096  # the first chunk of a version without a timetable: it shows the link's startup time
+LEAST_BYTES = 64 << 10  # a chunk is not cut smaller: each takes some 0.3 ms of processors at both ends
 _LOOK_S, _SOON_S = 0.02, 0.001
 _JOURNAL, _COPIES = 4096, 64
 
@@ -38,9 +40,12 @@ class Traffic(Protocol):
     def quiet_since(self) -> float:
         """When the last one completed, or the iteration began (CLOCK_MONOTONIC)."""
 
-    def wait_span(self, after: int, timeout_s: float, expected_s: float = 0.0) -> bool:
-        """Wait until `after` collectives of this iteration were launched and none is in flight; probably that will be
-        at `expected_s` (CLOCK_MONOTONIC)."""
+    def wait_span(self, after: int, timeout_s: float) -> bool:
+        """Wait until `after` collectives of this iteration were launched and none is in flight. False: not yet, or
+        `wake` was called."""
+
+    def wake(self) -> None:
+        """Who waits for a span shall look again."""
 
 
 class Sent(NamedTuple):
@@ -55,12 +60,12 @@ class Sent(NamedTuple):
 
 
 class _Wait(NamedTuple):
-    """seconds: until a chunk may go, or it is worth looking again; 0: now. after: until so many collectives were
-    launched and none is in flight, probably at expected_s; -1: not that."""
+    """seconds: until a chunk may go, or it is worth looking again; 0: now, and so many bytes. after: until so many
+    collectives were launched and none is in flight; -1: not that."""
 
     seconds: float
     after: int = -1
-    expected_s: float = 0.0
+    size: int = 0
 
 
 class Pacer:
@@ -77,7 +82,7 @@ class Pacer:
         self.progress_at = 0.0
         self.spilled_bytes = 0  # of the version on its way: went because it was due
         self._version = 0
-        self._now, self._now_at = 0, 0.0
+        self._now = 0
         self._begun_at = 0.0
         self._passed = (-1, 0.0)  # the iteration whose gate was passed last, and when
         self._hurry = threading.Event()
@@ -88,7 +93,8 @@ class Pacer:
 
     def iteration(self, version: int) -> None:
         """The iteration after step() number `version` begins."""
-        self._now, self._now_at = version, self._clock()
+        self._now = version
+        self._wake()
 
     def gate(self) -> None:
         """The training has come to the optimizer, and goes on."""
@@ -97,11 +103,16 @@ class Pacer:
     def hurry(self) -> None:
         """The training waits for the version on its way."""
         self._hurry.set()
+        self._wake()
 
     def end(self) -> None:
         """The training is over: everything goes at once from now on."""
         self._ending = True
-        self._hurry.set()
+        self.hurry()
+
+    def _wake(self) -> None:
+        if self.traffic is not None:
+            self.traffic.wake()
 
     # ---- from the sending thread -----------------------------------------------------------------------
 
@@ -119,7 +130,7 @@ class Pacer:
         self.progress_at = self._clock()
 
     def sizes(self, replica: int, used_bytes: int) -> tuple[int, ...]:
-        """Sizes of the chunks of `used_bytes` bytes, in order."""
+        """Sizes of the chunks of `used_bytes` bytes, in order, where they must be said beforehand."""
         if self._table is None or replica >= len(self._table.chunks):
             head = min(PROBE_BYTES, used_bytes)
             return tuple(n for n in (head, *(length for _, length in cut(used_bytes - head, self.chunk_bytes))) if n)
@@ -132,17 +143,29 @@ class Pacer:
         sizes += [length for _, length in cut(left, self.chunk_bytes)]
         return tuple(sizes)
 
-    def turn(self, replica: int, k: int, size: int, backlog_bytes: Callable[[], int]) -> None:
-        """Block until chunk k of a replica may go. backlog_bytes: sent before it and not yet acknowledged, now."""
+    def turn(self, replica: int, at: int, size: int, backlog_bytes: Callable[[], int]) -> None:
+        """Block until the chunk of `size` bytes from byte `at` of a replica may go. backlog_bytes: sent before it and
+        not yet acknowledged, now."""
+        self._grant(replica, at, size, size, backlog_bytes)
+
+    def free_turn(self, replica: int, at: int, left: int, backlog_bytes: Callable[[], int]) -> int:
+        """Block until a chunk from byte `at` may go, where `left` bytes are left: of how many bytes."""
+        if self._table is None and not at:
+            left = min(left, PROBE_BYTES)
+        most = min(left, self.chunk_bytes)
+        return self._grant(replica, at, min(most, LEAST_BYTES), most, backlog_bytes)
+
+    def _grant(self, replica: int, at: int, least: int, most: int, backlog_bytes: Callable[[], int]) -> int:
         while not self._hurry.is_set():
-            wait = self._look(replica, k, size, backlog_bytes())
+            wait = self._look(replica, at, least, most, backlog_bytes())
             if wait.seconds <= 0:
-                return
+                return wait.size
             if wait.after < 0 or self.traffic is None:
                 self._hurry.wait(min(wait.seconds, _LOOK_S))
-            elif not self.traffic.wait_span(wait.after, _LOOK_S, wait.expected_s):
-                continue
-        self.spilled_bytes += size
+            else:
+                self.traffic.wait_span(wait.after, _LOOK_S)
+        self.spilled_bytes += most
+        return most
 
     def landed(self, replica: int, size: int, sent_at: float) -> None:
         """A chunk was acknowledged just now."""
@@ -151,12 +174,12 @@ class Pacer:
         self.journal.append(Sent(self._version, replica, size, sent_at, now, self._hurry.is_set()))
         self.progress_at = now
 
-    def _look(self, replica: int, k: int, size: int, backlog_bytes: int) -> _Wait:
+    def _look(self, replica: int, at: int, least: int, most: int, backlog_bytes: int) -> _Wait:
         table, traffic = self._table, self.traffic
         if table is None:
             # the probe disturbs nobody, and shows alpha only where no other rank's copies are on the way
-            probe = k == 0 and size <= PROBE_BYTES and traffic is not None and not traffic.in_flight()
-            return _Wait(_LOOK_S if self.deferred and not probe else 0.0)
+            probe = not at and most <= PROBE_BYTES and traffic is not None and not traffic.in_flight()
+            return _Wait(_LOOK_S if self.deferred and not probe else 0.0, size=most)
         if traffic is None:
             return _Wait(_LOOK_S)
         passed, passed_at = self._passed
@@ -164,26 +187,20 @@ class Pacer:
         place = (self._now - self._version, traffic.launched, gated)
         flying = traffic.in_flight()  # asked last: one that is launched meanwhile is seen
         if self._clock() - self._begun_at > table.usual_s and not flying:
-            return _Wait(0.0)  # the training pauses, or does something else: what is silent now may be so for long
-        planned = self._planned(table, replica, k)
-        here = max(planned, bisect_left(table.places, place))
+            return _Wait(0.0, size=most)  # the training pauses, or does something else: that may last
+        here = max(table.planned(replica, at), bisect_left(table.places, place))
         if here < len(table.windows) and not flying and table.places[here][:2] == place[:2]:
             if table.places[here][2] != gated:
                 return _Wait(_SOON_S)
             elapsed = self._clock() - max(traffic.quiet_since(), passed_at if gated else 0.0)
-            need_s = backlog_bytes / table.B + table.alpha + size / table.B
             while here < len(table.windows) and table.places[here] == place:
                 window = table.windows[here]
-                if elapsed + need_s <= window.delay_s + window.length_s:
-                    return _Wait(max(0.0, window.delay_s - elapsed))
+                room = table.room(window.delay_s + window.length_s - elapsed, backlog_bytes)
+                if room >= least:
+                    return _Wait(max(0.0, window.delay_s - elapsed), size=min(room, most))
                 here += 1
         if here >= len(table.windows) or table.places[here][0] != place[0]:
             return _Wait(_LOOK_S)
         if table.places[here][1] == place[1] and not flying:
             return _Wait(_SOON_S)
-        return _Wait(_LOOK_S, table.places[here][1], self._now_at + table.windows[here].begins_s)
-
-    @staticmethod
-    def _planned(table: Timetable, replica: int, k: int) -> int:
-        chunks: Sequence[tuple[int, int]] = table.chunks[replica] if replica < len(table.chunks) else ()
-        return chunks[k][0] if k < len(chunks) else len(table.windows)
+        return _Wait(_LOOK_S, table.places[here][1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -293,9 +293,9 @@ class Replicator(Keeper):
         for replica, rank, box, sizes in accepting:
             at = 0
             try:
-                for k, size in enumerate(sizes):
+                while at < used:
                     self._outstanding.room(pacer.p)
-                    pacer.turn(replica, k, size, self._outstanding.backlog)
+                    size = self._turn(replica, at, used, sizes)
                     self._outstanding.add(box.send(slot.bytes[at : at + size]), replica, size)
                     at += size
                     digest.up_to(at)
@@ -307,15 +307,24 @@ class Replicator(Keeper):
             pacer.moved()
         return digest.of_all()
 
-    def _offer(self, version: int, used: int) -> list[tuple[int, int, Outbox, tuple[int, ...]]]:
-        """(replica, rank, box, sizes of the chunks) of each holder that takes this version."""
+    def _turn(self, replica: int, at: int, used: int, sizes: Iterator[int] | None) -> int:
+        """Size of the chunk that goes next, from byte `at`, when it may."""
+        if sizes is None:
+            return self._pacer.free_turn(replica, at, used - at, self._outstanding.backlog)
+        size = next(sizes)
+        self._pacer.turn(replica, at, size, self._outstanding.backlog)
+        return size
+
+    def _offer(self, version: int, used: int) -> list[tuple[int, int, Outbox, Iterator[int] | None]]:
+        """(replica, rank, box, sizes of the chunks if they are said beforehand) of each holder that takes this
+        version."""
         accepting = []
         self._refused, self._bereaved = None, False
         for replica, (rank, box) in enumerate(list(self._outboxes.items())):
-            sizes = self._pacer.sizes(replica, used)
+            sizes = () if box.free else self._pacer.sizes(replica, used)
             try:
                 if box.offer(Head(version, used, self._layout.total, sizes)):
-                    accepting.append((replica, rank, box, sizes))
+                    accepting.append((replica, rank, box, None if box.free else iter(sizes)))
                 else:
                     self._refuse(rank, version)
             except LinkBroken as error:

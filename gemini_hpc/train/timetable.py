@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from gemini_hpc.core import schedule, spans
@@ -13,14 +15,13 @@ from gemini_hpc.core.spans import Profile
 class Window(NamedTuple):
     """A stretch of idle network in iteration `iteration` (0 begins with the version's step()): `delay_s` after the
     first `after` collectives have completed, and, where `gated`, the training has passed the optimizer's pre-hook;
-    for `length_s`. In the profile that is `begins_s` after the iteration's beginning."""
+    for `length_s`."""
 
     iteration: int
     after: int
     gated: bool
     delay_s: float
     length_s: float
-    begins_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,23 @@ class Timetable:
     B: float
     alpha: float
     places: tuple[tuple[int, int, bool], ...] = field(init=False)
+    _ends: tuple[tuple[int, ...], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "places", tuple((w.iteration, w.after, w.gated) for w in self.windows))
+        ends = tuple(tuple(accumulate(size for _, size in chunks)) for chunks in self.chunks)
+        object.__setattr__(self, "_ends", ends)
+
+    def planned(self, replica: int, at: int) -> int:
+        """The window of a replica's byte `at`; the infinite one for what is behind the plan."""
+        ends = self._ends[replica] if replica < len(self._ends) else ()
+        k = bisect_right(ends, at)
+        return self.chunks[replica][k][0] if k < len(ends) else len(self.windows)
+
+    def room(self, seconds: float, backlog_bytes: int) -> int:
+        """Bytes of a chunk that arrives within so long, behind those that are on their way; at most, and 0 or less
+        for none."""
+        return int((seconds - self.alpha) * self.B) - backlog_bytes
 
 
 # From the end of a collective until a chunk is on its way: it is looked for every millisecond, by a thread of Python.
@@ -90,16 +105,7 @@ class Route:
             iteration, number = line.at(index)
             window = self.windows[number]
             span = self.profile.spans[window.span]
-            windows.append(
-                Window(
-                    iteration,
-                    span.after,
-                    not span.before_gate,
-                    window.delay_s,
-                    window.length_s,
-                    span.start_s + window.delay_s,
-                )
-            )
+            windows.append(Window(iteration, span.after, not span.before_gate, window.delay_s, window.length_s))
         chunks: list[list[tuple[int, int]]] = [[] for _ in range(self.m - 1)]
         for part in self.plan(s).partitions:
             chunks[part.replica].append((part.span, part.size))

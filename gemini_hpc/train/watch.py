@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 import weakref
@@ -97,6 +98,8 @@ class Watch:
         self._groups: dict[int, _Group] = {}
         self.names: dict[int, str] = {}  # of operations, by kind
         self._recording = False
+        self._reached = threading.Event()  # `_launched` has come to `_wanted`, or there is something else to see
+        self._wanted = sys.maxsize
         self._launched = self._entering = 0  # the latter: counted, and not yet known to `_flight`
         self.launched_before = 0  # operations of the iteration before this one
         self._iteration = Iteration(False)
@@ -155,21 +158,30 @@ class Watch:
         entering = self._entering  # before the others: what has left this is there
         return self._flight.now() or entering if self._flight is not None else 0
 
-    def wait_quiet(self, timeout_s: float) -> bool:
-        """True as soon as none is in flight; False if that takes too long. Looks once a millisecond, in the caller's
-        thread."""
-        return self._flight is None or self._flight.wait_quiet(timeout_s)
-
-    def wait_span(self, after: int, timeout_s: float, expected_s: float = 0.0) -> bool:
-        """The same for the moment when, besides, `launched` has come to `after`. expected_s: when that will be,
-        probably (CLOCK_MONOTONIC); the farther off, the less often it is looked for."""
+    def wait_span(self, after: int, timeout_s: float) -> bool:
+        """Wait until `launched` has come to `after` and none is in flight. False: that takes too long, or `wake` was
+        called. The launching thread says when enough are launched; ends are looked for once a millisecond."""
         deadline = time.monotonic() + timeout_s
-        while self.launched < after or self.in_flight():
-            now = time.monotonic()
-            if now > deadline:
-                return False
-            time.sleep(max(SPAN_POLL_S, min((expected_s - now) / 2, deadline - now)))
-        return True
+        self._reached.clear()
+        self._wanted = after
+        try:
+            while (early := self.launched < after) or self.in_flight():
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return False
+                if not early or self._launched >= after:  # in the latter case a receive has to come
+                    time.sleep(min(SPAN_POLL_S, left_s))
+                elif self._reached.wait(left_s):
+                    self._reached.clear()
+                    if self._launched < after:
+                        return False
+            return True
+        finally:
+            self._wanted = sys.maxsize
+
+    def wake(self) -> None:
+        """Who waits for a span shall look again."""
+        self._reached.set()
 
     def follow(self, asked: Callable[[], bool]) -> Record:
         """Of something else than the training's operations: its end, to the millisecond while times are taken."""
@@ -299,6 +311,8 @@ class Watch:
         finally:
             with self._lock:
                 self._entering -= 1
+            if number + 1 >= self._wanted:
+                self._reached.set()
 
     def _on_device(self, record: Record, begun: Any, work: dist.Work | None) -> None:
         """An operation of NCCL was launched; not in iterations that began before there was one at all."""

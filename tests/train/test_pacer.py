@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from gemini_hpc.train.pacer import Pacer
+from gemini_hpc.train import pacer as pacer_module
+from gemini_hpc.train.pacer import PROBE_BYTES, Pacer
 from gemini_hpc.train.timetable import Timetable, Window
 
 B, ALPHA, SIZE = 1e5, 0.001, 100  # a chunk takes 2 ms
-FIRST, SECOND = Window(0, 2, False, 0.0, 0.010, 0.05), Window(0, 3, False, 0.0, 0.010, 0.10)
+FIRST, SECOND = Window(0, 2, False, 0.0, 0.010), Window(0, 3, False, 0.0, 0.010)
 
 
 class Played:
@@ -18,7 +19,7 @@ class Played:
 
     def __init__(self, ops: list[tuple[float, float]], asking_s: float = 0.0) -> None:
         self.now, self._ops, self._asking_s = 0.0, ops, asking_s
-        self.waits: list[tuple[int, float]] = []
+        self.waits: list[int] = []
 
     def clock(self) -> float:
         return self.now
@@ -43,14 +44,17 @@ class Played:
     def quiet_since(self) -> float:
         return max((end for _, end in self._ops if end <= self.now), default=0.0)
 
-    def wait_span(self, after: int, timeout_s: float, expected_s: float = 0.0) -> bool:
-        self.waits.append((after, expected_s))
+    def wait_span(self, after: int, timeout_s: float) -> bool:
+        self.waits.append(after)
         until = self.now + timeout_s
         while self.launched < after or self.in_flight():
             self.now += 0.001
             if self.now > until:
                 return False
         return True
+
+    def wake(self) -> None:
+        self.waits.append(-1)
 
 
 Make = Callable[..., Pacer]
@@ -70,11 +74,11 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     return pacer
 
 
-def test_a_chunk_waits_for_its_span_and_says_when_that_is_due(make: Make) -> None:
+def test_a_chunk_waits_for_its_span(make: Make) -> None:
     played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
     make(played, (0, SIZE)).turn(0, 0, SIZE, lambda: 0)
     assert 0.05 <= played.now < 0.055
-    assert set(played.waits) == {(2, FIRST.begins_s)}
+    assert set(played.waits) == {-1, 2}, "woken for a new iteration, and waiting for two collectives"
 
 
 def test_what_does_not_fit_any_more_goes_in_the_next_span(make: Make) -> None:
@@ -100,6 +104,39 @@ def test_a_collective_that_begins_between_two_questions_is_seen(make: Make, at: 
     played.now = at
     make(played, (1, SIZE)).turn(0, 0, SIZE, lambda: 0)
     assert played.now >= 0.10
+
+
+def test_a_chunk_of_any_size_is_cut_to_what_is_left_of_its_span(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacer_module, "LEAST_BYTES", 20)
+    played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
+    played.now = 0.0585  # 1.5 ms of the first span are left
+    pacer = make(played, (0, 5 * SIZE), (1, 5 * SIZE))
+    assert pacer.free_turn(0, 0, 10 * SIZE, lambda: 0) == pytest.approx(0.5e-3 * B, abs=1)
+    assert played.now == 0.0585
+    # 10 bytes more would be fewer than the least: the next one goes in the next span, as long as a chunk may be
+    assert pacer.free_turn(0, 50, 10 * SIZE - 50, lambda: 40) == SIZE
+    assert 0.10 <= played.now < 0.105
+    played.now = 0.1
+    assert pacer.free_turn(0, 150, 30, lambda: 0) == 30, "the last one is as long as it is"
+
+
+def test_a_chunk_of_any_size_waits_for_the_span_of_its_first_byte(make: Make) -> None:
+    played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
+    played.now = 0.051
+    pacer = make(played, (0, SIZE), (1, SIZE))
+    assert pacer.free_turn(0, SIZE - 1, SIZE + 1, lambda: 0) == SIZE
+    assert played.now == 0.051
+    assert pacer.free_turn(0, SIZE, SIZE, lambda: 0) == SIZE
+    assert played.now >= 0.10
+
+
+def test_without_a_plan_a_chunk_of_any_size_probes_the_link_first(make: Make) -> None:
+    played = Played([(0.0, 0.01)])
+    pacer = make(played, (0, SIZE))
+    pacer.timetable, pacer.chunk_bytes = None, 1 << 20
+    pacer.begin(8)
+    assert pacer.free_turn(0, 0, 4 << 20, lambda: 0) == PROBE_BYTES
+    assert pacer.free_turn(0, PROBE_BYTES, 4 << 20, lambda: 0) == 1 << 20
 
 
 def test_what_is_due_goes_at_once_and_is_counted(make: Make) -> None:

@@ -166,7 +166,8 @@ def test_spans_of_a_program_that_sleeps(two: Found) -> None:
     assert other["sending"] == 1
     for found in (one, other):
         assert found["numbers"] == [0, 4, 6, 7, 8]
-        assert found["reached"] == [False, True]
+        assert found["reached"] == [False, True, False, True]
+        assert found["woken_s"] < 5.0, "who is woken does not wait on"
     assert one["waits"] == [True, False, True, 0]
 
 

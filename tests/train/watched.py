@@ -146,7 +146,7 @@ def spans() -> dict[str, Any]:
     if rank == 1:
         time.sleep(0.5)
     work = dist.all_reduce(small, async_op=True)
-    waits = [watch.in_flight() > 0, watch.wait_quiet(0.1), watch.wait_quiet(30.0), watch.in_flight()]
+    waits = [watch.in_flight() > 0, watch.wait_span(0, 0.1), watch.wait_span(0, 30.0), watch.in_flight()]
     work.wait()
     # receives that wait come yet until something is launched behind them; times are not taken now
     watch.recording = False
@@ -170,11 +170,22 @@ def spans() -> dict[str, Any]:
         work.wait()
     spans.append(watch.wait_span(8, 30.0))
     numbers.append(watch.launched)
+    # who waits is told of the launch, and can be woken
+    began = time.monotonic()
+    threading.Timer(0.1, watch.wake).start()
+    spans.append(watch.wait_span(99, 30.0))
+    woken_s = time.monotonic() - began
+    looker = threading.Timer(0.0, lambda: spans.append(watch.wait_span(9, 30.0)))
+    looker.start()
+    time.sleep(0.1)
+    dist.all_reduce(small)
+    looker.join()
     watch.stop()
     return {
         "numbers": numbers,
         "counted": [waiting, came],
         "reached": spans,
+        "woken_s": woken_s,
         "trace": traces[0],
         "posted": posted,
         "sending": sending,

@@ -69,7 +69,7 @@ class Training:
                     trace = self.watch.mark()
                     assert trace is not None, self.watch.problem
                     self.traces.append(trace)
-            quiet = self.watch.wait_quiet(5.0)
+            quiet = self.watch.wait_span(0, 5.0)
             self.watch.stop()
             digests.append(digest(list(model.parameters())))
         return {

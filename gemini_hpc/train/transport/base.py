@@ -29,8 +29,8 @@ class VersionLost(LinkBroken):
 
 class Head(NamedTuple):
     """What comes: version, bytes of it, size of the slot that it needs, and the sizes of its chunks in order (their
-    sum is `sent_bytes`). apart: (offset, length) of a stretch of its bytes that comes another way, and not over this
-    link; the chunks are what is before it and behind it."""
+    sum is `sent_bytes`; none where the outbox is `free`). apart: (offset, length) of a stretch of its bytes that
+    comes another way, and not over this link; the chunks are what is before it and behind it."""
 
     version: int
     used_bytes: int
@@ -56,7 +56,9 @@ class Pending(Protocol):
 
 
 class Outbox(ABC):
-    """The sending end of a link to one rank."""
+    """The sending end of a link to one rank. free: chunks may be of any size, said when they go."""
+
+    free = False
 
     @abstractmethod
     def offer(self, head: Head) -> bool:

@@ -48,6 +48,8 @@ class _Channel:
 
 
 class _HostOutbox(Outbox):
+    free = True
+
     def __init__(self, transport: HostTransport, rank: int) -> None:
         self._transport, self._rank = transport, rank
         self._channel: _Channel | None = None
