@@ -66,11 +66,12 @@ class Setting:
     blocks: int = 8
     warm: int = WARM
     measured: int = MEASURED
+    micro: int = 1  # micro-batches in an iteration
 
     @property
     def idle_s(self) -> float:
         """Idle time of the network in an iteration."""
-        return 3 * self.blocks * self.forward_s
+        return 3 * self.blocks * self.forward_s * self.micro
 
 
 TWO = Setting(2, 0.01407, tuple(SCHEMES))
@@ -162,6 +163,7 @@ def train(options: Options, on: Cluster, setting: Setting, rounds: int) -> Found
         "--blocks": setting.blocks,
         "--forward": setting.forward_s,
         "--transport": setting.transport,
+        "--micro": setting.micro,
     }
     argv = [str(word) for pair in words.items() for word in pair]
     job = TrainingJob(on, setting.nodes, 2, argv, "interleave.py")

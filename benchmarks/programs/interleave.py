@@ -233,6 +233,7 @@ class Bench:
             model, self.optimizer, transport=args.transport, chunk_bytes=CHUNK_BYTES, buffers=PARTS
         )
         self.ckpt.resume()
+        self._micro = args.micro
         self.spent = 0.0, 0.0  # in the optimizer's step and in the checkpointer's, in the last iteration
         self._tokens = torch.randint(VOCABULARY, (TOKENS,))
         for span in self._spans:
@@ -256,9 +257,10 @@ class Bench:
 
     def iterate(self) -> None:
         """One iteration."""
-        logits = self.model(self._tokens)
-        loss = nn.functional.cross_entropy(logits, self._tokens.roll(-1))
-        torch.autograd.backward(loss)
+        for _ in range(self._micro):
+            logits = self.model(self._tokens)
+            loss = nn.functional.cross_entropy(logits, self._tokens.roll(-1))
+            torch.autograd.backward(loss)
         began = time.perf_counter()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -379,6 +381,7 @@ def main() -> None:
     p.add_argument("--dim", type=int, required=True)
     p.add_argument("--blocks", type=int, required=True)
     p.add_argument("--forward", type=float, required=True, help="seconds of compute in the forward pass of a block")
+    p.add_argument("--micro", type=int, default=1, help="micro-batches in an iteration")
     args = p.parse_args()
     torch.set_num_threads(1)
     for name, slurm in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID")):

@@ -197,6 +197,16 @@ class Flight:
         with self._lock:
             return len(self._held) + len(self._estimated) + self._waits
 
+    def newest_busy(self) -> bool:
+        """True: the operation launched last is in flight. False says nothing."""
+        try:
+            return not self._held[-1][0]()
+        except IndexError:
+            return False
+        except Exception as error:
+            self._note(error)
+            return False
+
     def waiting(self) -> int:
         """How many receives at the end of what was launched are not complete."""
         if not self._last:

@@ -23,6 +23,7 @@ from gemini_hpc.train.iteration import Iteration, Record
 from gemini_hpc.train.streams import Streams
 
 SPAN_POLL_S = 1e-3
+_SURELY = 0.7  # of the time that operations took they will take again
 _CPU = torch.device("cpu")
 _KINDS = 4096  # of a group; with operations of ever new sizes (experts) they are not all worth remembering
 
@@ -100,6 +101,8 @@ class Watch:
         self._recording = False
         self._reached = threading.Event()  # `_launched` has come to `_wanted`, or there is something else to see
         self._wanted = sys.maxsize
+        self._took_s: dict[int, float] = {}  # by number of launches: from the last of them to the end of all
+        self._launched_at = 0.0
         self._launched = self._entering = 0  # the latter: counted, and not yet known to `_flight`
         self.launched_before = 0  # operations of the iteration before this one
         self._iteration = Iteration(False)
@@ -160,24 +163,38 @@ class Watch:
 
     def wait_span(self, after: int, timeout_s: float) -> bool:
         """Wait until `launched` has come to `after` and none is in flight. False: that takes too long, or `wake` was
-        called. The launching thread says when enough are launched; ends are looked for once a millisecond."""
+        called. The launching thread says when enough are launched; then ends are looked for once a millisecond, but
+        not before most of the time that they took the last time has passed."""
         deadline = time.monotonic() + timeout_s
         self._reached.clear()
         self._wanted = after
         try:
-            while (early := self.launched < after) or self.in_flight():
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
+            while (early := self.launched < after) or self._busy():
+                now = time.monotonic()
+                if now >= deadline:
                     return False
-                if not early or self._launched >= after:  # in the latter case a receive has to come
-                    time.sleep(min(SPAN_POLL_S, left_s))
-                elif self._reached.wait(left_s):
+                soon_s = deadline - now
+                launched = self._launched >= after
+                if launched:
+                    self._wanted = sys.maxsize
+                    usual_s = 0.0 if early else _SURELY * self._took_s.get(after, 0.0)  # early: a receive comes yet
+                    soon_s = min(soon_s, max(SPAN_POLL_S, self._launched_at + usual_s - now))
+                if self._reached.wait(soon_s):
                     self._reached.clear()
-                    if self._launched < after:
+                    if launched or self._launched < after:
                         return False
+            if self._flight is not None and self._launched == after:
+                if len(self._took_s) >= _KINDS:
+                    self._took_s.clear()
+                self._took_s[after] = max(0.0, self._flight.ended_s - self._launched_at)
             return True
         finally:
             self._wanted = sys.maxsize
+
+    def _busy(self) -> bool:
+        """Whether any is in flight; in most cases the last one says it."""
+        flight = self._flight
+        return flight is not None and (flight.newest_busy() or self.in_flight() > 0)
 
     def wake(self) -> None:
         """Who waits for a span shall look again."""
@@ -284,7 +301,7 @@ class Watch:
             self._note(error)
         with self._lock:
             number = self._launched
-            self._launched = number + 1
+            self._launched, self._launched_at = number + 1, time.monotonic()
             self._entering += 1
             if record is not None:
                 self._iteration.records.append(record)
