@@ -47,7 +47,7 @@ TOKENS, VOCABULARY = 8, 512
 PROBE_BYTES, PROBE_CHUNK_BYTES = 24 << 20, 2 << 20
 PROTECTED_S = 60.0
 PIECE = 64 << 10  # elements
-CHUNK_BYTES, PARTS = 512 << 10, 8  # smaller chunks cost two cores more than they bring
+CHUNK_BYTES, PARTS = 512 << 10, 8  # over gloo; smaller chunks cost two cores more than they bring
 DEVICE_COPY_BYTES_PER_S = 119e6
 IDLE_S = 0.002  # a copy that begins so long after the one before follows a pause
 POLL_S = 0.0005
@@ -229,9 +229,8 @@ class Bench:
                 module.set_custom_all_gather(AllGather())
         self.model: nn.Module = model
         self.optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, foreach=True)
-        self.ckpt = gemini.Checkpointer(
-            model, self.optimizer, transport=args.transport, chunk_bytes=CHUNK_BYTES, buffers=PARTS
-        )
+        chunks = {"chunk_bytes": CHUNK_BYTES, "buffers": PARTS} if args.transport == "gloo" else {}
+        self.ckpt = gemini.Checkpointer(model, self.optimizer, transport=args.transport, **chunks)
         self.ckpt.resume()
         self._micro = args.micro
         self.spent = 0.0, 0.0  # in the optimizer's step and in the checkpointer's, in the last iteration

@@ -164,12 +164,9 @@ class Incoming:
             chunk = link.receive(peer.PushChunk)
             if chunk.offset != end or not 0 < chunk.length <= used - end:
                 raise LinkClosed(f"a chunk of {chunk.length} bytes for {chunk.offset}, after {end} of {used}")
-            stop = end + chunk.length
-            while end < stop:
-                n = link.sock.recv_into(view[end:stop], stop - end, socket.MSG_WAITALL)
-                if n == 0:
-                    raise LinkClosed(f"closed after {end} of {used} bytes")
-                end += n
+            with view[end : end + chunk.length] as part:
+                link.fill(part, SILENCE_S)
+            end += chunk.length
             link.send(peer.PushAck(end))
 
     # ---- on the loop, for the thread -------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Versions of this node's own shards on their way to the other holders: raw bytes, straight from the slot.
 
 A training rank says over a channel what may go, and when; two threads per channel carry it: one from the channel to
-the connection with the holder's agent, one that brings the acknowledgements back. Nothing is copied or kept here.
+the connection with the holder's agent, one that brings the acknowledgements back. Nothing is copied or kept here: the
+kernel sends the slot's own pages. These do not change before the holder has verified the version, or it is void.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections import deque
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from io import FileIO
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -93,11 +95,11 @@ class Channel:
         self._lock = threading.Lock()  # guards _link, _awaited, _progress, _stopped, _preparing
         self._link: BlockingLink | None = None  # None also when its reader has seen its end
         self._reader: tuple[threading.Thread, BlockingLink] | None = None
-        self._preparing: Future[tuple[peer.PushHead, memoryview, BlockingLink | None]] | None = None
+        self._preparing: Future[tuple[peer.PushHead, FileIO, BlockingLink | None]] | None = None
         self._awaited: deque[type[Message]] = deque()
         self._progress = 0.0
         self._stopped = False
-        self._view: memoryview | None = None
+        self._file: FileIO | None = None  # the slot
         self._used = self._at = 0
         self._pause_s, self._not_before = _LEAST_PAUSE_S, 0.0
 
@@ -145,7 +147,7 @@ class Channel:
                 raise PushLost("given up")
             self._preparing = asyncio.run_coroutine_threadsafe(self._prepare(m), self._loop)
         try:
-            head, self._view, link = self._preparing.result()
+            head, self._file, link = self._preparing.result()
         except CancelledError:
             raise PushLost("given up") from None
         except PushLost as exc:
@@ -159,9 +161,9 @@ class Channel:
     def _chunk(self, length: int) -> None:
         if not 0 < length <= self._used - self._at:
             raise PushLost(f"a chunk of {length} bytes after {self._at} of {self._used}")
-        link = self._send(peer.PushChunk(self._at, length), peer.PushAck)
-        assert self._view is not None
-        link.sock.sendall(self._view[self._at : self._at + length])
+        link = self._send(peer.PushChunk(self._at, length), peer.PushAck, more=True)
+        assert self._file is not None
+        link.send_file(self._file.fileno(), self._at, length)
         self._at += length
 
     def _done(self, digest: str) -> None:
@@ -171,7 +173,7 @@ class Channel:
         self._forget_slot()
         self._used = self._at = 0
 
-    def _send(self, message: Message, answer: type[Message]) -> BlockingLink:
+    def _send(self, message: Message, answer: type[Message], *, more: bool = False) -> BlockingLink:
         with self._lock:
             link = self._link
             if link is None or self._stopped:
@@ -179,13 +181,13 @@ class Channel:
             if not self._awaited:
                 self._progress = time.monotonic()
             self._awaited.append(answer)
-        link.send(message)
+        link.send(message, more=more)
         return link
 
     def _forget_slot(self) -> None:
-        if self._view is not None:
-            self._view.release()
-            self._view = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _forget_link(self) -> None:
         if self._reader is not None:
@@ -203,7 +205,7 @@ class Channel:
 
     # ---- on the loop, for the thread -------------------------------------------------------------------
 
-    async def _prepare(self, m: local.PushOffer) -> tuple[peer.PushHead, memoryview, BlockingLink | None]:
+    async def _prepare(self, m: local.PushOffer) -> tuple[peer.PushHead, FileIO, BlockingLink | None]:
         """What is offered, its slot, and a new link where there was none. Raises PushLost."""
         agent = self._agent
         shard, rounds, mesh = agent.store.get(self.set, self.rank), agent.rounds, agent.mesh
@@ -214,10 +216,11 @@ class Channel:
             raise PushLost(f"version {m.version} of {m.used} bytes is not being made here")
         if self.host in mesh.dead:
             raise PushLost("it is dead")
-        view, link = shard.memory[index].view(), None
+        head, link = peer.PushHead(m.version, m.used, shard.bytes), None
+        slot = FileIO(shard.memory[index].read_only_fd())  # closed with its last reference, whoever has that
         if self._link is None:
             link = await self._dial(peer.PushAsk(self.set, self.rank, agent.epoch, rounds.round))
-        return peer.PushHead(m.version, m.used, shard.bytes), view, link
+        return head, slot, link
 
     async def _dial(self, ask: peer.PushAsk) -> BlockingLink:
         mesh = self._agent.mesh

@@ -239,8 +239,10 @@ class Arming(Membership):
         over = "nccl " if self._driver is not None else ""
         key = telling.profile_key(over + packed.hex(), map(str, homes))
         watch = Watch(lambda ranks: len({homes[rank] for rank in ranks if rank < len(homes)}) != 1)
-        planner = Planner if self._driver is None else partial(JointPlanner, driver=self._driver, watch=watch)
+        pushed = self._transport is not None and self._transport.pushed
+        planner: Callable[..., Planner] = partial(Planner, whole=pushed)
         if self._driver is not None:
+            planner = partial(JointPlanner, driver=self._driver, watch=watch)
             self._driver.hook(watch)
         self._rhythm = Rhythm(
             self._choices,

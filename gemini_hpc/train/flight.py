@@ -30,7 +30,6 @@ from gemini_hpc.train.dispatch import Signature
 from gemini_hpc.train.iteration import Record
 
 _POLL_S, _REST_S = 1e-3, 0.1
-_ROUNDS = 2  # a reduce_scatter of gloo is an all_reduce within: its bytes travel twice
 
 
 # Whether it is complete, and who wants to know when.
@@ -75,9 +74,16 @@ class Flight:
         del held, receives, last
 
     def launched(
-        self, signature: Signature, args: tuple[Any, ...], work: dist.Work | None, backend: str, record: Record | None
+        self,
+        signature: Signature,
+        args: tuple[Any, ...],
+        work: dist.Work | None,
+        backend: str,
+        record: Record | None,
+        ranks: int,
     ) -> None:
-        """An operation was launched by this thread. work: None when it is over; record: gets its end."""
+        """An operation was launched by this thread. work: None when it is over; record: gets its end; ranks: in its
+        group."""
         asynchronous = signature.asynchronous(args)
         now = time.monotonic()
         receives = signature.name.startswith("recv")
@@ -99,7 +105,8 @@ class Flight:
                 self._last.append(asked)
             self._rouse()
         elif self._is_mute(signature, work, backend) and (asynchronous or record is None):
-            rounds = 1 if signature.name == "send" else _ROUNDS
+            # a reduce_scatter of gloo is an all_reduce within: all bytes but this rank's own travel twice
+            rounds = 1 if signature.name == "send" else 2 * (ranks - 1) / ranks
             size_bytes = signature.payload_bytes(args) if record is None else record.bytes
             until = now + rounds * size_bytes / self._bytes_per_s()
             if record is not None:
@@ -196,6 +203,11 @@ class Flight:
         self.sweep()
         with self._lock:
             return len(self._held) + len(self._estimated) + self._waits
+
+    @property
+    def due_s(self) -> float:
+        """When the last one of which the end is estimated ends (CLOCK_MONOTONIC)."""
+        return max(self._estimated, default=0.0)
 
     def newest_busy(self) -> bool:
         """True: the operation launched last is in flight. False says nothing."""

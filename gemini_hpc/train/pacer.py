@@ -23,7 +23,7 @@ Scheme = Literal["none", "blocking", "naive", "background", "no_pipeline", "gemi
 SCHEMES: tuple[Scheme, ...] = ("none", "blocking", "naive", "background", "no_pipeline", "gemini")
 PROBE_BYTES = 4096  # the first chunk of a version without a timetable: it shows the link's startup time
 LEAST_BYTES = 64 << 10  # a chunk is not cut smaller: each takes some 0.3 ms of processors at both ends
-_LOOK_S, _SOON_S = 0.02, 0.001
+_LOOK_S, _SOON_S, _SPAN_S = 0.02, 0.001, 0.1
 _JOURNAL, _COPIES = 4096, 64
 
 
@@ -163,7 +163,7 @@ class Pacer:
             if wait.after < 0 or self.traffic is None:
                 self._hurry.wait(min(wait.seconds, _LOOK_S))
             else:
-                self.traffic.wait_span(wait.after, _LOOK_S)
+                self.traffic.wait_span(wait.after, _SPAN_S)
         self.spilled_bytes += most
         return most
 

@@ -46,7 +46,11 @@ class Planner:
         shard_bytes: int,
         meter: LinkMeter,
         kept: Kept | None,
+        *,
+        whole: bool = False,
     ) -> None:
+        """whole: chunks are not made smaller where the link is slow, as each is cut to what is left of its span."""
+        self._whole_chunks = whole
         self._choices, self._rank, self._targets, self._C = choices, rank, tuple(targets), shard_bytes
         self._meter, self._kept = meter, kept
         self._clean: dict[int, list[tuple[int, Trace]]] = {}
@@ -157,6 +161,8 @@ class Planner:
     def cut(self) -> tuple[int, int]:
         """Bytes of a chunk at most, and how many buffers of that: always the same memory, R."""
         size, p, B = self._choices.chunk_bytes, self._choices.buffers, self._meter.B
+        if self._whole_chunks:
+            return size, p
         fine = 1
         finest = min(_FINEST, max(1, _MOST_CHUNKS * size // max(1, self._C)))
         while 2 * fine <= finest and self._meter.known and size / fine > _CHUNK_S * B:

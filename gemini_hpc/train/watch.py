@@ -41,6 +41,7 @@ class _Group:
         except (KeyError, ValueError):  # made behind torch.distributed's back
             ranks = []
         self.on_network = on_network(ranks) if ranks else True
+        self.size = max(1, len(ranks) or group.size())
         self._name = f"{ranks or group.size()}"
         self._kinds: dict[tuple[str, int], int] = {}
         self._backends: dict[torch.device, str] = {}
@@ -166,7 +167,6 @@ class Watch:
         called. The launching thread says when enough are launched; then ends are looked for once a millisecond, but
         not before most of the time that they took the last time has passed."""
         deadline = time.monotonic() + timeout_s
-        self._reached.clear()
         self._wanted = after
         try:
             while (early := self.launched < after) or self._busy():
@@ -174,11 +174,11 @@ class Watch:
                 if now >= deadline:
                     return False
                 soon_s = deadline - now
-                launched = self._launched >= after
-                if launched:
+                if launched := self._launched >= after:
                     self._wanted = sys.maxsize
                     usual_s = 0.0 if early else _SURELY * self._took_s.get(after, 0.0)  # early: a receive comes yet
-                    soon_s = min(soon_s, max(SPAN_POLL_S, self._launched_at + usual_s - now))
+                    at = max(self._launched_at + usual_s, self._flight.due_s if self._flight is not None else 0.0)
+                    soon_s = min(soon_s, max(SPAN_POLL_S, at - now))
                 if self._reached.wait(soon_s):
                     self._reached.clear()
                     if launched or self._launched < after:
@@ -320,7 +320,7 @@ class Watch:
                     record.end_s = record.start_s
                 return
             if backend != "nccl":
-                flight.launched(signature, args, work, backend, record)
+                flight.launched(signature, args, work, backend, record, group.size)
             elif record is not None:
                 self._on_device(record, begun, work)
         except Exception as error:

@@ -32,6 +32,7 @@ from gemini_hpc.wire.message import Message
 
 HANDSHAKE_TIMEOUT_S = 5.0
 SEND_BUFFER_BYTES = 32 << 20
+WAKE_BYTES = 512 << 10
 M = TypeVar("M", bound=Message)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -285,10 +286,49 @@ class BlockingLink:
             sock.close()
             raise
 
-    def send(self, message: Message) -> None:
-        """Send one message, if the other end knows such; OSError on time-out or a closed connection."""
+    def send(self, message: Message, *, more: bool = False) -> None:
+        """Send one message, if the other end knows such; OSError on time-out or a closed connection. more: bytes
+        follow at once, and take it along in their packet."""
         if protocol.known(message, self.session.proto):
-            self.sock.sendall(self._out.seal(protocol.encode(message)))
+            self.sock.sendall(self._out.seal(protocol.encode(message)), socket.MSG_MORE if more else 0)
+
+    def send_file(self, fd: int, offset: int, length: int) -> None:
+        """Send raw bytes of a file, without a copy of them in this process; of a `bound` link. They must not change
+        before the other end has them. OSError on time-out, a closed connection or a file that ends too early."""
+        end = offset + length
+        while offset < end:
+            n = os.sendfile(self.sock.fileno(), fd, offset, end - offset)
+            if n == 0:
+                raise OSError("the file ends too early")
+            offset += n
+
+    def fill(self, view: memoryview, silent_s: float) -> None:
+        """Receive raw bytes, exactly as many as fit. The thread is woken for many of them at a time. Raises
+        LinkClosed where they do not come, also when nothing does for `silent_s`."""
+        at, size, awaited = 0, len(view), 1
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        try:
+            while at < size:
+                # never more than is to come; and a receive that blocks would wait for so much beyond what it has
+                if (wanted := min(WAKE_BYTES, size - at)) != awaited:
+                    self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+                    awaited = wanted
+                if not poll.poll(silent_s * 1000):
+                    raise LinkClosed(f"silent after {at} of {size} bytes")
+                try:
+                    n = self.sock.recv_into(view[at:], 0, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    continue
+                if n == 0:
+                    raise LinkClosed(f"closed after {at} of {size} bytes")
+                at += n
+        except OSError as exc:
+            raise LinkClosed(str(exc)) from None
+        finally:
+            if awaited != 1:
+                with suppress(OSError):
+                    self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
     def receive(self, kind: type[M]) -> M:
         """The next message, which must be of `kind`. Raises `LinkClosed`."""

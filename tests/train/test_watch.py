@@ -215,7 +215,7 @@ def test_what_is_counted_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(watch, "_flight", Entering())
     monkeypatch.setattr(
-        watch, "_group", lambda boxed: SimpleNamespace(backend=lambda device: "gloo", on_network=True)
+        watch, "_group", lambda boxed: SimpleNamespace(backend=lambda device: "gloo", on_network=True, size=2)
     )
     watch._after(Signature("allreduce_", 0, (), None), (None,), None, 0.0)
     assert seen == [(1, 1)]
