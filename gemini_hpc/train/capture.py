@@ -61,6 +61,7 @@ class Job:
     started: bool = False
     cancelled: bool = False
     hurried: bool = False  # the training waits for this version
+    wanted: bool = False  # the training waits for its tensors
     streamed: bool = False  # the device brings its tensors to the other holders: they need not be sent
 
     @property

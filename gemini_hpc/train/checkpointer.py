@@ -309,6 +309,10 @@ class Checkpointer(Resuming):
 
     def _wait_left(self, job: Job) -> None:
         """Until the copying thread has what it needs; a copy that has not begun in time never will."""
+        if job.left.is_set():
+            return
+        job.wanted = True
+        self._pacer.wake()
         if job.left.wait(0.0 if self._gate.degraded and not job.started else self._seal_timeout_s):
             return
         if self._gate.degraded and not job.started:

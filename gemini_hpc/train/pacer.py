@@ -94,7 +94,7 @@ class Pacer:
     def iteration(self, version: int) -> None:
         """The iteration after step() number `version` begins."""
         self._now = version
-        self._wake()
+        self.wake()
 
     def gate(self) -> None:
         """The training has come to the optimizer, and goes on."""
@@ -103,18 +103,33 @@ class Pacer:
     def hurry(self) -> None:
         """The training waits for the version on its way."""
         self._hurry.set()
-        self._wake()
+        self.wake()
 
     def end(self) -> None:
         """The training is over: everything goes at once from now on."""
         self._ending = True
         self.hurry()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Who waits for a span shall look again."""
         if self.traffic is not None:
             self.traffic.wake()
 
     # ---- from the sending thread -----------------------------------------------------------------------
+
+    def lull(self, version: int, seconds: float, wanted: Callable[[], bool]) -> None:
+        """Block until the training's processors are probably idle for `seconds`: in the first span that is so long.
+        Not where there is none, or all idle time is needed to send; not when `wanted()` is true and `wake` called.
+        What the training does between collectives right after step() is mostly Python, which runs in one thread at a
+        time."""
+        table, traffic = self.timetable, self.traffic
+        window = table.lull(seconds) if table is not None and not self._ending else None
+        if table is None or window is None or traffic is None:
+            return
+        until = self._clock() + table.usual_s / 2
+        while self._now == version and not wanted() and self._clock() < until:
+            if traffic.launched > window.after or traffic.wait_span(window.after, _SPAN_S):
+                return
 
     def begin(self, version: int) -> None:
         """The chunks of this version come next."""

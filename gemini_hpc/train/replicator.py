@@ -102,6 +102,7 @@ class Replicator(Keeper):
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._current: Job | None = None
         self._last_saved = 0
+        self._copied_s = 0.0  # that long it took the last time
         self._refused: str | None = None  # why a holder does not take the version that is on its way
         self._bereaved = False  # it had begun to take it
         self._thread = threading.Thread(target=self._run, name="gemini-replicator", daemon=True)
@@ -161,6 +162,8 @@ class Replicator(Keeper):
     def _save(self, job: Job) -> None:
         if self._max_repeated > 1 and self._last_saved:
             self._gate.wait(self._last_saved, lambda: job.cancelled)
+        if job.ready is None:  # a device copies beside everything else
+            self._pacer.lull(job.version, self._copied_s, lambda: job.wanted or job.cancelled)
         try:
             slot_index, slot = self._begin(job)
         except (AgentLost, AgentRefused) as error:
@@ -177,6 +180,7 @@ class Replicator(Keeper):
         self._capture.copy(job, slot_index, area)
         self._pacer.copies.append((began, time.monotonic(), layout.tensor_bytes))
         changed = self._capture.changed(job, slot_index, area)
+        self._copied_s = time.monotonic() - began
         job.left.set()
         if changed:
             return self._void(job, slot_index, changed)

@@ -50,6 +50,19 @@ class Timetable:
         k = bisect_right(ends, at)
         return self.chunks[replica][k][0] if k < len(ends) else len(self.windows)
 
+    def lull(self, seconds: float) -> Window | None:
+        """The first window that is so long, if what lies before it is not needed for the chunks; None: it is."""
+        spare_s = sum(w.length_s for w in self.windows) - sum(size for c in self.chunks for _, size in c) / self.B
+        for window in self.windows:
+            if window.iteration or window.gated:
+                break
+            if window.length_s >= seconds:
+                return window
+            spare_s -= window.length_s
+            if spare_s < seconds:
+                break
+        return None
+
     def room(self, seconds: float, backlog_bytes: int) -> int:
         """Bytes of a chunk that arrives within so long, behind those that are on their way; at most, and 0 or less
         for none."""

@@ -139,6 +139,25 @@ def test_without_a_plan_a_chunk_of_any_size_probes_the_link_first(make: Make) ->
     assert pacer.free_turn(0, PROBE_BYTES, 4 << 20, lambda: 0) == 1 << 20
 
 
+def test_the_own_copy_waits_for_a_span_that_holds_it(make: Make) -> None:
+    played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
+    pacer = make(played, (0, SIZE))
+    pacer.lull(7, 0.008, lambda: False)
+    assert 0.05 <= played.now < 0.055
+    for seconds, version, wanted in ((0.011, 7, False), (0.008, 6, False), (0.008, 7, True)):
+        played.now = 0.0
+        pacer.lull(version, seconds, lambda wanted=wanted: wanted)
+        assert played.now == 0.0, "too long for any span, another iteration's, or waited for"
+
+
+def test_the_own_copy_does_not_take_the_time_that_chunks_need(make: Make) -> None:
+    played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
+    pacer = make(played, (0, 10 * SIZE), (1, 9 * SIZE))  # 19 of 20 ms
+    pacer.timetable = Timetable((FIRST._replace(length_s=0.005), SECOND), pacer.timetable.chunks, 1, 10.0, B, ALPHA)
+    pacer.lull(7, 0.008, lambda: False)
+    assert played.now == 0.0
+
+
 def test_what_is_due_goes_at_once_and_is_counted(make: Make) -> None:
     played = Played([(0.0, 1.0)])
     pacer = make(played, (0, SIZE))
