@@ -163,6 +163,8 @@ def test_a_rank_that_is_gone_is_waited_for_once(scene: Scene, when: str) -> None
 class Holder:
     """The way to a holder that is gone, or does not take the version."""
 
+    free = True
+
     def __init__(self, gone: bool) -> None:
         self.gone = gone
 
