@@ -45,7 +45,7 @@ from gemini_hpc.train.transport.landing import Landing
 
 TOKENS, VOCABULARY = 8, 512
 PROBE_BYTES, PROBE_CHUNK_BYTES = 24 << 20, 2 << 20
-PROTECTED_S = 60.0
+PROTECTED_S = 300.0
 PIECE = 64 << 10  # elements
 CHUNK_BYTES, PARTS = 512 << 10, 8  # over gloo; smaller chunks cost two cores more than they bring
 DEVICE_COPY_BYTES_PER_S = 119e6
