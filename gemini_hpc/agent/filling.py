@@ -40,19 +40,22 @@ class Filling:
         self._agent.sets.recount(shard.set)
 
     def landed(self, shard: Shard, index: int, claimed: Committed) -> None:
-        """All bytes are said to be there, with a digest made at source: nobody writes any more, it is verified
-        beside everything else."""
+        """A process here says that all bytes are there, with a digest made at source: nobody writes any more, they
+        are read beside everything else."""
         shard.pair.slots[index].busy = True
         self._agent.spawn(self._verify(shard, index, claimed))
 
     async def _verify(self, shard: Shard, index: int, claimed: Committed) -> None:
+        self.arrived(shard, index, claimed, await asyncio.to_thread(shard.memory[index].digest, claimed.used_bytes))
+
+    def arrived(self, shard: Shard, index: int, claimed: Committed, found: str) -> None:
+        """All bytes are there, and `found` is the digest of what was read: complete if that is what was claimed."""
         stamp, used, wanted = claimed
-        digest = await asyncio.to_thread(shard.memory[index].digest, used)
         slot = shard.pair.slots[index]
         if slot.state != "filling" or slot.stamp != stamp:
             return
-        if digest == wanted:
-            shard.pair.complete(index, stamp, digest, used)
+        if found == wanted:
+            shard.pair.complete(index, stamp, found, used)
             shard.since[index] = shard.verified[index] = time.time()
             shard.memory[index].commit(claimed)
         else:

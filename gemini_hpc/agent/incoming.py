@@ -14,6 +14,8 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import xxhash
+
 from gemini_hpc.agent.memory import NoMemory
 from gemini_hpc.agent.store import Key, Shard
 from gemini_hpc.agent.threads import beside
@@ -143,9 +145,10 @@ class Incoming:
                 link.send(peer.PushAnswer(taken))
                 continue
             claimed: Committed | None = None
+            found = ""
             try:
                 link.send(peer.PushAnswer())
-                self._fill(link, taken.view, head.used)
+                found = self._fill(link, taken.view, head.used)
                 link.wait(None)
                 digest = link.receive(peer.PushDone).digest
                 if len(digest) != _DIGEST_DIGITS or digest.strip("0123456789abcdef"):
@@ -153,12 +156,14 @@ class Incoming:
                 claimed = Committed(taken.stamp, head.used, digest)
             finally:
                 taken.view.release()
-                on_loop(self._end(taken, claimed))
+                on_loop(self._end(taken, claimed, found))
             link.send(peer.PushAck(head.used))
 
     @staticmethod
-    def _fill(link: BlockingLink, view: memoryview, used: int) -> None:
-        end = 0
+    def _fill(link: BlockingLink, view: memoryview, used: int) -> str:
+        """The digest of the bytes in the slot, read as they come: then they are still in the processor's cache, and
+        the training is not on the network. Nobody else writes there."""
+        end, hasher = 0, xxhash.xxh3_128()
         while end < used:
             link.wait(None)  # a chunk goes when the training leaves room for it
             chunk = link.receive(peer.PushChunk)
@@ -166,8 +171,10 @@ class Incoming:
                 raise LinkClosed(f"a chunk of {chunk.length} bytes for {chunk.offset}, after {end} of {used}")
             with view[end : end + chunk.length] as part:
                 link.fill(part, SILENCE_S)
-            end += chunk.length
-            link.send(peer.PushAck(end))
+                end += chunk.length
+                link.send(peer.PushAck(end))
+                hasher.update(part)
+        return hasher.hexdigest()
 
     # ---- on the loop, for the thread -------------------------------------------------------------------
 
@@ -220,8 +227,8 @@ class Incoming:
             agent.sets.recount(shard.set)
         return ""
 
-    async def _end(self, taken: _Taken, claimed: Committed | None) -> None:
-        """Nobody writes any more. claimed: what is there; None: not all of it."""
+    async def _end(self, taken: _Taken, claimed: Committed | None, found: str) -> None:
+        """Nobody writes any more. claimed: what is there; None: not all of it. found: its digest."""
         slot = taken.shard.pair.slots[taken.index]
         if slot.state != "filling" or slot.stamp != taken.stamp:
             return
@@ -229,4 +236,4 @@ class Incoming:
             self._agent.filling.void(taken.shard, taken.index)
         else:
             self.bytes += claimed.used_bytes
-            self._agent.filling.landed(taken.shard, taken.index, claimed)
+            self._agent.filling.arrived(taken.shard, taken.index, claimed, found)

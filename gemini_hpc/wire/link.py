@@ -303,8 +303,9 @@ class BlockingLink:
             offset += n
 
     def fill(self, view: memoryview, silent_s: float) -> None:
-        """Receive raw bytes, exactly as many as fit. The thread is woken for many of them at a time. Raises
-        LinkClosed where they do not come, also when nothing does for `silent_s`."""
+        """Receive raw bytes, exactly as many as fit. The thread is woken for many of them at a time, or when those that
+        there are have waited for `silent_s`. Raises LinkClosed where they do not come, also when nothing does for so
+        long."""
         at, size, awaited = 0, len(view), 1
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
@@ -314,11 +315,12 @@ class BlockingLink:
                 if (wanted := min(WAKE_BYTES, size - at)) != awaited:
                     self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
                     awaited = wanted
-                if not poll.poll(silent_s * 1000):
-                    raise LinkClosed(f"silent after {at} of {size} bytes")
+                ready = poll.poll(silent_s * 1000)
                 try:
                     n = self.sock.recv_into(view[at:], 0, socket.MSG_DONTWAIT)
                 except BlockingIOError:
+                    if not ready:
+                        raise LinkClosed(f"silent after {at} of {size} bytes") from None
                     continue
                 if n == 0:
                     raise LinkClosed(f"closed after {at} of {size} bytes")
