@@ -13,7 +13,7 @@ partition for `naive`) and are copied from there into the slot at the rate of th
 device-to-host copy (section 5.2, footnote 2: both have the same bandwidth).
 
 First the training is profiled, and goes on until its plan no longer changes. A round then runs no checkpoints and
-gemini once each, one round in three the other schemes too, from another one on each time: first `--warm` iterations
+gemini once each, one round in five the other schemes too, from another one on each time: first `--warm` iterations
 that do not count, then `--measured` ones. All ranks change at the same step. Each rank writes one JSON
 object a line to PREFIX.RANK.
 
@@ -51,7 +51,7 @@ CHUNK_BYTES, PARTS = 512 << 10, 8  # over gloo; smaller chunks cost two cores mo
 DEVICE_COPY_BYTES_PER_S = 119e6
 IDLE_S = 0.002  # a copy that begins so long after the one before follows a pause
 POLL_S = 0.0005
-ALWAYS, OTHERS_EVERY = ("none", "gemini"), 3
+ALWAYS, OTHERS_EVERY = ("none", "gemini"), 5
 ADAPTING = 24
 
 

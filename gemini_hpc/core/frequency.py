@@ -189,6 +189,12 @@ class Controller:
             self._adopt(self._choose(self.forced))
         return self.frequency
 
+    @property
+    def gained_s(self) -> float:
+        """How much less than j iterations without a checkpoint the latest cycles have surely taken: 0 or more. What
+        is above 0 shows that the iterations are shorter than was thought."""
+        return max(0.0, -_sure_high(self._samples)) if len(self._samples) >= BATCH else 0.0
+
     def replan(self, need: Callable[[int], float], iteration_s: float) -> Frequency:
         """A fresh plan. What had been learnt beyond the old one is forgotten if the new one is another; if it says
         the same, only that part is forgotten which the latest cycles surely do not show."""

@@ -16,6 +16,8 @@ IN_A_ROW = 5  # iterations in a row that are unlike the profile make it out of d
 # A profile costs some iterations as much as a few of its own. Where the training does not even wait for its versions,
 # it may only have become slower by itself, and no other profile is made sooner than after so many iterations.
 SETTLED = 250
+# So much shorter than the profile says are iterations of another training: its costs cannot be seen against that one.
+SHORTER = 0.05
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,11 @@ class Oversight:
         if not ours and self._age < SETTLED:
             return ""
         before = controller.frequency
-        if controller.observe(lost_s) is before:
-            return ""
-        return f"a version costs {100 * self._costs[-1]:.2g} % of the time, {100 * self._ceiling:.2g} % are allowed"
+        if controller.observe(lost_s) is not before:
+            return f"a version costs {100 * self._costs[-1]:.2g} % of the time, {100 * self._ceiling:.2g} % are allowed"
+        if self._age >= SETTLED and controller.gained_s > SHORTER * usual_s:
+            return f"iterations take {100 * controller.gained_s / usual_s:.2g} % less than in the profile"
+        return ""
 
     def recorded(self, picture: Pictured) -> str:
         """An iteration was recorded. Why the training has to be profiled again, or ''."""

@@ -22,7 +22,7 @@ _KEPT_SPANS = 384
 _LEAST_TRACES = 3
 _ROOM = 0.02  # of an iteration
 _LINK_DRIFT = 0.25
-_CHUNK_S = 0.006  # on slow links a smaller chunk: what waits behind it waits less, both ways at once go better
+_CHUNK_S = 0.008  # on slow links a smaller chunk: what waits behind it waits less, both ways at once go better
 _FINEST, _MOST_CHUNKS = 16, 1 << 16
 
 

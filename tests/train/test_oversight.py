@@ -42,5 +42,28 @@ def test_slowness_without_waits_is_no_reason_for_long(seen: Oversight) -> None:
     assert seen.overhead == pytest.approx(0.1)
 
 
+def test_a_profile_of_slow_seconds_is_made_anew(seen: Oversight) -> None:
+    """Waits of the training hide in iterations that are shorter than they were thought to be, and none is seen."""
+    assert SETTLED <= iterations(seen, 0.9 * USUAL_S, 0.0) < SETTLED + 40
+    assert seen.overhead == pytest.approx(-0.1)
+
+
+def test_a_profile_of_slow_seconds_is_noticed_where_only_most_iterations_are_shorter(seen: Oversight) -> None:
+    for number in range(4 * SETTLED):
+        why = seen.iteration((3.0 if number % 5 == 0 else 0.9) * USUAL_S, 0.0, len(OPS), 1, saved=True)
+        if why:
+            break
+    assert "less than in the profile" in why
+    assert number >= SETTLED
+
+
+def test_iterations_that_are_a_little_shorter_are_no_reason(seen: Oversight) -> None:
+    assert iterations(seen, 0.96 * USUAL_S, 0.0) == -1
+
+
+def test_shorter_ones_that_wait_for_versions_are_no_reason_before_they_have_settled(seen: Oversight) -> None:
+    assert iterations(seen, 0.9 * USUAL_S, 0.1) >= SETTLED
+
+
 def test_other_collectives(seen: Oversight) -> None:
     assert iterations(seen, USUAL_S, 0.0, len(OPS) + 1) == IN_A_ROW
