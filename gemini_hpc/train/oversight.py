@@ -106,7 +106,8 @@ class Oversight:
             return ""
         before = controller.frequency
         if controller.observe(lost_s) is not before:
-            return f"a version costs {100 * self._costs[-1]:.2g} % of the time, {100 * self._ceiling:.2g} % are allowed"
+            cost, allowed = 100 * self._costs[-1], 100 * self._ceiling
+            return f"a version costs {cost:.2g} % of the time, {allowed:.2g} % are allowed"
         if self._age >= SETTLED and controller.gained_s > SHORTER * usual_s:
             return f"iterations take {100 * controller.gained_s / usual_s:.2g} % less than in the profile"
         return ""

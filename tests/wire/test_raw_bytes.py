@@ -20,6 +20,7 @@ from gemini_hpc.wire.handshake import Session
 from gemini_hpc.wire.link import WAKE_BYTES, BlockingLink, LinkClosed
 
 SILENT_S = 0.4
+Beside = Callable[[Callable[[], object]], None]
 
 
 class Ends(NamedTuple):
@@ -51,7 +52,7 @@ def ends() -> Iterator[Ends]:
 
 
 @pytest.fixture
-def beside() -> Iterator[Callable[[Callable[[], object]], None]]:
+def beside() -> Iterator[Beside]:
     """Runs something in a thread, which is over when the test is."""
     threads = []
 
@@ -114,7 +115,7 @@ def test_no_byte_beyond_its_own_is_taken(ends: Ends) -> None:
     assert ends.receiver.receive(peer.PushAck) == peer.PushAck(7)
 
 
-def test_a_frame_after_many_bytes_wakes_its_reader(ends: Ends, beside: Callable[[Callable[[], object]], None]) -> None:
+def test_a_frame_after_many_bytes_wakes_its_reader(ends: Ends, beside: Beside) -> None:
     """What was asked of the socket for raw bytes does not outlive them."""
     beside(lambda: ends.sender.sock.sendall(b"x" * (WAKE_BYTES + 5)))
     ends.receiver.fill(memoryview(bytearray(WAKE_BYTES + 5)), 5.0)
@@ -132,7 +133,7 @@ def test_who_sends_no_more_is_silent(ends: Ends, sent: int) -> None:
     assert time.monotonic() - began < 10 * SILENT_S
 
 
-def test_few_bytes_at_a_time_are_not_silence(ends: Ends, beside: Callable[[Callable[[], object]], None]) -> None:
+def test_few_bytes_at_a_time_are_not_silence(ends: Ends, beside: Beside) -> None:
     def drip() -> None:
         for _ in range(10):
             ends.sender.sock.sendall(b"x" * 1000)
@@ -150,7 +151,7 @@ def test_a_closed_connection_is_no_silence(ends: Ends, sent: int) -> None:
         ends.receiver.fill(memoryview(bytearray(2 * WAKE_BYTES)), 5.0)
 
 
-def test_shut_by_another_thread(ends: Ends, beside: Callable[[Callable[[], object]], None]) -> None:
+def test_shut_by_another_thread(ends: Ends, beside: Beside) -> None:
     def shut() -> None:
         time.sleep(0.1)
         ends.receiver.shut()
