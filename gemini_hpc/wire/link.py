@@ -303,8 +303,8 @@ class BlockingLink:
             offset += n
 
     def fill(self, view: memoryview, silent_s: float) -> None:
-        """Receive raw bytes, exactly as many as fit. The thread is woken for many of them at a time, or when fewer have
-        waited for `silent_s`. Raises LinkClosed where they do not come, also when nothing does for so long."""
+        """Receive raw bytes, exactly as many as fit. The thread is woken for many of them at a time, or when fewer
+        have waited for `silent_s`. Raises LinkClosed where they do not come, also when nothing does for so long."""
         at, size, awaited = 0, len(view), 1
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
