@@ -16,7 +16,7 @@ from benchmarks.bench import Options, cluster
 from benchmarks.rows import Row, median_row
 
 RATE = "500mbit"
-ROUNDS = 8
+ROUNDS = 12
 IDLE_TO_SENDING = 1.5
 B_BYTES_PER_S = 58.6e6
 SCHEMES = (interleave.BASELINE, "gemini")
@@ -28,13 +28,13 @@ def _setting(name: str, dim: int, blocks: int) -> interleave.Setting:
     parameters = blocks * (12 * dim * dim + 13 * dim) + (2 * vocabulary + tokens) * dim + 2 * dim
     sending_s = 12 * parameters / 2 / B_BYTES_PER_S
     forward_s = round(IDLE_TO_SENDING * sending_s / (3 * blocks), 5)
-    return interleave.Setting(2, forward_s, SCHEMES, f"_{name}", dim=dim, blocks=blocks)
+    return interleave.Setting(2, forward_s, SCHEMES, f"_{name}", dim=dim, blocks=blocks, transport="host", measured=5)
 
 
 MODELS = {
-    "small": _setting("small", 104, 8),
-    "large": _setting("large", 144, 8),
-    "deep": _setting("deep", 104, 16),
+    "small": _setting("small", 148, 8),
+    "large": _setting("large", 208, 8),
+    "deep": _setting("deep", 148, 16),
 }
 
 

@@ -24,13 +24,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from benchmarks.bench import Line, MeasureError, Options, TrainingJob, cluster
-from benchmarks.interleave import BASELINE, LIMITS, SCHEMES, prepare, upper
+from benchmarks.interleave import BASELINE, LIMITS, LOOK_S, SCHEMES, prepare, upper
 from benchmarks.rows import Row, median_row
 from gemini_hpc.devcluster.cluster import Cluster
 
 ROUNDS, WARM, MEASURED = 15, 2, 4
 TIMEOUT_S = 900.0
-LOOK_S = 5.0
 USED = (BASELINE, "blocking", "background", "gemini")
 
 

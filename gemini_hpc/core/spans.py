@@ -241,7 +241,7 @@ def intersect(mine: Profile, others: Sequence[tuple[Profile, float]]) -> list[Wi
     gate = max(0.0, min([mine.gate_s, *(shift + other.gate_s for other, shift in others)]))
     free = [(-inf, inf)]
     for other, shift in others:
-        free = _common(free, _periodic(other, shift, mine.iteration_s))
+        free = common(free, _periodic(other, shift, mine.iteration_s))
     ends = [end for _, end in free]
     closing = _closing(mine, gate)
     windows: list[Window] = []
@@ -249,7 +249,7 @@ def intersect(mine: Profile, others: Sequence[tuple[Profile, float]]) -> list[Wi
         for index, span in enumerate(mine.spans):
             first, last = _cut(span, before_gate, gate, mine.gate_s)
             overlap = free[bisect_right(ends, first) : bisect_left(ends, last) + 1]
-            for start, end in _common([(first, last)], overlap):
+            for start, end in common([(first, last)], overlap):
                 # A length that nothing has cut stays as it is: computed anew, it would be rounded.
                 length = span.length_s if (start, end) == (span.start_s, span.end_s) else end - start
                 windows.append(Window(index, span.after, before_gate, start - span.start_s, length))
@@ -374,7 +374,18 @@ def _periodic(profile: Profile, shift: float, until: float) -> list[tuple[float,
     return intervals
 
 
-def _common(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def joined(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Intervals in order, none of which touch, that cover the same as these."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def common(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """What two lists of intervals, each in order, have in common."""
     common = []
     i = j = 0

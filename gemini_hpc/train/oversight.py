@@ -32,12 +32,14 @@ class Pictured:
     waited_s: float
 
     def overlap(self) -> tuple[int, float, float]:
-        """Number and seconds of the chunks in this iteration, and seconds of them beside collectives."""
+        """Number of the chunks in this iteration; for how many seconds there was at least one on the network, and of
+        these beside a collective."""
         began, length_s = self.trace.started_s, self.trace.length_s
         chunks = [(c.sent_at - began, c.acked_at - began) for c in self.chunks]
         inside = [(max(0.0, a), min(b, length_s)) for a, b in chunks if b > 0 and a < length_s]
-        beside = sum(max(0.0, min(b, op.end_s) - max(a, op.start_s)) for a, b in inside for op in self.trace.ops)
-        return len(inside), sum(b - a for a, b in inside), beside
+        busy = spans.joined(inside)
+        beside = spans.common(busy, spans.joined((op.start_s, op.end_s) for op in self.trace.ops))
+        return len(inside), sum(b - a for a, b in busy), sum(b - a for a, b in beside)
 
 
 class Oversight:

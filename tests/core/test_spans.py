@@ -20,9 +20,11 @@ from gemini_hpc.core.spans import (
     Trace,
     Window,
     capped,
+    common,
     drifted,
     idle,
     intersect,
+    joined,
     pattern,
     summarize,
     timeline,
@@ -478,3 +480,19 @@ class TestDrifted:
 
 def test_a_span_is_planned_and_compared() -> None:
     assert Span(0, True, 1.0, 2.0, 3.0).end_s == 3.0
+
+
+INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda t: (float(t[0]), float(sum(t)))))
+
+
+@given(a=INTERVALS, b=INTERVALS)
+def test_joined_intervals_and_what_two_have_in_common(
+    a: list[tuple[float, float]], b: list[tuple[float, float]]
+) -> None:
+    def units(intervals: list[tuple[float, float]]) -> set[float]:
+        return {start + k for start, end in intervals for k in range(int(end - start))}
+
+    one, other = joined(a), joined(b)
+    assert all(before[1] < after[0] for before, after in pairwise(one))
+    assert units(one) == units(a)
+    assert units(common(one, other)) == units(a) & units(b)

@@ -6,7 +6,8 @@ import pytest
 
 from gemini_hpc.core.frequency import Controller
 from gemini_hpc.core.spans import Op, Trace, summarize
-from gemini_hpc.train.oversight import IN_A_ROW, SETTLED, Oversight
+from gemini_hpc.train.oversight import IN_A_ROW, SETTLED, Oversight, Pictured
+from gemini_hpc.train.pacer import Sent
 
 USUAL_S = 1.0
 OPS = (Op(1, 8, 0.2, 0.4), Op(2, 8, 0.6, 0.7))
@@ -67,3 +68,13 @@ def test_shorter_ones_that_wait_for_versions_are_no_reason_before_they_have_sett
 
 def test_other_collectives(seen: Oversight) -> None:
     assert iterations(seen, USUAL_S, 0.0, len(OPS) + 1) == IN_A_ROW
+
+
+def test_chunks_that_are_on_their_way_together_count_once() -> None:
+    at = 100.0
+    times = [(-0.3, -0.1), (-0.1, 0.1), (0.0, 0.1), (0.05, 0.15), (0.15, 0.25), (0.65, 0.8), (0.95, 1.2), (1.1, 1.2)]
+    chunks = tuple(Sent(1, 0, 1, at + sent, at + acked, False) for sent, acked in times)
+    number, busy_s, beside_s = Pictured(1, Trace(at, USUAL_S, 0.9, OPS), chunks, (), 0.0).overlap()
+    assert number == 6
+    assert busy_s == pytest.approx(0.25 + 0.15 + 0.05)
+    assert beside_s == pytest.approx(0.05 + 0.05)
