@@ -4,7 +4,8 @@ As Figure 16 (`interleave.py`), but on links of half the rate (the paper's p3dn 
 bandwidth of its p4d ones), and with three models: two sizes, and another shape of about the second one's size. The
 paper has three sizes and three architectures, which differ in mask and head only: that cannot be seen from the
 network. The emulated compute grows with the parameters, as it does on a GPU with one batch size, so that idle time
-and C/B keep their ratio of 1.5. Ratios are against iterations without checkpoints in the same round.
+and C/B keep their ratio of 1.5. Copies go from agent to agent, the default. Ratios are against iterations without
+checkpoints in the same round.
 """
 
 from __future__ import annotations

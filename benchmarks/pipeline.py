@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from benchmarks.bench import Line, MeasureError, Options, TrainingJob, cluster
-from benchmarks.interleave import BASELINE, LIMITS, LOOK_S, SCHEMES, prepare, upper
+from benchmarks.interleave import BASELINE, LIMITS, LOOK_S, SCHEMES, prepare, stated
 from benchmarks.rows import Row, median_row
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -183,13 +183,14 @@ def _rows(found: Found) -> list[Row]:
     ]
     for scheme in USED[1:]:
         ratios = found.ratios(scheme)
+        value, what = stated(ratios)
         limit, goal = LIMITS.get(scheme, (None, None))
         rows.append(
             Row(
                 f"pp.{scheme}_{stages}",
-                f"{where}: iteration against one without, upper bound; {SCHEMES[scheme]}",
+                f"{where}: iteration against one without, {what}; {SCHEMES[scheme]}",
                 "x",
-                upper(ratios),
+                value,
                 tuple(ratios),
                 peers={"median": statistics.median(ratios)},
                 limit=limit,

@@ -161,8 +161,8 @@ class Incoming:
 
     @staticmethod
     def _fill(link: BlockingLink, view: memoryview, used: int) -> str:
-        """The digest of the bytes in the slot, read as they come: then they are still in the processor's cache, and
-        the training is not on the network. Nobody else writes there."""
+        """The digest of the bytes in the slot, read as they come: they are in the processor's cache then, and the
+        training is mostly not on the network. Nobody else is given the slot to write to meanwhile."""
         end, hasher = 0, xxhash.xxh3_128()
         while end < used:
             link.wait(None)  # a chunk goes when the training leaves room for it

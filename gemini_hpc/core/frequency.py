@@ -189,12 +189,6 @@ class Controller:
             self._adopt(self._choose(self.forced))
         return self.frequency
 
-    @property
-    def gained_s(self) -> float:
-        """How much less than j iterations without a checkpoint the latest cycles have surely taken: 0 or more. What
-        is above 0 shows that the iterations are shorter than was thought."""
-        return max(0.0, -_sure_high(self._samples)) if len(self._samples) >= BATCH else 0.0
-
     def replan(self, need: Callable[[int], float], iteration_s: float) -> Frequency:
         """A fresh plan. What had been learnt beyond the old one is forgotten if the new one is another; if it says
         the same, only that part is forgotten which the latest cycles surely do not show."""
@@ -207,7 +201,7 @@ class Controller:
         if not same:
             self.extra_s = self.fixed_s = 0.0
         elif len(self._samples) >= BATCH:
-            surplus_s = max(0.0, self.expected_s(s) - max(0.0, _sure_high(self._samples)))
+            surplus_s = max(0.0, self.expected_s(s) - max(0.0, sure_high(self._samples)))
             of_extra_s = min(surplus_s, max(0.0, need(s) + self.extra_s))
             self.extra_s -= of_extra_s
             self.fixed_s -= min(self.fixed_s, surplus_s - of_extra_s)
@@ -258,5 +252,6 @@ def _sure_low(samples: Collection[float]) -> float:
     return sorted(samples)[max(0, int(len(samples) / 2 - SURE * len(samples) ** 0.5 / 2))]
 
 
-def _sure_high(samples: Collection[float]) -> float:
+def sure_high(samples: Collection[float]) -> float:
+    """A sample that the median is surely not above."""
     return -_sure_low([-sample for sample in samples])

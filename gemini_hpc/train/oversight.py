@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from gemini_hpc.core import spans
-from gemini_hpc.core.frequency import Controller
+from gemini_hpc.core.frequency import BATCH, Controller, sure_high
 from gemini_hpc.core.spans import Profile, Trace
 from gemini_hpc.train.pacer import Sent
 
@@ -16,14 +16,16 @@ IN_A_ROW = 5  # iterations in a row that are unlike the profile make it out of d
 # A profile costs some iterations as much as a few of its own. Where the training does not even wait for its versions,
 # it may only have become slower by itself, and no other profile is made sooner than after so many iterations.
 SETTLED = 250
-# So much shorter than the profile says are iterations of another training: its costs cannot be seen against that one.
+# Against a profile of iterations that are so much longer the costs of this training cannot be seen. It is made anew
+# after SETTLED iterations with one, after twice as many the next time, and so on: where profiling itself makes
+# iterations longer, no other profile will do.
 SHORTER = 0.05
 
 
 @dataclass(frozen=True)
 class Pictured:
     """One iteration under a plan, as it was: after step() number `version`; its collectives, the chunks sent lately
-    (times of CLOCK_MONOTONIC), how long the training waited at the optimizer."""
+    (times of CLOCK_MONOTONIC), how long the training waited at the optimizer, which the trace contains."""
 
     version: int
     trace: Trace
@@ -53,6 +55,7 @@ class Oversight:
         self._alike: list[Trace] = []
         self._unlike = self._others = 0
         self._age = 0  # iterations since the profile
+        self._trusted = SETTLED  # so long it is not made anew for being of longer iterations
         self._waited_s = 0.0  # in this cycle
         self._costs: deque[float] = deque(maxlen=64)
         self._waits: deque[float] = deque(maxlen=64)
@@ -110,8 +113,10 @@ class Oversight:
         if controller.observe(lost_s) is not before:
             cost, allowed = 100 * self._costs[-1], 100 * self._ceiling
             return f"a version costs {cost:.2g} % of the time, {allowed:.2g} % are allowed"
-        if self._age >= SETTLED and controller.gained_s > SHORTER * usual_s:
-            return f"iterations take {100 * controller.gained_s / usual_s:.2g} % less than in the profile"
+        gained = -sure_high(self._costs) if len(self._costs) >= BATCH else 0.0
+        if gained > SHORTER and self._age >= self._trusted:
+            self._trusted *= 2
+            return f"iterations take {100 * gained:.2g} % less than in the profile"
         return ""
 
     def recorded(self, picture: Pictured) -> str:
@@ -119,11 +124,12 @@ class Oversight:
         profile, self.pictured = self._profile, picture
         if profile is None:
             return ""
-        if spans.pattern(picture.trace.ops) != profile.pattern:
+        trace = without_wait(picture.trace, picture.waited_s)
+        if spans.pattern(trace.ops) != profile.pattern:
             self._others += 1
             return "" if self._others < IN_A_ROW else "an iteration launches other collectives than the profile has"
         self._others = 0
-        self._alike.append(picture.trace)
+        self._alike.append(trace)
         if len(self._alike) < IN_A_ROW:
             return ""
         usual = middle(self._alike)

@@ -234,7 +234,6 @@ class Rhythm:
         seen, j = self._oversight, self._agreed.j
         why = seen.iteration(length_s, waited_s, self._watch.launched_before, j, self.saves(version))
         if trace is not None:
-            trace = without_wait(trace, waited_s)
             journal, copies = tuple(self._pacer.journal), tuple(self._pacer.copies)
             why = seen.recorded(Pictured(version - 1, trace, journal, copies, waited_s)) or why
             self._teller.draw(seen.pictured, self._planner.profile, self._plan, self._watch.names)

@@ -304,7 +304,8 @@ class BlockingLink:
 
     def fill(self, view: memoryview, silent_s: float) -> None:
         """Receive raw bytes, exactly as many as fit. The thread is woken for many of them at a time, or when fewer
-        have waited for `silent_s`. Raises LinkClosed where they do not come, also when nothing does for so long."""
+        have waited for `silent_s`. Raises LinkClosed where they do not come, also when nothing does for so long (up
+        to twice as long behind such few)."""
         at, size, awaited = 0, len(view), 1
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)

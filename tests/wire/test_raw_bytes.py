@@ -137,10 +137,10 @@ def test_few_bytes_at_a_time_are_not_silence(ends: Ends, beside: Beside) -> None
     def drip() -> None:
         for _ in range(10):
             ends.sender.sock.sendall(b"x" * 1000)
-            time.sleep(SILENT_S / 4)
+            time.sleep(0.25)
 
     beside(drip)
-    ends.receiver.fill(memoryview(bytearray(10_000)), SILENT_S)
+    ends.receiver.fill(memoryview(bytearray(10_000)), 1.0)
 
 
 @pytest.mark.parametrize("sent", [0, 1, WAKE_BYTES + 1])
@@ -157,7 +157,7 @@ def test_shut_by_another_thread(ends: Ends, beside: Beside) -> None:
         ends.receiver.shut()
 
     beside(shut)
-    with pytest.raises(LinkClosed):
+    with pytest.raises(LinkClosed, match="closed after"):
         ends.receiver.fill(memoryview(bytearray(100)), 5.0)
 
 
@@ -170,5 +170,5 @@ def test_a_file_that_is_too_short(ends: Ends, tmp_path: Path) -> None:
 def test_a_receiver_that_is_gone(ends: Ends, tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(bytes(16 << 20))
     ends.receiver.close()
-    with (tmp_path / "bytes").open("rb") as file, pytest.raises(OSError):
+    with (tmp_path / "bytes").open("rb") as file, pytest.raises((BrokenPipeError, ConnectionResetError)):
         ends.sender.send_file(file.fileno(), 0, 16 << 20)
