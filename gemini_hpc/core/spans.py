@@ -387,14 +387,14 @@ def joined(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 def common(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """What two lists of intervals, each in order, have in common."""
-    common = []
+    found = []
     i = j = 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
         if start < end:
-            common.append((start, end))
+            found.append((start, end))
         if a[i][1] <= b[j][1]:
             i += 1
         else:
             j += 1
-    return common
+    return found

@@ -45,8 +45,10 @@ def test_a_hung_agent_holds_nobody_up(make_job: MakeJob) -> None:
     assert time.monotonic() - began < 2.0
     assert len(agent._events) <= client.EVENTS_KEPT
     assert agent._events[-1].version == 9_999, "the oldest are dropped"
+    until(agent._lock.locked)  # the first of them has been sent: that thread may get a processor only now
     with pytest.raises(AgentLost, match="earlier request"):
         agent.request(local.Finished(set="s", rank=0), timeout_s=0.1)
+    began = time.monotonic()
     agent.close()
     assert time.monotonic() - began < 2.0 + client.FLUSH_TIMEOUT_S
 
