@@ -183,7 +183,7 @@ def _rows(found: Found) -> list[Row]:
     ]
     for scheme in USED[1:]:
         ratios = found.ratios(scheme)
-        value, what = stated(ratios)
+        value, what = stated(scheme, ratios)
         limit, goal = LIMITS.get(scheme, (None, None))
         rows.append(
             Row(

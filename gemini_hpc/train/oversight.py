@@ -113,8 +113,9 @@ class Oversight:
         if controller.observe(lost_s) is not before:
             cost, allowed = 100 * self._costs[-1], 100 * self._ceiling
             return f"a version costs {cost:.2g} % of the time, {allowed:.2g} % are allowed"
-        gained = -sure_high(self._costs) if len(self._costs) >= BATCH else 0.0
-        if gained > SHORTER and self._age >= self._trusted:
+        if self._age < self._trusted or len(self._costs) < BATCH:
+            return ""
+        if (gained := -sure_high(self._costs)) > SHORTER:
             self._trusted *= 2
             return f"iterations take {100 * gained:.2g} % less than in the profile"
         return ""
