@@ -111,7 +111,7 @@ class Checkpointer(Resuming):
         self._given = [model, *optimizers, *stateful.values(), *modules.values()]
         self._scaler = scaler
         self._closed = False
-        self._late = self._crowded = False
+        self._late = self._crowded = self._told_late = False
         self._stepped = False
         self._last_scale: float | None = None
         self._warned_unstepped = False
@@ -276,6 +276,17 @@ class Checkpointer(Resuming):
             lambda: self._pacer.progress_at,
             rhythm.patience_s,
         )
+        if self._late and not job.hopeless and self._protected and not self._gate.degraded:
+            self._tell_late(job.version)
+
+    def _tell_late(self, version: int) -> None:
+        """The training goes on without the seal that it waited for, and all else seems well (R2)."""
+        why = "not sealed when the training had to go on: a failure before the next seal repeats one step more"
+        if not self._told_late:
+            self._told_late = True
+            self._say(f"rank {self._rank}: version {version} is {why}; later ones like it are in the event log only")
+        if self._client is not None:
+            self._client.event("late", version, f"rank {self._rank}: {why}")
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """The global optimizer pre-hook; only the first one after `step()` matters."""

@@ -17,7 +17,7 @@ from torch import nn
 
 import gemini_hpc as gemini
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.train import ownership
+from gemini_hpc.train import ownership, rhythm
 from gemini_hpc.train.capture import Capture, StateChangedError
 from gemini_hpc.train.directory import Manifest, place
 from gemini_hpc.train.encode import UnknownTypeError
@@ -288,6 +288,40 @@ def test_user_mistakes_are_errors(job: FakeJob) -> None:
         gemini.Checkpointer(model, optimizer, extra={"bad": Bad()})
     with pytest.raises(UnsupportedStateError, match="weight"):
         gemini.Checkpointer(nn.Linear(2, 2, device="meta"), optimizer)
+
+
+def test_going_on_without_a_seal_is_said(
+    job: FakeJob, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is dead and nothing degraded: the version is on its way, for longer than the training may wait."""
+    monkeypatch.setattr(rhythm, "PATIENCE_S", 0.05)
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def iterate() -> None:
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ckpt.step()
+
+    with gemini.Checkpointer(model, optimizer) as ckpt:
+        ckpt.resume()
+        version = 0
+        while ckpt.report()["state"] != "protected":
+            iterate()
+            version += 1
+            assert version < 500
+            time.sleep(0.02)
+        wait_sealed(job, version)
+        assert not job.saw("late")
+        job.delay["Landed"] = 0.4
+        for _ in range(2):
+            iterate()  # to be sealed in time for the next
+        job.delay["Landed"] = 0.0
+        wait_sealed(job, version + 1)
+        assert ckpt.report()["state"] == "protected"
+    assert [event.version for event in job.saw("late")] == [version + 1]
+    assert capfd.readouterr().err.count(f"version {version + 1} is not sealed when the training had to go on") == 1
 
 
 def test_resume_once_and_step_never_after_close(job: FakeJob) -> None:
