@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
 
 import torch
 import xxhash
@@ -42,14 +44,50 @@ class _Source:
     staging: list[torch.Tensor] = field(default_factory=list)
 
 
+class Bound:
+    """The sources as they were found at a step(), in lists, which the next one can compare at once: a training has
+    thousands of them."""
+
+    def __init__(self, sources: Sequence[_Source]) -> None:
+        self.eager = [source for source in sources if source.eager]
+        self.views = [source.views for source in sources]
+        self.watch: list[tuple[_Source, torch.Tensor]] = []  # and what counts its changes
+        self._wholes: list[Any] = []
+        self._parts: list[torch.Tensor | None] = []
+        self._bases: list[torch.Tensor] = []
+        self._ptrs = [source.ptr for source in sources]
+        for source in sources:
+            assert source.base is not None and source.whole is not None
+            self._bases.append(source.base)
+            if not source.eager:
+                self.watch.append((source, source.base))
+            if source.whole is not source.base:
+                self._wholes.append(source.whole)
+                self._parts.append(source.base)
+                if not source.eager:  # what changes a DTensor is counted there, not within
+                    self.watch.append((source, source.whole))
+        self._watched = [tensor for _, tensor in self.watch]
+        self.device = next((tensor.device for tensor in self._bases if tensor.is_cuda), None)
+
+    def holds(self) -> bool:
+        """Whether each tensor still has the memory that it had."""
+        parts = [whole._local_tensor for whole in self._wholes]
+        return all(map(is_, parts, self._parts)) and [t.data_ptr() for t in self._bases] == self._ptrs
+
+    def counts(self) -> list[int]:
+        """The version counters of all that is watched."""
+        return [tensor._version for tensor in self._watched]
+
+
 @dataclass
 class Job:
     """One version on its way into a slot. `left` is set when the training may change its tensors again."""
 
     version: int
     small: bytes
-    views: list[list[torch.Tensor]]
-    watch: list[tuple[int, torch.Tensor, int]]  # (source, tensor, its version counter at step())
+    views: Sequence[list[torch.Tensor]]
+    bound: Bound
+    counts: list[int]  # at step()
     digests: list[str] | None
     ready: torch.cuda.Event | None = None  # the device has come to step(); nothing of this is tested without a GPU
     device: torch.device | None = None
@@ -114,6 +152,9 @@ class Capture:
         self._targets: dict[int, tuple[int, list[torch.Tensor]]] = {}
         self.eager_since: dict[str, str] = {}
         self.lock = threading.Lock()
+        self._leaves: Sequence[Leaf] | None = None  # that were bound last
+        self._late: list[Leaf] = []
+        self._bound: Bound | None = None
         for number, block in enumerate(blocks):
             leaf, entry = leaves[block.entry], entries[block.entry]
             offset = tuple(b - e for b, e in zip(block.offset, entry.offset, strict=True))
@@ -133,6 +174,10 @@ class Capture:
     def bind(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """Find the planned tensors among the present ones. Returns those that are not in the plan, which have to go
         with the small state. Raises StateChangedError where one is gone or has another shape."""
+        bound = self._bound
+        if self._leaves is leaves and bound is not None and bound.holds():
+            return self._late
+        self._leaves = self._bound = None
         found = {leaf.key: leaf.tensor for leaf in leaves}
         for source in self._sources:
             tensor = found.get(source.key)
@@ -142,9 +187,9 @@ class Capture:
             if here.data_ptr() != source.ptr or here is not source.base:
                 self._bind_one(source, here)
             source.whole = tensor
-        if len(found) == len(self._planned):
-            return []
-        return [leaf for leaf in leaves if leaf.key not in self._planned]
+        few = len(found) == len(self._planned)
+        self._leaves, self._late = leaves, [] if few else [leaf for leaf in leaves if leaf.key not in self._planned]
+        return self._late
 
     @staticmethod
     def _bind_one(source: _Source, here: torch.Tensor) -> None:
@@ -164,28 +209,22 @@ class Capture:
 
     def snapshot(self, version: int, small: bytes, audit: bool) -> Job:
         """Begin the capture of a version: eager tensors are copied now, the others are noted."""
-        job = Job(version, small, [], [], [] if audit else None)
-        with torch.no_grad():
-            for index, source in enumerate(self._sources):
-                if source.eager:
-                    if not source.staging:
-                        source.staging = [v.contiguous().clone() for v in source.views]
-                    for stage, view in zip(source.staging, source.views, strict=True):
-                        stage.copy_(view)
-                    job.views.append(source.staging)
-                else:
-                    assert source.base is not None and source.whole is not None
-                    job.views.append(source.views)
-                    job.watch.append((index, source.base, source.base._version))
-                    if source.whole is not source.base:  # what changes a DTensor is counted there, not within
-                        job.watch.append((index, source.whole, source.whole._version))
-                if job.digests is not None:
-                    job.digests.append(_digest(job.views[-1]))
-        device = next((s.base.device for s in self._sources if s.base is not None and s.base.is_cuda), None)
-        if device is not None:
+        with torch.no_grad(), self.lock:
+            bound = self._bound
+            if bound is None:
+                bound = self._bound = Bound(self._sources)
+            for source in bound.eager:
+                if not source.staging:
+                    source.staging = [v.contiguous().clone() for v in source.views]
+                for stage, view in zip(source.staging, source.views, strict=True):
+                    stage.copy_(view)
+            views = [s.staging if s.eager else s.views for s in self._sources] if bound.eager else bound.views
+            digests = [_digest(each) for each in views] if audit else None
+        job = Job(version, small, views, bound, bound.counts(), digests)
+        if bound.device is not None:
             job.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            job.ready.record(torch.cuda.current_stream(device))
-            job.device = device
+            job.ready.record(torch.cuda.current_stream(bound.device))
+            job.device = bound.device
         return job
 
     # ---- from the copying thread -----------------------------------------------------------------------
@@ -251,11 +290,16 @@ class Capture:
         return [view for views in job.views for view in views]
 
     def _moved(self, job: Job) -> list[str]:
-        bad = [self._sources[i].key for i, tensor, version in job.watch if tensor._version != version]
-        return bad + [
+        bound = job.bound
+        counts = bound.counts()
+        if counts == job.counts and bound.holds():
+            return []
+        pairs = zip(bound.watch, counts, job.counts, strict=True)
+        return [source.key for (source, _), now, then in pairs if now != then] + [
             source.key
             for source in self._sources
-            if not source.eager and source.base is not None and source.base.data_ptr() != source.ptr
+            if not source.eager and source.base is not None and source.whole is not None
+            if local(source.whole) is not source.base or source.base.data_ptr() != source.ptr
         ]
 
     def _torn(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
@@ -286,6 +330,8 @@ class Capture:
     def make_eager(self, keys: Sequence[str], why: str) -> list[str]:
         """Copy these at `step()` from now on."""
         with self.lock:
+            if keys:
+                self._bound = None
             for key in keys:
                 source = self._by_key[key]
                 self.eager_since.setdefault(key, why)

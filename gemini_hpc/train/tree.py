@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
@@ -105,6 +106,47 @@ def find_ddp(model: nn.Module) -> list[DistributedDataParallel]:
     return [o for o in gc.get_objects() if type(o) is DistributedDataParallel and o.module is model][:1]
 
 
+class _OptimizerState:
+    """The tensors of an optimizer, as they were found last."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, number: int, owners: Mapping[int, Param]) -> None:
+        self.leaves: list[Leaf] = []
+        self._optimizer = optimizer
+        self._odd: list[tuple[tuple[int, str, str], dict[str, Any], str]] = []
+        self._known: list[tuple[Any, dict[str, Any], tuple[str, ...], list[Any]]] = []
+        for parameter, values in optimizer.state.items():
+            owner = owners.get(id(parameter))
+            kept = [value if isinstance(value, torch.Tensor) else None for value in values.values()]
+            self._known.append((parameter, values, tuple(values), kept))
+            if owner is None:
+                continue
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    self.leaves.append(Leaf(f"optimizer.{number}.{owner.fqn}.{name}", value, owner, number, name))
+                else:
+                    self._odd.append(((number, owner.fqn, name), values, name))
+
+    def holds(self) -> bool:
+        """Whether it has the same tensors under the same names."""
+        state = self._optimizer.state
+        if len(state) != len(self._known):
+            return False
+        for (parameter, values), (known, known_values, names, kept) in zip(state.items(), self._known, strict=True):
+            if parameter is not known or values is not known_values or tuple(values) != names:
+                return False
+            if not all(map(is_, values.values(), kept)) and not all(map(_alike, values.values(), kept)):
+                return False
+        return True
+
+    def odd(self) -> dict[tuple[int, str, str], Any]:
+        """What is no tensor, as it is now."""
+        return {key: values[name] for key, values, name in self._odd}
+
+
+def _alike(value: Any, kept: torch.Tensor | None) -> bool:
+    return value is kept or (kept is None and not isinstance(value, torch.Tensor))
+
+
 class StateTree:
     """Names and finds everything that a training has to get back.
 
@@ -126,6 +168,8 @@ class StateTree:
         self.buffers: dict[str, torch.Tensor] = {}
         self._by_id: dict[int, Param] = {}
         self.outside: list[str] = []
+        self._states: list[_OptimizerState] = []
+        self._leaves: list[Leaf] = []
         ddps = find_ddp(model)
         root: nn.Module = model
         if ddps and ddps[0] not in set(model.modules()):
@@ -161,20 +205,15 @@ class StateTree:
 
     def leaves(self) -> tuple[list[Leaf], dict[tuple[int, str, str], Any]]:
         """All parameters and optimizer tensors as they are now; beside them, the optimizer state that is no tensor,
-        by (optimizer, parameter, name)."""
-        found = [Leaf(p.fqn, p.tensor, p, -1, "") for p in self.params]
-        odd: dict[tuple[int, str, str], Any] = {}
-        for i, optimizer in enumerate(self.optimizers):
-            for parameter, values in optimizer.state.items():
-                owner = self._by_id.get(id(parameter))
-                if owner is None:
-                    continue
-                for name, value in values.items():
-                    if isinstance(value, torch.Tensor):
-                        found.append(Leaf(f"optimizer.{i}.{owner.fqn}.{name}", value, owner, i, name))
-                    else:
-                        odd[i, owner.fqn, name] = value
-        return found, odd
+        by (optimizer, parameter, name). The list is the same as at the last call where its tensors are."""
+        states = self._states
+        if not (self._leaves and len(states) == len(self.optimizers) and all(state.holds() for state in states)):
+            states = [_OptimizerState(o, i, self._by_id) for i, o in enumerate(self.optimizers)]
+            self._states = states
+            self._leaves = [Leaf(p.fqn, p.tensor, p, -1, "") for p in self.params]
+            for state in states:
+                self._leaves += state.leaves
+        return self._leaves, {key: value for state in states for key, value in state.odd().items()}
 
     def describe(self, leaf: Leaf, world: int) -> tuple[Row, Entry]:
         """How a leaf appears in the manifest and in the deal. Raises UnsupportedStateError."""

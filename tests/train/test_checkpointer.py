@@ -475,6 +475,70 @@ def test_replaced_tensors_are_found_again() -> None:
     assert torch.equal(pieces(capture, area, "optimizer.0.model.0.weight.exp_avg"), torch.full((20, 300), 7.0))
 
 
+def replace_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[model[0].weight]["exp_avg"] = torch.full((20, 300), 7.0)
+
+
+def replace_all_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.state[model[0].weight]["exp_avg"].fill_(7.0)
+
+
+def replace_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[model[0].weight]["exp_avg"].data = torch.full((20, 300), 7.0)
+
+
+@pytest.mark.parametrize("change", [replace_state, replace_all_state, replace_memory])
+def test_what_is_replaced_after_steps_without_a_change_is_found(
+    change: Callable[[nn.Module, torch.optim.Optimizer], None],
+) -> None:
+    model, optimizer = fresh()
+    capture, tree, area = capture_of(model, optimizer)
+    for version in (1, 2):
+        capture.bind(tree.leaves()[0])
+        capture.copy(capture.snapshot(version, b"", audit=False), 0, area)
+    assert tree.leaves()[0] is tree.leaves()[0]
+    change(model, optimizer)
+    assert capture.bind(tree.leaves()[0]) == []
+    job = capture.snapshot(3, b"", audit=False)
+    capture.copy(job, 0, area)
+    assert capture.changed(job, 0, area) == []
+    assert torch.equal(pieces(capture, area, "optimizer.0.model.0.weight.exp_avg"), torch.full((20, 300), 7.0))
+
+
+def test_memory_that_is_replaced_before_the_copy_voids_it() -> None:
+    model, optimizer = fresh()
+    capture, tree, area = capture_of(model, optimizer)
+    capture.bind(tree.leaves()[0])
+    job = capture.snapshot(1, b"", audit=False)
+    model[0].bias.data = torch.zeros(20)
+    capture.copy(job, 0, area)
+    assert capture.changed(job, 0, area) == ["model.0.bias"]
+
+
+def test_state_that_is_no_tensor_is_read_anew_and_may_become_one() -> None:
+    model, optimizer = fresh()
+    tree = StateTree(model, [optimizer], {}, {})
+    values = optimizer.state[model[1].bias]
+    values["rounds"] = 1
+    before, odd = tree.leaves()
+    assert odd == {(0, "model.1.bias", "rounds"): 1}
+    values["rounds"] = 2
+    again, odd = tree.leaves()
+    assert again is before and odd == {(0, "model.1.bias", "rounds"): 2}
+    values["rounds"] = torch.tensor(3.0)
+    after, odd = tree.leaves()
+    assert not odd and {leaf.key for leaf in after} - {leaf.key for leaf in before} == {
+        "optimizer.0.model.1.bias.rounds"
+    }
+    values["rounds"] = None
+    assert len(tree.leaves()[0]) == len(before) and tree.leaves()[1] == {(0, "model.1.bias", "rounds"): None}
+    values["turns"] = values.pop("rounds")
+    assert tree.leaves()[1] == {(0, "model.1.bias", "turns"): None}
+    del optimizer.state[model[1].bias]
+    assert len(tree.leaves()[0]) == len(before) - 3
+
+
 def test_another_shape_is_noticed() -> None:
     model, optimizer = fresh()
     capture, tree, _ = capture_of(model, optimizer)

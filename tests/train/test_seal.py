@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gemini_hpc.core.manifest import Layout
-from gemini_hpc.train.capture import Job
+from gemini_hpc.train.capture import Bound, Job
 from gemini_hpc.train.client import AgentLost
 from gemini_hpc.train.pacer import Pacer
 from gemini_hpc.train.replicator import Identity, Replicator
@@ -204,7 +204,7 @@ def test_a_version_is_given_up_and_waited_for_where_its_holder_is_gone(scene: Sc
         broken=told.append,
         catch_up=lambda: None,
     )
-    job = Job(7, b"", [], [], None)
+    job = Job(7, b"", [], Bound([]), [], None)
     replicator._commit(job, 0, silent, 0.0)
     assert replicator.stop(5.0)
     assert told == ["degraded" if gone else "refused"] and scene.gate.degraded and len(scene.said) == 1
