@@ -86,6 +86,12 @@ def _trouble(ranks: Sequence[Row]) -> list[str]:
             f"slow link: {size(worst['spilled_bytes'])} of each saved version of rank {worst['rank']} find no idle "
             f"span, the training waits {seconds(worst['late_s'])} for them"
         )
+    passed = max(ranks, key=lambda r: int(r["unsealed"]))
+    if count := passed["unsealed"]:
+        found.append(
+            f"late: {count} version{'' if count == 1 else 's'} of rank {passed['rank']} not sealed when the training "
+            "went on after its longest wait"
+        )
     problems: dict[str, int] = {}
     for r in ranks:
         if r["problem"]:

@@ -277,6 +277,7 @@ class Checkpointer(Resuming):
             rhythm.patience_s,
         )
         if self._late and not job.hopeless and self._protected and not self._gate.degraded:
+            rhythm.unsealed += 1
             self._tell_late(job.version)
 
     def _tell_late(self, version: int) -> None:

@@ -112,6 +112,7 @@ class Rhythm:
         self._begun_at = time.monotonic()
         self._told = (1, 1)
         self.problem = ""
+        self.unsealed = 0  # versions that were on their way when the training had to go on
         if council is not None:
             pacer.traffic = watch
         self._follow()
@@ -393,6 +394,7 @@ class Rhythm:
             overhead=seen.overhead,
             waited_s=seen.waited_s,
             buffer_bytes=self._choices.chunk_bytes * self._choices.buffers,
+            unsealed=self.unsealed,
         )
 
     def report(self) -> dict[str, Any]:
@@ -422,4 +424,5 @@ class Rhythm:
             "overlap": dict(zip(("chunks", "chunks_s", "beside_s"), overlap, strict=True)) if overlap else None,
             "overhead": self._oversight.overhead,
             "waited_s": self._oversight.waited_s,
+            "unsealed": self.unsealed,
         }

@@ -80,6 +80,7 @@ def traffic(
     overhead: float | None = None,
     waited_s: float | None = None,
     buffer_bytes: int = 0,
+    unsealed: int = 0,
     t: float | None = None,
 ) -> TrafficState:
     """A summary, its keys as in `TrafficState`; chunk_spans: of each chunk of the plan the number of its span, one of
@@ -110,6 +111,7 @@ def traffic(
         waited_s=_duration(waited_s),
         buffer_bytes=_bytes(buffer_bytes),
         chunks_per_span=chunks_per_span(chunk_spans, planned_spans),
+        unsealed=_count(unsealed),
     )
 
 

@@ -38,8 +38,9 @@ class TrafficState(msgspec.Struct, frozen=True, array_like=True):
     iteration of `iteration_s` with `collectives` operations; deviation: normalized, of their lengths. bytes_per_s and
     alpha_s: the link's. Of the total_bytes that one version sends, fitting_bytes have a place in idle spans,
     spilled_bytes go with the last and hold the training up for late_s. overhead: share of the time, as measured;
-    waited_s: usual wait at the optimizer. chunks_per_span: of each span in order; neighbours are added up where there
-    are more than MAX_PER_SPAN.
+    waited_s: usual wait at the optimizer; unsealed: versions that were on their way when the training, after its
+    longest wait, had to go on. chunks_per_span: of each span in order; neighbours are added up where there are more
+    than MAX_PER_SPAN.
     """
 
     t: Time
@@ -67,6 +68,7 @@ class TrafficState(msgspec.Struct, frozen=True, array_like=True):
     waited_s: Duration | None = None
     buffer_bytes: Bytes = 0
     chunks_per_span: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_PER_SPAN)] = ()
+    unsealed: Count = 0
 
 
 class Operation(msgspec.Struct, frozen=True, array_like=True):

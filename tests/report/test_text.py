@@ -123,6 +123,12 @@ def test_problems_are_said_once_each() -> None:
     assert lines(many)[-1] == "problem: and 6 others"
 
 
+def test_versions_that_the_training_went_on_without_are_said() -> None:
+    assert not [line for line in lines(rows(STEADY)) if line.startswith("late")]
+    found = lines(rows(but(unsealed=1), but(unsealed=3)))
+    assert found[2:] == ["late: 3 versions of rank 1 not sealed when the training went on after its longest wait"]
+
+
 def test_numbers() -> None:
     assert [seconds(s) for s in (0, 0.00042, 0.0999, 0.25, 3.1, 250.4)] == [
         *("0.0 ms", "0.4 ms", "99.9 ms", "250 ms", "3.10 s", "250 s"),

@@ -319,7 +319,7 @@ def test_going_on_without_a_seal_is_said(
             iterate()  # to be sealed in time for the next
         job.delay["Landed"] = 0.0
         wait_sealed(job, version + 1)
-        assert ckpt.report()["state"] == "protected"
+        assert ckpt.report()["state"] == "protected" and ckpt.report()["traffic"]["unsealed"] == 1
     assert [event.version for event in job.saw("late")] == [version + 1]
     assert capfd.readouterr().err.count(f"version {version + 1} is not sealed when the training had to go on") == 1
 
