@@ -113,13 +113,14 @@ class _OptimizerState:
         self.leaves: list[Leaf] = []
         self._optimizer = optimizer
         self._odd: list[tuple[tuple[int, str, str], dict[str, Any], str]] = []
-        self._known: list[tuple[Any, dict[str, Any], tuple[str, ...], list[Any]]] = []
+        self._known: list[tuple[Any, dict[str, Any] | None, tuple[str, ...], list[Any]]] = []
         for parameter, values in optimizer.state.items():
             owner = owners.get(id(parameter))
+            if owner is None:  # of no parameter of ours, and of any kind
+                self._known.append((parameter, None, (), []))
+                continue
             kept = [value if isinstance(value, torch.Tensor) else None for value in values.values()]
             self._known.append((parameter, values, tuple(values), kept))
-            if owner is None:
-                continue
             for name, value in values.items():
                 if isinstance(value, torch.Tensor):
                     self.leaves.append(Leaf(f"optimizer.{number}.{owner.fqn}.{name}", value, owner, number, name))
@@ -132,7 +133,11 @@ class _OptimizerState:
         if len(state) != len(self._known):
             return False
         for (parameter, values), (known, known_values, names, kept) in zip(state.items(), self._known, strict=True):
-            if parameter is not known or values is not known_values or tuple(values) != names:
+            if parameter is not known:
+                return False
+            if known_values is None:
+                continue
+            if values is not known_values or tuple(values) != names:
                 return False
             if not all(map(is_, values.values(), kept)) and not all(map(_alike, values.values(), kept)):
                 return False

@@ -533,6 +533,8 @@ def test_state_that_is_no_tensor_is_read_anew_and_may_become_one() -> None:
     }
     values["rounds"] = None
     assert len(tree.leaves()[0]) == len(before) and tree.leaves()[1] == {(0, "model.1.bias", "rounds"): None}
+    optimizer.state["turn"] = 5  # type: ignore[index]  # of no parameter
+    assert len(tree.leaves()[0]) == len(before) and tree.leaves()[0] is tree.leaves()[0]
     values["turns"] = values.pop("rounds")
     assert tree.leaves()[1] == {(0, "model.1.bias", "turns"): None}
     del optimizer.state[model[1].bias]
