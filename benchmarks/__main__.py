@@ -47,7 +47,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measures this project's speed on development clusters (needs root) and compares it with the "
-        "project's bars. All families take about an hour; nothing else should run meanwhile.",
+        "project's bars. All families take some hours, fig16 one and a half; nothing else should run meanwhile.",
         epilog="Exit status: 0 if all could be measured, also where a bar is missed; 1 if something could not.",
     )
     parser.add_argument(
