@@ -145,6 +145,8 @@ class Channel:
         with self._lock:
             if self._stopped:
                 raise PushLost("given up")
+            if self._link is not None and not self._awaited and self._link.wait(0):
+                self._link = None  # nothing can come but its end, which the reader is about to see
             self._preparing = asyncio.run_coroutine_threadsafe(self._prepare(m), self._loop)
         try:
             head, self._file, link = self._preparing.result()

@@ -369,6 +369,16 @@ def test_a_second_connection_ends_the_first(site: Site) -> None:
     site.version += 2
 
 
+def test_the_home_comes_back_at_once(only_site: Site) -> None:
+    """Another took its connection while nothing was under way: it makes a new one, and no version is lost for that."""
+    for _ in range(20):
+        push = only_site.push()
+        assert push.reason == ""
+        only_site.seal()
+        assert push.ended()
+        push.close()
+
+
 def test_many_connections_leave_nothing(site: Site) -> None:
     process = site.holder.process
     assert process is not None
