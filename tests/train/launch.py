@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import cache
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,17 @@ ROOT = Path(__file__).resolve().parents[2]
 _THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
+# Below those that the kernel gives to whoever asks for any; other test processes begin elsewhere.
+_ports = islice(cycle(range(10000, 18000)), os.getpid() * 613 % 8000, None)
+
+
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """Nobody listens there, and nobody gets it by chance before it is used."""
+    for port in _ports:
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("there are always more")
 
 
 def environments(world: int) -> list[dict[str, str]]:
