@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gemini_hpc.train import arguments, hold, ownership
 from gemini_hpc.train.capture import Job
-from gemini_hpc.train.client import AgentLost, AgentRefused, ask_once
+from gemini_hpc.train.client import AgentLost, AgentRefused
 from gemini_hpc.train.encode import UnknownTypeError
 from gemini_hpc.train.membership import REFUSED
 from gemini_hpc.train.pacer import Scheme
@@ -122,9 +121,9 @@ class Checkpointer(Resuming):
         self._join()
         me = weakref.ref(self)
         self._hook = register_optimizer_step_pre_hook(lambda opt, args, kwargs: _pre_hook(me, opt))
-        self._previous_excepthook = sys.excepthook
+        self._holding: hold.Hold | None = None
         if self._client is not None:
-            sys.excepthook = self._excepthook
+            self._holding = hold.Hold(self._path, hold_s, lambda text: self._say(f"rank {self._rank}: {text}"))
             atexit.register(_at_exit, me)
 
     # ---- each iteration --------------------------------------------------------------------------------
@@ -367,7 +366,8 @@ class Checkpointer(Resuming):
         if error is None:
             self.close()
         else:
-            self._hold(error)
+            if self._holding is not None:
+                self._holding.error(error)
             self._end(success=False)
 
     def _end(self, *, success: bool) -> None:
@@ -379,8 +379,8 @@ class Checkpointer(Resuming):
             self._rhythm.close()
         for recorder in self._tree.ddps:
             recorder.stop()
-        if sys.excepthook == self._excepthook:
-            sys.excepthook = self._previous_excepthook
+        if self._holding is not None:
+            self._holding.end()
         in_peace = success and self._protected and self._armed != REFUSED
         ended = self._shut_down(CLOSE_TIMEOUT_S if in_peace else 0.0)
         if self._client is not None:
@@ -396,41 +396,13 @@ class Checkpointer(Resuming):
             for keeper in self._keepers():
                 keeper.close()
 
-    def _verdict(self) -> local.Verdict | None:
-        try:
-            reply = ask_once(self._path, local.VerdictRequest(), 2.0)
-        except AgentLost:
-            return None
-        return reply if isinstance(reply, local.Verdict) else None
-
-    def _hold(self, error: BaseException | None) -> None:
-        if self._client is None or self._closed or not hold.is_communication_error(error):
-            return
-        if getattr(error, "__gemini_held__", False):
-            return
-        self._say(
-            f"rank {self._rank}: communication failed ({type(error).__name__}); asking the agents whether a node is "
-            f"dead (up to {self._choices.hold_s:g} s)"
-        )
-        hold.hold(self._verdict, self._choices.hold_s, lambda text: self._say(f"rank {self._rank}: {text}"))
-        if error is not None:
-            error.__gemini_held__ = True  # type: ignore[attr-defined]
-
-    def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        try:
-            self._hold(error)
-        finally:
-            self._previous_excepthook(kind, error, trace)
-
     def _exiting(self) -> None:
-        """At interpreter exit without `close()`: hold if a node is dead (the script may have swallowed the error),
-        and end the threads, or Python would abort over them."""
+        """At interpreter exit without `close()`: hold if a node is dead, and end the threads, or Python would abort
+        over them."""
         if self._closed:
             return
-        verdict = self._verdict() if self._protected else None
-        if verdict is not None and verdict.dead:
-            self._say(f"rank {self._rank}: node {', '.join(verdict.dead)} is dead; waiting for Slurm")
-            hold.hold(self._verdict, self._choices.hold_s, lambda text: None)
+        if self._protected and self._holding is not None:
+            self._holding.exit()
         self._end(success=False)
 
     @property

@@ -7,10 +7,13 @@ first asks its agent; while a node of the job is dead or suspected it stays, bou
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from types import TracebackType
 
-from gemini_hpc.wire.local import Verdict
+from gemini_hpc.train.client import AgentLost, ask_once
+from gemini_hpc.wire.local import Verdict, VerdictRequest
 
 ALL_ALIVE_S = 3.0  # longer than the agents take to suspect a silent node
 _ASK_EVERY_S = 0.2
@@ -80,3 +83,54 @@ def hold(
             alive_since = None
         sleep(_ASK_EVERY_S)
     return "expired"
+
+
+class Hold:
+    """One training's: it stands before everything that ends the process over a communication error."""
+
+    def __init__(self, path: str, hold_s: float, say: Callable[[str], None]) -> None:
+        """path: of the agent's socket."""
+        self._path, self._hold_s, self._say = path, hold_s, say
+        self._before = sys.excepthook
+        self._over = False
+        sys.excepthook = self._uncaught
+
+    def end(self) -> None:
+        """The training is over: nothing is held any more."""
+        self._over = True
+        if sys.excepthook == self._uncaught:
+            sys.excepthook = self._before
+
+    def error(self, error: BaseException | None) -> None:
+        """It ends the training. Where it is a communication error, and the first time that it is seen here: block
+        while a node may be dead."""
+        if self._over or not is_communication_error(error) or getattr(error, "__gemini_held__", False):
+            return
+        self._say(
+            f"communication failed ({type(error).__name__}); asking the agents whether a node is dead (up to "
+            f"{self._hold_s:g} s)"
+        )
+        hold(self._verdict, self._hold_s, self._say)
+        if error is not None:
+            error.__gemini_held__ = True  # type: ignore[attr-defined]
+
+    def exit(self) -> None:
+        """The interpreter ends, and the script has said nothing of the training's end: it may have swallowed an
+        error. Block while a node is dead."""
+        verdict = self._verdict()
+        if verdict is not None and verdict.dead:
+            self._say(f"node {', '.join(verdict.dead)} is dead; waiting for Slurm")
+            hold(self._verdict, self._hold_s, lambda text: None)
+
+    def _verdict(self) -> Verdict | None:
+        try:
+            reply = ask_once(self._path, VerdictRequest(), 2.0)
+        except AgentLost:
+            return None
+        return reply if isinstance(reply, Verdict) else None
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            self.error(error)
+        finally:
+            self._before(kind, error, trace)
