@@ -174,12 +174,12 @@ class Controller:
         """What a cycle is now expected to cost."""
         return max(0.0, self.need(s) + self.extra_s) + self.fixed_s
 
-    def observe(self, lost_s: float) -> Frequency:
+    def observe(self, lost_s: float, *, judge: bool = True) -> Frequency:
         """One cycle has taken `lost_s` longer than j iterations without a checkpoint; by noise that may be below 0.
-        The frequency from now on: another object where it has changed."""
+        The frequency from now on: another object where it has changed, which it never has without `judge`."""
         self._samples.append(lost_s)
         self._new_samples += 1
-        if self._new_samples < BATCH:
+        if self._new_samples < BATCH or not judge:
             return self.frequency
         self._new_samples = 0
         j, s = self.frequency.j, self.frequency.s

@@ -13,9 +13,12 @@ from gemini_hpc.core.spans import Profile, Trace
 from gemini_hpc.train.pacer import Sent
 
 IN_A_ROW = 5  # iterations in a row that are unlike the profile make it out of date
-# A profile costs some iterations as much as a few of its own. Where the training does not even wait for its versions,
-# it may only have become slower by itself, and no other profile is made sooner than after so many iterations.
+# Where the training does not even wait for its versions, it may only have become slower by itself: no other profile
+# is made sooner than after so many iterations, ...
 SETTLED = 250
+# ... or before what was lost beyond the ceiling since the last one comes to so many iterations, which is about what a
+# profile costs; twice as many the next time, and so on.
+WORTH = 5.0
 # Against a profile of iterations that are so much longer the costs of this training cannot be seen. It is made anew
 # after SETTLED iterations with one, after twice as many the next time, and so on: where profiling itself makes
 # iterations longer, no other profile will do.
@@ -56,6 +59,7 @@ class Oversight:
         self._unlike = self._others = 0
         self._age = 0  # iterations since the profile
         self._trusted = SETTLED  # so long it is not made anew for being of longer iterations
+        self._worth = WORTH
         self._waited_s = 0.0  # in this cycle
         self._costs: deque[float] = deque(maxlen=64)
         self._waits: deque[float] = deque(maxlen=64)
@@ -83,6 +87,11 @@ class Oversight:
         return median(self._costs) if self._costs else None
 
     @property
+    def _lost(self) -> float:
+        """Iterations that have been lost beyond the ceiling since the profile."""
+        return self._age * (median(self._costs) - self._ceiling)
+
+    @property
     def waited_s(self) -> float | None:
         """Usual wait at the optimizer."""
         return median(self._waits) if self._waits else None
@@ -107,11 +116,11 @@ class Oversight:
         ours = self._waited_s > self._ceiling * usual_s
         self.pause()
         self._costs.append(lost_s / usual_s)
-        if not ours and self._age < SETTLED:
-            return ""
+        early = not ours and self._age < SETTLED
         before = controller.frequency
-        if controller.observe(lost_s) is not before:
-            cost, allowed = 100 * self._costs[-1], 100 * self._ceiling
+        if controller.observe(lost_s, judge=not early or self._lost >= self._worth) is not before:
+            self._worth *= 1 + early
+            cost, allowed = 100 * median(self._costs), 100 * self._ceiling
             return f"a version costs {cost:.2g} % of the time, {allowed:.2g} % are allowed"
         if self._age < self._trusted or len(self._costs) < BATCH:
             return ""

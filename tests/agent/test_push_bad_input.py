@@ -370,7 +370,7 @@ def test_a_second_connection_ends_the_first(site: Site) -> None:
 
 
 def test_the_home_comes_back_at_once(only_site: Site) -> None:
-    """Another took its connection while nothing was under way: it makes a new one, and no version is lost for that."""
+    """Another took its connection while nothing was under way: it makes a new one, no version is lost."""
     for _ in range(20):
         push = only_site.push()
         assert push.reason == ""
