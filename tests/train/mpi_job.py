@@ -17,7 +17,8 @@ def enter(how: dict[str, Any]) -> None:
     print, and their pids. sockets: of the agents, by rank. alone: the training makes no process group.
     library, scratch: MPI's."""
     if "library" in how:
-        os.environ.update(MPI4PY_LIBMPI=how["library"], TMPDIR=how["scratch"])
+        segments = {"OMPI_MCA_btl_sm_backing_directory": how["scratch"]}
+        os.environ.update(MPI4PY_LIBMPI=how["library"], TMPDIR=how["scratch"], **segments)
     if how.get("level"):
         import mpi4py
 

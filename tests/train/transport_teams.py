@@ -63,6 +63,10 @@ class Forked(Members):
         return "\n".join(text for p in self.processes for text in p.read())
 
 
+# MPI's segments stay in /dev/shm where its processes are killed: these go with the last process that sees them.
+_OWN_SHM = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
+
+
 @dataclass(frozen=True)
 class Mpi:
     """A flavour of MPI, installed as `make` does it. options: of its mpiexec. parameters: Open MPI's own."""
@@ -101,7 +105,7 @@ class Mpi:
         )
         mpiexec = [str(self.home / "bin" / "mpiexec"), *self.options, *options, "-n", str(world)]
         return subprocess.Popen(
-            [*mpiexec, sys.executable, "-m", *program],
+            [*_OWN_SHM, *mpiexec, sys.executable, "-m", *program],
             cwd=ROOT,
             env=env,
             stdin=subprocess.DEVNULL,
@@ -112,7 +116,8 @@ class Mpi:
     def __call__(self, control: str, world: int, library: str) -> Members:
         """A process alone need not be launched: that saves the import of torch."""
         if world == 1:
-            return Forked(control, world, library, self.environment(control))
+            segments = {"OMPI_MCA_btl_sm_backing_directory": str(Path(control).parent)}
+            return Forked(control, world, library, self.environment(control) | segments)
         return Launched(self, control, world, library)
 
 
