@@ -54,6 +54,12 @@ def test_but_as_soon_as_it_has_lost_what_a_profile_costs(seen: Oversight) -> Non
     assert 2 * WORTH <= 0.09 * second < 2 * WORTH + 0.09
 
 
+def test_but_not_where_j_is_forced(seen: Oversight) -> None:
+    """Nothing would change but that there is one profile more."""
+    seen.begin(summarize([Trace(0.0, USUAL_S, 0.9, OPS)] * 3), Controller(lambda s: 0.0, USUAL_S, forced=1))
+    assert SETTLED <= iterations(seen, 1.1 * USUAL_S, 0.0) < SETTLED + 40
+
+
 def test_one_long_iteration_has_lost_nothing(seen: Oversight) -> None:
     """An evaluation, a checkpoint of the user's own."""
     for number in range(SETTLED - 1):
