@@ -101,7 +101,7 @@ class Hold:
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._before
 
-    def error(self, error: BaseException | None) -> None:
+    def error(self, error: BaseException) -> None:
         """It ends the training. Where it is a communication error, and the first time that it is seen here: block
         while a node may be dead."""
         if self._over or not is_communication_error(error) or getattr(error, "__gemini_held__", False):
@@ -111,8 +111,7 @@ class Hold:
             f"{self._hold_s:g} s)"
         )
         hold(self._verdict, self._hold_s, self._say)
-        if error is not None:
-            error.__gemini_held__ = True  # type: ignore[attr-defined]
+        error.__gemini_held__ = True  # type: ignore[attr-defined]
 
     def exit(self) -> None:
         """The interpreter ends, and the script has said nothing of the training's end: it may have swallowed an

@@ -118,8 +118,8 @@ class Oversight:
         self._costs.append(lost_s / usual_s)
         early = not ours and self._age < SETTLED
         before = controller.frequency
-        worth = controller.forced is None and self._lost >= self._worth  # a j that the user has forced stays
-        if controller.observe(lost_s, judge=worth or not early) is not before:
+        judge = not early or (controller.forced is None and self._lost >= self._worth)  # a j that is forced stays
+        if controller.observe(lost_s, judge=judge) is not before:
             self._worth *= 1 + early
             cost, allowed = 100 * median(self._costs), 100 * self._ceiling
             return f"a version costs {cost:.2g} % of the time, {allowed:.2g} % are allowed"

@@ -143,10 +143,7 @@ def test_scheme_none_saves_nothing(make_job: MakeJob) -> None:
 def test_schemes_can_be_switched(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     schemes = {36: "none", 40: "gemini", 46: "blocking", 52: "gemini"}
-    kwargs = {
-        "chunk_bytes": 1 << 17,
-        "overhead": 0.9,
-    }  # no other profile for a busy machine
+    kwargs = {"chunk_bytes": 1 << 17, "overhead": 0.9}  # no other profile for a busy machine's slow iterations
     results = train(job, 2, rate=ROOM, schemes=schemes, **{**TRAINING, "kwargs": kwargs})
     versions = {s.version for s in job.seals}
     assert not versions & {37, 38, 39} and versions >= {36, 41, 44, 47, 50, 53, 60}, sorted(versions)
