@@ -72,11 +72,11 @@ class Outstanding:
             except Exception as error:  # whatever a transport raises: the chunk has not arrived
                 broken = LinkBroken(f"{type(error).__name__}: {error}")
             with self._changed:
+                self._count -= 1
+                self._backlog_bytes -= size
                 if broken is None:
                     self._pacer.landed(replica, size, sent_at)
                 else:
                     self._pacer.meter.lost()
-                self._count -= 1
-                self._backlog_bytes -= size
                 self._broken = self._broken or broken
                 self._changed.notify_all()

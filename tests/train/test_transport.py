@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from waiting import until
+
+from gemini_hpc.train.transport.base import Head
+from gemini_hpc.train.transport.gloo import GlooTransport
 
 from .transport_teams import KINDS, STARTS, Kind, Mpi, Team, Teams, lacking
 
@@ -166,6 +173,38 @@ def gone(pid: int) -> bool:
     except ProcessLookupError:
         return True
     return False
+
+
+def test_over_gloo_only_small_messages_go_against_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent over one of its connections waits for all that was sent before. So in each of them chunks may go
+    in one direction only."""
+    sent: dict[tuple[int, int], set[int]] = {}  # (group, sender) -> bytes of messages
+
+    class Backend:
+        def __init__(self, group: int, rank: int) -> None:
+            self._group, self._rank = group, rank
+
+        def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> object:
+            sent.setdefault((self._group, self._rank), set()).add(tensors[0].numel())
+            return SimpleNamespace(wait=lambda: None)
+
+        def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> object:
+            tensors[0].fill_(1)  # an answer: yes
+            return SimpleNamespace(wait=lambda: None)
+
+    groups = itertools.count()
+    for rank in (0, 1):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        made = lambda group, rank=rank: SimpleNamespace(_get_backend=lambda device: Backend(group % 2, rank))  # noqa: E731
+        monkeypatch.setattr(dist, "new_group", lambda made=made, **_: made(next(groups)))
+        transport = GlooTransport()
+        box = transport.outbox(1 - rank)
+        assert box.offer(Head(1, 50_000, 50_000, (50_000,)))
+        box.send(torch.zeros(50_000, dtype=torch.uint8))
+        transport.inbox(1 - rank).answer(True)
+    small = {key: max(sizes) < 1000 for key, sizes in sent.items()}
+    assert sorted(small) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(small[group, 0] != small[group, 1] for group in (0, 1)), sent
 
 
 @pytest.mark.parametrize("start", STARTED)

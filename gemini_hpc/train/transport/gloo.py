@@ -1,4 +1,10 @@
-"""Messages through gloo's point-to-point operations, over a process group of our own."""
+"""Messages through gloo's point-to-point operations, over process groups of our own.
+
+gloo keeps one connection for each pair of ranks and group, and what is sent over one waits its turn: also an
+acknowledgement, and the word that a receive was posted, without which the other end sends no chunk. Two ranks that
+hold each other's copies would have these wait behind whole bursts of chunks. So chunks to a higher rank go over one
+group, those to a lower rank over another, and in each connection only small messages go against them.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +13,14 @@ import socket
 import stat
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gemini_hpc.train.transport.base import LinkBroken
 from gemini_hpc.train.transport.landing import Landing
-from gemini_hpc.train.transport.messages import MessageTransport
+from gemini_hpc.train.transport.messages import REPLIES, MessageTransport
 
 # A receive may rightly wait for as long as an iteration takes, and gloo closes the link when one times out.
 _FOREVER = timedelta(days=1)
@@ -62,14 +69,19 @@ class GlooTransport(MessageTransport):
         super().__init__(landing)
         before = _sockets()
         self.group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_FOREVER)
-        self.backend = self.group._get_backend(torch.device("cpu"))
+        down: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_FOREVER)
+        self._up: Any = self.group._get_backend(torch.device("cpu"))
+        self._down: Any = down._get_backend(torch.device("cpu"))
+        self._rank = dist.get_rank()
         self._sockets = {fd: inode for fd, inode in _sockets().items() if before.get(fd) != inode}
         self.abandoned: list[_Work] = []
 
     def begin(self, sending: bool, rank: int, tensor: torch.Tensor, tag: int) -> _Work:
+        chunks_leave = sending != (tag in REPLIES)  # over the link that the message belongs to
+        backend = self._up if chunks_leave == (rank > self._rank) else self._down
         try:
             # straight to the backend: hooks on the training's collectives must not see this traffic
-            work = (self.backend.send if sending else self.backend.recv)([tensor], rank, tag)
+            work = (backend.send if sending else backend.recv)([tensor], rank, tag)
         except RuntimeError as error:
             raise LinkBroken(_reason(error)) from None
         return _Work(self, work, tensor)

@@ -23,6 +23,7 @@ _BYE, _VERSION = 0, 1
 _NO, _YES, _GIVEN_UP = b"\x00", b"\x01", b"\x02"
 _LOST = (1 << 64) - 1  # acknowledges no chunk: the receiving end has given up
 _HEAD_TAG, _SIZES_TAG, _ANSWER_TAG, _CHUNK_TAG, _ACK_TAG, _DIGEST_TAG = range(1, 7)
+REPLIES = frozenset((_ANSWER_TAG, _ACK_TAG))  # tags of what goes from an inbox to its outbox
 
 
 class Message(Protocol):
