@@ -61,11 +61,13 @@ class Sent(NamedTuple):
 
 class _Wait(NamedTuple):
     """seconds: until a chunk may go, or it is worth looking again; 0: now, and so many bytes. after: until so many
-    collectives were launched and none is in flight; -1: not that."""
+    collectives were launched and none is in flight; -1: not that. crowded: what is on its way is in the way; look
+    again when some of it has arrived."""
 
     seconds: float
     after: int = -1
     size: int = 0
+    crowded: bool = False
 
 
 class Pacer:
@@ -87,6 +89,7 @@ class Pacer:
         self._passed = (-1, 0.0)  # the iteration whose gate was passed last, and when
         self._hurry = threading.Event()
         self._ending = False
+        self._crowded = False  # the sending thread wants to know of the next acknowledgement
         self._table: Timetable | None = None
 
     # ---- from the training's thread --------------------------------------------------------------------
@@ -128,7 +131,11 @@ class Pacer:
             return
         until = self._clock() + table.usual_s / 2
         while self._now == version and not wanted() and self._clock() < until:
-            if traffic.launched > window.after or traffic.wait_span(window.after, _SPAN_S):
+            if traffic.launched > window.after:
+                return
+            if traffic.wait_span(window.after, _SPAN_S):
+                begins = traffic.quiet_since() + window.delay_s
+                self._hurry.wait(min(_LOOK_S, max(0.0, begins - self._clock())))
                 return
 
     def begin(self, version: int) -> None:
@@ -172,9 +179,13 @@ class Pacer:
 
     def _grant(self, replica: int, at: int, least: int, most: int, backlog_bytes: Callable[[], int]) -> int:
         while not self._hurry.is_set():
-            wait = self._look(replica, at, least, most, backlog_bytes())
+            backlog = backlog_bytes()
+            wait = self._look(replica, at, least, most, backlog)
             if wait.seconds <= 0:
                 return wait.size
+            self._crowded = wait.crowded
+            if wait.crowded and backlog_bytes() < backlog:  # meanwhile
+                continue
             if wait.after < 0 or self.traffic is None:
                 self._hurry.wait(min(wait.seconds, _LOOK_S))
             else:
@@ -183,11 +194,14 @@ class Pacer:
         return most
 
     def landed(self, replica: int, size: int, sent_at: float) -> None:
-        """A chunk was acknowledged just now."""
+        """A chunk was acknowledged just now, and is no longer in the backlog."""
         now = self._clock()
         self.meter.landed(size, now)
         self.journal.append(Sent(self._version, replica, size, sent_at, now, self._hurry.is_set()))
         self.progress_at = now
+        if self._crowded:
+            self._crowded = False
+            self.wake()
 
     def _look(self, replica: int, at: int, least: int, most: int, backlog_bytes: int) -> _Wait:
         table, traffic = self._table, self.traffic
@@ -204,18 +218,20 @@ class Pacer:
         if self._clock() - self._begun_at > table.usual_s and not flying:
             return _Wait(0.0, size=most)  # the training pauses, or does something else: that may last
         here = max(table.planned(replica, at), bisect_left(table.places, place))
+        crowded = False
         if here < len(table.windows) and not flying and table.places[here][:2] == place[:2]:
             if table.places[here][2] != gated:
                 return _Wait(_SOON_S)
             elapsed = self._clock() - max(traffic.quiet_since(), passed_at if gated else 0.0)
             while here < len(table.windows) and table.places[here] == place:
                 window = table.windows[here]
-                room = table.room(window.delay_s + window.length_s - elapsed, backlog_bytes)
-                if room >= least:
-                    return _Wait(max(0.0, window.delay_s - elapsed), size=min(room, most))
+                left = table.room(window.delay_s + window.length_s - elapsed, 0)
+                if left - backlog_bytes >= least:
+                    return _Wait(max(0.0, window.delay_s - elapsed), size=min(left - backlog_bytes, most))
+                crowded = crowded or left >= least
                 here += 1
         if here >= len(table.windows) or table.places[here][0] != place[0]:
             return _Wait(_LOOK_S)
         if table.places[here][1] == place[1] and not flying:
             return _Wait(_SOON_S)
-        return _Wait(_LOOK_S, table.places[here][1])
+        return _Wait(_LOOK_S, table.places[here][1], crowded=crowded)

@@ -97,6 +97,36 @@ def test_what_is_not_yet_acknowledged_counts(make: Make) -> None:
     assert played.now >= 0.07, "10 chunks on their way leave no room in 9 ms"
 
 
+def test_what_has_been_acknowledged_makes_room_again_in_the_same_span(make: Make) -> None:
+    """Acknowledgements that come late make the backlog look too long: the next one counts, not the next span."""
+    played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
+    played.now = 0.051
+    backlog = 10 * SIZE
+    pacer = make(played, (0, SIZE))
+
+    def wait_span(after: int, timeout_s: float) -> bool:
+        nonlocal backlog
+        played.waits.append(after)
+        played.now, backlog = 0.053, 0
+        pacer.landed(0, 10 * SIZE, 0.05)
+        return False
+
+    played.wait_span = wait_span  # type: ignore[method-assign]
+    pacer.turn(0, 0, SIZE, lambda: backlog)
+    assert played.now == 0.053
+    assert played.waits[-2:] == [3, -1], "it waits for the next span, and is woken for the acknowledgement"
+    pacer.landed(0, SIZE, 0.053)
+    assert played.waits[-1] == -1 and len(played.waits) == 3, "only who waits for room is woken"
+
+
+def test_an_acknowledgement_between_look_and_wait_is_not_missed(make: Make) -> None:
+    played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
+    played.now = 0.051
+    backlogs = iter([10 * SIZE, 0, 0])
+    make(played, (0, SIZE)).turn(0, 0, SIZE, lambda: next(backlogs))
+    assert played.now == 0.051
+
+
 @pytest.mark.parametrize("at", [0.0511, 0.0515, 0.0521, 0.0525])
 def test_a_collective_that_begins_between_two_questions_is_seen(make: Make, at: float) -> None:
     """Each question takes 1 ms, in which the next collective is launched: the span behind it has not begun."""
@@ -148,6 +178,14 @@ def test_the_own_copy_waits_for_a_span_that_holds_it(make: Make) -> None:
         played.now = 0.0
         pacer.lull(version, seconds, lambda wanted=wanted: wanted)
         assert played.now == 0.0, "too long for any span, another iteration's, or waited for"
+
+
+def test_the_own_copy_waits_until_its_window_begins(make: Make) -> None:
+    played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
+    pacer = make(played, (0, SIZE))
+    pacer.timetable = Timetable((FIRST._replace(delay_s=0.004), SECOND), ((),), 1, 10.0, B, ALPHA)
+    pacer.lull(7, 0.008, lambda: False)
+    assert 0.054 <= played.now < 0.055
 
 
 def test_the_own_copy_does_not_take_the_time_that_chunks_need(make: Make) -> None:
