@@ -240,7 +240,8 @@ class Arming(Membership):
         key = telling.profile_key(over + packed.hex(), map(str, homes))
         watch = Watch(lambda ranks: len({homes[rank] for rank in ranks if rank < len(homes)}) != 1)
         pushed = self._transport is not None and self._transport.pushed
-        planner: Callable[..., Planner] = partial(Planner, whole=pushed)
+        on_host = self._capture is not None and not self._capture.on_device
+        planner: Callable[..., Planner] = partial(Planner, whole=pushed, on_host=on_host)
         if self._driver is not None:
             planner = partial(JointPlanner, driver=self._driver, watch=watch)
             self._driver.hook(watch)

@@ -165,6 +165,7 @@ class Capture:
                 self._by_key[leaf.key] = source
                 self._sources.append(source)
             source.boxes.append((offset, block.size))
+        self.on_device = any(local(leaf.tensor).is_cuda for leaf in leaves)
 
     @property
     def keys(self) -> list[str]:

@@ -14,7 +14,7 @@ from gemini_hpc.train.arguments import Choices
 from gemini_hpc.train.link import LinkMeter
 from gemini_hpc.train.pacer import Scheme
 from gemini_hpc.train.teller import Kept
-from gemini_hpc.train.timetable import Route, common
+from gemini_hpc.train.timetable import Route, common, settled
 
 MU = 0.95  # little: a span is planned with the length that all but a tenth of the iterations reach
 BLOB_BYTES = 16384
@@ -48,13 +48,16 @@ class Planner:
         kept: Kept | None,
         *,
         whole: bool = False,
+        on_host: bool = False,
     ) -> None:
-        """whole: chunks are not made smaller where the link is slow, as each is cut to what is left of its span."""
+        """whole: chunks are not made smaller where the link is slow, as each is cut to what is left of its span.
+        on_host: the training computes there, and is not disturbed at the beginning of a span if it can be helped."""
         self._whole_chunks = whole
         self._choices, self._rank, self._targets, self._C = choices, rank, tuple(targets), shard_bytes
         self._meter, self._kept = meter, kept
         self._clean: dict[int, list[tuple[int, Trace]]] = {}
         self._others: list[tuple[Profile, float]] = []
+        self._on_host, self._settles = on_host, False
         self._whole = False  # whether all that a plan needs is known
         self.profile: Profile | None = None
         self.controller: Controller | None = None
@@ -176,9 +179,10 @@ class Planner:
             return None
         size, p = self.cut
         R = size * p
+        windows = common(self.profile, self._others)
         return Route(
             profile=self.profile,
-            windows=common(self.profile, self._others),
+            windows=settled(windows) if self._settles else windows,
             C=self._C,
             m=len(self._targets) + 1,
             R=self._C if scheme == "naive" else R,
@@ -195,10 +199,12 @@ class Planner:
     def want(self, j: int, *, fresh: bool) -> tuple[int, int]:
         """j and s that this rank wants. j: in force; fresh: the profile or the link is another than when this was
         asked last."""
+        if fresh:
+            self._settle()
         route, profile = self.route("gemini"), self.profile
         if route is None or profile is None:
             return max(1, self._choices.every), 1
-        need = Need.of(route.usable, route.C, route.m, route.R, route.p, route.B, route.start_s, route.mu)
+        need = _need(route)
         usual_s, ceiling = profile.iteration_s, self._choices.overhead
         known = self.controller
         if known is not None and abs(known.iteration_s / usual_s - 1) > ceiling / 2:
@@ -219,3 +225,21 @@ class Planner:
             known.replan(need, usual_s)
         self.controller = known
         return known.frequency.j, known.frequency.s
+
+    def _settle(self) -> None:
+        """Leave out the beginnings of spans where versions can be saved as often and as soon without them."""
+        self._settles = False
+        route, profile = self.route("gemini"), self.profile
+        if not self._on_host or route is None or profile is None:
+            return
+        usual_s, forced = profile.iteration_s, self._choices.every or None
+        whole, rest = _need(route), _need(replace(route, windows=settled(route.windows)))
+        most, less = (
+            choose(need, usual_s, ceiling=self._choices.overhead, forced=forced)
+            for need in (whole, lambda s: rest(s) + _ROOM * usual_s)
+        )
+        self._settles = less.within and (less.j, less.s) == (most.j, most.s)
+
+
+def _need(route: Route) -> Need:
+    return Need.of(route.usable, route.C, route.m, route.R, route.p, route.B, route.start_s, route.mu)

@@ -71,6 +71,20 @@ class Timetable:
 
 # From the end of a collective until a chunk is on its way: it is looked for every millisecond, by a thread of Python.
 REACTION_S = 0.0015
+# After a collective a host that computes is busy first: it copies out what came, and starts the next computation. Who
+# sends beside that takes processors from it, and the interpreter. So the beginning of a window is left out, as far as
+# the rest of it holds what is to be sent: no more of it than this share.
+PAUSE_S = 0.004
+_PAUSE_SHARE = 1 / 8
+
+
+def settled(windows: Sequence[spans.Window]) -> tuple[spans.Window, ...]:
+    """The same, from when a host is done with the collective before them."""
+    cut = []
+    for window in windows:
+        pause_s = max(0.0, min(PAUSE_S, _PAUSE_SHARE * window.length_s) - window.delay_s)
+        cut.append(window._replace(delay_s=window.delay_s + pause_s, length_s=window.length_s - pause_s))
+    return tuple(cut)
 
 
 @dataclass(frozen=True)
@@ -92,8 +106,11 @@ class Route:
     def usable(self) -> tuple[spans.Window, ...]:
         """The windows from when a sender can have noticed that they have begun, without the startup of their first
         chunk."""
-        lost_s = REACTION_S + self.alpha - self.start_s
-        return tuple(w._replace(length_s=max(0.0, w.length_s - lost_s)) for w in self.windows)
+        startup_s = self.alpha - self.start_s
+        return tuple(
+            w._replace(length_s=max(0.0, w.length_s - max(0.0, REACTION_S - w.delay_s) - startup_s))
+            for w in self.windows
+        )
 
     @property
     def start_s(self) -> float:

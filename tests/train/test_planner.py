@@ -1,0 +1,66 @@
+"""One rank's plan: what of an idle span it uses."""
+
+from __future__ import annotations
+
+import pytest
+
+from gemini_hpc.core import spans
+from gemini_hpc.core.spans import Op, Profile, Trace
+from gemini_hpc.train.arguments import Choices
+from gemini_hpc.train.link import LinkMeter
+from gemini_hpc.train.planner import Planner
+from gemini_hpc.train.teller import Kept
+from gemini_hpc.train.timetable import PAUSE_S, REACTION_S, Route, settled
+
+B, ALPHA = 1e8, 1e-4
+IDLE_S = 0.4  # of ten spans in an iteration of 1 s
+
+
+def profile() -> Profile:
+    """Ten collectives of 50 ms, each followed by 40 ms without."""
+    ops = tuple(Op(7, 1000, 0.1 * k, 0.1 * k + 0.05) for k in range(10))
+    trace = Trace(0.0, 1.0, 0.99, ops)
+    return spans.summarize([trace] * 3)
+
+
+def route(shard_bytes: int, *, on_host: bool = True, every: int = 0) -> Route:
+    """What a planner that has remembered this profile plans for."""
+    choices = Choices("t", 1, 1.5, 0, "split", 60.0, 1 << 20, 4, "gemini", every, 0.01)
+    kept = Kept(profile(), [(profile(), 0.0)], B, ALPHA)
+    planner = Planner(choices, 0, (1,), shard_bytes, LinkMeter(), kept, on_host=on_host)
+    assert planner.remember([planner.kept(), planner.kept()])
+    planner.want(1, fresh=True)
+    found = planner.route("gemini")
+    assert found is not None
+    return found
+
+
+def test_the_beginning_of_a_span_is_left_to_a_host_that_computes() -> None:
+    windows = route(int(0.2 * B)).windows
+    assert sum(w.length_s >= 0.035 for w in windows) >= 9
+    assert all(w.delay_s == PAUSE_S for w in windows if w.length_s >= 0.035)
+
+
+def test_not_of_a_device_that_computes() -> None:
+    assert all(w.delay_s == 0.0 for w in route(int(0.2 * B), on_host=False).windows)
+
+
+@pytest.mark.parametrize(("used", "every"), [(0.43, 0), (0.43, 1), (0.9, 1)])
+def test_not_where_it_would_cost_protection_or_a_wait(used: float, every: int) -> None:
+    assert all(w.delay_s == 0.0 for w in route(int(used * B), every=every).windows)
+
+
+def test_short_spans_keep_most_of_their_length_and_late_ones_begin_as_late() -> None:
+    short, late = spans.Window(0, 1, True, 0.0, 0.008), spans.Window(1, 2, True, 0.003, 0.1)
+    one, other = settled([short, late])
+    assert (one.delay_s, one.length_s) == (0.001, 0.007)
+    assert (other.delay_s, other.length_s) == (PAUSE_S, pytest.approx(0.1 - (PAUSE_S - 0.003)))
+    assert settled([late._replace(delay_s=0.01)]) == (late._replace(delay_s=0.01),)
+
+
+def test_who_begins_later_anyway_loses_nothing_to_the_reaction() -> None:
+    found = route(int(0.2 * B))
+    for window, usable in zip(found.windows, found.usable, strict=True):
+        lost_s = max(0.0, REACTION_S - window.delay_s) + found.alpha - found.start_s
+        assert usable.length_s == pytest.approx(max(0.0, window.length_s - lost_s))
+    assert any(w.delay_s > REACTION_S for w in found.windows)
