@@ -256,7 +256,8 @@ def test_other_collectives_are_profiled_again(make_job: MakeJob) -> None:
 
 def test_small_state_that_outgrows_its_place(make_job: MakeJob) -> None:
     job = make_job(2, 2)
-    run = start(job, SMALL, grow_at=12)
+    # larger slots are made meanwhile: without the pause a short training can be over before they are
+    run = start(job, SMALL, grow_at=12, pause_at=13, pause_s=2.0)
     results = run.wait()
     assert sealed(job)[-1] >= 30 - skipped(results), sealed(job)
     assert len([v for v in sealed(job) if v > 12]) >= min(14, 18 - skipped(results)), sealed(job)
