@@ -122,7 +122,8 @@ class Pacer:
 
     def lull(self, version: int, seconds: float, wanted: Callable[[], bool]) -> None:
         """Block until the training's processors are probably idle for `seconds`: in the first span that is so long.
-        Not where there is none, or all idle time is needed to send; not when `wanted()` is true and `wake` called.
+        Not where there is none, or all idle time is needed to send; not when `wanted()` is true and `wake` called
+        (within the milliseconds that are left out of a span, if it has begun).
         What the training does between collectives right after step() is mostly Python, which runs in one thread at a
         time."""
         table, traffic = self.timetable, self.traffic

@@ -229,8 +229,10 @@ class Planner:
     def _settle(self) -> None:
         """Leave out the beginnings of spans where versions can be saved as often and as soon without them."""
         self._settles = False
+        if not self._on_host:
+            return
         route, profile = self.route("gemini"), self.profile
-        if not self._on_host or route is None or profile is None:
+        if route is None or profile is None:
             return
         usual_s, forced = profile.iteration_s, self._choices.every or None
         whole, rest = _need(route), _need(replace(route, windows=settled(route.windows)))

@@ -72,14 +72,14 @@ class Timetable:
 # From the end of a collective until a chunk is on its way: it is looked for every millisecond, by a thread of Python.
 REACTION_S = 0.0015
 # After a collective a host that computes is busy first: it copies out what came, and starts the next computation. Who
-# sends beside that takes processors from it, and the interpreter. So the beginning of a window is left out, as far as
-# the rest of it holds what is to be sent: no more of it than this share.
+# sends beside that takes processors from it, and the interpreter. So this much of a window's beginning is left out,
+# but no more than a share of it.
 PAUSE_S = 0.004
 _PAUSE_SHARE = 1 / 8
 
 
 def settled(windows: Sequence[spans.Window]) -> tuple[spans.Window, ...]:
-    """The same, from when a host is done with the collective before them."""
+    """The same windows, each from when a host is probably done with the collective before it."""
     cut = []
     for window in windows:
         pause_s = max(0.0, min(PAUSE_S, _PAUSE_SHARE * window.length_s) - window.delay_s)
