@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 
-import msgspec
-
-from gemini_hpc.wire import local
+from gemini_hpc.train.client import ask_verdict
 
 VERDICT_WAIT_S = 20.0
 HEALTHY_FOR_S = 2.0
@@ -45,19 +42,6 @@ def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) > 1000:
         raise argparse.ArgumentTypeError(f"wanted a whole number from 0 to 1000, found {text!r}")
     return int(text)
-
-
-def ask_verdict(path: str, timeout_s: float = 2.0) -> local.Verdict | None:
-    """What the local agent knows of the job's nodes; None where no agent answers."""
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-            sock.settimeout(timeout_s)
-            sock.connect(path)
-            sock.send(local.encode(local.VerdictRequest()))
-            reply = local.reply_decoder.decode(sock.recv(local.MAX_PACKET_BYTES))
-    except (OSError, msgspec.MsgspecError):
-        return None
-    return reply if isinstance(reply, local.Verdict) else None
 
 
 def _nodes_healthy(path: str, ended: threading.Event) -> bool:

@@ -275,7 +275,10 @@ class Checkpointer(Resuming):
             lambda: self._pacer.progress_at,
             rhythm.patience_s,
         )
-        if self._late and not job.hopeless and self._protected and not self._gate.degraded:
+        if not self._late or not self._protected or self._gate.degraded:
+            return
+        self._gate.missed(job.version)
+        if not job.hopeless and not self._gate.degraded:
             rhythm.unsealed += 1
             self._tell_late(job.version)
 

@@ -40,7 +40,7 @@ class AgentRefused(RuntimeError):
 
 def ask_once(path: str, message: local.Message, timeout_s: float) -> local.Reply:
     """One request on a connection of its own. Raises AgentLost."""
-    sock = _connect(path)
+    sock = _connect(path, timeout_s)
     try:
         reply, fds = _exchange(sock, message, timeout_s, ())
         for fd in fds:
@@ -50,10 +50,19 @@ def ask_once(path: str, message: local.Message, timeout_s: float) -> local.Reply
         sock.close()
 
 
-def _connect(path: str) -> socket.socket:
+def ask_verdict(path: str, timeout_s: float = 2.0) -> local.Verdict | None:
+    """What the node's agent knows of the job's nodes; None where no agent answers."""
+    try:
+        reply = ask_once(path, local.VerdictRequest(), timeout_s)
+    except AgentLost:
+        return None
+    return reply if isinstance(reply, local.Verdict) else None
+
+
+def _connect(path: str, timeout_s: float = REQUEST_TIMEOUT_S) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        sock.settimeout(REQUEST_TIMEOUT_S)
+        sock.settimeout(timeout_s)
         sock.connect(path)
     except OSError as error:
         sock.close()

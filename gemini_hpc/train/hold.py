@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from gemini_hpc.train.client import AgentLost, ask_once
-from gemini_hpc.wire.local import Verdict, VerdictRequest
+from gemini_hpc.train.client import ask_verdict
+from gemini_hpc.wire.local import Verdict
 
 ALL_ALIVE_S = 3.0  # longer than the agents take to suspect a silent node
 _ASK_EVERY_S = 0.2
@@ -122,11 +122,7 @@ class Hold:
             hold(self._verdict, self._hold_s, lambda text: None)
 
     def _verdict(self) -> Verdict | None:
-        try:
-            reply = ask_once(self._path, VerdictRequest(), 2.0)
-        except AgentLost:
-            return None
-        return reply if isinstance(reply, Verdict) else None
+        return ask_verdict(self._path)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:

@@ -36,6 +36,7 @@ class SealGate:
         self._until_probe = self._probe_gap = 1
         self._patient = False  # the next wait is a long one all the same
         self._newest = (0, 0)
+        self._missed: tuple[tuple[int, int], float] | None = None
         self._lock = threading.Lock()
         self.waited_s = 0.0
 
@@ -63,7 +64,7 @@ class SealGate:
         until Slurm has ended the job or the patience is over."""
         newest = self.sealed
         with self._lock:
-            first, self._degraded_at = self._degraded_at is None, newest
+            first, self._degraded_at, self._missed = self._degraded_at is None, newest, None
             if first:
                 self._until_probe = self._probe_gap = 1
                 self._patient = gone
@@ -71,6 +72,18 @@ class SealGate:
                 self._degradings += 1
         if first:
             self._on_degraded(reason)
+
+    def missed(self, version: int) -> None:
+        """The training went on without this version, though nobody said that none can be sealed. One such is nothing;
+        where a later one is missed as well, longer than the timeout after it, and no seal has come between them,
+        protection is degraded."""
+        newest, now = self.sealed, time.monotonic()
+        with self._lock:
+            if self._missed is None or newest >= self._missed[0]:
+                self._missed = (self._epoch, version), now
+            (_, first), since = self._missed
+        if now - since > self._timeout_s:
+            self.degrade(f"no version from {first} on was sealed")
 
     def wait(
         self,

@@ -81,6 +81,21 @@ def test_refused_begin_skips_one_save(make_job: MakeJob) -> None:
     assert "version 6 skipped: busy draining" in run.stderr[0]
 
 
+def test_a_training_of_which_nothing_is_saved_says_so(make_job: MakeJob) -> None:
+    """Each version is given up at once, so nobody ever waits for one."""
+    job = make_job(2, 2)
+    job.refuse_begin = lambda node, m: "busy draining" if (node, m.rank) == (1, 1) and 6 <= m.version < 60 else ""
+    run = Run(job, 2, {"kind": "ddp", "steps": 80, "sleep_s": 0.03, "kwargs": {"every": 1, "seal_timeout_s": 0.4}})
+    results = run.wait()
+    assert not {s.version for s in job.seals} & set(range(6, 60)) and sealed_version(job) == 80
+    for err in run.stderr:
+        degraded, again = err.find("protection is degraded"), err.find("protected again")
+        assert 0 <= degraded < again and err.count("protection is degraded") == 1, err
+    assert "no version from 6 on was sealed" in run.stderr[1]
+    assert job.saw("degraded")
+    assert all(r["report"]["state"] == "protected" for r in results)
+
+
 def test_a_version_that_a_holder_refuses_is_not_waited_for_ever(make_job: MakeJob) -> None:
     """Nobody but the owner can know that the holder will never have it; were it kept, no later one could begin."""
     job = make_job(2, 2)

@@ -136,6 +136,32 @@ def test_site_20_a_seal_that_does_not_come_after_a_stop_still_ends_the_wait(
     assert 90 + 60 <= ahead < 90 + 62 and scene.said == ["version 7 was not sealed within 60 s"]
 
 
+def test_versions_that_are_missed_one_after_the_other_are_no_protection(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("gemini_hpc.train.seal.time.monotonic", lambda: now)
+    scene.page.set_sealed(3, 4)
+    scene.gate.missed(5)
+    now += 300.0
+    scene.page.set_sealed(3, 5)
+    scene.gate.missed(7)
+    now += 300.0
+    scene.page.set_sealed(3, 8)
+    scene.gate.missed(9)
+    now += 59.0
+    scene.gate.missed(10)
+    assert not scene.said, "5 was sealed in the end, 8 after 7, and 9 was missed less than 60 s before 10"
+    now += 2.0
+    scene.gate.missed(11)
+    scene.gate.missed(12)
+    assert scene.said == ["no version from 9 on was sealed"] and scene.gate.degraded
+    scene.page.set_sealed(3, 13)
+    assert not scene.gate.degraded and scene.said[1:] == ["restored 13"]
+    scene.gate.missed(14)
+    assert not scene.gate.degraded
+
+
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_rank_that_is_gone_is_waited_for_once(scene: Scene, when: str) -> None:
     """It may be dead: its node's death ends this process soon, and until then no step is completed."""
