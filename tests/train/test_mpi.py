@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -179,10 +180,10 @@ def test_the_job_ends_with_a_killed_rank_and_comes_back(
             OPENMPI,
             signal.SIGKILL,
             ["--with-ft", "ulfm"],
-            "the link to rank 1 broke: MPI, rank 1: MPI_ERR_PROC_FAILED",
+            r"the link (to|from) rank 1 broke: MPI, rank 1: MPI_ERR_PROC_FAILED",
         ),
-        (OPENMPI, signal.SIGSTOP, [], "was not sealed within 1.5 s"),
-        (MPICH, signal.SIGSTOP, [], "was not sealed within 1.5 s"),
+        (OPENMPI, signal.SIGSTOP, [], r"was not sealed within 1\.5 s|no version from \d+ on was sealed"),
+        (MPICH, signal.SIGSTOP, [], r"was not sealed within 1\.5 s|no version from \d+ on was sealed"),
     ],
     ids=["openmpi-killed", "openmpi-silent", "mpich-silent"],
     indirect=["mpi"],
@@ -197,7 +198,7 @@ def test_a_survivor_hardly_waits_for_a_peer_that_is_gone(
 ) -> None:
     """A training in which ranks do not need each other: what waits is ours. Silent: a power cut as MPI sees it."""
     job = make_job(2, 2)
-    steps = 200
+    steps = 300
     options = {
         "kind": "plain",
         "steps": 100_000,
@@ -212,7 +213,7 @@ def test_a_survivor_hardly_waits_for_a_peer_that_is_gone(
     until(lambda: run.words("out", 0), END_S)
     report = run.result(0)["report"]
     assert report["version"] == steps and report["state"] == "degraded", report
-    assert said in run.words("err", 0)
+    assert re.search(said, run.words("err", 0)), run.words("err", 0)
     times = report["times"]
     # one wait for the seal and one for the council, each with its own bound; the rest is a busy machine's
     assert times["worst_hook_s"] < 3.0 and times["worst_step_s"] < 3.0, times
