@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 
 import msgspec
 
@@ -21,6 +22,7 @@ BLOB_BYTES = 16384
 _KEPT_SPANS = 384
 _LEAST_TRACES = 3
 _ROOM = 0.02  # of an iteration
+_SPARE = 1.2  # of a copy must fit where the beginnings of spans are left out
 _LINK_DRIFT = 0.25
 _CHUNK_S = 0.008  # on slow links a smaller chunk: what waits behind it waits less, both ways at once go better
 _FINEST, _MOST_CHUNKS = 16, 1 << 16
@@ -227,20 +229,19 @@ class Planner:
         return known.frequency.j, known.frequency.s
 
     def _settle(self) -> None:
-        """Leave out the beginnings of spans where versions can be saved as often and as soon without them."""
+        """Leave out the beginnings of spans where versions can be saved as often and as soon without them, and then
+        still with time to spare: spans vary, and what does not fit is waited for."""
         self._settles = False
         if not self._on_host:
             return
         route, profile = self.route("gemini"), self.profile
         if route is None or profile is None:
             return
-        usual_s, forced = profile.iteration_s, self._choices.every or None
-        whole, rest = _need(route), _need(replace(route, windows=settled(route.windows)))
-        most, less = (
-            choose(need, usual_s, ceiling=self._choices.overhead, forced=forced)
-            for need in (whole, lambda s: rest(s) + _ROOM * usual_s)
+        most = choose(
+            _need(route), profile.iteration_s, ceiling=self._choices.overhead, forced=self._choices.every or None
         )
-        self._settles = less.within and (less.j, less.s) == (most.j, most.s)
+        spared = replace(route, windows=settled(route.windows), C=ceil(_SPARE * route.C))
+        self._settles = most.within and _need(spared)(most.s) <= 0
 
 
 def _need(route: Route) -> Need:

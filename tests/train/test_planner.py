@@ -13,11 +13,10 @@ from gemini_hpc.train.teller import Kept
 from gemini_hpc.train.timetable import PAUSE_S, REACTION_S, Route, settled
 
 B, ALPHA = 1e8, 1e-4
-IDLE_S = 0.4  # of ten spans in an iteration of 1 s
 
 
 def profile() -> Profile:
-    """Ten collectives of 50 ms, each followed by 40 ms without."""
+    """Ten collectives of 50 ms, each followed by 50 ms without."""
     ops = tuple(Op(7, 1000, 0.1 * k, 0.1 * k + 0.05) for k in range(10))
     trace = Trace(0.0, 1.0, 0.99, ops)
     return spans.summarize([trace] * 3)
@@ -45,8 +44,9 @@ def test_not_of_a_device_that_computes() -> None:
     assert all(w.delay_s == 0.0 for w in route(int(0.2 * B), on_host=False).windows)
 
 
-@pytest.mark.parametrize(("used", "every"), [(0.43, 0), (0.43, 1), (0.9, 1)])
+@pytest.mark.parametrize(("used", "every"), [(0.38, 0), (0.38, 1), (0.43, 0), (0.43, 1), (0.9, 1), (1.55, 4)])
 def test_not_where_it_would_cost_protection_or_a_wait(used: float, every: int) -> None:
+    """Nor where it would only just not cost one: 0.46 s of spans are left in an iteration, 0.44 are relied on."""
     assert all(w.delay_s == 0.0 for w in route(int(used * B), every=every).windows)
 
 
