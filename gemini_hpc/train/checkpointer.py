@@ -265,7 +265,11 @@ class Checkpointer(Resuming):
         """The training needs this version sealed (R2) before it goes on. Bounded: see `SealGate.wait`."""
         job.hurried = True
         self._pacer.hurry()
-        if self._choices.max_repeated > 1 or not self._protected or self._late:
+        if not self._protected or self._late:
+            return
+        if self._choices.max_repeated > 1:  # nobody waits here: see Replicator._save
+            if job.hopeless and not self._gate.degraded:
+                self._gate.missed(job.version)
             return
         rhythm = self._rhythm
         assert rhythm is not None

@@ -81,11 +81,13 @@ def test_refused_begin_skips_one_save(make_job: MakeJob) -> None:
     assert "version 6 skipped: busy draining" in run.stderr[0]
 
 
-def test_a_training_of_which_nothing_is_saved_says_so(make_job: MakeJob) -> None:
+@pytest.mark.parametrize("max_repeated", [1, 2])
+def test_a_training_of_which_nothing_is_saved_says_so(make_job: MakeJob, max_repeated: int) -> None:
     """Each version is given up at once, so nobody ever waits for one."""
     job = make_job(2, 2)
     job.refuse_begin = lambda node, m: "busy draining" if (node, m.rank) == (1, 1) and 6 <= m.version < 60 else ""
-    run = Run(job, 2, {"kind": "ddp", "steps": 80, "sleep_s": 0.03, "kwargs": {"every": 1, "seal_timeout_s": 0.4}})
+    kwargs = {"every": 1, "seal_timeout_s": 0.4, "max_repeated": max_repeated}
+    run = Run(job, 2, {"kind": "ddp", "steps": 80, "sleep_s": 0.03, "kwargs": kwargs})
     results = run.wait()
     assert not {s.version for s in job.seals} & set(range(6, 60)) and sealed_version(job) == 80
     for err in run.stderr:
