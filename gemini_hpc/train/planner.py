@@ -15,14 +15,14 @@ from gemini_hpc.train.arguments import Choices
 from gemini_hpc.train.link import LinkMeter
 from gemini_hpc.train.pacer import Scheme
 from gemini_hpc.train.teller import Kept
-from gemini_hpc.train.timetable import Route, common, settled
+from gemini_hpc.train.timetable import PAUSE_SHARES, Route, common, settled
 
 MU = 0.95  # little: a span is planned with the length that all but a tenth of the iterations reach
 BLOB_BYTES = 16384
 _KEPT_SPANS = 384
 _LEAST_TRACES = 3
 _ROOM = 0.02  # of an iteration
-_SPARE = 1.2  # of a copy must fit where the beginnings of spans are left out
+_SPARE = 1.1  # of a copy must fit where the beginnings of spans are left out
 _LINK_DRIFT = 0.25
 _CHUNK_S = 0.008  # on slow links a smaller chunk: what waits behind it waits less, both ways at once go better
 _FINEST, _MOST_CHUNKS = 16, 1 << 16
@@ -59,7 +59,7 @@ class Planner:
         self._meter, self._kept = meter, kept
         self._clean: dict[int, list[tuple[int, Trace]]] = {}
         self._others: list[tuple[Profile, float]] = []
-        self._on_host, self._settles = on_host, False
+        self._on_host, self._left_out = on_host, 0.0
         self._whole = False  # whether all that a plan needs is known
         self.profile: Profile | None = None
         self.controller: Controller | None = None
@@ -184,7 +184,7 @@ class Planner:
         windows = common(self.profile, self._others)
         return Route(
             profile=self.profile,
-            windows=settled(windows) if self._settles else windows,
+            windows=settled(windows, self._left_out) if self._left_out else windows,
             C=self._C,
             m=len(self._targets) + 1,
             R=self._C if scheme == "naive" else R,
@@ -229,9 +229,9 @@ class Planner:
         return known.frequency.j, known.frequency.s
 
     def _settle(self) -> None:
-        """Leave out the beginnings of spans where versions can be saved as often and as soon without them, and then
-        still with time to spare: spans vary, and what does not fit is waited for."""
-        self._settles = False
+        """Leave out as much of the beginnings of spans as versions can do without: saved as often and as soon, and
+        then still with time to spare: spans vary, and what does not fit is waited for."""
+        self._left_out = 0.0
         if not self._on_host:
             return
         route, profile = self.route("gemini"), self.profile
@@ -240,8 +240,13 @@ class Planner:
         most = choose(
             _need(route), profile.iteration_s, ceiling=self._choices.overhead, forced=self._choices.every or None
         )
-        spared = replace(route, windows=settled(route.windows), C=ceil(_SPARE * route.C))
-        self._settles = most.within and _need(spared)(most.s) <= 0
+        if not most.within:
+            return
+        needed = replace(route, C=ceil(_SPARE * route.C))
+        for share in PAUSE_SHARES:
+            if _need(replace(needed, windows=settled(route.windows, share)))(most.s) <= 0:
+                self._left_out = share
+                return
 
 
 def _need(route: Route) -> Need:

@@ -72,17 +72,18 @@ class Timetable:
 # From the end of a collective until a chunk is on its way: it is looked for every millisecond, by a thread of Python.
 REACTION_S = 0.0015
 # After a collective a host that computes is busy first: it copies out what came, and starts the next computation. Who
-# sends beside that takes processors from it, and the interpreter. So this much of a window's beginning is left out,
-# but no more than a share of it.
-PAUSE_S = 0.004
-_PAUSE_SHARE = 1 / 8
+# sends beside that takes processors from it, and the interpreter. Nor are three ranks or more done at one moment: who
+# is first would send into the last receives of others, for one step of a ring. So this much of a window's beginning
+# is left out, but no more than a share of it: the first of these with which enough is left.
+PAUSE_S = 0.006
+PAUSE_SHARES = (1 / 4, 1 / 5, 1 / 6, 1 / 8)
 
 
-def settled(windows: Sequence[spans.Window]) -> tuple[spans.Window, ...]:
-    """The same windows, each from when a host is probably done with the collective before it."""
+def settled(windows: Sequence[spans.Window], share: float) -> tuple[spans.Window, ...]:
+    """The same windows, each from when all are probably done with the collective before it."""
     cut = []
     for window in windows:
-        pause_s = max(0.0, min(PAUSE_S, _PAUSE_SHARE * window.length_s) - window.delay_s)
+        pause_s = max(0.0, min(PAUSE_S, share * window.length_s) - window.delay_s)
         cut.append(window._replace(delay_s=window.delay_s + pause_s, length_s=window.length_s - pause_s))
     return tuple(cut)
 

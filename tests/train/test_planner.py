@@ -15,17 +15,18 @@ from gemini_hpc.train.timetable import PAUSE_S, REACTION_S, Route, settled
 B, ALPHA = 1e8, 1e-4
 
 
-def profile() -> Profile:
-    """Ten collectives of 50 ms, each followed by 50 ms without."""
-    ops = tuple(Op(7, 1000, 0.1 * k, 0.1 * k + 0.05) for k in range(10))
-    trace = Trace(0.0, 1.0, 0.99, ops)
+def profile(idle_s: float = 0.05) -> Profile:
+    """Ten collectives of 50 ms, each followed by so long without."""
+    ops = tuple(Op(7, 1000, (0.05 + idle_s) * k, (0.05 + idle_s) * k + 0.05) for k in range(10))
+    length_s = 10 * (0.05 + idle_s)
+    trace = Trace(0.0, length_s, length_s - 0.01, ops)
     return spans.summarize([trace] * 3)
 
 
-def route(shard_bytes: int, *, on_host: bool = True, every: int = 0) -> Route:
+def route(shard_bytes: int, *, on_host: bool = True, every: int = 0, idle_s: float = 0.05) -> Route:
     """What a planner that has remembered this profile plans for."""
     choices = Choices("t", 1, 1.5, 0, "split", 60.0, 1 << 20, 4, "gemini", every, 0.01)
-    kept = Kept(profile(), [(profile(), 0.0)], B, ALPHA)
+    kept = Kept(profile(idle_s), [(profile(idle_s), 0.0)], B, ALPHA)
     planner = Planner(choices, 0, (1,), shard_bytes, LinkMeter(), kept, on_host=on_host)
     assert planner.remember([planner.kept(), planner.kept()])
     planner.want(1, fresh=True)
@@ -52,10 +53,19 @@ def test_not_where_it_would_cost_protection_or_a_wait(used: float, every: int) -
 
 def test_short_spans_keep_most_of_their_length_and_late_ones_begin_as_late() -> None:
     short, late = spans.Window(0, 1, True, 0.0, 0.008), spans.Window(1, 2, True, 0.003, 0.1)
-    one, other = settled([short, late])
+    one, other = settled([short, late], 1 / 8)
     assert (one.delay_s, one.length_s) == (0.001, 0.007)
     assert (other.delay_s, other.length_s) == (PAUSE_S, pytest.approx(0.1 - (PAUSE_S - 0.003)))
-    assert settled([late._replace(delay_s=0.01)]) == (late._replace(delay_s=0.01),)
+    assert settled([late._replace(delay_s=0.01)], 1 / 4) == (late._replace(delay_s=0.01),)
+
+
+@pytest.mark.parametrize(("used", "share"), [(0.08, 1 / 4), (0.1, 1 / 5), (0.105, 1 / 6), (0.11, 1 / 8), (0.12, 0.0)])
+def test_as_much_is_left_out_as_there_is_time_to_spare(used: float, share: float) -> None:
+    """Ten spans of 16 ms, one of them up to the optimizer's step."""
+    windows = route(int(used * B), idle_s=0.016).windows
+    pauses = [w.delay_s for w in windows if w.length_s >= 0.01]
+    assert pauses == [pytest.approx(share * 0.016)] * len(pauses)
+    assert len(pauses) >= 9
 
 
 def test_who_begins_later_anyway_loses_nothing_to_the_reaction() -> None:
