@@ -16,24 +16,28 @@ _ENOUGH = 2
 class LinkMeter:
     """B and alpha from busy periods: from a chunk that is sent when none is on its way until none is again. Single
     chunks tell less: acknowledgements come in bunches. Training traffic in the same moment makes a period look
-    slower, so B is taken from the faster part of what was seen, each period counting by its bytes."""
+    slower, so B is taken from the faster part of what was seen, each period counting by its bytes; those known to
+    have had any count only while there are no others."""
 
     def __init__(self) -> None:
         self._periods: deque[tuple[float, int]] = deque(maxlen=_KEPT)  # (bytes per second, bytes)
+        self._shared: deque[tuple[float, int]] = deque(maxlen=_KEPT)  # the same, beside the training's traffic
         self._alphas: deque[float] = deque(maxlen=_KEPT)
         self._under_way = 0
         self._began = 0.0
         self._bytes = 0
+        self._beside = False
 
     def seed(self, B: float, alpha: float) -> None:
         """What the link could do earlier; what is seen outweighs it soon."""
         self._alphas.append(alpha)
         self._periods += [(B, _RATE_BYTES)] * _ENOUGH
 
-    def sent(self, at: float) -> None:
-        """A chunk goes out. Times in seconds of one clock."""
+    def sent(self, at: float, *, beside: bool = False) -> None:
+        """A chunk goes out; beside: the training has traffic. Times in seconds of one clock."""
         if self._under_way == 0:
-            self._began, self._bytes = at, 0
+            self._began, self._bytes, self._beside = at, 0, False
+        self._beside = self._beside or beside
         self._under_way += 1
 
     def landed(self, size: int, at: float) -> None:
@@ -54,12 +58,17 @@ class LinkMeter:
         if self._bytes <= _PROBE_BYTES:
             self._alphas.append(took_s)
         elif self._bytes >= _RATE_BYTES:
-            self._periods.append((self._bytes / max(took_s - self.alpha, _LEAST_SHARE * took_s), self._bytes))
+            rate = self._bytes / max(took_s - self.alpha, _LEAST_SHARE * took_s)
+            (self._shared if self._beside else self._periods).append((rate, self._bytes))
+
+    @property
+    def _seen(self) -> list[tuple[float, int]]:
+        return list(self._periods if len(self._periods) >= _ENOUGH else (*self._periods, *self._shared))
 
     @property
     def known(self) -> bool:
         """Whether enough was seen for a plan."""
-        return len(self._periods) >= _ENOUGH
+        return len(self._seen) >= _ENOUGH
 
     @property
     def alpha(self) -> float:
@@ -69,8 +78,9 @@ class LinkMeter:
     @property
     def B(self) -> float:
         """Bytes per second; 0 before it was seen."""
-        least = max((size for _, size in self._periods), default=0) / 4  # short ones are bursts of some queue
-        periods = sorted(period for period in self._periods if period[1] >= least)
+        seen = self._seen
+        least = max((size for _, size in seen), default=0) / 4  # short ones are bursts of some queue
+        periods = sorted(period for period in seen if period[1] >= least)
         left = 0.6 * sum(size for _, size in periods)
         for rate, size in periods:
             left -= size

@@ -30,7 +30,7 @@ class Outstanding:
         with self._changed:
             self._count += 1
             self._backlog_bytes += size
-            self._pacer.meter.sent(now)
+            self._pacer.sent(now)
         self._queue.put((pending, replica, size, now))
 
     def backlog(self) -> int:

@@ -78,6 +78,7 @@ class Pacer:
         self.traffic: Traffic | None = None
         self.timetable: Timetable | None = None
         self.deferred = False  # without a timetable: everything waits for `hurry` (profiling)
+        self.unscheduled = False  # everything goes at once, beside the training's traffic
         self.meter = LinkMeter()
         self.journal: deque[Sent] = deque(maxlen=_JOURNAL)
         self.copies: deque[tuple[float, float, int]] = deque(maxlen=_COPIES)  # (from, to, bytes) into the own slot
@@ -193,6 +194,11 @@ class Pacer:
                 self.traffic.wait_span(wait.after, _SPAN_S)
         self.spilled_bytes += most
         return most
+
+    def sent(self, at: float) -> None:
+        """A chunk goes."""
+        traffic = self.traffic
+        self.meter.sent(at, beside=self.unscheduled or (traffic is not None and traffic.in_flight() > 0))
 
     def landed(self, replica: int, size: int, sent_at: float) -> None:
         """A chunk was acknowledged just now, and is no longer in the backlog."""

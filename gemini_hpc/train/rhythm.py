@@ -341,6 +341,7 @@ class Rhythm:
         pacer.p = 1 if alone else parts
         pacer.timetable, self._plan, self._route = None, None, None
         pacer.deferred = self._planned and self._stage != "steady"
+        pacer.unscheduled = not self._planned and self._scheme != "blocking"
         if self._planned and self._stage == "steady":
             self._route = self._planner.route(self._scheme)
             if self._route is not None:

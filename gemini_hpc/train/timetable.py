@@ -38,17 +38,23 @@ class Timetable:
     alpha: float
     places: tuple[tuple[int, int, bool], ...] = field(init=False)
     _ends: tuple[tuple[int, ...], ...] = field(init=False)
+    _from: tuple[tuple[int, ...], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "places", tuple((w.iteration, w.after, w.gated) for w in self.windows))
         ends = tuple(tuple(accumulate(size for _, size in chunks)) for chunks in self.chunks)
         object.__setattr__(self, "_ends", ends)
+        last, windows = 0, []
+        for chunks in self.chunks:
+            windows.append([last := number if number < len(self.windows) else last for number, _ in chunks] + [last])
+        object.__setattr__(self, "_from", tuple(map(tuple, windows)))
 
     def planned(self, replica: int, at: int) -> int:
-        """The window of a replica's byte `at`; the infinite one for what is behind the plan."""
-        ends = self._ends[replica] if replica < len(self._ends) else ()
-        k = bisect_right(ends, at)
-        return self.chunks[replica][k][0] if k < len(ends) else len(self.windows)
+        """The window of a replica's byte `at`. For what finds no place in the plan that of the last which does: the
+        link may be faster than it was when the plan was made."""
+        if replica >= len(self.chunks):
+            return len(self.windows)
+        return self._from[replica][bisect_right(self._ends[replica], at)]
 
     def lull(self, seconds: float) -> Window | None:
         """The first window that is so long, if what lies before it is not needed for the chunks; None: it is."""

@@ -209,3 +209,22 @@ def test_a_training_that_pauses_does_not_hold_it_back_for_ever(make: Make) -> No
     pacer = make(played, (0, SIZE))
     pacer.turn(0, 0, SIZE, lambda: 0)
     assert 10.0 <= played.now < 10.1, "after the usual time of an iteration and one more"
+
+
+def test_what_has_no_place_in_the_plan_goes_where_there_is_room_nevertheless(make: Make) -> None:
+    """The plan was made for a slower link: the rest need not wait until it is due."""
+    played = Played([(0.0, 0.01), (0.02, 0.05), (0.07, 0.10)])
+    pacer = make(played, (0, SIZE), (2, SIZE))
+    pacer.turn(0, 0, SIZE, lambda: 0)
+    pacer.turn(0, SIZE, SIZE, lambda: SIZE)
+    assert played.now < 0.07
+    pacer.turn(0, 2 * SIZE, SIZE, lambda: 9 * SIZE if played.now < 0.07 else 0)  # behind all that is planned
+    assert 0.10 <= played.now < 0.11
+    assert pacer.spilled_bytes == 0
+
+
+def test_nor_does_a_second_replica_whose_chunks_have_none() -> None:
+    table = Timetable((FIRST, SECOND), (((0, SIZE), (1, SIZE)), ((2, SIZE),)), 1, 10.0, B, ALPHA)
+    assert [table.planned(0, at) for at in (0, SIZE, 2 * SIZE)] == [0, 1, 1]
+    assert [table.planned(1, at) for at in (0, SIZE)] == [1, 1]
+    assert table.planned(2, 0) == 2, "nothing is planned for a third one"

@@ -1,0 +1,77 @@
+"""What a link can do, from the chunks that went over it."""
+
+from __future__ import annotations
+
+import pytest
+
+from gemini_hpc.train.link import LinkMeter
+from gemini_hpc.train.pacer import Pacer
+
+MB = 1 << 20
+
+
+def send(meter: LinkMeter, megabytes: int, rate: float, *, beside: bool = False) -> None:
+    meter.sent(10.0, beside=beside)
+    meter.landed(megabytes * MB, 10.0 + megabytes * MB / rate)
+
+
+def test_what_went_beside_the_training_does_not_count_however_much_it_was() -> None:
+    meter = LinkMeter()
+    for _ in range(3):
+        send(meter, 2, 1e8)
+    for _ in range(20):
+        send(meter, 64, 4e7, beside=True)
+    assert pytest.approx(1e8) == meter.B
+
+
+def test_but_while_nothing_else_was_seen() -> None:
+    meter = LinkMeter()
+    for _ in range(3):
+        send(meter, 2, 4e7, beside=True)
+    assert meter.known and pytest.approx(4e7) == meter.B
+    send(meter, 2, 1e8)
+    send(meter, 2, 1e8)
+    assert pytest.approx(1e8) == meter.B
+
+
+def test_a_period_is_beside_the_training_if_one_of_its_chunks_is() -> None:
+    meter = LinkMeter()
+    for _ in range(2):
+        send(meter, 2, 1e8)
+        meter.sent(20.0)
+        meter.sent(20.1, beside=True)
+        meter.landed(MB, 20.5)
+        meter.landed(MB, 21.0)
+    assert pytest.approx(1e8) == meter.B
+
+
+class Busy:
+    """A training that always has a collective on the network."""
+
+    launched = 1
+
+    def in_flight(self) -> int:
+        return 1
+
+    def quiet_since(self) -> float:
+        return 0.0
+
+    def wait_span(self, after: int, timeout_s: float) -> bool:
+        return False
+
+    def wake(self) -> None: ...
+
+
+@pytest.mark.parametrize("how", ["unscheduled", "hurried"])
+def test_the_pacer_knows_what_goes_beside_the_training(how: str) -> None:
+    pacer = Pacer(MB, 4)
+    for _ in range(2):
+        send(pacer.meter, 2, 1e8)
+    if how == "unscheduled":
+        pacer.unscheduled = True
+    else:
+        pacer.traffic = Busy()
+    for _ in range(4):
+        pacer.sent(10.0)
+        pacer.meter.landed(64 * MB, 20.0)
+    assert pytest.approx(1e8) == pacer.meter.B
