@@ -81,7 +81,7 @@ REACTION_S = 0.0015
 # sends beside that takes processors from it, and the interpreter. Nor are three ranks or more done at one moment: who
 # is first would send into the last receives of others, for one step of a ring. So this much of a window's beginning
 # is left out, but no more than a share of it: the first of these with which enough is left.
-PAUSE_S = 0.006
+PAUSE_S = 0.009
 PAUSE_SHARES = (1 / 4, 1 / 5, 1 / 6, 1 / 8)
 
 
