@@ -176,17 +176,18 @@ class Watch:
                 soon_s = deadline - now
                 if launched := self._launched >= after:
                     self._wanted = sys.maxsize
-                    usual_s = 0.0 if early else _SURELY * self._took_s.get(after, 0.0)  # early: a receive comes yet
+                    # early: a receive comes yet; more than `after`: these take their own time
+                    usual_s = 0.0 if early else _SURELY * self._took_s.get(self._launched, 0.0)
                     at = max(self._launched_at + usual_s, self._flight.due_s if self._flight is not None else 0.0)
                     soon_s = min(soon_s, max(SPAN_POLL_S, at - now))
                 if self._reached.wait(soon_s):
                     self._reached.clear()
                     if launched or self._launched < after:
                         return False
-            if self._flight is not None and self._launched == after:
+            if self._flight is not None and (number := self._launched) >= after:
                 if len(self._took_s) >= _KINDS:
                     self._took_s.clear()
-                self._took_s[after] = max(0.0, self._flight.ended_s - self._launched_at)
+                self._took_s[number] = max(0.0, self._flight.ended_s - self._launched_at)
             return True
         finally:
             self._wanted = sys.maxsize
@@ -305,6 +306,8 @@ class Watch:
             self._entering += 1
             if record is not None:
                 self._iteration.records.append(record)
+        if number + 1 >= self._wanted:  # before the end of what is waited for here (`Flight.launched`)
+            self._reached.set()
         try:
             if self.after_launch is not None:
                 self.after_launch(number)
@@ -328,8 +331,6 @@ class Watch:
         finally:
             with self._lock:
                 self._entering -= 1
-            if number + 1 >= self._wanted:
-                self._reached.set()
 
     def _on_device(self, record: Record, begun: Any, work: dist.Work | None) -> None:
         """An operation of NCCL was launched; not in iterations that began before there was one at all."""

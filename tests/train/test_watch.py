@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -220,3 +221,43 @@ def test_what_is_counted_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     watch._after(Signature("allreduce_", 0, (), None), (None,), None, 0.0)
     assert seen == [(1, 1)]
     assert (watch.launched, watch.in_flight(), watch.problem) == (1, 0, "")
+
+
+def test_who_waits_for_a_span_hears_of_the_launch_and_not_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While times are taken, a launch may go on until the operation is over; then the next ones follow at once."""
+    watch = Watch(lambda ranks: True)
+    told: list[bool] = []
+    flight = SimpleNamespace(launched=lambda *what: told.append(watch._reached.is_set()), waiting=lambda: 0)
+    monkeypatch.setattr(watch, "_flight", flight)
+    monkeypatch.setattr(
+        watch, "_group", lambda boxed: SimpleNamespace(backend=lambda device: "gloo", on_network=True, size=2)
+    )
+    watch._wanted = 2
+    for _ in range(2):
+        watch._after(Signature("allreduce_", 0, (), None), (None,), None, 0.0)
+    assert told == [False, True]
+    assert watch.problem == ""
+
+
+@pytest.mark.parametrize(("launched", "usual"), [(2, True), (3, False)])
+def test_looks_for_a_span_go_by_what_was_launched_last(
+    launched: int, usual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two operations were waited for: they usually take long. If there are three by now, that says nothing."""
+    watch = Watch(lambda ranks: True)
+    waits: list[float] = []
+
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        return False
+
+    flight = SimpleNamespace(
+        now=lambda: 0, newest_busy=lambda: len(waits) < 3, waiting=lambda: 0, due_s=0.0, ended_s=0.0
+    )
+    monkeypatch.setattr(watch, "_flight", flight)
+    monkeypatch.setattr(watch._reached, "wait", wait)
+    watch._took_s[2] = 1000.0
+    watch._launched, watch._launched_at = launched, time.monotonic()
+    assert watch.wait_span(2, 60.0)
+    assert all((seconds > 10.0) == usual for seconds in waits) and len(waits) == 3
+    assert watch._took_s[launched] == 0.0, "what these took is known from now on"
