@@ -47,7 +47,7 @@ def test_not_of_a_device_that_computes() -> None:
 
 @pytest.mark.parametrize(("used", "every"), [(0.38, 0), (0.38, 1), (0.43, 0), (0.43, 1), (0.9, 1), (1.55, 4)])
 def test_not_where_it_would_cost_protection_or_a_wait(used: float, every: int) -> None:
-    """Nor where it would only just not cost one: 0.46 s of spans are left in an iteration, 0.44 are relied on."""
+    """Nor where it would only just not cost one: what is relied on must hold a tenth more than a copy."""
     assert all(w.delay_s == 0.0 for w in route(int(used * B), every=every).windows)
 
 
