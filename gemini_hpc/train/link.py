@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from statistics import median
 
 _PROBE_BYTES = 16 << 10  # a chunk up to here, alone on its way, shows alpha
 _RATE_BYTES = 64 << 10  # a busy period from here on shows B
@@ -11,6 +12,8 @@ _RATE_BYTES = 64 << 10  # a busy period from here on shows B
 _LEAST_SHARE = 0.8
 _KEPT = 64
 _ENOUGH = 2
+_SHORT = 0.25  # of the usual period; shorter ones are bursts of some queue
+_LONG = 4  # usual periods: no period counts for more. The rest of a late version, sent in one go, is one among many
 
 
 class LinkMeter:
@@ -79,8 +82,10 @@ class LinkMeter:
     def B(self) -> float:
         """Bytes per second; 0 before it was seen."""
         seen = self._seen
-        least = max((size for _, size in seen), default=0) / 4  # short ones are bursts of some queue
-        periods = sorted(period for period in seen if period[1] >= least)
+        if not seen:
+            return 0.0
+        usual = median(size for _, size in seen)
+        periods = sorted((rate, min(size, _LONG * usual)) for rate, size in seen if size >= _SHORT * usual)
         left = 0.6 * sum(size for _, size in periods)
         for rate, size in periods:
             left -= size

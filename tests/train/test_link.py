@@ -45,6 +45,26 @@ def test_a_period_is_beside_the_training_if_one_of_its_chunks_is() -> None:
     assert pytest.approx(1e8) == meter.B
 
 
+def test_one_large_slow_period_is_one_among_many() -> None:
+    meter = LinkMeter()
+    for _ in range(3):
+        send(meter, 1, 1e8)
+    send(meter, 40, 2e7)
+    assert pytest.approx(1e8) == meter.B
+    for _ in range(60):
+        send(meter, 1, 1e8)
+    assert pytest.approx(1e8) == meter.B
+
+
+def test_short_periods_do_not_count_beside_usual_ones() -> None:
+    meter = LinkMeter()
+    for _ in range(20):
+        send(meter, 8, 1e8)
+    for _ in range(18):
+        send(meter, 1, 1e9)
+    assert pytest.approx(1e8) == meter.B
+
+
 class Busy:
     """A training that always has a collective on the network."""
 
