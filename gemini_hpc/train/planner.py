@@ -23,6 +23,7 @@ _KEPT_SPANS = 384
 _LEAST_TRACES = 3
 _ROOM = 0.02  # of an iteration
 _SPARE = 1.1  # of a copy must fit where the beginnings of spans are left out
+_RARE = 4  # iterations: where versions are saved so rarely, one more matters less than what is lost in each of them
 _LINK_DRIFT = 0.25
 _CHUNK_S = 0.008  # on slow links a smaller chunk: what waits behind it waits less, both ways at once go better
 _FINEST, _MOST_CHUNKS = 16, 1 << 16
@@ -230,23 +231,27 @@ class Planner:
 
     def _settle(self) -> None:
         """Leave out as much of the beginnings of spans as versions can do without: saved as often and as soon, and
-        then still with time to spare: spans vary, and what does not fit is waited for."""
+        then still with time to spare: spans vary, and what does not fit is waited for. Where they are saved rarely
+        anyway, it may be one iteration more rarely."""
         self._left_out = 0.0
         if not self._on_host:
             return
         route, profile = self.route("gemini"), self.profile
         if route is None or profile is None:
             return
-        most = choose(
-            _need(route), profile.iteration_s, ceiling=self._choices.overhead, forced=self._choices.every or None
-        )
+        usual_s, ceiling, forced = profile.iteration_s, self._choices.overhead, self._choices.every or None
+        most = choose(_need(route), usual_s, ceiling=ceiling, forced=forced)
         if not most.within:
             return
-        needed = replace(route, C=ceil(_SPARE * route.C))
-        for share in PAUSE_SHARES:
-            if _need(replace(needed, windows=settled(route.windows, share)))(most.s) <= 0:
-                self._left_out = share
-                return
+        rarer = 1 if not forced and most.j >= _RARE else 0
+        for s in (most.s, *([most.j + 1] * rarer)):
+            for share in PAUSE_SHARES:
+                left = replace(route, windows=settled(route.windows, share))
+                if _need(replace(left, C=ceil(_SPARE * left.C)))(s) > 0:
+                    continue
+                if s <= most.s or choose(_need(left), usual_s, ceiling=ceiling).j == s:
+                    self._left_out = share
+                    return
 
 
 def _need(route: Route) -> Need:

@@ -23,16 +23,23 @@ def profile(idle_s: float = 0.05) -> Profile:
     return spans.summarize([trace] * 3)
 
 
-def route(shard_bytes: int, *, on_host: bool = True, every: int = 0, idle_s: float = 0.05) -> Route:
-    """What a planner that has remembered this profile plans for."""
+def planned(
+    shard_bytes: int, *, on_host: bool = True, every: int = 0, idle_s: float = 0.05
+) -> tuple[Route, tuple[int, int]]:
+    """What a planner that has remembered this profile plans for, and the j and s that it wants."""
     choices = Choices("t", 1, 1.5, 0, "split", 60.0, 1 << 20, 4, "gemini", every, 0.01)
     kept = Kept(profile(idle_s), [(profile(idle_s), 0.0)], B, ALPHA)
     planner = Planner(choices, 0, (1,), shard_bytes, LinkMeter(), kept, on_host=on_host)
     assert planner.remember([planner.kept(), planner.kept()])
-    planner.want(1, fresh=True)
+    wanted = planner.want(1, fresh=True)
     found = planner.route("gemini")
     assert found is not None
-    return found
+    return found, wanted
+
+
+def route(shard_bytes: int, *, on_host: bool = True, every: int = 0, idle_s: float = 0.05) -> Route:
+    """The first of these."""
+    return planned(shard_bytes, on_host=on_host, every=every, idle_s=idle_s)[0]
 
 
 def test_the_beginning_of_a_span_is_left_to_a_host_that_computes() -> None:
@@ -66,6 +73,24 @@ def test_as_much_is_left_out_as_there_is_time_to_spare(used: float, share: float
     pauses = [w.delay_s for w in windows if w.length_s >= 0.01]
     assert pauses == [pytest.approx(share * 0.016)] * len(pauses)
     assert len(pauses) >= 9
+
+
+@pytest.mark.parametrize(
+    ("used", "every", "wanted", "share"),
+    [
+        (0.37, 0, (3, 3), 0.0),  # saved every third iteration, with nothing to spare: not every fourth
+        (0.5, 0, (5, 5), 1 / 4),  # every fifth instead of every fourth
+        (0.5, 4, (4, 4), 0.0),  # but not where every fourth is asked for
+        (0.45, 0, (4, 4), 1 / 8),  # nor where enough can be left out so
+    ],
+)
+def test_versions_that_are_saved_rarely_are_so_one_iteration_more_rarely_to_leave_beginnings_out(
+    used: float, every: int, wanted: tuple[int, int], share: float
+) -> None:
+    found, js = planned(int(used * B), every=every, idle_s=0.016)
+    assert js == wanted
+    pauses = [w.delay_s for w in found.windows if w.length_s >= 0.01]
+    assert len(pauses) >= 9 and pauses == [pytest.approx(share * 0.016)] * len(pauses)
 
 
 def test_who_begins_later_anyway_loses_nothing_to_the_reaction() -> None:
