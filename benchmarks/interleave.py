@@ -22,9 +22,9 @@ little), which weighs less the longer iterations are: hence the short ones, and 
 milliseconds.
 
 What each set-up really had is a row. Jobs differ by more than their rounds do, so the rounds of "2 nodes", host and
-"4 nodes" are those of three jobs, one after the other. A round gives one ratio for each scheme in it (gemini always, the
-others in one round of five): its iterations against those without checkpoints in the same round. Bounds are those of
-the median, one-sided at 95 %, from 4,000 resamplings (bootstrap); of fewer than six ratios there is no bound, and
+"4 nodes" are those of three jobs, one after the other. A round gives one ratio for each scheme in it (gemini always,
+the others in one round of five): its iterations against those without checkpoints in the same round. Bounds are those
+of the median, one-sided at 95 %, from 4,000 resamplings (bootstrap); of fewer than six ratios there is no bound, and
 the row of a scheme without a bar is their median. `planned`: share of the rounds of gemini in which there was a plan
 (in others the training was being profiled, which counts as well). Whether the set-up is right is seen from
 `blocking`: it must cost what C/B says, within 5 %.
