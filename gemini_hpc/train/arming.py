@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from gemini_hpc.core import directory
 from gemini_hpc.core.manifest import Layout
-from gemini_hpc.train import collective, directory, ownership, telling
+from gemini_hpc.train import collective, ownership, telling
 from gemini_hpc.train.arguments import Choices
 from gemini_hpc.train.capture import Capture
 from gemini_hpc.train.client import AgentLost, AgentRefused

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import xxhash
 
-from gemini_hpc.train.directory import Manifest
+from gemini_hpc.core.directory import Manifest
 from gemini_hpc.train.ownership import Block, Entry
 from gemini_hpc.train.tree import Leaf, local
 

@@ -27,9 +27,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from gemini_hpc.core import directory
+from gemini_hpc.core.directory import Manifest, Row
 from gemini_hpc.core.manifest import HEADER_BYTES, Header, parse_header
-from gemini_hpc.train import directory, encode
-from gemini_hpc.train.directory import Manifest, Row, dtype_of
+from gemini_hpc.train import encode
+from gemini_hpc.train.dtypes import dtype_of
 from gemini_hpc.train.tree import Leaf, StateTree, box_of, local
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size

@@ -17,9 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from gemini_hpc.core.directory import Row
 from gemini_hpc.train import encode, rng
 from gemini_hpc.train.buckets import ArrivalOrder
-from gemini_hpc.train.directory import Row, dtype_name
+from gemini_hpc.train.dtypes import dtype_name
 from gemini_hpc.train.ownership import Entry
 
 # wrappers whose only child carries no name of its own in the user's model

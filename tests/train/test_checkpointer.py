@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import gemini_hpc as gemini
+from gemini_hpc.core.directory import Manifest, place
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.train import ownership, rhythm
 from gemini_hpc.train.capture import Capture, StateChangedError
-from gemini_hpc.train.directory import Manifest, place
 from gemini_hpc.train.encode import UnknownTypeError
 from gemini_hpc.train.tree import StateTree, UnsupportedStateError
 

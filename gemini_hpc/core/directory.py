@@ -5,28 +5,11 @@ from __future__ import annotations
 import math
 
 import msgspec
-import torch
 
+from gemini_hpc.core.dtypes import item_bytes
 from gemini_hpc.core.manifest import TENSOR_ALIGN_BYTES
 
 FORMAT = 1
-
-_DTYPES: dict[str, torch.dtype] = {
-    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
-}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Inverse of `dtype_name`. Raises ValueError for an unknown name."""
-    try:
-        return _DTYPES[name]
-    except KeyError:
-        raise ValueError(f"manifest: unknown dtype {name[:40]!r}") from None
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -69,7 +52,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     def nbytes(self, piece: Piece) -> int:
         """Bytes of a piece."""
-        return math.prod(piece.size) * dtype_of(self.rows[piece.row].dtype).itemsize
+        return math.prod(piece.size) * item_bytes(self.rows[piece.row].dtype)
 
     def tensor_bytes(self) -> int:
         """Bytes of the tensor area."""
@@ -93,7 +76,7 @@ def unpack(data: bytes | memoryview, tensor_bytes: int) -> Manifest:
     if manifest.format != FORMAT:
         raise ValueError(f"manifest: format {manifest.format} found, {FORMAT} wanted")
     for row in manifest.rows:
-        dtype_of(row.dtype)
+        item_bytes(row.dtype)
     for piece in manifest.pieces:
         if not 0 <= piece.row < len(manifest.rows):
             raise ValueError(f"manifest: a piece names row {piece.row} of {len(manifest.rows)}")
@@ -113,7 +96,7 @@ def place(rows: tuple[Row, ...], boxes: list[tuple[int, tuple[int, ...], tuple[i
     pieces = []
     at = 0
     for row, offset, size in boxes:
-        length = math.prod(size) * dtype_of(rows[row].dtype).itemsize
+        length = math.prod(size) * item_bytes(rows[row].dtype)
         if not length:
             continue
         pieces.append(Piece(row, offset, size, at))

@@ -1,0 +1,214 @@
+"""One node's file of a version: written from slots in memory, read back into them.
+
+    /rank3                            a rank's shard; attributes: what its slot was
+        header, directory, small      the slot's own areas, bytes
+        tensors/NAME                  a tensor, or this rank's box of it (`NAME@256,0`), as a dataset of its type
+
+Every dataset has the digest (xxh3_128) of its bytes as an attribute. They are contiguous unless compression was asked
+for: their bytes are then written to their places in the file, and read there, without HDF5 in between.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import h5py
+import numpy as np
+
+from gemini_hpc.core import directory
+from gemini_hpc.core.directory import Manifest, Piece
+from gemini_hpc.core.manifest import HEADER_BYTES, MAX_TOTAL_BYTES, parse_header
+from gemini_hpc.tier import hdf5, place
+from gemini_hpc.tier.shards import Shard, digest
+from gemini_hpc.wire.stored import NodeFile, Stored
+
+_STRIDE_BYTES = 8 << 20
+_CHUNK_BYTES = 1 << 20  # of compressed datasets
+_OWN = ("header", "directory", "small")
+
+Paced = Callable[[int], None]
+
+
+def group_of(rank: int) -> str:
+    """Path of a rank's shard in the file."""
+    return f"/rank{rank}"
+
+
+def piece_name(manifest: Manifest, piece: Piece) -> str:
+    """Of a piece's dataset."""
+    row = manifest.rows[piece.row]
+    name = hdf5.link_name(row.key)
+    return name if piece.size == row.shape else f"{name}@{','.join(map(str, piece.offset))}"
+
+
+def tensor_path(rank: int, manifest: Manifest, piece: Piece) -> str:
+    """Path of a piece's dataset in the file."""
+    return f"{group_of(rank)}/tensors/{piece_name(manifest, piece)}"
+
+
+def write(
+    where: str, name: str, shards: Sequence[tuple[Shard, int]], paced: Paced, *, compress: bool = False
+) -> NodeFile:
+    """Write and sync one node's file. shards: each with the node rank of its home; `paced` hears of all bytes that
+    went. Raises OSError, and ValueError where a shard is not what it should be. What lies between a shard's areas is
+    blanked."""
+    stored = []
+    with place.replaced(where, name) as path:
+        places: list[tuple[int, memoryview]] = []
+        with hdf5.create(path) as file:
+            for shard, home in shards:
+                shard.blank()
+                header = shard.header
+                used = header.used_bytes
+                stored.append(Stored(header.rank, home, header.layout.total, used, digest(shard.view[:used])))
+                places += _lay_out(file, shard, paced, compress=compress)
+        _fill(path, places, paced)
+        size_bytes = os.stat(path).st_size
+    return NodeFile(name, size_bytes, tuple(stored))
+
+
+def _lay_out(file: h5py.File, shard: Shard, paced: Paced, *, compress: bool) -> list[tuple[int, memoryview]]:
+    """Make the datasets of a shard; what is to be written where in the file."""
+    header, manifest = shard.header, shard.manifest
+    group = file.create_group(group_of(header.rank))
+    group.attrs["slot_bytes"], group.attrs["used_bytes"] = header.layout.total, header.used_bytes
+    group.attrs["world"], group.attrs["version"], group.attrs["epoch"] = header.world, *reversed(header.stamp)
+    tensors = group.create_group("tensors")
+    places = []
+    own = iter(_OWN)
+    for area in shard.areas():
+        data = shard.view[area.begin : area.end]
+        shape: tuple[int, ...] = (len(data),)
+        parent, name, dtype = group, "", "uint8"
+        if area.piece is None:
+            name = next(own)
+        else:
+            row = manifest.rows[area.piece.row]
+            parent, name, dtype, shape = tensors, piece_name(manifest, area.piece), row.dtype, area.piece.size
+        chunk = _chunk(shape, len(data)) if compress and area.piece is not None else ()
+        made = hdf5.dataset(parent, name, shape, dtype, chunk=chunk)
+        attributes = h5py.Dataset(made).attrs
+        attributes["xxh3_128"] = digest(data)
+        if area.piece is not None:
+            row = manifest.rows[area.piece.row]
+            attributes["tensor"], attributes["dtype"] = row.key, row.dtype
+            attributes["global_shape"] = np.array(row.shape, dtype=np.int64)
+            attributes["offset"] = np.array(area.piece.offset, dtype=np.int64)
+        if chunk:
+            hdf5.put(made, data)
+            paced(len(data))
+        elif len(data):
+            places.append((made.get_offset(), data))
+    return places
+
+
+def _chunk(shape: tuple[int, ...], size_bytes: int) -> tuple[int, ...]:
+    """A box of about `_CHUNK_BYTES`, whole in its last dimensions; empty for what is too small to be worth it."""
+    if not shape or size_bytes < _CHUNK_BYTES // 16:
+        return ()
+    chunk, left = [], max(1, size_bytes // _CHUNK_BYTES)
+    for length in shape:
+        part = max(1, -(-length // left))
+        chunk.append(part)
+        left = max(1, left // -(-length // part))
+    return tuple(chunk)
+
+
+def _fill(path: str, places: Iterable[tuple[int, memoryview]], paced: Paced) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        for offset, data in places:
+            at = 0
+            while at < len(data):
+                sent = os.pwrite(fd, data[at : at + _STRIDE_BYTES], offset + at)
+                at += sent
+                paced(sent)
+    finally:
+        os.close(fd)
+
+
+class Reader:
+    """A node's file, open. Raises OSError for what HDF5 cannot open, ValueError for what is not as it should be."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._file = h5py.File(path, "r")
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """No more reads."""
+        os.close(self._fd)
+        self._file.close()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(self, stored: Stored, into: memoryview, paced: Paced = lambda _: None) -> None:
+        """A rank's shard as it was in its slot: its first `stored.used` bytes, zeros between the areas. Raises
+        ValueError where anything differs."""
+        group = self._group(stored.rank)
+        self._area(group, "header", into[:HEADER_BYTES], paced)
+        header = parse_header(into[:HEADER_BYTES], stored.bytes)
+        layout = header.layout
+        if header.used_bytes != stored.used or header.rank != stored.rank:
+            raise ValueError(f"{self._path}: the shard of rank {stored.rank} is not the one that was stored")
+        end = layout.manifest_offset + layout.manifest_bytes
+        self._area(group, "directory", into[layout.manifest_offset : end], paced)
+        shard = Shard.parse(into[: stored.used], stored.bytes)
+        shard.blank()
+        tensors = group.get("tensors")
+        for area in shard.areas():
+            if area.piece is not None:
+                self._area(tensors, piece_name(shard.manifest, area.piece), into[area.begin : area.end], paced)
+        self._area(group, "small", into[layout.small_offset : stored.used], paced)
+        if digest(into[: stored.used]) != stored.digest:
+            raise ValueError(f"{self._path}: the shard of rank {stored.rank} is damaged: its digest differs")
+
+    def manifest(self, rank: int) -> Manifest:
+        """A shard's tensor directory."""
+        found = self._dataset(self._group(rank), "directory")
+        return directory.unpack(found[...].tobytes(), MAX_TOTAL_BYTES)
+
+    def raw(self, path: str) -> bytes:
+        """All bytes of a small dataset."""
+        found = self._dataset(self._file, path)
+        data = bytearray(found.size * found.id.get_type().get_size())
+        self._area(self._file, path, memoryview(data), lambda _: None)
+        return bytes(data)
+
+    def _group(self, rank: int) -> Any:
+        found = self._file.get(group_of(rank))
+        if not isinstance(found, h5py.Group):
+            raise ValueError(f"{self._path}: has no shard of rank {rank}")
+        return found
+
+    def _dataset(self, group: Any, name: str) -> h5py.Dataset:
+        found = group.get(name) if isinstance(group, h5py.Group) else None
+        if not isinstance(found, h5py.Dataset):
+            raise ValueError(f"{self._path}: has no dataset {name}")
+        return found
+
+    def _area(self, group: Any, name: str, into: memoryview, paced: Paced) -> None:
+        found = self._dataset(group, name)
+        size_bytes = found.size * found.id.get_type().get_size()
+        if size_bytes != len(into):
+            raise ValueError(f"{self._path}: {found.name} has {size_bytes} bytes, {len(into)} wanted")
+        if not len(into):
+            return
+        offset = found.id.get_offset()
+        if offset is None:
+            hdf5.get(found.id, into)
+            paced(len(into))
+            return
+        at = 0
+        while at < len(into):
+            count = os.preadv(self._fd, [into[at : at + _STRIDE_BYTES]], offset + at)
+            if not count:
+                raise ValueError(f"{self._path}: ends within {found.name}")
+            at += count
+            paced(count)

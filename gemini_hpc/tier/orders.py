@@ -1,0 +1,117 @@
+"""What an agent asks of the process that reads and writes its files on the tier, and what that answers: JSON, one
+message a line, orders on its standard input and answers on its standard output."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from gemini_hpc.tier.version import Manifest
+from gemini_hpc.wire.bounds import Bytes, Count, Job, Stamp, Strict
+from gemini_hpc.wire.stored import Digest, NodeFile
+
+Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+
+
+class Order(msgspec.Struct, frozen=True, tag_field="op"):
+    """Base of all orders. tier: the directory that the user has named; set: "" for all of the job's sets."""
+
+    tier: str
+    job: Job
+    set: str
+
+
+class Source(msgspec.Struct, frozen=True):
+    """A complete slot: open descriptor, its size and its home's node rank, and the digest of its `used` bytes."""
+
+    fd: int
+    rank: Count
+    home: Count
+    bytes: Bytes
+    used: Bytes
+    digest: Digest
+
+
+class Write(Order, frozen=True, tag="write"):
+    """Write this node's file of a version. The slots are this process's: they are blanked between their areas.
+    Answered by `Progress`, then `Written`."""
+
+    stamp: Stamp
+    node_rank: Count
+    shards: tuple[Source, ...]
+    bytes_per_s: Rate = 0.0
+    compress: bool = False
+
+
+class Finish(Order, frozen=True, tag="finish"):
+    """All nodes have written: index, manifest, then what is old goes. Answered by `Finished`."""
+
+    stamp: Stamp
+    world: Count
+    files: tuple[NodeFile, ...]
+    keep_last: Annotated[int, msgspec.Meta(ge=1)] = 2
+    keep_every: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class Clean(Order, frozen=True, tag="clean"):
+    """Remove what an earlier run has begun and not ended. Answered by `Finished`."""
+
+
+class Look(Order, frozen=True, tag="look"):
+    """Which whole version of each set is the newest, but for these? Answered by `Found`."""
+
+    without: tuple[tuple[str, Stamp], ...] = ()
+
+
+class Read(Order, frozen=True, tag="read"):
+    """Read a shard of a version into this descriptor, of zeros. Answered by `Progress`, then `Finished`."""
+
+    stamp: Stamp
+    rank: Count
+    fd: int
+    used: Bytes
+    digest: Digest
+
+
+class Answer(msgspec.Struct, frozen=True, tag_field="op"):
+    """Base of all answers."""
+
+
+class Progress(Answer, frozen=True, tag="progress"):
+    """So many bytes are through."""
+
+    bytes: Bytes
+
+
+class Written(Answer, frozen=True, tag="written"):
+    """The file is on the tier, synced."""
+
+    file: NodeFile
+
+
+class Finished(Answer, frozen=True, tag="finished"):
+    """Done; removed: versions that went."""
+
+    removed: tuple[Stamp, ...] = ()
+
+
+class Found(Answer, frozen=True, tag="found"):
+    """The newest whole version of each set that has one."""
+
+    manifests: tuple[Manifest, ...] = ()
+
+
+class Failed(Answer, frozen=True, tag="failed"):
+    """It did not work; one sentence."""
+
+    reason: str
+
+
+order_decoder: Strict[Write | Finish | Clean | Look | Read] = Strict(
+    msgspec.json.Decoder(Write | Finish | Clean | Look | Read)
+)
+answer_decoder: Strict[Progress | Written | Finished | Found | Failed] = Strict(
+    msgspec.json.Decoder(Progress | Written | Finished | Found | Failed)
+)
+encode = msgspec.json.Encoder().encode

@@ -1,0 +1,119 @@
+"""Files on the tier: made under another name, synced, renamed; and one sentence for each way to fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.tier import version
+
+_MODE = 0o700
+_REASONS = {
+    errno.ENOSPC: "the file system is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "permission denied",
+    errno.EROFS: "the file system is read-only",
+    errno.ENOENT: "the directory is not there",
+    errno.ENOTDIR: "it is no directory",
+    errno.EIO: "input/output error",
+    errno.ESTALE: "the file system's server has forgotten it",
+    errno.ENAMETOOLONG: "the name is too long",
+}
+
+
+class TierError(Exception):
+    """Something on the tier did not work; one sentence for the user."""
+
+
+def why(error: OSError) -> str:
+    """The reason in words."""
+    return _REASONS.get(error.errno or 0, error.strerror or str(error).splitlines()[0][:200])
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """An OSError becomes a TierError about `what`."""
+    try:
+        yield
+    except OSError as error:
+        raise TierError(f"{what}: {why(error)}") from None
+
+
+def version_directory(tier: str, job: int, set_name: str, stamp: Stamp) -> str:
+    """Path of a version."""
+    return f"{version.job_directory(tier, job)}/{set_name}/{version.name(stamp)}"
+
+
+def make_directory(tier: str, job: int, set_name: str, stamp: Stamp) -> str:
+    """The version's directory, made as far as it is not there; the tier itself never is: where it has vanished (a
+    file system that is not mounted) nothing is to be written in its place. Raises TierError."""
+    path = tier
+    with told(tier):
+        os.stat(f"{tier}/.")
+        for part in (f"gemini-{job}", set_name, version.name(stamp)):
+            path = f"{path}/{part}"
+            with suppress(FileExistsError):
+                os.mkdir(path, _MODE)
+    return path
+
+
+def sync_directory(path: str) -> None:
+    """What was renamed in it is there after a power cut."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def replaced(directory: str, name: str) -> Iterator[str]:
+    """A path to write to; the file has its name when this block has ended well, and is not there otherwise."""
+    temporary = f"{directory}/.{name}.{os.getpid()}.tmp"
+    try:
+        yield temporary
+        fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(temporary, f"{directory}/{name}")
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    sync_directory(directory)
+
+
+def remove(directory: str) -> None:
+    """A version, its manifest first: what is half removed is no version. Raises OSError."""
+    with suppress(FileNotFoundError):
+        os.unlink(f"{directory}/{version.MANIFEST}")
+        sync_directory(directory)
+    with suppress(FileNotFoundError):
+        shutil.rmtree(directory)
+
+
+class Pace:
+    """Holds a stream of bytes to a rate. bytes_per_s 0: as fast as it goes."""
+
+    _STEP_S = 0.25  # at most so much is made good after a pause
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._rate = bytes_per_s
+        self._due = time.monotonic()
+
+    def __call__(self, count: int) -> None:
+        """`count` more bytes are through."""
+        if not self._rate:
+            return
+        now = time.monotonic()
+        self._due = max(self._due, now - self._STEP_S) + count / self._rate
+        if self._due > now:
+            time.sleep(self._due - now)

@@ -1,0 +1,74 @@
+"""A slot's bytes as the tier sees them: areas, tensors, and a digest that does not depend on what lies between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import xxhash
+
+from gemini_hpc.core import directory
+from gemini_hpc.core.directory import Manifest, Piece
+from gemini_hpc.core.manifest import HEADER_BYTES, Header, parse_header
+
+_STRIDE_BYTES = 8 << 20
+
+
+def digest(view: memoryview) -> str:
+    """xxh3_128 (hex); the GIL is free meanwhile."""
+    hasher = xxhash.xxh3_128()
+    for at in range(0, len(view), _STRIDE_BYTES):
+        hasher.update(view[at : at + _STRIDE_BYTES])
+    return hasher.hexdigest()
+
+
+@dataclass(frozen=True)
+class Area:
+    """Bytes `begin` to `end` of a slot; piece: the tensor that they are, None: of the slot itself."""
+
+    begin: int
+    end: int
+    piece: Piece | None = None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A complete slot of one rank, parsed. view: its memory, at least all bytes that count."""
+
+    view: memoryview
+    header: Header
+    manifest: Manifest
+
+    @classmethod
+    def parse(cls, view: memoryview, total_bytes: int) -> Shard:
+        """Of a slot of `total_bytes`. Raises ValueError on anything off."""
+        header = parse_header(view[:HEADER_BYTES], total_bytes)
+        layout = header.layout
+        if len(view) < header.used_bytes:
+            raise ValueError(f"a copy of {len(view)} bytes, {header.used_bytes} wanted")
+        packed = view[layout.manifest_offset : layout.manifest_offset + layout.manifest_bytes]
+        manifest = directory.unpack(packed, layout.tensor_bytes)
+        if (manifest.rank, manifest.world) != (header.rank, header.world):
+            raise ValueError(f"a header of rank {header.rank}, a directory of rank {manifest.rank}")
+        return cls(view, header, manifest)
+
+    def areas(self) -> Iterator[Area]:
+        """All that counts, in order; tensors as they lie. Raises ValueError where two of them overlap."""
+        layout = self.header.layout
+        yield Area(0, HEADER_BYTES)
+        yield Area(layout.manifest_offset, layout.manifest_offset + layout.manifest_bytes)
+        at = 0
+        for piece in sorted(self.manifest.pieces, key=lambda p: p.at):
+            if piece.at < at:
+                raise ValueError(f"a piece of {self.manifest.rows[piece.row].key} overlaps the one before it")
+            at = piece.at + self.manifest.nbytes(piece)
+            yield Area(layout.tensor_offset + piece.at, layout.tensor_offset + at, piece)
+        yield Area(layout.small_offset, self.header.used_bytes)
+
+    def blank(self) -> None:
+        """Zeros between the areas: what lies there is left over from something else, or nothing."""
+        at = 0
+        for area in self.areas():
+            if area.begin > at:
+                self.view[at : area.begin] = bytes(area.begin - at)
+            at = area.end

@@ -1,0 +1,144 @@
+"""Versions on the tier: their directories, and the manifest that makes one whole.
+
+    DIR/gemini-JOBID/SET/e000003-v000000001200/
+        node-0000.h5, node-0001.h5, ...   the shards of the ranks that lived on that node
+        index.h5                          each tensor of the training as one (virtual) dataset
+        manifest.json                     written last: without it there is no version
+        kept                              in a version that retention does not remove
+
+Names sort as stamps do. Nothing here needs h5py: an agent that looks for a version reads small JSON files only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Annotated
+
+import msgspec
+
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.wire.bounds import MAX_RANKS, Job, Strict, Time
+from gemini_hpc.wire.bounds import Stamp as WireStamp
+from gemini_hpc.wire.stored import NodeFile, Stored
+
+FORMAT = 1
+MANIFEST, INDEX, KEPT = "manifest.json", "index.h5", "kept"
+MAX_MANIFEST_BYTES = 256 << 20
+_DIRECTORY = re.compile(r"e([0-9]{7})-v([0-9]{13})")
+
+SetName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\Z")]
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What a whole version is made of. time: Unix time of its end; serial: how many this job had written then."""
+
+    job: Job
+    set: SetName
+    stamp: WireStamp
+    world: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
+    time: Time
+    files: tuple[NodeFile, ...]
+    serial: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)] = 1
+    format: int = FORMAT
+
+    def shards(self) -> dict[int, tuple[str, Stored]]:
+        """File name and shard of each rank."""
+        return {shard.rank: (file.name, shard) for file in self.files for shard in file.shards}
+
+    @property
+    def whole(self) -> bool:
+        """Whether each rank has exactly one shard."""
+        ranks = [shard.rank for file in self.files for shard in file.shards]
+        return len(ranks) == self.world and set(ranks) == set(range(self.world))
+
+
+_decoder = Strict(msgspec.json.Decoder(Manifest))
+
+
+def pack(manifest: Manifest) -> bytes:
+    """As it is written. Raises ValueError for one that `parse` would refuse."""
+    data = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    parse(data)
+    return data
+
+
+def parse(data: bytes) -> Manifest:
+    """The manifest in `data`. Raises ValueError with what is wrong."""
+    try:
+        manifest = _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{MANIFEST}: {error}") from None
+    if manifest.format != FORMAT:
+        raise ValueError(f"{MANIFEST}: format {manifest.format} found, {FORMAT} wanted")
+    if not manifest.whole:
+        raise ValueError(f"{MANIFEST}: not one shard for each of {manifest.world} ranks")
+    return manifest
+
+
+def job_directory(tier: str, job: int) -> str:
+    """Below the directory that the user has named."""
+    return f"{tier}/gemini-{job}"
+
+
+def name(stamp: Stamp) -> str:
+    """Of a version's directory."""
+    return f"e{stamp.epoch:07d}-v{stamp.version:013d}"
+
+
+def stamp_of(directory: str) -> Stamp | None:
+    """Inverse of `name`; None for what is none."""
+    found = _DIRECTORY.fullmatch(directory)
+    return Stamp(int(found[1]), int(found[2])) if found else None
+
+
+def node_file(node_rank: int) -> str:
+    """Name of a node's file."""
+    return f"node-{node_rank:04d}.h5"
+
+
+def stamps(directory: str) -> list[Stamp]:
+    """What a set's directory has, newest first, whole or not. Raises OSError; a directory that is not there has
+    nothing."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    return sorted((found for entry in names if (found := stamp_of(entry)) is not None), reverse=True)
+
+
+def read(directory: str, stamp: Stamp) -> Manifest | None:
+    """The manifest of a version in a set's directory; None where it is not whole. Raises ValueError for one that is
+    damaged or of another version, OSError."""
+    try:
+        fd = os.open(f"{directory}/{name(stamp)}/{MANIFEST}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(fd, "rb") as file:
+        data = file.read(MAX_MANIFEST_BYTES + 1)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise ValueError(f"{MANIFEST}: longer than {MAX_MANIFEST_BYTES} bytes")
+    manifest = parse(data)
+    if Stamp(*manifest.stamp) != stamp:
+        raise ValueError(f"{MANIFEST}: is of version {Stamp(*manifest.stamp)}, found in that of {stamp}")
+    return manifest
+
+
+def whole(directory: str) -> Iterator[Manifest]:
+    """Whole versions of a set's directory, newest first; damaged manifests are passed over. Raises OSError."""
+    for stamp in stamps(directory):
+        with suppress(ValueError):
+            manifest = read(directory, stamp)
+            if manifest is not None:
+                yield manifest
+
+
+def sets(tier: str, job: int) -> list[str]:
+    """Names of the sets that a job has on the tier. Raises OSError."""
+    try:
+        names = os.listdir(job_directory(tier, job))
+    except FileNotFoundError:
+        return []
+    return sorted(entry for entry in names if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", entry))

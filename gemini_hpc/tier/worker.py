@@ -1,0 +1,156 @@
+"""`python3 -I -m gemini_hpc.tier.worker`: the process that reads and writes on the tier for an agent, one order.
+
+h5py is loaded here and nowhere else, and a file system that hangs holds up this process and nothing else. It runs
+behind everything (nice 19, idle input/output class) and ends when its agent does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.tier import orders, place, retention, version
+from gemini_hpc.tier.place import Pace, TierError, told
+
+_PR_SET_PDEATHSIG = 1
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+_IDLE = 3 << 13
+_TELL_EVERY_S = 0.5
+MAX_ORDER_BYTES = 256 << 20
+
+
+def _humble(parent: int) -> None:
+    """Behind everything else on this node, and no longer than the agent."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    with suppress(OSError):
+        os.nice(19)
+    number = _IOPRIO_SET.get(os.uname().machine)
+    if number is not None:
+        libc.syscall(number, 1, 0, _IDLE)
+
+
+def _say(answer: orders.Answer) -> None:
+    os.write(1, orders.encode(answer) + b"\n")
+
+
+class _Told:
+    """Tells the agent now and then how far it is, at a rate."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._pace, self._bytes, self._told_at = Pace(bytes_per_s), 0, time.monotonic()
+
+    def __call__(self, count: int) -> None:
+        self._bytes += count
+        self._pace(count)
+        if time.monotonic() - self._told_at > _TELL_EVERY_S:
+            self._told_at = time.monotonic()
+            _say(orders.Progress(self._bytes))
+
+
+def _write(order: orders.Write) -> orders.Answer:
+    from gemini_hpc.tier import nodefile
+    from gemini_hpc.tier.shards import Shard, digest
+
+    where = place.make_directory(order.tier, order.job, order.set, Stamp(*order.stamp))
+    shards = []
+    for source in order.shards:
+        view = memoryview(mmap.mmap(source.fd, source.bytes))
+        if digest(view[: source.used]) != source.digest:
+            raise TierError(f"the copy of rank {source.rank} in memory was overwritten before it was whole")
+        shards.append((Shard.parse(view, source.bytes), source.home))
+    name = version.node_file(order.node_rank)
+    with told(where):
+        file = nodefile.write(where, name, shards, _Told(order.bytes_per_s), compress=order.compress)
+    return orders.Written(file)
+
+
+def _finish(order: orders.Finish) -> orders.Answer:
+    from gemini_hpc.tier import index
+
+    stamp = Stamp(*order.stamp)
+    where = place.version_directory(order.tier, order.job, order.set, stamp)
+    above = os.path.dirname(where)
+    with told(where):
+        newest = next(version.whole(above), None)
+        serial = 1 if newest is None else newest.serial + 1
+        made = version.Manifest(order.job, order.set, stamp, order.world, time.time(), order.files, serial)
+        index.write(where, made)
+        if retention.Retention(order.keep_last, order.keep_every).for_good(serial):
+            os.close(os.open(f"{where}/{version.KEPT}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        with place.replaced(where, version.MANIFEST) as path, open(path, "xb") as file:
+            file.write(version.pack(made))
+        place.sync_directory(above)
+        removed = retention.clean(above, order.keep_last)
+    return orders.Finished(tuple((s.epoch, s.version) for s in removed))
+
+
+def _clean(order: orders.Clean) -> orders.Answer:
+    where = f"{version.job_directory(order.tier, order.job)}/{order.set}"
+    with told(where):
+        removed = retention.clean(where, sys.maxsize)
+    return orders.Finished(tuple((s.epoch, s.version) for s in removed))
+
+
+def _look(order: orders.Look) -> orders.Answer:
+    where, found = version.job_directory(order.tier, order.job), []
+    with told(order.tier):
+        os.stat(f"{order.tier}/.")
+        for name in [order.set] if order.set else version.sets(order.tier, order.job):
+            wanted = (m for m in version.whole(f"{where}/{name}") if (m.set, m.stamp) not in order.without)
+            found += [m for m in [next(wanted, None)] if m is not None and (m.job, m.set) == (order.job, name)]
+    return orders.Found(tuple(found))
+
+
+def _read(order: orders.Read) -> orders.Answer:
+    from gemini_hpc.tier import nodefile
+
+    stamp = Stamp(*order.stamp)
+    where = place.version_directory(order.tier, order.job, order.set, stamp)
+    with told(where):
+        manifest = version.read(os.path.dirname(where), stamp)
+        name, stored = ("", None) if manifest is None else manifest.shards().get(order.rank, ("", None))
+        if stored is None or (stored.used, stored.digest) != (order.used, order.digest):
+            raise TierError(f"{where}: no longer has the shard of rank {order.rank}")
+        view = memoryview(mmap.mmap(order.fd, order.used))
+        with nodefile.Reader(f"{where}/{name}") as reader:
+            reader.read(stored, view, _Told(0.0))
+    return orders.Finished()
+
+
+_DOES: dict[type, Callable[..., orders.Answer]] = {
+    orders.Write: _write,
+    orders.Finish: _finish,
+    orders.Clean: _clean,
+    orders.Look: _look,
+    orders.Read: _read,
+}
+
+
+def main() -> int:
+    """Read one order, answer it; the exit status is 0 if there was an answer."""
+    _humble(int(sys.argv[1]))
+    line = sys.stdin.buffer.readline(MAX_ORDER_BYTES)
+    try:
+        order = orders.order_decoder.decode(line)
+        _say(_DOES[type(order)](order))
+    except (TierError, ValueError) as error:
+        _say(orders.Failed(str(error)[:500]))
+    except ImportError as error:
+        _say(orders.Failed(f"the tier needs h5py and numpy in {sys.executable}: {error}"[:500]))
+    except Exception as error:
+        _say(orders.Failed(f"{type(error).__name__}: {error}"[:500]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

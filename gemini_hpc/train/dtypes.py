@@ -1,0 +1,22 @@
+"""torch's element types and their names in a manifest."""
+
+from __future__ import annotations
+
+import torch
+
+_DTYPES: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Inverse of `dtype_name`. Raises ValueError for an unknown name."""
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise ValueError(f"manifest: unknown dtype {name[:40]!r}") from None

@@ -1,0 +1,77 @@
+"""Complete slots, as a training leaves them in memory."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from gemini_hpc.core import directory
+from gemini_hpc.core.directory import Manifest, Row
+from gemini_hpc.core.dtypes import item_bytes
+from gemini_hpc.core.manifest import Layout, pack_header
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.tier.shards import Shard, digest
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass
+class Slot:
+    """memory: all of it; used: bytes that count; values: by row's key and offset, the bytes of each piece."""
+
+    memory: mmap.mmap
+    used: int
+    values: dict[tuple[str, tuple[int, ...]], bytes]
+    manifest: Manifest
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self.memory)
+
+    def shard(self) -> Shard:
+        return Shard.parse(self.view, len(self.memory))
+
+    def digest(self) -> str:
+        return digest(self.view[: self.used])
+
+
+def make(
+    rank: int,
+    world: int,
+    rows: tuple[Row, ...],
+    boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]],
+    *,
+    stamp: tuple[int, int] = (3, 12),
+    small: bytes = b"small state",
+    seed: int = 0,
+    fd: int = -1,
+) -> Slot:
+    """A slot with random tensors in these boxes (row, offset, size), and garbage between them."""
+    dice = np.random.default_rng([seed, rank])
+    pieces = directory.place(rows, boxes)
+    manifest = Manifest(rank, world, rows, pieces)
+    packed = directory.pack(manifest)
+    layout = Layout.plan(len(packed), manifest.tensor_bytes(), 8192)
+    if fd >= 0:
+        os.ftruncate(fd, layout.total)
+    memory = mmap.mmap(fd, layout.total)
+    used = layout.small_offset + len(small)
+    memory[:used] = dice.bytes(used)
+    memory[:4096] = pack_header(layout, len(small), Stamp(*stamp), rank, world)
+    memory[layout.manifest_offset : layout.manifest_offset + len(packed)] = packed
+    memory[layout.small_offset : used] = small
+    values = {}
+    for piece in pieces:
+        row = rows[piece.row]
+        size = math.prod(piece.size) * item_bytes(row.dtype)
+        data = bytes(size) if row.dtype == "bool" else dice.bytes(size)
+        if row.dtype in ("float32", "float64", "bfloat16"):  # numbers, that equal themselves
+            data = (dice.integers(0, 64, size, dtype=np.uint8)).tobytes()
+        at = layout.tensor_offset + piece.at
+        memory[at : at + size] = data
+        values[row.key, piece.offset] = data
+    return Slot(memory, used, values, manifest)

@@ -1,0 +1,122 @@
+"""A node's file on the tier: any HDF5 program reads it, and a slot comes back from it byte by byte."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from h5py import h5t
+
+from gemini_hpc.core.directory import Row
+from gemini_hpc.core.dtypes import ITEM_BYTES
+from gemini_hpc.tier import hdf5, nodefile
+from gemini_hpc.tier.nodefile import Reader
+
+from . import slots
+
+ROWS = (
+    Row("model.w", "float32", (6, 5), True, "cpu"),
+    Row("model.half", "bfloat16", (7,), True, "cpu"),
+    Row("optimizer.0.model.w.step", "float32", (), False, "cpu", 0, "model.w", "step"),
+    Row("model.a/b%", "int64", (3,), True, "cpu"),
+    Row("model.empty", "float32", (0, 4), True, "cpu"),
+)
+BOXES = [(0, (2, 0), (3, 5)), (1, (0,), (7,)), (2, (), ()), (3, (1,), (2,))]
+
+
+def never(_: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_slot_comes_back_byte_by_byte_without_what_lay_between(tmp_path: Path, compress: bool) -> None:
+    slot = slots.make(1, 2, ROWS, BOXES)
+    file = nodefile.write(str(tmp_path), "node-0001.h5", [(slot.shard(), 7)], never, compress=compress)
+    (stored,) = file.shards
+    assert (stored.rank, stored.home, stored.bytes, stored.used) == (1, 7, len(slot.memory), slot.used)
+    assert stored.digest == slot.digest()
+    assert file.bytes == (tmp_path / file.name).stat().st_size
+    into = bytearray(b"\xaa" * stored.used)
+    with Reader(str(tmp_path / file.name)) as reader:
+        reader.read(stored, memoryview(into))
+        assert reader.manifest(1) == slot.manifest
+    assert into == slot.memory[: slot.used]
+    assert os.listdir(tmp_path) == ["node-0001.h5"]
+
+
+def test_any_hdf5_program_finds_the_tensors(tmp_path: Path) -> None:
+    slot = slots.make(1, 2, ROWS, BOXES)
+    nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0)], never)
+    with h5py.File(tmp_path / "n.h5") as file:
+        tensors = file["rank1/tensors"]
+        assert sorted(tensors) == ["model.a%2Fb%25@1", "model.half", "model.w@2,0", "optimizer.0.model.w.step"]
+        w = tensors["model.w@2,0"]
+        assert w.dtype == np.float32 and w.shape == (3, 5)
+        assert w[...].tobytes() == slot.values["model.w", (2, 0)]
+        assert list(w.attrs["offset"]) == [2, 0] and list(w.attrs["global_shape"]) == [6, 5]
+        assert len(w.attrs["xxh3_128"]) == 32
+        assert tensors["optimizer.0.model.w.step"][()] == np.frombuffer(
+            slot.values["optimizer.0.model.w.step", ()], np.float32
+        )
+        half = tensors["model.half"]
+        wide = np.frombuffer(slot.values["model.half", (0,)], np.uint16).astype(np.uint32) << 16
+        assert half.attrs["dtype"] == "bfloat16"
+        assert half[...].astype(np.float32).tobytes() == wide.view(np.float32).tobytes()
+
+
+@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
+def test_every_dtype_has_a_type_of_its_size(dtype: str, tmp_path: Path) -> None:
+    assert hdf5.type_of(dtype).get_size() == ITEM_BYTES[dtype]
+    row = Row("x", dtype, (5,), True, "cpu")
+    slot = slots.make(0, 1, (row,), [(0, (0,), (5,))])
+    file = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0)], never)
+    into = bytearray(slot.used)
+    with Reader(str(tmp_path / "n.h5")) as reader:
+        reader.read(file.shards[0], memoryview(into))
+    assert into == slot.memory[: slot.used]
+
+
+def test_bfloat16_is_a_float_for_others() -> None:
+    kind = hdf5.type_of("bfloat16")
+    assert isinstance(kind, h5t.TypeFloatID) and kind.get_size() == 2
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    slot = slots.make(0, 1, ROWS, [(0, (0, 0), (6, 5))])
+    file = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0)], never)
+    with h5py.File(tmp_path / "n.h5") as opened:
+        at = opened["rank0/tensors/model.w"].id.get_offset()
+    data = bytearray((tmp_path / "n.h5").read_bytes())
+    data[at + 7] ^= 1
+    (tmp_path / "n.h5").write_bytes(data)
+    with Reader(str(tmp_path / "n.h5")) as reader, pytest.raises(ValueError, match="damaged"):
+        reader.read(file.shards[0], memoryview(bytearray(slot.used)))
+
+
+def test_a_shard_of_another_rank_is_not_there(tmp_path: Path) -> None:
+    slot = slots.make(0, 1, ROWS, [(0, (0, 0), (6, 5))])
+    file = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0)], never)
+    other = type(file.shards[0])(3, 0, len(slot.memory), slot.used, "0" * 32)
+    with Reader(str(tmp_path / "n.h5")) as reader, pytest.raises(ValueError, match="rank 3"):
+        reader.read(other, memoryview(bytearray(slot.used)))
+
+
+def test_what_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    slot = slots.make(0, 1, ROWS, BOXES)
+
+    def full(_: int) -> None:
+        raise OSError(28, "full")
+
+    with pytest.raises(OSError, match="full"):
+        nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0)], full)
+    assert os.listdir(tmp_path) == []
+
+
+def test_all_bytes_are_paced(tmp_path: Path) -> None:
+    went: list[int] = []
+    slot = slots.make(0, 1, ROWS, BOXES)
+    nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0)], went.append)
+    assert sum(went) >= sum(map(len, slot.values.values()))

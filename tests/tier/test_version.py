@@ -1,0 +1,125 @@
+"""Versions on the tier: whole or not there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemini_hpc.core.directory import Row
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.tier import index, nodefile, place, retention, version
+from gemini_hpc.tier.version import Manifest
+
+from . import slots
+
+ROWS = (
+    Row("model.w", "float32", (6, 4), True, "cpu"),
+    Row("model.half", "bfloat16", (4,), True, "cpu"),
+    Row("model.scalar", "float64", (), True, "cpu"),
+    Row("mine", "int32", (2,), False, "cpu"),
+)
+
+
+def save(tier: Path, stamp: Stamp, *, world: int = 2, serial: int = 1, manifest: bool = True) -> list[slots.Slot]:
+    """A version of two ranks, on two nodes."""
+    where = place.make_directory(str(tier), 9, "default", stamp)
+    files, made = [], []
+    for rank in range(world):
+        boxes = [(0, (3 * rank, 0), (3, 4)), (3, (0,), (2,))]
+        boxes += [(1, (0,), (4,)), (2, (), ())] if rank == 0 else []
+        slot = slots.make(rank, world, ROWS, boxes, stamp=stamp, seed=stamp.version)
+        files.append(nodefile.write(where, version.node_file(rank), [(slot.shard(), rank)], lambda _: None))
+        made.append(slot)
+    whole = Manifest(9, "default", tuple(stamp), world, 1e9, tuple(files), serial)
+    if manifest:
+        index.write(where, whole)
+        with place.replaced(where, version.MANIFEST) as path:
+            Path(path).write_bytes(version.pack(whole))
+    return made
+
+
+def test_the_index_shows_each_tensor_as_one(tmp_path: Path) -> None:
+    made = save(tmp_path, Stamp(1, 5))
+    where = tmp_path / "gemini-9/default" / version.name(Stamp(1, 5))
+    with h5py.File(where / "index.h5") as shown:
+        w = b"".join(slot.values["model.w", (3 * rank, 0)] for rank, slot in enumerate(made))
+        assert shown["tensors/model.w"][...].tobytes() == w
+        assert shown["tensors/model.w"].dtype == np.float32
+        assert shown["tensors/model.half"].shape == (4,)
+        assert shown["tensors/model.scalar"][()].tobytes() == made[0].values["model.scalar", ()]
+        assert shown["ranks/1/mine"][...].tobytes() == made[1].values["mine", (0,)]
+        assert dict(shown.attrs)["version"] == 5
+    os.rename(tmp_path / "gemini-9", tmp_path / "moved")  # nothing in it names the directory
+    with h5py.File(tmp_path / "moved/default" / version.name(Stamp(1, 5)) / "index.h5") as shown:
+        assert shown["tensors/model.w"][...].tobytes() == w
+
+
+def test_a_version_is_whole_with_its_manifest(tmp_path: Path) -> None:
+    save(tmp_path, Stamp(1, 5))
+    save(tmp_path, Stamp(2, 3), manifest=False)
+    above = str(tmp_path / "gemini-9/default")
+    assert version.stamps(above) == [Stamp(2, 3), Stamp(1, 5)]
+    assert [m.stamp for m in version.whole(above)] == [(1, 5)]
+    assert version.read(above, Stamp(2, 3)) is None
+    assert version.sets(str(tmp_path), 9) == ["default"]
+    assert version.sets(str(tmp_path), 10) == []
+
+
+def test_a_damaged_manifest_is_passed_over(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        save(tmp_path, Stamp(1, number))
+    above = tmp_path / "gemini-9/default"
+    newest, second = (above / version.name(Stamp(1, n)) / version.MANIFEST for n in (3, 2))
+    newest.write_bytes(newest.read_bytes()[:-30])
+    second.write_bytes((above / version.name(Stamp(1, 1)) / version.MANIFEST).read_bytes())  # of another version
+    assert [m.stamp for m in version.whole(str(above))] == [(1, 1)]
+
+
+def test_a_manifest_that_lacks_a_rank_is_none() -> None:
+    manifest = Manifest(1, "default", (0, 1), 2, 0.0, ())
+    with pytest.raises(ValueError, match="2 ranks"):
+        version.pack(manifest)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=100, deadline=None)
+def test_garbage_is_no_manifest(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"manifest\.json"):
+        version.parse(data)
+
+
+@given(st.integers(0, (1 << 23) - 1), st.integers(0, (1 << 40) - 1))
+def test_names_are_stamps(epoch: int, number: int) -> None:
+    assert version.stamp_of(version.name(Stamp(epoch, number))) == Stamp(epoch, number)
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, (1 << 40) - 1)), unique=True))
+def test_names_sort_as_stamps(found: list[tuple[int, int]]) -> None:
+    ordered = sorted(Stamp(*pair) for pair in found)
+    assert sorted(map(version.name, ordered)) == list(map(version.name, ordered))
+
+
+def test_retention(tmp_path: Path) -> None:
+    for number in range(1, 6):
+        save(tmp_path, Stamp(1, number))
+    above = tmp_path / "gemini-9/default"
+    save(tmp_path, Stamp(1, 9), manifest=False)
+    save(tmp_path, Stamp(1, 7), manifest=False)
+    (above / version.name(Stamp(1, 2)) / version.KEPT).touch()
+    gone = retention.clean(str(above), 2, busy=Stamp(1, 9))
+    assert gone == [Stamp(1, 1), Stamp(1, 3), Stamp(1, 7)]
+    assert version.stamps(str(above)) == [Stamp(1, n) for n in (9, 5, 4, 2)]
+    assert [n for n in range(1, 9) if retention.Retention(2, 3).for_good(n)] == [3, 6]
+    assert not retention.Retention(2, 0).for_good(1)
+
+
+def test_a_tier_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(place.TierError, match="not there"):
+        place.make_directory(str(tmp_path / "gone"), 1, "default", Stamp(0, 1))
+    assert not (tmp_path / "gone").exists()

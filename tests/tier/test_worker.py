@@ -1,0 +1,189 @@
+"""The process that reads and writes on the tier: an order in, answers out, whatever happens to the file system."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gemini_hpc.core.directory import Row
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.tier import orders, version
+
+from . import slots
+
+ROWS = (Row("model.w", "float32", (64, 16), True, "cpu"),)
+STAMP = (2, 7)
+
+
+def start(order: orders.Order, *fds: int) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-m", "gemini_hpc.tier.worker", str(os.getpid())]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=fds)
+    assert process.stdin is not None
+    process.stdin.write(orders.encode(order) + b"\n")
+    process.stdin.close()
+    return process
+
+
+def carry_out(order: orders.Order, *fds: int) -> Any:
+    with start(order, *fds) as process:
+        assert process.stdout is not None
+        answers = [orders.answer_decoder.decode(line) for line in process.stdout.read().splitlines()]
+        assert process.wait() == 0
+    assert all(isinstance(answer, orders.Progress) for answer in answers[:-1])
+    return answers[-1]
+
+
+class Node:
+    """Two ranks' slots in memory, on one node each."""
+
+    def __init__(self, tier: Path, stamp: tuple[int, int] = STAMP) -> None:
+        self.tier, self.stamp = str(tier), stamp
+        self.fds: list[int] = []
+        self.slots: list[slots.Slot] = []
+        self.files: list[Any] = []
+        for rank in range(2):
+            self.fds.append(os.memfd_create("slot"))
+            boxes = [(0, (32 * rank, 0), (32, 16))]
+            self.slots.append(slots.make(rank, 2, ROWS, boxes, stamp=stamp, fd=self.fds[-1]))
+
+    def source(self, rank: int) -> orders.Source:
+        slot = self.slots[rank]
+        return orders.Source(self.fds[rank], rank, rank, len(slot.memory), slot.used, slot.digest())
+
+    def write(self, rank: int, **more: Any) -> Any:
+        order = orders.Write(self.tier, 5, "default", self.stamp, rank, (self.source(rank),), **more)
+        return carry_out(order, self.fds[rank])
+
+    def finish(self, **more: Any) -> Any:
+        return carry_out(orders.Finish(self.tier, 5, "default", self.stamp, 2, tuple(self.files), **more))
+
+    def save(self, **more: Any) -> Any:
+        self.files = [self.write(rank).file for rank in range(2)]
+        return self.finish(**more)
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Any:
+    made = Node(tmp_path)
+    yield made
+    made.close()
+
+
+def look(tier: Path, *without: tuple[str, tuple[int, int]]) -> Any:
+    return carry_out(orders.Look(str(tier), 5, "", without))
+
+
+def test_from_memory_to_the_tier_and_back(node: Node, tmp_path: Path) -> None:
+    assert look(tmp_path).manifests == ()
+    assert node.save() == orders.Finished()
+    (manifest,) = look(tmp_path).manifests
+    assert manifest.stamp == STAMP and manifest.whole and manifest.serial == 1
+    for rank, (_, stored) in manifest.shards().items():
+        fd = os.memfd_create("into")
+        os.ftruncate(fd, stored.used)
+        order = orders.Read(str(tmp_path), 5, "default", STAMP, rank, fd, stored.used, stored.digest)
+        assert carry_out(order, fd) == orders.Finished()
+        assert os.pread(fd, stored.used, 0) == node.slots[rank].memory[: stored.used]
+        os.close(fd)
+    assert look(tmp_path, ("default", STAMP)).manifests == ()
+
+
+def test_a_version_that_a_node_has_not_written_is_none(node: Node, tmp_path: Path) -> None:
+    node.files = [node.write(0).file]
+    assert "2 ranks" in node.finish().reason
+    assert look(tmp_path).manifests == ()
+    assert carry_out(orders.Clean(str(tmp_path), 5, "default")).removed == (STAMP,)
+    assert version.stamps(str(tmp_path / "gemini-5/default")) == []
+
+
+def test_what_was_overwritten_while_it_was_copied_is_not_written(node: Node, tmp_path: Path) -> None:
+    source = node.source(0)
+    node.slots[0].memory[9000] ^= 1
+    order = orders.Write(str(tmp_path), 5, "default", STAMP, 0, (source,))
+    assert "overwritten" in carry_out(order, node.fds[0]).reason
+    assert os.listdir(tmp_path / "gemini-5/default" / version.name(Stamp(*STAMP))) == []
+
+
+def test_old_versions_go_when_a_new_one_is_whole(tmp_path: Path) -> None:
+    removed = []
+    for number in range(1, 7):
+        node = Node(tmp_path, (1, number))
+        removed.append(node.save(keep_last=2, keep_every=3).removed)
+        node.close()
+    assert removed == [(), (), ((1, 1),), ((1, 2),), (), ((1, 4),)]
+    assert [s.version for s in version.stamps(str(tmp_path / "gemini-5/default"))] == [6, 5, 3]
+
+
+@pytest.mark.parametrize("kind", ["gone", "file", "full"])
+def test_one_sentence_says_what_is_wrong(node: Node, tmp_path: Path, kind: str) -> None:
+    if kind == "gone":
+        node.tier = str(tmp_path / "no")
+    elif kind == "file":
+        node.tier = str(tmp_path / "file")
+        Path(node.tier).touch()
+    else:
+        node.tier = str(tmp_path / "small")
+        os.mkdir(node.tier)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "none", node.tier], check=True)
+    try:
+        answer = node.write(0)
+        assert isinstance(answer, orders.Failed) and answer.reason.startswith(node.tier)
+        words = {"gone": "not there", "file": "no directory", "full": "full"}
+        assert words[kind] in answer.reason and "\n" not in answer.reason
+    finally:
+        if kind == "full":
+            left = [name for _, _, names in os.walk(node.tier) for name in names]
+            subprocess.run(["umount", node.tier], check=True)
+            assert left == []
+
+
+def test_it_ends_with_the_agent(node: Node, tmp_path: Path) -> None:
+    """A rate of 1 byte a second: it would not come to its end by itself."""
+    order = orders.Write(str(tmp_path), 5, "default", STAMP, 0, (node.source(0),), 1.0)
+    script = (
+        "import os, subprocess, sys, time\n"
+        "argv = [sys.executable, '-m', 'gemini_hpc.tier.worker', str(os.getpid())]\n"
+        f"p = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=({node.fds[0]},))\n"
+        f"p.stdin.write({orders.encode(order)!r} + b'\\n'); p.stdin.close()\n"
+        "print(p.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    agent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, pass_fds=(node.fds[0],))
+    assert agent.stdout is not None
+    pid = int(agent.stdout.readline())
+    where = tmp_path / "gemini-5/default" / version.name(Stamp(*STAMP))
+    deadline = time.monotonic() + 20
+    while not (where.is_dir() and os.listdir(where)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [name for name in os.listdir(where) if name.endswith(".tmp")]
+    assert os.getpriority(os.PRIO_PROCESS, pid) == 19
+    agent.send_signal(signal.SIGKILL)
+    agent.wait()
+    agent.stdout.close()
+    while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{pid}/stat").exists()
+    assert carry_out(orders.Clean(str(tmp_path), 5, "default")).removed == (STAMP,)
+    shutil.rmtree(tmp_path / "gemini-5")
+
+
+def test_garbage_is_an_order_for_nothing() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gemini_hpc.tier.worker", str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    out, _ = process.communicate(b'{"op":"write","tier":"/"}\n')
+    assert isinstance(orders.answer_decoder.decode(out), orders.Failed) and process.returncode == 0

@@ -1,0 +1,15 @@
+"""Element types: what the agents and the files know of them is what torch says."""
+
+from __future__ import annotations
+
+import torch
+
+from gemini_hpc.core.dtypes import ITEM_BYTES
+from gemini_hpc.train.dtypes import dtype_name, dtype_of
+
+
+def test_every_dense_dtype_of_torch_is_known_with_its_size() -> None:
+    found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    dense = {dtype_name(dtype): dtype.itemsize for dtype in found if not dtype_name(dtype).startswith(("q", "quint"))}
+    assert dense.items() <= ITEM_BYTES.items(), dense.items() - ITEM_BYTES.items()
+    assert all(dtype_name(dtype_of(name)) == name for name in dense)
