@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -13,12 +12,12 @@ from gemini_hpc.agent.trainingset import TrainingSet
 from gemini_hpc.core.seal import Word
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import page, peer
+from gemini_hpc.wire.bounds import SET_NAME
 
 if TYPE_CHECKING:
     from gemini_hpc.agent.agent import Agent
 
 MAX_SETS = 64
-SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 
 
 class Sets:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gemini_hpc.cli.asking import UserError, WrongIdError, raw_id
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
 from gemini_hpc.report.tame import tame
+from gemini_hpc.wire.bounds import SET_NAME
 
 if TYPE_CHECKING:
     from gemini_hpc.report.chosen import Shown
@@ -130,6 +131,6 @@ def write(job: int, now: float, sets: list[Shown], output: str) -> list[str]:
 
 def _file_name(name: str, number: int) -> str:
     """A set's name is its owner's choice, as far as an agent is believed: no part of a path."""
-    if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name):
+    if SET_NAME.fullmatch(name):
         return name
     return f"set{number}"

@@ -65,7 +65,7 @@ class Look(Order, frozen=True, tag="look"):
 
 
 class Read(Order, frozen=True, tag="read"):
-    """Read a shard of a version into this descriptor, of zeros. Answered by `Progress`, then `Finished`."""
+    """Read a shard of a version into this descriptor. Answered by `Progress`, then `Finished`."""
 
     stamp: Stamp
     rank: Count

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import place, version
 
 
-@dataclass(frozen=True)
-class Retention:
-    """keep_last >= 1. keep_every: each so manieth of a job's versions stays for good; 0: none does."""
-
-    keep_last: int = 2
-    keep_every: int = 0
-
-    def for_good(self, serial: int) -> bool:
-        """Whether a job's `serial`-th version (from 1) stays."""
-        return bool(self.keep_every) and serial % self.keep_every == 0
+def for_good(serial: int, keep_every: int) -> bool:
+    """Whether a job's `serial`-th version (from 1) stays: each `keep_every`-th does; 0: none."""
+    return bool(keep_every) and serial % keep_every == 0
 
 
 def clean(directory: str, keep_last: int, *, busy: Stamp | None = None) -> list[Stamp]:

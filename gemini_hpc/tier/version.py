@@ -20,7 +20,7 @@ from typing import Annotated
 import msgspec
 
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.wire.bounds import MAX_RANKS, Job, Strict, Time
+from gemini_hpc.wire.bounds import MAX_RANKS, SET_NAME, Job, Strict, Time
 from gemini_hpc.wire.bounds import Stamp as WireStamp
 from gemini_hpc.wire.stored import NodeFile, Stored
 
@@ -29,7 +29,7 @@ MANIFEST, INDEX, KEPT = "manifest.json", "index.h5", "kept"
 MAX_MANIFEST_BYTES = 256 << 20
 _DIRECTORY = re.compile(r"e([0-9]{7})-v([0-9]{13})")
 
-SetName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\Z")]
+SetName = Annotated[str, msgspec.Meta(pattern=rf"\A{SET_NAME.pattern}\Z")]
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -141,4 +141,4 @@ def sets(tier: str, job: int) -> list[str]:
         names = os.listdir(job_directory(tier, job))
     except FileNotFoundError:
         return []
-    return sorted(entry for entry in names if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", entry))
+    return sorted(entry for entry in names if SET_NAME.fullmatch(entry))

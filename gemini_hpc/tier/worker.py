@@ -85,7 +85,7 @@ def _finish(order: orders.Finish) -> orders.Answer:
         serial = 1 if newest is None else newest.serial + 1
         made = version.Manifest(order.job, order.set, stamp, order.world, time.time(), order.files, serial)
         index.write(where, made)
-        if retention.Retention(order.keep_last, order.keep_every).for_good(serial):
+        if retention.for_good(serial, order.keep_every):
             os.close(os.open(f"{where}/{version.KEPT}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
         with place.replaced(where, version.MANIFEST) as path, open(path, "xb") as file:
             file.write(version.pack(made))

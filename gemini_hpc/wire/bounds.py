@@ -5,6 +5,7 @@ Whoever sends, a decoded message holds no number that later code cannot pack, co
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Generic, Protocol, TypeVar
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
+SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")  # of a training, also as a part of paths
 VERSION_BITS, EPOCH_BITS = 40, 23  # both share one signed word: `page.pack_seal`
 MAX_RANKS = 1 << 20
 

@@ -115,8 +115,8 @@ def test_retention(tmp_path: Path) -> None:
     gone = retention.clean(str(above), 2, busy=Stamp(1, 9))
     assert gone == [Stamp(1, 1), Stamp(1, 3), Stamp(1, 7)]
     assert version.stamps(str(above)) == [Stamp(1, n) for n in (9, 5, 4, 2)]
-    assert [n for n in range(1, 9) if retention.Retention(2, 3).for_good(n)] == [3, 6]
-    assert not retention.Retention(2, 0).for_good(1)
+    assert [n for n in range(1, 9) if retention.for_good(n, 3)] == [3, 6]
+    assert not retention.for_good(1, 0)
 
 
 def test_a_tier_that_is_not_there_is_not_made(tmp_path: Path) -> None:
