@@ -71,6 +71,14 @@ class Settings:
         0.0, "A fenced node that has booted anew and answers for so long is resumed, twice a day at most; 0: never."
     )
     reserve_candidates: int = _setting(2, "Replacement candidates reserved beside the survivors and the dead count.")
+    tier_interval_s: float = _setting(600.0, "Time between two saves to --gemini-tier without its own.", 1, 604800)
+    tier_bytes_per_s: float = _setting(5e8, "A node writes to the tier at this rate at most; 0: any.", 0, 1e12)
+    tier_flush_s: float = _setting(
+        120.0, "After a job's end without success its last version may be written to the tier for so long.", 0, 86400
+    )
+    tier_keep_last: int = _setting(2, "Versions of a job that stay on the tier.", 1, 1000000)
+    tier_keep_every: int = _setting(0, "Every so manieth version saved to the tier stays for good; 0: none.", 0)
+    tier_compress: bool = _setting(False, "Compress tensors on the tier (deflate).")
     operators: tuple[str, ...] = _setting(
         (), "Users, and groups written as @group, that may inspect every job, besides root and SlurmUser."
     )

@@ -17,6 +17,7 @@ from typing import Any
 
 from gemini_hpc.agent import mapfile, successor, summons
 from gemini_hpc.agent.callers import Callers
+from gemini_hpc.agent.drains import Drains
 from gemini_hpc.agent.filling import Filling
 from gemini_hpc.agent.incoming import Incoming
 from gemini_hpc.agent.local import Client, LocalServer, Reply
@@ -42,6 +43,8 @@ from gemini_hpc.wire.message import Message
 MAX_EVENTS = 1000
 _TICK_S = 0.2
 _EMPTY_S = 30.0
+_SPILL_FLOOR = 0.5  # while the last version is being written, so much of the floor is enough
+_WORD_S = 5.0  # within which the root's word comes that the last version goes to the tier
 
 
 class Agent:
@@ -69,6 +72,7 @@ class Agent:
         self.tellings = Tellings()
         self.pulls = Pulls(self)
         self.filling = Filling(self)
+        self.drains = Drains(self)
         self.outgoing, self.incoming = Outgoing(self), Incoming(self)
         self.service = Service(self)
         self.member = Member(self)
@@ -82,6 +86,7 @@ class Agent:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._callers = Callers(self)
         self._detached_at = time.monotonic()
+        self._leaving = False
         self._stopped = asyncio.Event()
         self._complaints = Allowance(per_s=1.0, burst=1.0)
 
@@ -112,6 +117,7 @@ class Agent:
         self.reporter.close()
         if self.mesh is not None:
             self.mesh.close()
+        self.drains.close()
         await self.member.cease()
         self.sets.close()
         self.store.clear()
@@ -142,9 +148,9 @@ class Agent:
                 self._detached_at = now
             elif not self.budget.taken_bytes and now - self._detached_at > _EMPTY_S:
                 self.release("it holds nothing")
-            elif now - self._detached_at > self.settings.retention_s:
+            elif now - self._detached_at > self.settings.retention_s and not self._flushing():
                 self.release("the retention time is over")
-            elif self.budget.taken_bytes and self.budget.below_floor():
+            elif self.budget.taken_bytes and self.budget.below_floor(_SPILL_FLOOR if self._flushing() else 1.0):
                 self.release("the node's free memory has fallen below the floor")
 
     def release(self, reason: str) -> None:
@@ -158,7 +164,24 @@ class Agent:
         if not self.detached and self._fence.ranks():
             self.log("self_fenced", detail=f"{reason}; ranks still ran here")
             await self._fence.end_ranks()
-        self.release(reason)
+        if not self.detached or not self._flushing():
+            self.release(reason)
+        elif not self._leaving:
+            self._leaving = True
+            self.spawn(self._release_when_flushed(reason))
+
+    async def _release_when_flushed(self, reason: str) -> None:
+        while self.detached and self._flushing() and not self._stopped.is_set():
+            await asyncio.sleep(_TICK_S)
+        self._leaving = False
+        if self.detached:
+            self.release(reason)
+
+    def _flushing(self) -> bool:
+        """Whether what is held here is on its way to the tier since the job ended, or may soon be."""
+        since_s = time.monotonic() - self._detached_at
+        soon = self.drains.last and since_s < _WORD_S
+        return since_s < self.settings.tier_flush_s and (soon or self.drains.busy)
 
     def log(self, name: str, *, version: int = 0, detail: str = "", t: float | None = None) -> None:
         """One line of the job's event log."""
@@ -282,7 +305,7 @@ class Agent:
             return local.Error(f"this is the agent of job {self.job}")
         if m.restart < self.restart:
             return local.Ok("detached")
-        hold = False
+        hold = first = False
         if not self.detached:
             self.detached = True
             self._detached_at = time.monotonic()
@@ -293,11 +316,14 @@ class Agent:
             mapfile.wait(self.directory)
             successor.remove(self.directory)
             self.log("detached", detail=f"exit code {m.exit_code or 'unknown'}")
+            first = True
         trained = [s for s in self.sets if s.greeted]
         dead = self.mesh is not None and bool(self.mesh.dead)  # then the job may be on its way to a new incarnation
         if trained and all(s.succeeded for s in trained) and m.exit_code in ("", "0") and not dead:
             self.release("the training succeeded")
             return local.Ok("released")
+        if first and not dead:
+            self.drains.detached()
         return local.Ok("hold" if hold else "detached", self.restart)
 
     # ---- peers -----------------------------------------------------------------------------------------
@@ -323,6 +349,10 @@ class Agent:
             return
         if isinstance(message, (peer.VoteUp, peer.WordDown)):
             self.sets.on_message(name, message)
+        elif isinstance(message, peer.DrainDown) and name == rounds.parent:
+            self.drains.wanted(message)
+        elif isinstance(message, peer.DrainUp) and name in rounds.children:
+            self.drains.heard(message)
 
     def _on_dead(self, host: str, witnesses: tuple[str, ...], known: bool) -> None:
         if self.detached or self.mesh is None:

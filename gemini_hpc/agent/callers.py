@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from gemini_hpc.agent import pull, summons
+from gemini_hpc.agent import flush, pull, summons
 from gemini_hpc.agent.picture import inspect_part
 from gemini_hpc.agent.ports import candidates
 from gemini_hpc.core.slots import Stamp
@@ -79,6 +79,8 @@ class Callers:
             return f"this is job {agent.job} on {agent.node} of {agent.settings.cluster_name}"
         if hello.purpose == "query":
             return "" if await self._operators.allows(greeting.uid) else "not yours"
+        if hello.purpose == "flush":  # it writes: who may only look does not
+            return "" if greeting.uid in (0, agent.uid, *agent.settings.slurm_uids()) else "not yours"
         if greeting.uid != agent.uid:
             return "not yours"
         if hello.purpose in ("inventory", "pull") and hello.restart > agent.restart and agent.detached:
@@ -107,6 +109,8 @@ class Callers:
             await agent.incoming.serve(link)
         elif purpose == "summons":
             await summons.answer(agent, link)
+        elif purpose == "flush":
+            await flush.answer(agent, link)
         elif purpose == "inventory":
             async with asyncio.timeout(_ANSWER_S):
                 if isinstance(await link.receive(), peer.Collect):

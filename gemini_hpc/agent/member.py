@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from gemini_hpc.agent import mapfile, outside, successor
 from gemini_hpc.agent.ports import master_port
 from gemini_hpc.core import placement
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.wire import peer
+from gemini_hpc.tier.version import Manifest
+from gemini_hpc.wire import bounds, peer
 from gemini_hpc.wire.message import Message
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Member:
     def freeze(self, step: str) -> None:
         """Stop sealing, drop the trainers of other launches, void what is half filled."""
         self._agent.sets.freeze()
+        self._agent.drains.freeze()
         self._agent.incoming.stop()
         self._agent.service.drop_others(step)
 
@@ -74,6 +77,7 @@ class Member:
             sealed=tuple((name, (s.epoch, s.version)) for name, s in sealed if s is not None),
             port=agent.port,
             instance=agent.instance,
+            unreadable=tuple(sorted(agent.drains.unreadable)),
         )
 
     async def cease(self) -> None:
@@ -88,6 +92,15 @@ class Member:
     async def outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
         """What agents hold on nodes that the job has left."""
         return await outside.inventories(self._agent, former)
+
+    @property
+    def tier(self) -> bool:
+        """Whether the job has a tier."""
+        return bool(self._agent.drains.tier)
+
+    async def stored(self, without: Iterable[tuple[str, bounds.Stamp]]) -> tuple[Manifest, ...]:
+        """The newest version of each set on the tier, but for these."""
+        return await self._agent.drains.stored(without)
 
     def apply(self, plan: peer.PlanDown) -> None:
         """Void all but the chosen versions, take map and epoch, begin to pull."""

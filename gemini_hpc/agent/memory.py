@@ -169,9 +169,9 @@ class Budget:
         """A reservation has been freed."""
         self.taken_bytes -= given_bytes
 
-    def below_floor(self) -> bool:
-        """True where the node's free memory has fallen below the floor."""
-        return meminfo()["MemAvailable"] < self._floor_bytes
+    def below_floor(self, share: float = 1.0) -> bool:
+        """True where the node's free memory has fallen below the floor, or this share of it."""
+        return meminfo()["MemAvailable"] < share * self._floor_bytes
 
 
 def _mib(n: int) -> str:

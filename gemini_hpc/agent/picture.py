@@ -29,6 +29,7 @@ def _set(agent: Agent, training: TrainingSet) -> picture.SetState:
         ranks=tuple(sorted(training.greeted)),
         note=training.note or "; ".join(training.lost)[:500],
         traffic=agent.tellings.states(training.name, training.greeted),
+        tier=agent.drains.state(training.name),
     )
 
 

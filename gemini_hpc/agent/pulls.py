@@ -7,11 +7,13 @@ import time
 from threading import Event
 from typing import TYPE_CHECKING
 
-from gemini_hpc.agent import pull
+from gemini_hpc.agent import pull, tierwork
 from gemini_hpc.agent.memory import Memfd, NoMemory
+from gemini_hpc.agent.tierwork import TierFailed
 from gemini_hpc.agent.trainingset import TrainingSet
 from gemini_hpc.core.record import Committed
 from gemini_hpc.core.slots import Refused, Stamp
+from gemini_hpc.tier import orders
 from gemini_hpc.wire import peer
 
 if TYPE_CHECKING:
@@ -131,6 +133,10 @@ class Pulls:
             mesh = agent.mesh
             if mesh is None:
                 raise pull.PullFailed("no peers")
+            if peer.TIER in sources:
+                await self._from_tier(copy, memory)
+                self.bytes += copy.used
+                return
             ways = []
             for host in sources:
                 if host != agent.node and host not in mesh.dead:
@@ -140,6 +146,17 @@ class Pulls:
         if trouble:
             agent.log("next_holder", version=copy.stamp[1], detail=f"shard {copy.rank} from {source}; {trouble}")
         self.bytes += copy.used
+
+    async def _from_tier(self, copy: peer.CopyRecord, memory: Memfd) -> None:
+        drains = self._agent.drains
+        order = orders.Read(
+            drains.tier, self._agent.job, copy.set, copy.stamp, copy.rank, memory.fd, copy.used, copy.digest
+        )
+        try:
+            await tierwork.carry_out(order, [memory.fd])
+        except TierFailed as error:
+            drains.unreadable.add((copy.set, copy.stamp))
+            raise pull.PullFailed(str(error)) from None
 
     def _round(self) -> int:
         return self._agent.rounds.round if self._agent.rounds is not None else 0

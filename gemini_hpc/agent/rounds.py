@@ -10,7 +10,7 @@ comes late, or comes back, where the round stands.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Protocol
 
 import msgspec
@@ -18,6 +18,7 @@ import msgspec
 from gemini_hpc.core import noderank, recovery
 from gemini_hpc.core.seal import children, parent
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.tier.version import Manifest
 from gemini_hpc.wire import bounds, peer, protocol
 from gemini_hpc.wire.message import Message
 
@@ -48,6 +49,13 @@ class Host(Protocol):
 
     async def outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
         """What agents hold on nodes that the job has left."""
+
+    @property
+    def tier(self) -> bool:
+        """Whether the job has a tier."""
+
+    async def stored(self, without: Iterable[tuple[str, bounds.Stamp]]) -> tuple[Manifest, ...]:
+        """The newest version of each set on the tier, but for these."""
 
     def apply(self, plan: peer.PlanDown) -> None:
         """Void all but the chosen versions, take map and epoch."""
@@ -228,21 +236,29 @@ class Rounds:
         if self.parent is not None:
             self._host.send(self.parent, peer.InventoryUp(self.round, records))
             return
-        plan = self._decide(records)
-        if self._host.restart == 0 or self.round > 1 or any(s.chosen for s in plan.sets):
+        plan, sure = self._decide(records)
+        if sure or (self._host.restart == 0 and self.round == 1):
             self._take(plan)
         elif not self._searching:
             self._searching = True
-            self._spawn(self._search(self.round, records))
+            self._spawn(self._search(self.round, records, plan))
 
-    async def _search(self, number: int, records: tuple[peer.InventoryRecord, ...]) -> None:
-        """Coordinator, first round of a restart that cannot be served by its own nodes: look on those it has left."""
-        former = {host for r in records for host in r.noderanks or {}}
-        more = await self._host.outside(tuple(sorted(former)))
-        if number == self.round and self.stage == "collect":
+    async def _search(self, number: int, records: tuple[peer.InventoryRecord, ...], plan: peer.PlanDown) -> None:
+        """Coordinator: the nodes of this incarnation cannot serve, or only what is older than the last seal. In the
+        first round of a restart, look on those that the job has left; then on the tier."""
+        sure = False
+        if self._host.restart > 0 and self.round == 1 and not any(s.chosen for s in plan.sets):
+            former = {host for r in records for host in r.noderanks or {}}
+            more = await self._host.outside(tuple(sorted(former)))
             if any(r.copies for r in more):
                 self._host.log("found_outside", detail=f"copies on {', '.join(r.host for r in more)[:300]}")
-            self._take(self._decide((*records, *more)))
+            records = (*records, *more)
+            plan, sure = self._decide(records)
+        if self._host.tier and not sure:
+            stored = await self._host.stored({bad for record in records for bad in record.unreadable})
+            plan = from_tier(plan, stored, self._hosts)
+        if number == self.round and self.stage == "collect":
+            self._take(plan)
 
     def _take(self, plan: peer.PlanDown) -> None:
         self.plan, self.step = plan, plan.step
@@ -270,7 +286,8 @@ class Rounds:
 
     # ---- the coordinator's decision --------------------------------------------------------------------
 
-    def _decide(self, records: tuple[peer.InventoryRecord, ...]) -> peer.PlanDown:
+    def _decide(self, records: tuple[peer.InventoryRecord, ...]) -> tuple[peer.PlanDown, bool]:
+        """The plan, and whether it is what was sealed last, of every set."""
         m = min(self._host.replicas, len(self._hosts))
         plan = recovery.plan(
             {r.host: _inventory(r) for r in records}, self._hosts, m, min_epoch=self._host.restart + 1
@@ -290,7 +307,7 @@ class Rounds:
         if not plan.sets and not plan.survivable:
             reason = f"all copies are gone with {', '.join(plan.gone)}"
             sets.append(peer.SetPlan("default", None, (), None, 0, (), (reason,)))
-        return peer.PlanDown(
+        down = peer.PlanDown(
             round=self.round,
             step=self.step,
             epoch=plan.epoch,
@@ -300,6 +317,33 @@ class Rounds:
             sets=tuple(sets),
             pulls=tuple(pulls),
         )
+        return down, plan.survivable and bool(plan.sets) and all(s.newest for s in plan.sets)
+
+
+def from_tier(plan: peer.PlanDown, stored: Iterable[Manifest], hosts: tuple[str, ...]) -> peer.PlanDown:
+    """The plan, with the tier's version of each set of which memory has nothing as new. The home of a shard reads it;
+    its other holders have something again when the next version is saved: until then the tier is what they were."""
+    sets, pulls, epoch = {s.name: s for s in plan.sets}, list(plan.pulls), plan.epoch
+    by_rank = {rank: host for host, rank in plan.noderanks.items()}
+    for manifest in stored:
+        known = sets.get(manifest.set)
+        if known is not None and known.chosen is not None and known.chosen >= manifest.stamp:
+            continue
+        name, stamp = manifest.set, manifest.stamp
+        copies = [
+            peer.CopyRecord(name, s.rank, manifest.world, s.home, s.bytes, s.used, stamp, s.digest)
+            for _, s in sorted(manifest.shards().values(), key=lambda found: found[1].rank)
+        ]
+        lost = known.lost if known is not None else ()
+        sets[name] = peer.SetPlan(
+            name, stamp, (stamp,), stamp, manifest.world, tuple((c, (peer.TIER,)) for c in copies), lost
+        )
+        pulls = [order for order in pulls if order.copy.set != name]
+        pulls += [peer.PullOrder(by_rank[c.home % len(hosts)], c, (peer.TIER,)) for c in copies]
+        epoch = max(epoch, stamp[0] + 1)
+    if sets.keys() - {"default"}:  # its absence is told under this name when not even names are known
+        sets = {n: s for n, s in sets.items() if n != "default" or s.chosen or s.world}
+    return msgspec.structs.replace(plan, sets=tuple(sets.values()), pulls=tuple(pulls), epoch=epoch)
 
 
 def _pair(stamp: Stamp | None) -> bounds.Stamp | None:

@@ -192,6 +192,7 @@ class Service:
             chosen_epoch=chosen.epoch,
             chosen_version=chosen.version,
             chosen_world=training.chosen_world,
+            stored=training.stored,
             lost=training.lost[:100],
             notice=agent.notice,
             proto=proto,

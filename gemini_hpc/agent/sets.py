@@ -136,6 +136,8 @@ class Sets:
                 agent.store.drop_stale(training.name, number, training.world, word.sealed)
                 self.drop_guests(training)
             agent.pulls.overtaken(training.name, word.sealed)
+            if rounds.parent is None:
+                agent.drains.sealed(training, number, word.sealed)
 
     def on_link(self, host: str) -> None:
         """A link to a peer is new: what it may have missed is told again."""

@@ -21,6 +21,7 @@ class TrainingSet:
         self.chosen: Stamp | None = None
         self.settled: Stamp | None = None
         self.chosen_world = 0
+        self.stored = False
         self.chosen_copies: dict[int, peer.CopyRecord] = {}
         self.sources: dict[int, tuple[str, ...]] = {}
         self.lost: tuple[str, ...] = ()
@@ -53,6 +54,7 @@ class TrainingSet:
         self.finished.clear()
         self.chosen, self.settled, self.chosen_world, self.sources, self.lost = None, None, 0, {}, ()
         self.chosen_copies = {}
+        self.stored = plan is not None and plan.stored
         self.note = ""
         if plan is not None:
             self.chosen = None if plan.chosen is None else Stamp(*plan.chosen)

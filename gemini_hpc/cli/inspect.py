@@ -158,6 +158,7 @@ def _node(n: Document) -> list[str]:
 def _set(s: Document, nodes: int) -> list[str]:
     lines = [f"set {s['name']}: {s['state']}, world {s['world']}, sealed {_version(s['sealed'])}"]
     lines += [f"  note: {note}" for note in s["notes"]]
+    lines += _tier(s.get("tier"))
     lines += [f"  {line}" for line in text.lines(s["traffic"])]
     rows = []
     for shard in s["shards"][:MAX_SHARDS_SHOWN]:
@@ -172,6 +173,15 @@ def _set(s: Document, nodes: int) -> list[str]:
     if len(s["shards"]) > MAX_SHARDS_SHOWN:
         lines.append(f"  ... and {len(s['shards']) - MAX_SHARDS_SHOWN} more shards (--json has them all)")
     return lines + _survival(s["survival"], nodes)
+
+
+def _tier(t: Document | None) -> list[str]:
+    if t is None:
+        return []
+    kept = f"version {_version(t['version'])}, {_age(t['age_s'])} old" if t["version"] else "nothing yet"
+    saving = f"; saving {_version(t['saving'])}, {_bytes(t['written_bytes'])} written" if t["saving"] else ""
+    problem = [f"  tier: not saved: {t['problem']}"] if t["problem"] else []
+    return [f"  tier {t['directory']}: {kept}{saving}", *problem]
 
 
 def _survival(v: Document, nodes: int) -> list[str]:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 
-from gemini_hpc.train.client import ask_verdict
+from gemini_hpc.client.agent import ask_verdict
 
 VERDICT_WAIT_S = 20.0
 HEALTHY_FOR_S = 2.0

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from gemini_hpc.config import Settings
 from gemini_hpc.operators import Operators
 from gemini_hpc.wire import picture
+from gemini_hpc.wire.flush import FlushAsk, Flushing
 from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed, connect_any
 
@@ -33,9 +34,9 @@ class NoControllerError(Exception):
     """Nobody answers at the controller's address."""
 
 
-def _client(settings: Settings, job: int, target: str, server_uid: int) -> Client:
+def _client(settings: Settings, job: int, target: str, server_uid: int, purpose: str = "query") -> Client:
     return Client(
-        purpose="query",
+        purpose=purpose,
         cluster=settings.cluster_name,
         job=job,
         restart=0,
@@ -154,6 +155,66 @@ async def _records(
 
     wanted = [(host, ask) for host, ask in choose(parts) if host in nodes]
     return parts, await asyncio.gather(*(one(host, ask) for host, ask in wanted))
+
+
+Told = Callable[[Flushing], None]
+FLUSH_SILENT_S = 30.0  # an agent that writes says so each second
+
+
+def flush(settings: Settings, raw_id: int, told: Told) -> list[Flushing]:
+    """Have the job's agents bring what is sealed to the tier; the last word on each set. told: hears all others.
+
+    Raises `AskError`.
+    """
+    return asyncio.run(_flush(settings, raw_id, told))
+
+
+async def _flush(settings: Settings, raw_id: int, told: Told) -> list[Flushing]:
+    from gemini_hpc.control.slurm import SlurmError
+
+    try:
+        job, nodes = await _allocation(settings, raw_id)
+    except SlurmError as exc:
+        raise AskError(f"Slurm does not answer: {exc}") from None
+    asked: set[str] = set()
+    root = next(iter(nodes), "")
+    while root and root not in asked and root in nodes:
+        asked.add(root)
+        over = await _flush_at(settings, raw_id, job.user_id, root, nodes[root].address, told)
+        root = next((word.root for word in over if word.root), "")
+        if over and not root:
+            return over
+        root = root or next((name for name in nodes if name not in asked), "")
+    raise AskError(f"job {raw_id}: no agent answers")
+
+
+async def _flush_at(settings: Settings, job: int, uid: int, name: str, address: str, told: Told) -> list[Flushing]:
+    """What an agent said last; nothing if it did not answer. Raises `AskError`."""
+    from gemini_hpc.agent.ports import candidates
+
+    over: list[Flushing] = []
+    try:
+        link, _ = await connect_any(
+            address, candidates(settings, job), lambda: _client(settings, job, name, uid, "flush"), AGENT_TIMEOUT_S
+        )
+    except (OSError, LinkClosed):
+        return []
+    except HandshakeError as exc:
+        raise AskError(f"{name}: {exc}") from None
+    try:
+        link.send(FlushAsk())
+        while True:
+            async with asyncio.timeout(FLUSH_SILENT_S):
+                message = await link.receive()
+            if isinstance(message, Flushing):
+                told(message)
+                over += [message] if message.over else []
+    except LinkClosed:
+        return over  # it hangs up when it has said everything
+    except TimeoutError:
+        raise AskError(f"{name} has said nothing for {FLUSH_SILENT_S:.0f} s") from None
+    finally:
+        link.abort()
 
 
 async def _allocation(settings: Settings, raw_id: int) -> tuple[Job, dict[str, Node]]:

@@ -9,7 +9,8 @@ bytes, a version is [epoch, version] or null:
                 suspects, dead, member}]
   sets        [{name, world, sealed, state, notes, shards: [{rank, home, bytes, holders: [{host, state, version,
                 age_s, verified_age_s}]}], survival: {counted_version, survives: [{k, probability}], fatal: [[host]],
-                exact, lost_already}, traffic: [{rank, host, and the fields of `wire.traffic.TrafficState`}]}]
+                exact, lost_already}, tier: {directory, version, age_s, saving, written_bytes, problem} or null,
+                traffic: [{rank, host, and the fields of `wire.traffic.TrafficState`}]}]
   recoveries  [{restart, began, total_s, events: [{t, after_s, gap_s, name, host, detail}]}]
   events      [{t, name, host, restart, version, detail}]
   missing     hosts of the job without an answer;   notes   sentences for the reader
@@ -24,7 +25,7 @@ import msgspec
 
 from gemini_hpc.control.survival import survival
 from gemini_hpc.wire.bounds import Stamp
-from gemini_hpc.wire.picture import EventRecord, HeldSlot, InspectPart
+from gemini_hpc.wire.picture import EventRecord, HeldSlot, InspectPart, TierState
 from gemini_hpc.wire.traffic import TrafficState
 
 SCHEMA = 1
@@ -175,6 +176,17 @@ def _nodes(
     return sorted(rows, key=lambda r: (r["node_rank"] is None, r["node_rank"] or 0, r["host"]))
 
 
+def _tier(t: TierState, now: float) -> Document:
+    return {
+        "directory": t.directory,
+        "version": list(t.stored) if t.stored else None,
+        "age_s": max(0.0, now - t.time) if t.stored else None,
+        "saving": list(t.saving) if t.saving else None,
+        "written_bytes": t.written,
+        "problem": t.problem,
+    }
+
+
 def _set(name: str, parts: Sequence[InspectPart], members: Sequence[str], now: float) -> Document:
     states = [s for p in parts for s in p.sets if s.name == name]
     held = [(p.host, slot) for p in parts for slot in p.held if slot.set == name and slot.state != "empty"]
@@ -203,6 +215,7 @@ def _set(name: str, parts: Sequence[InspectPart], members: Sequence[str], now: f
             "exact": True,
             "lost_already": found.lost_already,
         },
+        "tier": next((_tier(s.tier, now) for s in states if s.tier is not None), None),
         "traffic": [
             {"rank": rank, "host": host, **fields(state)}
             for rank, (host, state) in sorted(traffic(name, parts).items())

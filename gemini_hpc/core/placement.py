@@ -77,6 +77,21 @@ def stranger(nodes: Sequence[int], N: int, m: int) -> tuple[int, int] | None:
     return next(missing, None)
 
 
+def targets(homes: Sequence[int], N: int, m: int) -> list[list[int]]:
+    """For each rank those that it sends its shard to. homes: the node rank of each rank of a program on N nodes. The
+    ranks of a node are spread over those of a holder."""
+    on_node: dict[int, list[int]] = {node: [] for node in homes}
+    for rank, home in enumerate(homes):
+        on_node[home].append(rank)
+
+    def of(rank: int) -> list[int]:
+        index = on_node[homes[rank]].index(rank)
+        others = holders(homes[rank], N, m)[1:]
+        return [on_node[h][index % len(on_node[h])] for h in others]
+
+    return [of(rank) for rank in range(len(homes))]
+
+
 def survivable(N: int, m: int, failed: Iterable[int]) -> bool:
     """Whether every node's shards have a holder left when the nodes of `failed` are lost at once."""
     _check(N, m)

@@ -91,6 +91,7 @@ class SetPlan:
     lost: tuple[LostShard, ...]
     keep: tuple[Stamp, ...] = ()
     sealed: Stamp | None = None
+    newest: bool = True  # nothing newer is known to have been sealed
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +261,8 @@ def _plan_set(
             if dest not in keepers:
                 pulls.append(Pull(dest, shard, _sources(by_rank[home], list(keepers), rank + turn)))
     settled = max(sealed & set(keep), default=None)
-    return SetPlan(name, "chosen", chosen, world, tuple(shards), tuple(pulls), (), keep, settled)
+    newest = chosen >= max(sealed, default=chosen)
+    return SetPlan(name, "chosen", chosen, world, tuple(shards), tuple(pulls), (), keep, settled, newest)
 
 
 def _fallback(chosen: Stamp, choosable: list[tuple[Stamp, int]], sealed: set[Stamp]) -> tuple[Stamp, ...]:
@@ -318,7 +320,7 @@ def _lost_set(
         if rank not in stamps[newest, world]
     )
     outcome: Literal["lost", "never-sealed"] = "never-sealed" if context.survivable and not sealed else "lost"
-    return SetPlan(name, outcome, None, world, (), (), lost)
+    return SetPlan(name, outcome, None, world, (), (), lost, newest=False)
 
 
 MAX_LISTED = 65536  # ranks looked at when shards are listed as lost: `world` is a number from a peer

@@ -19,7 +19,7 @@ import numpy as np
 
 from gemini_hpc.core import directory
 from gemini_hpc.core.directory import Manifest, Piece
-from gemini_hpc.core.manifest import HEADER_BYTES, MAX_TOTAL_BYTES, parse_header
+from gemini_hpc.core.manifest import HEADER_BYTES, MAX_TOTAL_BYTES, Header, parse_header
 from gemini_hpc.tier import hdf5, place
 from gemini_hpc.tier.shards import Shard, digest
 from gemini_hpc.wire.stored import NodeFile, Stored
@@ -171,14 +171,34 @@ class Reader:
 
     def manifest(self, rank: int) -> Manifest:
         """A shard's tensor directory."""
-        found = self._dataset(self._group(rank), "directory")
-        return directory.unpack(found[...].tobytes(), MAX_TOTAL_BYTES)
+        return directory.unpack(self.raw(f"{group_of(rank)}/directory"), MAX_TOTAL_BYTES)
+
+    def parts(self, stored: Stored) -> tuple[Header, Manifest, bytes]:
+        """What a shard has beside its tensors: header, tensor directory, small state. Raises ValueError."""
+        path = group_of(stored.rank)
+        header = parse_header(self.raw(f"{path}/header"), stored.bytes)
+        if header.used_bytes != stored.used or header.rank != stored.rank:
+            raise ValueError(f"{self._path}: the shard of rank {stored.rank} is not the one that was stored")
+        return header, self.manifest(stored.rank), self.raw(f"{path}/small")
+
+    def piece(self, manifest: Manifest, piece: Piece) -> bytearray:
+        """The bytes of a tensor, or of this rank's box of it. Raises ValueError where they are damaged."""
+        data = bytearray(manifest.nbytes(piece))
+        path = tensor_path(manifest.rank, manifest, piece)
+        self._area(self._file, path, memoryview(data), lambda _: None)
+        self._check(path, data)
+        return data
+
+    def _check(self, path: str, data: bytes | bytearray) -> None:
+        if self._dataset(self._file, path).attrs.get("xxh3_128") != digest(memoryview(data)):
+            raise ValueError(f"{self._path}: {path} is damaged: its digest differs")
 
     def raw(self, path: str) -> bytes:
         """All bytes of a small dataset."""
         found = self._dataset(self._file, path)
         data = bytearray(found.size * found.id.get_type().get_size())
         self._area(self._file, path, memoryview(data), lambda _: None)
+        self._check(path, data)
         return bytes(data)
 
     def _group(self, rank: int) -> Any:

@@ -8,18 +8,21 @@ from typing import Annotated
 import msgspec
 
 from gemini_hpc.tier.version import Manifest
-from gemini_hpc.wire.bounds import Bytes, Count, Job, Stamp, Strict
+from gemini_hpc.wire.bounds import SET_NAME, Bytes, Count, Job, Stamp, Strict
 from gemini_hpc.wire.stored import Digest, NodeFile
 
+Tier = Annotated[str, msgspec.Meta(pattern=r"\A/[^\x00]{0,4095}\Z")]
+SetOrAll = Annotated[str, msgspec.Meta(pattern=rf"\A({SET_NAME.pattern})?\Z")]
+LFS = "/usr/bin/lfs"
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 
 
 class Order(msgspec.Struct, frozen=True, tag_field="op"):
     """Base of all orders. tier: the directory that the user has named; set: "" for all of the job's sets."""
 
-    tier: str
+    tier: Tier
     job: Job
-    set: str
+    set: SetOrAll
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -34,14 +37,15 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Write(Order, frozen=True, tag="write"):
-    """Write this node's file of a version. The slots are this process's: they are blanked between their areas.
-    Answered by `Progress`, then `Written`."""
+    """Write this node's file of a version. The slots stay as they are.
+    lfs: the program that lays files out on Lustre. Answered by `Progress`, then `Written`."""
 
     stamp: Stamp
     node_rank: Count
     shards: tuple[Source, ...]
     bytes_per_s: Rate = 0.0
     compress: bool = False
+    lfs: str = LFS
 
 
 class Finish(Order, frozen=True, tag="finish"):
@@ -91,9 +95,10 @@ class Written(Answer, frozen=True, tag="written"):
 
 
 class Finished(Answer, frozen=True, tag="finished"):
-    """Done; removed: versions that went."""
+    """Done; removed: versions that went; trouble: why others that should have gone did not, one sentence."""
 
     removed: tuple[Stamp, ...] = ()
+    trouble: str = ""
 
 
 class Found(Answer, frozen=True, tag="found"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from gemini_hpc.core.slots import Stamp
@@ -50,17 +51,32 @@ def version_directory(tier: str, job: int, set_name: str, stamp: Stamp) -> str:
     return f"{version.job_directory(tier, job)}/{set_name}/{version.name(stamp)}"
 
 
-def make_directory(tier: str, job: int, set_name: str, stamp: Stamp) -> str:
+def make_directory(
+    tier: str, job: int, set_name: str, stamp: Stamp, lay_out: Callable[[str], object] = lambda path: None
+) -> str:
     """The version's directory, made as far as it is not there; the tier itself never is: where it has vanished (a
-    file system that is not mounted) nothing is to be written in its place. Raises TierError."""
+    file system that is not mounted) nothing is to be written in its place. `lay_out` is called with the path of a new
+    one before anybody writes there. Raises TierError."""
     path = tier
     with told(tier):
         os.stat(f"{tier}/.")
-        for part in (f"gemini-{job}", set_name, version.name(stamp)):
+        for part in (f"gemini-{job}", set_name):
             path = f"{path}/{part}"
             with suppress(FileExistsError):
                 os.mkdir(path, _MODE)
-    return path
+        name = version.name(stamp)
+        whole = f"{path}/{name}"
+        if not os.path.lexists(whole):
+            made = tempfile.mkdtemp(prefix=f".{name}.", suffix=".tmp", dir=path)
+            try:
+                lay_out(made)
+                os.rename(made, whole)  # also in the place of an empty one, which another node has just made
+            except OSError as error:
+                with suppress(OSError):
+                    os.rmdir(made)
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+    return whole
 
 
 def sync_directory(path: str) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier import orders, place, retention, version
+from gemini_hpc.tier import lustre, orders, place, retention, version
 from gemini_hpc.tier.place import Pace, TierError, told
 
 _PR_SET_PDEATHSIG = 1
@@ -61,10 +61,17 @@ def _write(order: orders.Write) -> orders.Answer:
     from gemini_hpc.tier import nodefile
     from gemini_hpc.tier.shards import Shard, digest
 
-    where = place.make_directory(order.tier, order.job, order.set, Stamp(*order.stamp))
+    size_bytes = sum(source.used for source in order.shards)
+    where = place.make_directory(
+        order.tier,
+        order.job,
+        order.set,
+        Stamp(*order.stamp),
+        lambda path: lustre.lay_out(path, size_bytes, order.lfs),
+    )
     shards = []
     for source in order.shards:
-        view = memoryview(mmap.mmap(source.fd, source.bytes))
+        view = memoryview(mmap.mmap(source.fd, source.bytes, access=mmap.ACCESS_COPY))
         if digest(view[: source.used]) != source.digest:
             raise TierError(f"the copy of rank {source.rank} in memory was overwritten before it was whole")
         shards.append((Shard.parse(view, source.bytes), source.home))
@@ -90,8 +97,11 @@ def _finish(order: orders.Finish) -> orders.Answer:
         with place.replaced(where, version.MANIFEST) as path, open(path, "xb") as file:
             file.write(version.pack(made))
         place.sync_directory(above)
-        removed = retention.clean(above, order.keep_last)
-    return orders.Finished(tuple((s.epoch, s.version) for s in removed))
+    try:
+        removed, trouble = retention.clean(above, order.keep_last), ""
+    except OSError as error:  # the version is whole nevertheless
+        removed, trouble = [], f"{above}: old versions could not be removed: {place.why(error)}"
+    return orders.Finished(tuple((s.epoch, s.version) for s in removed), trouble)
 
 
 def _clean(order: orders.Clean) -> orders.Answer:

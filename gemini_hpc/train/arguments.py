@@ -31,6 +31,7 @@ class Choices:
     every: int
     overhead: float
     transport: Kind = "auto"
+    start: str = ""
 
     def __post_init__(self) -> None:
         if self.max_repeated not in (1, 2):

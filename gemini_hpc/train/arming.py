@@ -12,12 +12,13 @@ from typing import Any
 
 import msgspec
 
+from gemini_hpc.client.agent import AgentLost, AgentRefused
+from gemini_hpc.client.slots import Content
 from gemini_hpc.core import directory
 from gemini_hpc.core.manifest import Layout
 from gemini_hpc.train import collective, ownership, telling
 from gemini_hpc.train.arguments import Choices
 from gemini_hpc.train.capture import Capture
-from gemini_hpc.train.client import AgentLost, AgentRefused
 from gemini_hpc.train.council import Council
 from gemini_hpc.train.membership import ARMED, ARMING, REFUSED, Membership
 from gemini_hpc.train.nccl.courier import StreamedReceiver, StreamedReplicator
@@ -30,7 +31,7 @@ from gemini_hpc.train.planner import Planner
 from gemini_hpc.train.receiver import Receiver, Reserved
 from gemini_hpc.train.replicator import Replicator, register, small_capacity
 from gemini_hpc.train.rhythm import Rhythm
-from gemini_hpc.train.shared import Content, Keeper, Shard
+from gemini_hpc.train.shared import Keeper, Shard
 from gemini_hpc.train.teller import Teller
 from gemini_hpc.train.tree import Leaf, StateTree, local
 from gemini_hpc.train.watch import Watch

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gemini_hpc.client.agent import AgentLost, AgentRefused
 from gemini_hpc.train import arguments, hold, ownership
 from gemini_hpc.train.capture import Job
-from gemini_hpc.train.client import AgentLost, AgentRefused
 from gemini_hpc.train.encode import UnknownTypeError
 from gemini_hpc.train.membership import REFUSED
 from gemini_hpc.train.pacer import Scheme
@@ -65,6 +65,9 @@ class Checkpointer(Resuming):
     "nccl" (from GPU to GPU; never run on one so far); "auto" is host, or gloo where an agent is too old. Where one
     cannot be had all ranks use "auto" (of "nccl": gloo), and one line on stderr says why.
 
+    start: what `resume()` takes where this job has nothing yet: a directory of the persistent tier (of another job,
+    on any number of ranks), a checkpoint of torch.distributed.checkpoint, or a file of torch.save.
+
     Raises TypeError or ValueError for arguments and state that cannot work. Its own failures never reach the
     training: protection ends, with one line on stderr.
     """
@@ -90,6 +93,7 @@ class Checkpointer(Resuming):
         overhead: float = 0.01,
         every: int = 0,
         transport: Kind = "auto",
+        start: str = "",
     ) -> None:
         optimizers, stateful, modules = arguments.sort_out(model, optimizer, scheduler, scaler, loader, extra)
         choices = arguments.Choices(
@@ -105,6 +109,7 @@ class Checkpointer(Resuming):
             every=every,
             overhead=overhead,
             transport=transport,
+            start=start,
         )
         super().__init__(StateTree(model, optimizers, stateful, modules), loader, choices)
         self._given = [model, *optimizers, *stateful.values(), *modules.values()]

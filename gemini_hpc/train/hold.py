@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from gemini_hpc.train.client import ask_verdict
+from gemini_hpc.client.agent import ask_verdict
 from gemini_hpc.wire.local import Verdict
 
 ALL_ALIVE_S = 3.0  # longer than the agents take to suspect a silent node

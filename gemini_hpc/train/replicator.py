@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.client.seal import SealGate
+from gemini_hpc.client.slots import Content
 from gemini_hpc.core.manifest import Layout, pack_header
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.train.capture import Capture, Job
-from gemini_hpc.train.client import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.train.outstanding import Outstanding
 from gemini_hpc.train.pacer import Pacer
-from gemini_hpc.train.seal import SealGate
-from gemini_hpc.train.shared import Content, Keeper, Shard, Slot
+from gemini_hpc.train.shared import Keeper, Shard, Slot
 from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, VersionLost
 from gemini_hpc.wire import local
 

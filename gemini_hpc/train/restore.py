@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from gemini_hpc.core import directory
-from gemini_hpc.core.directory import Manifest, Row
+from gemini_hpc.core.directory import Manifest, Piece, Row
 from gemini_hpc.core.manifest import HEADER_BYTES, Header, parse_header
 from gemini_hpc.train import encode
 from gemini_hpc.train.dtypes import dtype_of
@@ -39,11 +39,11 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 
 @dataclass(frozen=True)
 class Saved:
-    """One shard, as it lies in memory."""
+    """One shard, in memory or in a file. raw: the bytes of one of its pieces."""
 
     header: Header
     manifest: Manifest
-    area: torch.Tensor
+    raw: Callable[[Piece], torch.Tensor]
     small_raw: bytes
 
     @classmethod
@@ -57,7 +57,12 @@ class Saved:
         manifest = directory.unpack(raw, layout.tensor_bytes)
         area = memory[layout.tensor_offset : layout.tensor_offset + layout.tensor_bytes]
         small = memory[layout.small_offset : header.used_bytes].numpy().tobytes()
-        return cls(header, manifest, area, small)
+        return cls(header, manifest, lambda piece: area[piece.at : piece.at + manifest.nbytes(piece)], small)
+
+    def tensor(self, piece: Piece) -> torch.Tensor:
+        """A piece, of its own type and size. Raises ValueError, OSError where it cannot be read."""
+        dtype = dtype_of(self.manifest.rows[piece.row].dtype)
+        return self.raw(piece).view(dtype).view(piece.size)
 
     def small(self) -> dict[str, Any]:
         """The decoded small state. Raises ValueError."""
@@ -77,7 +82,7 @@ class _MemoryReader(StorageReader):
 
     def __init__(self, shards: Iterable[Saved]) -> None:
         super().__init__()
-        self._at: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self._at: dict[tuple[str, tuple[int, ...]], tuple[Saved, Piece]] = {}
         found: dict[str, tuple[Row, dict[tuple[int, ...], tuple[int, ...]]]] = {}
         for saved in shards:
             manifest = saved.manifest
@@ -90,8 +95,7 @@ class _MemoryReader(StorageReader):
                 if piece.offset in chunks:
                     continue  # kept by several ranks whole: any copy will do
                 chunks[piece.offset] = piece.size
-                raw = saved.area[piece.at : piece.at + manifest.nbytes(piece)]
-                self._at[key, piece.offset] = raw.view(dtype_of(row.dtype)).view(piece.size)
+                self._at[key, piece.offset] = saved, piece
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
             key: TensorStorageMetadata(
                 properties=TensorProperties(dtype=dtype_of(row.dtype)),
@@ -130,7 +134,8 @@ class _MemoryReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
             offset = tuple(item.storage_index.offset or ())
-            view = self._at[item.storage_index.fqn, offset]
+            saved, piece = self._at[item.storage_index.fqn, offset]
+            view = saved.tensor(piece)
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 view = view.narrow(dim, start, length)
             target = planner.resolve_tensor(item)
@@ -179,7 +184,7 @@ def enough_alone(saved: Saved, tree: StateTree) -> bool:
     return needed.keys() <= {row.key for row in manifest.rows}
 
 
-def _make_optimizer_state(tree: StateTree, rows: Sequence[Row], small: dict[str, Any]) -> None:
+def make_optimizer_state(tree: StateTree, rows: Sequence[Row], small: dict[str, Any]) -> None:
     """Give each optimizer exactly the state tensors that the saved run had (with any content). Running a step of the
     optimizer would do less well: it also makes state for parameters that had none."""
     params = {p.fqn: p.tensor for p in tree.params}
@@ -243,7 +248,7 @@ def load(tree: StateTree, own: Saved, shards: Sequence[Saved], rank: int, same_w
                     rows.setdefault(row.key, row)
     late = {row.key: (row, tensor) for row, tensor in ((Row(*fields), tensor) for fields, tensor in small["late"])}
     with torch.no_grad():
-        _make_optimizer_state(tree, [*rows.values(), *(row for row, _ in late.values())], small)
+        make_optimizer_state(tree, [*rows.values(), *(row for row, _ in late.values())], small)
         leaves, _ = tree.leaves()
         reader = _MemoryReader(shards)
         targets: dict[str, torch.Tensor] = {}

@@ -8,12 +8,13 @@ import os
 import time
 from typing import Any
 
-from gemini_hpc.train import restore, rng
+from gemini_hpc.client.agent import AgentLost, AgentRefused
+from gemini_hpc.client.slots import Content
+from gemini_hpc.train import restore, rng, start
 from gemini_hpc.train.arguments import Choices
 from gemini_hpc.train.arming import Arming
-from gemini_hpc.train.client import AgentLost, AgentRefused
 from gemini_hpc.train.loader import StatefulLoader
-from gemini_hpc.train.shared import Content, map_copy
+from gemini_hpc.train.shared import map_copy
 from gemini_hpc.train.tree import StateTree
 from gemini_hpc.wire import local
 
@@ -35,7 +36,8 @@ class Resuming(Arming):
     # ---- resuming --------------------------------------------------------------------------------------
 
     def resume(self) -> int:
-        """Bring the training back to the newest sealed version; returns its number, or 0 for a fresh start.
+        """Bring the training back to the newest sealed version; returns its number, or 0 for a fresh start. Where
+        there is none, what `start` names is loaded.
 
         Collective. Call it once, before the loop, when everything that was passed in is ready. Raises ValueError if
         the saved state is not this training's (other parameters, optimizers, buffers).
@@ -44,13 +46,13 @@ class Resuming(Arming):
             raise RuntimeError("resume() was called before: it restores once, before the loop")
         self._resume_called = True
         if not self._protected:
-            return 0
+            return self._begin_anew()
         if self._rank == 0 and self._welcome.notice:
             self._say(self._welcome.notice)
         began = time.time()
         shards = self._choose_and_fetch()
         if not shards:
-            return 0
+            return self._begin_anew()
         welcome = self._welcome
         fetched = time.time()
         own = next((s for s in shards if s.manifest.rank == self._rank), shards[self._rank % len(shards)])
@@ -66,10 +68,33 @@ class Resuming(Arming):
                 self._loader.before_next_batch(lambda: rng.restore(states))
         done = time.time()
         if self._rank == 0:
-            self._say(f"resumed at version {self._version} from memory ({done - began:.2f} s)")
+            place = "the tier" if welcome.stored else "memory"
+            self._say(f"resumed at version {self._version} from {place} ({done - began:.2f} s)")
         assert self._client is not None
         detail = {"rank": self._rank, "began": began, "fetched": fetched, "loaded": done, "shards": len(shards)}
         self._client.event("resumed", self._version, json.dumps(detail), t=done)
+        return self._version
+
+    def _begin_anew(self) -> int:
+        """Load what `start` names; the version that it was. Collective. Raises ValueError, on all ranks alike."""
+        path = self._choices.start
+        if not path:
+            return 0
+        began, why = time.time(), ""
+        try:
+            found = start.load(self._tree, path, self._name, self._rank, self._world)
+        except (ValueError, OSError, ImportError) as error:
+            why = str(error)
+        if not all(self._gather(not why)):
+            raise ValueError(f"cannot start from {path}: {why or 'another rank could not'}")
+        self._version = found.version
+        states = found.states
+        if states is not None:
+            rng.restore(states)
+            if isinstance(self._loader, StatefulLoader):
+                self._loader.before_next_batch(lambda: rng.restore(states))
+        if self._rank == 0:
+            self._say(f"starts from {path}: {found.what} ({time.time() - began:.2f} s)")
         return self._version
 
     def _choose_and_fetch(self) -> list[restore.Saved]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from gemini_hpc.client.agent import AgentClient
 from gemini_hpc.core import schedule
 from gemini_hpc.core.spans import Profile
 from gemini_hpc.train import telling
-from gemini_hpc.train.client import AgentClient
 from gemini_hpc.train.oversight import Pictured
 from gemini_hpc.wire import local
 from gemini_hpc.wire.traffic import TrafficState

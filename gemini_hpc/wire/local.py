@@ -100,9 +100,9 @@ class Welcome(Message, frozen=True, tag="welcome"):
     """Beside it one descriptor: the control page of this set.
 
     `chosen_epoch`/`chosen_version`: the version to resume from; version 0 means none. `chosen_world` is
-    the number of shards of that version. `lost` says, one sentence a shard, why memory could not serve;
-    `notice` what the controller wants the job's users to know; `proto` the protocol
-    that both speak from here on.
+    the number of shards of that version; `stored`: it comes from the tier. `lost` says, one sentence a
+    shard, why memory could not serve; `notice` what the controller wants the job's users to know; `proto`
+    the protocol that both speak from here on.
     """
 
     job: int
@@ -114,6 +114,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     chosen_epoch: int = 0
     chosen_version: int = 0
     chosen_world: int = 0
+    stored: bool = False
     lost: tuple[str, ...] = ()
     notice: str = ""
     proto: int = 1

@@ -10,6 +10,7 @@ import msgspec
 
 from gemini_hpc.wire.bounds import Bytes, Count, Epoch, Pairs, Port, Restart, Round, Seconds, Stamp, Version
 from gemini_hpc.wire.message import Message
+from gemini_hpc.wire.stored import NodeFile
 
 # ---- sign of life and suspicion ------------------------------------------------------------------------
 
@@ -73,6 +74,7 @@ class InventoryRecord(msgspec.Struct, frozen=True):
     sealed: tuple[tuple[str, Stamp], ...]
     port: Port
     instance: str
+    unreadable: tuple[tuple[str, Stamp], ...] = ()  # versions on the tier (set and stamp) that turned out damaged
 
 
 class InventoryUp(Message, frozen=True, tag="inventory"):
@@ -90,6 +92,9 @@ class Summons(Message, frozen=True, tag="summons"):
     replicas: Count
     tier: str = ""
     tier_interval: Seconds = 0
+
+
+TIER = "tier:"  # among the sources of a copy: the persistent tier; no host has such a name
 
 
 class PullOrder(msgspec.Struct, frozen=True):
@@ -114,6 +119,11 @@ class SetPlan(msgspec.Struct, frozen=True):
     world: Count
     copies: tuple[tuple[CopyRecord, tuple[str, ...]], ...]
     lost: tuple[str, ...]
+
+    @property
+    def stored(self) -> bool:
+        """Whether what was chosen comes from the tier."""
+        return any(TIER in sources for _, sources in self.copies)
 
 
 class PlanDown(Message, frozen=True, tag="plan"):
@@ -192,6 +202,28 @@ class WordDown(Message, frozen=True, tag="word"):
     sealed: Stamp | None
     abandoned: tuple[Stamp, ...]
     degraded: bool
+
+
+# ---- to the tier, along the tree -----------------------------------------------------------------------
+
+
+class DrainDown(Message, frozen=True, tag="drain"):
+    """Down: this version, just sealed, goes to the tier: copy the shards whose home you are, at once."""
+
+    round: Round
+    set: str
+    stamp: Stamp
+
+
+class DrainUp(Message, frozen=True, tag="drained"):
+    """Up: what node `host` has written of a version to the tier; file None: nothing, and why."""
+
+    round: Round
+    set: str
+    stamp: Stamp
+    host: str
+    file: NodeFile | None
+    reason: str = ""
 
 
 # ---- pulls, on connections of their own ----------------------------------------------------------------

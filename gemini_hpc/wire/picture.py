@@ -54,9 +54,21 @@ class HeldSlot(msgspec.Struct, frozen=True):
     verified: Time
 
 
+class TierState(msgspec.Struct, frozen=True):
+    """What the root knows of a set on the tier. stored: the newest version there, time: of its end (Unix); saving:
+    what is on its way, written: bytes of it; problem: why the last one did not become whole."""
+
+    directory: str
+    stored: Stamp | None = None
+    time: Time = 0.0
+    saving: Stamp | None = None
+    written: Bytes = 0
+    problem: str = ""
+
+
 class SetState(msgspec.Struct, frozen=True):
     """One set on one node. state: arming, protected, degraded, recovering, finished. traffic: of those `ranks` that
-    have told theirs."""
+    have told theirs. tier: from the root, of a job that has one."""
 
     name: str
     world: Count
@@ -65,6 +77,7 @@ class SetState(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
     note: str = ""
     traffic: tuple[tuple[Count, TrafficState], ...] = ()
+    tier: TierState | None = None
 
 
 class Record(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from gemini_hpc.wire import controller, peer, picture
+from gemini_hpc.wire import controller, flush, peer, picture
 from gemini_hpc.wire.bounds import Strict
 from gemini_hpc.wire.message import Message
 
@@ -23,6 +23,8 @@ AnyMessage = (
     | peer.RoundLost
     | peer.VoteUp
     | peer.WordDown
+    | peer.DrainDown
+    | peer.DrainUp
     | peer.PullAsk
     | peer.PullHead
     | peer.PushAsk
@@ -42,6 +44,8 @@ AnyMessage = (
     | controller.Holders
     | picture.JobAsk
     | picture.JobAnswer
+    | flush.FlushAsk
+    | flush.Flushing
 )
 
 decoder: Strict[AnyMessage] = Strict(msgspec.msgpack.Decoder(AnyMessage))
@@ -50,7 +54,8 @@ encode = msgspec.msgpack.Encoder().encode
 # The version with which a message came; all others are of version 1. A field that is added to a message has a default
 # and needs no entry: older ends skip it.
 _PUSHES = (peer.PushAsk, peer.PushAnswer, peer.PushHead, peer.PushChunk, peer.PushDone, peer.PushAck)
-SINCE: dict[type[Message], int] = {peer.Summons: 2, controller.Notice: 2, **dict.fromkeys(_PUSHES, 2)}
+_DRAINS = (peer.DrainDown, peer.DrainUp, flush.FlushAsk, flush.Flushing)
+SINCE: dict[type[Message], int] = {peer.Summons: 2, controller.Notice: 2, **dict.fromkeys((*_PUSHES, *_DRAINS), 2)}
 
 
 def known(message: Message, proto: int) -> bool:

@@ -16,6 +16,7 @@ import pytest
 from gemini_hpc.core.directory import Row
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import orders, version
+from gemini_hpc.tier.shards import Shard, digest
 
 from . import slots
 
@@ -95,7 +96,10 @@ def test_from_memory_to_the_tier_and_back(node: Node, tmp_path: Path) -> None:
         os.ftruncate(fd, stored.used)
         order = orders.Read(str(tmp_path), 5, "default", STAMP, rank, fd, stored.used, stored.digest)
         assert carry_out(order, fd) == orders.Finished()
-        assert os.pread(fd, stored.used, 0) == node.slots[rank].memory[: stored.used]
+        wanted = bytearray(node.slots[rank].memory[:])
+        assert digest(memoryview(wanted)[: stored.used]) == node.slots[rank].digest(), "a slot stays as it is"
+        Shard.parse(memoryview(wanted), len(wanted)).blank()
+        assert os.pread(fd, stored.used, 0) == wanted[: stored.used]
         os.close(fd)
     assert look(tmp_path, ("default", STAMP)).manifests == ()
 

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gemini_hpc.train.client import AgentLost, ask_once
+from gemini_hpc.client.agent import AgentLost, ask_once
 from gemini_hpc.wire import local, picture, version
 from gemini_hpc.wire.handshake import Client
 from gemini_hpc.wire.link import BlockingLink

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 from waiting import until
 
-from gemini_hpc.train import client, telling
-from gemini_hpc.train.client import AgentClient, AgentLost
+from gemini_hpc.client import agent as client
+from gemini_hpc.client.agent import AgentClient, AgentLost
+from gemini_hpc.train import telling
 from gemini_hpc.wire import local
 
 from .fake_agent import FakeJob

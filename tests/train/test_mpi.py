@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from waiting import until
@@ -34,6 +34,9 @@ MakeJob = Callable[[int, int], FakeJob]
 class MpiRun:
     """Two ranks started by mpiexec, one on each node of the job."""
 
+    program = "tests.train.mpi_job"
+    kwargs: ClassVar = KWARGS
+
     def __init__(self, mpi: Mpi, job: FakeJob, options: dict[str, Any], mpiexec: Sequence[str] = ()) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="mpi-"))
         how = {
@@ -43,9 +46,11 @@ class MpiRun:
             "step": f"1.{job.restart}",
             **options.get("mpi", {}),
         }
-        packed = json.dumps({**TRAINING, "kwargs": KWARGS, **options, "mpi": how})
+        packed = json.dumps({**TRAINING, "kwargs": self.kwargs, **options, "mpi": how})
         with (self.directory / "mpiexec").open("wb") as out:
-            self._process = mpi.launch(self.directory, len(job.nodes), ["tests.train.mpi_job", packed], out, mpiexec)
+            self._process = mpi.launch(
+                self.directory, options.get("ranks", len(job.nodes)), [self.program, packed], out, mpiexec
+            )
 
     def pid(self, rank: int) -> int:
         path = self.directory / f"pid.{rank}"

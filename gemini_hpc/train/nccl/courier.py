@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 
+from gemini_hpc.client.agent import AgentLost, AgentRefused
+from gemini_hpc.client.slots import Content
 from gemini_hpc.core.manifest import pack_header
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.train.capture import Job
-from gemini_hpc.train.client import AgentLost, AgentRefused
 from gemini_hpc.train.nccl.driver import Carried, Driver
 from gemini_hpc.train.receiver import Receiver
 from gemini_hpc.train.replicator import Replicator
-from gemini_hpc.train.shared import Content, Slot
+from gemini_hpc.train.shared import Slot
 from gemini_hpc.train.transport.base import Head, LinkBroken
 from gemini_hpc.wire import local
 

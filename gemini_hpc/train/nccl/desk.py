@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from gemini_hpc.train.client import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.client.seal import SealGate
+from gemini_hpc.client.slots import Content
 from gemini_hpc.train.nccl.platform import Pin
 from gemini_hpc.train.replicator import Identity
-from gemini_hpc.train.seal import SealGate
-from gemini_hpc.train.shared import Content, Keeper, Slot
+from gemini_hpc.train.shared import Keeper, Slot
 from gemini_hpc.wire import local
 from gemini_hpc.wire.page import ControlPage
 

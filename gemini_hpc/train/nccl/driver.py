@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
+from gemini_hpc.client.agent import AgentClient
+from gemini_hpc.client.seal import SealGate
 from gemini_hpc.core.manifest import TENSOR_ALIGN_BYTES
 from gemini_hpc.train.arguments import Choices
 from gemini_hpc.train.capture import Capture, Job
-from gemini_hpc.train.client import AgentClient
 from gemini_hpc.train.link import LinkMeter
 from gemini_hpc.train.nccl import owncopy
 from gemini_hpc.train.nccl.desk import Desk, Grant
@@ -39,7 +40,6 @@ from gemini_hpc.train.nccl.unhooked import Finding, Unhooked
 from gemini_hpc.train.pacer import Pacer
 from gemini_hpc.train.planner import MU
 from gemini_hpc.train.replicator import Identity
-from gemini_hpc.train.seal import SealGate
 from gemini_hpc.train.shared import Keeper
 from gemini_hpc.train.timetable import Route
 from gemini_hpc.train.watch import Watch

@@ -1,0 +1,73 @@
+"""`gemini-hpc flush JOBID`: what a job has in memory goes to its persistent tier now."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from gemini_hpc.cli.asking import UserError, WrongIdError, raw_id
+from gemini_hpc.config import CONFIG_PATH, ConfigError, load
+from gemini_hpc.report.tame import tame
+
+if TYPE_CHECKING:
+    from gemini_hpc.wire.flush import Flushing
+
+    _Subparsers = argparse._SubParsersAction[Any]
+
+
+def register(subparsers: _Subparsers) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "flush",
+        help="write a job's newest version to its persistent tier now",
+        description="Bring the newest sealed version of a job from the memory of its nodes to its persistent tier "
+        "(--gemini-tier) now, and wait until it is there. The training goes on meanwhile. For the job's owner, root "
+        "and SlurmUser. Exit status 0: each of its sets is on the tier; 1: not, and why.",
+    )
+    parser.add_argument("job", metavar="JOBID", help="job id, or array task as 10_3")
+    parser.add_argument("--json", action="store_true", help="print one JSON document at the end")
+    parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status: 0; 1 with one line on stderr; 2 for a wrong command line."""
+    from gemini_hpc.control import ask
+
+    try:
+        job = raw_id(args.job)
+        over = ask.flush(load(args.config), job, _progress if sys.stderr.isatty() else lambda word: None)
+    except WrongIdError as exc:
+        print(f"gemini-hpc flush: {exc}", file=sys.stderr)
+        return 2
+    except (UserError, ConfigError, ask.AskError) as exc:
+        print(f"gemini-hpc flush: {tame(str(exc))}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps({"schema": 1, "job": job, "sets": [_document(word) for word in over]}))
+    for word in over:
+        if word.reason:
+            of = f"set {word.set}: " if word.set else ""
+            print(f"gemini-hpc flush: job {job}: {of}{tame(word.reason)}", file=sys.stderr)
+        elif not args.json:
+            print(f"set {tame(word.set)}: version {word.stamp[0]}:{word.stamp[1]} is in {tame(word.where)}")
+    return 1 if any(word.reason for word in over) else 0
+
+
+def _progress(word: Flushing) -> None:
+    if not word.over:
+        text = f"set {tame(word.set)}: version {word.stamp[0]}:{word.stamp[1]}, {word.bytes / 1e6:.0f} MB written"
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+    else:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _document(word: Flushing) -> dict[str, object]:
+    return {
+        "set": word.set,
+        "version": list(word.stamp) if word.stamp[1] else None,
+        "where": word.where or None,
+        "reason": word.reason or None,
+    }

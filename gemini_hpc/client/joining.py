@@ -1,0 +1,66 @@
+"""How the ranks of a program join: each greets its agent, then all compare what they were told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from gemini_hpc.core import placement
+from gemini_hpc.wire import local
+
+SOCKET_ENV = "GEMINI_SOCKET"  # set by the SPANK plugin where the job has an agent
+STEP_ENV = "GEMINI_STEP"  # names this launch where Slurm's step id does not
+TRY_AGAIN_EXIT = 75  # EX_TEMPFAIL: `gemini-hpc run` starts the step again
+
+
+class Notice(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells the others. chosen: epoch, version and number of ranks of what there is to resume from."""
+
+    node_rank: int = -1
+    replicas: int = 0
+    nodes: int = 0
+    epoch: int = 0
+    chosen: tuple[int, int, int] = (0, 0, 0)
+    problem: str = ""
+    protocol: int = 1
+
+    @classmethod
+    def of(cls, welcome: local.Welcome) -> Notice:
+        """What the agent has said."""
+        return cls(
+            node_rank=welcome.node_rank,
+            replicas=welcome.replicas,
+            nodes=welcome.nodes,
+            epoch=welcome.epoch,
+            chosen=(welcome.chosen_epoch, welcome.chosen_version, welcome.chosen_world),
+            protocol=welcome.proto,
+        )
+
+
+def hello(set_name: str, rank: int, world: int, local_rank: int) -> local.Hello:
+    """The greeting of this process."""
+    step = os.environ.get(STEP_ENV) or "{}.{}".format(
+        os.environ.get("SLURM_JOB_ID", "0"), os.environ.get("SLURM_STEP_ID", "0")
+    )
+    return local.hello(set=set_name, rank=rank, world=world, local_rank=local_rank, step=step, pid=os.getpid())
+
+
+def problem(notices: Sequence[Notice], mine: Notice) -> str:
+    """Why this program cannot be protected; "" where it can."""
+    found = next((n.problem for n in notices if n.problem), "")
+    if found:
+        return found
+    if any((n.replicas, n.epoch, n.chosen) != (mine.replicas, mine.epoch, mine.chosen) for n in notices):
+        return "the ranks' agents do not agree about the job"
+    nodes, m = sorted({n.node_rank for n in notices}), mine.replicas
+    if m > len(nodes):
+        return f"{m} replicas asked for, the training runs on {len(nodes)} node{'s' * (len(nodes) > 1)}"
+    lacking = placement.stranger(nodes, mine.nodes, m)
+    if lacking:
+        return (
+            f"it has ranks on {len(nodes)} of the job's {mine.nodes} nodes: the copies of node rank "
+            f"{lacking[0]} belong on node rank {lacking[1]}, where it has none; start it on all nodes of the job"
+        )
+    return ""

@@ -1,0 +1,214 @@
+"""Starting from what another run has left: a version of the persistent tier (of any number of ranks), a checkpoint of
+torch.distributed.checkpoint, or a file of torch.save.
+
+From the tier everything comes back, and versions go on from the one that was read. The two others give parameters,
+buffers, and the tensors of one optimizer, by the names in the model, whatever they stand below (`model.`,
+`state.app.module.`); learning rates and the like stay this script's, and versions begin at 1.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from gemini_hpc.core.directory import Row
+from gemini_hpc.train import restore
+from gemini_hpc.train.dtypes import dtype_name
+from gemini_hpc.train.tree import StateTree, box_of, local
+
+_DCP = ".metadata"
+_DEEP = 4
+_NONE: dict[str, Any] = {"odd": {}}
+
+
+@dataclass(frozen=True)
+class Started:
+    """What was read. version: 0 where it has none; what: in words; states: generators, where they are this rank's."""
+
+    version: int
+    what: str
+    states: Any = None
+
+
+def load(tree: StateTree, path: str, name: str, rank: int, world: int) -> Started:
+    """Fill the training from `path`. name: of the set, where a job's directory has several. Raises ValueError where
+    it does not fit this training or is damaged, OSError, ImportError (h5py)."""
+    if os.path.isfile(path):
+        return _from_file(tree, path)
+    if os.path.isfile(f"{path}/{_DCP}"):
+        return _from_dcp(tree, path)
+    return _from_tier(tree, path, name, rank, world)
+
+
+def _from_tier(tree: StateTree, path: str, name: str, rank: int, world: int) -> Started:
+    from gemini_hpc.tier.find import find
+    from gemini_hpc.tier.whole import opened
+
+    where, manifest = find(path, name)
+    with opened(where, manifest) as shards:
+        same = manifest.world == world
+        own = shards[rank if same else rank % len(shards)]
+        small = restore.load(tree, own, shards, rank, same)
+    what = f"version {manifest.stamp[1]} of job {manifest.job}"
+    return Started(manifest.stamp[1], what, small["rng"] if same else None)
+
+
+# ---- by name: other programs' checkpoints --------------------------------------------------------------
+
+
+def _plain(tree: StateTree) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of the model by the names that it gives them."""
+    found = {p.fqn.removeprefix("model."): p.tensor for p in tree.params if p.fqn.startswith("model.")}
+    found |= {n.removeprefix("model."): t for n, t in tree.buffers.items() if n.startswith("model.")}
+    return found
+
+
+def _prefix(names: Iterable[str], keys: Iterable[str]) -> str | None:
+    """What stands before all of `names` among `keys`; the shortest, None if nothing does."""
+    wanted, known = list(names), set(keys)
+    first = max(wanted, key=len, default="")
+    candidates = {key[: -len(first)] for key in known if key.endswith(first)} if first else set()
+    fitting = [p for p in candidates if (not p or p.endswith(".")) and all(p + n in known for n in wanted)]
+    return min(fitting, key=len, default=None)
+
+
+def _fits(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> str:
+    return "" if tuple(tensor.shape) == shape else f"{name} is {tuple(tensor.shape)}, there it is {shape}"
+
+
+def _make_state(tree: StateTree, found: Mapping[tuple[str, str], tuple[tuple[int, ...], torch.dtype]]) -> None:
+    """Give the one optimizer the state tensors that were found, by (parameter, name), with any content."""
+    params = {p.fqn: p.tensor for p in tree.params}
+    rows = []
+    for (owner, name), (shape, dtype) in found.items():
+        parameter = params[f"model.{owner}"]
+        like = shape == tuple(parameter.shape) and bool(shape)
+        device = local(parameter).device.type if like else "cpu"
+        key = f"optimizer.0.model.{owner}.{name}"
+        rows.append(Row(key, dtype_name(dtype), shape, True, device, 0, f"model.{owner}", name, like))
+    restore.make_optimizer_state(tree, rows, _NONE)
+
+
+def _targets(tree: StateTree, found: Mapping[tuple[str, str], str]) -> dict[str, torch.Tensor]:
+    """The optimizer's tensors now, by the keys under which they were found."""
+    leaves, _ = tree.leaves()
+    by = {(leaf.owner.fqn.removeprefix("model."), leaf.name): leaf.tensor for leaf in leaves if leaf.optimizer == 0}
+    return {key: by[name] for name, key in found.items() if name in by}
+
+
+def _from_dcp(tree: StateTree, path: str) -> Started:
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = FileSystemReader(path)
+    known = {
+        k: v for k, v in reader.read_metadata().state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)
+    }
+    model = _plain(tree)
+    prefix = _prefix(model, known)
+    if prefix is None:
+        raise ValueError(f"{path}: has no tensors with the names of this model, such as {next(iter(model), '')}")
+    targets = {prefix + name: tensor for name, tensor in model.items()}
+    moments: dict[tuple[str, str], str] = {}
+    for key in known:
+        found = re.match(r"(?:.*\.)?state\.(.+)\.([^.]+)\Z", key)
+        if found is not None and found[1] in model and len(tree.optimizers) == 1:
+            moments[found[1], found[2]] = key
+    sizes = {name: (tuple(known[key].size), known[key].properties.dtype) for name, key in moments.items()}
+    _check(path, [_fits(key, tensor, tuple(known[key].size)) for key, tensor in targets.items()])
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        if moments:
+            _make_state(tree, sizes)
+            targets |= _targets(tree, moments)
+        wanted = {key: tensor.detach() for key, tensor in targets.items() if local(tensor).numel()}
+        state_dict_loader.load(wanted, storage_reader=reader, no_dist=True)
+    return Started(0, f"{len(model)} tensors and {len(moments)} of the optimizer, from torch.distributed.checkpoint")
+
+
+def _from_file(tree: StateTree, path: str) -> Started:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise ValueError(
+            f"{path}: cannot be loaded as a file of torch.save: {str(error).splitlines()[0][:200]}"
+        ) from None
+    model = _plain(tree)
+    saved = next((found for found in _dicts(content, _DEEP) if _prefix(model, found) is not None), None)
+    if saved is None:
+        raise ValueError(f"{path}: has no tensors with the names of this model, such as {next(iter(model), '')}")
+    prefix = _prefix(model, saved) or ""
+    _check(path, [_fits(prefix + name, tensor, tuple(saved[prefix + name].shape)) for name, tensor in model.items()])
+    moments = _moments(tree, content) if len(tree.optimizers) == 1 else {}
+    with torch.no_grad():
+        for name, tensor in model.items():
+            _fill(tensor, saved[prefix + name])
+        if moments:
+            _make_state(tree, {name: (tuple(t.shape), t.dtype) for name, t in moments.items()})
+            targets = _targets(tree, {name: ".".join(name) for name in moments})
+            for named, tensor in moments.items():
+                _fill(targets[".".join(named)], tensor)
+    return Started(0, f"{len(model)} tensors and {len(moments)} of the optimizer, from torch.save")
+
+
+def _check(path: str, problems: Iterable[str]) -> None:
+    found = [problem for problem in problems if problem]
+    if found:
+        raise ValueError(f"{path}: does not fit this training: {'; '.join(found[:3])}")
+
+
+def _dicts(value: Any, deep: int) -> Iterable[Mapping[str, Any]]:
+    """A dict of names and the dicts in it, the outer ones first."""
+    if not isinstance(value, Mapping) or not deep:
+        return
+    if all(isinstance(key, str) for key in value):
+        yield {key: item for key, item in value.items() if isinstance(item, torch.Tensor)}
+    for item in value.values():
+        yield from _dicts(item, deep - 1)
+
+
+def _moments(tree: StateTree, content: Any) -> dict[tuple[str, str], torch.Tensor]:
+    """The tensors of an optimizer's state_dict, by (parameter, name); parameters by name, or numbered as in its
+    groups. One that is of another number of parameters is none of ours."""
+    model = {id(p.tensor): p.fqn.removeprefix("model.") for p in tree.params}
+    order = [model.get(id(p), "") for group in tree.optimizers[0].param_groups for p in group["params"]]
+    found: dict[tuple[str, str], torch.Tensor] = {}
+    for state, groups in _optimizers(content, _DEEP):
+        numbers = [n for group in groups if isinstance(group, Mapping) for n in group.get("params", ())]
+        names = dict(zip(numbers, order, strict=True)) if len(numbers) == len(order) else {}
+        for key, values in state.items():
+            name = names.get(key, key)
+            if isinstance(values, Mapping) and name in model.values():
+                found |= {(name, n): t for n, t in values.items() if isinstance(t, torch.Tensor)}
+        break
+    return found
+
+
+def _optimizers(value: Any, deep: int) -> Iterable[tuple[Mapping[Any, Any], list[Any]]]:
+    if not isinstance(value, Mapping) or not deep:
+        return
+    state, groups = value.get("state"), value.get("param_groups")
+    if isinstance(state, Mapping) and isinstance(groups, list):
+        yield state, groups
+        return
+    for item in value.values():
+        yield from _optimizers(item, deep - 1)
+
+
+def _fill(tensor: torch.Tensor, saved: torch.Tensor) -> None:
+    """This rank's part of a whole tensor."""
+    if isinstance(tensor, DTensor):
+        size, offset = box_of(tensor)
+        for dim, (start, length) in enumerate(zip(offset, size, strict=True)):
+            saved = saved.narrow(dim, start, length)
+    here = local(tensor)
+    if here.numel():
+        here.detach().copy_(saved)

@@ -1,0 +1,78 @@
+"""The persistent tier under real training: when memory cannot serve, the job comes back from its files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import pytest
+from training import Training
+from waiting import until
+
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.devcluster.cluster import Cluster
+from gemini_hpc.tier import version
+
+Train = Callable[..., Training]
+Reference = Callable[[str], Training]
+
+
+@pytest.fixture
+def tier(cluster: Cluster) -> Path:
+    path = cluster.home("alice") / "tier"
+    path.mkdir(exist_ok=True)
+    path.chmod(0o777)
+    return path
+
+
+def saved(tier: Path, job: Training) -> list[Stamp]:
+    """Whole versions of a job, newest first."""
+    return [Stamp(*m.stamp) for m in version.whole(f"{version.job_directory(str(tier), job.id)}/default")]
+
+
+def ask(job: Training, user: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return job.cluster.run(["gemini-hpc", "flush", *options, str(job.id)], user=user)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_all_nodes_cut(train: Train, reference: Reference, tier: Path, parallel: str) -> None:
+    wanted = reference(parallel)
+    job = train("tier", "--gemini-replicas=2", f"--gemini-tier={tier}", "--gemini-tier-interval=1", parallel=parallel)
+    until(lambda: saved(tier, job) and saved(tier, job)[0].version >= 8, 60, what="a version on the tier")
+    hosts = job.hosts()
+    for host in hosts[1:]:
+        job.cluster.power_off(host)
+    job.finish()
+    job.assert_same_as(wanted)
+    assert "from the tier" in job.output(), job.output()
+    with h5py.File(tier / f"gemini-{job.id}/default" / version.name(saved(tier, job)[0]) / "index.h5") as index:
+        assert len(index["tensors"]) > 10
+    subprocess.run(["rm", "-rf", str(tier / f"gemini-{job.id}")], check=True)
+
+
+def test_flush_by_hand(train: Train, tier: Path) -> None:
+    """Between two saves, by word of mouth; and by nobody else's."""
+    job = train("flush", "--gemini-replicas=2", f"--gemini-tier={tier}", "--gemini-tier-interval=3600")
+    job.reach(8)
+    mine = ask(job, "alice")
+    assert mine.returncode == 0, mine.stderr
+    [first] = saved(tier, job)
+    assert f"version {first.epoch}:{first.version} is in {tier}" in mine.stdout
+    assert ask(job, "bob").returncode == 1 and len(saved(tier, job)) == 1
+    job.reach(first.version + 6)
+    found = json.loads(ask(job, "root", "--json").stdout)
+    assert found["sets"][0]["version"] == list(saved(tier, job)[0]) and saved(tier, job)[0].version > first.version
+    job.finish()
+
+
+def test_a_job_that_is_cancelled_leaves_its_last_version(train: Train, tier: Path) -> None:
+    """Nobody saves at an interval: agents do when the job has ended, then free the memory."""
+    job = train("cancel", "--gemini-replicas=2", f"--gemini-tier={tier}", "--gemini-tier-interval=3600")
+    job.reach(10)
+    job.cluster.run(["scancel", str(job.id)])
+    until(lambda: saved(tier, job), 30, what="a version on the tier after the job's end")
+    last = max(line["step"] for line in job.steps())
+    assert saved(tier, job)[0].version >= last - 2
