@@ -1,0 +1,179 @@
+"""The arrays of one rank: how they lie in a slot, how they get there and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gemini_hpc.core import directory
+from gemini_hpc.core.directory import Manifest, Piece, Row
+from gemini_hpc.core.dtypes import ITEM_BYTES
+from gemini_hpc.core.manifest import HEADER_BYTES, Layout, parse_header
+
+Array = NDArray[Any]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """An array that is one rank's box of a global one: where it begins there, and the global shape. Ranks' boxes may
+    overlap where they have the same values."""
+
+    array: Any
+    offset: Sequence[int]
+    shape: Sequence[int]
+
+
+@dataclass
+class _Held:
+    array: Array
+    offset: Shape
+    row: Row
+
+
+class Arrays:
+    """Names and arrays as given. Raises TypeError or ValueError for what cannot be captured."""
+
+    def __init__(self, given: Mapping[str, Any], rank: int, world: int) -> None:
+        if not given:
+            raise ValueError("no arrays were given: there is nothing to protect")
+        self._held: dict[str, _Held] = {}
+        for name, value in given.items():
+            if not name or not isinstance(name, str):
+                raise TypeError(f"{name!r}: names of arrays are strings")
+            part = value if isinstance(value, Part) else None
+            array = _writable(name, part.array if part else value)
+            shape = tuple(int(n) for n in part.shape) if part else array.shape
+            offset = tuple(int(n) for n in part.offset) if part else (0,) * array.ndim
+            dtype = _name(array.dtype)
+            if dtype is None:
+                if part:
+                    raise TypeError(f"{name}: parts of {array.dtype} arrays cannot be put together")
+                shape, offset, dtype = (array.nbytes,), (0,), "uint8"
+            self._held[name] = _Held(array, offset, Row(name, dtype, shape, part is not None, "cpu"))
+        rows = tuple(held.row for held in self._held.values())
+        boxes = [(i, h.offset, _size(h)) for i, h in enumerate(self._held.values())]
+        self.manifest = Manifest(rank, world, rows, directory.place(rows, boxes))
+        self.packed = directory.pack(self.manifest)
+        directory.unpack(self.packed, self.manifest.tensor_bytes())  # a part that is no box of its whole
+        self.layout = Layout.plan(len(self.packed), self.manifest.tensor_bytes(), 0)
+
+    def rebind(self, name: str, value: Any) -> None:
+        """Another array takes the place of one. Raises KeyError, and ValueError for one of other size or type."""
+        held = self._held[name]
+        array = _writable(name, value)
+        if (array.shape, array.dtype) != (held.array.shape, held.array.dtype):
+            raise ValueError(
+                f"{name} was {held.array.shape} {held.array.dtype}, the new one is {array.shape} {array.dtype}"
+            )
+        held.array = array
+
+    def store(self, area: memoryview) -> None:
+        """Copy all arrays into a slot's tensor area."""
+        for piece, held in self._pieces():
+            size = self.manifest.nbytes(piece)
+            target = np.frombuffer(area[piece.at : piece.at + size], dtype=held.array.dtype)
+            np.copyto(target.reshape(held.array.shape), held.array)
+
+    def _pieces(self) -> list[tuple[Piece, _Held]]:
+        held = list(self._held.values())
+        return [(piece, held[piece.row]) for piece in self.manifest.pieces]
+
+    def load(self, shards: Sequence[Saved], same: bool) -> None:
+        """Fill all arrays from the shards of a version, the own one first. same: they are of as many ranks. Raises
+        ValueError where they do not fit; nothing has been changed then."""
+        found = {name: self._find(held, shards, same) for name, held in self._held.items()}
+        for name, sources in found.items():
+            array = self._held[name].array
+            for into, values in sources:
+                array[into] = values
+
+    def _find(self, held: _Held, shards: Sequence[Saved], same: bool) -> list[tuple[Any, Array]]:
+        """(place in the array, values) of all that fills it."""
+        row, have, sources = held.row, np.zeros(_size(held), dtype=bool), []
+        for saved in shards if row.shared else shards[: 1 if same else 0]:
+            for piece in saved.manifest.pieces:
+                there = saved.manifest.rows[piece.row]
+                if there.key != row.key:
+                    continue
+                if (there.shape, there.dtype, there.shared) != (row.shape, row.dtype, row.shared):
+                    raise ValueError(
+                        f"{row.key} is {row.shape} {row.dtype}, was saved as {there.shape} {there.dtype}"
+                    )
+                both = _overlap(held.offset, have.shape, piece.offset, piece.size)
+                if both is None or have[_slices(both, held.offset)].all():
+                    continue
+                values = saved.values(piece, held.array.dtype if there.dtype != "uint8" else np.dtype("uint8"))
+                here = _slices(both, held.offset)
+                have[here] = True
+                sources.append((here, values[_slices(both, piece.offset)]))
+        if not have.all():
+            where = "" if same or row.shared else " (it is no Part: only as many ranks as saved it can load it)"
+            raise ValueError(f"{row.key} is not in the saved state{where}")
+        if _name(held.array.dtype) is None:
+            flat = np.concatenate([values.ravel() for _, values in sources]) if sources else np.empty(0, "uint8")
+            return [((...,), flat.view(held.array.dtype).reshape(held.array.shape))]
+        return sources
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One shard of a version, in memory."""
+
+    manifest: Manifest
+    area: memoryview
+
+    @classmethod
+    def read(cls, memory: memoryview, total_bytes: int) -> Saved:
+        """Parse the used bytes of a slot of `total_bytes`. Raises ValueError."""
+        header = parse_header(memory[:HEADER_BYTES], total_bytes)
+        layout = header.layout
+        end = layout.manifest_offset + layout.manifest_bytes
+        manifest = directory.unpack(memory[layout.manifest_offset : end], layout.tensor_bytes)
+        if manifest.rank != header.rank or len(memory) < header.used_bytes:
+            raise ValueError("a copy that is not what its header says")
+        return cls(manifest, memory[layout.tensor_offset : layout.tensor_offset + layout.tensor_bytes])
+
+    def values(self, piece: Piece, dtype: np.dtype[Any]) -> Array:
+        """A piece, read in place."""
+        data = self.area[piece.at : piece.at + self.manifest.nbytes(piece)]
+        return np.frombuffer(data, dtype=dtype).reshape(piece.size)
+
+
+def _writable(name: str, value: Any) -> Array:
+    """An array over the memory of anything that lets its memory be written."""
+    if isinstance(value, np.ndarray):
+        array = value
+    else:
+        try:
+            array = np.asarray(memoryview(value))
+        except TypeError:
+            raise TypeError(f"{name} is a {type(value).__name__}, which has no buffer: an array is wanted") from None
+    if not array.flags.writeable:
+        raise ValueError(f"{name} cannot be written to: it could not be restored")
+    if array.dtype.hasobject:
+        raise TypeError(f"{name} holds Python objects, not numbers")
+    return array
+
+
+def _name(dtype: np.dtype[Any]) -> str | None:
+    """torch's name of a NumPy type, as the manifest has it; None for what is kept as bytes."""
+    return dtype.name if dtype.isnative and dtype.name in ITEM_BYTES else None
+
+
+def _size(held: _Held) -> Shape:
+    return held.array.shape if _name(held.array.dtype) is not None else held.row.shape
+
+
+def _overlap(a: Shape, a_size: Shape, b: Shape, b_size: Shape) -> tuple[tuple[int, int], ...] | None:
+    """Begin and end in each dimension of what two boxes have in common; None for nothing."""
+    both = tuple((max(x, y), min(x + n, y + k)) for x, n, y, k in zip(a, a_size, b, b_size, strict=True))
+    return None if any(begin >= end for begin, end in both) else both
+
+
+def _slices(both: tuple[tuple[int, int], ...], origin: Shape) -> Any:
+    return tuple(slice(begin - at, end - at) for (begin, end), at in zip(both, origin, strict=True)) or ...

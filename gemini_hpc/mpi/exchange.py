@@ -1,0 +1,116 @@
+"""A version's shards on their way between the ranks, in chunks, over a communicator of our own.
+
+All sizes are known on both sides: receives are posted right into the slot of the other holder. MPI moves data while
+it is called: by a thread of ours where it allows that (MPI_THREAD_MULTIPLE), else by the program's own calls and in
+`step()`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+_DIGEST_TAG, _CHUNK_TAG = 1, 2
+_STRIDE_BYTES = 8 << 20
+WINDOW = 8  # chunks
+_SHORTEST_S, _LONGEST_S = 2e-5, 1e-3
+
+
+def digest(view: memoryview) -> str:
+    """xxh3_128 (hex)."""
+    hasher = xxhash.xxh3_128()
+    for at in range(0, len(view), _STRIDE_BYTES):
+        hasher.update(view[at : at + _STRIDE_BYTES])
+    return hasher.hexdigest()
+
+
+class _Stream:
+    """A shard to or from one rank: its digest, then its chunks, `WINDOW` of them under way at a time."""
+
+    def __init__(self, comm: Any, rank: int, memory: memoryview, digest: bytearray, chunk_bytes: int, *, send: bool):
+        self.rank, self.memory, self.digest = rank, memory, digest
+        self._post = comm.Isend if send else comm.Irecv
+        self._chunk_bytes, self._at, self._open = chunk_bytes, -1, 0
+
+    @property
+    def over(self) -> bool:
+        return self._at >= len(self.memory) and not self._open
+
+    def ended(self) -> None:
+        """One request of it is over."""
+        self._open -= 1
+
+    def next(self) -> Any:
+        """Another request; None where there is nothing more, or enough under way."""
+        if self._open >= WINDOW or self._at >= len(self.memory):
+            return None
+        self._open += 1
+        if self._at < 0:
+            self._at = 0
+            return self._post(self.digest, self.rank, _DIGEST_TAG)
+        part = self.memory[self._at : self._at + self._chunk_bytes]
+        self._at += len(part)
+        return self._post(part, self.rank, _CHUNK_TAG)
+
+
+class Exchange:
+    """One version. `arrived` is called with rank and digest of each shard that is whole."""
+
+    def __init__(
+        self,
+        comm: Any,
+        memory: memoryview,
+        digest: str,
+        targets: Sequence[int],
+        arrivals: Mapping[int, memoryview],
+        chunk_bytes: int,
+        arrived: Callable[[int, str], None],
+    ) -> None:
+        """memory: the own shard's used bytes, which stay as they are until this is over; arrivals: where to that of
+        another rank goes."""
+        self._arrived = arrived
+        streams = [_Stream(comm, r, m, bytearray(32), chunk_bytes, send=False) for r, m in arrivals.items()]
+        self._receiving = set(streams)
+        streams += [_Stream(comm, r, memory, bytearray(digest.encode()), chunk_bytes, send=True) for r in targets]
+        self._requests: list[Any] = []
+        self._streams: list[_Stream] = []
+        for stream in streams:
+            self._fill(stream)
+
+    def _fill(self, stream: _Stream) -> None:
+        while (request := stream.next()) is not None:
+            self._requests.append(request)
+            self._streams.append(stream)
+
+    @property
+    def over(self) -> bool:
+        """Whether all of it has gone and come."""
+        return not self._requests
+
+    def progress(self) -> bool:
+        """Let MPI work; whether something has moved."""
+        from mpi4py import MPI
+
+        done = MPI.Request.Testsome(self._requests) if self._requests else None
+        for index in sorted(done or (), reverse=True):
+            del self._requests[index]
+            stream = self._streams.pop(index)
+            stream.ended()
+            self._fill(stream)
+            if stream.over and stream in self._receiving:
+                self._arrived(stream.rank, stream.digest.decode("ascii", "replace"))
+        return bool(done)
+
+
+class Patience:
+    """Between two looks: longer and longer while nothing moves."""
+
+    def __init__(self) -> None:
+        self._pause_s = _SHORTEST_S
+
+    def __call__(self, moved: bool) -> None:
+        self._pause_s = _SHORTEST_S if moved else min(_LONGEST_S, 2 * self._pause_s)
+        time.sleep(self._pause_s)

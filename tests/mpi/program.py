@@ -1,0 +1,65 @@
+"""One rank of an MPI program with arrays: `python -m tests.mpi.program OPTIONS`, started by mpiexec; `mpi` of the
+options (JSON) as in tests/train/mpi_job.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from tests.train import mpi_job
+
+
+def main(o: dict[str, Any]) -> None:
+    mpi_job.enter(o["mpi"])
+    import numpy as np
+    from mpi4py import MPI
+
+    from gemini_hpc.mpi import Checkpointer, Part
+
+    comm = MPI.COMM_WORLD
+    rank, size, n = comm.Get_rank(), comm.Get_size(), o.get("n", 60)
+    first = rank * n // size
+    rows = (rank + 1) * n // size - first
+    dice = np.random.default_rng(o.get("seed", 0))
+    field = dice.random((n, 7))[first : first + rows].copy()
+    new = np.empty_like(field)
+    flags = np.zeros(5, dtype=bool)
+    wide = np.zeros(3, dtype=">f8")  # of the other byte order: kept as bytes
+    own = np.zeros((2, 3), order="F")
+    count = np.zeros((), dtype=np.int64)
+    whole = o.get("whole", True)
+    given = {"field": Part(field, (first, 0), (n, 7)) if whole else field, "count": Part(count, (), ())}
+    if o.get("private", True):
+        given |= {"flags": flags, "wide": wide, "own": own.T}
+    ckpt = Checkpointer(comm, given, **o.get("kwargs", {}))
+    start = ckpt.resume()
+    held = ckpt._arrays._held["field"].array
+    assert held is field
+    for step in range(start + 1, o["steps"] + 1):
+        total = comm.allreduce(float(field.sum()))
+        np.multiply(field, 1.0 + 1e-4 * (step % 7), out=new)
+        new += 1e-9 * total
+        field, new = new, field  # as stencils do
+        flags[step % 5] ^= True
+        wide[step % 3] += step * (rank + 1)
+        own[step % 2, step % 3] += step
+        count += 1
+        if step == o.get("die_at") and rank == 0:
+            os.kill(os.getpid(), 9)
+        ckpt.step(field=field)
+        time.sleep(o.get("sleep_s", 0.0))
+    whole_field = comm.gather(field)
+    private = [flags.tolist(), wide.tolist(), own.tolist()]
+    told = {"rank": rank, "start": start, "count": int(count), "private": private}
+    if whole_field is not None:
+        told["field"] = [float(x).hex() for x in np.concatenate(whole_field).ravel()]
+    if o.get("close", True):
+        ckpt.close()
+    print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

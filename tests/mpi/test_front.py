@@ -1,0 +1,105 @@
+"""MPI programs of NumPy arrays under Open MPI and MPICH: what is saved, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.train.fake_agent import FakeJob
+from tests.train.test_mpi import MpiRun
+from tests.train.transport_teams import MPICH, OPENMPI, Mpi, lacking
+
+STEPS = 30
+MakeJob = Callable[[int, int], FakeJob]
+
+
+class ProgramRun(MpiRun):
+    program = "tests.mpi.program"
+    kwargs: ClassVar = {"seal_timeout_s": 20.0}
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., MpiRun]]:
+    runs: list[MpiRun] = []
+
+    def make(*args: Any, **kwargs: Any) -> MpiRun:
+        runs.append(ProgramRun(*args, **kwargs))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+
+
+@pytest.fixture(params=[OPENMPI, MPICH], ids=lambda mpi: mpi.name)
+def mpi(request: pytest.FixtureRequest) -> Mpi:
+    if what := lacking(request.param.name):
+        pytest.fail(what, pytrace=False)
+    found: Mpi = request.param
+    return found
+
+
+def ran(run: MpiRun, ranks: int) -> list[dict[str, Any]]:
+    assert run.wait() == 0, run.said()
+    return [run.result(rank) for rank in range(ranks)]
+
+
+def told(results: list[dict[str, Any]]) -> Any:
+    """What must not depend on whether it was interrupted."""
+    return [{k: v for k, v in r.items() if k != "start"} for r in sorted(results, key=lambda r: r["rank"])]
+
+
+@pytest.mark.parametrize("level", ["multiple", "funneled"])
+def test_every_version_is_sealed_and_a_requeued_run_ends_alike(
+    mpi: Mpi,
+    make_job: MakeJob,
+    start: Callable[..., MpiRun],
+    level: str,
+) -> None:
+    options = {"steps": STEPS, "kwargs": {"seal_timeout_s": 20.0, "chunk_bytes": 4096}, "n": 900}
+    job = make_job(2, 2)
+    job.stop_after(17)
+    whole = ran(start(mpi, job, {**options, "mpi": {"level": level}}), 2)
+    assert not job.corrupt
+    assert [s.version for s in job.seals] == list(range(1, 18))
+    assert job.requeue(lost=(1,)) is not None
+    again = ran(start(mpi, job, {**options, "seed": 9, "mpi": {"level": level}}), 2)
+    assert [r["start"] for r in again] == [17, 17]
+    assert told(again) == told(whole)
+    assert job.sealed is not None and job.sealed.version == STEPS and job.finished == {0, 1}
+
+
+def test_parts_are_loaded_by_another_number_of_ranks(
+    mpi: Mpi,
+    make_job: MakeJob,
+    start: Callable[..., MpiRun],
+) -> None:
+    options = {"steps": 9, "private": False, "kwargs": {"seal_timeout_s": 20.0}}
+    job = make_job(2, 2)
+    before = ran(start(mpi, job, options), 2)
+    assert job.requeue() is not None
+    sockets = [job.nodes[rank % 2].path for rank in range(3)]
+    after = ran(start(mpi, job, {**options, "seed": 9, "ranks": 3, "mpi": {"sockets": sockets}}), 3)
+    assert [r["start"] for r in after] == [9, 9, 9]
+    fields = [r["field"] for r in (*before, *after) if "field" in r]
+    assert fields[0] == fields[1] and after[0]["count"] == 9
+
+
+def test_without_an_agent_it_says_so_and_runs(mpi: Mpi, make_job: MakeJob, start: Callable[..., MpiRun]) -> None:
+    job = make_job(2, 2)
+    run = start(mpi, job, {"steps": 5, "mpi": {"sockets": ["", ""]}})
+    ran(run, 2)
+    said = [run.words("err", rank) for rank in (0, 1)]
+    assert sum(text.count("this program is not protected: no agent here") for text in said) == 1
+
+
+def test_arrays_of_another_size_are_refused(mpi: Mpi, make_job: MakeJob, start: Callable[..., MpiRun]) -> None:
+    job = make_job(2, 2)
+    options = {"steps": 4, "kwargs": {"seal_timeout_s": 20.0}}
+    ran(start(mpi, job, options), 2)
+    assert job.requeue() is not None
+    run = start(mpi, job, {**options, "n": 80})
+    assert run.wait() not in (0, None)
+    assert "does not fit this program" in run.said() and "was saved as (60, 7)" in run.said()
