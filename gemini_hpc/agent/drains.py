@@ -160,7 +160,7 @@ class Drains:
     def _under_way(self, name: str) -> Gathering | None:
         found = self._gathering.get(name)
         if found is not None and time.monotonic() - found.began >= _GATHER_S:
-            self._failed(name, found.stamp, f"not all nodes have written it within {_GATHER_S:.0f} s")
+            self._failed(name, found, f"not all nodes have written it within {_GATHER_S:.0f} s")
             return None
         return found
 
@@ -214,18 +214,18 @@ class Drains:
         if gathering is None or gathering.stamp != Stamp(*message.stamp):
             return
         if message.file is None:
-            self._failed(message.set, gathering.stamp, f"{message.host}: {message.reason}")
+            self._failed(message.set, gathering, f"{message.host}: {message.reason}")
             return
         gathering.files[message.host] = message.file
         if gathering.whole:
             self._agent.spawn(self._finish(message.set, gathering))
 
-    def _failed(self, name: str, stamp: Stamp, reason: str) -> None:
-        gathering = self._gathering.pop(name, None)
-        self._due[name] = min(self._due.get(name, 0.0), time.monotonic() + _AGAIN_S)
-        self._say(name, stamp.version, reason)
-        if gathering is not None:
-            gathering.end(reason)
+    def _failed(self, name: str, gathering: Gathering, reason: str) -> None:
+        if self._gathering.get(name) is gathering:
+            del self._gathering[name]
+            self._due[name] = min(self._due.get(name, 0.0), time.monotonic() + _AGAIN_S)
+        self._say(name, gathering.stamp.version, reason)
+        gathering.end(reason)
 
     async def _finish(self, name: str, gathering: Gathering) -> None:
         agent, settings, stamp = self._agent, self._agent.settings, gathering.stamp
@@ -243,7 +243,7 @@ class Drains:
         try:
             done = await tierwork.carry_out(order)
         except TierFailed as error:
-            self._failed(name, stamp, str(error))
+            self._failed(name, gathering, str(error))
             return
         if self._gathering.get(name) is gathering:
             del self._gathering[name]
@@ -304,7 +304,7 @@ class Drains:
             if not isinstance(answer, orders.Written):
                 raise TierFailed("its process has answered something else")
             self._tell(message, answer.file)
-        except (TierFailed, NoMemory) as error:
+        except (TierFailed, NoMemory, OSError, ValueError) as error:
             self._tell(message, None, str(error))
 
     async def _copy(self, shard: Shard, stamp: Stamp) -> orders.Source:
