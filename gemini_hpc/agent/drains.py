@@ -192,7 +192,7 @@ class Drains:
         """The job has ended here, without success: the newest version goes to the tier before the memory is freed."""
         agent, rounds = self._agent, self._agent.rounds
         sealed = [training for training in agent.sets if training.sealed is not None]
-        self.last = bool(self.tier and rounds is not None and sealed)
+        self.last = bool(self.tier and agent.settings.tier_flush_s and rounds is not None and sealed)
         if self.last and rounds is not None and rounds.parent is None:
             for training in sealed:
                 agent.spawn(self._last(training))

@@ -93,8 +93,6 @@ def test_exported_and_started_from(
     make_job: MakeJob, tmp_path: Path, kind: str, world: int, form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Parameters and moments come back by name, in one process and in several."""
-    if form == "safetensors":
-        pytest.importorskip("safetensors")
     where, told = left(make_job, tmp_path / "tier", kind, world)
     out = tmp_path / "out"
     assert main.main(["export", str(where), "--format", form, "-o", str(out)]) == 0, capsys.readouterr().err
