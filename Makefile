@@ -11,8 +11,11 @@ DEBIAN := slurm-wlm slurm-client slurmctld slurmd munge libmunge2 libslurm-dev i
 # Tests mostly wait, so a third worker pays on two cores. WORKERS=0: all in one process, one after the other.
 WORKERS ?= 3
 DEAL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# The development cluster's profile `site`: tests and benchmarks need it, the demo does not.
-DEBIAN_SITE := slurmdbd mariadb-server-core
+# The development cluster's profile `site`, and strace, which cuts processes off at a system call: tests and benchmarks
+# need them, the demo does not.
+DEBIAN_SITE := slurmdbd mariadb-server-core strace
+# What Debian's plugin for `srun --mpi=pmix` loads.
+DEBIAN_MPI := libpmix-dev
 # Two MPIs for the tests of the transport, each in a place of its own: both have a bin/mpiexec and a lib/libmpi.so.
 MPIS := openmpi mpich
 SOURCES := pyproject.toml README.md $(shell find gemini_hpc slurm prolog_epilog examples -type f \
@@ -53,6 +56,7 @@ $(VENV)/.made: deps
 	@touch $@
 
 deps-mpi: $(VENV)/.made
+	$(call install_debian,$(DEBIAN_MPI))
 	@$(PY) -c 'import mpi4py' 2>/dev/null || { echo "installing mpi4py"; $(PY) -m pip install -q 'mpi4py>=4'; }
 	@for mpi in $(MPIS); do [ -x $(VENV)/mpi/$$mpi/bin/mpiexec ] || { echo "installing $$mpi into $(VENV)/mpi"; \
 	  $(PY) -m pip install -q --no-deps --ignore-installed --prefix $(VENV)/mpi/$$mpi $$mpi; }; done

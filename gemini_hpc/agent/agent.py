@@ -118,6 +118,7 @@ class Agent:
         if self.mesh is not None:
             self.mesh.close()
         self.drains.close()
+        await self.drains.leave()
         await self.member.cease()
         self.sets.close()
         self.store.clear()

@@ -13,6 +13,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ _COPY_BYTES = 16 << 20
 _AGAIN_S = 5.0  # after a failure, or the interval if that is less
 _GATHER_S = 3600.0
 _FLUSH_TRIES = 3
+_LEAVE_S = 10.0
 
 
 @dataclass
@@ -67,6 +69,7 @@ class Drains:
         self._due: dict[str, float] = {}
         self._said: dict[str, str] = {}
         self._through: dict[str, int] = {}
+        self._tidy: dict[str, asyncio.Task[None]] = {}  # at the root: removes what a life before has left half done
         self.last = False  # the job has ended here, and its last version is wanted on the tier
         self.unreadable: set[tuple[str, bounds.Stamp]] = set()  # versions of which a shard could not be read
         self.saved: dict[str, tuple[Stamp, float]] = {}  # at the root: the newest on the tier, and when (Unix time)
@@ -89,6 +92,7 @@ class Drains:
         for gathering in self._gathering.values():
             gathering.end("a recovery round came between")
         self._gathering.clear()
+        self._tidy.clear()
 
     @property
     def busy(self) -> bool:
@@ -126,6 +130,17 @@ class Drains:
             memory.close()
         self._copies.clear()
 
+    async def leave(self) -> None:
+        """The agent ends: a version that is on its way will not become whole. For a few seconds."""
+        begun = dict(self._gathering)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                for name, gathering in begun.items():
+                    if gathering.whole:  # its manifest is being written
+                        await asyncio.wait([gathering.done])
+                    else:
+                        await self._clean(name)
+
     async def stored(self, without: Iterable[tuple[str, bounds.Stamp]]) -> tuple[Manifest, ...]:
         """The newest whole version of each set on the tier, but for these. Asked until there is an answer: who goes
         on without one starts from nothing."""
@@ -154,8 +169,20 @@ class Drains:
         if not self.tier or stamp.epoch != self._agent.epoch:
             return
         due = now >= self._due.setdefault(name, now + self.interval_s)
-        if self._under_way(name) is None and due:
+        if self._under_way(name) is None and self._tidied(name).done() and due:
             self._begin(training, number, stamp)
+
+    def _tidied(self, name: str) -> asyncio.Task[None]:
+        """Ends when what was begun before, and has not become whole, is gone; nothing is written until then."""
+        if name not in self._tidy:
+            self._tidy[name] = self._agent.spawn(self._clean(name))
+        return self._tidy[name]
+
+    async def _clean(self, name: str) -> None:
+        try:
+            await tierwork.carry_out(orders.Clean(self.tier, self._agent.job, name))
+        except TierFailed as error:
+            self._say(name, 0, f"half versions cannot be removed: {error}")
 
     def _under_way(self, name: str) -> Gathering | None:
         found = self._gathering.get(name)
@@ -182,6 +209,7 @@ class Drains:
             kept = self.saved.get(training.name)
             if kept is not None and kept[0] >= wanted:
                 return kept[0], ""
+            await asyncio.wait([self._tidied(training.name)])
             gathering = self._under_way(training.name) or self._begin(training, rounds.round, stamp)
             reason = await asyncio.shield(gathering.done)
             if not reason and gathering.stamp >= wanted:
@@ -224,6 +252,7 @@ class Drains:
         if self._gathering.get(name) is gathering:
             del self._gathering[name]
             self._due[name] = min(self._due.get(name, 0.0), time.monotonic() + _AGAIN_S)
+            self._tidy.pop(name, None)
         self._say(name, gathering.stamp.version, reason)
         gathering.end(reason)
 

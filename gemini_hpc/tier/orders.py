@@ -59,7 +59,7 @@ class Finish(Order, frozen=True, tag="finish"):
 
 
 class Clean(Order, frozen=True, tag="clean"):
-    """Remove what an earlier run has begun and not ended. Answered by `Finished`."""
+    """Remove what was begun and has not become whole; nobody may be writing. Answered by `Finished`."""
 
 
 class Look(Order, frozen=True, tag="look"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -14,6 +15,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import version
 
 _MODE = 0o700
+_HDF5 = re.compile(r"errno = ([0-9]{1,3})\b")  # in what HDF5 says when a file cannot be closed
 _REASONS = {
     errno.ENOSPC: "the file system is full",
     errno.EDQUOT: "the quota is used up",
@@ -39,11 +41,17 @@ def why(error: OSError) -> str:
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """An OSError becomes a TierError about `what`."""
+    """An OSError becomes a TierError about `what`, and what HDF5 raises instead of one."""
     try:
         yield
     except OSError as error:
         raise TierError(f"{what}: {why(error)}") from None
+    except RuntimeError as error:
+        found = _HDF5.search(str(error))
+        reason = (
+            why(OSError(int(found[1]), os.strerror(int(found[1])))) if found else str(error).splitlines()[0][:200]
+        )
+        raise TierError(f"{what}: {reason}") from None
 
 
 def version_directory(tier: str, job: int, set_name: str, stamp: Stamp) -> str:

@@ -17,9 +17,9 @@ def for_good(serial: int, keep_every: int) -> bool:
     return bool(keep_every) and serial % keep_every == 0
 
 
-def clean(directory: str, keep_last: int, *, busy: Stamp | None = None) -> list[Stamp]:
+def clean(directory: str, keep_last: int, *, before: Stamp | None = None) -> list[Stamp]:
     """In a set's directory: remove whole versions behind the newest `keep_last`, unless they stay for good, and what
-    was begun and never became whole, all but `busy`. Returns what went. Raises OSError."""
+    was begun and never became whole, if it is older than `before`. Returns what went. Raises OSError."""
     whole, going = 0, []
     for stamp in version.stamps(directory):
         path = f"{directory}/{version.name(stamp)}"
@@ -27,7 +27,7 @@ def clean(directory: str, keep_last: int, *, busy: Stamp | None = None) -> list[
             whole += 1
             if whole > keep_last and not os.path.lexists(f"{path}/{version.KEPT}"):
                 going.append(stamp)
-        elif stamp != busy:
+        elif before is None or stamp < before:
             going.append(stamp)
     for entry in os.listdir(directory) if os.path.isdir(directory) else ():
         if _UNBORN.fullmatch(entry):

@@ -98,7 +98,7 @@ def _finish(order: orders.Finish) -> orders.Answer:
             file.write(version.pack(made))
         place.sync_directory(above)
     try:
-        removed, trouble = retention.clean(above, order.keep_last), ""
+        removed, trouble = retention.clean(above, order.keep_last, before=stamp), ""
     except OSError as error:  # the version is whole nevertheless
         removed, trouble = [], f"{above}: old versions could not be removed: {place.why(error)}"
     return orders.Finished(tuple((s.epoch, s.version) for s in removed), trouble)
@@ -137,7 +137,7 @@ def _read(order: orders.Read) -> orders.Answer:
     return orders.Finished()
 
 
-_DOES: dict[type, Callable[..., orders.Answer]] = {
+DOES: dict[type, Callable[..., orders.Answer]] = {
     orders.Write: _write,
     orders.Finish: _finish,
     orders.Clean: _clean,
@@ -152,9 +152,11 @@ def main() -> int:
     line = sys.stdin.buffer.readline(MAX_ORDER_BYTES)
     try:
         order = orders.order_decoder.decode(line)
-        _say(_DOES[type(order)](order))
+        _say(DOES[type(order)](order))
     except (TierError, ValueError) as error:
         _say(orders.Failed(str(error)[:500]))
+    except OSError as error:
+        _say(orders.Failed(f"{order.tier}: {place.why(error)}"[:500]))
     except ImportError as error:
         _say(orders.Failed(f"the tier needs h5py and numpy in {sys.executable}: {error}"[:500]))
     except Exception as error:

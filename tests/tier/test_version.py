@@ -112,7 +112,7 @@ def test_retention(tmp_path: Path) -> None:
     save(tmp_path, Stamp(1, 9), manifest=False)
     save(tmp_path, Stamp(1, 7), manifest=False)
     (above / version.name(Stamp(1, 2)) / version.KEPT).touch()
-    gone = retention.clean(str(above), 2, busy=Stamp(1, 9))
+    gone = retention.clean(str(above), 2, before=Stamp(1, 9))
     assert gone == [Stamp(1, 1), Stamp(1, 3), Stamp(1, 7)]
     assert version.stamps(str(above)) == [Stamp(1, n) for n in (9, 5, 4, 2)]
     assert [n for n in range(1, 9) if retention.for_good(n, 3)] == [3, 6]

@@ -1,0 +1,17 @@
+#!/bin/bash
+#SBATCH --job-name=heat-mpi
+#SBATCH -N3 --ntasks-per-node=1
+# What a protected job needs: requeue after a node failure, and one output file for all of its lives.
+#SBATCH --requeue --open-mode=append
+#SBATCH --output=heat-mpi-%j.out
+#
+#     sbatch --gemini-replicas=2 heat_mpi.sh [options of heat_mpi.py]
+#
+# LAUNCH: how the ranks are started; `mpirun -n 3 --map-by ppr:1:node` for Open MPI, where Slurm has no PMIx.
+
+python=/opt/gemini-hpc/venv/bin/python
+[ -x "$python" ] || python=python3
+script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
+here=$(dirname "${script:-$SLURM_SUBMIT_DIR/heat_mpi.sh}")
+
+exec gemini-hpc run -- ${LAUNCH:-srun --mpi=pmi2} "$python" "$here/heat_mpi.py" --log "heat-mpi-$SLURM_JOB_ID.jsonl" "$@"
