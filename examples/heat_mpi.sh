@@ -7,11 +7,13 @@
 #
 #     sbatch --gemini-replicas=2 heat_mpi.sh [options of heat_mpi.py]
 #
-# LAUNCH: how the ranks are started; `mpirun -n 3 --map-by ppr:1:node` for Open MPI, where Slurm has no PMIx.
+# LAUNCH: how the ranks are started; `srun --kill-on-bad-exit --mpi=pmix` for Open MPI, or its own `mpirun -n 3
+# --map-by ppr:1:node`. With the option a rank that dies ends the others, which would wait for it in MPI for ever;
+# `gemini-hpc run` then starts them again in the same allocation.
 
 python=/opt/gemini-hpc/venv/bin/python
 [ -x "$python" ] || python=python3
 script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
 here=$(dirname "${script:-$SLURM_SUBMIT_DIR/heat_mpi.sh}")
 
-exec gemini-hpc run -- ${LAUNCH:-srun --mpi=pmi2} "$python" "$here/heat_mpi.py" --log "heat-mpi-$SLURM_JOB_ID.jsonl" "$@"
+exec gemini-hpc run -- ${LAUNCH:-srun --kill-on-bad-exit --mpi=pmi2} "$python" "$here/heat_mpi.py" --log "heat-mpi-$SLURM_JOB_ID.jsonl" "$@"

@@ -10,6 +10,7 @@ by the training, and what fails is told, dropped, and tried again with a newer v
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Iterable
@@ -65,11 +66,16 @@ class Drains:
         self._agent = agent
         self._copies: dict[tuple[str, int], Memfd] = {}
         self._saving: dict[str, asyncio.Task[None]] = {}
+        self._begun: dict[str, peer.DrainDown] = {}  # what is being saved here, or was last,
+        self._told: dict[str, peer.DrainUp] = {}  # and what became of it
         self._gathering: dict[str, Gathering] = {}
         self._due: dict[str, float] = {}
         self._said: dict[str, str] = {}
         self._through: dict[str, int] = {}
         self._tidy: dict[str, asyncio.Task[None]] = {}  # at the root: removes what a life before has left half done
+        self._ends_at = math.inf  # by Slurm's word (monotonic)
+        self._before_end: dict[str, float] = {}  # at the root: the end before which a version has been saved
+        self._took_s: dict[str, float] = {}  # the last save
         self.last = False  # the job has ended here, and its last version is wanted on the tier
         self.unreadable: set[tuple[str, bounds.Stamp]] = set()  # versions of which a shard could not be read
         self.saved: dict[str, tuple[Stamp, float]] = {}  # at the root: the newest on the tier, and when (Unix time)
@@ -168,9 +174,20 @@ class Drains:
         name, now = training.name, time.monotonic()
         if not self.tier or stamp.epoch != self._agent.epoch:
             return
-        due = now >= self._due.setdefault(name, now + self.interval_s)
+        due = now >= self._due.setdefault(name, now + self.interval_s) or self._near_end(name, now)
         if self._under_way(name) is None and self._tidied(name).done() and due:
             self._begin(training, number, stamp)
+
+    def ends_in(self, left_s: int | None) -> None:
+        """Slurm ends the job in so many seconds; None: it sets no time."""
+        self._ends_at = math.inf if left_s is None else time.monotonic() + left_s
+
+    def _near_end(self, name: str, now: float) -> bool:
+        """Whether it is time for the save before the job's time limit."""
+        ahead_s = self._agent.settings.tier_before_end_s
+        if not ahead_s or self._before_end.get(name) == self._ends_at:
+            return False
+        return now >= self._ends_at - max(ahead_s, 2 * self._took_s.get(name, 0.0))
 
     def _tidied(self, name: str) -> asyncio.Task[None]:
         """Ends when what was begun before, and has not become whole, is gone; nothing is written until then."""
@@ -193,10 +210,20 @@ class Drains:
 
     def _begin(self, training: TrainingSet, number: int, stamp: Stamp) -> Gathering:
         name = training.name
-        self._due[name] = time.monotonic() + self.interval_s
+        now = time.monotonic()
+        self._due[name] = now + self.interval_s
+        if self._near_end(name, now):
+            self._before_end[name] = self._ends_at
         gathering = self._gathering[name] = Gathering(stamp, training.world)
-        self.wanted(peer.DrainDown(number, name, (stamp.epoch, stamp.version)))
+        agent = self._agent
+        agent.spawn(self._ask(peer.DrainDown(number, name, (stamp.epoch, stamp.version)), gathering))
         return gathering
+
+    async def _ask(self, message: peer.DrainDown, gathering: Gathering) -> None:
+        """All agents, again and again: one that has died meanwhile has forgotten it, and says so."""
+        while not gathering.whole and self._under_way(message.set) is gathering:
+            self.wanted(message)
+            await asyncio.wait([gathering.done], timeout=_AGAIN_S)
 
     async def flush(self, training: TrainingSet) -> tuple[Stamp, str]:
         """The root brings the newest sealed version to the tier now: which one, and why it is not there or "". A
@@ -284,6 +311,7 @@ class Drains:
             self._said.pop(name, None)
         self.saved[name] = stamp, time.time()
         size, took = sum(f.bytes for f in files), time.monotonic() - gathering.began
+        self._took_s[name] = took
         agent.log("saved", version=stamp.version, detail=f"{size} bytes in {len(files)} files in {took:.1f} s")
 
     # ---- every agent -----------------------------------------------------------------------------------
@@ -300,19 +328,32 @@ class Drains:
         shards = [shard for shard in agent.store.of_set(name) if shard.home == mine]
         if not shards:
             return
-        before = self._saving.get(name)
-        if before is not None and not before.done():
-            self._tell(message, None, "the version before it is still being written")
-            return
-        task = agent.spawn(self._save(message, stamp, mine, shards))
-        self._saving[name] = task
+        before, told = self._saving.get(name), self._told.get(name)
+        if told is not None and told.stamp == message.stamp and told.round == message.round:
+            self.heard(told)  # again: it may have been lost with an agent on its way
+        elif self._begun.get(name) != message:
+            if before is not None:
+                before.cancel()  # the root has given that version up, or there would be no other
+            self._begun[name] = message
+            self._saving[name] = agent.spawn(self._save(message, stamp, mine, shards, before))
 
     def _tell(self, message: peer.DrainDown, file: NodeFile | None, reason: str = "") -> None:
-        self.heard(peer.DrainUp(message.round, message.set, message.stamp, self._agent.node, file, reason))
+        told = peer.DrainUp(message.round, message.set, message.stamp, self._agent.node, file, reason)
+        self._told[message.set] = told
+        self.heard(told)
 
-    async def _save(self, message: peer.DrainDown, stamp: Stamp, mine: int, shards: list[Shard]) -> None:
+    async def _save(
+        self,
+        message: peer.DrainDown,
+        stamp: Stamp,
+        mine: int,
+        shards: list[Shard],
+        before: asyncio.Task[None] | None,
+    ) -> None:
         agent = self._agent
         sources: list[orders.Source] = []
+        if before is not None:  # it reads the copies that are made now
+            await asyncio.wait([before])
         try:
             for shard in shards:
                 sources.append(await self._copy(shard, stamp))

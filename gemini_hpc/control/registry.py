@@ -35,6 +35,7 @@ class Agent:
     instance: str
     state: str
     verified: bool = False
+    told_end: float = 0.0  # of its job, as it has been told (Unix time)
     since: float = field(default_factory=time.time)
 
     @property

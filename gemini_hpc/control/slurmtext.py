@@ -87,6 +87,7 @@ class Row:
     state: str
     user_id: int
     nodes: tuple[str, ...]
+    end_time: float = 0.0  # Unix time; 0.0 where Slurm sets none
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,15 +342,15 @@ def parse_config(text: str) -> Config:
     return Config(tuple(hosts), values["StateSaveLocation"], _time(values.get("BOOT_TIME", "")), values)
 
 
-ROW_FORMAT = "%A|%U|%T|%N"
+ROW_FORMAT = "%A|%U|%T|%N|%e"
 
 
 def parse_row(line: str) -> Row:
     """One row of `squeue -h -o ROW_FORMAT`. Raises `ParseError`."""
     parts = line.strip().split("|")
-    if len(parts) != 4 or not (parts[0].isdigit() and parts[1].isdigit()):
+    if len(parts) != 5 or not (parts[0].isdigit() and parts[1].isdigit()):
         raise ParseError(f"not a row of squeue: {line[:80]!r}")
-    return Row(int(parts[0]), state_of(parts[2]), int(parts[1]), _hosts(parts[3]))
+    return Row(int(parts[0]), state_of(parts[2]), int(parts[1]), _hosts(parts[3]), _time(parts[4]))
 
 
 def parse_admin_level(text: str, user: str) -> str:

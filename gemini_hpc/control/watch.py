@@ -17,7 +17,7 @@ from gemini_hpc.control.recoveries import Recoveries
 from gemini_hpc.control.registry import Agent, Registry, Track
 from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob
 from gemini_hpc.control.slurmtext import LIVE, PENDING, RUNNING, Job
-from gemini_hpc.wire.controller import Release
+from gemini_hpc.wire.controller import Ending, Release
 
 log = logging.getLogger("gemini_hpc.control")
 
@@ -25,6 +25,7 @@ INTERVAL_S = 1.0
 MAX_INTERVAL_S = 10.0
 ELSEWHERE_S = 30.0
 PARTLY_S = 10.0
+_SAME_END_S = 1.5
 
 
 class Watcher:
@@ -76,6 +77,8 @@ class Watcher:
             elif state == RUNNING:
                 self._release_elsewhere(track)
                 self._look_at_agents(track)
+                if row is not None:
+                    _tell_end(track, row.end_time)
             elif state == PENDING and track.stored.pinned:
                 await self._unpin(track)
 
@@ -133,6 +136,14 @@ class Watcher:
     def _release(agent: Agent, reason: str) -> None:
         log.info("job=%d event=release host=%s reason=%s", agent.job, agent.host, reason)
         agent.link.send(Release(agent.job, reason))
+
+
+def _tell_end(track: Track, end_time: float) -> None:
+    """Agents bring the state to the tier before the time limit, which may be changed while the job runs."""
+    for agent in track.agents.values():
+        if agent.connected and abs(agent.told_end - end_time) > _SAME_END_S:
+            agent.told_end = end_time
+            agent.link.send(Ending(track.raw_id, max(0, int(end_time - time.time())) if end_time else None))
 
 
 def never_requeued(job: Job) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gemini_hpc.wire.bounds import Count, Job, Port, Restart, Time
+from gemini_hpc.wire.bounds import Count, Job, Port, Restart, Seconds, Time
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.picture import EventRecord
 
@@ -49,6 +49,13 @@ class Notice(Message, frozen=True, tag="notice"):
 
     job: Job
     text: str
+
+
+class Ending(Message, frozen=True, tag="ending"):
+    """Controller -> agent: Slurm ends the job in so many seconds; None: it sets no time."""
+
+    job: Job
+    left_s: Seconds | None
 
 
 class HoldersAsk(Message, frozen=True, tag="holders?"):

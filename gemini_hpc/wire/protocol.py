@@ -40,6 +40,7 @@ AnyMessage = (
     | controller.EventsUp
     | controller.Release
     | controller.Notice
+    | controller.Ending
     | controller.HoldersAsk
     | controller.Holders
     | picture.JobAsk
@@ -55,7 +56,12 @@ encode = msgspec.msgpack.Encoder().encode
 # and needs no entry: older ends skip it.
 _PUSHES = (peer.PushAsk, peer.PushAnswer, peer.PushHead, peer.PushChunk, peer.PushDone, peer.PushAck)
 _DRAINS = (peer.DrainDown, peer.DrainUp, flush.FlushAsk, flush.Flushing)
-SINCE: dict[type[Message], int] = {peer.Summons: 2, controller.Notice: 2, **dict.fromkeys((*_PUSHES, *_DRAINS), 2)}
+SINCE: dict[type[Message], int] = {
+    peer.Summons: 2,
+    controller.Notice: 2,
+    controller.Ending: 2,
+    **dict.fromkeys((*_PUSHES, *_DRAINS), 2),
+}
 
 
 def known(message: Message, proto: int) -> bool:

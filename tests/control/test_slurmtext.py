@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -122,10 +123,14 @@ def test_node_states(text: str, up: bool, down: bool) -> None:
 
 def test_rows_and_reservations() -> None:
     rows = [parse_row(line) for line in lines("22.05-rows.txt")]
-    assert {r.raw_id for r in rows} == {1, 2, 5, 6} or len(rows) == 4
-    assert parse_row("1|5001|PENDING|").nodes == ()
-    with pytest.raises(ParseError):
-        parse_row("1|alice|PENDING|")
+    assert [r.raw_id for r in rows] == [1, 4, 5, 2, 3]
+    assert rows[0].nodes == ("n1", "n2", "n3")
+    assert rows[0].end_time == datetime(2026, 11, 23, 21, 9, 50, tzinfo=UTC).timestamp()
+    pending = parse_row("1|5001|PENDING||N/A")
+    assert pending.nodes == () and pending.end_time == 0.0
+    for bad in ("1|alice|PENDING||N/A", "1|5001|PENDING|"):
+        with pytest.raises(ParseError):
+            parse_row(bad)
     reservation = parse_reservation(lines("22.05-reservation.txt")[0])
     assert reservation.nodes == ("n1", "n2", "n4") and reservation.users == ("5001",)
 

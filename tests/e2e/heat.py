@@ -21,8 +21,8 @@ MPI = Path(sys.prefix) / "mpi"
 OPENMPI, MPICH = MPI / "openmpi", MPI / "mpich"
 LAUNCHERS = {
     "mpirun": (OPENMPI / "lib/libmpi.so.40", f"{OPENMPI}/bin/mpirun -n 3 --map-by ppr:1:node"),
-    "pmix": (OPENMPI / "lib/libmpi.so.40", "srun --mpi=pmix"),
-    "pmi2": (MPICH / "lib/libmpi.so.12", "srun --mpi=pmi2"),
+    "pmix": (OPENMPI / "lib/libmpi.so.40", "srun --kill-on-bad-exit --mpi=pmix"),
+    "pmi2": (MPICH / "lib/libmpi.so.12", "srun --kill-on-bad-exit --mpi=pmi2"),
     "mpiexec": (MPICH / "lib/libmpi.so.12", f"{MPICH}/bin/mpiexec -n 3 -ppn 1"),
 }
 

@@ -68,6 +68,16 @@ def test_flush_by_hand(train: Train, tier: Path) -> None:
     job.finish()
 
 
+def test_before_the_time_limit(train: Train, tier: Path, cluster: Cluster) -> None:
+    """The limit comes down to a minute after the job has begun."""
+    job = train("limit", "--gemini-replicas=2", f"--gemini-tier={tier}", "--gemini-tier-interval=3600")
+    job.reach(8)
+    assert not saved(tier, job)
+    cluster.run(["scontrol", "update", f"JobId={job.id}", "TimeLimit=1"])
+    until(lambda: saved(tier, job), 20, what="a version on the tier before the time limit")
+    assert job.state == "RUNNING" and saved(tier, job)[0].version >= 8
+
+
 def test_a_job_that_is_cancelled_leaves_its_last_version(train: Train, tier: Path) -> None:
     """Nobody saves at an interval: agents do when the job has ended, then free the memory."""
     job = train("cancel", "--gemini-replicas=2", f"--gemini-tier={tier}", "--gemini-tier-interval=3600")

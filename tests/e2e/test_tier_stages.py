@@ -1,0 +1,233 @@
+"""An agent, a trainer, a node, all nodes die at each stage of a drain, and the disk is full: on a real cluster.
+
+One job of the MPI example, whose plate is known at each step. Whatever happens, the newest whole version on the
+tier is the plate of that step, bit by bit; the job goes on; the next whole version leaves nothing half behind.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from heat import Heat, plates, swept
+from leaks.cluster import nothing_left
+from waiting import until
+
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.devcluster.cluster import Cluster
+from gemini_hpc.tier import nodefile, version
+
+N = 48
+STAGES = ("begun", "writing", "some", "all", "whole")
+VICTIMS = ("agent of the root", "agent of another", "trainer", "node of the root", "node of another", "every node")
+# Each stage and each victim once; the rest of them is a long campaign.
+SOME = [(STAGES[i % len(STAGES)], victim) for i, victim in enumerate(VICTIMS)]
+ALL = [(stage, victim) for stage in STAGES for victim in VICTIMS]
+
+
+@pytest.fixture(scope="module")
+def disk() -> Iterator[Path]:
+    """A file system that can be filled; it must be there before the nodes are, and they have a /tmp of their own."""
+    path = Path(tempfile.mkdtemp(prefix="gemini-tier-", dir="/var/tmp"))
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m,mode=777", "none", str(path)], check=True)
+        try:
+            yield path
+        finally:
+            subprocess.run(["umount", str(path)], check=True)
+    finally:
+        path.rmdir()
+
+
+@pytest.fixture(scope="module")
+def own(disk: Path) -> Iterator[Cluster]:
+    settings = {"fence_budget_nodes": 1000, "agent_restarts": 1000, "tier_bytes_per_s": 8000}
+    with Cluster.up(f"stages{os.getpid()}", nodes=5, settings=settings) as cluster:
+        yield cluster
+
+
+@dataclass
+class Drained:
+    """A running job and its versions on the tier."""
+
+    job: Heat
+    tier: Path
+    known: dict[int, Any] = field(default_factory=dict)
+    source: Iterator[Any] = field(default_factory=lambda: plates(N))
+
+    @property
+    def directory(self) -> Path:
+        return self.tier / f"gemini-{self.job.id}/default"
+
+    def newest(self) -> Stamp:
+        """The whole one that a recovery would take, looked through."""
+        manifest = next(version.whole(str(self.directory)), None)
+        if manifest is None:
+            return Stamp(0, 0)
+        stamp = Stamp(*manifest.stamp)
+        try:
+            self.check(stamp, manifest)
+        except FileNotFoundError:  # two newer ones are whole meanwhile
+            return self.newest()
+        return stamp
+
+    def check(self, stamp: Stamp, manifest: version.Manifest) -> None:
+        where = self.directory / version.name(stamp)
+        for name, stored in manifest.shards().values():
+            with nodefile.Reader(str(where / name)) as reader:
+                reader.read(stored, memoryview(bytearray(stored.used)))
+        with h5py.File(where / "index.h5") as index:
+            field = index["tensors/field"][:]
+        assert np.array_equal(field, self.plate(stamp.version)), stamp
+
+    def plate(self, step: int) -> Any:
+        while step not in self.known:
+            self.known[len(self.known)] = next(self.source)
+        return self.known[step]
+
+    def half(self) -> list[str]:
+        """What has not become whole and is no drain of now."""
+        top = self.newest()
+        entries = [Path(entry.path) for entry in os.scandir(self.directory)]
+        return [
+            path.name
+            for path in entries
+            if ((stamp := version.stamp_of(path.name)) is None or stamp < top)
+            and not (path / version.MANIFEST).exists()
+        ]
+
+    def stage(self, wanted: str) -> Stamp:
+        """Wait until a drain that begins now has got there."""
+        known = set(version.stamps(str(self.directory)))
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            for stamp in version.stamps(str(self.directory)):
+                if stamp not in known and _is(wanted, os.listdir(self.directory / version.name(stamp))):
+                    return stamp
+            time.sleep(0.001)
+        raise AssertionError(f"no drain came to {wanted}\n{self.story()}")
+
+    def next_whole(self, after: Stamp, timeout_s: float = 60.0) -> None:
+        try:
+            until(lambda: self.newest() > after, timeout_s, 0.1, what=f"a version newer than {after} on the tier")
+            until(lambda: not self.half(), 20, 0.1, what="half versions are gone")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.half()}\n{self.story()}") from None
+        assert self.job.agrees()
+
+    def story(self) -> str:
+        cluster = self.job.cluster
+        told = cluster.run(["gemini-hpc", "inspect", str(self.job.id)], user="alice")
+        controller = (cluster.log_directory / "controller.log").read_text()[-3000:]
+        return f"{self.job.said()[-3000:]}\n{told.stdout}{told.stderr}\n{controller}\n{self.job.slurm()}"
+
+
+def _is(stage: str, names: list[str]) -> bool:
+    files = [name for name in names if name.startswith("node-")]
+    return {
+        "begun": True,
+        "writing": any(name.startswith(".node-") for name in names),
+        "some": bool(files),
+        "all": len(files) == 3,
+        "whole": version.MANIFEST in names,
+    }[stage]
+
+
+@pytest.fixture
+def drained(own: Cluster, disk: Path) -> Iterator[Drained]:
+    with nothing_left(own, 45):
+        options = (f"--gemini-tier={disk}", "--gemini-tier-interval=1")
+        job = Drained(Heat.submit(own, "pmi2", *options, n=N, steps=100000, step_s=0.05), disk)
+        job.job.reach(5)
+        until(lambda: job.newest() > Stamp(0, 0), 30, what="a version on the tier")
+        yield job
+        own.run(["scancel", str(job.job.id)])
+        until(lambda: not own.run(["squeue", "-h"]).stdout.strip(), 60, what="queue empty")
+        own.wait_idle(timeout_s=60)
+        swept(own)
+        subprocess.run(["rm", "-rf", *disk.iterdir()], check=True)
+
+
+def kill_agent(job: Heat, host: str) -> None:
+    pids = job.cluster.exec(host, ["pgrep", "-f", f"gemini_hpc.agent --job {job.id} "]).stdout.split()
+    job.cluster.exec(host, ["kill", "-9", max(pids, key=int)])
+
+
+def strike(job: Heat, victim: str, hosts: list[str]) -> Callable[[], None]:
+    """Do it; returned is what has to be done for the next one to find a cluster that is whole."""
+    cluster, host = job.cluster, hosts[0] if victim.endswith("root") else hosts[1]
+    if victim.startswith("agent"):
+        kill_agent(job, host)
+        return lambda: None
+    if victim == "trainer":
+        cluster.exec(host, ["pkill", "-KILL", "-f", "heat_mpi[.]py"])
+        return lambda: None
+    going = cluster.node_names if victim == "every node" else [host]
+    for node in going:
+        cluster.power_off(node)
+
+    def back() -> None:
+        for node in going:
+            cluster.power_on(node)
+        for node, state in cluster.node_states().items():
+            if "down" in state or "drain" in state:
+                cluster.resume(node)
+
+    if victim == "every node":
+        back()
+        return lambda: None
+    return back
+
+
+def campaign(drained: Drained, cases: list[tuple[str, str]]) -> None:
+    job = drained.job
+    for stage, victim in cases:
+        until(lambda: job.slurm().get("JobState") == "RUNNING", 60, what="running")
+        hosts, before = job.hosts(), drained.newest()
+        drained.stage(stage)
+        repair = strike(job, victim, hosts)
+        newest = drained.newest()
+        print(f"{stage}: {victim}: {before} before, {newest} after", flush=True)
+        assert newest >= before
+        # Where nobody is left to tell, Slurm itself finds out after a minute that the job is gone.
+        drained.next_whole(newest, 150 if victim == "every node" else 60)
+        repair()
+        if victim == "every node":
+            assert f"resumed at version {newest.version} from the tier" in job.said(), job.said()
+
+
+def test_each_stage_and_each_victim(drained: Drained) -> None:
+    campaign(drained, SOME)
+
+
+@pytest.mark.long
+def test_each_victim_at_each_stage(drained: Drained) -> None:
+    campaign(drained, ALL)
+
+
+def test_full_at_each_stage(drained: Drained) -> None:
+    for stage in STAGES:
+        before = drained.newest()
+        drained.stage(stage)
+        filler = drained.tier / "filler"
+        with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(bytes(4096))
+        time.sleep(4)  # two attempts
+        newest = drained.newest()
+        print(f"{stage}: {before} before, {newest} while it was full", flush=True)
+        assert newest >= before
+        filler.unlink()
+        drained.next_whole(newest)
+    told = drained.job.cluster.run(["gemini-hpc", "inspect", str(drained.job.id), "--json"], user="alice").stdout
+    assert '"not_saved"' in told and "the file system is full" in told, told
+    assert drained.job.slurm()["Restarts"] == "0"
