@@ -35,6 +35,7 @@ FAMILIES = {
     "inspect": "inspect",
     "recovery": "recovery",
     "busy": "busy",
+    "tier": "tier",
 }
 
 

@@ -87,9 +87,10 @@ class TrainingJob:
         tasks: int = 1,
         exclude: str = "",
         beside: Sequence[str] = (),
+        options: Sequence[str] = (),
     ) -> None:
         """replicas 0: an unprotected job. program: one of `programs/`. tasks: ranks on each node. exclude: a node
-        that is for something else. beside: programs that it imports."""
+        that is for something else. beside: programs that it imports. options: of sbatch, besides."""
         self.cluster = on
         self.directory = directory(on, program, *_BESIDE, *beside)
         script = self.directory / "job.sh"
@@ -102,14 +103,15 @@ class TrainingJob:
             f"srun {words}\n"
         )
         script.chmod(0o755)
-        options = [f"--gemini-replicas={replicas}"] if replicas else []
-        options += [f"--exclude={exclude}"] if exclude else []
+        protect = [f"--gemini-replicas={replicas}"] if replicas else []
+        protect += [f"--exclude={exclude}"] if exclude else []
         self.id = on.sbatch(
             [
                 "--no-requeue",
                 f"-N{nodes}",
                 f"--ntasks-per-node={tasks}",
                 f"--output={self.directory}/out",
+                *protect,
                 *options,
                 str(script),
             ],

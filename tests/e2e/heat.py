@@ -78,8 +78,8 @@ class Heat:
 
     def agrees(self) -> bool:
         """Whether each step, also one that was repeated, has had the same result."""
-        heat = {line["step"]: line["heat"] for line in self.lines("step")}
-        return all(heat[line["step"]] == line["heat"] for line in self.lines("step"))
+        heat: dict[int, str] = {}
+        return all(heat.setdefault(line["step"], line["heat"]) == line["heat"] for line in self.lines("step"))
 
 
 def plates(n: int) -> Iterator[np.ndarray[Any, np.dtype[np.float64]]]:

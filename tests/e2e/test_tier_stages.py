@@ -31,7 +31,6 @@ STAGES = ("begun", "writing", "some", "all", "whole")
 VICTIMS = ("agent of the root", "agent of another", "trainer", "node of the root", "node of another", "every node")
 # Each stage and each victim once; the rest of them is a long campaign.
 SOME = [(STAGES[i % len(STAGES)], victim) for i, victim in enumerate(VICTIMS)]
-ALL = [(stage, victim) for stage in STAGES for victim in VICTIMS]
 
 
 @pytest.fixture(scope="module")
@@ -210,8 +209,44 @@ def test_each_stage_and_each_victim(drained: Drained) -> None:
 
 
 @pytest.mark.long
-def test_each_victim_at_each_stage(drained: Drained) -> None:
-    campaign(drained, ALL)
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_victim(drained: Drained, stage: str) -> None:
+    """A job for each stage: after five times that a job is lost with all of its nodes Slurm holds it."""
+    campaign(drained, [(stage, victim) for victim in VICTIMS])
+
+
+def test_the_newest_version_is_damaged(drained: Drained) -> None:
+    """And memory has nothing: the one before it is taken, and the damage is told."""
+    job, cluster = drained.job, drained.job.cluster
+    until(lambda: len(list(version.whole(str(drained.directory)))) == 2, 30, what="two versions on the tier")
+    for node in cluster.node_names:
+        cluster.power_off(node)
+    newest, older = (Stamp(*manifest.stamp) for manifest in version.whole(str(drained.directory)))
+    bend(drained.directory / version.name(newest) / "node-0001.h5")
+    for node in cluster.node_names:
+        cluster.power_on(node)
+    cluster.run(["scontrol", "requeue", str(job.id)])
+    for node, state in cluster.node_states().items():
+        if "down" in state or "drain" in state:
+            cluster.resume(node)
+
+    def newer() -> bool:
+        return Stamp(*next(version.whole(str(drained.directory))).stamp) > newest
+
+    until(newer, 120, 0.1, what="a version newer than the damaged one")
+    drained.next_whole(newest)
+    assert f"resumed at version {older.version} from the tier" in job.said(), job.said()
+    told = cluster.run(["gemini-hpc", "inspect", str(job.id), "--json"], user="alice").stdout
+    assert "its digest differs" in told, told
+
+
+def bend(path: Path) -> None:
+    """One number of the plate is another."""
+    with h5py.File(path, "r+") as file:
+        found: list[h5py.Dataset] = []
+        file.visititems(lambda _, item: found.append(item) if isinstance(item, h5py.Dataset) else None)
+        plate = max(found, key=lambda dataset: dataset.nbytes)
+        plate[0, 0] = plate[0, 0] + 1.0
 
 
 def test_full_at_each_stage(drained: Drained) -> None:

@@ -1,0 +1,183 @@
+"""The persistent tier: its files against bare ones, what drains cost the training, what memory saves a recovery.
+
+`tier.drain_slowdown`: two ranks on two nodes, 1 GB of state each, compute emulated, a version in each iteration.
+Blocks of iterations in turns, one after the other: without drains, and with one drain after the other (`gemini-hpc
+flush` in a loop, below everything else). Both nodes write to the one disk of this machine, at 500 MB/s each at most.
+
+Recovery (the paper's Figure 10): the same training, requeued. One node of two is cut: the replacement's state comes
+from the memory of the other. Then both: it comes from the tier, page cache dropped. Retrieval is the agents' own
+time for all shards of a node (own and held), the whole is from the cut to the state being loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks import tierfiles
+from benchmarks.bench import USER, MeasureError, Options, TrainingJob, cluster, wait_for
+from benchmarks.rows import Row, median_row
+from gemini_hpc.devcluster.cluster import Cluster
+
+RANKS, BLOCK, PAIRS, CUTS = 2, 6, 8, 3
+NEVER_S = 604800
+LOOP = 'while [ ! -e "$2" ]; do gemini-hpc flush "$1" || sleep 0.1; done'
+
+
+def measure(options: Options) -> list[Row]:
+    """All rows of the family."""
+    rows = tierfiles.measure(options)
+    with cluster(RANKS) as on:
+        rows += _drains(options, on)
+    with cluster(RANKS + 2, settings={"fence_budget_nodes": 1000, "tier_flush_s": 0}) as on:
+        rows += _recoveries(options, on)
+    return rows
+
+
+def _tier(on: Cluster) -> Path:
+    path = on.home(USER) / "tier"
+    path.mkdir(exist_ok=True)
+    path.chmod(0o777)
+    return path
+
+
+@contextmanager
+def _draining(job: TrainingJob, number: int) -> Iterator[None]:
+    """One drain after the other."""
+    stop = job.directory / f"stop.{number}"
+    argv = ["nice", "-n", "19", "sh", "-c", LOOP, "loop", str(job.id), str(stop)]
+    with job.cluster.popen(argv, USER, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield
+        finally:
+            stop.touch()
+            process.wait(120)
+
+
+def _drains(options: Options, on: Cluster) -> list[Row]:
+    pairs, tier = options.count(PAIRS), _tier(on)
+    plan = ["first", "calibrate"]
+    for number in range(2 * pairs):
+        plan += [f"await:{number}", f"gemini:{BLOCK + 1}"]
+    plan.append("await:end")
+    more = [f"--gemini-tier={tier}", f"--gemini-tier-interval={NEVER_S}"]
+    arguments = ["--bytes", str(options.state_bytes), "--plan", ",".join(plan)]
+    job = TrainingJob(on, RANKS, 2, arguments, options=more)
+    try:
+        for number in range(2 * pairs):
+            _awaiting(job, str(number))
+            options.progress.say("tier", f"drains: block {number + 1} of {2 * pairs}")
+            if number % 2:
+                with _draining(job, number):
+                    _go(job, str(number))
+                    _awaiting(job, str(number + 1) if number + 1 < 2 * pairs else "end")
+            else:
+                _go(job, str(number))
+        saved = [event for event in _events(on, job) if event["name"] == "saved"]
+        _go(job, "end")
+        job.finish(120, lambda: None)
+    except BaseException:
+        job.cancel()
+        raise
+    return _drain_rows(job, saved)
+
+
+def _awaiting(job: TrainingJob, name: str) -> None:
+    def there() -> bool:
+        job.check()
+        return len([line for line in job.lines("awaiting") if line["name"] == name]) == RANKS
+
+    wait_for(f"block {name}", there, 300, 0.2)
+
+
+def _go(job: TrainingJob, name: str) -> None:
+    (job.directory / f"rank.go.{name}").touch()
+
+
+def _events(on: Cluster, job: TrainingJob) -> list[dict[str, object]]:
+    done = on.run(["gemini-hpc", "inspect", str(job.id), "--json"], user=USER)
+    if done.returncode:
+        raise MeasureError(done.stderr.strip())
+    found: list[dict[str, object]] = json.loads(done.stdout)["events"]
+    return found
+
+
+def _drain_rows(job: TrainingJob, saved: list[dict[str, object]]) -> list[Row]:
+    blocks: dict[int, list[float]] = defaultdict(list)
+    for line in job.lines("iteration"):
+        if line["rank"] == 0 and line["index"]:
+            blocks[line["block"]].append(line["seconds"])
+    means = [statistics.mean(blocks[block]) for block in sorted(blocks)]
+    ratios = [drained / bare for bare, drained in zip(means[::2], means[1::2], strict=True)]
+    if len(saved) < len(ratios):
+        raise MeasureError(f"{len(saved)} drains in {len(ratios)} blocks")
+    iteration_s = max(line["iteration_s"] for line in job.lines("calibrated"))
+    size = job.lines("ready")[0]["bytes"] / 1e9
+    what = f"iterations of {iteration_s:g} s, {size:.2g} GB a node, with drains / without; {len(saved)} drains"
+    return [median_row("tier.drain_slowdown", what, "x", ratios, limit=1.02)]
+
+
+def _recoveries(options: Options, on: Cluster) -> list[Row]:
+    cuts, tier = options.count(CUTS), _tier(on)
+    found: dict[str, list[tuple[float, float]]] = {"memory": [], "tier": []}
+    for number in range(cuts):
+        for source, times in found.items():
+            options.progress.say("tier", f"recovery from {source}: {number + 1} of {cuts}")
+            times.append(_recovery(options, on, tier, source))
+    rows = []
+    for source, what in (
+        ("memory", "one node of two is lost: from the other's memory"),
+        ("tier", "both: from the tier"),
+    ):
+        pulls, wholes = zip(*found[source], strict=True)
+        rows.append(median_row(f"tier.{source}_pull_s", f"retrieval, {what}", "s", pulls))
+        rows.append(median_row(f"tier.{source}_recovery_s", f"cut to state loaded, {what}", "s", wholes))
+    return rows
+
+
+def _recovery(options: Options, on: Cluster, tier: Path, source: str) -> tuple[float, float]:
+    """Seconds of the slowest agent's pulls, and from the cut to the state being loaded."""
+    more = ["--requeue", "--open-mode=append", f"--gemini-tier={tier}", f"--gemini-tier-interval={NEVER_S}"]
+    arguments = ["--bytes", str(options.state_bytes), "--plan", "first,await:never"]
+    job = TrainingJob(on, RANKS, 2, arguments, options=more)
+    try:
+        job.wait_line("awaiting", RANKS, 180)
+        done = on.run(["gemini-hpc", "flush", str(job.id)], user=USER, timeout_s=120)
+        if done.returncode:
+            raise MeasureError(f"no flush: {done.stderr.strip()}")
+        for path in tier.rglob("*.h5"):
+            tierfiles.forget(path)
+        hosts = job.hosts()
+        cut = hosts if source == "tier" else hosts[1:]
+        for path in job.directory.glob("rank.[0-9]*"):
+            path.unlink()
+        began = time.time()
+        for host in cut:
+            on.power_off(host)
+        job.wait_line("ready", RANKS, 180)
+        whole_s = time.time() - began
+        pulled = [event for event in _events(on, job) if event["name"] == "pulled" and float(str(event["t"])) > began]
+        pulls = [float(str(event["detail"]).rsplit(" in ", 1)[1].split()[0]) for event in pulled]
+        out = (job.directory / "out").read_text()
+        if not pulls or f"from {'the tier' if source == 'tier' else 'memory'}" not in out:
+            raise MeasureError(f"job {job.id} did not come back from {source}:\n{out[-2000:]}")
+        return max(pulls), whole_s
+    finally:
+        job.cancel()
+        _restore(on)
+
+
+def _restore(on: Cluster) -> None:
+    for node in on.node_names:
+        if not on.is_on(node):
+            on.power_on(node)
+    for node, state in on.node_states().items():
+        if "down" in state or "drain" in state:
+            on.resume(node)
+    on.wait_idle(timeout_s=120)
