@@ -15,7 +15,6 @@ import json
 import statistics
 import subprocess
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +24,8 @@ from benchmarks.bench import USER, MeasureError, Options, TrainingJob, cluster, 
 from benchmarks.rows import Row, median_row
 from gemini_hpc.devcluster.cluster import Cluster
 
-RANKS, BLOCK, PAIRS, CUTS = 2, 6, 8, 3
+RANKS, WARM, BLOCK, PAIRS, CUTS = 2, 12, 6, 8, 3
+ITERATION_S = 3.0  # of a GB
 NEVER_S = 604800
 LOOP = 'while [ ! -e "$2" ]; do gemini-hpc flush "$1" || sleep 0.1; done'
 
@@ -62,42 +62,53 @@ def _draining(job: TrainingJob, number: int) -> Iterator[None]:
 
 def _drains(options: Options, on: Cluster) -> list[Row]:
     pairs, tier = options.count(PAIRS), _tier(on)
-    plan = ["first", "calibrate"]
-    for number in range(2 * pairs):
-        plan += [f"await:{number}", f"gemini:{BLOCK + 1}"]
-    plan.append("await:end")
     more = [f"--gemini-tier={tier}", f"--gemini-tier-interval={NEVER_S}"]
-    arguments = ["--bytes", str(options.state_bytes), "--plan", ",".join(plan)]
+    iteration_s = max(0.5, ITERATION_S * options.gb)
+    arguments = [
+        "--bytes",
+        str(options.state_bytes),
+        "--iteration",
+        str(iteration_s),
+        "--plan",
+        "first,gemini:100000",
+    ]
     job = TrainingJob(on, RANKS, 2, arguments, options=more)
     try:
+        _train(job, WARM, 300)
+        means: list[float] = []
         for number in range(2 * pairs):
-            _awaiting(job, str(number))
             options.progress.say("tier", f"drains: block {number + 1} of {2 * pairs}")
             if number % 2:
                 with _draining(job, number):
-                    _go(job, str(number))
-                    _awaiting(job, str(number + 1) if number + 1 < 2 * pairs else "end")
+                    means.append(_train(job, BLOCK, 60 * iteration_s))
             else:
-                _go(job, str(number))
+                means.append(_train(job, BLOCK, 60 * iteration_s))
         saved = [event for event in _events(on, job) if event["name"] == "saved"]
-        _go(job, "end")
-        job.finish(120, lambda: None)
-    except BaseException:
+    finally:
         job.cancel()
-        raise
-    return _drain_rows(job, saved)
+    ratios = [drained / bare for bare, drained in zip(means[::2], means[1::2], strict=True)]
+    if len(saved) < len(ratios):
+        raise MeasureError(f"{len(saved)} drains in {len(ratios)} blocks")
+    size = job.lines("ready")[0]["bytes"] / 1e9
+    bare_s = statistics.median(means[::2])
+    what = f"iterations of {bare_s:.2g} s, {size:.2g} GB a node, with drains / without; {len(saved)} drains"
+    return [median_row("tier.drain_slowdown", what, "x", ratios, limit=1.02)]
 
 
-def _awaiting(job: TrainingJob, name: str) -> None:
+def _train(job: TrainingJob, count: int, timeout_s: float) -> float:
+    """So many whole iterations from now on: their mean length."""
+
+    def iterations() -> list[float]:
+        return [line["seconds"] for line in job.lines("iteration") if line["rank"] == 0]
+
+    first = len(iterations()) + 1  # the one that runs now does not count
+
     def there() -> bool:
         job.check()
-        return len([line for line in job.lines("awaiting") if line["name"] == name]) == RANKS
+        return len(iterations()) >= first + count
 
-    wait_for(f"block {name}", there, 300, 0.2)
-
-
-def _go(job: TrainingJob, name: str) -> None:
-    (job.directory / f"rank.go.{name}").touch()
+    wait_for(f"{count} iterations", there, timeout_s, 0.5)
+    return statistics.mean(iterations()[first : first + count])
 
 
 def _events(on: Cluster, job: TrainingJob) -> list[dict[str, object]]:
@@ -106,21 +117,6 @@ def _events(on: Cluster, job: TrainingJob) -> list[dict[str, object]]:
         raise MeasureError(done.stderr.strip())
     found: list[dict[str, object]] = json.loads(done.stdout)["events"]
     return found
-
-
-def _drain_rows(job: TrainingJob, saved: list[dict[str, object]]) -> list[Row]:
-    blocks: dict[int, list[float]] = defaultdict(list)
-    for line in job.lines("iteration"):
-        if line["rank"] == 0 and line["index"]:
-            blocks[line["block"]].append(line["seconds"])
-    means = [statistics.mean(blocks[block]) for block in sorted(blocks)]
-    ratios = [drained / bare for bare, drained in zip(means[::2], means[1::2], strict=True)]
-    if len(saved) < len(ratios):
-        raise MeasureError(f"{len(saved)} drains in {len(ratios)} blocks")
-    iteration_s = max(line["iteration_s"] for line in job.lines("calibrated"))
-    size = job.lines("ready")[0]["bytes"] / 1e9
-    what = f"iterations of {iteration_s:g} s, {size:.2g} GB a node, with drains / without; {len(saved)} drains"
-    return [median_row("tier.drain_slowdown", what, "x", ratios, limit=1.02)]
 
 
 def _recoveries(options: Options, on: Cluster) -> list[Row]:
