@@ -1,6 +1,7 @@
 """The persistent tier: its files against bare ones, what drains cost the training, what memory saves a recovery.
 
-`tier.drain_slowdown`: two ranks on two nodes, 1 GB of state each, compute emulated, a version in each iteration.
+`tier.drain_slowdown`: two ranks on two nodes, 1 GB of state each, compute emulated, a version in each iteration,
+sent at once (there is next to no traffic of the training that it could disturb).
 Blocks of iterations in turns, one after the other: without drains, and with one drain after the other (`gemini-hpc
 flush` in a loop, below everything else). Both nodes write to the one disk of this machine, at 500 MB/s each at most.
 
@@ -25,7 +26,7 @@ from benchmarks.rows import Row, median_row
 from gemini_hpc.devcluster.cluster import Cluster
 
 RANKS, WARM, BLOCK, PAIRS, CUTS = 2, 12, 6, 8, 3
-ITERATION_S = 3.0  # of a GB
+ITERATION_S = 4.0  # of a GB
 NEVER_S = 604800
 LOOP = 'while [ ! -e "$2" ]; do gemini-hpc flush "$1" || sleep 0.1; done'
 
@@ -63,16 +64,8 @@ def _draining(job: TrainingJob, number: int) -> Iterator[None]:
 def _drains(options: Options, on: Cluster) -> list[Row]:
     pairs, tier = options.count(PAIRS), _tier(on)
     more = [f"--gemini-tier={tier}", f"--gemini-tier-interval={NEVER_S}"]
-    iteration_s = max(0.5, ITERATION_S * options.gb)
-    arguments = [
-        "--bytes",
-        str(options.state_bytes),
-        "--iteration",
-        str(iteration_s),
-        "--plan",
-        "first,gemini:100000",
-    ]
-    job = TrainingJob(on, RANKS, 2, arguments, options=more)
+    iteration_s, size = _pace(options)
+    job = TrainingJob(on, RANKS, 2, [*size, "--plan", "first,gemini:100000"], options=more)
     try:
         _train(job, WARM, 300)
         means: list[float] = []
@@ -89,10 +82,16 @@ def _drains(options: Options, on: Cluster) -> list[Row]:
     ratios = [drained / bare for bare, drained in zip(means[::2], means[1::2], strict=True)]
     if len(saved) < len(ratios):
         raise MeasureError(f"{len(saved)} drains in {len(ratios)} blocks")
-    size = job.lines("ready")[0]["bytes"] / 1e9
-    bare_s = statistics.median(means[::2])
-    what = f"iterations of {bare_s:.2g} s, {size:.2g} GB a node, with drains / without; {len(saved)} drains"
+    gb, bare_s = job.lines("ready")[0]["bytes"] / 1e9, statistics.median(means[::2])
+    what = f"iterations of {bare_s:.2g} s, {gb:.2g} GB a node, with drains / without; {len(saved)} drains"
     return [median_row("tier.drain_slowdown", what, "x", ratios, limit=1.02)]
+
+
+def _pace(options: Options) -> tuple[float, list[str]]:
+    """Compute of an iteration, in which the copies can be sent; the words of it and of the state's size."""
+    seconds = max(0.5, ITERATION_S * options.gb)
+    words = ["--bytes", str(options.state_bytes), "--iteration", str(seconds), "--first-iteration", str(seconds)]
+    return seconds, [*words, "--scheme", "background"]
 
 
 def _train(job: TrainingJob, count: int, timeout_s: float) -> float:
@@ -140,8 +139,8 @@ def _recoveries(options: Options, on: Cluster) -> list[Row]:
 def _recovery(options: Options, on: Cluster, tier: Path, source: str) -> tuple[float, float]:
     """Seconds of the slowest agent's pulls, and from the cut to the state being loaded."""
     more = ["--requeue", "--open-mode=append", f"--gemini-tier={tier}", f"--gemini-tier-interval={NEVER_S}"]
-    arguments = ["--bytes", str(options.state_bytes), "--plan", "first,await:never"]
-    job = TrainingJob(on, RANKS, 2, arguments, options=more)
+    _, size = _pace(options)
+    job = TrainingJob(on, RANKS, 2, [*size, "--plan", "first,await:never"], options=more)
     try:
         job.wait_line("awaiting", RANKS, 180)
         done = on.run(["gemini-hpc", "flush", str(job.id)], user=USER, timeout_s=120)

@@ -123,6 +123,8 @@ def _fill(path: str, places: Iterable[tuple[int, memoryview]], paced: Paced) -> 
             at = 0
             while at < len(data):
                 sent = os.pwrite(fd, data[at : at + _STRIDE_BYTES], offset + at)
+                # It goes to the disk while the next bytes come, and does not stay in the node's page cache.
+                os.posix_fadvise(fd, offset + at, sent, os.POSIX_FADV_DONTNEED)
                 at += sent
                 paced(sent)
     finally:
