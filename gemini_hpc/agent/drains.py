@@ -45,6 +45,7 @@ class Gathering:
 
     stamp: Stamp
     world: int
+    attempt: int = field(default_factory=lambda: int.from_bytes(os.urandom(4)))
     began: float = field(default_factory=time.monotonic)
     files: dict[str, NodeFile] = field(default_factory=dict)
     done: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -144,8 +145,8 @@ class Drains:
                 for name, gathering in begun.items():
                     if gathering.whole:  # its manifest is being written
                         await asyncio.wait([gathering.done])
-                    else:
-                        await self._clean(name)
+                    else:  # a newer one may be another incarnation's
+                        await self._clean(name, Stamp(gathering.stamp.epoch, gathering.stamp.version + 1))
 
     async def stored(self, without: Iterable[tuple[str, bounds.Stamp]]) -> tuple[Manifest, ...]:
         """The newest whole version of each set on the tier, but for these. Asked until there is an answer: who goes
@@ -195,9 +196,10 @@ class Drains:
             self._tidy[name] = self._agent.spawn(self._clean(name))
         return self._tidy[name]
 
-    async def _clean(self, name: str) -> None:
+    async def _clean(self, name: str, before: Stamp | None = None) -> None:
+        limit = None if before is None else (before.epoch, before.version)
         try:
-            await tierwork.carry_out(orders.Clean(self.tier, self._agent.job, name))
+            await tierwork.carry_out(orders.Clean(self.tier, self._agent.job, name, limit))
         except TierFailed as error:
             self._say(name, 0, f"half versions cannot be removed: {error}")
 
@@ -216,7 +218,8 @@ class Drains:
             self._before_end[name] = self._ends_at
         gathering = self._gathering[name] = Gathering(stamp, training.world)
         agent = self._agent
-        agent.spawn(self._ask(peer.DrainDown(number, name, (stamp.epoch, stamp.version)), gathering))
+        message = peer.DrainDown(number, name, (stamp.epoch, stamp.version), gathering.attempt)
+        agent.spawn(self._ask(message, gathering))
         return gathering
 
     async def _ask(self, message: peer.DrainDown, gathering: Gathering) -> None:
@@ -266,7 +269,7 @@ class Drains:
             self._agent.send(rounds.parent, message)
             return
         gathering = self._gathering.get(message.set)
-        if gathering is None or gathering.stamp != Stamp(*message.stamp):
+        if gathering is None or (gathering.stamp, gathering.attempt) != (Stamp(*message.stamp), message.attempt):
             return
         if message.file is None:
             self._failed(message.set, gathering, f"{message.host}: {message.reason}")
@@ -329,16 +332,19 @@ class Drains:
         if not shards:
             return
         before, told = self._saving.get(name), self._told.get(name)
-        if told is not None and told.stamp == message.stamp and told.round == message.round:
-            self.heard(told)  # again: it may have been lost with an agent on its way
-        elif self._begun.get(name) != message:
+        if self._begun.get(name) == message:
+            if told is not None and told.attempt == message.attempt:
+                self.heard(told)  # again: it may have been lost with an agent on its way
+        else:
             if before is not None:
                 before.cancel()  # the root has given that version up, or there would be no other
             self._begun[name] = message
             self._saving[name] = agent.spawn(self._save(message, stamp, mine, shards, before))
 
     def _tell(self, message: peer.DrainDown, file: NodeFile | None, reason: str = "") -> None:
-        told = peer.DrainUp(message.round, message.set, message.stamp, self._agent.node, file, reason)
+        told = peer.DrainUp(
+            message.round, message.set, message.stamp, self._agent.node, file, reason, message.attempt
+        )
         self._told[message.set] = told
         self.heard(told)
 

@@ -59,7 +59,10 @@ class Finish(Order, frozen=True, tag="finish"):
 
 
 class Clean(Order, frozen=True, tag="clean"):
-    """Remove what was begun and has not become whole; nobody may be writing. Answered by `Finished`."""
+    """Remove what was begun and has not become whole, older than `before`; nobody may be writing there. Answered by
+    `Finished`."""
+
+    before: Stamp | None = None
 
 
 class Look(Order, frozen=True, tag="look"):

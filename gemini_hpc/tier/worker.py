@@ -106,8 +106,9 @@ def _finish(order: orders.Finish) -> orders.Answer:
 
 def _clean(order: orders.Clean) -> orders.Answer:
     where = f"{version.job_directory(order.tier, order.job)}/{order.set}"
+    before = None if order.before is None else Stamp(*order.before)
     with told(where):
-        removed = retention.clean(where, sys.maxsize)
+        removed = retention.clean(where, sys.maxsize, before=before)
     return orders.Finished(tuple((s.epoch, s.version) for s in removed))
 
 

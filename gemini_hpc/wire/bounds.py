@@ -23,6 +23,7 @@ Epoch = Annotated[int, msgspec.Meta(ge=0, lt=1 << EPOCH_BITS)]
 Version = Annotated[int, msgspec.Meta(ge=0, lt=1 << VERSION_BITS)]
 Round = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANKS)]
+Attempt = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # any number that is another one the next time
 Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]
 Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]  # Unix time in seconds; neither NaN nor infinity
 Pairs = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]

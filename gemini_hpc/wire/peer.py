@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from gemini_hpc.wire.bounds import Bytes, Count, Epoch, Pairs, Port, Restart, Round, Seconds, Stamp, Version
+from gemini_hpc.wire.bounds import Attempt, Bytes, Count, Epoch, Pairs, Port, Restart, Round, Seconds, Stamp, Version
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import NodeFile
 
@@ -208,11 +208,13 @@ class WordDown(Message, frozen=True, tag="word"):
 
 
 class DrainDown(Message, frozen=True, tag="drain"):
-    """Down: this version, just sealed, goes to the tier: copy the shards whose home you are, at once."""
+    """Down: this version, just sealed, goes to the tier: copy the shards whose home you are, at once. Said again with
+    the same `attempt` it asks only what has become of it."""
 
     round: Round
     set: str
     stamp: Stamp
+    attempt: Attempt = 0
 
 
 class DrainUp(Message, frozen=True, tag="drained"):
@@ -224,6 +226,7 @@ class DrainUp(Message, frozen=True, tag="drained"):
     host: str
     file: NodeFile | None
     reason: str = ""
+    attempt: Attempt = 0
 
 
 # ---- pulls, on connections of their own ----------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,9 +14,10 @@ import numpy as np
 from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
+from gemini_hpc.devcluster.layout import INSIDE
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-MPI = Path(sys.prefix) / "mpi"
+MPI = INSIDE / "base" / "mpi"  # this environment, as the nodes see it
 OPENMPI, MPICH = MPI / "openmpi", MPI / "mpich"
 LAUNCHERS = {
     "mpirun": (OPENMPI / "lib/libmpi.so.40", f"{OPENMPI}/bin/mpirun -n 3 --map-by ppr:1:node"),

@@ -35,8 +35,11 @@ SOME = [(STAGES[i % len(STAGES)], victim) for i, victim in enumerate(VICTIMS)]
 
 @pytest.fixture(scope="module")
 def disk() -> Iterator[Path]:
-    """A file system that can be filled; it must be there before the nodes are, and they have a /tmp of their own."""
-    path = Path(tempfile.mkdtemp(prefix="gemini-tier-", dir="/var/tmp"))
+    """A file system that can be filled; it must be there before the nodes are, and they have a /tmp of their own.
+
+    Not named as ours are: tests that run beside look for what is left of those.
+    """
+    path = Path(tempfile.mkdtemp(prefix="tier-disk-", dir="/var/tmp"))
     try:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m,mode=777", "none", str(path)], check=True)
         try:
