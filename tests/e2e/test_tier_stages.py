@@ -269,3 +269,21 @@ def test_full_at_each_stage(drained: Drained) -> None:
     told = drained.job.cluster.run(["gemini-hpc", "inspect", str(drained.job.id), "--json"], user="alice").stdout
     assert '"not_saved"' in told and "the file system is full" in told, told
     assert drained.job.slurm()["Restarts"] == "0"
+
+
+def test_a_job_that_ends_well_in_a_drain(own: Cluster, disk: Path) -> None:
+    """What it was writing will never become whole: it goes with the agents."""
+    with nothing_left(own, 45):
+        job = Heat.submit(
+            own, "pmi2", f"--gemini-tier={disk}", "--gemini-tier-interval=1", n=N, steps=60, step_s=0.05
+        )
+        directory = disk / f"gemini-{job.id}/default"
+        until(directory.exists, 60, what="a drain")
+        job.finish()
+        until(lambda: not _half(directory), 20, what="half versions are gone")
+        swept(own)
+        subprocess.run(["rm", "-rf", *disk.iterdir()], check=True)
+
+
+def _half(directory: Path) -> list[str]:
+    return [name for name in os.listdir(directory) if not (directory / name / version.MANIFEST).exists()]
