@@ -24,6 +24,9 @@ SCHEMES: tuple[Scheme, ...] = ("none", "blocking", "naive", "background", "no_pi
 PROBE_BYTES = 4096  # the first chunk of a version without a timetable: it shows the link's startup time
 LEAST_BYTES = 64 << 10  # a chunk is not cut smaller: each takes some 0.3 ms of processors at both ends
 _LOOK_S, _SOON_S, _SPAN_S = 0.02, 0.001, 0.1
+# A training of whose traffic nothing is seen for longer than any of its last iterations, and this, pauses (evaluates,
+# for instance). Of the first iteration the length is not known.
+_PAUSE_S, _FIRST_PAUSE_S, _LENGTHS = 1.0, 5.0, 8
 _JOURNAL, _COPIES = 4096, 64
 
 
@@ -87,6 +90,9 @@ class Pacer:
         self._version = 0
         self._now = 0
         self._begun_at = 0.0
+        self._lengths: deque[float] = deque(maxlen=_LENGTHS)
+        self._stepped_at: float | None = None
+        self.strayed = False  # chunks went into a pause of this iteration, though they were to wait for `hurry`
         self._passed = (-1, 0.0)  # the iteration whose gate was passed last, and when
         self._hurry = threading.Event()
         self._ending = False
@@ -97,7 +103,10 @@ class Pacer:
 
     def iteration(self, version: int) -> None:
         """The iteration after step() number `version` begins."""
-        self._now = version
+        now = self._clock()
+        if self._stepped_at is not None:
+            self._lengths.append(now - self._stepped_at)
+        self._stepped_at, self._now, self.strayed = now, version, False
         self.wake()
 
     def gate(self) -> None:
@@ -210,12 +219,23 @@ class Pacer:
             self._crowded = False
             self.wake()
 
+    def _pauses(self) -> bool:
+        traffic = self.traffic
+        if traffic is None or self._stepped_at is None:
+            return False
+        longest_s = max(self._lengths, default=_FIRST_PAUSE_S)
+        return not traffic.in_flight() and self._clock() - traffic.quiet_since() > max(_PAUSE_S, longest_s)
+
     def _look(self, replica: int, at: int, least: int, most: int, backlog_bytes: int) -> _Wait:
         table, traffic = self._table, self.traffic
         if table is None:
             # the probe disturbs nobody, and shows alpha only where no other rank's copies are on the way
             probe = not at and most <= PROBE_BYTES and traffic is not None and not traffic.in_flight()
-            return _Wait(_LOOK_S if self.deferred and not probe else 0.0, size=most)
+            if not self.deferred or probe:
+                return _Wait(0.0, size=most)
+            pauses = self._pauses()
+            self.strayed |= pauses
+            return _Wait(0.0 if pauses else _LOOK_S, size=most)
         if traffic is None:
             return _Wait(_LOOK_S)
         passed, passed_at = self._passed

@@ -188,6 +188,7 @@ class Rhythm:
         trace = self._watch.mark() if self._council is not None else None
         waited_s, self._waited_s = self._waited_s, 0.0
         self._version = version
+        self._dirty = self._dirty or self._pacer.strayed
         self._pacer.iteration(version)
         if self._council is None or self.problem:
             return None

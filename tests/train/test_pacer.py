@@ -228,3 +228,36 @@ def test_nor_does_a_second_replica_whose_chunks_have_none() -> None:
     assert [table.planned(0, at) for at in (0, SIZE, 2 * SIZE)] == [0, 1, 1]
     assert [table.planned(1, at) for at in (0, SIZE)] == [1, 1]
     assert table.planned(2, 0) == 2, "nothing is planned for a third one"
+
+
+def _profiled(make: Make, played: Played, *steps: float) -> Pacer:
+    """One that sends nothing before the optimizer asks, after steps at these times."""
+    pacer = make(played)
+    pacer.timetable, pacer.deferred = None, True
+    for version, at in enumerate(steps, 8):
+        played.now = at
+        pacer.iteration(version)
+    pacer.begin(8 + len(steps))
+    return pacer
+
+
+@pytest.mark.parametrize("steps, after_s", [([], 5.0), ([0.4, 0.8], 1.0), ([2.0, 4.0], 2.0)])
+def test_a_training_that_pauses_while_it_is_profiled_has_its_version_sent(
+    make: Make, steps: list[float], after_s: float
+) -> None:
+    """After the last collective nothing is seen of it for longer than an iteration takes."""
+    last = steps[-1] if steps else 0.0
+    played = Played([(last - 0.1, last), (last + 0.1, last + 0.3)])
+    pacer = _profiled(make, played, *steps)
+    pacer.turn(0, PROBE_BYTES, SIZE, lambda: 0)
+    assert last + 0.3 + after_s < played.now < last + 0.3 + after_s + 0.1
+    assert pacer.strayed and not pacer.spilled_bytes
+    pacer.iteration(20)
+    assert not pacer.strayed, "the next iteration is as good for the profile as any"
+
+
+def test_traffic_ends_such_a_pause(make: Make) -> None:
+    played = Played([(1.0, 3.0), (3.5, 3.6)])
+    pacer = _profiled(make, played, 0.4, 0.8)
+    pacer.turn(0, PROBE_BYTES, SIZE, lambda: 0)
+    assert 4.6 < played.now < 4.7
