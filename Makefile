@@ -16,6 +16,9 @@ DEAL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 DEBIAN_SITE := slurmdbd mariadb-server-core strace
 # What Debian's plugin for `srun --mpi=pmix` loads.
 DEBIAN_MPI := libpmix-dev
+# HDF5 and h5py that are built with MPI (Debian's Open MPI 4), for Debian's own Python: PyPI has none.
+DEBIAN_HDF5 := python3-h5py-mpi python3-mpi4py openmpi-bin
+PARALLEL := $(VENV)/parallel
 # Two MPIs for the tests of the transport, each in a place of its own: both have a bin/mpiexec and a lib/libmpi.so.
 MPIS := openmpi mpich
 SOURCES := pyproject.toml README.md $(shell find gemini_hpc slurm prolog_epilog examples -type f \
@@ -56,10 +59,12 @@ $(VENV)/.made: deps
 	@touch $@
 
 deps-mpi: $(VENV)/.made
-	$(call install_debian,$(DEBIAN_MPI))
+	$(call install_debian,$(DEBIAN_MPI) $(DEBIAN_HDF5))
 	@$(PY) -c 'import mpi4py' 2>/dev/null || { echo "installing mpi4py"; $(PY) -m pip install -q 'mpi4py>=4'; }
 	@for mpi in $(MPIS); do [ -x $(VENV)/mpi/$$mpi/bin/mpiexec ] || { echo "installing $$mpi into $(VENV)/mpi"; \
 	  $(PY) -m pip install -q --no-deps --ignore-installed --prefix $(VENV)/mpi/$$mpi $$mpi; }; done
+	@$(PARALLEL)/bin/python -c 'import msgspec, xxhash' 2>/dev/null || { echo "installing into $(PARALLEL)"; \
+	  /usr/bin/python3 -m venv --system-site-packages $(PARALLEL); $(PARALLEL)/bin/python -m pip install -q msgspec xxhash; }
 
 $(VENV)/.installed: $(SOURCES) | $(VENV)/.made
 	@echo "installing gemini-hpc into $(VENV)"

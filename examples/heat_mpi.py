@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.0, help="a step takes so long at least")
     parser.add_argument("--every", type=int, default=1, help="save each so manieth step only")
     parser.add_argument("--log", default="", help="JSON lines of rank 0")
+    parser.add_argument("--archive", default="", help="at the end, all ranks write this HDF5 file (h5py with MPI)")
     args = parser.parse_args()
 
     comm = MPI.COMM_WORLD
@@ -73,6 +74,8 @@ def main() -> None:
         print(f"step {step}: mean temperature {whole.mean():.6f}, field {digest}", flush=True)
         if log:
             log.write(json.dumps({"final": digest}) + "\n")
+    if args.archive:
+        checkpointer.archive(args.archive)
     checkpointer.close()
 
 

@@ -79,6 +79,15 @@ class Arrays:
             target = np.frombuffer(area[piece.at : piece.at + size], dtype=held.array.dtype)
             np.copyto(target.reshape(held.array.shape), held.array)
 
+    def pieces(self) -> list[tuple[Piece, Array]]:
+        """Boxes, and the values of each, in memory without gaps; as bytes where that is how they are kept."""
+        found = []
+        for piece, held in self._pieces():
+            values = np.asarray(held.array, order="C")
+            plain = _name(values.dtype) is not None
+            found.append((piece, values if plain else values.reshape(-1).view("uint8")))
+        return found
+
     def _pieces(self) -> list[tuple[Piece, _Held]]:
         held = list(self._held.values())
         return [(piece, held[piece.row]) for piece in self.manifest.pieces]

@@ -23,8 +23,10 @@ from gemini_hpc.client.slots import Content, Shard, Slot
 from gemini_hpc.core import placement
 from gemini_hpc.core.manifest import pack_header
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.mpi import archive
 from gemini_hpc.mpi.arrays import Arrays, Saved
 from gemini_hpc.mpi.exchange import Exchange, Patience, digest
+from gemini_hpc.mpi.words import Words
 from gemini_hpc.wire import local
 
 REGISTER_TIMEOUT_S, FETCH_TIMEOUT_S = 120.0, 600.0
@@ -62,6 +64,7 @@ class Checkpointer:
             raise ValueError("every >= 1, seal_timeout_s > 0, chunk_bytes >= 4096 and a name are wanted")
         self._comm = comm.Dup()
         self._rank, self._world = self._comm.Get_rank(), self._comm.Get_size()
+        self._words = Words(self._comm)
         self._arrays = Arrays(arrays, self._rank, self._world)
         self._name, self._every, self._seal_timeout_s, self._chunk_bytes = name, every, seal_timeout_s, chunk_bytes
         self._version = self._last = 0
@@ -99,7 +102,9 @@ class Checkpointer:
 
     def _join(self) -> None:
         notice = self._greet()
-        notices = [msgspec.msgpack.decode(raw, type=Notice) for raw in self._all(msgspec.msgpack.encode(notice))]
+        notices = [
+            msgspec.msgpack.decode(raw, type=Notice) for raw in self._words.all(msgspec.msgpack.encode(notice))
+        ]
         problem = joining.problem(notices, notice)
         if problem:
             kept = max(n.chosen for n in notices)
@@ -123,20 +128,6 @@ class Checkpointer:
         self._targets = targets[self._rank]
         self._sources = [r for r, t in enumerate(targets) if self._rank in t and r != self._rank]
         self._protected = True
-
-    def _all(self, data: bytes) -> list[bytes]:
-        """Collective: what every rank gave. No pickle."""
-        lengths = bytearray(8 * self._world)
-        self._comm.Allgather(len(data).to_bytes(8, "little"), lengths)
-        sizes = [int.from_bytes(lengths[i : i + 8], "little") for i in range(0, len(lengths), 8)]
-        most = max(1, *sizes)
-        gathered = bytearray(most * self._world)
-        self._comm.Allgather(data.ljust(most, b"\x00"), gathered)
-        return [bytes(gathered[i * most : i * most + size]) for i, size in enumerate(sizes)]
-
-    def _agreed(self, mine: bool) -> bool:
-        """Collective: whether it is so on all ranks."""
-        return all(word == b"1" for word in self._all(b"1" if mine else b"0"))
 
     def _try_again(self, why: str) -> None:
         """There is a version, and this launch cannot have it: beginning anew would replace it by something worse."""
@@ -171,7 +162,7 @@ class Checkpointer:
                 shards = self._fetch(welcome)
             except (AgentLost, AgentRefused, OSError, ValueError) as error:
                 self._say(f"version {welcome.chosen_version} cannot be loaded: rank {self._rank}: {error}")
-            if self._agreed(bool(shards)):
+            if self._words.agreed(bool(shards)):
                 break
             self._again()
         else:
@@ -190,8 +181,7 @@ class Checkpointer:
             self._arrays.load(shards, same)
         except ValueError as error:
             problem = str(error)
-        problems = [text.decode() for text in self._all(problem.encode())]
-        found = next((text for text in problems if text), "")
+        found = self._words.first(problem)
         if found:
             raise ValueError(f"the saved state does not fit this program: {found}")
 
@@ -247,7 +237,7 @@ class Checkpointer:
             if self._settle() and (self._shards or self._register()):
                 begun = self._begin()
         # One word of all ranks: what one of them does alone would be waited for by the others, for ever.
-        words = self._all(self._lost.encode() if self._lost else b"\x01" if begun else b"")
+        words = self._words.all(self._lost.encode() if self._lost else b"\x01" if begun else b"")
         lost = next((word.decode() for word in words if word not in (b"", b"\x01")), "")
         if lost:
             self._protected = False
@@ -276,7 +266,7 @@ class Checkpointer:
     def _register(self) -> bool:
         """Collective, at the first step: the memory of this rank's shard, and of those that it keeps for others."""
         assert self._client is not None
-        sizes = [int(raw) for raw in self._all(str(self._arrays.layout.total).encode())]
+        sizes = [int(raw) for raw in self._words.all(str(self._arrays.layout.total).encode())]
         made: dict[int, Shard[Slot]] = {}
         problem = ""
         try:
@@ -284,14 +274,14 @@ class Checkpointer:
                 made[rank] = self._ask_for(rank, sizes[rank])
         except (AgentLost, AgentRefused, OSError, ValueError) as error:
             problem = f"rank {self._rank}: {error}"
-        found = next((raw.decode() for raw in self._all(problem.encode()) if raw), "")
+        found = self._words.first(problem)
         if found:
             for shard in made.values():
                 shard.close()
             self._lost = found
             return False
         self._shards = made
-        self._used = [int(raw) for raw in self._all(str(self._arrays.layout.small_offset).encode())]
+        self._used = [int(raw) for raw in self._words.all(str(self._arrays.layout.small_offset).encode())]
         self._start_thread()
         return True
 
@@ -433,6 +423,21 @@ class Checkpointer:
     @staticmethod
     def _remap(shard: Shard[Slot]) -> Any:
         return lambda fds: Shard(shard.rank, shard.world, shard.home, shard.total_bytes, fds, Slot)
+
+    # ---- the archive -----------------------------------------------------------------------------------
+
+    def archive(self, path: str | os.PathLike[str], *, info: Any = None) -> None:
+        """Write the arrays as they are now into one HDF5 file, which all ranks fill together: what one keeps, beside
+        the copies in memory and the tier's versions. Collective; the program waits for it.
+
+        A `Part` is dataset `/tensors/NAME`, of the global shape; what is a rank's own is `/ranks/RANK/NAME`. Also
+        without an agent. The file has its name when all of it is on disk, and takes the place of one that was there.
+        info: hints of MPI-IO (an MPI.Info; `striping_factor` on Lustre).
+
+        Raises, alike on all ranks: RuntimeError where h5py is not built with MPI; ValueError where the ranks' parts
+        of an array are not of one shape and type; OSError, with what was there before still in place.
+        """
+        archive.write(self._comm, self._words, os.fspath(path), self._arrays, self._name, self._version, info)
 
     # ---- the end ---------------------------------------------------------------------------------------
 

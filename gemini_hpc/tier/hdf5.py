@@ -6,11 +6,13 @@ of 8 bits and less are stored as bytes. Attribute `dtype` of a dataset always ha
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, BinaryIO
 
 import h5py
 import numpy as np
-from h5py import h5d, h5f, h5p, h5s, h5t
+from h5py import h5d, h5f, h5fd, h5p, h5s, h5t
+
+from gemini_hpc.core.directory import Row
 
 _ALIGN_FROM_BYTES, _ALIGN_BYTES = 64 << 10, 4096
 _PLAIN: dict[str, Any] = {
@@ -55,13 +57,28 @@ def _complex(part: Any) -> Any:
     return found
 
 
-def create(path: str) -> h5py.File:
-    """A new file, large datasets of which begin on a page. Raises OSError."""
+def create(where: str | BinaryIO) -> h5py.File:
+    """A new file, large datasets of which begin on a page, or its bytes in an open one without a buffer, which need
+    not have a name. Raises OSError."""
     access = h5p.create(h5p.FILE_ACCESS)
     access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_LATEST)
     access.set_alignment(_ALIGN_FROM_BYTES, _ALIGN_BYTES)
     access.set_fclose_degree(h5f.CLOSE_STRONG)
-    return h5py.File(h5f.create(path.encode(), h5f.ACC_EXCL, fapl=access))
+    if not isinstance(where, str):
+        access.set_fileobj_driver(h5fd.fileobj_driver, where)
+        return h5py.File(h5f.create(b"open file", h5f.ACC_TRUNC, fapl=access))
+    return h5py.File(h5f.create(where.encode(), h5f.ACC_EXCL, fapl=access))
+
+
+def open_together(path: str, comm: Any, info: Any = None) -> h5py.File:
+    """A file that all ranks of an mpi4py communicator write to; collective. For an h5py that is built with MPI. info:
+    hints of MPI-IO. Raises OSError."""
+    from mpi4py import MPI
+
+    access = h5p.create(h5p.FILE_ACCESS)
+    access.set_fclose_degree(h5f.CLOSE_STRONG)
+    access.set_fapl_mpio(comm, MPI.INFO_NULL if info is None else info)
+    return h5py.File(h5f.open(path.encode(), h5f.ACC_RDWR, fapl=access))
 
 
 def dataset(parent: h5py.Group, name: str, shape: tuple[int, ...], dtype: str, *, chunk: tuple[int, ...] = ()) -> Any:
@@ -85,6 +102,12 @@ def link_name(key: str) -> str:
     return key.replace("%", "%25").replace("/", "%2F")
 
 
+def label(made: Any, row: Row) -> None:
+    """What the tensor of a dataset is called, and its type, as torch has it."""
+    attributes = h5py.Dataset(made).attrs
+    attributes["tensor"], attributes["dtype"] = row.key, row.dtype
+
+
 Source = tuple[str, str, tuple[int, ...], tuple[int, ...]]  # file, dataset, offset and size in the whole
 
 
@@ -106,3 +129,23 @@ def put(made: Any, data: bytes | memoryview) -> None:
 def get(found: Any, into: Any) -> None:
     """The other way: into a writable array of as many bytes."""
     found.read(h5s.ALL, h5s.ALL, np.frombuffer(into, dtype=np.uint8), mtype=found.get_type())
+
+
+def put_box(found: Any, offset: tuple[int, ...], values: Any, *, together: bool) -> None:
+    """An array into its place in a dataset of a file that is open on all ranks. together: collective, by all ranks
+    (a rank on which that fails may leave the others waiting, in Open MPI's MPI-IO); values None: nothing from this
+    one."""
+    how = h5p.create(h5p.DATASET_XFER)
+    how.set_dxpl_mpio(h5fd.MPIO_COLLECTIVE if together else h5fd.MPIO_INDEPENDENT)
+    place = found.get_space()
+    if values is None:
+        values = np.zeros(1, dtype=np.uint8)
+        place.select_none()
+        memory = h5s.create_simple((1,))
+        memory.select_none()
+    elif values.shape:
+        place.select_hyperslab(offset, values.shape)
+        memory = h5s.create_simple(values.shape)
+    else:
+        memory = place
+    found.write(memory, place, values, found.get_type(), how)

@@ -58,5 +58,4 @@ def _show(group: h5py.Group, name: str, row: Row, sources: list[hdf5.Source], va
         made = hdf5.dataset(group, name, row.shape, row.dtype)
         if value is not None:
             hdf5.put(made, value)
-    attributes = h5py.Dataset(made).attrs
-    attributes["tensor"], attributes["dtype"] = row.key, row.dtype
+    hdf5.label(made, row)

@@ -34,9 +34,16 @@ class TierError(Exception):
     """Something on the tier did not work; one sentence for the user."""
 
 
-def why(error: OSError) -> str:
-    """The reason in words."""
-    return _REASONS.get(error.errno or 0, error.strerror or str(error).splitlines()[0][:200])
+def why(error: Exception) -> str:
+    """The reason in words; also of the RuntimeError that HDF5 raises instead of an OSError."""
+    if isinstance(error, OSError):
+        said = error.strerror or str(error)
+        code = error.errno or 0
+    else:
+        said, found = str(error), _HDF5.search(str(error))
+        code = int(found[1]) if found else 0
+        said = os.strerror(code) if found else said
+    return _REASONS.get(code, (said.splitlines() or [""])[0][:200])
 
 
 @contextmanager
@@ -44,14 +51,8 @@ def told(what: str) -> Iterator[None]:
     """An OSError becomes a TierError about `what`, and what HDF5 raises instead of one."""
     try:
         yield
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         raise TierError(f"{what}: {why(error)}") from None
-    except RuntimeError as error:
-        found = _HDF5.search(str(error))
-        reason = (
-            why(OSError(int(found[1]), os.strerror(int(found[1])))) if found else str(error).splitlines()[0][:200]
-        )
-        raise TierError(f"{what}: {reason}") from None
 
 
 def version_directory(tier: str, job: int, set_name: str, stamp: Stamp) -> str:
@@ -102,16 +103,21 @@ def replaced(directory: str, name: str) -> Iterator[str]:
     temporary = f"{directory}/.{name}.{os.getpid()}.tmp"
     try:
         yield temporary
-        fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.rename(temporary, f"{directory}/{name}")
+        publish(temporary, directory, name)
     except BaseException:
         with suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def publish(temporary: str, directory: str, name: str) -> None:
+    """A file in this directory gets its name when all of it is on disk. Raises OSError."""
+    fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.rename(temporary, f"{directory}/{name}")
     sync_directory(directory)
 
 

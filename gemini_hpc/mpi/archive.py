@@ -1,0 +1,215 @@
+"""The arrays of all ranks in one HDF5 file, which they fill together: parallel HDF5, over MPI-IO.
+
+For healthy times: everything here is collective, and waits for ever for a rank that has died. Rank 0 makes the file,
+with all datasets in their places, in its own memory, and copies it; then all only write values into it. HDF5 has
+nothing of its own to write then where a disk is full: where it has, and cannot, it ends the program when it closes
+the file (1.10.8: a segmentation fault). So that what fails on one rank is known to all, they compare notes after each
+phase.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from gemini_hpc.core.directory import Manifest, Row
+from gemini_hpc.mpi.arrays import Array, Arrays, Shape
+from gemini_hpc.mpi.words import Words
+from gemini_hpc.tier.place import publish, why
+
+Box = tuple[Shape, Shape]  # offset, size
+
+
+@dataclass
+class Dataset:
+    """One of the file. boxes: who writes them; what several ranks have comes from the lowest."""
+
+    name: str
+    row: Row
+    boxes: dict[Box, int] = field(default_factory=dict)
+
+
+def write(comm: Any, words: Words, path: str, arrays: Arrays, name: str, version: int, info: Any = None) -> None:
+    """Collective. Raises RuntimeError, ValueError, OSError alike on all ranks; see `Checkpointer.archive`."""
+    _agree(words, _lacking(), RuntimeError)
+    datasets = plan([msgspec.msgpack.decode(raw, type=Manifest) for raw in words.all(arrays.packed)])
+    attributes = {"set": name, "version": version, "world": comm.Get_size(), "time": int(time.time())}
+    directory, last = os.path.split(os.path.abspath(path))
+    temporary = f"{directory}/.{last}.tmp"
+
+    def agree(phase: Callable[[], object]) -> None:
+        _agree(words, _problem(path, phase), OSError)
+
+    def by_first(phase: Callable[[], object]) -> None:
+        agree(phase if words.rank == 0 else lambda: None)
+
+    done = False
+    try:
+        by_first(lambda: _make(temporary, datasets, attributes))
+        # seen before any rank waits for the others in MPI-IO: the path may be one that only the first one's node has
+        agree(lambda: os.close(os.open(temporary, os.O_RDWR)))
+        _fill(agree, temporary, datasets, arrays, words.rank, comm, info)
+        by_first(lambda: publish(temporary, directory, last))
+        done = True
+    finally:
+        if words.rank == 0 and not done:
+            with suppress(OSError):
+                os.unlink(temporary)
+
+
+def plan(manifests: Sequence[Manifest]) -> list[Dataset]:
+    """The datasets of a file, in the same order on all ranks. Raises ValueError where ranks have an array in common
+    whose shape or type is not the same."""
+    from gemini_hpc.tier.hdf5 import link_name
+
+    found: dict[str, Dataset] = {}
+    for manifest in manifests:
+        here = []
+        for row in manifest.rows:
+            above = "tensors" if row.shared else f"ranks/{manifest.rank}"
+            name = f"{above}/{link_name(row.key)}"
+            dataset = found.setdefault(name, Dataset(name, row))
+            if (row.shape, row.dtype) != (dataset.row.shape, dataset.row.dtype):
+                raise ValueError(
+                    f"{row.key} is {row.shape} {row.dtype} on rank {manifest.rank}, "
+                    f"{dataset.row.shape} {dataset.row.dtype} on one before"
+                )
+            here.append(dataset)
+        for piece in manifest.pieces:
+            here[piece.row].boxes.setdefault((piece.offset, piece.size), manifest.rank)
+    return list(found.values())
+
+
+def _lacking() -> str:
+    """Why this rank's h5py cannot do it; "" where it can."""
+    try:
+        import h5py
+    except ImportError as error:
+        return f"an archive needs h5py, built with MPI: {error}"
+    if not h5py.get_config().mpi:
+        return f"an archive needs an h5py that is built with MPI; {os.path.dirname(h5py.__file__)} is not"
+    return ""
+
+
+def _make(temporary: str, datasets: Sequence[Dataset], attributes: Mapping[str, Any]) -> None:
+    """All of the file but the values, in the place of what a program left that was ended in the middle."""
+    from gemini_hpc.tier import hdf5
+
+    with suppress(FileNotFoundError):
+        os.unlink(temporary)
+    with open(os.memfd_create("gemini-archive", os.MFD_CLOEXEC), "w+b", buffering=0) as memory:
+        with hdf5.create(memory) as file:
+            file.attrs.update(attributes)
+            for dataset in datasets:
+                above, _, last = dataset.name.rpartition("/")
+                made = hdf5.dataset(file.require_group(above), last, dataset.row.shape, dataset.row.dtype)
+                hdf5.label(made, dataset.row)
+        to = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            _reserve(to, os.fstat(memory.fileno()).st_size)
+            _copy(memory.fileno(), to)
+        finally:
+            os.close(to)
+
+
+def _reserve(to: int, size: int) -> None:
+    """Blocks for all of it: that a disk is full is better known now than when all ranks write, see `hdf5.put_box`.
+    Not by posix_fallocate, which writes into each block where a file system has no such call."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(to, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
+        return
+    code = ctypes.get_errno()
+    if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
+        raise OSError(code, os.strerror(code))
+    there = os.fstatvfs(to)
+    if there.f_bavail * there.f_frsize < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(to, size)
+
+
+def _copy(memory: int, to: int) -> None:
+    """What there is, without the holes that values go to."""
+    size, at = os.fstat(memory).st_size, 0
+    while at < size:
+        try:
+            at = os.lseek(memory, at, os.SEEK_DATA)
+        except OSError:  # ENXIO: a hole up to the end
+            return
+        os.lseek(to, at, os.SEEK_SET)
+        end = os.lseek(memory, at, os.SEEK_HOLE)
+        while at < end:
+            at += os.sendfile(to, memory, at, end - at)
+
+
+def _fill(
+    agree: Callable[[Callable[[], object]], None],
+    temporary: str,
+    datasets: Sequence[Dataset],
+    arrays: Arrays,
+    rank: int,
+    comm: Any,
+    info: Any,
+) -> None:
+    from gemini_hpc.tier import hdf5
+
+    opened: list[Any] = []
+    agree(lambda: opened.append(hdf5.open_together(temporary, comm, info)))
+    file = opened[0]
+    try:
+        agree(lambda: _values(file, datasets, arrays, rank))
+        agree(file.flush)
+    finally:
+        file.close()
+
+
+def _values(file: Any, datasets: Sequence[Dataset], arrays: Arrays, rank: int) -> None:
+    """Write what is this rank's: by itself where it is one stretch of the file on all ranks, else with all of them,
+    also where this one has nothing to write, or has failed before: the others wait for it there."""
+    from gemini_hpc.tier import hdf5
+
+    mine = {(piece.row, piece.offset): values for piece, values in arrays.pieces()}
+    numbers = {row.key: number for number, row in enumerate(arrays.manifest.rows)}
+    failed: Exception | None = None
+    for dataset in datasets:
+        offsets = [offset for (offset, _), owner in dataset.boxes.items() if owner == rank]
+        together = not all(_one_stretch(size, dataset.row.shape) for _, size in dataset.boxes)
+        if not offsets and not together:
+            continue
+        values: Array | None = mine[numbers[dataset.row.key], offsets[0]] if offsets else None
+        try:
+            hdf5.put_box(file[dataset.name].id, offsets[0] if offsets else (), values, together=together)
+        except (OSError, RuntimeError, ValueError) as error:
+            failed = failed or error
+    if failed:
+        raise failed
+
+
+def _one_stretch(size: Shape, shape: Shape) -> bool:
+    """Whether a box is without gaps in its whole: all of it behind the first dimension of which it has several."""
+    several = next((i for i, n in enumerate(size) if n > 1), len(size))
+    return size[several + 1 :] == shape[several + 1 :] or not math.prod(size)
+
+
+def _problem(path: str, what: Callable[[], object]) -> str:
+    """Do it; what went wrong, in words."""
+    try:
+        what()
+    except (OSError, RuntimeError, ValueError) as error:
+        return f"{path}: {why(error) or type(error).__name__}"
+    return ""
+
+
+def _agree(words: Words, problem: str, kind: type[Exception]) -> None:
+    """Collective: go on where no rank has a problem; else all of them raise that of the first."""
+    found = words.first(problem and f"rank {words.rank}: {problem}")
+    if found:
+        raise kind(found)
