@@ -1,10 +1,8 @@
 """Saving sealed versions to the tier, in the background (DESIGN section 3).
 
-The root chooses a version right when it seals it, and tells all agents. Each copies the shards whose home it is into
-slots of their own, which takes less than the training needs until it may write there again (two versions later, R1);
-a copy that came too late is noticed by its digest. A process of its own then writes the node's file, slowly, and the
-root is told; when it has heard of every rank it has the index and the manifest written. Nothing here is waited for
-by the training, and what fails is told, dropped, and tried again with a newer version.
+The root chooses a version right when it seals it, and tells all agents. Each writes what its node has of it (see
+`nodesaver`) and tells the root; when that has heard of every rank it has the index and the manifest written. Nothing
+here is waited for by the training, and what fails is told, dropped, and tried again with a newer version.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gemini_hpc.agent import tierwork
-from gemini_hpc.agent.memory import Memfd, NoMemory
-from gemini_hpc.agent.store import Shard
+from gemini_hpc.agent.nodesaver import NodeSaver
 from gemini_hpc.agent.tierwork import TierFailed
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import orders
@@ -32,7 +29,6 @@ if TYPE_CHECKING:
     from gemini_hpc.agent.agent import Agent
     from gemini_hpc.agent.trainingset import TrainingSet
 
-_COPY_BYTES = 16 << 20
 _AGAIN_S = 5.0  # after a failure, or the interval if that is less
 _GATHER_S = 3600.0
 _FLUSH_TRIES = 3
@@ -65,14 +61,10 @@ class Drains:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._copies: dict[tuple[str, int], Memfd] = {}
-        self._saving: dict[str, asyncio.Task[None]] = {}
-        self._begun: dict[str, peer.DrainDown] = {}  # what is being saved here, or was last,
-        self._told: dict[str, peer.DrainUp] = {}  # and what became of it
+        self._node = NodeSaver(agent, self.heard)
         self._gathering: dict[str, Gathering] = {}
         self._due: dict[str, float] = {}
         self._said: dict[str, str] = {}
-        self._through: dict[str, int] = {}
         self._tidy: dict[str, asyncio.Task[None]] = {}  # at the root: removes what a life before has left half done
         self._ends_at = math.inf  # by Slurm's word (monotonic)
         self._before_end: dict[str, float] = {}  # at the root: the end before which a version has been saved
@@ -104,14 +96,14 @@ class Drains:
     @property
     def busy(self) -> bool:
         """Whether something is being written here, or waited for."""
-        return bool(self._gathering) or any(not task.done() for task in self._saving.values())
+        return bool(self._gathering) or self._node.busy
 
     def progress(self, name: str) -> int:
         """Bytes of a set that are on the tier, as far as the root knows: what it has written itself, and the files of
         nodes that are done."""
         gathering = self._gathering.get(name)
         others = () if gathering is None else (f.bytes for h, f in gathering.files.items() if h != self._agent.node)
-        return self._through.get(name, 0) + sum(others)
+        return self._node.through(name) + sum(others)
 
     def state(self, name: str) -> picture.TierState | None:
         """For `inspect`: what the root knows of a set."""
@@ -131,11 +123,7 @@ class Drains:
 
     def close(self) -> None:
         """Free everything; processes end."""
-        for task in self._saving.values():
-            task.cancel()
-        for memory in self._copies.values():
-            memory.close()
-        self._copies.clear()
+        self._node.close()
 
     async def leave(self) -> None:
         """The agent ends: a version that is on its way will not become whole. For a few seconds."""
@@ -260,6 +248,15 @@ class Drains:
         if reason:
             self._agent.log("not_saved", version=stamp.version, detail=reason)
 
+    def wanted(self, message: peer.DrainDown) -> None:
+        """The root wants this version saved, here and on the nodes below."""
+        rounds = self._agent.rounds
+        if rounds is None or message.round != rounds.round or not self.tier:
+            return
+        for child in rounds.children:
+            self._agent.send(child, message)
+        self._node.wanted(message, self.tier)
+
     def heard(self, message: peer.DrainUp) -> None:
         """From an agent, or through one: it goes up to the root, which counts."""
         rounds = self._agent.rounds
@@ -316,114 +313,3 @@ class Drains:
         size, took = sum(f.bytes for f in files), time.monotonic() - gathering.began
         self._took_s[name] = took
         agent.log("saved", version=stamp.version, detail=f"{size} bytes in {len(files)} files in {took:.1f} s")
-
-    # ---- every agent -----------------------------------------------------------------------------------
-
-    def wanted(self, message: peer.DrainDown) -> None:
-        """The root wants this version saved."""
-        agent, rounds = self._agent, self._agent.rounds
-        if rounds is None or message.round != rounds.round or not self.tier:
-            return
-        for child in rounds.children:
-            agent.send(child, message)
-        name, stamp = message.set, Stamp(*message.stamp)
-        mine = agent.noderanks[agent.node]
-        shards = [shard for shard in agent.store.of_set(name) if shard.home == mine]
-        if not shards:
-            return
-        before, told = self._saving.get(name), self._told.get(name)
-        if self._begun.get(name) == message:
-            if told is not None and told.attempt == message.attempt:
-                self.heard(told)  # again: it may have been lost with an agent on its way
-        else:
-            if before is not None:
-                before.cancel()  # the root has given that version up, or there would be no other
-            self._begun[name] = message
-            self._saving[name] = agent.spawn(self._save(message, stamp, mine, shards, before))
-
-    def _tell(self, message: peer.DrainDown, file: NodeFile | None, reason: str = "") -> None:
-        told = peer.DrainUp(
-            message.round, message.set, message.stamp, self._agent.node, file, reason, message.attempt
-        )
-        self._told[message.set] = told
-        self.heard(told)
-
-    async def _save(
-        self,
-        message: peer.DrainDown,
-        stamp: Stamp,
-        mine: int,
-        shards: list[Shard],
-        before: asyncio.Task[None] | None,
-    ) -> None:
-        agent = self._agent
-        sources: list[orders.Source] = []
-        if before is not None:  # it reads the copies that are made now
-            await asyncio.wait([before])
-        try:
-            for shard in shards:
-                sources.append(await self._copy(shard, stamp))
-            order = orders.Write(
-                self.tier,
-                agent.job,
-                message.set,
-                message.stamp,
-                mine,
-                tuple(sources),
-                agent.settings.tier_bytes_per_s,
-                agent.settings.tier_compress,
-            )
-            self._through[message.set] = 0
-            answer = await tierwork.carry_out(
-                order, [source.fd for source in sources], lambda count: self._through.update({message.set: count})
-            )
-            if not isinstance(answer, orders.Written):
-                raise TierFailed("its process has answered something else")
-            self._tell(message, answer.file)
-        except (TierFailed, NoMemory, OSError, ValueError) as error:
-            self._tell(message, None, str(error))
-
-    async def _copy(self, shard: Shard, stamp: Stamp) -> orders.Source:
-        """The shard's version in a slot of its own. Raises `TierFailed`, `NoMemory`."""
-        index = shard.pair.find(stamp)
-        record = shard.record(index) if index is not None else None
-        if index is None or record is None:
-            raise TierFailed(f"rank {shard.rank} has gone past version {stamp.version}")
-        if self._agent.detached:  # nobody writes there any more
-            return orders.Source(
-                shard.memory[index].fd, shard.rank, shard.home, shard.bytes, record.used, record.digest
-            )
-        memory = await self._memory(shard)
-        await asyncio.to_thread(_copy, shard.memory[index].fd, memory, record.used)
-        return orders.Source(memory.fd, shard.rank, shard.home, shard.bytes, record.used, record.digest)
-
-    async def _memory(self, shard: Shard) -> Memfd:
-        key, budget = (shard.set, shard.rank), self._agent.budget
-        found = self._copies.get(key)
-        if found is not None and found.size_bytes == shard.bytes:
-            return found
-        if found is not None:
-            del self._copies[key]
-            found.close()
-            budget.give(found.size_bytes)
-        budget.take(shard.bytes, f"a third copy of the shard of rank {shard.rank}, for the tier")
-        memory = Memfd(f"gemini:tier:{shard.rank}", shard.bytes)
-        try:
-            await asyncio.to_thread(memory.reserve, budget.left_bytes)
-        except BaseException:
-            memory.close()
-            budget.give(shard.bytes)
-            raise
-        self._copies[key] = memory
-        return memory
-
-
-def _copy(fd: int, into: Memfd, used_bytes: int) -> None:
-    """The first bytes of a slot, while others may write there; the GIL is free meanwhile. Raises OSError."""
-    with into.view() as view:
-        at = 0
-        while at < used_bytes:
-            count = os.preadv(fd, [view[at : min(used_bytes, at + _COPY_BYTES)]], at)
-            if not count:
-                raise TierFailed("a slot is shorter than it says")
-            at += count
