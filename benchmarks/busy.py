@@ -122,12 +122,8 @@ def trial(on: Cluster, cut: bool) -> Trial:
         on.run(["scancel", f"--user={USER}"])
         for user, _, _ in RIVALS:
             on.run(["scancel", f"--user={user}"])
-        for node in on.node_names:
-            if not on.is_on(node):
-                on.power_on(node)
-                on.resume(node)
         _until("an empty queue", lambda: not on.run(["squeue", "-h"]).stdout.strip(), 120)
-        on.wait_idle(timeout_s=60)
+        on.restore()
     return Trial(waits, stolen, resumed_s, repeated)
 
 

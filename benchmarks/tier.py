@@ -165,14 +165,4 @@ def _recovery(options: Options, on: Cluster, tier: Path, source: str) -> tuple[f
         return max(pulls), whole_s
     finally:
         job.cancel()
-        _restore(on)
-
-
-def _restore(on: Cluster) -> None:
-    for node in on.node_names:
-        if not on.is_on(node):
-            on.power_on(node)
-    for node, state in on.node_states().items():
-        if "down" in state or "drain" in state:
-            on.resume(node)
-    on.wait_idle(timeout_s=120)
+        on.restore(120)

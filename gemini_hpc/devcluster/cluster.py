@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -295,6 +296,18 @@ class Cluster:
     def resume(self, node: str) -> None:
         """Take a node out of DOWN and DRAIN."""
         slurm.ask(self._layout, self._outer(), "scontrol", "update", f"nodename={self._known(node)}", "state=resume")
+
+    def restore(self, timeout_s: float = 60.0) -> None:
+        """Bring every node back, with power and out of DOWN and DRAIN, and wait until all are idle (0: do not)."""
+        for node in self.node_names:
+            if not self.is_on(node):
+                self.power_on(node)
+        for node, state in self.node_states().items():
+            if any(word in state.lower() for word in ("down", "drain", "fail")):
+                with suppress(DevclusterError):  # Slurm has done it meanwhile
+                    self.resume(node)
+        if timeout_s:
+            self.wait_idle(timeout_s=timeout_s)
 
     def shape(self, node: str, rate: str | None) -> None:
         """Limit a node's link in both directions ("1gbit"); None takes the limit away. It outlives a power-off."""

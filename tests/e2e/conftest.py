@@ -18,9 +18,12 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = ["--steps", str(STEPS), "--layers", "2", "--dim", "96", "--iteration-s", "0.15"]
 
 
+SETTINGS = {"fence_budget_nodes": 1000, "tier_keep_every": 3}
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster.up(f"e2e{os.getpid()}", nodes=5, settings={"fence_budget_nodes": 1000}) as cluster:
+    with Cluster.up(f"e2e{os.getpid()}", nodes=5, settings=SETTINGS) as cluster:
         yield cluster
 
 
@@ -39,13 +42,7 @@ def train(cluster: Cluster) -> Iterator[Callable[..., Training]]:
     with nothing_left(cluster, 30):
         yield submit
         cluster.run(["scancel", "--user=alice"])
-        for node in cluster.node_names:
-            if not cluster.is_on(node):
-                cluster.power_on(node)
-        for node, state in cluster.node_states().items():
-            if "down" in state or "drain" in state:
-                cluster.resume(node)
-        cluster.wait_idle(timeout_s=60)
+        cluster.restore()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from harness import LiteJob, restore
+from harness import LiteJob
 from waiting import until
 
 from gemini_hpc.core.cgroup import AGENTS_ROOM_BYTES
@@ -127,7 +127,7 @@ def test_site_15_a_node_that_was_off_begins_with_nothing(site: Site) -> None:
     cluster.power_on("n2")
     assert site.sh("n2", f"ls -d /sys/fs/cgroup/memory/{OWN} 2>/dev/null") == ""
     cluster.run(["scancel", str(job.id)])
-    restore(cluster)
+    cluster.restore()
     again = site.job(nodes=2, steps=5, options=("-wn1,n2",))
     again.finish()
 

@@ -183,17 +183,6 @@ def leaks(cluster: Cluster) -> list[str]:
     return sorted(held(cluster).values())
 
 
-def restore(cluster: Cluster) -> None:
-    """Bring every node back for the next test."""
-    for node in cluster.node_names:
-        if not cluster.is_on(node):
-            cluster.power_on(node)
-    for node, state in cluster.node_states().items():
-        if any(word in state.lower() for word in ("down", "drain", "fail")):
-            cluster.resume(node)
-    cluster.wait_idle()
-
-
 @contextmanager
 def clean(cluster: Cluster) -> Iterator[None]:
     """One test on a shared cluster: afterwards its jobs are ended, all nodes are back, and nothing is left."""
@@ -210,5 +199,5 @@ def clean(cluster: Cluster) -> Iterator[None]:
             until(lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.1, what="queue empty")
             if cluster.controller_pid() is None:
                 cluster.controller_start()
-            restore(cluster)
+            cluster.restore()
     assert not changed, f"somebody else's job {bystander.id} has been changed: {changed}"

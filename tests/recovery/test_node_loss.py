@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from harness import LiteJob, restore
+from harness import LiteJob
 from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
@@ -134,7 +134,7 @@ def test_survivors_on_which_slurm_skips_the_prolog(lite: Lite, cluster: Cluster)
         if any(e["name"] == "summoned" for e in job.events()):
             return
         cluster.run(["scancel", "--user=bob"])
-        restore(cluster)
+        cluster.restore()
     raise AssertionError("the prolog was never skipped")
 
 
