@@ -86,7 +86,7 @@ test: install deps-site deps-mpi lint ## every test, on real clusters in namespa
 	@rm -f .pytest_cache/v/cache/lastfailed
 	@$(PY) -m pytest -q $(DEAL) -m "not long" tests || $(PY) -m tests.once_more $$?
 
-test-long: install deps-site ## the long campaigns
+test-long: install deps-site deps-mpi ## the long campaigns
 	@$(PY) -m pytest -q $(DEAL) -m long tests
 
 bench: install deps-site ## speed, as ratios; ONLY=FAMILY for one (save, fig11, fig13, fig16, ...); writes bench.json

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import MutableMapping
 
 from gemini_hpc.client.agent import ask_verdict
 
@@ -68,12 +69,26 @@ def _say(text: str) -> None:
     print(f"gemini-hpc: run: {text}", file=sys.stderr, flush=True)
 
 
+def _fit_tasks(environ: MutableMapping[str, str]) -> None:
+    """Slurm gives a job that goes on with fewer nodes (`scontrol update`) the number of tasks it was submitted with:
+    take as many as have room, by `--ntasks-per-node`."""
+    names = ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE")
+    words = [environ.get(name, "") for name in names]
+    if not all(word.isascii() and word.isdigit() and len(word) < 10 for word in words):
+        return
+    tasks, nodes, most = map(int, words)
+    if tasks > nodes * most > 0:
+        _say(f"the job has {nodes} nodes now: {nodes * most} tasks instead of {tasks}")
+        environ["SLURM_NTASKS"] = environ["SLURM_NPROCS"] = str(nodes * most)
+
+
 def run(args: argparse.Namespace) -> int:
     """The verb."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         _say("wanted a command after --, found none; example: gemini-hpc run -- srun python train.py")
         return 2
+    _fit_tasks(os.environ)
     path = os.environ.get("GEMINI_SOCKET", "")
     ended = threading.Event()
     restarts = 0

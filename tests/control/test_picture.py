@@ -6,6 +6,7 @@ import os
 import time
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from gemini_hpc.control.journal import Journal
 from gemini_hpc.control.picture import picture
 from gemini_hpc.control.survival import survival
 from gemini_hpc.core.placement import holders, recovery_probability
-from gemini_hpc.wire.picture import EventRecord, HeldSlot, InspectPart, SetState
+from gemini_hpc.wire.picture import EventRecord, HeldSlot, InspectPart, SetState, TierState
 
 NOW = 1000.0
 
@@ -103,6 +104,32 @@ def test_two_groups() -> None:
     assert [row["probability"] for row in v["survives"]] == [1.0, 4 / 6, 0.0]
     assert "would not survive the loss of: n1+n2, n3+n4" in render(d)
     assert d["sets"][0]["shards"][0]["holders"][0]["state"] == "sealed"
+
+
+def tiered(told: TierState | None) -> tuple[dict[str, Any], str]:
+    """The first set's tier in the document, and its lines of the text; only the root tells."""
+    parts = pairs({})
+    parts[2] = msgspec.structs.replace(parts[2], sets=(msgspec.structs.replace(parts[2].sets[0], tier=told),))
+    d = picture(7, parts, [], SLURM, (), "controller", NOW)
+    return d["sets"][0]["tier"], "\n".join(line for line in render(d).splitlines() if "tier" in line)
+
+
+def test_the_tier() -> None:
+    assert tiered(None) == (None, "")
+    document, text = tiered(TierState("/lustre/t", None, 0.0, None, 0, ""))
+    assert document["version"] is None and document["age_s"] is None and text == "  tier /lustre/t: nothing yet"
+    document, text = tiered(TierState("/lustre/t", (1, 4), NOW - 30, (1, 9), 3 << 20, ""))
+    assert document == {
+        "directory": "/lustre/t",
+        "version": [1, 4],
+        "age_s": 30.0,
+        "saving": [1, 9],
+        "written_bytes": 3 << 20,
+        "problem": "",
+    }
+    assert text == "  tier /lustre/t: version 1:4, 30.0 s old; saving 1:9, 3.0 MiB written"
+    _, text = tiered(TierState("/lustre/t", (1, 4), NOW - 30, None, 0, "n3: the file system is full"))
+    assert text.splitlines()[1] == "  tier: not saved: n3: the file system is full"
 
 
 def test_a_missing_agent_shows_at_once() -> None:

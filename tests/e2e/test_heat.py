@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from itertools import islice
 
 import pytest
 from heat import LAUNCHERS, Heat, plates, swept
 from leaks.cluster import nothing_left
+from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -32,7 +34,28 @@ def test_a_node_is_cut(cluster: Cluster, wanted: str, how: str) -> None:
         steps = [line["step"] for line in job.lines("step")]
         assert set(steps) == set(range(1, STEPS + 1)) and len(steps) - STEPS <= 1, steps
         assert job.agrees()
-        cluster.power_on(host)
-        cluster.resume(host)
-        cluster.wait_idle(timeout_s=60)
+        cluster.restore()
+        swept(cluster)
+
+
+def test_all_nodes_are_cut_and_fewer_are_left(cluster: Cluster, wanted: str) -> None:
+    """Its user lets it go on with two: from its own files on the tier, by two ranks instead of three."""
+    tier = cluster.home("alice") / "tier-heat"
+    tier.mkdir(mode=0o777)
+    shutil.chown(tier, 5001)
+    with nothing_left(cluster, 45):
+        options = (f"--gemini-tier={tier}", "--gemini-tier-interval=1")
+        job = Heat.submit(cluster, "pmi2", *options, n=N, steps=STEPS, step_s=0.2)
+        until(lambda: any(tier.glob(f"gemini-{job.id}/default/*/manifest.*")), 60, what="a version on the tier")
+        hosts = job.hosts()
+        for host in hosts:
+            cluster.power_off(host)
+        until(lambda: job.slurm()["JobState"] == "PENDING", 90, what="the requeue")
+        cluster.run(["scontrol", "update", f"JobId={job.id}", "NumNodes=2", "NumTasks=2"])
+        assert job.finish() == wanted
+        assert "from the tier" in job.said(), job.said()
+        lives = job.lines("start")
+        assert [life["ranks"] for life in lives] == [3, 2] and lives[1]["start"] > 0
+        assert job.agrees()
+        cluster.restore(90)
         swept(cluster)

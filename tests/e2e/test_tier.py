@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import h5py
 import pytest
-from training import Training
+from heat import Heat, swept
+from leaks.cluster import nothing_left
+from training import STEPS, Training
 from waiting import until
 
 from gemini_hpc.core.slots import Stamp
@@ -28,13 +31,17 @@ def tier(cluster: Cluster) -> Path:
     return path
 
 
-def saved(tier: Path, job: Training) -> list[Stamp]:
+def saved(tier: Path, job: Training | Heat) -> list[Stamp]:
     """Whole versions of a job, newest first."""
     return [Stamp(*m.stamp) for m in version.whole(f"{version.job_directory(str(tier), job.id)}/default")]
 
 
-def ask(job: Training, user: str, *options: str) -> subprocess.CompletedProcess[str]:
+def ask(job: Training | Heat, user: str, *options: str) -> subprocess.CompletedProcess[str]:
     return job.cluster.run(["gemini-hpc", "flush", *options, str(job.id)], user=user)
+
+
+def inspect(job: Training, *options: str) -> str:
+    return job.cluster.run(["gemini-hpc", "inspect", *options, str(job.id)], user="alice").stdout
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
@@ -53,6 +60,23 @@ def test_all_nodes_cut(train: Train, reference: Reference, tier: Path, parallel:
     subprocess.run(["rm", "-rf", str(tier / f"gemini-{job.id}")], check=True)
 
 
+def test_all_nodes_cut_and_fewer_left(train: Train, tier: Path) -> None:
+    """Its user lets it go on with two: two ranks load what three have saved."""
+    job = train("fewer", "--gemini-replicas=2", f"--gemini-tier={tier}", "--gemini-tier-interval=1")
+    until(lambda: saved(tier, job) and saved(tier, job)[0].version >= 8, 60, what="a version on the tier")
+    for host in job.hosts():
+        job.cluster.power_off(host)
+    job.wait("requeue", lambda: job.state == "PENDING", 90)
+    job.cluster.run(["scontrol", "update", f"JobId={job.id}", "NumNodes=2", "NumTasks=2"])
+    job.finish()
+    said = job.output()
+    assert "the job has 2 nodes now: 2 tasks instead of 3" in said and "from the tier" in said, said
+    start = int(re.findall(r"resumed at version ([0-9]+) from the tier", said)[-1])
+    losses = [float.fromhex(line["loss"]) for line in job.steps() if line["step"] > start]
+    assert start >= 8 and [line["step"] for line in job.steps()][-1] == STEPS
+    assert max(losses) < float.fromhex(job.steps()[0]["loss"]), "goes on from what was learnt"
+
+
 def test_flush_by_hand(train: Train, tier: Path) -> None:
     """Between two saves, by word of mouth; and by nobody else's."""
     job = train("flush", "--gemini-replicas=2", f"--gemini-tier={tier}", "--gemini-tier-interval=3600")
@@ -62,10 +86,43 @@ def test_flush_by_hand(train: Train, tier: Path) -> None:
     [first] = saved(tier, job)
     assert f"version {first.epoch}:{first.version} is in {tier}" in mine.stdout
     assert ask(job, "bob").returncode == 1 and len(saved(tier, job)) == 1
+    told = inspect(job, "--json")
+    of_set = json.loads(told)["sets"][0]["tier"]
+    assert (of_set["directory"], of_set["version"], of_set["saving"], of_set["problem"]) == (
+        str(tier),
+        list(first),
+        None,
+        "",
+    )
+    assert 0 <= of_set["age_s"] < 60
+    assert f"tier {tier}: version {first.epoch}:{first.version}, " in inspect(job)
     job.reach(first.version + 6)
     found = json.loads(ask(job, "root", "--json").stdout)
     assert found["sets"][0]["version"] == list(saved(tier, job)[0]) and saved(tier, job)[0].version > first.version
     job.finish()
+
+
+def test_which_versions_stay(cluster: Cluster, tier: Path) -> None:
+    """The newest two, and each third that the job saves, whatever is done to it in between."""
+    with nothing_left(cluster, 45):
+        options = (f"--gemini-tier={tier}", "--gemini-tier-interval=3600")
+        job = Heat.submit(cluster, "pmi2", *options, n=60, steps=100000, step_s=0.1)
+        made: list[Stamp] = []
+        for count in range(1, 7):
+            if count == 5:
+                host = job.hosts()[1]
+                cluster.power_off(host)
+                until(lambda: job.lines("start")[-1]["start"] > 0, 60, what="the job is back")
+            job.reach(made[-1].version + 2 if made else 4)
+            done = ask(job, "alice")
+            assert done.returncode == 0, done.stderr
+            made.append(saved(tier, job)[0])
+        assert sorted(set(made)) == made, "each was newer than the one before"
+        assert saved(tier, job) == [made[5], made[4], made[2]]
+        cluster.run(["scancel", str(job.id)])
+        until(lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, what="queue empty")
+        cluster.restore()
+        swept(cluster)
 
 
 def test_before_the_time_limit(train: Train, tier: Path, cluster: Cluster) -> None:

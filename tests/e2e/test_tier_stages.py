@@ -176,18 +176,10 @@ def strike(job: Heat, victim: str, hosts: list[str]) -> Callable[[], None]:
     going = cluster.node_names if victim == "every node" else [host]
     for node in going:
         cluster.power_off(node)
-
-    def back() -> None:
-        for node in going:
-            cluster.power_on(node)
-        for node, state in cluster.node_states().items():
-            if "down" in state or "drain" in state:
-                cluster.resume(node)
-
     if victim == "every node":
-        back()
+        cluster.restore(0)
         return lambda: None
-    return back
+    return lambda: cluster.restore(0)
 
 
 def campaign(drained: Drained, cases: list[tuple[str, str]]) -> None:
@@ -226,12 +218,8 @@ def test_the_newest_version_is_damaged(drained: Drained) -> None:
         cluster.power_off(node)
     newest, older = (Stamp(*manifest.stamp) for manifest in version.whole(str(drained.directory)))
     bend(drained.directory / version.name(newest) / "node-0001.h5")
-    for node in cluster.node_names:
-        cluster.power_on(node)
     cluster.run(["scontrol", "requeue", str(job.id)])
-    for node, state in cluster.node_states().items():
-        if "down" in state or "drain" in state:
-            cluster.resume(node)
+    cluster.restore(0)
 
     def newer() -> bool:
         return Stamp(*next(version.whole(str(drained.directory))).stamp) > newest
