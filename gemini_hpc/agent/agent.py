@@ -81,7 +81,7 @@ class Agent:
         self.mesh: Mesh | None = None
         self.rounds: Rounds | None = None
         self.attached_as: local.Attach | None = None
-        self._again = again
+        self.again = again  # another one has died here
         self._local: LocalServer | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._callers = Callers(self)
@@ -102,7 +102,7 @@ class Agent:
             return  # the prolog and the supervisor started one at the same time: one is enough
         server, self.port = await self._callers.listen()
         mapfile.settle(self.directory)
-        if self._again:
+        if self.again:
             self._take_over(None)
         if self.settings.interface and not self.interface:
             self.log("error", detail=f"interface {self.settings.interface} has no address: listening on all")
@@ -239,6 +239,8 @@ class Agent:
             assert self.rounds is not None
             if self.rounds.parent is None:
                 self.rounds.begin("")
+                if m.restart == 0 and m.tier:
+                    self.spawn(self.drains.glance())
             self.spawn(summons.call(self, m))
         self.detached = False
         assert self.rounds is not None

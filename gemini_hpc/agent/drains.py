@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gemini_hpc.agent.trainingset import TrainingSet
 
 _AGAIN_S = 5.0  # after a failure, or the interval if that is less
+_LOOK_S = 1.0  # from one look at the tier to the next, where it cannot be seen
 _GATHER_S = 3600.0
 _FLUSH_TRIES = 3
 _LEAVE_S = 10.0
@@ -118,7 +119,7 @@ class Drains:
             time=at,
             saving=None if gathering is None else (gathering.stamp.epoch, gathering.stamp.version),
             written=self.progress(name) if gathering is not None else 0,
-            problem=self._said.get(name, "") or self._said.get("", ""),
+            problem=self._said.get(name, "") or self.problem,
         )
 
     def close(self) -> None:
@@ -136,20 +137,43 @@ class Drains:
                     else:  # a newer one may be another incarnation's
                         await self._clean(name, Stamp(gathering.stamp.epoch, gathering.stamp.version + 1))
 
-    async def stored(self, without: Iterable[tuple[str, bounds.Stamp]]) -> tuple[Manifest, ...]:
-        """The newest whole version of each set on the tier, but for these. Asked until there is an answer: who goes
-        on without one starts from nothing."""
-        order = orders.Look(self.tier, self._agent.job, "", tuple(without))
-        while True:
-            try:
-                found = await tierwork.carry_out(order)
-                self._said.pop("", None)
-                manifests = found.manifests if isinstance(found, orders.Found) else ()
-                self.saved.update({m.set: (Stamp(*m.stamp), m.time) for m in manifests})
-                return manifests
-            except TierFailed as error:
-                self._say("", 0, f"what is on the tier cannot be seen: {error}")
-            await asyncio.sleep(_AGAIN_S)
+    async def stored(self, without: Iterable[tuple[str, bounds.Stamp]], within_s: float) -> tuple[Manifest, ...]:
+        """The newest whole version of each set on the tier, but for these. Raises `TierFailed` where that cannot be
+        seen within so many seconds."""
+        reason = f"{self.tier}: the file system does not answer"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while True:
+                    try:
+                        return await self._look(without)
+                    except TierFailed as error:
+                        reason = str(error)
+                    await asyncio.sleep(_LOOK_S)
+        raise TierFailed(self._silent(reason))
+
+    async def _look(self, without: Iterable[tuple[str, bounds.Stamp]]) -> tuple[Manifest, ...]:
+        found = await tierwork.carry_out(orders.Look(self.tier, self._agent.job, "", tuple(without)))
+        self._said.pop("", None)
+        manifests = found.manifests if isinstance(found, orders.Found) else ()
+        self.saved.update({m.set: (Stamp(*m.stamp), m.time) for m in manifests})
+        return manifests
+
+    async def glance(self) -> None:
+        """A job begins: where there is no such directory, its user hears of it now, and not when it is wanted."""
+        try:
+            await self._look(())
+        except TierFailed as error:
+            self._silent(str(error))
+
+    def _silent(self, reason: str) -> str:
+        told = f"what is on the tier cannot be seen: {reason}"
+        self._say("", 0, told)
+        return told
+
+    @property
+    def problem(self) -> str:
+        """Why it is not known what is on the tier."""
+        return self._said.get("", "")
 
     def _say(self, name: str, version: int, reason: str) -> None:
         if self._said.get(name) != reason:
@@ -309,6 +333,7 @@ class Drains:
             self._say(name, stamp.version, trouble)
         else:
             self._said.pop(name, None)
+        self._said.pop("", None)
         self.saved[name] = stamp, time.time()
         size, took = sum(f.bytes for f in files), time.monotonic() - gathering.began
         self._took_s[name] = took

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from gemini_hpc.agent.agent import Agent
 
 
+# How long the tier is looked for: while ranks wait, which then ask again; while the prologs wait.
+_LAUNCHED_S, _PROLOG_S, _PROLOG_PART = 20.0, 3.0, 0.3
+
+
 class Member:
     """One agent among those that agree on map, epoch and versions; it lives as long as the agent."""
 
@@ -78,6 +82,7 @@ class Member:
             port=agent.port,
             instance=agent.instance,
             unreadable=tuple(sorted(agent.drains.unreadable)),
+            unbroken=not agent.again,
         )
 
     async def cease(self) -> None:
@@ -98,9 +103,11 @@ class Member:
         """Whether the job has a tier."""
         return bool(self._agent.drains.tier)
 
-    async def stored(self, without: Iterable[tuple[str, bounds.Stamp]]) -> tuple[Manifest, ...]:
-        """The newest version of each set on the tier, but for these."""
-        return await self._agent.drains.stored(without)
+    async def stored(self, without: Iterable[tuple[str, bounds.Stamp]], *, launched: bool) -> tuple[Manifest, ...]:
+        """The newest version of each set on the tier, but for these. launched: ranks wait for it, else the prologs.
+        Raises `TierFailed` where it cannot be seen in time."""
+        within_s = _LAUNCHED_S if launched else min(_PROLOG_S, _PROLOG_PART * self._agent.settings.attach_timeout_s)
+        return await self._agent.drains.stored(without, within_s)
 
     def apply(self, plan: peer.PlanDown) -> None:
         """Void all but the chosen versions, take map and epoch, begin to pull."""

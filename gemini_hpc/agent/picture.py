@@ -77,4 +77,5 @@ def inspect_part(agent: Agent, request: int, record: picture.RecordAsk | None = 
         dead=tuple(sorted(mesh.dead)) if mesh is not None else (),
         request=request,
         record=None if record is None else agent.tellings.record(record),
+        problem=agent.drains.problem,
     )

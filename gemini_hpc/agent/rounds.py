@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 
+from gemini_hpc.agent.tierwork import TierFailed
 from gemini_hpc.core import noderank, recovery
 from gemini_hpc.core.seal import children, parent
 from gemini_hpc.core.slots import Stamp
@@ -54,8 +55,9 @@ class Host(Protocol):
     def tier(self) -> bool:
         """Whether the job has a tier."""
 
-    async def stored(self, without: Iterable[tuple[str, bounds.Stamp]]) -> tuple[Manifest, ...]:
-        """The newest version of each set on the tier, but for these."""
+    async def stored(self, without: Iterable[tuple[str, bounds.Stamp]], *, launched: bool) -> tuple[Manifest, ...]:
+        """The newest version of each set on the tier, but for these. launched: ranks wait for it, else the prologs.
+        Raises `TierFailed` where it cannot be seen in time."""
 
     def apply(self, plan: peer.PlanDown) -> None:
         """Void all but the chosen versions, take map and epoch."""
@@ -94,6 +96,11 @@ class Rounds:
         self._searching = False
         self._changed = asyncio.Event()
 
+    @property
+    def unseen(self) -> str:
+        """Why this round serves no launch: it is not known what the tier has."""
+        return self.plan.unseen if self.plan is not None else ""
+
     async def wait_live(self, step: str | None) -> None:
         """Return once a round (for this launch, unless None) is over."""
         while not (self.stage == "live" and (step is None or self.step == step)):
@@ -124,7 +131,9 @@ class Rounds:
         if self.parent is not None:
             self._host.send(self.parent, peer.NeedRound(after_round, step, again))
         elif self.stage == "live" and after_round == self.round:
-            if not self.step:
+            if self.unseen:
+                self.begin(step)
+            elif not self.step:
                 self._bind(step)
             elif again or self.step != step:
                 self.begin(step)
@@ -254,9 +263,14 @@ class Rounds:
                 self._host.log("found_outside", detail=f"copies on {', '.join(r.host for r in more)[:300]}")
             records = (*records, *more)
             plan, sure = self._decide(records)
-        if self._host.tier and not sure:
-            stored = await self._host.stored({bad for record in records for bad in record.unreadable})
-            plan = from_tier(plan, stored, self._hosts)
+        nothing = self._host.restart == 0 and all(r.unbroken and not r.sealed for r in records)  # was ever sealed
+        if self._host.tier and not sure and not nothing:
+            without = {bad for record in records for bad in record.unreadable}
+            try:
+                stored = await self._host.stored(without, launched=bool(plan.step))
+                plan = from_tier(plan, stored, self._hosts)
+            except TierFailed as error:  # who went on without starts from nothing
+                plan = msgspec.structs.replace(plan, unseen=str(error))
         if number == self.round and self.stage == "collect":
             self._take(plan)
 

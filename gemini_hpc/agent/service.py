@@ -30,7 +30,11 @@ _EVENTS_PER_S, _EVENTS_BURST = 2.0, 200.0
 
 
 class Rejected(Exception):
-    """A request that cannot be served; the text is for the user."""
+    """A request that cannot be served; the text is for the user. later: it may be, later."""
+
+    def __init__(self, text: str, *, later: bool = False) -> None:
+        super().__init__(text)
+        self.later = later
 
 
 class Service:
@@ -142,7 +146,7 @@ class Service:
             if isinstance(request, (local.Traffic, local.Timeline, local.Keep, local.Recall)):
                 return self._told(client, request), []
         except (Rejected, NoMemory) as exc:
-            return local.Error(str(exc)), []
+            return local.Error(str(exc), isinstance(exc, Rejected) and exc.later), []
         finally:
             for fd in fds:
                 os.close(fd)
@@ -167,6 +171,8 @@ class Service:
                     await self._round_for(m)
             except TimeoutError:
                 raise Rejected("the agents did not agree in time; see gemini-hpc inspect") from None
+            if rounds.unseen:
+                raise Rejected(rounds.unseen, later=True)
         elif rounds.stage != "live" or rounds.step != m.step:
             raise Rejected("the job has gone on without this process")
         if client.closed.is_set():
@@ -194,7 +200,7 @@ class Service:
             chosen_world=training.chosen_world,
             stored=training.stored,
             lost=training.lost[:100],
-            notice=agent.notice,
+            notice="; ".join(filter(None, (agent.notice, agent.drains.problem))),
             proto=proto,
         )
         return welcome, [training.page_fd()]
@@ -239,7 +245,7 @@ class Service:
         await rounds.wait_live(None)
         training = agent.sets.get(m.set)
         again = training is not None and m.rank in training.greeted
-        if rounds.step == m.step and not again:
+        if rounds.step == m.step and not again and not rounds.unseen:
             return
         deadline = time.monotonic() + _OTHER_LAUNCH_S
         while others := self.steps() - {m.step}:
@@ -247,7 +253,7 @@ class Service:
                 raise Rejected(f"another training of this job is running (step {', '.join(sorted(others))})")
             await asyncio.sleep(0.02)
         before = rounds.round
-        need_new = again or bool(rounds.step)
+        need_new = again or bool(rounds.step or rounds.unseen)
         while True:
             if rounds.stage == "live" and rounds.step == m.step and (rounds.round > before or not need_new):
                 return

@@ -22,6 +22,7 @@ CONNECT_TIMEOUT_S = 5.0  # for an agent that is being started again just now
 REJOIN_TIMEOUT_S = 30.0
 RECALL_TIMEOUT_S = 5.0
 FLUSH_TIMEOUT_S = 2.0
+NOT_YET_S = 900.0  # a file system may take so long to fail over
 EVENTS_KEPT = 256
 RETRY_FAST_S, RETRY_FAST_FOR_S, RETRY_SLOW_S = 0.2, 60.0, 5.0
 
@@ -36,6 +37,10 @@ class AgentLost(ConnectionError):
 
 class AgentRefused(RuntimeError):
     """The agent answered with an error."""
+
+
+class NotYet(AgentRefused):
+    """What was asked for may be had later."""
 
 
 def ask_once(path: str, message: local.Message, timeout_s: float) -> local.Reply:
@@ -122,12 +127,25 @@ class AgentClient:
         """The control page of the current agent; None before the welcome."""
         return self._page
 
-    def hello(self, hello: local.Hello, waiting: Callable[[float], None]) -> local.Welcome:
-        """Join the training (bounded by WELCOME_TIMEOUT_S); `waiting(seconds)` is called now and then meanwhile. An
-        agent that dies over it is asked again: its supervisor starts another.
+    def hello(self, hello: local.Hello, waiting: Callable[[float, str], None]) -> local.Welcome:
+        """Join the training; `waiting(seconds, why)` is called now and then meanwhile. Bounded by WELCOME_TIMEOUT_S,
+        and by NOT_YET_S where the agent says why it takes so long. An agent that dies over it is asked again: its
+        supervisor starts another.
 
-        Raises AgentLost and AgentRefused.
+        Raises AgentLost, AgentRefused and NotYet.
         """
+        first, why = time.monotonic(), ""
+        while True:
+            try:
+                return self._join(hello, waiting, why)
+            except NotYet as error:
+                waited_s, why = time.monotonic() - first, str(error)
+                if waited_s > NOT_YET_S:
+                    raise
+                waiting(waited_s, why)
+                time.sleep(RETRY_FAST_S)
+
+    def _join(self, hello: local.Hello, waiting: Callable[[float, str], None], why: str) -> local.Welcome:
         started = time.monotonic()
         patience_s = CONNECT_TIMEOUT_S
         while True:
@@ -136,7 +154,7 @@ class AgentClient:
                 patience_s = WELCOME_TIMEOUT_S
                 try:
                     left_s = started + patience_s - time.monotonic()
-                    welcome = self._greet(sock, hello, left_s, waiting)
+                    welcome = self._greet(sock, hello, left_s, lambda waited_s: waiting(waited_s, why))
                 except BaseException:
                     sock.close()
                     raise
@@ -174,7 +192,7 @@ class AgentClient:
             raise AgentLost(f"the agent's welcome is not understood: {error}") from None
         try:
             if isinstance(reply, local.Error):
-                raise AgentRefused(reply.error)
+                raise (NotYet if reply.later else AgentRefused)(reply.error)
             if not isinstance(reply, local.Welcome) or len(fds) != 1:
                 raise AgentLost("the agent did not welcome this rank")
             try:

@@ -16,7 +16,8 @@ TRY_AGAIN_EXIT = 75  # EX_TEMPFAIL: `gemini-hpc run` starts the step again
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others. chosen: epoch, version and number of ranks of what there is to resume from."""
+    """What a rank tells the others. chosen: epoch, version and number of ranks of what there is to resume from;
+    later: with a problem, that there may be something which cannot be seen now."""
 
     node_rank: int = -1
     replicas: int = 0
@@ -25,6 +26,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
     chosen: tuple[int, int, int] = (0, 0, 0)
     problem: str = ""
     protocol: int = 1
+    later: bool = False
 
     @classmethod
     def of(cls, welcome: local.Welcome) -> Notice:
@@ -45,6 +47,13 @@ def hello(set_name: str, rank: int, world: int, local_rank: int) -> local.Hello:
         os.environ.get("SLURM_JOB_ID", "0"), os.environ.get("SLURM_STEP_ID", "0")
     )
     return local.hello(set=set_name, rank=rank, world=world, local_rank=local_rank, step=step, pid=os.getpid())
+
+
+def waiting(waited_s: float, why: str) -> str:
+    """What the user hears of a welcome that takes so long, if the agent has said `why`; "" for nothing."""
+    if why:
+        return f"waiting: {why}"
+    return "waiting for the agents of all nodes to agree on what to resume from" if waited_s > 5 else ""
 
 
 def problem(notices: Sequence[Notice], mine: Notice) -> str:

@@ -74,7 +74,7 @@ def picture(
     log = merge_events([*events, *(e for p in parts for e in p.events)])
     document["recoveries"] = recoveries(log)
     document["events"] = [_event(e) for e in log]
-    document["notes"] = _notes(document, absent, slurm)
+    document["notes"] = _notes(document, absent, slurm) + [f"{p.host}: {p.problem[:500]}" for p in parts if p.problem]
     if unshown := len({s.name for p in parts for s in p.sets}) - len(names):
         document["notes"].append(f"{unshown} sets are not shown: the agents tell of more ranks than can be")
     return document

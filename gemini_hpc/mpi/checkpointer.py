@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from gemini_hpc.client import joining
-from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused, NotYet
 from gemini_hpc.client.agent import Exchange as Ask
 from gemini_hpc.client.handback import hand_back, same_or_new
 from gemini_hpc.client.joining import Notice
@@ -94,11 +94,16 @@ class Checkpointer:
         hello = joining.hello(self._name, self._rank, self._world, int(os.environ.get("SLURM_LOCALID", "0") or "0"))
         try:
             self._client = AgentClient(path, self._rejoin, self._agent_gone)
-            self._welcome = self._client.hello(hello, lambda waited_s: None)
+            self._welcome = self._client.hello(hello, self._waiting)
         except (AgentLost, AgentRefused) as error:
             self._client = None
-            return Notice(problem=str(error))
+            return Notice(problem=str(error), later=isinstance(error, NotYet))
         return Notice.of(self._welcome)
+
+    def _waiting(self, waited_s: float, why: str) -> None:
+        said = joining.waiting(waited_s, why)
+        if said and self._rank == 0:
+            self._say(said)
 
     def _join(self) -> None:
         notice = self._greet()
@@ -108,6 +113,8 @@ class Checkpointer:
         problem = joining.problem(notices, notice)
         if problem:
             kept = max(n.chosen for n in notices)
+            if any(n.later for n in notices):
+                self._try_again(problem)
             if kept[1]:
                 self._try_again(f"version {kept[1]} is in memory, but cannot be used: {problem}")
             if self._rank == 0:
@@ -149,6 +156,8 @@ class Checkpointer:
         self._resumed = True
         if not self._protected:
             return 0
+        if self._rank == 0 and self._welcome.notice:
+            self._say(self._welcome.notice)
         for _ in range(_ROUNDS):
             welcome = self._welcome
             if self._rank == 0:

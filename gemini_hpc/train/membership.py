@@ -12,7 +12,7 @@ import msgspec
 import torch.distributed as dist
 
 from gemini_hpc.client import joining
-from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused, Exchange
+from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused, Exchange, NotYet
 from gemini_hpc.client.handback import hand_back, same_or_new
 from gemini_hpc.client.joining import SOCKET_ENV, TRY_AGAIN_EXIT, Notice
 from gemini_hpc.client.seal import SealGate
@@ -82,6 +82,8 @@ class Membership:
             if self._client is not None and self._client.page is not None:
                 self._client.event("unprotected", 0, problem)
             kept = max((n.chosen for n in notices), default=(0, 0, 0))
+            if any(n.later for n in notices):
+                self._try_again(problem)
             if kept[1]:
                 self._try_again(f"version {kept[1]} is in memory, but cannot be used: {problem}")
             if self._rank == 0:
@@ -125,21 +127,22 @@ class Membership:
             self._world,
             int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) or "0"),
         )
-        self._waiting_said = False
+        self._waiting_said = ""
         try:
             self._client = AgentClient(self._path, self._rejoin, self._agent_gone)
             welcome = self._client.hello(hello, self._waiting)
         except (AgentLost, AgentRefused) as error:
             self._client = None
-            return Notice(problem=str(error))
+            return Notice(problem=str(error), later=isinstance(error, NotYet))
         self._welcome = welcome
         self._client.event("imports_done", 0, t=IMPORTED_AT)
         return Notice.of(welcome)
 
-    def _waiting(self, waited_s: float) -> None:
-        if waited_s > 5 and not self._waiting_said and self._rank == 0:
-            self._waiting_said = True
-            self._say("waiting for the agents of all nodes to agree on what to resume from")
+    def _waiting(self, waited_s: float, why: str) -> None:
+        said = joining.waiting(waited_s, why)
+        if said not in ("", self._waiting_said) and self._rank == 0:
+            self._waiting_said = said
+            self._say(said)
 
     # ---- the agent's death -----------------------------------------------------------------------------
 

@@ -298,9 +298,10 @@ class Ok(Message, frozen=True, tag="ok"):
 
 
 class Error(Message, frozen=True, tag="error"):
-    """Refused for good, in one sentence for the user."""
+    """Refused, in one sentence for the user. later: what was asked for may be had later."""
 
     error: str
+    later: bool = False
 
 
 Request = (

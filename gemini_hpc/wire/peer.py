@@ -64,7 +64,8 @@ class CopyRecord(msgspec.Struct, frozen=True):
 
 
 class InventoryRecord(msgspec.Struct, frozen=True):
-    """What one agent holds."""
+    """What one agent holds. unreadable: versions on the tier (set and stamp) that turned out damaged; unbroken: it is
+    no successor of one that died, so it would know what has been sealed."""
 
     host: str
     noderanks: dict[str, Count] | None
@@ -74,7 +75,8 @@ class InventoryRecord(msgspec.Struct, frozen=True):
     sealed: tuple[tuple[str, Stamp], ...]
     port: Port
     instance: str
-    unreadable: tuple[tuple[str, Stamp], ...] = ()  # versions on the tier (set and stamp) that turned out damaged
+    unreadable: tuple[tuple[str, Stamp], ...] = ()
+    unbroken: bool = False
 
 
 class InventoryUp(Message, frozen=True, tag="inventory"):
@@ -127,7 +129,8 @@ class SetPlan(msgspec.Struct, frozen=True):
 
 
 class PlanDown(Message, frozen=True, tag="plan"):
-    """Down: the new map, epoch and versions. Void everything else, then acknowledge."""
+    """Down: the new map, epoch and versions. Void everything else, then acknowledge. unseen: why it is not known what
+    the tier has; no launch is served by such a plan."""
 
     round: Round
     step: str
@@ -137,6 +140,7 @@ class PlanDown(Message, frozen=True, tag="plan"):
     ports: dict[str, Port]
     sets: tuple[SetPlan, ...]
     pulls: tuple[PullOrder, ...]
+    unseen: str = ""
 
 
 class PlanAck(Message, frozen=True, tag="ack"):

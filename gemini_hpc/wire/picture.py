@@ -114,6 +114,7 @@ class InspectPart(Message, frozen=True, tag="inspect"):
     dead: tuple[str, ...]
     request: int = 0
     record: Record | None = None
+    problem: str = ""
 
 
 class JobAsk(Message, frozen=True, tag="job?"):

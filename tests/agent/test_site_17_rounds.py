@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 import msgspec
+import pytest
 
 from gemini_hpc.agent.rounds import Rounds
-from gemini_hpc.wire import peer
+from gemini_hpc.agent.tierwork import TierFailed
+from gemini_hpc.tier import version
+from gemini_hpc.wire import bounds, peer
 from gemini_hpc.wire.message import Message
+from gemini_hpc.wire.stored import NodeFile, Stored
 
 
 class Host:
-    job, restart, replicas = 7, 0, 2
+    job, replicas = 7, 2
 
-    def __init__(self, name: str) -> None:
-        self.name, self.sent, self.lived = name, list[tuple[str, Message]](), 0
+    def __init__(self, name: str, restart: int = 0) -> None:
+        self.name, self.sent, self.lived, self.restart = name, list[tuple[str, Message]](), 0, restart
+        self.tier, self.sees, self.looks, self.unbroken = True, False, list[bool](), True
+
+    async def stored(
+        self, without: Iterable[tuple[str, bounds.Stamp]], *, launched: bool
+    ) -> tuple[version.Manifest, ...]:
+        self.looks.append(launched)
+        if not self.sees:
+            raise TierFailed("not mounted")
+        shards = tuple(Stored(rank, rank, 64, 64, "0" * 32) for rank in range(2))
+        return (version.Manifest(7, "default", (1, 9), 2, 0.0, (NodeFile("node-0000.h5", 64, shards),)),)
 
     def send(self, host: str, message: Message) -> bool:
         self.sent.append((host, message))
@@ -25,7 +40,7 @@ class Host:
         pass
 
     async def inventory(self) -> peer.InventoryRecord:
-        return peer.InventoryRecord(self.name, None, -1, 0, (), (), 1, "i")
+        return peer.InventoryRecord(self.name, None, -1, 0, (), (), 1, "i", unbroken=self.unbroken)
 
     async def outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
         return ()
@@ -61,5 +76,60 @@ def test_site_17_an_agent_with_another_map_keeps_everybody_from_having_one() -> 
         rounds.on_message("n3", peer.PlanAck(1, plan.map_hash))
         assert rounds.stage == "live" and host.lived == 1
         assert msgspec.structs.asdict(plan)["noderanks"] == {"n1": 0, "n2": 1, "n3": 2}
+
+    asyncio.run(run())
+
+
+def test_a_round_that_cannot_see_the_tier_serves_no_launch() -> None:
+    """The prologs end and there is a map, but a launch has a round of its own, again and again until it is seen."""
+
+    async def run() -> None:
+        host = Host("n1", restart=1)
+        spawned: list[asyncio.Task[None]] = []
+        rounds = Rounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
+
+        async def settle() -> None:
+            while spawned:
+                await spawned.pop(0)
+
+        rounds.begin("")
+        await settle()
+        assert rounds.stage == "live" and host.lived == 1 and rounds.unseen == "not mounted"
+        for number in (2, 3):
+            rounds.need(number - 1, "7.0", again=False)
+            rounds.need(number - 1, "7.0", again=False)  # another rank's wish
+            await settle()
+            assert (rounds.stage, rounds.round, rounds.step) == ("live", number, "7.0") and rounds.unseen
+        host.sees = True
+        rounds.need(3, "7.0", again=False)
+        await settle()
+        assert rounds.round == 4 and not rounds.unseen and host.looks == [False, True, True, True]
+        assert rounds.plan is not None and [s.chosen for s in rounds.plan.sets] == [(1, 9)]
+        rounds.need(4, "7.0", again=False)
+        await settle()
+        assert rounds.round == 4, "it is served"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("unbroken", [True, False])
+def test_where_nothing_was_ever_sealed_there_is_nothing_on_the_tier(unbroken: bool) -> None:
+    """A launch that ended before its first version; but an agent that has died may have known of one."""
+
+    async def run() -> None:
+        host = Host("n1")
+        host.unbroken = unbroken
+        spawned: list[asyncio.Task[None]] = []
+        rounds = Rounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
+        rounds.begin("")
+        rounds.need(1, "7.0", again=False)
+        while spawned:
+            await spawned.pop(0)
+        rounds.need(1, "7.0", again=False)
+        rounds.need(1, "7.1", again=False)
+        while spawned:
+            await spawned.pop(0)
+        assert rounds.stage == "live" and rounds.round == 2
+        assert (rounds.unseen, host.looks) == (("", []) if unbroken else ("not mounted", [True]))
 
     asyncio.run(run())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,6 +123,44 @@ def test_which_versions_stay(cluster: Cluster, tier: Path) -> None:
         cluster.run(["scancel", str(job.id)])
         until(lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, what="queue empty")
         cluster.restore()
+        swept(cluster)
+
+
+def test_the_tier_is_away_when_it_is_wanted(cluster: Cluster, tier: Path) -> None:
+    """As while a file system is not mounted: the job waits, says for what, and goes on when it is there."""
+    away = tier.with_name("tier-away")
+    with nothing_left(cluster, 45):
+        options = (f"--gemini-tier={tier}", "--gemini-tier-interval=1")
+        job = Heat.submit(cluster, "pmi2", *options, n=60, steps=100000, step_s=0.1)
+        until(lambda: saved(tier, job), 60, what="a version on the tier")
+        for host in job.hosts():
+            cluster.power_off(host)
+        tier.rename(away)
+        newest = saved(away, job)[0]
+        cluster.run(["scontrol", "requeue", str(job.id)])
+        cluster.restore(0)
+        reason = f"what is on the tier cannot be seen: {tier}: the directory is not there"
+        until(lambda: f"waiting: {reason}" in job.said(), 90, what=f"it says: {reason}")
+        assert reason in cluster.run(["gemini-hpc", "inspect", str(job.id)], user="alice").stdout
+        time.sleep(25)  # it asks again, and again in vain
+        assert len(job.lines("start")) == 1, "it has not begun anew"
+        away.rename(tier)
+        until(lambda: len(job.lines("start")) == 2, 60, what="the job is back")
+        assert job.lines("start")[1]["start"] == newest.version and "from the tier" in job.said()
+        cluster.run(["scancel", str(job.id)])
+        until(lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, what="queue empty")
+        cluster.restore()
+        swept(cluster)
+
+
+def test_a_tier_that_is_not_there(cluster: Cluster) -> None:
+    """Its user hears of it when the job begins; it is as protected as without."""
+    tier = cluster.home("alice") / "not-there"
+    with nothing_left(cluster, 45):
+        job = Heat.submit(cluster, "pmi2", f"--gemini-tier={tier}", n=60, steps=30, step_s=0.1)
+        job.finish()
+        reason = f"gemini-hpc: what is on the tier cannot be seen: {tier}: the directory is not there"
+        assert job.said().count(reason) == 1 and not tier.exists(), job.said()
         swept(cluster)
 
 

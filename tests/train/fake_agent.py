@@ -160,6 +160,8 @@ class Node:
             self.hellos.append(m)
             if not version.common(m.proto, m.most) & self.job.speaks:
                 return local.Error(f"the training process speaks {version.mismatch(m.proto, m.most)}"), []
+            if len(self.hellos) <= job.not_yet:
+                return local.Error("the tier cannot be seen", later=True), []
             chosen = job.chosen or Stamp(0, 0)
             return local.Welcome(
                 job=1,
@@ -305,6 +307,7 @@ class FakeJob:
         self.refuse_begin: Callable[[int, local.Begin], str] | None = None
         self.refuse_register = ""
         self.refuse_register_on: tuple[int, ...] = ()  # node ranks; none means all
+        self.not_yet = 0  # greetings that are answered so: later
         self.speaks = ~0  # mask of the protocol versions that these agents take
         self.verdict = local.Verdict(alive=("a", "b"))
         self.delay: dict[str, float] = {}

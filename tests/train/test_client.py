@@ -10,7 +10,7 @@ import pytest
 from waiting import until
 
 from gemini_hpc.client import agent as client
-from gemini_hpc.client.agent import AgentClient, AgentLost
+from gemini_hpc.client.agent import AgentClient, AgentLost, NotYet
 from gemini_hpc.train import telling
 from gemini_hpc.wire import local
 
@@ -23,8 +23,28 @@ HELLO = local.hello(set="s", rank=0, world=1, local_rank=0, step="1.0", pid=1)
 
 def joined(job: FakeJob) -> AgentClient:
     agent = AgentClient(job.nodes[0].path, lambda welcome, exchange: True, lambda: None)
-    agent.hello(HELLO, lambda waited_s: None)
+    agent.hello(HELLO, lambda waited_s, why: None)
     return agent
+
+
+def test_an_agent_that_says_later_is_asked_again(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    job.not_yet = 3
+    told: list[str] = []
+    agent = AgentClient(job.nodes[0].path, lambda welcome, exchange: True, lambda: None)
+    agent.hello(HELLO, lambda waited_s, why: told.append(why))
+    agent.close()
+    assert told == ["the tier cannot be seen"] * 3 and len(job.nodes[0].hellos) == 4
+
+
+def test_for_so_long_only(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(1, 1)
+    job.not_yet = 1000
+    monkeypatch.setattr(client, "NOT_YET_S", 0.5)
+    agent = AgentClient(job.nodes[0].path, lambda welcome, exchange: True, lambda: None)
+    with pytest.raises(NotYet, match="cannot be seen"):
+        agent.hello(HELLO, lambda waited_s, why: None)
+    assert 2 <= len(job.nodes[0].hellos) <= 5
 
 
 def test_events_arrive_in_order_before_the_end(make_job: MakeJob) -> None:

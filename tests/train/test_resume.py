@@ -141,6 +141,20 @@ def test_a_version_is_not_trained_over_where_one_agent_is_missing(make_job: Make
     assert not job.finished
 
 
+def test_what_the_agents_cannot_see_for_long_is_not_trained_over(make_job: MakeJob) -> None:
+    """As what is on a tier that is away."""
+    job = make_job(2, 2)
+    saved_and_requeued(job)
+    job.not_yet = 1000
+    run = Run(job, 2, {"kind": "ddp", "steps": 6, "not_yet_s": 1.0})
+    run.wait(codes=(75,))
+    assert "gemini-hpc: waiting: the tier cannot be seen\n" in run.stderr[0] and "waiting" not in run.stderr[1]
+    assert "the tier cannot be seen; ending with 75" in run.stderr[0]
+    assert not any("Traceback" in err for err in run.stderr) and not job.finished
+    job.not_yet = 0
+    assert [r["start"] for r in train(job, 2, kind="ddp", steps=6)] == [4, 4]
+
+
 def test_an_agent_that_dies_over_the_hello_is_asked_again(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     saved_and_requeued(job)

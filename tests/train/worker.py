@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 import gemini_hpc as gemini
+from gemini_hpc.client import agent
 from gemini_hpc.core import directory
 from gemini_hpc.train.transport import messages
 from tests.train import fake_gpu, mpi_job, transport_program, watched
@@ -182,6 +183,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     )
     kwargs = o.get("kwargs", {})
     slow = SlowLink(o["rate"]) if "rate" in o else None
+    if "not_yet_s" in o:
+        agent.NOT_YET_S = o["not_yet_s"]
     if o.get("no_manifest_on") == rank:
         directory.pack = lambda manifest: [].pop()
     gpu = fake_gpu.install(o["gpu"], rank) if "gpu" in o else None
