@@ -94,6 +94,7 @@ class Rounds:
         self._records: dict[str, tuple[peer.InventoryRecord, ...]] = {}
         self._acks: set[str] = set()
         self._searching = False
+        self._owed = False  # at the root: a round has planned without the tier, and none with it since
         self._changed = asyncio.Event()
 
     @property
@@ -148,6 +149,7 @@ class Rounds:
         self._stage("live")
 
     def _enter(self, number: int, step: str) -> None:
+        self._owed = self._owed or bool(self.unseen)
         self.round, self.step, self.plan = number, step, None
         self._records.clear()
         self._acks.clear()
@@ -246,7 +248,7 @@ class Rounds:
             self._host.send(self.parent, peer.InventoryUp(self.round, records))
             return
         plan, sure = self._decide(records)
-        if sure or (self._host.restart == 0 and self.round == 1):
+        if (sure and not self._owed) or (self._host.restart == 0 and self.round == 1):
             self._take(plan)
         elif not self._searching:
             self._searching = True
@@ -255,7 +257,7 @@ class Rounds:
     async def _search(self, number: int, records: tuple[peer.InventoryRecord, ...], plan: peer.PlanDown) -> None:
         """Coordinator: the nodes of this incarnation cannot serve, or only what is older than the last seal. In the
         first round of a restart, look on those that the job has left; then on the tier."""
-        sure = False
+        sure = seen = False
         if self._host.restart > 0 and self.round == 1 and not any(s.chosen for s in plan.sets):
             former = {host for r in records for host in r.noderanks or {}}
             more = await self._host.outside(tuple(sorted(former)))
@@ -263,15 +265,17 @@ class Rounds:
                 self._host.log("found_outside", detail=f"copies on {', '.join(r.host for r in more)[:300]}")
             records = (*records, *more)
             plan, sure = self._decide(records)
+        sure = sure and not self._owed  # memory knows no more what it had lost then
         nothing = self._host.restart == 0 and all(r.unbroken and not r.sealed for r in records)  # was ever sealed
         if self._host.tier and not sure and not nothing:
             without = {bad for record in records for bad in record.unreadable}
             try:
                 stored = await self._host.stored(without, launched=bool(plan.step))
-                plan = from_tier(plan, stored, self._hosts)
+                plan, seen = from_tier(plan, stored, self._hosts), True
             except TierFailed as error:  # who went on without starts from nothing
                 plan = msgspec.structs.replace(plan, unseen=str(error))
         if number == self.round and self.stage == "collect":
+            self._owed = self._owed and not seen
             self._take(plan)
 
     def _take(self, plan: peer.PlanDown) -> None:
@@ -304,7 +308,10 @@ class Rounds:
         """The plan, and whether it is what was sealed last, of every set."""
         m = min(self._host.replicas, len(self._hosts))
         plan = recovery.plan(
-            {r.host: _inventory(r) for r in records}, self._hosts, m, min_epoch=self._host.restart + 1
+            {r.host: _inventory(r) for r in records},
+            self._hosts,
+            m,
+            min_epoch=recovery.first_epoch(self._host.restart),
         )
         for warning in plan.warnings:
             self._host.log("warning", detail=warning)
@@ -331,7 +338,9 @@ class Rounds:
             sets=tuple(sets),
             pulls=tuple(pulls),
         )
-        return down, plan.survivable and bool(plan.sets) and all(s.newest for s in plan.sets)
+        # what agents of an older incarnation have is not the newest where those of the last are all gone
+        known = plan.survivable and plan.latest >= self._host.restart - 1
+        return down, known and bool(plan.sets) and all(s.newest for s in plan.sets)
 
 
 def from_tier(plan: peer.PlanDown, stored: Iterable[Manifest], hosts: tuple[str, ...]) -> peer.PlanDown:

@@ -97,10 +97,11 @@ class SetPlan:
 @dataclass(frozen=True, slots=True)
 class RecoveryPlan:
     """`gone` are hosts of the previous map without an inventory, `survivable` says whether m replicas promise to
-    survive that. `sets` is empty where nobody has any copy: a first start, or everything is lost.
+    survive that; `latest` is the restart count of that map, -1 without one. `sets` is empty where nobody has any
+    copy: a first start, or everything is lost.
 
-    Without `survivable`, or with a warning that a sealed version has lost shards, what is chosen may be much older
-    than the tier's last: the caller compares.
+    Without `survivable`, with a warning that a sealed version has lost shards, or where `latest` is not the
+    incarnation before, what is chosen may be much older than the tier's last: the caller compares.
     """
 
     noderanks: dict[str, int]
@@ -109,16 +110,26 @@ class RecoveryPlan:
     gone: tuple[str, ...]
     survivable: bool
     warnings: tuple[str, ...]
+    latest: int = -1
 
     def set_plan(self, set_name: str) -> SetPlan | None:
         return next((plan for plan in self.sets if plan.set_name == set_name), None)
 
 
+def first_epoch(restart: int) -> int:
+    """Where an incarnation's epochs begin: above those of the ones before, also where nobody is left who knows them.
+    Each recovery round of an incarnation takes one; a launch of the training has one or two."""
+    return restart * EPOCHS_OF_A_RESTART + 1
+
+
+EPOCHS_OF_A_RESTART = 64
+
+
 def plan(inventories: Mapping[str, Inventory], hosts: Sequence[str], m: int, *, min_epoch: int = 0) -> RecoveryPlan:
     """The plan for a job that now has `hosts`, in host-list order, with m replicas.
 
-    The new epoch is above all that the inventories know, and at least `min_epoch`: a caller with a number that only
-    grows (the restart count) so keeps apart from lineages that nobody reachable remembers.
+    The new epoch is above all that the inventories know, and at least `min_epoch` (`first_epoch`): so it keeps apart
+    from lineages that nobody reachable remembers.
 
     `inventories` is by host, of all reachable agents; hosts outside the allocation may be sources. The result
     depends on nothing else, so that agents with the same inventories agree. Raises ValueError for m < 1,
@@ -144,7 +155,8 @@ def plan(inventories: Mapping[str, Inventory], hosts: Sequence[str], m: int, *, 
     context = _Context(noderanks, previous or {}, frozenset(inventories), frozenset(gone), survivable, m, order)
     sealed = _known_sealed(inventories)
     sets = tuple(_plan_set(name, held[name], sealed.get(name, set()), context, warnings) for name in sorted(held))
-    return RecoveryPlan(noderanks, epoch, sets, gone, survivable, tuple(warnings))
+    latest = max((i.map_restart for i in inventories.values() if i.noderanks is not None), default=-1)
+    return RecoveryPlan(noderanks, epoch, sets, gone, survivable, tuple(warnings), latest)
 
 
 def choose(copies: Iterable[CopyInfo]) -> Stamp | None:

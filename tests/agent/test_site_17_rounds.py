@@ -21,6 +21,7 @@ class Host:
 
     def __init__(self, name: str, restart: int = 0) -> None:
         self.name, self.sent, self.lived, self.restart = name, list[tuple[str, Message]](), 0, restart
+        self.older: peer.InventoryRecord | None = None
         self.tier, self.sees, self.looks, self.unbroken = True, False, list[bool](), True
 
     async def stored(
@@ -40,6 +41,13 @@ class Host:
         pass
 
     async def inventory(self) -> peer.InventoryRecord:
+        if self.looks and self.older is not None:  # it has taken part in a round: nothing newer is known any more
+            copy = self.older.copies[0]
+            return msgspec.structs.replace(
+                self.older, noderanks={self.name: 0}, map_restart=1, sealed=((copy.set, copy.stamp),)
+            )
+        if self.older is not None:
+            return self.older
         return peer.InventoryRecord(self.name, None, -1, 0, (), (), 1, "i", unbroken=self.unbroken)
 
     async def outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
@@ -131,5 +139,31 @@ def test_where_nothing_was_ever_sealed_there_is_nothing_on_the_tier(unbroken: bo
             await spawned.pop(0)
         assert rounds.stage == "live" and rounds.round == 2
         assert (rounds.unseen, host.looks) == (("", []) if unbroken else ("not mounted", [True]))
+
+    asyncio.run(run())
+
+
+def test_what_a_round_has_not_seen_is_not_forgotten_by_the_next() -> None:
+    """Memory has version 5, and once knew that 9 was sealed; the tier, which has that, could not be seen then."""
+
+    async def run() -> None:
+        host = Host("n1", restart=1)
+        copy = peer.CopyRecord("default", 0, 1, 0, 64, 64, (1, 5), "0" * 32)
+        host.older = peer.InventoryRecord("n1", {"n1": 0}, 0, 1, (copy,), (("default", (1, 9)),), 1, "i")
+        spawned: list[asyncio.Task[None]] = []
+        rounds = Rounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
+        rounds.begin("")
+        while spawned:
+            await spawned.pop(0)
+        assert rounds.plan is not None and rounds.unseen and [s.keep for s in rounds.plan.sets] == [((1, 5),)]
+        host.sees = True
+        rounds.need(1, "7.0", again=False)
+        while spawned:
+            await spawned.pop(0)
+        assert not rounds.unseen and [s.chosen for s in rounds.plan.sets] == [(1, 9)]
+        rounds.need(2, "7.1", again=False)
+        while spawned:
+            await spawned.pop(0)
+        assert rounds.round == 3 and len(host.looks) == 2, "memory has what the tier had"
 
     asyncio.run(run())

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from random import Random
 
 from commit_world import Violation, World
 
 
-def run(seed: int, *, weak: Iterable[str] = (), length: int = 400) -> World:
-    """One run. Raises Violation."""
+def run(
+    seed: int, *, weak: Iterable[str] = (), length: int = 400, make: Callable[..., World] = World, cuts: float = 0.0
+) -> World:
+    """One run. cuts: of the faults, how many take all nodes at once. Raises Violation."""
     random = Random(seed)
     N = random.choice([2, 2, 3, 3, 4, 5])
     m = random.choice([2, 2, min(3, N)])
-    world = World(N, m, random.choice([1, 1, 2]), patience=random.choice([0, 0, 2, 3]), weak=weak)
+    world = make(N, m, random.choice([1, 1, 2]), patience=random.choice([0, 0, 2, 3]), weak=weak)
     brisk, pace = True, random.choice([1.0, 0.5, 0.1])
     fault_every = random.choice([15, 40, 120])
     if random.random() < 0.8:
@@ -22,7 +24,7 @@ def run(seed: int, *, weak: Iterable[str] = (), length: int = 400) -> World:
         if world.phase == "down" and random.random() < 0.2:
             recover(world, random)
         elif random.random() * fault_every < 1:
-            fault(world, random)
+            fault(world, random) if not cuts or random.random() > cuts else power_cut(world)
         elif random.random() < 0.02:
             world.settle(1)
         else:
@@ -66,6 +68,12 @@ def fault(world: World, random: Random) -> None:
     elif world.net:
         message = random.choice(world.net)
         world.lose(message) if kind == "lose" else world.deliver(message, keep=True)
+
+
+def power_cut(world: World) -> None:
+    for host in list(world.hosts):
+        if world.reachable(host):
+            world.crash(host)
 
 
 def progress(world: World, random: Random) -> None:

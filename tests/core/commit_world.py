@@ -15,7 +15,7 @@ from functools import cache, partial
 from itertools import combinations
 
 from gemini_hpc.core.placement import holders, holds_for, survivable
-from gemini_hpc.core.recovery import CopyInfo, Inventory, Pull, SetPlan, plan
+from gemini_hpc.core.recovery import CopyInfo, Inventory, Pull, RecoveryPlan, SetPlan, first_epoch, plan
 from gemini_hpc.core.seal import Root, Subtree, Vote, Word, children, merge, parent, vote_of
 from gemini_hpc.core.slots import Refused, SlotPair, Stamp
 
@@ -438,27 +438,35 @@ class World:
         inventories = {host: self.inventory(self.agents[host]) for host in reachable}
         self.recoveries += 1
         self.restart += set(hosts) != set(self.hosts)  # the same nodes: a new step, not a new incarnation
-        min_epoch = 0 if "epoch-forgotten" in self.weak else self.restart
+        min_epoch = 0 if "epoch-forgotten" in self.weak else first_epoch(self.restart)
         made = plan(inventories, hosts, self.m, min_epoch=min_epoch)
-        self.set_plan = made.set_plan("")
+        self.set_plan, epoch = self.consider(made)
         chosen = None if self.set_plan is None else self.set_plan.chosen
         self.judge(chosen, made.warnings)
-        if chosen is None:
-            self.start_over(made.epoch)
-        elif self.forgiven:  # whatever an agent from long ago has kept
-            self.guaranteed, self.completed, self.counted = chosen, chosen.version, made.epoch
-            self.ungated, self.forgiven = True, False
-        elif self.ungated:
-            assert self.set_plan is not None
-            self.completed, self.ungated = chosen.version, self.set_plan.sealed != chosen
+        self.account(chosen, epoch)
         for host in hosts:
             self.agents.setdefault(host, Agent(host))
         self.hosts, self._noderanks = hosts, made.noderanks
-        self.epoch = max(0, made.epoch - 1) if "same-epoch" in self.weak and self.recoveries > 1 else made.epoch
+        self.epoch = max(0, epoch - 1) if "same-epoch" in self.weak and self.recoveries > 1 else epoch
         self.said_sealed, self.said_abandoned = set(), set()
         self.phase = "voiding"
         self.unacknowledged = set(hosts)
         self.check()
+
+    def consider(self, made: RecoveryPlan) -> tuple[SetPlan | None, int]:
+        """What to recover, and in which epoch."""
+        return made.set_plan(""), made.epoch
+
+    def account(self, chosen: Stamp | None, epoch: int) -> None:
+        """What is promised from here on."""
+        if chosen is None:
+            self.start_over(epoch)
+        elif self.forgiven:  # whatever an agent from long ago has kept
+            self.guaranteed, self.completed, self.counted = chosen, chosen.version, epoch
+            self.ungated, self.forgiven = True, False
+        elif self.ungated:
+            assert self.set_plan is not None
+            self.completed, self.ungated = chosen.version, self.set_plan.sealed != chosen
 
     def judge(self, chosen: Stamp | None, warnings: tuple[str, ...]) -> None:
         if self.forgiven:

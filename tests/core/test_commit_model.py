@@ -7,10 +7,12 @@ further faults, training must go on and seal again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 import commit_campaign
 import pytest
+from commit_tier import TIER_WEAKNESSES, TieredWorld
 from commit_world import WEAKNESSES, Violation, World
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -95,12 +97,39 @@ def test_random_campaign() -> None:
         commit_campaign.run(seed)
 
 
+def tiered(seed: int, *, weak: Sequence[str] = ()) -> TieredWorld:
+    world = commit_campaign.run(seed, weak=weak, make=TieredWorld, cuts=0.2)
+    assert isinstance(world, TieredWorld)
+    return world
+
+
+def test_random_campaign_with_a_tier() -> None:
+    """Drains at any moment of it, all nodes cut now and then: the promises of memory are kept as before, and what is
+    whole on the tier comes back."""
+    worlds = [tiered(seed) for seed in range(200)]
+    assert sum(bool(world.tier) for world in worlds) > 50, "versions have become whole"
+    assert sum(world.returns for world in worlds) > 50, "and have been taken"
+
+
+@pytest.mark.parametrize("weakness", sorted(TIER_WEAKNESSES))
+def test_each_rule_of_the_tier_is_needed(weakness: str) -> None:
+    for seed in range(600):
+        try:
+            tiered(seed, weak=[weakness])
+        except Violation:
+            break
+    else:
+        pytest.fail(f"nothing happens although {TIER_WEAKNESSES[weakness]}")
+    tiered(seed)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(10))
 def test_long_campaign(part: int) -> None:
     for seed in range(1000 + part * 1000, 2000 + part * 1000):
         commit_campaign.run(seed)
+        tiered(seed)
 
 
 # Where to look first: seeds near which a broken rule was seen to do harm; the search goes on from there.
