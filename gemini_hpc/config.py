@@ -71,7 +71,8 @@ class Settings:
         0.0, "A fenced node that has booted anew and answers for so long is resumed, twice a day at most; 0: never."
     )
     reserve_candidates: int = _setting(2, "Replacement candidates reserved beside the survivors and the dead count.")
-    tier_interval_s: float = _setting(600.0, "Time between two saves to --gemini-tier without its own.", 1, 604800)
+    tier: str = _setting("", 'Tier of jobs that name none; "{user}" in it is the job\'s owner. Empty: none.')
+    tier_interval_s: float = _setting(600.0, "Time between two saves to a tier, in jobs that say none.", 1, 604800)
     tier_bytes_per_s: float = _setting(5e8, "A node writes to the tier at this rate at most; 0: any.", 0, 1e12)
     tier_before_end_s: float = _setting(
         60.0, "Before a job's time limit one more version is saved to its tier, so long at least; 0: none.", 0, 86400

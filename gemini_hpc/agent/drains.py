@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import pwd
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -23,7 +24,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import orders
 from gemini_hpc.tier.version import Manifest
 from gemini_hpc.wire import bounds, peer, picture
-from gemini_hpc.wire.stored import NodeFile
+from gemini_hpc.wire.stored import NodeFile, Tier
 
 if TYPE_CHECKING:
     from gemini_hpc.agent.agent import Agent
@@ -57,6 +58,16 @@ class Gathering:
             self.done.set_result(reason)
 
 
+def site_tier(pattern: str, uid: int) -> str:
+    """The site's directory for this user; "" where there is none."""
+    if "{user}" not in pattern:
+        return pattern
+    try:
+        return pattern.replace("{user}", pwd.getpwuid(uid).pw_name)
+    except KeyError:
+        return ""
+
+
 class Drains:
     """One agent's part in it; it lives as long as the agent."""
 
@@ -67,6 +78,8 @@ class Drains:
         self._due: dict[str, float] = {}
         self._said: dict[str, str] = {}
         self._tidy: dict[str, asyncio.Task[None]] = {}  # at the root: removes what a life before has left half done
+        self.chosen = Tier()  # by the program
+        self._site = site_tier(agent.settings.tier, agent.uid)
         self._ends_at = math.inf  # by Slurm's word (monotonic)
         self._before_end: dict[str, float] = {}  # at the root: the end before which a version has been saved
         self._took_s: dict[str, float] = {}  # the last save
@@ -76,15 +89,21 @@ class Drains:
 
     @property
     def tier(self) -> str:
-        """The directory; empty: none."""
+        """The directory; empty: none. The submission's goes before the program's, and that before the site's."""
         attach = self._agent.attached_as
-        return attach.tier if attach is not None else ""
+        return (attach.tier if attach is not None else "") or self.chosen.directory or self._site
 
     @property
     def interval_s(self) -> float:
         """From the beginning of one save to that of the next."""
         attach = self._agent.attached_as
-        return float((attach.tier_interval if attach is not None else 0) or self._agent.settings.tier_interval_s)
+        submitted = attach.tier_interval if attach is not None else 0
+        return float(submitted or self.chosen.interval_s or self._agent.settings.tier_interval_s)
+
+    def heeds(self, tier: Tier) -> bool:
+        """Whether a program's choice counts and is not known yet; the first one of a job stays."""
+        attach = self._agent.attached_as
+        return bool(tier.directory) and not self.chosen.directory and not (attach is not None and attach.tier)
 
     def freeze(self) -> None:
         """A round begins: what is on its way will not become whole."""

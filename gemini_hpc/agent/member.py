@@ -13,6 +13,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier.version import Manifest
 from gemini_hpc.wire import bounds, peer
 from gemini_hpc.wire.message import Message
+from gemini_hpc.wire.stored import Tier
 
 if TYPE_CHECKING:
     from gemini_hpc.agent.agent import Agent
@@ -103,6 +104,19 @@ class Member:
         """Whether the job has a tier."""
         return bool(self._agent.drains.tier)
 
+    @property
+    def chosen(self) -> Tier:
+        """What the program has chosen of it."""
+        return self._agent.drains.chosen
+
+    def choose(self, tier: Tier) -> bool:
+        """Take what a program has chosen; False where it changes nothing."""
+        heeded = self._agent.drains.heeds(tier)
+        if heeded:
+            self._agent.drains.chosen = tier
+            self._agent.spawn(self._agent.drains.glance())
+        return heeded
+
     async def stored(self, without: Iterable[tuple[str, bounds.Stamp]], *, launched: bool) -> tuple[Manifest, ...]:
         """The newest version of each set on the tier, but for these. launched: ranks wait for it, else the prologs.
         Raises `TierFailed` where it cannot be seen in time."""
@@ -127,6 +141,7 @@ class Member:
     def _adopt(self, plan: peer.PlanDown) -> None:
         agent = self._agent
         assert agent.mesh is not None
+        agent.drains.chosen = plan.tier
         agent.noderanks, agent.map_restart, agent.epoch = dict(plan.noderanks), agent.restart, plan.epoch
         agent.mesh.ports.update({h: p for h, p in plan.ports.items() if h != agent.node})
         by_rank = {rank: host for host, rank in agent.noderanks.items()}

@@ -22,6 +22,9 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier.version import Manifest
 from gemini_hpc.wire import bounds, peer, protocol
 from gemini_hpc.wire.message import Message
+from gemini_hpc.wire.stored import Tier
+
+_NO_TIER = Tier()
 
 
 class Host(Protocol):
@@ -54,6 +57,13 @@ class Host(Protocol):
     @property
     def tier(self) -> bool:
         """Whether the job has a tier."""
+
+    @property
+    def chosen(self) -> Tier:
+        """What the program has chosen of it."""
+
+    def choose(self, tier: Tier) -> bool:
+        """Take what a program has chosen; False where it changes nothing."""
 
     async def stored(self, without: Iterable[tuple[str, bounds.Stamp]], *, launched: bool) -> tuple[Manifest, ...]:
         """The newest version of each set on the tier, but for these. launched: ranks wait for it, else the prologs.
@@ -127,12 +137,12 @@ class Rounds:
         """Coordinator only: start the next round."""
         self._enter(self.round + 1, step)
 
-    def need(self, after_round: int, step: str, again: bool) -> None:
+    def need(self, after_round: int, step: str, again: bool, tier: Tier = _NO_TIER) -> None:
         """A launch wants to be served by a round after `after_round` (or by that one, if it serves nobody yet)."""
         if self.parent is not None:
-            self._host.send(self.parent, peer.NeedRound(after_round, step, again))
+            self._host.send(self.parent, peer.NeedRound(after_round, step, again, tier))
         elif self.stage == "live" and after_round == self.round:
-            if self.unseen:
+            if self._host.choose(tier) or self.unseen:
                 self.begin(step)
             elif not self.step:
                 self._bind(step)
@@ -219,7 +229,7 @@ class Rounds:
                     self._bind(message.step)
         elif isinstance(message, peer.NeedRound):
             if name in self.children:
-                self.need(message.after_round, message.step, message.again)
+                self.need(message.after_round, message.step, message.again, message.tier)
         else:
             return False
         return True
@@ -257,7 +267,7 @@ class Rounds:
     async def _search(self, number: int, records: tuple[peer.InventoryRecord, ...], plan: peer.PlanDown) -> None:
         """Coordinator: the nodes of this incarnation cannot serve, or only what is older than the last seal. In the
         first round of a restart, look on those that the job has left; then on the tier."""
-        sure = seen = False
+        sure = False
         if self._host.restart > 0 and self.round == 1 and not any(s.chosen for s in plan.sets):
             former = {host for r in records for host in r.noderanks or {}}
             more = await self._host.outside(tuple(sorted(former)))
@@ -265,9 +275,9 @@ class Rounds:
                 self._host.log("found_outside", detail=f"copies on {', '.join(r.host for r in more)[:300]}")
             records = (*records, *more)
             plan, sure = self._decide(records)
-        sure = sure and not self._owed  # memory knows no more what it had lost then
         nothing = self._host.restart == 0 and all(r.unbroken and not r.sealed for r in records)  # was ever sealed
-        if self._host.tier and not sure and not nothing:
+        seen = nothing or (sure and not self._owed)  # what is owed, memory no longer knows
+        if self._host.tier and not seen:
             without = {bad for record in records for bad in record.unreadable}
             try:
                 stored = await self._host.stored(without, launched=bool(plan.step))
@@ -275,7 +285,7 @@ class Rounds:
             except TierFailed as error:  # who went on without starts from nothing
                 plan = msgspec.structs.replace(plan, unseen=str(error))
         if number == self.round and self.stage == "collect":
-            self._owed = self._owed and not seen
+            self._owed = not seen
             self._take(plan)
 
     def _take(self, plan: peer.PlanDown) -> None:
@@ -337,6 +347,7 @@ class Rounds:
             ports={r.host: r.port for r in records},
             sets=tuple(sets),
             pulls=tuple(pulls),
+            tier=self._host.chosen,
         )
         # what agents of an older incarnation have is not the newest where those of the last are all gone
         known = plan.survivable and plan.latest >= self._host.restart - 1

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _MAX_SHARDS = 4096  # on one node, all sets together; each takes two descriptors
 _OTHER_LAUNCH_S = 5.0
 _ROUND_S = 100.0
+_CHOICE_S = 10.0
 _LEAVE_S = 2.0
 _MAX_STEP = 64
 _EVENTS_PER_S, _EVENTS_BURST = 2.0, 200.0
@@ -245,7 +246,8 @@ class Service:
         await rounds.wait_live(None)
         training = agent.sets.get(m.set)
         again = training is not None and m.rank in training.greeted
-        if rounds.step == m.step and not again and not rounds.unseen:
+        chooses = agent.drains.heeds(m.tier)
+        if rounds.step == m.step and not again and not rounds.unseen and not chooses:
             return
         deadline = time.monotonic() + _OTHER_LAUNCH_S
         while others := self.steps() - {m.step}:
@@ -253,12 +255,15 @@ class Service:
                 raise Rejected(f"another training of this job is running (step {', '.join(sorted(others))})")
             await asyncio.sleep(0.02)
         before = rounds.round
-        need_new = again or bool(rounds.step or rounds.unseen)
+        need_new = again or chooses or bool(rounds.step or rounds.unseen)
+        patient_until = time.monotonic() + _CHOICE_S
         while True:
+            if chooses and time.monotonic() > patient_until:  # a root of a version that knows nothing of it
+                chooses, need_new = False, again or bool(rounds.unseen)
             if rounds.stage == "live" and rounds.step == m.step and (rounds.round > before or not need_new):
                 return
             if rounds.stage == "live":
-                rounds.need(rounds.round, m.step, again)
+                rounds.need(rounds.round, m.step, again, m.tier)
             if rounds.stage == "live" and rounds.step == m.step and not need_new:
                 return
             try:

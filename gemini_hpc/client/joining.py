@@ -9,6 +9,7 @@ import msgspec
 
 from gemini_hpc.core import placement
 from gemini_hpc.wire import local
+from gemini_hpc.wire.stored import Tier
 
 SOCKET_ENV = "GEMINI_SOCKET"  # set by the SPANK plugin where the job has an agent
 STEP_ENV = "GEMINI_STEP"  # names this launch where Slurm's step id does not
@@ -41,12 +42,13 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-def hello(set_name: str, rank: int, world: int, local_rank: int) -> local.Hello:
+def hello(set_name: str, rank: int, world: int, local_rank: int, tier: Tier) -> local.Hello:
     """The greeting of this process."""
     step = os.environ.get(STEP_ENV) or "{}.{}".format(
         os.environ.get("SLURM_JOB_ID", "0"), os.environ.get("SLURM_STEP_ID", "0")
     )
-    return local.hello(set=set_name, rank=rank, world=world, local_rank=local_rank, step=step, pid=os.getpid())
+    pid = os.getpid()
+    return local.hello(set=set_name, rank=rank, world=world, local_rank=local_rank, step=step, pid=pid, tier=tier)
 
 
 def waiting(waited_s: float, why: str) -> str:

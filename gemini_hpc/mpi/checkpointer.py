@@ -28,6 +28,7 @@ from gemini_hpc.mpi.arrays import Arrays, Saved
 from gemini_hpc.mpi.exchange import Exchange, Patience, digest
 from gemini_hpc.mpi.words import Words
 from gemini_hpc.wire import local
+from gemini_hpc.wire.stored import Tier
 
 REGISTER_TIMEOUT_S, FETCH_TIMEOUT_S = 120.0, 600.0
 _CHUNK_BYTES = 1 << 20
@@ -44,7 +45,8 @@ class Checkpointer:
     arrays: names, and NumPy arrays or anything else whose memory can be written; write into them (`T[:] = new`), or
     tell `step` of those that were bound anew. A `Part` says where in a global array a rank's own lies: then other
     numbers of ranks can load it, and the tier shows it whole. name: set when a job runs several programs. every: only
-    each so manieth step is saved. seal_timeout_s: longest wait for copies that do not get anywhere.
+    each so manieth step is saved. seal_timeout_s: longest wait for copies that do not get anywhere. tier,
+    tier_interval_s: as --gemini-tier and --gemini-tier-interval, which go before them.
 
     Raises TypeError or ValueError for arguments that cannot work. Its own failures never reach the program:
     protection ends, with one line on stderr.
@@ -59,9 +61,12 @@ class Checkpointer:
         every: int = 1,
         seal_timeout_s: float = 1.5,
         chunk_bytes: int = _CHUNK_BYTES,
+        tier: str = "",
+        tier_interval_s: float = 0,
     ) -> None:
         if every < 1 or seal_timeout_s <= 0 or chunk_bytes < 4096 or not name:
             raise ValueError("every >= 1, seal_timeout_s > 0, chunk_bytes >= 4096 and a name are wanted")
+        self._tier = Tier.of(tier, tier_interval_s)
         self._comm = comm.Dup()
         self._rank, self._world = self._comm.Get_rank(), self._comm.Get_size()
         self._words = Words(self._comm)
@@ -91,7 +96,8 @@ class Checkpointer:
         path = os.environ.get(joining.SOCKET_ENV, "")
         if not path:
             return Notice(problem=f"no agent here ({joining.SOCKET_ENV} is not set)")
-        hello = joining.hello(self._name, self._rank, self._world, int(os.environ.get("SLURM_LOCALID", "0") or "0"))
+        local_rank = int(os.environ.get("SLURM_LOCALID", "0") or "0")
+        hello = joining.hello(self._name, self._rank, self._world, local_rank, self._tier)
         try:
             self._client = AgentClient(path, self._rejoin, self._agent_gone)
             self._welcome = self._client.hello(hello, self._waiting)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import torch
@@ -13,6 +13,7 @@ from gemini_hpc.train.ownership import Ownership
 from gemini_hpc.train.pacer import SCHEMES, Scheme
 from gemini_hpc.train.transport.choice import Kind
 from gemini_hpc.train.tree import Stateful
+from gemini_hpc.wire.stored import Tier
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Choices:
     overhead: float
     transport: Kind = "auto"
     start: str = ""
+    tier: Tier = field(default_factory=Tier)
 
     def __post_init__(self) -> None:
         if self.max_repeated not in (1, 2):

@@ -25,6 +25,7 @@ from gemini_hpc.train.resuming import Resuming
 from gemini_hpc.train.transport.choice import Kind
 from gemini_hpc.train.tree import Leaf, StateTree, UnsupportedStateError
 from gemini_hpc.wire import local
+from gemini_hpc.wire.stored import Tier
 
 CLOSE_TIMEOUT_S = 10.0
 _TOGETHER = 4  # while nothing is sealed and versions are skipped, one in so many is saved
@@ -68,6 +69,9 @@ class Checkpointer(Resuming):
     start: what `resume()` takes where this job has nothing yet: a directory of the persistent tier (of another job,
     on any number of ranks), a checkpoint of torch.distributed.checkpoint, or a file of torch.save.
 
+    tier, tier_interval_s: as --gemini-tier and --gemini-tier-interval, which go before them: the directory (absolute,
+    seen by all nodes) where the agents save a version every so many seconds (0: the site's interval).
+
     Raises TypeError or ValueError for arguments and state that cannot work. Its own failures never reach the
     training: protection ends, with one line on stderr.
     """
@@ -94,6 +98,8 @@ class Checkpointer(Resuming):
         every: int = 0,
         transport: Kind = "auto",
         start: str = "",
+        tier: str = "",
+        tier_interval_s: float = 0,
     ) -> None:
         optimizers, stateful, modules = arguments.sort_out(model, optimizer, scheduler, scaler, loader, extra)
         choices = arguments.Choices(
@@ -110,6 +116,7 @@ class Checkpointer(Resuming):
             overhead=overhead,
             transport=transport,
             start=start,
+            tier=Tier.of(tier, tier_interval_s),
         )
         super().__init__(StateTree(model, optimizers, stateful, modules), loader, choices)
         self._given = [model, *optimizers, *stateful.values(), *modules.values()]

@@ -24,6 +24,7 @@ from gemini_hpc.train.shared import Keeper
 from gemini_hpc.train.transport.base import Transport
 from gemini_hpc.train.transport.choice import Kind
 from gemini_hpc.wire import local
+from gemini_hpc.wire.stored import Tier
 
 IMPORTED_AT = time.time()
 ARMING, ARMED, REFUSED = 0, 1, -1
@@ -32,8 +33,8 @@ ARMING, ARMED, REFUSED = 0, 1, -1
 class Membership:
     """The lowest layer of the checkpointer: who takes part, whether the training is protected, and saying so."""
 
-    def __init__(self, name: str, seal_timeout_s: float, kind: Kind) -> None:
-        self._name, self._seal_timeout_s, self._kind = name, seal_timeout_s, kind
+    def __init__(self, name: str, seal_timeout_s: float, kind: Kind, tier: Tier) -> None:
+        self._name, self._seal_timeout_s, self._kind, self._tier = name, seal_timeout_s, kind, tier
         distributed = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank() if distributed else 0
         self._world = dist.get_world_size() if distributed else 1
@@ -126,6 +127,7 @@ class Membership:
             self._rank,
             self._world,
             int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) or "0"),
+            self._tier,
         )
         self._waiting_said = ""
         try:

@@ -13,6 +13,7 @@ import msgspec
 
 from gemini_hpc.wire import version
 from gemini_hpc.wire.bounds import Bytes, Count, Epoch, Job, Restart, Seconds, Strict, Time, Version
+from gemini_hpc.wire.stored import Tier
 from gemini_hpc.wire.traffic import TimelineState, TrafficState
 
 MAX_PACKET_BYTES = 64 * 1024
@@ -82,7 +83,7 @@ class Hello(Message, frozen=True, tag="hello"):
 
     `step` identifies one launch of the training (SLURM_JOB_ID.SLURM_STEP_ID): a new value on any node
     starts a new recovery round. `rejoin` is set by a trainer that was welcomed before and lost its agent.
-    It speaks protocol `proto` to `most` (0: `proto` alone).
+    It speaks protocol `proto` to `most` (0: `proto` alone). `tier`: what its program has chosen.
     """
 
     proto: int
@@ -94,6 +95,7 @@ class Hello(Message, frozen=True, tag="hello"):
     pid: int
     rejoin: bool = False
     most: int = 0
+    tier: Tier = Tier()
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -332,6 +334,16 @@ reply_decoder: Strict[Reply] = Strict(msgspec.json.Decoder(Reply))
 encode = msgspec.json.Encoder().encode
 
 
-def hello(*, set: str, rank: int, world: int, local_rank: int, step: str, pid: int, rejoin: bool = False) -> Hello:
+def hello(
+    *,
+    set: str,
+    rank: int,
+    world: int,
+    local_rank: int,
+    step: str,
+    pid: int,
+    rejoin: bool = False,
+    tier: Tier = Tier(),  # noqa: B008 (frozen)
+) -> Hello:
     """A `Hello` in all versions that this end speaks."""
-    return Hello(version.OLDEST, set, rank, world, local_rank, step, pid, rejoin, version.CURRENT)
+    return Hello(version.OLDEST, set, rank, world, local_rank, step, pid, rejoin, version.CURRENT, tier)

@@ -10,7 +10,7 @@ import msgspec
 
 from gemini_hpc.wire.bounds import Attempt, Bytes, Count, Epoch, Pairs, Port, Restart, Round, Seconds, Stamp, Version
 from gemini_hpc.wire.message import Message
-from gemini_hpc.wire.stored import NodeFile
+from gemini_hpc.wire.stored import NodeFile, Tier
 
 # ---- sign of life and suspicion ------------------------------------------------------------------------
 
@@ -130,7 +130,8 @@ class SetPlan(msgspec.Struct, frozen=True):
 
 class PlanDown(Message, frozen=True, tag="plan"):
     """Down: the new map, epoch and versions. Void everything else, then acknowledge. unseen: why it is not known what
-    the tier has; no launch is served by such a plan."""
+    the tier has; no launch is served by such a plan. tier: what the program has chosen, where the submission has
+    not."""
 
     round: Round
     step: str
@@ -141,6 +142,7 @@ class PlanDown(Message, frozen=True, tag="plan"):
     sets: tuple[SetPlan, ...]
     pulls: tuple[PullOrder, ...]
     unseen: str = ""
+    tier: Tier = Tier()
 
 
 class PlanAck(Message, frozen=True, tag="ack"):
@@ -171,12 +173,14 @@ class RoundLost(Message, frozen=True, tag="lost"):
 class NeedRound(Message, frozen=True, tag="round?"):
     """Up: a launch of the training (`step`) has said hello here and wants to be served after `after_round`.
 
-    again: a rank of that launch had been welcomed before, so that a round of its own is needed.
+    again: a rank of that launch had been welcomed before, so that a round of its own is needed. tier: what the
+    program has chosen.
     """
 
     after_round: Round
     step: str
     again: bool
+    tier: Tier = Tier()
 
 
 # ---- sealing, along the tree ---------------------------------------------------------------------------

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import msgspec
 
-from gemini_hpc.wire.bounds import Bytes, Count
+from gemini_hpc.wire.bounds import Bytes, Count, Seconds
 
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 FileName = Annotated[str, msgspec.Meta(pattern=r"\Anode-[0-9]{4,7}\.h5\Z")]
+
+
+_DIRECTORY = r"(/[ !#-&(-\[\]-_a-~]{0,4095})?"  # printable ASCII without quotes, as the prolog takes it
+Directory = Annotated[str, msgspec.Meta(pattern=rf"\A{_DIRECTORY}\Z")]
+_MOST_S = 604800
+
+
+class Tier(msgspec.Struct, frozen=True):
+    """Where a program wants its versions saved, and how often; "" and 0: it says nothing of that."""
+
+    directory: Directory = ""
+    interval_s: Seconds = 0
+
+    @classmethod
+    def of(cls, directory: str, interval_s: float) -> Tier:
+        """Raises ValueError for what cannot be."""
+        if not re.fullmatch(_DIRECTORY, directory):
+            raise ValueError(f"tier is {directory!r}: an absolute path is wanted, of printable ASCII without quotes")
+        if interval_s and not 1 <= interval_s <= _MOST_S:
+            raise ValueError(f"tier_interval_s is {interval_s:g}: 1 to {_MOST_S} is wanted")
+        if interval_s and not directory:
+            raise ValueError("tier_interval_s is given, and no tier")
+        return cls(directory, round(interval_s))
 
 
 class Stored(msgspec.Struct, frozen=True):

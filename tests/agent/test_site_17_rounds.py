@@ -13,7 +13,7 @@ from gemini_hpc.agent.tierwork import TierFailed
 from gemini_hpc.tier import version
 from gemini_hpc.wire import bounds, peer
 from gemini_hpc.wire.message import Message
-from gemini_hpc.wire.stored import NodeFile, Stored
+from gemini_hpc.wire.stored import NodeFile, Stored, Tier
 
 
 class Host:
@@ -21,8 +21,15 @@ class Host:
 
     def __init__(self, name: str, restart: int = 0) -> None:
         self.name, self.sent, self.lived, self.restart = name, list[tuple[str, Message]](), 0, restart
+        self.chosen = Tier()
         self.older: peer.InventoryRecord | None = None
         self.tier, self.sees, self.looks, self.unbroken = True, False, list[bool](), True
+
+    def choose(self, tier: Tier) -> bool:
+        heeded = bool(tier.directory) and not self.tier
+        if heeded:
+            self.tier, self.chosen = True, tier
+        return heeded
 
     async def stored(
         self, without: Iterable[tuple[str, bounds.Stamp]], *, launched: bool
@@ -165,5 +172,28 @@ def test_what_a_round_has_not_seen_is_not_forgotten_by_the_next() -> None:
         while spawned:
             await spawned.pop(0)
         assert rounds.round == 3 and len(host.looks) == 2, "memory has what the tier had"
+
+    asyncio.run(run())
+
+
+def test_a_tier_that_the_program_chooses_is_looked_at_before_it_is_served() -> None:
+    """The first round of a restart knew of none, and had nothing."""
+
+    async def run() -> None:
+        host = Host("n1", restart=1)
+        host.tier, host.sees = False, True
+        spawned: list[asyncio.Task[None]] = []
+        rounds = Rounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
+        rounds.begin("")
+        while spawned:
+            await spawned.pop(0)
+        assert rounds.stage == "live" and not host.looks
+        for _ in range(2):  # the second rank says the same
+            rounds.need(1, "7.0", again=False, tier=Tier("/t", 60))
+            while spawned:
+                await spawned.pop(0)
+        assert rounds.round == 2 and rounds.step == "7.0" and host.looks == [True]
+        assert rounds.plan is not None and rounds.plan.tier == Tier("/t", 60)
+        assert [s.chosen for s in rounds.plan.sets] == [(1, 9)]
 
     asyncio.run(run())

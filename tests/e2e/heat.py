@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,14 +36,16 @@ class Heat:
     directory: Path
 
     @classmethod
-    def submit(cls, cluster: Cluster, how: str, *options: str, n: int, steps: int, step_s: float) -> Heat:
+    def submit(
+        cls, cluster: Cluster, how: str, *options: str, n: int, steps: int, step_s: float, program: Sequence[str] = ()
+    ) -> Heat:
         library, launch = LAUNCHERS[how]
         directory = cluster.home("alice") / f"heat-{time.time_ns()}"
         shutil.copytree(EXAMPLES, directory, ignore=shutil.ignore_patterns("__pycache__"))
         for path in [directory, *directory.iterdir()]:
             path.chmod(0o755)
         shutil.chown(directory, 5001)
-        arguments = ["--n", str(n), "--steps", str(steps), "--step-s", str(step_s)]
+        arguments = ["--n", str(n), "--steps", str(steps), "--step-s", str(step_s), *program]
         argv = ["--gemini-replicas=2", f"--chdir={directory}", *options, str(directory / "heat_mpi.sh"), *arguments]
         return cls(cluster, cluster.sbatch(argv, env={"MPI4PY_LIBMPI": str(library), "LAUNCH": launch}), directory)
 

@@ -59,3 +59,26 @@ def test_all_nodes_are_cut_and_fewer_are_left(cluster: Cluster, wanted: str) -> 
         assert job.agrees()
         cluster.restore(90)
         swept(cluster)
+
+
+def test_a_program_chooses_its_tier(cluster: Cluster) -> None:
+    """Without a word of it in the submission: new agents hear of it from the ranks, and look there."""
+    tier = cluster.home("alice") / "tier-chosen"
+    tier.mkdir(mode=0o777)
+    shutil.chown(tier, 5001)
+    with nothing_left(cluster, 45):
+        program = ("--tier", str(tier), "--tier-interval-s", "1")
+        job = Heat.submit(cluster, "pmi2", n=N, steps=100000, step_s=0.1, program=program)
+        until(lambda: any(tier.glob(f"gemini-{job.id}/default/*/manifest.*")), 60, what="a version on the tier")
+        told = cluster.run(["gemini-hpc", "inspect", str(job.id)], user="alice").stdout
+        assert f"tier {tier}: version " in told, told
+        for host in job.hosts():
+            cluster.power_off(host)
+        cluster.run(["scontrol", "requeue", str(job.id)])
+        cluster.restore(0)
+        until(lambda: len(job.lines("start")) == 2, 120, what="the job is back")
+        assert job.lines("start")[1]["start"] > 0 and "from the tier" in job.said(), job.said()
+        cluster.run(["scancel", str(job.id)])
+        until(lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, what="queue empty")
+        cluster.restore()
+        swept(cluster)

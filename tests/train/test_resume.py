@@ -11,6 +11,7 @@ import pytest
 from waiting import until
 
 from gemini_hpc.wire import local
+from gemini_hpc.wire.stored import Tier
 
 from .fake_agent import FakeJob
 from .launch import Run, train
@@ -153,6 +154,12 @@ def test_what_the_agents_cannot_see_for_long_is_not_trained_over(make_job: MakeJ
     assert not any("Traceback" in err for err in run.stderr) and not job.finished
     job.not_yet = 0
     assert [r["start"] for r in train(job, 2, kind="ddp", steps=6)] == [4, 4]
+
+
+def test_the_agents_hear_which_tier_the_program_chooses(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    train(job, 1, steps=1, kwargs={"tier": "/lustre/t", "tier_interval_s": 60})
+    assert [hello.tier for hello in job.nodes[0].hellos] == [Tier("/lustre/t", 60)]
 
 
 def test_an_agent_that_dies_over_the_hello_is_asked_again(make_job: MakeJob) -> None:

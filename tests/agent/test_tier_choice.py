@@ -1,0 +1,62 @@
+"""Which directory counts: the submission's, the program's, the site's."""
+
+from __future__ import annotations
+
+import pwd
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gemini_hpc.agent.drains import Drains, site_tier
+from gemini_hpc.config import Settings
+from gemini_hpc.wire.stored import Tier
+
+
+def drains(submitted: str = "", interval_s: int = 0, *, site: str = "", uid: int = 0) -> Drains:
+    attach = SimpleNamespace(tier=submitted, tier_interval=interval_s)
+    agent: Any = SimpleNamespace(attached_as=attach, settings=Settings(tier=site, tier_interval_s=600.0), uid=uid)
+    return Drains(agent)
+
+
+def test_the_submission_goes_before_the_program_and_that_before_the_site() -> None:
+    made = drains(site="/site")
+    assert (made.tier, made.interval_s) == ("/site", 600.0)
+    made.chosen = Tier("/program", 60)
+    assert (made.tier, made.interval_s) == ("/program", 60.0)
+    made = drains("/submitted", 30, site="/site")
+    made.chosen = Tier("/program", 60)
+    assert (made.tier, made.interval_s) == ("/submitted", 30.0)
+
+
+def test_the_first_choice_of_a_job_stays() -> None:
+    made = drains(site="/site")
+    assert made.heeds(Tier("/program")) and not made.heeds(Tier())
+    made.chosen = Tier("/program")
+    assert not made.heeds(Tier("/other"))
+    assert not drains("/submitted").heeds(Tier("/program"))
+
+
+def test_the_sites_directory_is_the_users() -> None:
+    assert site_tier("/lustre/{user}/ckpt", 0) == f"/lustre/{pwd.getpwuid(0).pw_name}/ckpt"
+    assert site_tier("/lustre/{user}", 3999999999) == "", "nobody knows that uid"
+    assert site_tier("/lustre/all", 3999999999) == "/lustre/all" and site_tier("", 0) == ""
+
+
+@pytest.mark.parametrize(
+    "directory, interval_s, words",
+    [
+        ("here", 0, "absolute path"),
+        ("/a\n", 0, "printable"),
+        ("/it's", 0, "quotes"),
+        ("/" + 5000 * "x", 0, "absolute path"),
+        ("/a", 0.5, "tier_interval_s is 0.5"),
+        ("/a", 1e9, "tier_interval_s"),
+        ("/a", float("nan"), "tier_interval_s"),
+        ("", 60, "no tier"),
+    ],
+)
+def test_what_cannot_be_is_told(directory: str, interval_s: float, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Tier.of(directory, interval_s)
+    assert Tier.of("/a b/c", 1.4) == Tier("/a b/c", 1)
