@@ -239,7 +239,7 @@ class Agent:
             assert self.rounds is not None
             if self.rounds.parent is None:
                 self.rounds.begin("")
-                if m.restart == 0 and m.tier:
+                if m.restart == 0 and self.drains.tier:
                     self.spawn(self.drains.glance())
             self.spawn(summons.call(self, m))
         self.detached = False
