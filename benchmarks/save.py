@@ -27,7 +27,9 @@ BASELINE = PEERS["baseline"]
 def measure(options: Options) -> list[Row]:
     """All rows of the family."""
     runs = options.count(5)
-    ours = ["first", "calibrate"] + [f"none:{BLOCK},gemini:{BLOCK}"] * runs + [f"none:{BLOCK}", f"sync:{runs}"]
+    ours = (
+        ["first", "calibrate", "settle"] + [f"none:{BLOCK},gemini:{BLOCK}"] * runs + [f"none:{BLOCK}", f"sync:{runs}"]
+    )
     rounds = min(runs, 3)
     theirs = [f"none:{BLOCK},{mode}:{BLOCK}" for mode in PEERS] * rounds + [f"none:{BLOCK}"]
     size = ["--bytes", str(options.state_bytes)]

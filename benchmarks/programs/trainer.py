@@ -8,7 +8,8 @@ keeps the ranks in step, and an optimizer that changes every tensor but does no 
 need this machine's cores. Each rank writes one JSON object a line to PREFIX.RANK.
 
 plan: `first`: iterations until the first version is sealed; `calibrate`: sets the length of an iteration to 1.5 times
-what a version takes to be sealed (or durable), unless --iteration says it; MODE:K: a block of K iterations that are
+what a version takes to be sealed (or durable), unless --iteration says it; `settle`: iterations until the training's
+traffic is profiled and there is a plan; MODE:K: a block of K iterations that are
 saved in that way, one of `savers.py`'s: none, gemini, baseline, torch_save, checkfreq, chunked, dcp, remote; the ones
 that write files do so in /dev/shm, or in a directory of the disk as `MODE@disk`; `speed:MODE:K`: K such saves, one
 after the other, nothing else going on; `await:NAME`: goes on when there is a file PREFIX.go.NAME; `sync:K`: the copy
@@ -43,6 +44,7 @@ else:  # in a job the programs lie beside each other
 
 LAYERS = 12
 AWAIT_S = 120.0
+SETTLE_STEPS = 120
 
 
 class Model(nn.Module):
@@ -248,6 +250,20 @@ class Bench:
             self.iteration_s = max(0.3, math.ceil(15 * usual) / 10)
         self.say("calibrated", sealed_s=usual, iteration_s=self.iteration_s)
 
+    def settle(self) -> None:
+        """Iterations until all ranks send by plan."""
+        assert self.ckpt is not None and self.ckpt._rhythm is not None
+        saver, rhythm = self._make("gemini"), self.ckpt._rhythm
+        for count in range(SETTLE_STEPS):
+            if self._agree(float(rhythm.state().stage == "steady"), dist.ReduceOp.MIN):
+                self.say("settled", steps=count)
+                saver.close()
+                return
+            self._compute(self.iteration_s, saver.durable)
+            self.optimizer.step()
+            saver.save()
+        raise SystemExit(f"no plan after {SETTLE_STEPS} iterations: {rhythm.report()}")
+
     def speed(self, mode: str, count: int) -> None:
         """Saves with nothing to hide behind. Seconds from the call until it returned, until the optimizer may change
         the state, and until the save was complete. The first one does not count."""
@@ -345,6 +361,8 @@ def main() -> None:
             bench.first()
         elif what == "calibrate":
             bench.calibrate()
+        elif what == "settle":
+            bench.settle()
         elif what == "sync":
             bench.sync(int(count))
         elif what == "await":

@@ -51,7 +51,7 @@ class Arming(Membership):
     """The layer of the checkpointer that makes and ends the threads that copy, send and receive."""
 
     def __init__(self, tree: StateTree, choices: Choices) -> None:
-        super().__init__(choices.name, choices.seal_timeout_s, choices.transport, choices.tier)
+        super().__init__(choices.name, choices.seal_timeout_s, choices.hold_s, choices.transport, choices.tier)
         self._tree, self._choices = tree, choices
         self._pacer = Pacer(choices.chunk_bytes, choices.buffers)
         self._rhythm: Rhythm | None = None

@@ -56,7 +56,8 @@ class Checkpointer(Resuming):
     the training while nothing of a version arrives anywhere. audit=N: every Nth version,
     compare digests to find tensors that change behind our back. ownership: "split" deals replicated state out
     between ranks, "full" keeps a whole copy on each. hold_s: how long a rank with a communication error waits for
-    the agents' verdict.
+    the agents' verdict, and how long one waits for Slurm before a step that would be one more to repeat, where a node
+    is dead.
 
     The copies travel in the idle spans of the training's own traffic (`scheme="gemini"`; the others are there for
     comparison), in chunks of at most chunk_bytes, `buffers` of them at a time. overhead: where the spans are too
@@ -330,12 +331,20 @@ class Checkpointer(Resuming):
                     self._note("changed", job.version, f"{key} changed between step() and the optimizer's step")
             if rhythm.due(job.version):
                 self._await(job)
+        if rhythm is not None and rhythm.scheme != "none" and self._protected:
+            self._brake.hold(self._indispensable(max(rhythm.repeats, self._choices.max_repeated)))
         spent = time.perf_counter() - began
         if rhythm is not None:
             rhythm.waited(spent)
         self._times.hook_s += spent
         if self._times.steps > 3:
             self._times.worst_hook_s = max(self._times.worst_hook_s, spent)
+
+    def _indispensable(self, repeats: int) -> tuple[int, int]:
+        """The (epoch, version) without which a failure after the next step repeats more than `repeats` steps."""
+        version = self._version + 1 - repeats
+        resumed = self._resumed_from
+        return resumed if resumed is not None and version <= resumed[1] else (self._epoch, version)
 
     def _wait_left(self, job: Job) -> None:
         """Until the copying thread has what it needs; a copy that has not begun in time never will."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from gemini_hpc.client import joining
 from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused, Exchange, NotYet
+from gemini_hpc.client.brake import Brake
 from gemini_hpc.client.handback import hand_back, same_or_new
 from gemini_hpc.client.joining import SOCKET_ENV, TRY_AGAIN_EXIT, Notice
 from gemini_hpc.client.seal import SealGate
@@ -33,8 +34,9 @@ ARMING, ARMED, REFUSED = 0, 1, -1
 class Membership:
     """The lowest layer of the checkpointer: who takes part, whether the training is protected, and saying so."""
 
-    def __init__(self, name: str, seal_timeout_s: float, kind: Kind, tier: Tier) -> None:
-        self._name, self._seal_timeout_s, self._kind, self._tier = name, seal_timeout_s, kind, tier
+    def __init__(self, name: str, seal_timeout_s: float, hold_s: float, kind: Kind, tier: Tier) -> None:
+        self._name, self._kind, self._tier = name, kind, tier
+        self._seal_timeout_s, self._hold_s = seal_timeout_s, hold_s
         distributed = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank() if distributed else 0
         self._world = dist.get_world_size() if distributed else 1
@@ -94,13 +96,20 @@ class Membership:
         self._epoch, self._node_rank = notice.epoch, notice.node_rank
         self._homes = homes
         self._me = Identity(self._name, self._rank, self._world, notice.node_rank, notice.epoch)
+        client = self._client
         self._gate = SealGate(
-            lambda: self._client.page if self._client else None,
-            lambda: self._client is None or self._client.lost,
+            lambda: client.page,
+            lambda: client.lost,
             self._epoch,
             self._seal_timeout_s,
             self._on_degraded,
             self._on_restored,
+        )
+        self._brake = Brake(
+            lambda: client.page,
+            lambda: client.lost,
+            self._hold_s,
+            lambda text: self._say(f"rank {self._rank}: {text}"),
         )
         self._targets = placement.targets(homes, notice.nodes, m)
         self._outgoing = self._targets[self._rank]

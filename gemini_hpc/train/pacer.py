@@ -13,6 +13,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from statistics import median_low
 from typing import Literal, NamedTuple, Protocol
 
 from gemini_hpc.core.chunks import cut
@@ -24,8 +25,8 @@ SCHEMES: tuple[Scheme, ...] = ("none", "blocking", "naive", "background", "no_pi
 PROBE_BYTES = 4096  # the first chunk of a version without a timetable: it shows the link's startup time
 LEAST_BYTES = 64 << 10  # a chunk is not cut smaller: each takes some 0.3 ms of processors at both ends
 _LOOK_S, _SOON_S, _SPAN_S = 0.02, 0.001, 0.1
-# A training of whose traffic nothing is seen for longer than any of its last iterations, and this, pauses (evaluates,
-# for instance). Of the first iteration the length is not known.
+# A training of whose traffic nothing is seen for longer than two of its usual iterations, and this, pauses
+# (evaluates, for instance). Of the first iteration the length is not known; one with a pause in it is not usual.
 _PAUSE_S, _FIRST_PAUSE_S, _LENGTHS = 1.0, 5.0, 8
 _JOURNAL, _COPIES = 4096, 64
 
@@ -223,8 +224,8 @@ class Pacer:
         traffic = self.traffic
         if traffic is None or self._stepped_at is None:
             return False
-        longest_s = max(self._lengths, default=_FIRST_PAUSE_S)
-        return not traffic.in_flight() and self._clock() - traffic.quiet_since() > max(_PAUSE_S, longest_s)
+        patience_s = 2 * median_low(self._lengths) if self._lengths else _FIRST_PAUSE_S
+        return not traffic.in_flight() and self._clock() - traffic.quiet_since() > max(_PAUSE_S, patience_s)
 
     def _look(self, replica: int, at: int, least: int, most: int, backlog_bytes: int) -> _Wait:
         table, traffic = self._table, self.traffic

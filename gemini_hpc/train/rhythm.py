@@ -139,6 +139,12 @@ class Rhythm:
         agreed = self._agreed if version >= self._agreed.base else self._former
         return self._version - version + 1 == (agreed.s if self._planned else 1)
 
+    @property
+    def repeats(self) -> int:
+        """Steps that a failure may cost now."""
+        agreed = self._agreed if self._version >= self._agreed.base else self._former
+        return agreed.j + agreed.s - 1 if self._planned else 1
+
     def gate(self) -> None:
         """The training has come to the optimizer."""
         self._watch.gate()

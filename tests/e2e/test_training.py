@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable
 
 import pytest
@@ -38,6 +41,26 @@ def test_node_cut_where_agents_bring_the_copies(train: Train, reference: Referen
     job.finish()
     job.assert_same_as(wanted)
     assert job.repeated() <= 1 and "resumed at version 2" in job.output(), job.output()
+
+
+def test_a_cut_before_a_step_that_needs_nobody(train: Train, reference: Reference) -> None:
+    """The survivors have all that the optimizer's next step takes; the version before it is not sealed, and never
+    will be. They do not take that step: it would be a second one to repeat."""
+    wanted = reference("ddp")
+    job = train("brink", "--gemini-replicas=2", around="brink.py")
+    job.wait("the brink", (job.directory / "brink").exists, 90)
+    slurmctld = job.cluster.controller_pid()
+    assert slurmctld is not None
+    os.kill(slurmctld, signal.SIGSTOP)  # Slurm takes its time, as a large one does
+    try:
+        job.cluster.power_off(job.hosts()[1])
+        (job.directory / "go").touch()
+        time.sleep(6)
+    finally:
+        os.kill(slurmctld, signal.SIGCONT)
+    job.finish()
+    job.assert_same_as(wanted)
+    assert "resumed at version 6" in job.output() and job.repeated() == 1, job.output()
 
 
 def test_site_07_cut_with_reset_survivors_raise_first(train: Train, reference: Reference) -> None:

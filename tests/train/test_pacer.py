@@ -241,11 +241,15 @@ def _profiled(make: Make, played: Played, *steps: float) -> Pacer:
     return pacer
 
 
-@pytest.mark.parametrize("steps, after_s", [([], 5.0), ([0.4, 0.8], 1.0), ([2.0, 4.0], 2.0)])
+@pytest.mark.parametrize(
+    "steps, after_s",
+    [([], 5.0), ([0.4, 0.8], 1.0), ([2.0, 4.0], 4.0), ([1.0, 2.0, 302.0, 303.0, 304.0], 2.0)],
+    ids=["first", "short", "long", "a pause before"],
+)
 def test_a_training_that_pauses_while_it_is_profiled_has_its_version_sent(
     make: Make, steps: list[float], after_s: float
 ) -> None:
-    """After the last collective nothing is seen of it for longer than an iteration takes."""
+    """After the last collective nothing is seen of it for longer than two iterations take."""
     last = steps[-1] if steps else 0.0
     played = Played([(last - 0.1, last), (last + 0.1, last + 0.3)])
     pacer = _profiled(make, played, *steps)
