@@ -1,8 +1,9 @@
 """What protection costs each iteration: 1 GB of state a rank, a save every iteration, two ranks on two nodes.
 
-Two jobs on the same two nodes. The first is protected by real agents (m = 2) and turns protection on and off block by
-block; the length of its iteration is chosen so that the copies fit (see `programs/trainer.py`) and is a row of its
-own. The second saves in other ways, at the same length of an iteration, each beside blocks without.
+Two jobs on the same two nodes. The first is protected by real agents (m = 2); once there is a plan for its traffic it
+saves every version in one block and none in the next (scheme `none`). The length of its iteration is chosen so that
+the copies fit (see `programs/trainer.py`) and is a row of its own. The second saves in other ways, at the same length
+of an iteration, each beside blocks without.
 """
 
 from __future__ import annotations

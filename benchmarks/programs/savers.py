@@ -31,10 +31,13 @@ import gemini_hpc as gemini
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
+    from gemini_hpc.train.pacer import Scheme
+
 CHUNK_BYTES = 8 << 20
 FILE_BYTES = 16 << 20
 WRITERS = 4
 SLICE_S = 0.002  # the emulated compute wakes up as often, in every mode, to see whether the version is safe by now
+REST_S = 3.0  # longer than a peer and the agents take to seal what has left this rank
 SHM = "/dev/shm"
 
 Tensors = dict[str, torch.Tensor]
@@ -61,11 +64,23 @@ class Nothing:
         self.drain()
 
 
-class Gemini(Nothing):
-    """This project. Its own hook on the optimizer is the fence."""
+class Off(Nothing):
+    """This project, told to save nothing: it goes on counting steps, and keeps what it knows of the traffic."""
 
     def __init__(self, ckpt: gemini.Checkpointer) -> None:
         self._ckpt = ckpt
+        ckpt.scheme = "none"
+
+    def save(self) -> None:
+        self._ckpt.step()
+
+
+class Gemini(Nothing):
+    """This project. Its own hook on the optimizer is the fence."""
+
+    def __init__(self, ckpt: gemini.Checkpointer, scheme: Scheme) -> None:
+        self._ckpt = ckpt
+        ckpt.scheme = scheme
 
     @property
     def sealed(self) -> tuple[int, int]:
@@ -80,15 +95,25 @@ class Gemini(Nothing):
     def durable(self) -> bool:
         return self.sealed >= (self._ckpt._epoch, self._ckpt.version)
 
-    def drain(self) -> None:
+    def rest(self) -> bool:
+        """Wait until this rank sends nothing; whether the last version is sealed. It may never be: one that finds the
+        version before on its way is skipped, and not on all ranks alike where iterations are short."""
         deadline = time.monotonic() + 60
-        job = self._ckpt._job
-        last = (self._ckpt._epoch, job.version if job is not None else 0)  # one that found it on its way was skipped
-        while self.sealed < last:
+        until = 0.0
+        while not self.durable():
             self._ckpt._pacer.hurry()  # the training waits, and has no traffic in whose spans chunks could go
-            if time.monotonic() > deadline:
-                raise SystemExit(f"version {last[1]} was never sealed: {self._ckpt.report()}")
+            now = time.monotonic()
+            if now > deadline:
+                raise SystemExit(f"the last version is still on its way: {self._ckpt.report()}")
+            if not self._ckpt._under_way:
+                until = until or now + REST_S
+                if now > until:
+                    return False
             time.sleep(SLICE_S)
+        return True
+
+    def drain(self) -> None:
+        self.rest()
 
 
 class Baseline(Nothing):

@@ -108,6 +108,7 @@ class Bench:
         self._out = open(f"{args.out}.{self.rank}", "w", buffering=1)  # noqa: SIM115
         self.iteration_s, self._fixed = args.iteration or 0.5, bool(args.iteration)
         self._first_iteration_s = args.first_iteration
+        self._scheme = args.scheme
         self._prefix, self._disk, self._store = args.out, args.disk, args.store
         self._hook_began = self.hook_s = 0.0
         self._block = 0
@@ -145,7 +146,9 @@ class Bench:
         place = self._disk if medium == "disk" else savers.SHM
         if way == "gemini":
             assert self.ckpt is not None, "--protect is wanted"
-            return savers.Gemini(self.ckpt)
+            return savers.Gemini(self.ckpt, self._scheme)
+        if way == "none" and self.ckpt is not None:
+            return savers.Off(self.ckpt)
         makers: dict[str, Callable[[], savers.Nothing]] = {
             "none": savers.Nothing,
             "baseline": lambda: savers.Baseline(self._tensors, self.rank, self.world),
@@ -199,6 +202,8 @@ class Bench:
             step_s = now - saved_at
             self.say("iteration", mode=mode, block=self._block, index=index, seconds=now - ended)
             ended = now
+        if isinstance(saver, savers.Gemini) and self.ckpt is not None and self.ckpt._rhythm is not None:
+            self.say("traffic", mode=mode, block=self._block, **self.ckpt._rhythm.report())
         saver.close()
 
     def first(self) -> None:
@@ -238,24 +243,32 @@ class Bench:
     def calibrate(self) -> None:
         """Choose the length of an iteration."""
         saver, took = self._make("gemini"), []
-        for _ in range(5):
+        assert isinstance(saver, savers.Gemini)
+        for _ in range(20):
             dist.barrier()
             self.optimizer.step()
             began = time.perf_counter()
             saver.save()
-            saver.close()
-            took.append(time.perf_counter() - began)
+            sealed = saver.rest()
+            spent = time.perf_counter() - began
+            if self._agree(float(sealed), dist.ReduceOp.MIN):
+                took.append(spent)
+            if len(took) == 5:
+                break
+        else:
+            raise SystemExit(f"hardly a version is sealed: {self.ckpt.report() if self.ckpt else ''}")
         usual = self._agree(statistics.median(took))
         if not self._fixed:
             self.iteration_s = max(0.3, math.ceil(15 * usual) / 10)
         self.say("calibrated", sealed_s=usual, iteration_s=self.iteration_s)
 
     def settle(self) -> None:
-        """Iterations until all ranks send by plan."""
+        """Iterations until all ranks send by plan. They come to that at the same step, so nothing need be asked: the
+        traffic is that of the blocks."""
         assert self.ckpt is not None and self.ckpt._rhythm is not None
         saver, rhythm = self._make("gemini"), self.ckpt._rhythm
         for count in range(SETTLE_STEPS):
-            if self._agree(float(rhythm.state().stage == "steady"), dist.ReduceOp.MIN):
+            if rhythm.state().stage == "steady":
                 self.say("settled", steps=count)
                 saver.close()
                 return

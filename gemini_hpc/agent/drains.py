@@ -12,7 +12,7 @@ import math
 import os
 import pwd
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -34,6 +34,7 @@ _AGAIN_S = 5.0  # after a failure, or the interval if that is less
 _LOOK_S = 1.0  # from one look at the tier to the next, where it cannot be seen
 _GATHER_S = 3600.0
 _FLUSH_TRIES = 3
+_SHOWN = 16  # nodes in a line
 _LEAVE_S = 10.0
 
 
@@ -284,6 +285,17 @@ class Drains:
         self.last = bool(self.tier and agent.settings.tier_flush_s and rounds is not None and sealed)
         if self.last and rounds is not None and rounds.parent is None:
             for training in sealed:
+                agent.spawn(self._last(training))
+
+    def leaving(self, hosts: Sequence[str]) -> None:
+        """These nodes are being drained, and may be gone soon: the root saves the newest version now."""
+        agent, rounds = self._agent, self._agent.rounds
+        if not self.tier or agent.detached or rounds is None or rounds.parent is not None:
+            return
+        shown = ", ".join(hosts[:_SHOWN]) + ("" if len(hosts) <= _SHOWN else f" and {len(hosts) - _SHOWN} more")
+        for training in agent.sets:
+            if training.sealed is not None:
+                agent.log("draining", version=training.sealed.version, detail=f"{shown}: saving it to the tier")
                 agent.spawn(self._last(training))
 
     async def _last(self, training: TrainingSet) -> None:

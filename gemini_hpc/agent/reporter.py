@@ -181,6 +181,8 @@ class Reporter:
                     agent.notice = "".join(c for c in message.text[:_NOTICE_CHARS] if c.isprintable())
                 elif isinstance(message, controller.Ending) and message.job == agent.job:
                     agent.drains.ends_in(message.left_s)
+                elif isinstance(message, controller.Draining) and message.job == agent.job:
+                    agent.drains.leaving(message.hosts)
                 elif isinstance(message, controller.Release) and message.job == agent.job:
                     await agent.release_on_word(f"controller: {message.reason}")
         finally:

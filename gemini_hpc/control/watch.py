@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from gemini_hpc.config import Settings
 from gemini_hpc.control.decide import release_reason
+from gemini_hpc.control.draining import DrainWatch
 from gemini_hpc.control.recoveries import Recoveries
 from gemini_hpc.control.registry import Agent, Registry, Track
 from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob
@@ -34,6 +35,7 @@ class Watcher:
     def __init__(self, settings: Settings, slurm: Slurm, registry: Registry, recoveries: Recoveries) -> None:
         self._settings, self._slurm = settings, slurm
         self._registry, self._recoveries = registry, recoveries
+        self._drains = DrainWatch(slurm)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -53,6 +55,7 @@ class Watcher:
         if not tracks:
             return
         rows = await self._slurm.rows(list(tracks))
+        running: list[Track] = []
         for raw_id, track in tracks.items():
             row = rows.get(raw_id)
             if row is not None and row.user_id != track.user_id:
@@ -75,12 +78,14 @@ class Watcher:
             if reason:
                 self._release_all(track, reason)
             elif state == RUNNING:
+                running.append(track)
                 self._release_elsewhere(track)
                 self._look_at_agents(track)
                 if row is not None:
                     _tell_end(track, row.end_time)
             elif state == PENDING and track.stored.pinned:
                 await self._unpin(track)
+        await self._drains.look(running)
 
     def _release_all(self, track: Track, reason: str) -> None:
         agents = [a for a in track.agents.values() if a.connected]

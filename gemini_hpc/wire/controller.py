@@ -58,6 +58,13 @@ class Ending(Message, frozen=True, tag="ending"):
     left_s: Seconds | None
 
 
+class Draining(Message, frozen=True, tag="draining"):
+    """Controller -> agent: these nodes of the job are being drained."""
+
+    job: Job
+    hosts: tuple[str, ...]
+
+
 class HoldersAsk(Message, frozen=True, tag="holders?"):
     """Agent -> controller: which other agents of my job are there, on nodes that the job has left?"""
 

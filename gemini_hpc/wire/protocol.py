@@ -41,6 +41,7 @@ AnyMessage = (
     | controller.Release
     | controller.Notice
     | controller.Ending
+    | controller.Draining
     | controller.HoldersAsk
     | controller.Holders
     | picture.JobAsk
@@ -60,6 +61,7 @@ SINCE: dict[type[Message], int] = {
     peer.Summons: 2,
     controller.Notice: 2,
     controller.Ending: 2,
+    controller.Draining: 2,
     **dict.fromkeys((*_PUSHES, *_DRAINS), 2),
 }
 

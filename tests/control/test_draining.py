@@ -1,0 +1,101 @@
+"""Agents hear of nodes that are drained under their job: once, and of nothing else. Against a scripted Slurm."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from gemini_hpc.control.draining import LOOK_S, DrainWatch
+from gemini_hpc.control.registry import Agent, Stored, Track
+from gemini_hpc.control.slurm import Slurm, SlurmError
+from gemini_hpc.control.slurmtext import Job, Node, parse_node
+from gemini_hpc.wire.controller import Draining
+
+
+class Scene:
+    """A job of n1 and n2 in its second life, with an agent on each, and one of its first life on n3."""
+
+    def __init__(self, path: Path) -> None:
+        self.states = {"n1": "ALLOCATED", "n2": "MIXED", "n3": "IDLE+DRAIN"}
+        self.asked: list[list[str]] = []
+        self.now, self.dumb = 0.0, False
+        self.sent: list[tuple[str, Draining]] = []
+        stored = Stored(raw_id=7, user_id=5001, allocations={0: ["n1", "n3"], 1: ["n1", "n2"]})
+        self.track = Track(stored, str(path))
+        self.track.job = cast(Job, SimpleNamespace(restarts=1))
+        for host, restart in (("n1", 1), ("n2", 1), ("n3", 0)):
+            link = SimpleNamespace(closed=False, send=lambda message, host=host: self.sent.append((host, message)))
+            self.track.agents[host] = Agent(cast(Any, link), host, 7, restart, 2, 1, "x", "live")
+        self.watch = DrainWatch(cast(Slurm, self), clock=lambda: self.now)
+
+    async def nodes(self, names: list[str]) -> dict[str, Node]:
+        if self.dumb:
+            raise SlurmError("no answer")
+        self.asked.append(names)
+        lines = {name: f"NodeName={name} NodeAddr={name} CPUTot=4 State={self.states[name]}" for name in names}
+        return {name: parse_node(line) for name, line in lines.items()}
+
+    def look(self, *, after: float = LOOK_S) -> list[tuple[str, tuple[str, ...]]]:
+        self.now += after
+        self.sent.clear()
+        asyncio.run(self.watch.look([self.track]))
+        return [(host, message.hosts) for host, message in self.sent]
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path / "7.json")
+
+
+def test_nothing_is_drained(scene: Scene) -> None:
+    assert scene.look() == [] and scene.asked == [["n1", "n2"]]
+
+
+def test_the_agents_of_this_life_hear_of_it_once(scene: Scene) -> None:
+    scene.states["n2"] = "MIXED+DRAIN"
+    assert scene.look() == [("n1", ("n2",)), ("n2", ("n2",))]
+    assert scene.look() == []
+    scene.states["n1"] = "ALLOCATED+DRAIN"
+    assert scene.look() == [("n1", ("n1",)), ("n2", ("n1",))]
+
+
+def test_one_that_is_given_back_and_drained_again_counts_anew(scene: Scene) -> None:
+    scene.states["n2"] = "MIXED+DRAIN"
+    assert scene.look()
+    scene.states["n2"] = "MIXED"
+    assert not scene.look()
+    scene.states["n2"] = "MIXED+DRAIN"
+    assert scene.look()
+
+
+def test_a_node_that_is_down_is_not_drained(scene: Scene) -> None:
+    scene.states["n2"] = "DOWN+DRAIN"
+    assert not scene.look()
+
+
+def test_slurm_is_not_asked_all_the_time(scene: Scene) -> None:
+    assert not scene.look()
+    assert not scene.look(after=LOOK_S / 2)
+    assert len(scene.asked) == 1
+
+
+def test_no_answer_means_no_knowledge(scene: Scene) -> None:
+    scene.states["n2"], scene.dumb = "MIXED+DRAIN", True
+    with pytest.raises(SlurmError):
+        scene.look()
+    scene.dumb = False
+    assert scene.look()
+
+
+def test_where_no_agent_is_connected_it_is_told_later(scene: Scene) -> None:
+    scene.states["n2"] = "MIXED+DRAIN"
+    for agent in scene.track.agents.values():
+        agent.link.closed = True  # type: ignore[misc]
+    assert not scene.look()
+    for agent in scene.track.agents.values():
+        agent.link.closed = False  # type: ignore[misc]
+    assert scene.look()
