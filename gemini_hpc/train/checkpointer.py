@@ -457,6 +457,7 @@ class Checkpointer(Resuming):
         scans all live objects, so not for every iteration."""
         tree, capture, replicator = self._tree, self._capture, self._replicator
         page = self._client.page if self._client is not None else None
+        seal_wait_s = self._gate.waited_s + self._brake.waited_s if replicator else 0.0
         return {
             "state": self._state,
             "version": self._version,
@@ -479,7 +480,7 @@ class Checkpointer(Resuming):
             "unsaved": dict(self._unsaved),
             "traffic": self._rhythm.report() if self._rhythm is not None else {},
             "received": {r.rank: r.landed for r in self._receivers},
-            "times": {**asdict(self._times), "seal_wait_s": self._gate.waited_s if replicator else 0.0},
+            "times": {**asdict(self._times), "seal_wait_s": seal_wait_s},
             "findings": list(self._findings),
             "not_given": self._not_given(),
         }
