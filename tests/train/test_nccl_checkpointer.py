@@ -268,7 +268,9 @@ def test_small_state_that_outgrows_its_place(make_job: MakeJob) -> None:
 def test_what_changes_behind_our_back_voids_the_version(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     results = start(job, SMALL, tamper_at=15, kwargs={"audit": 1}).wait()
-    assert 14 not in sealed(job) and sealed(job)[-1] >= 30 - skipped(results)
+    # Where protection is degraded (a busy machine) the host copies at once, before the change, and 14 is right.
+    assert 14 not in sealed(job) or (job.saw("degraded") and job.saw("changed"))
+    assert sealed(job)[-1] >= 30 - skipped(results)
     assert any("model.blocks.0.weight" in r["report"]["captured"]["eager"] for r in results)
     in_order(results, job)
 
