@@ -188,36 +188,6 @@ def _rows(seconds: dict[str, list[float]], used: int) -> list[Row]:
     def ratio(ours: str, bare: str) -> list[float]:
         return [b / o for o, b in zip(seconds[ours], seconds[bare], strict=True)]
 
-    size = f"{used / 1e9:.2g} GB"
-    rows = [
-        median_row(
-            "tier.drain_ratio",
-            f"{size}: rate of writing the tier's file / bare writing",
-            "x",
-            ratio("write", "bare write"),
-            limit=0.8,
-            at_least=True,
-        ),
-        median_row(
-            "tier.restore_ratio",
-            f"{size}: rate of reading it / bare reading",
-            "x",
-            ratio("read", "bare read"),
-            limit=0.8,
-            at_least=True,
-        ),
-    ]
-    for name, values in seconds.items():
-        rows.append(
-            median_row(f"tier.{name.replace(' ', '_').replace('.', '_').lower()}", f"{size}: {name}", "s", values)
-        )
-    return rows
-
-
-def _rows(seconds: dict[str, list[float]], used: int) -> list[Row]:
-    def ratio(ours: str, bare: str) -> list[float]:
-        return [b / o for o, b in zip(seconds[ours], seconds[bare], strict=True)]
-
     def others(*names: str) -> dict[str, float]:
         return {name: statistics.median(seconds[name]) for name in names}
 

@@ -22,7 +22,9 @@ _INTERPRETER_TIMEOUT_S = 10.0
 _MAX_FILES = 20_000
 _ASK = """
 import sys, gemini_hpc, msgspec, xxhash
-print(gemini_hpc.__version__, gemini_hpc.__file__, *sys.path, sep="\\n")
+from importlib.util import find_spec
+lacks = " ".join(name for name in ("h5py", "numpy") if find_spec(name) is None)
+print(gemini_hpc.__version__, gemini_hpc.__file__, lacks, *sys.path, sep="\\n")
 """
 
 
@@ -95,7 +97,8 @@ def plugin_file(facts: Facts) -> Outcome:
 
 
 def _interpreter() -> list[str]:
-    """What the interpreter of prolog and epilog says: version, package, its search path. Raises `Unavailable`."""
+    """What the interpreter of prolog and epilog says: version, package, what it lacks for the tier, its search path.
+    Raises `Unavailable`."""
     if os.geteuid() == 0 and paths.weaknesses(PYTHON):
         raise Unavailable(f"{PYTHON} is not run as root, others can change it (see files.python)")
     try:
@@ -137,6 +140,20 @@ def version(facts: Facts) -> Outcome:
     return ok(found)
 
 
+def tier(facts: Facts) -> Outcome:
+    """Agents write and read HDF5 where jobs have a tier."""
+    try:
+        _, _, lacks, *_ = _interpreter()
+    except (InterpreterError, ValueError) as exc:
+        raise Unavailable(f"{exc} (see files.version)") from None
+    if not lacks:
+        return ok(f"{PYTHON} has h5py and numpy")
+    where = facts.settings.tier or "--gemini-tier"
+    found, wanted = f"{PYTHON} has no {lacks.replace(' ', ' and no ')}", f"h5py and numpy, for jobs with {where}"
+    fix = f"{os.path.dirname(PYTHON)}/pip install 'gemini-hpc[tier]'"
+    return wrong(found, wanted, fix) if facts.settings.tier else warning(found, wanted, fix)
+
+
 def _below(top: str) -> Iterator[tuple[str, os.stat_result]]:
     seen = 0
     for directory, _, names in os.walk(top):
@@ -159,7 +176,7 @@ def python(facts: Facts) -> Outcome:
     if chain.status != "ok":
         return chain
     try:
-        _, package, *search = _interpreter()
+        _, package, _, *search = _interpreter()
     except (InterpreterError, ValueError):
         return chain
     modules = [os.path.dirname(package)]
@@ -241,6 +258,7 @@ CHECKS = (
     Check("files.plugin", CVE, ANYWHERE, plugin_file),
     Check("files.python", CVE, ANYWHERE, python),
     Check("files.version", "SITE 20", ANYWHERE, version),
+    Check("files.tier", "SITE 12", ON_NODE, tier),
     Check("files.run-dir", "CVE-2023-41914", ON_NODE, run_dir),
     Check("files.state-dir", "SITE 1", ON_CONTROLLER, state_dir),
 )

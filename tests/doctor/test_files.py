@@ -74,6 +74,20 @@ def test_cve_2016_10030_a_file_among_the_packages(patient: Patient) -> None:
         evil.unlink()
 
 
+def test_what_a_tier_needs(patient: Patient) -> None:
+    """A warning where nobody has to have one, wrong where all jobs do."""
+    (packages,) = patient.venv.glob("lib/python3*/site-packages")
+    (packages / "h5py").rename(packages / "h5py-away")
+    try:
+        report = patient.doctor(node="n1")
+        assert report.news == {"files.tier": "warning"} and "has no h5py" in report["files.tier"]["found"]
+        with patient.file(patient.settings, patient.settings.read_text() + 'tier = "/lustre/{user}"\n'):
+            report = patient.doctor(node="n1")
+        assert report.news == {"files.tier": "wrong"} and "/lustre/{user}" in report["files.tier"]["wanted"]
+    finally:
+        (packages / "h5py-away").rename(packages / "h5py")
+
+
 @pytest.mark.parametrize(("text", "words"), [("bogus = 1\n", "unknown key"), ("x = [", "not valid TOML")])
 def test_settings_that_cannot_be_used(patient: Patient, text: str, words: str) -> None:
     with patient.file(patient.settings, text):
