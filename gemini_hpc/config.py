@@ -80,6 +80,13 @@ class Settings:
     tier_flush_s: float = _setting(
         120.0, "After a job's end without success its last version may be written to the tier for so long.", 0, 86400
     )
+    tier_scavenge_s: float = _setting(
+        60.0,
+        "A job that has lost a node and has not come back for so long has its last version saved to its tier by the "
+        "other nodes; 0: only before their memory is freed.",
+        0,
+        86400,
+    )
     tier_keep_last: int = _setting(2, "Versions of a job that stay on the tier.", 1, 1000000)
     tier_keep_every: int = _setting(0, "Every so manieth version saved to the tier stays for good; 0: none.", 0)
     tier_compress: bool = _setting(False, "Compress tensors on the tier (deflate).")

@@ -29,6 +29,7 @@ from gemini_hpc.agent.outgoing import Outgoing
 from gemini_hpc.agent.pulls import Pulls
 from gemini_hpc.agent.reporter import Reporter
 from gemini_hpc.agent.rounds import Rounds
+from gemini_hpc.agent.scavenge import Scavenge
 from gemini_hpc.agent.selffence import SelfFence
 from gemini_hpc.agent.service import Service
 from gemini_hpc.agent.sets import Sets
@@ -41,6 +42,7 @@ from gemini_hpc.wire.allowance import Allowance
 from gemini_hpc.wire.message import Message
 
 MAX_EVENTS = 1000
+_SCAVENGES = (peer.ScavengeHave, peer.ScavengeAsk, peer.ScavengeWrite, peer.ScavengeWrote, peer.ScavengeOver)
 _TICK_S = 0.2
 _EMPTY_S = 30.0
 _SPILL_FLOOR = 0.5  # while the last version is being written, so much of the floor is enough
@@ -62,6 +64,7 @@ class Agent:
         self.noderanks: dict[str, int] = {}
         self.map_restart = -1
         self.epoch = 0
+        self.doubt = False
         self.detached = True
         self.port = 0
         self.address, self.interface = interface_address(settings.interface)
@@ -73,6 +76,7 @@ class Agent:
         self.pulls = Pulls(self)
         self.filling = Filling(self)
         self.drains = Drains(self)
+        self.scavenge = Scavenge(self)
         self.outgoing, self.incoming = Outgoing(self), Incoming(self)
         self.service = Service(self)
         self.member = Member(self)
@@ -147,12 +151,26 @@ class Agent:
             self.sets.beat()
             if not self.detached:
                 self._detached_at = now
-            elif not self.budget.taken_bytes and now - self._detached_at > _EMPTY_S:
+                continue
+            alone_s, flushing = now - self._detached_at, self._flushing()
+            short = bool(self.budget.taken_bytes) and self.budget.below_floor(_SPILL_FLOOR if flushing else 1.0)
+            if not self.budget.taken_bytes and alone_s > _EMPTY_S:
                 self.release("it holds nothing")
-            elif now - self._detached_at > self.settings.retention_s and not self._flushing():
-                self.release("the retention time is over")
-            elif self.budget.taken_bytes and self.budget.below_floor(_SPILL_FLOOR if self._flushing() else 1.0):
-                self.release("the node's free memory has fallen below the floor")
+            elif short and flushing:
+                self.release("the node's free memory has fallen far below the floor")
+            elif short:
+                self._let_go("the node's free memory has fallen below the floor")
+            elif alone_s > self.settings.retention_s and not flushing:
+                self._let_go("the retention time is over")
+            elif alone_s > self.settings.tier_scavenge_s > 0 and self.scavenge.due():
+                self.scavenge.begin()
+
+    def _let_go(self, reason: str) -> None:
+        """Free everything, unless it has first to be saved."""
+        if self.scavenge.due():
+            self.scavenge.begin()
+        else:
+            self.release(reason)
 
     def release(self, reason: str) -> None:
         """Free everything and end."""
@@ -160,11 +178,14 @@ class Agent:
             self.log("released", detail=reason)
             self._stopped.set()
 
-    async def release_on_word(self, reason: str) -> None:
-        """The controller knows that this incarnation is over: what still trains here is ended first."""
+    async def release_on_word(self, reason: str, *, save: bool = False) -> None:
+        """The controller knows that this incarnation is over: what still trains here is ended first. save: so is the
+        job, and what nobody has saved is saved before."""
         if not self.detached and self._fence.ranks():
             self.log("self_fenced", detail=f"{reason}; ranks still ran here")
             await self._fence.end_ranks()
+        if save and (self.scavenge.due() or self.scavenge.busy):
+            self.scavenge.begin()
         if not self.detached or not self._flushing():
             self.release(reason)
         elif not self._leaving:
@@ -182,7 +203,7 @@ class Agent:
         """Whether what is held here is on its way to the tier since the job ended, or may soon be."""
         since_s = time.monotonic() - self._detached_at
         soon = self.drains.last and since_s < _WORD_S
-        return since_s < self.settings.tier_flush_s and (soon or self.drains.busy)
+        return self.scavenge.holds() or (since_s < self.settings.tier_flush_s and (soon or self.drains.busy))
 
     def log(self, name: str, *, version: int = 0, detail: str = "", t: float | None = None) -> None:
         """One line of the job's event log."""
@@ -260,6 +281,7 @@ class Agent:
             self.mesh.close()
         if self.rounds is not None:
             self.rounds.close()
+        self.scavenge.reset()
         self.service.drop_others("")
         mapfile.remove(self.directory)
         self.restart, self.hosts, self.nodelist = m.restart, hosts, m.nodelist
@@ -356,6 +378,8 @@ class Agent:
             self.drains.wanted(message)
         elif isinstance(message, peer.DrainUp) and name in rounds.children:
             self.drains.heard(message)
+        elif isinstance(message, _SCAVENGES):
+            self.scavenge.on_message(name, message)
 
     def _on_dead(self, host: str, witnesses: tuple[str, ...], known: bool) -> None:
         if self.detached or self.mesh is None:

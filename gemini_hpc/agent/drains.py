@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import pwd
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gemini_hpc.agent import tierwork
-from gemini_hpc.agent.nodesaver import NodeSaver
+from gemini_hpc.agent.gathering import Gathering
+from gemini_hpc.agent.nodesaver import NodeSaver, Wanted
 from gemini_hpc.agent.tierwork import TierFailed
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier import orders
+from gemini_hpc.tier import orders, version
 from gemini_hpc.tier.version import Manifest
 from gemini_hpc.wire import bounds, peer, picture
 from gemini_hpc.wire.stored import NodeFile, Tier
@@ -35,28 +34,8 @@ _LOOK_S = 1.0  # from one look at the tier to the next, where it cannot be seen
 _GATHER_S = 3600.0
 _FLUSH_TRIES = 3
 _SHOWN = 16  # nodes in a line
+_SAID = 200  # characters of another's sentence
 _LEAVE_S = 10.0
-
-
-@dataclass
-class Gathering:
-    """At the root: a version that is on its way to the tier. done: when it is there, "", or why it will not be."""
-
-    stamp: Stamp
-    world: int
-    attempt: int = field(default_factory=lambda: int.from_bytes(os.urandom(4)))
-    began: float = field(default_factory=time.monotonic)
-    files: dict[str, NodeFile] = field(default_factory=dict)
-    done: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-    @property
-    def whole(self) -> bool:
-        return {s.rank for file in self.files.values() for s in file.shards} == set(range(self.world))
-
-    def end(self, reason: str = "") -> None:
-        """Tell those who wait."""
-        if not self.done.done():
-            self.done.set_result(reason)
 
 
 def site_tier(pattern: str, uid: int) -> str:
@@ -74,7 +53,7 @@ class Drains:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._node = NodeSaver(agent, self.heard)
+        self.node = NodeSaver(agent)
         self._gathering: dict[str, Gathering] = {}
         self._due: dict[str, float] = {}
         self._said: dict[str, str] = {}
@@ -109,22 +88,27 @@ class Drains:
     def freeze(self) -> None:
         """A round begins: what is on its way will not become whole."""
         self.last = False
-        for gathering in self._gathering.values():
-            gathering.end("a recovery round came between")
-        self._gathering.clear()
+        self.give_up("a recovery round came between")
         self._tidy.clear()
+
+    def give_up(self, reason: str) -> None:
+        """What the root has begun will not become whole."""
+        for gathering in self._gathering.values():
+            gathering.end(reason)
+        self._gathering.clear()
 
     @property
     def busy(self) -> bool:
         """Whether something is being written here, or waited for."""
-        return bool(self._gathering) or self._node.busy
+        return bool(self._gathering) or self.node.busy
 
     def progress(self, name: str) -> int:
         """Bytes of a set that are on the tier, as far as the root knows: what it has written itself, and the files of
         nodes that are done."""
         gathering = self._gathering.get(name)
-        others = () if gathering is None else (f.bytes for h, f in gathering.files.items() if h != self._agent.node)
-        return self._node.through(name) + sum(others)
+        files = {} if gathering is None else gathering.files
+        mine = version.node_file(self._agent.noderanks.get(self._agent.node, 0))
+        return self.node.through(name) + sum(f.bytes for f in files.values() if f.name != mine)
 
     def state(self, name: str) -> picture.TierState | None:
         """For `inspect`: what the root knows of a set."""
@@ -144,7 +128,7 @@ class Drains:
 
     def close(self) -> None:
         """Free everything; processes end."""
-        self._node.close()
+        self.node.close()
 
     async def leave(self) -> None:
         """The agent ends: a version that is on its way will not become whole. For a few seconds."""
@@ -171,23 +155,27 @@ class Drains:
                     await asyncio.sleep(_LOOK_S)
         raise TierFailed(self._silent(reason))
 
-    async def _look(self, without: Iterable[tuple[str, bounds.Stamp]]) -> tuple[Manifest, ...]:
-        found = await tierwork.carry_out(orders.Look(self.tier, self._agent.job, "", tuple(without)))
+    async def _look(
+        self, without: Iterable[tuple[str, bounds.Stamp]], *, begin: bool = False, make: bool = False
+    ) -> tuple[Manifest, ...]:
+        order = orders.Look(self.tier, self._agent.job, "", tuple(without), begin, make)
+        found = await tierwork.carry_out(order)
         self._said.pop("", None)
         manifests = found.manifests if isinstance(found, orders.Found) else ()
         self.saved.update({m.set: (Stamp(*m.stamp), m.time) for m in manifests})
         return manifests
 
     async def glance(self) -> None:
-        """A job begins: where there is no such directory, its user hears of it now, and not when it is wanted."""
+        """A job begins: where there is no such directory, its user hears of it now, and not when it is wanted. A
+        user's own one of the site's is made then, and never later: where it has vanished it is to be waited for."""
         try:
-            await self._look(())
+            await self._look((), begin=True, make=self.tier == self._site and "{user}" in self._agent.settings.tier)
         except TierFailed as error:
             self._silent(str(error))
 
     def _silent(self, reason: str) -> str:
         told = f"what is on the tier cannot be seen: {reason}"
-        self._say("", 0, told)
+        self.say("", 0, told)
         return told
 
     @property
@@ -195,10 +183,11 @@ class Drains:
         """Why it is not known what is on the tier."""
         return self._said.get("", "")
 
-    def _say(self, name: str, version: int, reason: str) -> None:
+    def say(self, name: str, number: int, reason: str) -> None:
+        """Why a set's version is not on the tier, once."""
         if self._said.get(name) != reason:
             self._said[name] = reason
-            self._agent.log("not_saved" if name else "tier_silent", version=version, detail=reason)
+            self._agent.log("not_saved" if name else "tier_silent", version=number, detail=reason)
 
     # ---- the root --------------------------------------------------------------------------------------
 
@@ -233,7 +222,7 @@ class Drains:
         try:
             await tierwork.carry_out(orders.Clean(self.tier, self._agent.job, name, limit))
         except TierFailed as error:
-            self._say(name, 0, f"half versions cannot be removed: {error}")
+            self.say(name, 0, f"half versions cannot be removed: {error}")
 
     def _under_way(self, name: str) -> Gathering | None:
         found = self._gathering.get(name)
@@ -268,6 +257,8 @@ class Drains:
             rounds, stamp = self._agent.rounds, training.sealed
             if rounds is None or rounds.parent is not None or stamp is None or wanted is None:
                 return stamp or Stamp(0, 0), reason or "nothing of it has been sealed yet"
+            if self._agent.scavenge.begun:
+                return wanted, reason or "a node is missing, and the others save it by themselves"
             kept = self.saved.get(training.name)
             if kept is not None and kept[0] >= wanted:
                 return kept[0], ""
@@ -287,15 +278,17 @@ class Drains:
             for training in sealed:
                 agent.spawn(self._last(training))
 
-    def leaving(self, hosts: Sequence[str]) -> None:
-        """These nodes are being drained, and may be gone soon: the root saves the newest version now."""
+    def leaving(self, hosts: Sequence[str], partition: str) -> None:
+        """These nodes, or the partition, are being drained, and may be gone soon: the root saves the newest version
+        now."""
         agent, rounds = self._agent, self._agent.rounds
         if not self.tier or agent.detached or rounds is None or rounds.parent is not None:
             return
         shown = ", ".join(hosts[:_SHOWN]) + ("" if len(hosts) <= _SHOWN else f" and {len(hosts) - _SHOWN} more")
+        said = "; ".join(filter(None, (shown, "".join(c for c in partition[:_SAID] if c.isprintable()))))
         for training in agent.sets:
             if training.sealed is not None:
-                agent.log("draining", version=training.sealed.version, detail=f"{shown}: saving it to the tier")
+                agent.log("draining", version=training.sealed.version, detail=f"{said}: saving it to the tier")
                 agent.spawn(self._last(training))
 
     async def _last(self, training: TrainingSet) -> None:
@@ -306,11 +299,19 @@ class Drains:
     def wanted(self, message: peer.DrainDown) -> None:
         """The root wants this version saved, here and on the nodes below."""
         rounds = self._agent.rounds
-        if rounds is None or message.round != rounds.round or not self.tier:
+        if rounds is None or message.round != rounds.round or not self.tier or self._agent.scavenge.busy:
             return
         for child in rounds.children:
             self._agent.send(child, message)
-        self._node.wanted(message, self.tier)
+        what = Wanted(message.set, Stamp(*message.stamp), message.attempt)
+        self.node.wanted(what, self.tier, lambda files, reason: self._written(message, files, reason))
+
+    def _written(self, message: peer.DrainDown, files: tuple[NodeFile, ...], reason: str) -> None:
+        for file in (None,) if reason else files:
+            up = peer.DrainUp(
+                message.round, message.set, message.stamp, self._agent.node, file, reason, message.attempt
+            )
+            self.heard(up)
 
     def heard(self, message: peer.DrainUp) -> None:
         """From an agent, or through one: it goes up to the root, which counts."""
@@ -326,7 +327,7 @@ class Drains:
         if message.file is None:
             self._failed(message.set, gathering, f"{message.host}: {message.reason}")
             return
-        gathering.files[message.host] = message.file
+        gathering.take((message.file,))
         if gathering.whole:
             self._agent.spawn(self._finish(message.set, gathering))
 
@@ -335,37 +336,44 @@ class Drains:
             del self._gathering[name]
             self._due[name] = min(self._due.get(name, 0.0), time.monotonic() + _AGAIN_S)
             self._tidy.pop(name, None)
-        self._say(name, gathering.stamp.version, reason)
+        self.say(name, gathering.stamp.version, reason)
         gathering.end(reason)
 
     async def _finish(self, name: str, gathering: Gathering) -> None:
+        reason = await self.publish(name, gathering)
+        if reason:
+            self._failed(name, gathering, reason)
+            return
+        if self._gathering.get(name) is gathering:
+            del self._gathering[name]
+        self._took_s[name] = time.monotonic() - gathering.began
+        gathering.end()
+
+    async def publish(self, name: str, gathering: Gathering) -> str:
+        """All files are there: the version becomes whole. Why it has not, or ""."""
         agent, settings, stamp = self._agent, self._agent.settings, gathering.stamp
-        files = tuple(sorted(gathering.files.values(), key=lambda f: f.name))
         order = orders.Finish(
             self.tier,
             agent.job,
             name,
             (stamp.epoch, stamp.version),
             gathering.world,
-            files,
+            tuple(sorted(gathering.files.values(), key=lambda f: f.name)),
             settings.tier_keep_last,
             settings.tier_keep_every,
         )
         try:
             done = await tierwork.carry_out(order)
         except TierFailed as error:
-            self._failed(name, gathering, str(error))
-            return
-        if self._gathering.get(name) is gathering:
-            del self._gathering[name]
-        gathering.end()
+            return str(error)
         trouble = done.trouble if isinstance(done, orders.Finished) else ""
         if trouble:
-            self._say(name, stamp.version, trouble)
+            self.say(name, stamp.version, trouble)
         else:
             self._said.pop(name, None)
         self._said.pop("", None)
         self.saved[name] = stamp, time.time()
-        size, took = sum(f.bytes for f in files), time.monotonic() - gathering.began
-        self._took_s[name] = took
-        agent.log("saved", version=stamp.version, detail=f"{size} bytes in {len(files)} files in {took:.1f} s")
+        took_s = time.monotonic() - gathering.began
+        detail = f"{gathering.bytes} bytes in {len(gathering.files)} files in {took_s:.1f} s"
+        agent.log("saved", version=stamp.version, detail=detail)
+        return ""

@@ -55,6 +55,7 @@ class Member:
     def freeze(self, step: str) -> None:
         """Stop sealing, drop the trainers of other launches, void what is half filled."""
         self._agent.sets.freeze()
+        self._agent.scavenge.reset()
         self._agent.drains.freeze()
         self._agent.incoming.stop()
         self._agent.service.drop_others(step)
@@ -84,6 +85,7 @@ class Member:
             instance=agent.instance,
             unreadable=tuple(sorted(agent.drains.unreadable)),
             unbroken=not agent.again,
+            doubt=agent.doubt,
         )
 
     async def cease(self) -> None:
@@ -141,7 +143,7 @@ class Member:
     def _adopt(self, plan: peer.PlanDown) -> None:
         agent = self._agent
         assert agent.mesh is not None
-        agent.drains.chosen = plan.tier
+        agent.drains.chosen, agent.doubt = plan.tier, plan.doubt
         agent.noderanks, agent.map_restart, agent.epoch = dict(plan.noderanks), agent.restart, plan.epoch
         agent.mesh.ports.update({h: p for h, p in plan.ports.items() if h != agent.node})
         by_rank = {rank: host for host, rank in agent.noderanks.items()}

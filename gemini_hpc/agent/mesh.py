@@ -217,6 +217,19 @@ class Mesh:
         finally:
             self.suspects.discard(name)
 
+    async def reach(self, name: str, timeout_s: float) -> bool:
+        """Whether there is a link to this host, a new one if none lives."""
+        link = self.links.get(name)
+        if link is not None and not link.closed and time.monotonic() - link.last_heard <= self.silence_s:
+            return True
+        try:
+            made = await self._dial(name, timeout_s)
+        except (OSError, HandshakeError, TimeoutError):
+            return False
+        self._spawn(self.serve(name, made))
+        await asyncio.sleep(0)  # it has the link then
+        return True
+
     async def _reach(self, name: str, timeout_s: float) -> bool:
         link = self.links.get(name)
         if link is not None and time.monotonic() - link.last_heard <= self.silence_s / 2:

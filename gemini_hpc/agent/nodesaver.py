@@ -1,4 +1,5 @@
-"""One node's part of a save: the shards whose home it is, into a file of the tier.
+"""One node's part of a save: the shards whose home it is, into a file of the tier, and those of missing nodes of
+which it has copies, if it is told so, into the files that these would have written.
 
 They are first copied into slots of their own, which takes less than the training needs until it may write there again
 (two versions later, R1); a copy that came too late is noticed by its digest. A process of its own then writes the
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gemini_hpc.agent import tierwork
@@ -18,7 +20,6 @@ from gemini_hpc.agent.store import Shard
 from gemini_hpc.agent.tierwork import TierFailed
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import orders
-from gemini_hpc.wire import peer
 from gemini_hpc.wire.stored import NodeFile
 
 if TYPE_CHECKING:
@@ -27,15 +28,29 @@ if TYPE_CHECKING:
 _COPY_BYTES = 16 << 20
 
 
-class NodeSaver:
-    """One agent's. told: called with what has become of a version here."""
+Told = Callable[[tuple[NodeFile, ...], str], None]  # what has been written, and why not all of it or ""
 
-    def __init__(self, agent: Agent, told: Callable[[peer.DrainUp], None]) -> None:
-        self._agent, self._told_to = agent, told
+
+@dataclass(frozen=True)
+class Wanted:
+    """A version that is to be saved. attempt: of several saves of it, which. homes: node ranks whose shards are
+    written here, None: this node's own."""
+
+    set: str
+    stamp: Stamp
+    attempt: int
+    homes: frozenset[int] | None = None
+
+
+class NodeSaver:
+    """One agent's."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
         self._copies: dict[tuple[str, int], Memfd] = {}
         self._saving: dict[str, asyncio.Task[None]] = {}
-        self._begun: dict[str, peer.DrainDown] = {}  # what is being saved here, or was last,
-        self._told: dict[str, peer.DrainUp] = {}  # and what became of it
+        self._begun: dict[str, Wanted] = {}  # what is being saved here, or was last,
+        self._told: dict[str, tuple[tuple[NodeFile, ...], str]] = {}  # and what became of it
         self._written: dict[str, int] = {}
 
     @property
@@ -55,68 +70,81 @@ class NodeSaver:
             memory.close()
         self._copies.clear()
 
-    def wanted(self, message: peer.DrainDown, tier: str) -> None:
-        """The root wants this version saved in `tier`."""
-        agent = self._agent
-        name, stamp = message.set, Stamp(*message.stamp)
-        mine = agent.noderanks[agent.node]
-        self._drop_stale(mine)
-        shards = [shard for shard in agent.store.of_set(name) if shard.home == mine]
-        if not shards:
-            return
-        before, told = self._saving.get(name), self._told.get(name)
-        if self._begun.get(name) == message:
-            if told is not None and told.attempt == message.attempt:
-                self._told_to(told)  # again: it may have been lost with an agent on its way
+    def wanted(self, what: Wanted, tier: str, told: Told) -> bool:
+        """Save this version in `tier`; what has become of it is told, again where it is wanted again. False where
+        there is nothing of it to be saved here."""
+        name = what.set
+        self._drop_stale()
+        files = self._files(what)
+        if not files:
+            return False
+        before = self._saving.get(name)
+        if self._begun.get(name) == what:
+            if name in self._told:
+                told(*self._told[name])  # again: it may have been lost with an agent on its way
         else:
             if before is not None:
-                before.cancel()  # the root has given that version up, or there would be no other
-            self._begun[name] = message
-            self._saving[name] = agent.spawn(self._save(message, tier, stamp, mine, shards, before))
+                before.cancel()  # whoever wanted that version has given it up, or there would be no other
+            self._begun[name] = what
+            self._told.pop(name, None)
+            self._written[name] = 0
+            self._saving[name] = self._agent.spawn(self._save(what, tier, files, before, told))
+        return True
 
-    def _tell(self, message: peer.DrainDown, file: NodeFile | None, reason: str = "") -> None:
-        told = peer.DrainUp(
-            message.round, message.set, message.stamp, self._agent.node, file, reason, message.attempt
-        )
-        self._told[message.set] = told
-        self._told_to(told)
+    def _files(self, what: Wanted) -> dict[int, list[Shard]]:
+        """The shards that this node has to save, by their home."""
+        agent, found = self._agent, dict[int, list[Shard]]()
+        mine = agent.noderanks.get(agent.node)
+        for shard in agent.store.of_set(what.set):
+            if shard.home == mine if what.homes is None else shard.home in what.homes and held(shard, what.stamp):
+                found.setdefault(shard.home, []).append(shard)
+        return found
 
     async def _save(
         self,
-        message: peer.DrainDown,
+        what: Wanted,
         tier: str,
-        stamp: Stamp,
-        mine: int,
-        shards: list[Shard],
+        files: dict[int, list[Shard]],
         before: asyncio.Task[None] | None,
+        told: Told,
     ) -> None:
-        agent = self._agent
-        sources: list[orders.Source] = []
         if before is not None:  # it reads the copies that are made now
             await asyncio.wait([before])
+        written: list[NodeFile] = []
+        reason = ""
         try:
-            for shard in shards:
-                sources.append(await self._copy(shard, stamp))
-            order = orders.Write(
-                tier,
-                agent.job,
-                message.set,
-                message.stamp,
-                mine,
-                tuple(sources),
-                agent.settings.tier_bytes_per_s,
-                agent.settings.tier_compress,
-            )
-            self._written[message.set] = 0
-            answer = await tierwork.carry_out(
-                order, [source.fd for source in sources], lambda count: self._written.update({message.set: count})
-            )
-            if not isinstance(answer, orders.Written):
-                raise TierFailed("its process has answered something else")
-            self._written[message.set] = answer.file.bytes
-            self._tell(message, answer.file)
+            copies = {home: [await self._copy(shard, what.stamp) for shard in files[home]] for home in sorted(files)}
+            for home, sources in copies.items():
+                written.append(await self._write(what, tier, home, sources, sum(file.bytes for file in written)))
         except (TierFailed, NoMemory, OSError, ValueError) as error:
-            self._tell(message, None, str(error))
+            reason = str(error)
+        self._told[what.set] = tuple(written), reason
+        told(tuple(written), reason)
+
+    async def _write(
+        self, what: Wanted, tier: str, home: int, sources: list[orders.Source], before_bytes: int
+    ) -> NodeFile:
+        """One file. Raises `TierFailed`."""
+        settings = self._agent.settings
+        order = orders.Write(
+            tier,
+            self._agent.job,
+            what.set,
+            (what.stamp.epoch, what.stamp.version),
+            home,
+            tuple(sources),
+            settings.tier_bytes_per_s,
+            settings.tier_compress,
+        )
+
+        def through(count: int) -> None:
+            self._written[what.set] = before_bytes + count
+
+        answer = await tierwork.carry_out(order, [source.fd for source in sources], through)
+        if not isinstance(answer, orders.Written):
+            raise TierFailed("its process has answered something else")
+        through(answer.file.bytes)
+        return answer.file
 
     async def _copy(self, shard: Shard, stamp: Stamp) -> orders.Source:
         """The shard's version in a slot of its own. Raises `TierFailed`, `NoMemory`."""
@@ -132,8 +160,9 @@ class NodeSaver:
         await asyncio.to_thread(_copy, shard.memory[index].fd, memory, record.used)
         return orders.Source(memory.fd, shard.rank, shard.home, shard.bytes, record.used, record.digest)
 
-    def _drop_stale(self, mine: int) -> None:
+    def _drop_stale(self) -> None:
         """Copies of shards that are no longer at home here."""
+        mine = self._agent.noderanks.get(self._agent.node)
         for key in list(self._copies):
             name, rank = key
             task = self._saving.get(name)
@@ -163,6 +192,11 @@ class NodeSaver:
             raise
         self._copies[key] = memory
         return memory
+
+
+def held(shard: Shard, stamp: Stamp) -> bool:
+    """Whether there is a complete copy of this version."""
+    return stamp in shard.pair.complete_stamps()
 
 
 def _copy(fd: int, into: Memfd, used_bytes: int) -> None:

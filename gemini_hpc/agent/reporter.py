@@ -182,9 +182,9 @@ class Reporter:
                 elif isinstance(message, controller.Ending) and message.job == agent.job:
                     agent.drains.ends_in(message.left_s)
                 elif isinstance(message, controller.Draining) and message.job == agent.job:
-                    agent.drains.leaving(message.hosts)
+                    agent.drains.leaving(message.hosts, message.partition)
                 elif isinstance(message, controller.Release) and message.job == agent.job:
-                    await agent.release_on_word(f"controller: {message.reason}")
+                    await agent.release_on_word(f"controller: {message.reason}", save=message.save)
         finally:
             self._link = None
             link.close()

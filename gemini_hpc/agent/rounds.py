@@ -104,7 +104,6 @@ class Rounds:
         self._records: dict[str, tuple[peer.InventoryRecord, ...]] = {}
         self._acks: set[str] = set()
         self._searching = False
-        self._owed = False  # at the root: a round has planned without the tier, and none with it since
         self._changed = asyncio.Event()
 
     @property
@@ -159,7 +158,6 @@ class Rounds:
         self._stage("live")
 
     def _enter(self, number: int, step: str) -> None:
-        self._owed = self._owed or bool(self.unseen)
         self.round, self.step, self.plan = number, step, None
         self._records.clear()
         self._acks.clear()
@@ -258,7 +256,7 @@ class Rounds:
             self._host.send(self.parent, peer.InventoryUp(self.round, records))
             return
         plan, sure = self._decide(records)
-        if (sure and not self._owed) or (self._host.restart == 0 and self.round == 1):
+        if (sure and not any(r.doubt for r in records)) or (self._host.restart == 0 and self.round == 1):
             self._take(plan)
         elif not self._searching:
             self._searching = True
@@ -276,7 +274,8 @@ class Rounds:
             records = (*records, *more)
             plan, sure = self._decide(records)
         nothing = self._host.restart == 0 and all(r.unbroken and not r.sealed for r in records)  # was ever sealed
-        seen = nothing or (sure and not self._owed)  # what is owed, memory no longer knows
+        # Who took a plan that was made without a look at the tier may have forgotten what was newer.
+        seen = nothing or (sure and not any(r.doubt for r in records))
         if self._host.tier and not seen:
             without = {bad for record in records for bad in record.unreadable}
             try:
@@ -285,8 +284,7 @@ class Rounds:
             except TierFailed as error:  # who went on without starts from nothing
                 plan = msgspec.structs.replace(plan, unseen=str(error))
         if number == self.round and self.stage == "collect":
-            self._owed = not seen
-            self._take(plan)
+            self._take(msgspec.structs.replace(plan, doubt=not seen))
 
     def _take(self, plan: peer.PlanDown) -> None:
         self.plan, self.step = plan, plan.step

@@ -1,5 +1,5 @@
-"""Nodes that are being drained under a running job: somebody means to take them away, so its agents are told, and
-bring what is sealed to the tier. The job itself is left alone."""
+"""Nodes that are drained under a running job, and partitions that are: somebody means to take them away, so its
+agents are told, and bring what is sealed to the tier. The job itself is left alone."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ LOOK_S = 10.0
 
 
 class DrainWatch:
-    """Asks Slurm for the nodes of all running jobs at once, every LOOK_S at most."""
+    """Asks Slurm for the nodes of all running jobs at once, and for its partitions, every LOOK_S at most."""
 
     def __init__(self, slurm: Slurm, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._slurm, self._clock = slurm, clock
         self._looked = -LOOK_S
-        self._told: dict[tuple[int, int], set[str]] = {}  # by raw job id and restart count
+        # By raw job id and restart count: nodes, and a partition's state after its name.
+        self._told: dict[tuple[int, int], set[tuple[str, str]]] = {}
 
     async def look(self, running: Iterable[Track]) -> None:
-        """Tell the agents of these jobs of nodes that have begun to drain. Raises SlurmError."""
+        """Tell the agents of these jobs of what has begun to drain. Raises SlurmError."""
         now = self._clock()
         if now - self._looked < LOOK_S:
             return
@@ -33,15 +34,20 @@ class DrainWatch:
         names = sorted({host for (_, restart), track in tracks.items() for host in track.members(restart)})
         if not names:
             return
-        nodes = await self._slurm.nodes(names)
+        nodes, partitions = await self._slurm.nodes(names), await self._slurm.partitions()
         for (raw_id, restart), track in tracks.items():
             members = [nodes[host] for host in track.members(restart) if host in nodes]
-            draining = {node.name for node in members if _is_drained(node)}
+            draining = {(node.name, "") for node in members if _is_drained(node)}
+            partition = track.job.partition if track.job is not None else ""
+            if (state := partitions.get(partition, "UP")) != "UP":
+                draining.add((partition, state))
             told = self._told.get((raw_id, restart), set())
             if new := draining - told:
                 agents = [a for a in track.agents.values() if a.connected and a.restart == restart]
+                hosts = tuple(sorted(name for name, state in new if not state))
+                of = next((f"partition {name} is {state}" for name, state in new if state), "")
                 for agent in agents:
-                    agent.link.send(Draining(raw_id, tuple(sorted(new))))
+                    agent.link.send(Draining(raw_id, hosts, of))
                 draining = draining if agents else told
             self._told[raw_id, restart] = draining
 

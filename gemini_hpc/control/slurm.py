@@ -28,6 +28,7 @@ from gemini_hpc.control.slurmtext import (
     parse_config,
     parse_job,
     parse_node,
+    parse_partition,
     parse_ping,
     parse_reservation,
     parse_row,
@@ -205,6 +206,13 @@ class Slurm:
         try:
             lines = await self._lines("show", "node", "-o", *([wanted] if wanted else []))
             return {node.name: node for node in map(parse_node, lines)}
+        except ParseError as exc:
+            raise SlurmError(str(exc)) from None
+
+    async def partitions(self) -> dict[str, str]:
+        """The state of each partition."""
+        try:
+            return dict(parse_partition(line) for line in await self._lines("show", "partition", "-o"))
         except ParseError as exc:
             raise SlurmError(str(exc)) from None
 

@@ -150,8 +150,10 @@ class Config:
 
 
 def pairs(line: str) -> list[tuple[str, str]]:
-    """The key=value pairs of one `scontrol -o` line; values may hold spaces."""
+    """The key=value pairs of one `scontrol -o` line, none of a line without; values may hold spaces."""
     found = list(_KEY.finditer(line))
+    if not found:
+        return []
     ends = [m.start() for m in found[1:]] + [len(line)]
     return [(m[1], line[m.end() : end].strip()) for m, end in zip(found, ends, strict=True)]
 
@@ -324,6 +326,16 @@ def parse_reservation(line: str) -> Reservation:
         flags=frozenset(f for f in fields.get("Flags", "").split(",") if f),
         start_time=_time(fields.get("StartTime", "")),
     )
+
+
+def parse_partition(line: str) -> tuple[str, str]:
+    """Name and state (UP, DRAIN, DOWN, INACTIVE) in one line of `scontrol show partition -o`. Raises `ParseError`."""
+    fields: dict[str, str] = {}
+    for key, value in pairs(line):
+        fields.setdefault(key, value)
+    if not fields.get("PartitionName") or not fields.get("State"):
+        raise ParseError(f"not a partition record: {line[:80]!r}")
+    return fields["PartitionName"], fields["State"]
 
 
 _HOST = re.compile(r"([^()\s]+)(?:\(([^()\s]*)\))?")

@@ -90,7 +90,7 @@ class Watcher:
     def _release_all(self, track: Track, reason: str) -> None:
         agents = [a for a in track.agents.values() if a.connected]
         for agent in agents:
-            self._release(agent, reason)
+            self._release(agent, reason, save=True)
         if not agents:
             self._registry.drop(track.raw_id)
 
@@ -138,9 +138,9 @@ class Watcher:
         )
 
     @staticmethod
-    def _release(agent: Agent, reason: str) -> None:
+    def _release(agent: Agent, reason: str, *, save: bool = False) -> None:
         log.info("job=%d event=release host=%s reason=%s", agent.job, agent.host, reason)
-        agent.link.send(Release(agent.job, reason))
+        agent.link.send(Release(agent.job, reason, save))
 
 
 def _tell_end(track: Track, end_time: float) -> None:

@@ -66,9 +66,13 @@ class Clean(Order, frozen=True, tag="clean"):
 
 
 class Look(Order, frozen=True, tag="look"):
-    """Which whole version of each set is the newest, but for these? Answered by `Found`."""
+    """Which whole version of each set is the newest, but for these? begin: a job begins, so it is looked whether
+    files could be written at all; make: the tier's directory is made where it is not there, in one that is. Answered
+    by `Found`."""
 
     without: tuple[tuple[str, Stamp], ...] = ()
+    begin: bool = False
+    make: bool = False
 
 
 class Read(Order, frozen=True, tag="read"):

@@ -20,7 +20,7 @@ from typing import Annotated
 import msgspec
 
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.wire.bounds import MAX_RANKS, SET_NAME, Job, Strict, Time
+from gemini_hpc.wire.bounds import MAX_RANKS, SET_NAME, Job, SetName, Strict, Time
 from gemini_hpc.wire.bounds import Stamp as WireStamp
 from gemini_hpc.wire.stored import NodeFile, Stored
 
@@ -28,8 +28,6 @@ FORMAT = 1
 MANIFEST, INDEX, KEPT = "manifest.json", "index.h5", "kept"
 MAX_MANIFEST_BYTES = 256 << 20
 _DIRECTORY = re.compile(r"e([0-9]{7})-v([0-9]{13})")
-
-SetName = Annotated[str, msgspec.Meta(pattern=rf"\A{SET_NAME.pattern}\Z")]
 
 
 class Manifest(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import lustre, orders, place, retention, version
@@ -114,7 +115,13 @@ def _clean(order: orders.Clean) -> orders.Answer:
 
 def _look(order: orders.Look) -> orders.Answer:
     where, found = version.job_directory(order.tier, order.job), []
+    lacks = [name for name in ("h5py", "numpy") if order.begin and find_spec(name) is None]
+    if lacks:
+        raise ImportError(f"there is no {' and no '.join(lacks)}")
     with told(order.tier):
+        if order.make:
+            with suppress(OSError):  # what is not there then is told below
+                os.mkdir(order.tier, 0o700)
         os.stat(f"{order.tier}/.")
         for name in [order.set] if order.set else version.sets(order.tier, order.job):
             wanted = (m for m in version.whole(f"{where}/{name}") if (m.set, m.stamp) not in order.without)

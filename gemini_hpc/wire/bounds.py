@@ -17,6 +17,7 @@ SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")  # of a training, als
 VERSION_BITS, EPOCH_BITS = 40, 23  # both share one signed word: `page.pack_seal`
 MAX_RANKS = 1 << 20
 
+SetName = Annotated[str, msgspec.Meta(pattern=rf"\A{SET_NAME.pattern}\Z")]
 Job = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Restart = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Epoch = Annotated[int, msgspec.Meta(ge=0, lt=1 << EPOCH_BITS)]

@@ -38,10 +38,12 @@ class EventsUp(Message, frozen=True, tag="events"):
 
 
 class Release(Message, frozen=True, tag="release"):
-    """Controller -> agent: the job has ended for good (reason), free everything and exit."""
+    """Controller -> agent: free everything and exit, for this reason. save: the job has ended for good, so what is
+    sealed and not on the tier goes there first."""
 
     job: Job
     reason: str
+    save: bool = False
 
 
 class Notice(Message, frozen=True, tag="notice"):
@@ -59,10 +61,11 @@ class Ending(Message, frozen=True, tag="ending"):
 
 
 class Draining(Message, frozen=True, tag="draining"):
-    """Controller -> agent: these nodes of the job are being drained."""
+    """Controller -> agent: these nodes of the job are being drained, or its partition is no longer up: its state."""
 
     job: Job
     hosts: tuple[str, ...]
+    partition: str = ""
 
 
 class HoldersAsk(Message, frozen=True, tag="holders?"):

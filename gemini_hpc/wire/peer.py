@@ -6,9 +6,25 @@ of another round is dropped (R6; the incarnation itself is checked in the handsh
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
-from gemini_hpc.wire.bounds import Attempt, Bytes, Count, Epoch, Pairs, Port, Restart, Round, Seconds, Stamp, Version
+from gemini_hpc.wire.bounds import (
+    MAX_RANKS,
+    Attempt,
+    Bytes,
+    Count,
+    Epoch,
+    Pairs,
+    Port,
+    Restart,
+    Round,
+    Seconds,
+    SetName,
+    Stamp,
+    Version,
+)
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import NodeFile, Tier
 
@@ -65,7 +81,7 @@ class CopyRecord(msgspec.Struct, frozen=True):
 
 class InventoryRecord(msgspec.Struct, frozen=True):
     """What one agent holds. unreadable: versions on the tier (set and stamp) that turned out damaged; unbroken: it is
-    no successor of one that died, so it would know what has been sealed."""
+    no successor of one that died, so it would know what has been sealed; doubt: as in the plan that it took last."""
 
     host: str
     noderanks: dict[str, Count] | None
@@ -77,6 +93,7 @@ class InventoryRecord(msgspec.Struct, frozen=True):
     instance: str
     unreadable: tuple[tuple[str, Stamp], ...] = ()
     unbroken: bool = False
+    doubt: bool = False
 
 
 class InventoryUp(Message, frozen=True, tag="inventory"):
@@ -131,7 +148,7 @@ class SetPlan(msgspec.Struct, frozen=True):
 class PlanDown(Message, frozen=True, tag="plan"):
     """Down: the new map, epoch and versions. Void everything else, then acknowledge. unseen: why it is not known what
     the tier has; no launch is served by such a plan. tier: what the program has chosen, where the submission has
-    not."""
+    not. doubt: the tier may have something newer, so whoever plans next has to look there."""
 
     round: Round
     step: str
@@ -143,6 +160,7 @@ class PlanDown(Message, frozen=True, tag="plan"):
     pulls: tuple[PullOrder, ...]
     unseen: str = ""
     tier: Tier = Tier()
+    doubt: bool = False
 
 
 class PlanAck(Message, frozen=True, tag="ack"):
@@ -235,6 +253,61 @@ class DrainUp(Message, frozen=True, tag="drained"):
     file: NodeFile | None
     reason: str = ""
     attempt: Attempt = 0
+
+
+# ---- to the tier, when a node is missing: between the leader and all others --------------------------------------
+
+
+class ScavengeAsk(Message, frozen=True, tag="scavenge?"):
+    """From the leader: the job does not come back, what was sealed last where you are? Answered by `ScavengeHave`."""
+
+
+class Sealed(msgspec.Struct, frozen=True):
+    """What an agent knows to have been sealed of a set, a training of `world` ranks."""
+
+    set: SetName
+    stamp: Stamp
+    world: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A complete copy."""
+
+    set: SetName
+    rank: Count
+    home: Count
+    stamp: Stamp
+
+
+class ScavengeHave(Message, frozen=True, tag="scavenge"):
+    """To the leader; unasked it makes the receiver one."""
+
+    sealed: tuple[Sealed, ...]
+    held: tuple[Held, ...]
+
+
+class ScavengeWrite(Message, frozen=True, tag="scavenge-write"):
+    """From the leader: write your copies of this version's shards to the tier that are at home with these node ranks.
+    Answered by `ScavengeWrote`."""
+
+    set: SetName
+    stamp: Stamp
+    homes: tuple[Count, ...]
+    attempt: Attempt
+
+
+class ScavengeWrote(Message, frozen=True, tag="scavenge-wrote"):
+    """To the leader: the files that are on the tier now; reason: why not all are."""
+
+    set: SetName
+    stamp: Stamp
+    files: tuple[NodeFile, ...]
+    reason: str
+    attempt: Attempt
+
+
+class ScavengeOver(Message, frozen=True, tag="scavenge-over"):
+    """From the leader: nothing more is wanted of you."""
 
 
 # ---- pulls, on connections of their own ----------------------------------------------------------------

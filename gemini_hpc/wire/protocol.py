@@ -25,6 +25,11 @@ AnyMessage = (
     | peer.WordDown
     | peer.DrainDown
     | peer.DrainUp
+    | peer.ScavengeAsk
+    | peer.ScavengeHave
+    | peer.ScavengeWrite
+    | peer.ScavengeWrote
+    | peer.ScavengeOver
     | peer.PullAsk
     | peer.PullHead
     | peer.PushAsk
@@ -57,12 +62,13 @@ encode = msgspec.msgpack.Encoder().encode
 # and needs no entry: older ends skip it.
 _PUSHES = (peer.PushAsk, peer.PushAnswer, peer.PushHead, peer.PushChunk, peer.PushDone, peer.PushAck)
 _DRAINS = (peer.DrainDown, peer.DrainUp, flush.FlushAsk, flush.Flushing)
+_SCAVENGES = (peer.ScavengeAsk, peer.ScavengeHave, peer.ScavengeWrite, peer.ScavengeWrote, peer.ScavengeOver)
 SINCE: dict[type[Message], int] = {
     peer.Summons: 2,
     controller.Notice: 2,
     controller.Ending: 2,
     controller.Draining: 2,
-    **dict.fromkeys((*_PUSHES, *_DRAINS), 2),
+    **dict.fromkeys((*_PUSHES, *_DRAINS, *_SCAVENGES), 2),
 }
 
 

@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 
 from gemini_hpc.agent.memory import Budget
-from gemini_hpc.agent.nodesaver import NodeSaver
+from gemini_hpc.agent.nodesaver import NodeSaver, Wanted
 from gemini_hpc.agent.store import Shard, Store
 from gemini_hpc.config import Settings
 from gemini_hpc.core.directory import Row
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import version
-from gemini_hpc.wire import peer
+from gemini_hpc.wire.stored import NodeFile
 from tests.tier import slots
 
 ROWS = (Row("model.w", "float32", (64, 16), True, "cpu"),)
 STAMP = Stamp(2, 7)
+Told = tuple[tuple[NodeFile, ...], str]
 
 
 class Node:
@@ -29,7 +30,7 @@ class Node:
 
     def __init__(self, tier: Path) -> None:
         self.tier = str(tier)
-        self.told: list[peer.DrainUp] = []
+        self.told: list[Told] = []
         self.budget = Budget(Settings())
         self.store = Store(self.budget)
         agent: Any = SimpleNamespace(
@@ -42,7 +43,7 @@ class Node:
             detached=False,
             spawn=asyncio.ensure_future,
         )
-        self.saver = NodeSaver(agent, self.told.append)
+        self.saver = NodeSaver(agent)
 
     async def hold(self, rank: int, home: int, stamp: Stamp = STAMP) -> Shard:
         made = slots.make(rank, 2, ROWS, [(0, (32 * rank, 0), (32, 16))], stamp=stamp)
@@ -53,10 +54,14 @@ class Node:
         shard.pair.complete(index, stamp, made.digest(), made.used)
         return shard
 
-    async def save(self, stamp: Stamp, attempt: int = 1) -> peer.DrainUp:
+    def want(self, stamp: Stamp, attempt: int = 1, homes: frozenset[int] | None = None) -> bool:
+        what = Wanted("default", stamp, attempt, homes)
+        return self.saver.wanted(what, self.tier, lambda files, reason: self.told.append((files, reason)))
+
+    async def save(self, stamp: Stamp, attempt: int = 1, homes: frozenset[int] | None = None) -> Told:
         """What it tells of it."""
         before = len(self.told)
-        self.saver.wanted(peer.DrainDown(3, "default", (stamp.epoch, stamp.version), attempt), self.tier)
+        assert self.want(stamp, attempt, homes)
         async with asyncio.timeout(30):
             while len(self.told) == before:
                 await asyncio.sleep(0.01)
@@ -79,13 +84,37 @@ def test_what_is_at_home_here_is_written_and_told_again_when_asked_again(tmp_pat
     async def test(node: Node) -> None:
         for rank in range(2):
             await node.hold(rank, home=rank)
-        told = await node.save(STAMP)
-        assert told.file is not None and [s.rank for s in told.file.shards] == [1] and told.host == "n1"
-        assert node.saver.through("default") == told.file.bytes > 0
-        assert (tmp_path / "gemini-7/default" / version.name(STAMP) / told.file.name).exists()
-        assert await node.save(STAMP) is told, "not written again"
-        other = await node.save(STAMP, attempt=2)
-        assert other is not told and other.attempt == 2
+        (file,), reason = await node.save(STAMP)
+        assert not reason and [s.rank for s in file.shards] == [1] and file.name == "node-0001.h5"
+        assert node.saver.through("default") == file.bytes > 0
+        directory = tmp_path / "gemini-7/default" / version.name(STAMP)
+        written = (directory / file.name).stat().st_mtime_ns
+        assert await node.save(STAMP) == ((file,), "")
+        assert (directory / file.name).stat().st_mtime_ns == written, "not written again"
+        await node.save(STAMP, attempt=2)
+        assert (directory / file.name).stat().st_mtime_ns > written
+
+    run(tmp_path, test)
+
+
+def test_a_missing_node_has_its_file_written_by_a_holder(tmp_path: Path) -> None:
+    async def test(node: Node) -> None:
+        for rank in range(2):
+            await node.hold(rank, home=rank)
+        files, reason = await node.save(STAMP, homes=frozenset({0, 1}))
+        assert not reason and [(f.name, [(s.rank, s.home) for s in f.shards]) for f in files] == [
+            ("node-0000.h5", [(0, 0)]),
+            ("node-0001.h5", [(1, 1)]),
+        ]
+        assert node.saver.through("default") == sum(f.bytes for f in files)
+
+    run(tmp_path, test)
+
+
+def test_nothing_is_written_of_what_another_writes(tmp_path: Path) -> None:
+    async def test(node: Node) -> None:
+        await node.hold(0, home=0)
+        assert not node.want(STAMP) and not node.told and not (tmp_path / "gemini-7").exists()
 
     run(tmp_path, test)
 
@@ -96,13 +125,13 @@ def test_the_third_copy_goes_with_its_shard(tmp_path: Path) -> None:
     async def test(node: Node) -> None:
         shard = await node.hold(1, home=1)
         without = node.budget.taken_bytes
-        assert (await node.save(STAMP)).file is not None
+        assert (await node.save(STAMP))[1] == ""
         assert node.budget.taken_bytes == without + shard.bytes
         async with asyncio.timeout(10):
             while node.saver.busy:
                 await asyncio.sleep(0.01)
         shard.home = 0
-        node.saver.wanted(peer.DrainDown(3, "default", (2, 9), 5), node.tier)
+        node.want(Stamp(2, 9), attempt=5)
         assert node.budget.taken_bytes == without
 
     run(tmp_path, test)
@@ -111,8 +140,8 @@ def test_the_third_copy_goes_with_its_shard(tmp_path: Path) -> None:
 def test_a_version_that_is_no_longer_there_is_told(tmp_path: Path) -> None:
     async def test(node: Node) -> None:
         await node.hold(1, home=1)
-        told = await node.save(Stamp(2, 5))
-        assert told.file is None and "rank 1 has gone past version 5" in told.reason
+        files, reason = await node.save(Stamp(2, 5))
+        assert not files and "rank 1 has gone past version 5" in reason
 
     run(tmp_path, test)
 
@@ -123,7 +152,7 @@ def test_a_tier_that_is_not_there_is_told(tmp_path: Path, tier: str) -> None:
 
     async def test(node: Node) -> None:
         await node.hold(1, home=1)
-        told = await node.save(STAMP)
-        assert told.file is None and str(tmp_path / tier) in told.reason and "director" in told.reason
+        files, reason = await node.save(STAMP)
+        assert not files and str(tmp_path / tier) in reason and "director" in reason
 
     run(tmp_path / tier, test)

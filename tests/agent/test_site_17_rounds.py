@@ -23,7 +23,7 @@ class Host:
         self.name, self.sent, self.lived, self.restart = name, list[tuple[str, Message]](), 0, restart
         self.chosen = Tier()
         self.older: peer.InventoryRecord | None = None
-        self.tier, self.sees, self.looks, self.unbroken = True, False, list[bool](), True
+        self.tier, self.sees, self.looks, self.unbroken, self.doubt = True, False, list[bool](), True, False
 
     def choose(self, tier: Tier) -> bool:
         heeded = bool(tier.directory) and not self.tier
@@ -51,7 +51,11 @@ class Host:
         if self.looks and self.older is not None:  # it has taken part in a round: nothing newer is known any more
             copy = self.older.copies[0]
             return msgspec.structs.replace(
-                self.older, noderanks={self.name: 0}, map_restart=1, sealed=((copy.set, copy.stamp),)
+                self.older,
+                noderanks={self.name: 0},
+                map_restart=1,
+                sealed=((copy.set, copy.stamp),),
+                doubt=self.doubt,
             )
         if self.older is not None:
             return self.older
@@ -61,7 +65,7 @@ class Host:
         return ()
 
     def apply(self, plan: peer.PlanDown) -> None:
-        pass
+        self.doubt = plan.doubt
 
     def live(self, plan: peer.PlanDown) -> None:
         self.lived += 1
@@ -150,8 +154,10 @@ def test_where_nothing_was_ever_sealed_there_is_nothing_on_the_tier(unbroken: bo
     asyncio.run(run())
 
 
-def test_what_a_round_has_not_seen_is_not_forgotten_by_the_next() -> None:
-    """Memory has version 5, and once knew that 9 was sealed; the tier, which has that, could not be seen then."""
+@pytest.mark.parametrize("requeued", [False, True])
+def test_what_a_round_has_not_seen_is_not_forgotten_by_the_next(requeued: bool) -> None:
+    """Memory has version 5, and once knew that 9 was sealed; the tier, which has that, could not be seen then. The
+    next round is that of a launch, or of the next incarnation, which knows of no earlier one."""
 
     async def run() -> None:
         host = Host("n1", restart=1)
@@ -164,6 +170,14 @@ def test_what_a_round_has_not_seen_is_not_forgotten_by_the_next() -> None:
             await spawned.pop(0)
         assert rounds.plan is not None and rounds.unseen and [s.keep for s in rounds.plan.sets] == [((1, 5),)]
         host.sees = True
+        if requeued:
+            host.restart = 2
+            rounds = Rounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
+            rounds.begin("")
+            while spawned:
+                await spawned.pop(0)
+            assert rounds.plan is not None and [s.chosen for s in rounds.plan.sets] == [(1, 9)]
+            return
         rounds.need(1, "7.0", again=False)
         while spawned:
             await spawned.pop(0)

@@ -26,7 +26,8 @@ class Scene:
         self.sent: list[tuple[str, Draining]] = []
         stored = Stored(raw_id=7, user_id=5001, allocations={0: ["n1", "n3"], 1: ["n1", "n2"]})
         self.track = Track(stored, str(path))
-        self.track.job = cast(Job, SimpleNamespace(restarts=1))
+        self.track.job = cast(Job, SimpleNamespace(restarts=1, partition="long"))
+        self.partitions_are = {"main": "DRAIN", "long": "UP"}
         for host, restart in (("n1", 1), ("n2", 1), ("n3", 0)):
             link = SimpleNamespace(closed=False, send=lambda message, host=host: self.sent.append((host, message)))
             self.track.agents[host] = Agent(cast(Any, link), host, 7, restart, 2, 1, "x", "live")
@@ -38,6 +39,9 @@ class Scene:
         self.asked.append(names)
         lines = {name: f"NodeName={name} NodeAddr={name} CPUTot=4 State={self.states[name]}" for name in names}
         return {name: parse_node(line) for name, line in lines.items()}
+
+    async def partitions(self) -> dict[str, str]:
+        return self.partitions_are
 
     def look(self, *, after: float = LOOK_S) -> list[tuple[str, tuple[str, ...]]]:
         self.now += after
@@ -70,6 +74,17 @@ def test_one_that_is_given_back_and_drained_again_counts_anew(scene: Scene) -> N
     assert not scene.look()
     scene.states["n2"] = "MIXED+DRAIN"
     assert scene.look()
+
+
+@pytest.mark.parametrize("state", ["DRAIN", "DOWN", "INACTIVE"])
+def test_its_partition_is_drained(scene: Scene, state: str) -> None:
+    assert not scene.look()
+    scene.partitions_are["long"] = state
+    assert scene.look() == [("n1", ()), ("n2", ())]
+    assert [message.partition for _, message in scene.sent] == 2 * [f"partition long is {state}"]
+    assert not scene.look()
+    scene.partitions_are["long"] = "UP"
+    assert not scene.look()
 
 
 def test_a_node_that_is_down_is_not_drained(scene: Scene) -> None:

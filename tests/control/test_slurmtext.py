@@ -15,6 +15,7 @@ from gemini_hpc.control.slurmtext import (
     parse_config,
     parse_job,
     parse_node,
+    parse_partition,
     parse_ping,
     parse_reservation,
     parse_row,
@@ -171,3 +172,11 @@ Slurmctld(backup) at n6 is DOWN
     assert parse_ping(text) == [("ctl", True), ("n6", False)]
     with pytest.raises(ParseError):
         parse_config("nothing")
+
+
+def test_partitions() -> None:
+    line = "PartitionName=long AllowGroups=ALL Default=NO Nodes=n[1-5] OverSubscribe=NO State=DRAIN TotalCPUs=20"
+    assert parse_partition(line) == ("long", "DRAIN")
+    for bad in ("", "No partitions in the system", "PartitionName=long"):
+        with pytest.raises(ParseError):
+            parse_partition(bad)

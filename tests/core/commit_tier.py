@@ -2,18 +2,22 @@
 
 A drain copies shards that others may overwrite meanwhile (nothing is pinned: that would cost the one-step bound): a
 copy is taken in two halves between which anything may happen, and believed by its digest alone. It never has to end.
+While the job is down, the nodes that are left may save what was sealed last: it has to be there.
 Recoveries ask the tier where memory alone cannot be sure; sometimes the tier is away then.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from commit_world import WEAKNESSES, Agent, Violation, World
 
+from gemini_hpc.core.placement import holders
 from gemini_hpc.core.recovery import CopyInfo, RecoveryPlan, SetPlan
+from gemini_hpc.core.scavenge import writers
 from gemini_hpc.core.slots import SlotPair, Stamp
 
 TIER_WEAKNESSES = {
@@ -24,6 +28,8 @@ TIER_WEAKNESSES = {
     "memory-first": "what memory has is taken, however old",
     "unseen-forgotten": "a round that could not see the tier leaves nothing to the next",
     "unseen-begins": "a launch begins although the tier could not be seen",
+    "scavenge-unsealed": "nodes that are left save the newest that any of them has, sealed or not",
+    "scavenge-first": "the first holder of a missing node's shards writes them, whether it has got them yet or not",
 }
 
 
@@ -55,8 +61,9 @@ class TieredWorld(World):
         self.tier: dict[Stamp, list[str]] = {}
         self.drain: Drain | None = None
         self.dropped: list[tuple[int, str]] = []  # told of drains that have been given up, and not arrived
-        self.unseen = self.owed = False
-        self.looks = self.returns = 0
+        self.unseen = False
+        self.doubting: set[str] = set()  # agents whose last plan was made without a look at the tier
+        self.looks = self.returns = self.scavenges = 0
         self.from_tier: Stamp | None = None
         super().__init__(N, m, per_node, patience=patience, weak=weak & WEAKNESSES.keys())
 
@@ -64,6 +71,8 @@ class TieredWorld(World):
 
     def events(self) -> list[tuple[str, Callable[[], object]]]:
         found = super().events()
+        if self.phase == "down":
+            found.append(("what is left is saved", self.scavenge))
         if self.phase != "running":
             return found
         found.append(("a drain begins", self.begin_drain))
@@ -133,6 +142,38 @@ class TieredWorld(World):
             self.tier[drain.stamp] = chains
             self.drain = None
 
+    def scavenge(self) -> None:
+        """The nodes that are left save the newest version that any of them knows to be sealed."""
+        left = [self.agents[host] for host in self.hosts if self.reachable(host)]
+        newest = max((agent.sealed for agent in left if agent.sealed is not None), default=None)
+        if "scavenge-unsealed" in self.faulty:
+            newest = max((s for a in left for pair in a.pairs.values() for s in pair.complete_stamps()), default=None)
+        if newest is None or newest <= max(self.tier, default=Stamp(-1, 0)):
+            return
+        ranks = {self.noderanks[agent.host] for agent in left}
+        held: dict[str, dict[int, set[int]]] = {agent.host: {} for agent in left}
+        for agent in left:
+            for rank, home in enumerate(self.home):
+                first = next((h for h in holders(home, self.N, self.m) if h in ranks), None)
+                may = "scavenge-first" not in self.faulty or first == self.noderanks[agent.host]
+                if may and agent.holds(rank, newest) is not None:
+                    held[agent.host].setdefault(home, set()).add(rank)
+        chosen, missing = writers(held, self.noderanks, len(self.home))
+        promised = not self.forgiven and self.guaranteed is not None
+        # What a job has come back from may still be outside of it only.
+        outside = [agent for host, agent in self.agents.items() if self.reachable(host) and agent not in left]
+        lost = [rank for rank in missing if not any(agent.holds(rank, newest) for agent in outside)]
+        if lost and promised:
+            raise Violation(f"{newest} was sealed, and nobody who is left has the shards {lost} of it")
+        if missing:
+            return
+        by_home = {home: self.agents[host] for host, homes in chosen.items() for home in homes}
+        chains = [by_home[home].holds(rank, newest) or "" for rank, home in enumerate(self.home)]
+        if len(set(chains)) != 1 or chains[0] not in self.ledger[newest]:
+            raise Violation(f"what was left at {newest} is of no run: {sorted(set(chains))}")
+        self.tier[newest] = chains
+        self.scavenges += 1
+
     def offer(self, agent: Agent, rank: int, stamp: Stamp, content: str) -> bool:
         if "drain-pins" in self.faulty and self.drain is not None and agent is self.keeper(rank):
             copy = self.drain.copying.get(rank)
@@ -144,23 +185,21 @@ class TieredWorld(World):
 
     def recover(self, shuffle: Callable[[list[str]], Sequence[str]], back: Iterable[str] = ()) -> None:
         self.drain, self.dropped = None, []
-        self.owed, self.unseen, self.from_tier = self.owed or self.unseen, False, None
+        self.unseen, self.from_tier = False, None
         super().recover(shuffle, back)
 
     def consider(self, made: RecoveryPlan) -> tuple[SetPlan | None, int]:
         """What memory has, or the tier."""
         memory, epoch = super().consider(made)
-        if "unseen-forgotten" in self.faulty:
-            self.owed = False
+        doubt = any(self.reachable(host) for host in self.doubting) and "unseen-forgotten" not in self.faulty
         served = memory is not None and memory.chosen is not None
         known = made.survivable and (made.latest >= self.restart - 1 or "any-map" in self.faulty)
-        sure = known and memory is not None and memory.newest and not self.owed
+        sure = known and memory is not None and memory.newest and not doubt
         if sure or (served and "memory-first" in self.faulty):
             return memory, epoch
         if self.away_now():
             self.unseen = True
             return memory, epoch
-        self.owed = False
         newest = max(self.tier, default=None)
         if newest is None or (memory is not None and memory.chosen is not None and memory.chosen >= newest):
             return memory, epoch
@@ -178,6 +217,10 @@ class TieredWorld(World):
         self.looks += 1
         return self.looks % 3 == 2
 
+    def acknowledge(self, host: str) -> None:
+        (self.doubting.add if self.unseen else self.doubting.discard)(host)
+        super().acknowledge(host)
+
     def account(self, chosen: Stamp | None, epoch: int) -> None:
         super().account(chosen, epoch)
         if self.from_tier is not None:  # which holds it; memory only when the next version is sealed
@@ -188,12 +231,19 @@ class TieredWorld(World):
         newest = max(self.tier, default=None)
         if not self.unseen and newest is not None and (chosen is None or chosen < newest):
             raise Violation(f"{newest} is on the tier, {chosen} is recovered")
-        super().judge(chosen, warnings)
+        # Of what was sealed, and lost with more nodes than m replicas survive, agents that come back may still tell.
+        promised = self.guaranteed or Stamp(-1, 0)
+        lost = [re.search(r"version ([0-9]+)\.([0-9]+) was sealed", warning) for warning in warnings]
+        known = [found is not None and Stamp(int(found[1]), int(found[2])) > promised for found in lost]
+        super().judge(chosen, tuple(w for w, old in zip(warnings, known, strict=True) if not old))
 
     def resume(self) -> None:
         if self.unseen and "unseen-begins" not in self.faulty:
             self.alarm()  # a launch has a round of its own
             return
+        newest, chosen = max(self.tier, default=None), None if self.set_plan is None else self.set_plan.chosen
+        if newest is not None and (chosen is None or chosen < newest):
+            raise Violation(f"{newest} is on the tier, a launch begins with {chosen}")
         if self.from_tier is not None:
             for rank, content in enumerate(self.tier[self.from_tier]):
                 agent = self.keeper(rank)

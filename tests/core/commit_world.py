@@ -462,7 +462,8 @@ class World:
         if chosen is None:
             self.start_over(epoch)
         elif self.forgiven:  # whatever an agent from long ago has kept
-            self.guaranteed, self.completed, self.counted = chosen, chosen.version, epoch
+            assert self.set_plan is not None
+            self.guaranteed, self.completed, self.counted = self.set_plan.sealed, chosen.version, epoch
             self.ungated, self.forgiven = True, False
         elif self.ungated:
             assert self.set_plan is not None

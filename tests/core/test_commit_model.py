@@ -109,6 +109,7 @@ def test_random_campaign_with_a_tier() -> None:
     worlds = [tiered(seed) for seed in range(200)]
     assert sum(bool(world.tier) for world in worlds) > 50, "versions have become whole"
     assert sum(world.returns for world in worlds) > 50, "and have been taken"
+    assert sum(world.scavenges for world in worlds) > 50, "also by nodes that were left"
 
 
 @pytest.mark.parametrize("weakness", sorted(TIER_WEAKNESSES))

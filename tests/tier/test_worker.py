@@ -24,8 +24,8 @@ ROWS = (Row("model.w", "float32", (64, 16), True, "cpu"),)
 STAMP = (2, 7)
 
 
-def start(order: orders.Order, *fds: int) -> subprocess.Popen[bytes]:
-    argv = [sys.executable, "-m", "gemini_hpc.tier.worker", str(os.getpid())]
+def start(order: orders.Order, *fds: int, before: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    argv = [*before, sys.executable, "-m", "gemini_hpc.tier.worker", str(os.getpid())]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=fds)
     assert process.stdin is not None
     process.stdin.write(orders.encode(order) + b"\n")
@@ -33,8 +33,8 @@ def start(order: orders.Order, *fds: int) -> subprocess.Popen[bytes]:
     return process
 
 
-def carry_out(order: orders.Order, *fds: int) -> Any:
-    with start(order, *fds) as process:
+def carry_out(order: orders.Order, *fds: int, before: tuple[str, ...] = ()) -> Any:
+    with start(order, *fds, before=before) as process:
         assert process.stdout is not None
         answers = [orders.answer_decoder.decode(line) for line in process.stdout.read().splitlines()]
         assert process.wait() == 0
@@ -82,8 +82,8 @@ def node(tmp_path: Path) -> Any:
     made.close()
 
 
-def look(tier: Path, *without: tuple[str, tuple[int, int]]) -> Any:
-    return carry_out(orders.Look(str(tier), 5, "", without))
+def look(tier: Path, *without: tuple[str, tuple[int, int]], make: bool = False) -> Any:
+    return carry_out(orders.Look(str(tier), 5, "", without, begin=True, make=make))
 
 
 def test_from_memory_to_the_tier_and_back(node: Node, tmp_path: Path) -> None:
@@ -130,27 +130,54 @@ def test_old_versions_go_when_a_new_one_is_whole(tmp_path: Path) -> None:
     assert [s.version for s in version.stamps(str(tmp_path / "gemini-5/default"))] == [6, 5, 3]
 
 
-@pytest.mark.parametrize("kind", ["gone", "file", "full"])
+TROUBLES = {
+    "gone": "the directory is not there",
+    "file": "it is no directory",
+    "full": "the file system is full",
+    "read-only": "the file system is read-only",
+    "another's": "permission denied",
+    "quota": "the quota is used up",
+}
+
+
+@pytest.mark.parametrize("kind", TROUBLES)
 def test_one_sentence_says_what_is_wrong(node: Node, tmp_path: Path, kind: str) -> None:
-    if kind == "gone":
-        node.tier = str(tmp_path / "no")
-    elif kind == "file":
-        node.tier = str(tmp_path / "file")
+    mounts = {"full": "size=4k", "read-only": "ro"}
+    before: tuple[str, ...] = ()
+    node.tier = str(tmp_path / kind)
+    if kind == "file":
         Path(node.tier).touch()
-    else:
-        node.tier = str(tmp_path / "small")
+    elif kind != "gone":
         os.mkdir(node.tier)
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "none", node.tier], check=True)
+    if kind in mounts:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", mounts[kind], "none", node.tier], check=True)
+    elif kind == "another's":
+        before = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")  # root's, without root's rights
+        shutil.chown(node.tier, 65534)
+        os.chmod(node.tier, 0o755)
+    elif kind == "quota":
+        before = ("strace", "-D", "-f", "-o", "/dev/null", "-e", "inject=pwrite64:error=EDQUOT")
     try:
-        answer = node.write(0)
+        order = orders.Write(node.tier, 5, "default", node.stamp, 0, (node.source(0),))
+        answer = carry_out(order, node.fds[0], before=before)
         assert isinstance(answer, orders.Failed) and answer.reason.startswith(node.tier)
-        words = {"gone": "not there", "file": "no directory", "full": "full"}
-        assert words[kind] in answer.reason and "\n" not in answer.reason
+        assert answer.reason.endswith(f": {TROUBLES[kind]}")
+        assert [name for _, _, names in os.walk(node.tier) for name in names] == []
     finally:
-        if kind == "full":
-            left = [name for _, _, names in os.walk(node.tier) for name in names]
+        if kind in mounts:
             subprocess.run(["umount", node.tier], check=True)
-            assert left == []
+
+
+def test_the_directory_of_a_user_is_made_where_that_is_asked_for(tmp_path: Path) -> None:
+    assert isinstance(look(tmp_path / "alice"), orders.Failed)
+    assert look(tmp_path / "alice", make=True) == orders.Found(()) == look(tmp_path / "alice", make=True)
+    assert (tmp_path / "alice").stat().st_mode & 0o777 == 0o700
+
+
+def test_nothing_is_made_where_a_file_system_is_missing(tmp_path: Path) -> None:
+    answer = look(tmp_path / "not-mounted" / "alice", make=True)
+    assert isinstance(answer, orders.Failed) and "not there" in answer.reason
+    assert not (tmp_path / "not-mounted").exists()
 
 
 def test_it_ends_with_the_agent(node: Node, tmp_path: Path) -> None:

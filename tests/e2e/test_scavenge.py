@@ -1,0 +1,144 @@
+"""A node is lost and nobody takes its place: the others save what is in their memory to the tier, before that is
+freed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from heat import Heat, plates, swept
+from leaks.cluster import nothing_left
+from waiting import until
+
+from gemini_hpc.agent.node import meminfo
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.devcluster.cluster import Cluster
+from gemini_hpc.tier import version
+
+N, STEPS = 48, 160
+MIB = 1 << 20
+TAKEN_MIB, BELOW_MIB = 3072, 1536
+
+
+@pytest.fixture(scope="module")
+def floor() -> int:
+    """Of free memory: so much less than there is that one process can go below it, and not below half of it."""
+    free = meminfo()["MemAvailable"]
+    assert free > 8 << 30, f"8 GiB of free memory are wanted to take some of it, {free >> 20} MiB are there"
+    return free - BELOW_MIB * MIB
+
+
+@pytest.fixture(scope="module")
+def cluster(floor: int) -> Iterator[Cluster]:
+    settings = {"fence_budget_nodes": 1000, "tier_scavenge_s": 5, "retention_s": 15, "memory_floor_bytes": 64 * MIB}
+    with Cluster.up(f"scav{os.getpid()}", nodes=4, settings=settings) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def tier(cluster: Cluster) -> Iterator[Path]:
+    path = cluster.home("alice") / "tier"
+    path.mkdir(exist_ok=True)
+    path.chmod(0o777)
+    with nothing_left(cluster, 45):
+        yield path
+        cluster.run(["scancel", "--user=alice"])
+        until(lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, what="queue empty")
+        cluster.restore()
+        swept(cluster)
+    subprocess.run(["rm", "-rf", str(path)], check=True)
+
+
+def lost(cluster: Cluster, tier: Path, which: int) -> tuple[Heat, list[str]]:
+    """A job of three nodes that has lost one of them, and there is no other; the hosts that are left."""
+    options = (f"--gemini-tier={tier}", "--gemini-tier-interval=3600", "-wn1,n2,n3")
+    job = Heat.submit(cluster, "pmi2", *options, n=N, steps=STEPS, step_s=0.05)
+    job.reach(8)
+    cluster.run(["scontrol", "update", "NodeName=n4", "State=DRAIN", "Reason=fan"])
+    hosts = job.hosts()
+    assert not saved(tier, job)
+    cluster.power_off(hosts[which])
+    return job, [host for host in hosts if host != hosts[which]]
+
+
+def saved(tier: Path, job: Heat) -> list[Stamp]:
+    return [Stamp(*m.stamp) for m in version.whole(f"{version.job_directory(str(tier), job.id)}/default")]
+
+
+def agents(job: Heat) -> list[str]:
+    """Hosts on which the job has one."""
+    on = [host for host in job.cluster.node_names if job.cluster.is_on(host)]
+    return [h for h in on if job.cluster.exec(h, ["pgrep", "-f", f"gemini_hpc.agent --job {job.id} "]).stdout.strip()]
+
+
+def story(job: Heat) -> str:
+    told = job.cluster.run(["gemini-hpc", "inspect", str(job.id)], user="alice")
+    return f"{job.said()[-2000:]}\n{told.stdout}{told.stderr}\n{job.slurm()}"
+
+
+def newest(tier: Path, job: Heat, timeout_s: float) -> Stamp:
+    """The version that has been saved: the plate of its step, and the last or the one before it of what was done."""
+    try:
+        until(lambda: saved(tier, job), timeout_s, what="a version on the tier")
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{story(job)}") from None
+    [stamp] = saved(tier, job)
+    done = max(line["step"] for line in job.lines("step"))
+    assert done - 1 <= stamp.version <= done + 1
+    where = tier / f"gemini-{job.id}/default" / version.name(stamp)
+    assert sorted(path.name for path in where.glob("*.h5")) == ["index.h5", *(f"node-000{i}.h5" for i in range(3))]
+    with h5py.File(where / "index.h5") as index:
+        assert np.array_equal(index["tensors/field"][:], next(itertools.islice(plates(N), stamp.version, None)))
+    return stamp
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["root", "another"])
+def test_a_job_that_waits_for_a_node(cluster: Cluster, tier: Path, which: int) -> None:
+    """Longer than memory is kept: it comes back from the tier, and repeats at most one step."""
+    job, left = lost(cluster, tier, which)
+    stamp = newest(tier, job, 45)
+    assert set(agents(job)) == set(left) and job.slurm()["JobState"] == "PENDING"
+    until(lambda: not agents(job), 40, what="retention over")
+    cluster.restore(0)
+    until(lambda: job.slurm()["JobState"] == "RUNNING", 90, what="running")
+    job.finish()
+    assert f"resumed at version {stamp.version} from the tier" in job.said(), job.said()
+    assert job.agrees() and job.lines("start")[-1]["start"] == stamp.version
+
+
+def test_a_job_that_is_cancelled_while_it_waits(cluster: Cluster, tier: Path) -> None:
+    """No epilog runs for it; the controller's word frees the memory, when it has been saved."""
+    job, _ = lost(cluster, tier, 1)
+    until(lambda: job.slurm()["JobState"] == "PENDING", 30, 0.01, what="requeued")
+    cluster.run(["scancel", str(job.id)])
+    newest(tier, job, 30)
+    until(lambda: not agents(job), 20, what="memory freed")
+
+
+def test_a_job_whose_memory_is_wanted_by_others(cluster: Cluster, tier: Path, floor: int) -> None:
+    file = cluster.directory / "etc" / "gemini-hpc" / "gemini.toml"
+    text = file.read_text()
+    own = {"memory_floor_bytes": floor, "tier_scavenge_s": 600}
+    lines = [line for line in text.splitlines() if line.split(" ")[0] not in own]
+    file.write_text("\n".join([*lines, *(f"{key} = {value}" for key, value in own.items())]) + "\n")
+    try:
+        job, left = lost(cluster, tier, 2)
+        until(lambda: job.slurm()["JobState"] == "PENDING", 30, what="requeued")
+        time.sleep(1)
+        assert not saved(tier, job) and set(agents(job)) == set(left)
+        hog = f"import mmap, time; m = mmap.mmap(-1, {TAKEN_MIB} << 20); m[:] = bytes(len(m)); time.sleep(20)"
+        with cluster.popen(["python3", "-c", hog], "bob") as process:
+            newest(tier, job, 30)
+            until(lambda: not agents(job), 20, what="memory freed")
+            process.kill()
+        logs = [cluster.exec(host, ["cat", f"/run/gemini-hpc/{job.id}/agent.log"]).stdout for host in left]
+        assert all("free memory has fallen below the floor" in log for log in logs), logs
+    finally:
+        file.write_text(text)
