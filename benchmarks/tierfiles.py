@@ -1,8 +1,9 @@
 """The persistent tier's files: writing and reading them against the bare file system, torch.save's and DCP's.
 
-One node's file of one rank's state, by the process that does it for an agent, from memory and back; in turns with a
-file of as many bytes written (or read) in one go into the same directory, synced (the page cache dropped before
-reading). Ratios are of rates: ours / bare.
+One node's file of one rank's state, by the process that does it for an agent, from memory and back; beside it a file
+of as many bytes written (or read) in one go into the same directory, synced (the page cache dropped before reading).
+Ratios are of rates: ours / bare. A disk may be quicker at first and then held to a rate, so each run has both twice,
+bare, ours, ours, bare, and each second run the other way round.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from benchmarks.bench import MeasureError, Options
@@ -33,6 +33,7 @@ from gemini_hpc.core.manifest import Layout, pack_header
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import orders, version
 from gemini_hpc.tier.shards import digest
+from gemini_hpc.wire.stored import NodeFile
 
 RUNS = 7
 TENSORS = 16
@@ -113,7 +114,7 @@ def measure(options: Options) -> list[Row]:
     try:
         for run in range(runs):
             options.progress.say("tier", f"run {run + 1} of {runs}")
-            for name, took_s in _one(slot, place).items():
+            for name, took_s in _one(run, slot, place).items():
                 seconds.setdefault(name, []).append(took_s)
     finally:
         shutil.rmtree(place)
@@ -121,64 +122,104 @@ def measure(options: Options) -> list[Row]:
     return _rows(seconds, slot.used)
 
 
-def _one(slot: Slot, place: Path) -> dict[str, float]:
+def _alternating(run: int, ways: dict[str, Callable[[], float]]) -> dict[str, float]:
+    """Mean seconds of two ways that take turns."""
+    first, second = list(ways) if run % 2 else list(ways)[::-1]
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for name in (first, second, second, first):
+        took[name].append(ways[name]())
+    return {name: statistics.mean(values) for name, values in took.items()}
+
+
+class _Place:
+    """A directory on the disk that is measured, and what has been saved there."""
+
+    def __init__(self, slot: Slot, path: Path) -> None:
+        self.slot, self.path = slot, path
+        self.bare, self.saved, self.dcp = path / "bare", path / "saved.pt", path / "dcp"
+        self.files: list[NodeFile] = []
+
+    @property
+    def version(self) -> Path:
+        return self.path / "gemini-1" / "default" / version.name(Stamp(*STAMP))
+
+    def write_bare(self) -> float:
+        self.bare.unlink(missing_ok=True)
+        return _timed(lambda: _bare_write(self.slot, self.bare))
+
+    def write(self) -> float:
+        shutil.rmtree(self.path / "gemini-1", ignore_errors=True)
+        slot = self.slot
+        source = orders.Source(slot.fd, 0, 0, slot.bytes, slot.used, slot.digest)
+        order = orders.Write(str(self.path), 1, "default", STAMP, 0, (source,))
+        return _timed(lambda: self.files.append(_order(order, slot.fd).file))
+
+    def finish(self) -> float:
+        order = orders.Finish(str(self.path), 1, "default", STAMP, 1, (self.files[-1],))
+        return _timed(lambda: _order(order, self.slot.fd))
+
+    def read_bare(self, into: memoryview) -> float:
+        forget(self.bare)
+        return _timed(lambda: _bare_read(self.bare, into))
+
+    def read(self, fd: int) -> float:
+        forget(self.version)
+        stored = self.files[-1].shards[0]
+        order = orders.Read(str(self.path), 1, "default", STAMP, 0, fd, self.slot.used, stored.digest)
+        return _timed(lambda: _order(order, fd))
+
+    def clear(self) -> None:
+        for path in (self.bare, self.saved):
+            path.unlink()
+        shutil.rmtree(self.dcp)
+        shutil.rmtree(self.path / "gemini-1")
+
+
+def _one(run: int, slot: Slot, path: Path) -> dict[str, float]:
     import torch
     from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    took: dict[str, float] = {}
-    bare, saved, dcp = place / "bare", place / "saved.pt", place / "dcp"
-    took["bare write"] = _timed(lambda: _bare_write(slot, bare))
-    source = orders.Source(slot.fd, 0, 0, slot.bytes, slot.used, slot.digest)
-    write = orders.Write(str(place), 1, "default", STAMP, 0, (source,))
-    written: list[Any] = []
-
-    took["write"] = _timed(lambda: written.append(_order(write, slot.fd)))
-    finish = orders.Finish(str(place), 1, "default", STAMP, 1, (written[0].file,))
-    took["finish"] = _timed(lambda: _order(finish, slot.fd))
-    where = place / "gemini-1" / "default" / version.name(Stamp(*STAMP))
+    place = _Place(slot, path)
+    took = _alternating(run, {"bare write": place.write_bare, "write": place.write})
+    took["finish"] = place.finish()
     each = (slot.used - 4096) // 4 // TENSORS
     tensors = {
         f"t{i}": torch.frombuffer(slot.view, dtype=torch.float32, count=each, offset=4096 + 4 * each * i)
         for i in range(TENSORS)
     }
-    took["torch.save"] = _timed(lambda: (torch.save(tensors, saved), os.sync()))
+    took["torch.save"] = _timed(lambda: (torch.save(tensors, place.saved), os.sync()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         took["DCP save"] = _timed(
-            lambda: state_dict_saver.save(tensors, storage_writer=FileSystemWriter(dcp), no_dist=True)
+            lambda: state_dict_saver.save(tensors, storage_writer=FileSystemWriter(place.dcp), no_dist=True)
         )
-    for path in (bare, where, saved, dcp):
-        forget(path)
-    stored = written[0].file.shards[0]
-    read = orders.Read(str(place), 1, "default", STAMP, 0, 0, slot.used, stored.digest)
-    took |= _reading(slot, bare, saved, dcp, read, tensors)
-    for path in (bare, saved):
-        path.unlink()
-    shutil.rmtree(dcp)
-    shutil.rmtree(place / "gemini-1")
+    took |= _reading(run, place, tensors)
+    place.clear()
     return took
 
 
-def _reading(
-    slot: Slot, bare: Path, saved: Path, dcp: Path, read: orders.Read, tensors: dict[str, Any]
-) -> dict[str, float]:
+def _reading(run: int, place: _Place, tensors: dict[str, Any]) -> dict[str, float]:
     import torch
     from torch.distributed.checkpoint import state_dict_loader
 
-    took: dict[str, float] = {}
     into = os.memfd_create("into")
     try:
-        os.ftruncate(into, slot.bytes)
-        memory = memoryview(mmap.mmap(into, slot.bytes))
-        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 1, slot.bytes)  # its pages are there
-        took["bare read"] = _timed(lambda: _bare_read(bare, memory))
-        took["read"] = _timed(lambda: _order(msgspec.structs.replace(read, fd=into), into))
-        took["torch.load"] = _timed(lambda: torch.load(saved, weights_only=True))
+        os.ftruncate(into, place.slot.bytes)
+        memory = memoryview(mmap.mmap(into, place.slot.bytes))
+        # Its pages are there.
+        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 1, place.slot.bytes)
+        ways = {"bare read": lambda: place.read_bare(memory), "read": lambda: place.read(into)}
+        took = _alternating(run, ways)
+        forget(place.saved)
+        took["torch.load"] = _timed(lambda: torch.load(place.saved, weights_only=True))
+        forget(place.dcp)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             empty = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-            took["DCP load"] = _timed(lambda: state_dict_loader.load(empty, checkpoint_id=str(dcp), no_dist=True))
+            took["DCP load"] = _timed(
+                lambda: state_dict_loader.load(empty, checkpoint_id=str(place.dcp), no_dist=True)
+            )
     finally:
         os.close(into)
     return took

@@ -6,6 +6,8 @@ of 8 bits and less are stored as bytes. Attribute `dtype` of a dataset always ha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO
 
 import h5py
@@ -68,6 +70,20 @@ def create(where: str | BinaryIO) -> h5py.File:
         access.set_fileobj_driver(h5fd.fileobj_driver, where)
         return h5py.File(h5f.create(b"open file", h5f.ACC_TRUNC, fapl=access))
     return h5py.File(h5f.create(where.encode(), h5f.ACC_EXCL, fapl=access))
+
+
+@contextmanager
+def created(path: str) -> Iterator[h5py.File]:
+    """A new file, open in this block. Raises OSError, and RuntimeError where HDF5 does: the first thing that fails,
+    and not what it says when it is to close a file that it cannot write."""
+    file = create(path)
+    try:
+        yield file
+    except BaseException:
+        with suppress(Exception):
+            file.close()
+        raise
+    file.close()
 
 
 def open_together(path: str, comm: Any, info: Any = None) -> h5py.File:

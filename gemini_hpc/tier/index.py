@@ -37,7 +37,7 @@ def write(where: str, manifest: Manifest) -> None:
                         values.setdefault(name, reader.raw(path))
                     else:
                         sources[name].setdefault(piece.offset, (file.name, path, piece.offset, piece.size))
-    with place.replaced(where, INDEX) as path, hdf5.create(path) as index:
+    with place.replaced(where, INDEX) as path, hdf5.created(path) as index:
         index.attrs["job"], index.attrs["set"] = manifest.job, manifest.set
         index.attrs["epoch"], index.attrs["version"] = manifest.stamp
         index.attrs["world"], index.attrs["time"] = manifest.world, manifest.time

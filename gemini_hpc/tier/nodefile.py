@@ -11,20 +11,22 @@ for: their bytes are then written to their places in the file, and read there, w
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import h5py
 import numpy as np
+import xxhash
 
 from gemini_hpc.core import directory
 from gemini_hpc.core.directory import Manifest, Piece
 from gemini_hpc.core.manifest import HEADER_BYTES, MAX_TOTAL_BYTES, Header, parse_header
 from gemini_hpc.tier import hdf5, place
-from gemini_hpc.tier.shards import Shard, digest
+from gemini_hpc.tier.shards import Area, Shard, digest
 from gemini_hpc.wire.stored import NodeFile, Stored
 
-_STRIDE_BYTES = 8 << 20
+_STRIDE_BYTES = 2 << 20
 _CHUNK_BYTES = 1 << 20  # of compressed datasets
 _OWN = ("header", "directory", "small")
 
@@ -48,29 +50,44 @@ def tensor_path(rank: int, manifest: Manifest, piece: Piece) -> str:
     return f"{group_of(rank)}/tensors/{piece_name(manifest, piece)}"
 
 
+class Overwritten(ValueError):
+    """A shard's bytes are not those that its digest is of."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an area goes: its dataset, and the dataset's place in the file; None: through HDF5."""
+
+    area: Area
+    made: Any
+    offset: int | None
+
+
 def write(
-    where: str, name: str, shards: Sequence[tuple[Shard, int]], paced: Paced, *, compress: bool = False
+    where: str, name: str, shards: Sequence[tuple[Shard, int, str]], paced: Paced, *, compress: bool = False
 ) -> NodeFile:
-    """Write and sync one node's file. shards: each with the node rank of its home; `paced` hears of all bytes that
-    went. Raises OSError, and ValueError where a shard is not what it should be. What lies between a shard's areas is
-    blanked."""
+    """Write and sync one node's file. shards: each with the node rank of its home and the digest of its bytes;
+    `paced` hears of all bytes that went. Raises OSError, ValueError where a shard is not what it should be,
+    `Overwritten` where it is not what its digest says. The digests in the answer are of what comes back: with zeros
+    between a shard's areas."""
     stored = []
     with place.replaced(where, name) as path:
-        places: list[tuple[int, memoryview]] = []
-        with hdf5.create(path) as file:
-            for shard, home in shards:
-                shard.blank()
-                header = shard.header
-                used = header.used_bytes
-                stored.append(Stored(header.rank, home, header.layout.total, used, digest(shard.view[:used])))
-                places += _lay_out(file, shard, paced, compress=compress)
-        _fill(path, places, paced)
+        with hdf5.created(path) as file:
+            laid_out = [_lay_out(file, shard, compress=compress) for shard, _, _ in shards]
+            file.flush()
+            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                for (shard, home, wanted), places in zip(shards, laid_out, strict=True):
+                    header, kept = shard.header, _fill(fd, shard, places, wanted, paced)
+                    stored.append(Stored(header.rank, home, header.layout.total, header.used_bytes, kept))
+            finally:
+                os.close(fd)
         size_bytes = os.stat(path).st_size
     return NodeFile(name, size_bytes, tuple(stored))
 
 
-def _lay_out(file: h5py.File, shard: Shard, paced: Paced, *, compress: bool) -> list[tuple[int, memoryview]]:
-    """Make the datasets of a shard; what is to be written where in the file."""
+def _lay_out(file: h5py.File, shard: Shard, *, compress: bool) -> list[_Place]:
+    """Make the datasets of a shard, in the order of its areas."""
     header, manifest = shard.header, shard.manifest
     group = file.create_group(group_of(header.rank))
     group.attrs["slot_bytes"], group.attrs["used_bytes"] = header.layout.total, header.used_bytes
@@ -79,29 +96,54 @@ def _lay_out(file: h5py.File, shard: Shard, paced: Paced, *, compress: bool) -> 
     places = []
     own = iter(_OWN)
     for area in shard.areas():
-        data = shard.view[area.begin : area.end]
-        shape: tuple[int, ...] = (len(data),)
-        parent, name, dtype = group, "", "uint8"
+        size_bytes = area.end - area.begin
         if area.piece is None:
-            name = next(own)
+            made = hdf5.dataset(group, next(own), (size_bytes,), "uint8")
+            places.append(_Place(area, made, made.get_offset()))
         else:
-            row = manifest.rows[area.piece.row]
-            parent, name, dtype, shape = tensors, piece_name(manifest, area.piece), row.dtype, area.piece.size
-        chunk = _chunk(shape, len(data)) if compress and area.piece is not None else ()
-        made = hdf5.dataset(parent, name, shape, dtype, chunk=chunk)
-        attributes = h5py.Dataset(made).attrs
-        attributes["xxh3_128"] = digest(data)
-        if area.piece is not None:
-            row = manifest.rows[area.piece.row]
+            row, shape = manifest.rows[area.piece.row], area.piece.size
+            chunk = _chunk(shape, size_bytes) if compress else ()
+            made = hdf5.dataset(tensors, piece_name(manifest, area.piece), shape, row.dtype, chunk=chunk)
+            attributes = h5py.Dataset(made).attrs
             attributes["tensor"], attributes["dtype"] = row.key, row.dtype
             attributes["global_shape"] = np.array(row.shape, dtype=np.int64)
             attributes["offset"] = np.array(area.piece.offset, dtype=np.int64)
-        if chunk:
-            hdf5.put(made, data)
-            paced(len(data))
-        elif len(data):
-            places.append((made.get_offset(), data))
+            places.append(_Place(area, made, None if chunk else made.get_offset()))
     return places
+
+
+def _fill(fd: int, shard: Shard, places: Sequence[_Place], wanted: str, paced: Paced) -> str:
+    """Write a shard's bytes, and digest them while they are on their way to the disk: the digest of what comes back.
+    Raises `Overwritten`."""
+    there, kept, at = xxhash.xxh3_128(), xxhash.xxh3_128(), 0  # with what lies between the areas, and with zeros
+    for spot in places:
+        area = spot.area
+        there.update(shard.view[at : area.begin])
+        kept.update(bytes(area.begin - at))
+        own, at = xxhash.xxh3_128(), area.end
+        for begin in range(area.begin, area.end, _STRIDE_BYTES):
+            data = shard.view[begin : min(area.end, begin + _STRIDE_BYTES)]
+            if spot.offset is not None:
+                _put(fd, data, spot.offset + begin - area.begin)
+                paced(len(data))
+            for hasher in (own, there, kept):
+                hasher.update(data)
+        if spot.offset is None and area.end > area.begin:
+            hdf5.put(spot.made, shard.view[area.begin : area.end])
+            paced(area.end - area.begin)
+        h5py.Dataset(spot.made).attrs["xxh3_128"] = own.hexdigest()
+    if there.hexdigest() != wanted:
+        raise Overwritten(f"the copy of rank {shard.header.rank} in memory was overwritten before it was whole")
+    return kept.hexdigest()
+
+
+def _put(fd: int, data: memoryview, offset: int) -> None:
+    at = 0
+    while at < len(data):
+        sent = os.pwrite(fd, data[at:], offset + at)
+        # It goes to the disk while the next bytes come, and does not stay in the node's page cache.
+        os.posix_fadvise(fd, offset + at, sent, os.POSIX_FADV_DONTNEED)
+        at += sent
 
 
 def _chunk(shape: tuple[int, ...], size_bytes: int) -> tuple[int, ...]:
@@ -114,21 +156,6 @@ def _chunk(shape: tuple[int, ...], size_bytes: int) -> tuple[int, ...]:
         chunk.append(part)
         left = max(1, left // -(-length // part))
     return tuple(chunk)
-
-
-def _fill(path: str, places: Iterable[tuple[int, memoryview]], paced: Paced) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        for offset, data in places:
-            at = 0
-            while at < len(data):
-                sent = os.pwrite(fd, data[at : at + _STRIDE_BYTES], offset + at)
-                # It goes to the disk while the next bytes come, and does not stay in the node's page cache.
-                os.posix_fadvise(fd, offset + at, sent, os.POSIX_FADV_DONTNEED)
-                at += sent
-                paced(sent)
-    finally:
-        os.close(fd)
 
 
 class Reader:
@@ -154,21 +181,33 @@ class Reader:
         """A rank's shard as it was in its slot: its first `stored.used` bytes, zeros between the areas. Raises
         ValueError where anything differs."""
         group = self._group(stored.rank)
-        self._area(group, "header", into[:HEADER_BYTES], paced)
+        self._read(group, "header", into[:HEADER_BYTES], paced)
         header = parse_header(into[:HEADER_BYTES], stored.bytes)
         layout = header.layout
         if header.used_bytes != stored.used or header.rank != stored.rank:
             raise ValueError(f"{self._path}: the shard of rank {stored.rank} is not the one that was stored")
         end = layout.manifest_offset + layout.manifest_bytes
-        self._area(group, "directory", into[layout.manifest_offset : end], paced)
+        self._read(group, "directory", into[layout.manifest_offset : end], paced)
         shard = Shard.parse(into[: stored.used], stored.bytes)
         shard.blank()
         tensors = group.get("tensors")
+        hasher, hashed = xxhash.xxh3_128(), 0
+
+        def through(end: int) -> None:
+            nonlocal hashed
+            for at in range(hashed, end, _STRIDE_BYTES):
+                hasher.update(into[at : min(end, at + _STRIDE_BYTES)])
+            hashed = end
+
+        # Each part is digested when it has come, while the file system is at the next ones.
         for area in shard.areas():
             if area.piece is not None:
-                self._area(tensors, piece_name(shard.manifest, area.piece), into[area.begin : area.end], paced)
-        self._area(group, "small", into[layout.small_offset : stored.used], paced)
-        if digest(into[: stored.used]) != stored.digest:
+                name, begin = piece_name(shard.manifest, area.piece), area.begin
+                for at in self._area(tensors, name, into[begin : area.end], paced):
+                    through(begin + at)
+        self._read(group, "small", into[layout.small_offset : stored.used], paced)
+        through(stored.used)
+        if hasher.hexdigest() != stored.digest:
             raise ValueError(f"{self._path}: the shard of rank {stored.rank} is damaged: its digest differs")
 
     def manifest(self, rank: int) -> Manifest:
@@ -187,7 +226,7 @@ class Reader:
         """The bytes of a tensor, or of this rank's box of it. Raises ValueError where they are damaged."""
         data = bytearray(manifest.nbytes(piece))
         path = tensor_path(manifest.rank, manifest, piece)
-        self._area(self._file, path, memoryview(data), lambda _: None)
+        self._read(self._file, path, memoryview(data), lambda _: None)
         self._check(path, data)
         return data
 
@@ -199,7 +238,7 @@ class Reader:
         """All bytes of a small dataset."""
         found = self._dataset(self._file, path)
         data = bytearray(found.size * found.id.get_type().get_size())
-        self._area(self._file, path, memoryview(data), lambda _: None)
+        self._read(self._file, path, memoryview(data), lambda _: None)
         self._check(path, data)
         return bytes(data)
 
@@ -215,7 +254,13 @@ class Reader:
             raise ValueError(f"{self._path}: has no dataset {name}")
         return found
 
-    def _area(self, group: Any, name: str, into: memoryview, paced: Paced) -> None:
+    def _read(self, group: Any, name: str, into: memoryview, paced: Paced) -> None:
+        """All bytes of a dataset."""
+        for _ in self._area(group, name, into, paced):
+            pass
+
+    def _area(self, group: Any, name: str, into: memoryview, paced: Paced) -> Iterator[int]:
+        """The same, part by part: how many of its bytes are there."""
         found = self._dataset(group, name)
         size_bytes = found.size * found.id.get_type().get_size()
         if size_bytes != len(into):
@@ -226,6 +271,7 @@ class Reader:
         if offset is None:
             hdf5.get(found.id, into)
             paced(len(into))
+            yield len(into)
             return
         at = 0
         while at < len(into):
@@ -234,3 +280,4 @@ class Reader:
                 raise ValueError(f"{self._path}: ends within {found.name}")
             at += count
             paced(count)
+            yield at

@@ -13,11 +13,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from importlib.util import find_spec
 
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import lustre, orders, place, retention, version
+from gemini_hpc.tier.ahead import Ahead
 from gemini_hpc.tier.place import Pace, TierError, told
 
 _PR_SET_PDEATHSIG = 1
@@ -73,9 +74,12 @@ def _write(order: orders.Write) -> orders.Answer:
     shards = []
     for source in order.shards:
         view = memoryview(mmap.mmap(source.fd, source.bytes, access=mmap.ACCESS_COPY))
-        if digest(view[: source.used]) != source.digest:
-            raise TierError(f"the copy of rank {source.rank} in memory was overwritten before it was whole")
-        shards.append((Shard.parse(view, source.bytes), source.home))
+        try:
+            shards.append((Shard.parse(view, source.bytes), source.home, source.digest))
+        except ValueError:
+            if digest(view[: source.used]) == source.digest:
+                raise
+            raise nodefile.Overwritten(f"the copy of rank {source.rank} in memory was overwritten") from None
     name = version.node_file(order.node_rank)
     with told(where):
         file = nodefile.write(where, name, shards, _Told(order.bytes_per_s), compress=order.compress)
@@ -137,22 +141,19 @@ def _read(order: orders.Read) -> orders.Answer:
         name, stored = ("", None) if manifest is None else manifest.shards().get(order.rank, ("", None))
         if stored is None or (stored.used, stored.digest) != (order.used, order.digest):
             raise TierError(f"{where}: no longer has the shard of rank {order.rank}")
-        _announce(f"{where}/{name}")
+        ahead = Ahead(f"{where}/{name}")
         from gemini_hpc.tier import nodefile
 
         view = memoryview(mmap.mmap(order.fd, order.used, mmap.MAP_SHARED | mmap.MAP_POPULATE))
-        with nodefile.Reader(f"{where}/{name}") as reader:
-            reader.read(stored, view, _Told(0.0))
+        tell = _Told(0.0)
+
+        def paced(count: int) -> None:
+            ahead.through(count)
+            tell(count)
+
+        with closing(ahead), nodefile.Reader(f"{where}/{name}") as reader:
+            reader.read(stored, view, paced)
     return orders.Finished()
-
-
-def _announce(path: str) -> None:
-    """The kernel begins to read it while Python is still loading HDF5."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
-    finally:
-        os.close(fd)
 
 
 DOES: dict[type, Callable[..., orders.Answer]] = {

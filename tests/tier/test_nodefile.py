@@ -34,7 +34,8 @@ def never(_: int) -> None:
 @pytest.mark.parametrize("compress", [False, True])
 def test_a_slot_comes_back_byte_by_byte_without_what_lay_between(tmp_path: Path, compress: bool) -> None:
     slot = slots.make(1, 2, ROWS, BOXES)
-    file = nodefile.write(str(tmp_path), "node-0001.h5", [(slot.shard(), 7)], never, compress=compress)
+    file = nodefile.write(str(tmp_path), "node-0001.h5", [(slot.shard(), 7, slot.digest())], never, compress=compress)
+    slot.shard().blank()  # what is to come back
     (stored,) = file.shards
     assert (stored.rank, stored.home, stored.bytes, stored.used) == (1, 7, len(slot.memory), slot.used)
     assert stored.digest == slot.digest()
@@ -49,7 +50,7 @@ def test_a_slot_comes_back_byte_by_byte_without_what_lay_between(tmp_path: Path,
 
 def test_any_hdf5_program_finds_the_tensors(tmp_path: Path) -> None:
     slot = slots.make(1, 2, ROWS, BOXES)
-    nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0)], never)
+    nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], never)
     with h5py.File(tmp_path / "n.h5") as file:
         tensors = file["rank1/tensors"]
         assert sorted(tensors) == ["model.a%2Fb%25@1", "model.half", "model.w@2,0", "optimizer.0.model.w.step"]
@@ -72,10 +73,11 @@ def test_every_dtype_has_a_type_of_its_size(dtype: str, tmp_path: Path) -> None:
     assert hdf5.type_of(dtype).get_size() == ITEM_BYTES[dtype]
     row = Row("x", dtype, (5,), True, "cpu")
     slot = slots.make(0, 1, (row,), [(0, (0,), (5,))])
-    file = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0)], never)
+    file = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], never)
     into = bytearray(slot.used)
     with Reader(str(tmp_path / "n.h5")) as reader:
         reader.read(file.shards[0], memoryview(into))
+    slot.shard().blank()
     assert into == slot.memory[: slot.used]
 
 
@@ -86,7 +88,7 @@ def test_bfloat16_is_a_float_for_others() -> None:
 
 def test_damage_is_found(tmp_path: Path) -> None:
     slot = slots.make(0, 1, ROWS, [(0, (0, 0), (6, 5))])
-    file = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0)], never)
+    file = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], never)
     with h5py.File(tmp_path / "n.h5") as opened:
         at = opened["rank0/tensors/model.w"].id.get_offset()
     data = bytearray((tmp_path / "n.h5").read_bytes())
@@ -98,7 +100,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
 
 def test_a_shard_of_another_rank_is_not_there(tmp_path: Path) -> None:
     slot = slots.make(0, 1, ROWS, [(0, (0, 0), (6, 5))])
-    file = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0)], never)
+    file = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], never)
     other = type(file.shards[0])(3, 0, len(slot.memory), slot.used, "0" * 32)
     with Reader(str(tmp_path / "n.h5")) as reader, pytest.raises(ValueError, match="rank 3"):
         reader.read(other, memoryview(bytearray(slot.used)))
@@ -111,12 +113,12 @@ def test_what_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
         raise OSError(28, "full")
 
     with pytest.raises(OSError, match="full"):
-        nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0)], full)
+        nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], full)
     assert os.listdir(tmp_path) == []
 
 
 def test_all_bytes_are_paced(tmp_path: Path) -> None:
     went: list[int] = []
     slot = slots.make(0, 1, ROWS, BOXES)
-    nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0)], went.append)
+    nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], went.append)
     assert sum(went) >= sum(map(len, slot.values.values()))

@@ -34,7 +34,8 @@ def save(tier: Path, stamp: Stamp, *, world: int = 2, serial: int = 1, manifest:
         boxes = [(0, (3 * rank, 0), (3, 4)), (3, (0,), (2,))]
         boxes += [(1, (0,), (4,)), (2, (), ())] if rank == 0 else []
         slot = slots.make(rank, world, ROWS, boxes, stamp=stamp, seed=stamp.version)
-        files.append(nodefile.write(where, version.node_file(rank), [(slot.shard(), rank)], lambda _: None))
+        name, shards = version.node_file(rank), [(slot.shard(), rank, slot.digest())]
+        files.append(nodefile.write(where, name, shards, lambda _: None))
         made.append(slot)
     whole = Manifest(9, "default", tuple(stamp), world, 1e9, tuple(files), serial)
     if manifest:
