@@ -46,7 +46,6 @@ _SCAVENGES = (peer.ScavengeHave, peer.ScavengeAsk, peer.ScavengeWrite, peer.Scav
 _TICK_S = 0.2
 _EMPTY_S = 30.0
 _SPILL_FLOOR = 0.5  # while the last version is being written, so much of the floor is enough
-_WORD_S = 5.0  # within which the root's word comes that the last version goes to the tier
 
 
 class Agent:
@@ -89,7 +88,7 @@ class Agent:
         self._local: LocalServer | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._callers = Callers(self)
-        self._detached_at = time.monotonic()
+        self.detached_at = time.monotonic()
         self._leaving = False
         self._stopped = asyncio.Event()
         self._complaints = Allowance(per_s=1.0, burst=1.0)
@@ -150,9 +149,9 @@ class Agent:
             self._fence.look()
             self.sets.beat()
             if not self.detached:
-                self._detached_at = now
+                self.detached_at = now
                 continue
-            alone_s, flushing = now - self._detached_at, self._flushing()
+            alone_s, flushing = now - self.detached_at, self._flushing()
             short = bool(self.budget.taken_bytes) and self.budget.below_floor(_SPILL_FLOOR if flushing else 1.0)
             if not self.budget.taken_bytes and alone_s > _EMPTY_S:
                 self.release("it holds nothing")
@@ -167,8 +166,8 @@ class Agent:
 
     def _let_go(self, reason: str) -> None:
         """Free everything, unless it has first to be saved."""
-        if self.scavenge.due():
-            self.scavenge.begin()
+        if self.scavenge.due(last=True):
+            self.scavenge.begin(last=True)
         else:
             self.release(reason)
 
@@ -184,8 +183,8 @@ class Agent:
         if not self.detached and self._fence.ranks():
             self.log("self_fenced", detail=f"{reason}; ranks still ran here")
             await self._fence.end_ranks()
-        if save and (self.scavenge.due() or self.scavenge.busy):
-            self.scavenge.begin()
+        if save and not self._leaving and (self.scavenge.busy or self.scavenge.due(last=True)):
+            self.scavenge.begin(last=True)
         if not self.detached or not self._flushing():
             self.release(reason)
         elif not self._leaving:
@@ -201,9 +200,9 @@ class Agent:
 
     def _flushing(self) -> bool:
         """Whether what is held here is on its way to the tier since the job ended, or may soon be."""
-        since_s = time.monotonic() - self._detached_at
-        soon = self.drains.last and since_s < _WORD_S
-        return self.scavenge.holds() or (since_s < self.settings.tier_flush_s and (soon or self.drains.busy))
+        since_s = time.monotonic() - self.detached_at
+        waits = self.drains.last or self.drains.busy
+        return self.scavenge.holds() or (waits and since_s < self.settings.tier_flush_s)
 
     def log(self, name: str, *, version: int = 0, detail: str = "", t: float | None = None) -> None:
         """One line of the job's event log."""
@@ -333,7 +332,7 @@ class Agent:
         hold = first = False
         if not self.detached:
             self.detached = True
-            self._detached_at = time.monotonic()
+            self.detached_at = time.monotonic()
             if self.mesh is not None:
                 self.mesh.watching = False
                 alive = [h for h in self.hosts if h not in self.mesh.dead]
@@ -378,6 +377,8 @@ class Agent:
             self.drains.wanted(message)
         elif isinstance(message, peer.DrainUp) and name in rounds.children:
             self.drains.heard(message)
+        elif isinstance(message, peer.DrainOver) and name == rounds.parent and message.round == rounds.round:
+            self.drains.ended()
         elif isinstance(message, _SCAVENGES):
             self.scavenge.on_message(name, message)
 

@@ -19,6 +19,7 @@ from gemini_hpc.agent import tierwork
 from gemini_hpc.agent.gathering import Gathering
 from gemini_hpc.agent.nodesaver import NodeSaver, Wanted
 from gemini_hpc.agent.tierwork import TierFailed
+from gemini_hpc.agent.troubles import Troubles
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import orders, version
 from gemini_hpc.tier.version import Manifest
@@ -36,6 +37,7 @@ _FLUSH_TRIES = 3
 _SHOWN = 16  # nodes in a line
 _SAID = 200  # characters of another's sentence
 _LEAVE_S = 10.0
+_STEP_S = 0.2
 
 
 def site_tier(pattern: str, uid: int) -> str:
@@ -56,14 +58,14 @@ class Drains:
         self.node = NodeSaver(agent)
         self._gathering: dict[str, Gathering] = {}
         self._due: dict[str, float] = {}
-        self._said: dict[str, str] = {}
+        self.troubles = Troubles()
         self._tidy: dict[str, asyncio.Task[None]] = {}  # at the root: removes what a life before has left half done
         self.chosen = Tier()  # by the program
         self._site = site_tier(agent.settings.tier, agent.uid)
         self._ends_at = math.inf  # by Slurm's word (monotonic)
         self._before_end: dict[str, float] = {}  # at the root: the end before which a version has been saved
         self._took_s: dict[str, float] = {}  # the last save
-        self.last = False  # the job has ended here, and its last version is wanted on the tier
+        self.last = False  # the job has ended here, and the root has not said that its last versions are saved
         self.unreadable: set[tuple[str, bounds.Stamp]] = set()  # versions of which a shard could not be read
         self.saved: dict[str, tuple[Stamp, float]] = {}  # at the root: the newest on the tier, and when (Unix time)
 
@@ -123,7 +125,7 @@ class Drains:
             time=at,
             saving=None if gathering is None else (gathering.stamp.epoch, gathering.stamp.version),
             written=self.progress(name) if gathering is not None else 0,
-            problem=self._said.get(name, "") or self.problem,
+            problem=self.troubles.text(name) or self.problem,
         )
 
     def close(self) -> None:
@@ -132,14 +134,14 @@ class Drains:
 
     async def leave(self) -> None:
         """The agent ends: a version that is on its way will not become whole. For a few seconds."""
-        begun = dict(self._gathering)
+        begun = {**self._gathering, **self._agent.scavenge.gathering}
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
                 for name, gathering in begun.items():
                     if gathering.whole:  # its manifest is being written
                         await asyncio.wait([gathering.done])
                     else:  # a newer one may be another incarnation's
-                        await self._clean(name, Stamp(gathering.stamp.epoch, gathering.stamp.version + 1))
+                        await self.clean(name, Stamp(gathering.stamp.epoch, gathering.stamp.version + 1))
 
     async def stored(self, without: Iterable[tuple[str, bounds.Stamp]], within_s: float) -> tuple[Manifest, ...]:
         """The newest whole version of each set on the tier, but for these. Raises `TierFailed` where that cannot be
@@ -160,7 +162,7 @@ class Drains:
     ) -> tuple[Manifest, ...]:
         order = orders.Look(self.tier, self._agent.job, "", tuple(without), begin, make)
         found = await tierwork.carry_out(order)
-        self._said.pop("", None)
+        self.troubles.over("")
         manifests = found.manifests if isinstance(found, orders.Found) else ()
         self.saved.update({m.set: (Stamp(*m.stamp), m.time) for m in manifests})
         return manifests
@@ -181,13 +183,12 @@ class Drains:
     @property
     def problem(self) -> str:
         """Why it is not known what is on the tier."""
-        return self._said.get("", "")
+        return self.troubles.text("")
 
-    def say(self, name: str, number: int, reason: str) -> None:
+    def say(self, name: str, number: int, reason: str, host: str = "") -> None:
         """Why a set's version is not on the tier, once."""
-        if self._said.get(name) != reason:
-            self._said[name] = reason
-            self._agent.log("not_saved" if name else "tier_silent", version=number, detail=reason)
+        if self.troubles.met(name, reason, host):
+            self._agent.log("not_saved" if name else "tier_silent", version=number, detail=self.troubles.text(name))
 
     # ---- the root --------------------------------------------------------------------------------------
 
@@ -214,10 +215,11 @@ class Drains:
     def _tidied(self, name: str) -> asyncio.Task[None]:
         """Ends when what was begun before, and has not become whole, is gone; nothing is written until then."""
         if name not in self._tidy:
-            self._tidy[name] = self._agent.spawn(self._clean(name))
+            self._tidy[name] = self._agent.spawn(self.clean(name))
         return self._tidy[name]
 
-    async def _clean(self, name: str, before: Stamp | None = None) -> None:
+    async def clean(self, name: str, before: Stamp | None = None) -> None:
+        """Remove what has not become whole, and is older."""
         limit = None if before is None else (before.epoch, before.version)
         try:
             await tierwork.carry_out(orders.Clean(self.tier, self._agent.job, name, limit))
@@ -257,12 +259,12 @@ class Drains:
             rounds, stamp = self._agent.rounds, training.sealed
             if rounds is None or rounds.parent is not None or stamp is None or wanted is None:
                 return stamp or Stamp(0, 0), reason or "nothing of it has been sealed yet"
-            if self._agent.scavenge.begun:
-                return wanted, reason or "a node is missing, and the others save it by themselves"
             kept = self.saved.get(training.name)
             if kept is not None and kept[0] >= wanted:
                 return kept[0], ""
             await asyncio.wait([self._tidied(training.name)])
+            if self._agent.scavenge.busy:
+                return wanted, reason or "a node is missing, and the others save it by themselves"
             gathering = self._under_way(training.name) or self._begin(training, rounds.round, stamp)
             reason = await asyncio.shield(gathering.done)
             if not reason and gathering.stamp >= wanted:
@@ -274,9 +276,32 @@ class Drains:
         agent, rounds = self._agent, self._agent.rounds
         sealed = [training for training in agent.sets if training.sealed is not None]
         self.last = bool(self.tier and agent.settings.tier_flush_s and rounds is not None and sealed)
-        if self.last and rounds is not None and rounds.parent is None:
-            for training in sealed:
-                agent.spawn(self._last(training))
+        if rounds is not None and rounds.parent is None:
+            agent.spawn(self._end(sealed if self.last else []))
+
+    async def _end(self, sealed: Sequence[TrainingSet]) -> None:
+        """The root saves the last versions, and lets all agents go."""
+        await asyncio.gather(*(self._last(training) for training in sealed))
+        self.ended()
+
+    def ended(self) -> None:
+        """Nobody need wait for the last versions any more, here and on the nodes below."""
+        self.last = False
+        rounds = self._agent.rounds
+        for child in rounds.children if rounds is not None else ():
+            self._agent.send(child, peer.DrainOver(rounds.round if rounds is not None else 0))
+
+    async def settle(self, stalled_s: float) -> None:
+        """Wait for what the root has begun, as long as it gets on; then give it up."""
+        known, since = -1, time.monotonic()
+        while self._gathering and time.monotonic() - since < stalled_s:
+            through = sum(self.progress(name) for name in self._gathering)
+            if through != known:
+                known, since = through, time.monotonic()
+            await asyncio.sleep(_STEP_S)
+        self.give_up("a node is missing: the others save what is left")
+        if tidying := [task for task in self._tidy.values() if not task.done()]:
+            await asyncio.wait(tidying, timeout=stalled_s)
 
     def leaving(self, hosts: Sequence[str], partition: str) -> None:
         """These nodes, or the partition, are being drained, and may be gone soon: the root saves the newest version
@@ -325,19 +350,19 @@ class Drains:
         if gathering is None or (gathering.stamp, gathering.attempt) != (Stamp(*message.stamp), message.attempt):
             return
         if message.file is None:
-            self._failed(message.set, gathering, f"{message.host}: {message.reason}")
+            self._failed(message.set, gathering, message.reason, message.host)
             return
         gathering.take((message.file,))
         if gathering.whole:
             self._agent.spawn(self._finish(message.set, gathering))
 
-    def _failed(self, name: str, gathering: Gathering, reason: str) -> None:
+    def _failed(self, name: str, gathering: Gathering, reason: str, host: str = "") -> None:
         if self._gathering.get(name) is gathering:
             del self._gathering[name]
             self._due[name] = min(self._due.get(name, 0.0), time.monotonic() + _AGAIN_S)
             self._tidy.pop(name, None)
-        self.say(name, gathering.stamp.version, reason)
-        gathering.end(reason)
+        self.say(name, gathering.stamp.version, reason, host)
+        gathering.end(f"{host}: {reason}" if host else reason)
 
     async def _finish(self, name: str, gathering: Gathering) -> None:
         reason = await self.publish(name, gathering)
@@ -370,8 +395,8 @@ class Drains:
         if trouble:
             self.say(name, stamp.version, trouble)
         else:
-            self._said.pop(name, None)
-        self._said.pop("", None)
+            self.troubles.over(name)
+        self.troubles.over("")
         self.saved[name] = stamp, time.time()
         took_s = time.monotonic() - gathering.began
         detail = f"{gathering.bytes} bytes in {len(gathering.files)} files in {took_s:.1f} s"

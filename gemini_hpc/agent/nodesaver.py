@@ -64,11 +64,15 @@ class NodeSaver:
 
     def close(self) -> None:
         """Free everything; processes end."""
-        for task in self._saving.values():
-            task.cancel()
+        self.cancel()
         for memory in self._copies.values():
             memory.close()
         self._copies.clear()
+
+    def cancel(self) -> None:
+        """What is being written is not wanted any more."""
+        for task in self._saving.values():
+            task.cancel()
 
     def wanted(self, what: Wanted, tier: str, told: Told) -> bool:
         """Save this version in `tier`; what has become of it is told, again where it is wanted again. False where
@@ -95,8 +99,13 @@ class NodeSaver:
         """The shards that this node has to save, by their home."""
         agent, found = self._agent, dict[int, list[Shard]]()
         mine = agent.noderanks.get(agent.node)
-        for shard in agent.store.of_set(what.set):
-            if shard.home == mine if what.homes is None else shard.home in what.homes and held(shard, what.stamp):
+        if what.homes is None:
+            own = [shard for shard in agent.store.of_set(what.set) if shard.home == mine]
+            return {mine: own} if own and mine is not None else {}
+        for shard in agent.store:  # also of a training that has grown since
+            ranks = {other.rank for other in found.get(shard.home, ())}
+            wanted = shard.set == what.set and shard.home in what.homes and shard.rank not in ranks
+            if wanted and what.stamp in shard.pair.complete_stamps():
                 found.setdefault(shard.home, []).append(shard)
         return found
 
@@ -112,12 +121,20 @@ class NodeSaver:
             await asyncio.wait([before])
         written: list[NodeFile] = []
         reason = ""
+        copies: dict[int, list[orders.Source]] = {}
         try:
-            copies = {home: [await self._copy(shard, what.stamp) for shard in files[home]] for home in sorted(files)}
+            for home in sorted(files):
+                copies[home] = []
+                for shard in files[home]:
+                    copies[home].append(await self._copy(shard, what.stamp))
             for home, sources in copies.items():
                 written.append(await self._write(what, tier, home, sources, sum(file.bytes for file in written)))
         except (TierFailed, NoMemory, OSError, ValueError) as error:
             reason = str(error)
+        finally:
+            for sources in copies.values():
+                for source in sources:
+                    os.close(source.fd)
         self._told[what.set] = tuple(written), reason
         told(tuple(written), reason)
 
@@ -153,12 +170,11 @@ class NodeSaver:
         if index is None or record is None:
             raise TierFailed(f"rank {shard.rank} has gone past version {stamp.version}")
         if self._agent.detached:  # nobody writes there any more
-            return orders.Source(
-                shard.memory[index].fd, shard.rank, shard.home, shard.bytes, record.used, record.digest
-            )
+            fd = os.dup(shard.memory[index].fd)  # the slot itself may be given up meanwhile
+            return orders.Source(fd, shard.rank, shard.home, shard.bytes, record.used, record.digest)
         memory = await self._memory(shard)
         await asyncio.to_thread(_copy, shard.memory[index].fd, memory, record.used)
-        return orders.Source(memory.fd, shard.rank, shard.home, shard.bytes, record.used, record.digest)
+        return orders.Source(os.dup(memory.fd), shard.rank, shard.home, shard.bytes, record.used, record.digest)
 
     def _drop_stale(self) -> None:
         """Copies of shards that are no longer at home here."""
@@ -192,11 +208,6 @@ class NodeSaver:
             raise
         self._copies[key] = memory
         return memory
-
-
-def held(shard: Shard, stamp: Stamp) -> bool:
-    """Whether there is a complete copy of this version."""
-    return stamp in shard.pair.complete_stamps()
 
 
 def _copy(fd: int, into: Memfd, used_bytes: int) -> None:

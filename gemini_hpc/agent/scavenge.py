@@ -36,9 +36,9 @@ _MUSTER_S = 10.0  # within which all others answer, or count as missing
 _ASKED_S = 10.0  # within which a leader takes the lead
 _AGAIN_S = 1.0
 _LOST_S = 10.0  # without an answer from a host that is to write, and without a way to it
+_GAP_S = 60.0  # from one try to the next, then twice as long
 _TRIES = 3
 _MAX_SETS = 64
-_SILENT_S = 3.0
 _SHOWN = 8
 _SAID = 400
 
@@ -50,10 +50,15 @@ class Scavenge:
         self._agent = agent
         self._task: asyncio.Task[None] | None = None
         self._held_since = 0.0
+        self._again_at = 0.0
+        self._gap_s = _GAP_S
+        self._asked_last = False  # memory is to be freed, and one more try was made for that
         self._leader = ""
         self._over = asyncio.Event()
+        self.saved = False  # all that was sealed is on the tier
         self._have: dict[str, peer.ScavengeHave] = {}
-        self._gathering: dict[str, Gathering] = {}
+        self._unable: dict[str, set[str]] = {}  # by set, hosts that could not write
+        self.gathering: dict[str, Gathering] = {}
         self._answered: dict[str, str] = {}  # by host: why it has not written all, or ""
         self._changed = asyncio.Event()
 
@@ -64,49 +69,61 @@ class Scavenge:
         """Whether it is going on."""
         return self._task is not None and not self._task.done()
 
-    @property
-    def begun(self) -> bool:
-        """Whether it has been, or is, in this incarnation."""
-        return self._task is not None
-
     def holds(self) -> bool:
         """Whether memory that is to be freed must stay for it a while."""
         return self.busy and time.monotonic() - self._held_since < self._agent.settings.tier_flush_s
 
-    def due(self) -> bool:
-        """Whether it would do what nobody else does: once, where a node is missing."""
+    def due(self, *, last: bool = False) -> bool:
+        """Whether it would do what nobody else does, where a node is missing. last: memory is to be freed, for which
+        one more try is made at once."""
         agent = self._agent
-        possible = agent.detached and bool(agent.settings.tier_flush_s) and self._able() and not self.begun
-        return possible and self._missing() and any(training.sealed is not None for training in agent.sets)
+        if not (agent.detached and agent.settings.tier_flush_s and self._able()) or self.busy or self.saved:
+            return False
+        now = time.monotonic()
+        if self._asked_last if last else now < self._again_at:
+            return False
+        return self._missing() and any(training.sealed is not None for training in agent.sets)
 
     def _able(self) -> bool:
         return bool(self._agent.drains.tier) and self._agent.mesh is not None
 
     def _missing(self) -> bool:
-        """Whether a node has died, or was not heard of when this one was left alone."""
-        mesh, rounds = self._agent.mesh, self._agent.rounds
+        """Whether a node has died, or was not heard of any more when the job ended here. (Who was heard of after that
+        may have left since, with all that was to be saved.)"""
+        mesh, rounds, ended = self._agent.mesh, self._agent.rounds, self._agent.detached_at
         if mesh is None or rounds is None:
             return False
         kin = [*rounds.children, *([rounds.parent] if rounds.parent is not None else [])]
-        long_ago = time.monotonic() - max(_SILENT_S, 3 * mesh.silence_s)
-        return bool(mesh.dead) or any(mesh.heard.get(host, 0.0) < long_ago for host in kin)
+        if time.monotonic() < ended + mesh.silence_s:
+            return bool(mesh.dead)
+        return bool(mesh.dead) or any(mesh.heard.get(host, 0.0) < ended + mesh.silence_s / 2 for host in kin)
 
-    def begin(self) -> None:
-        """Once in an incarnation; again only the time is taken from which freed memory may wait for it."""
+    def begin(self, *, last: bool = False) -> None:
+        """Try it. last: memory that is to be freed waits for it from now on."""
+        self._asked_last = self._asked_last or last
         self._held_since = time.monotonic()
-        if not self.begun:
-            self._over.clear()
-            self._task = self._agent.spawn(self._run())
+        if not self.busy:
+            self._leader = ""
+            self._start()
+
+    def _start(self) -> None:
+        self._held_since = time.monotonic()
+        self._again_at, self._gap_s = self._held_since + self._gap_s, 2 * self._gap_s
+        self._over.clear()
+        self._task = self._agent.spawn(self._run())
 
     def reset(self) -> None:
         """Another incarnation, or another round: what is here is needed for something else."""
         if self._task is not None:
             self._task.cancel()
-        self._task, self._leader = None, ""
+            self._agent.drains.node.cancel()
+        self._task, self._leader, self.saved = None, "", False
+        self._again_at, self._gap_s, self._asked_last = 0.0, _GAP_S, False
         self._have.clear()
-        for gathering in self._gathering.values():
+        self._unable.clear()
+        for gathering in self.gathering.values():
             gathering.end("the job has come back")
-        self._gathering.clear()
+        self.gathering.clear()
         self._answered.clear()
         self._tell()
 
@@ -120,26 +137,29 @@ class Scavenge:
         """The first host of the list that can be reached leads, or whoever does already."""
         agent, mesh = self._agent, self._agent.mesh
         assert mesh is not None
-        for host in agent.hosts:
-            if self._leader or host == agent.node:
-                break
-            if host not in mesh.dead and await mesh.reach(host, _REACH_S):
-                agent.send(host, self._own())
-                await self._until(lambda: bool(self._leader), _ASKED_S)
-        if self._leader:
-            await self._follow(self._leader)
-        else:
-            self._leader = agent.node
-            await self._lead()
+        for _ in range(_TRIES):
+            for host in agent.hosts:
+                if self._leader or host == agent.node:
+                    break
+                if host not in mesh.dead and await mesh.reach(host, _REACH_S):
+                    agent.send(host, self._own())
+                    await self._until(lambda: bool(self._leader), _ASKED_S)
+            if not self._leader:
+                self._leader = agent.node
+                await self._lead()
+                return
+            if await self._follow():
+                return
+            self._leader = ""  # it cannot be reached any more
 
-    async def _follow(self, leader: str) -> None:
-        """Until it says that it is over, or cannot be heard any more."""
+    async def _follow(self) -> bool:
+        """Until the leader says that it is over; False where it cannot be heard any more."""
         mesh = self._agent.mesh
         assert mesh is not None
-        while not self._over.is_set():
-            await self._until(self._over.is_set, _AGAIN_S)
-            if time.monotonic() - mesh.heard.get(leader, 0.0) > _LOST_S:
-                return
+        while not await self._until(self._over.is_set, _AGAIN_S):
+            if time.monotonic() - mesh.heard.get(self._leader, 0.0) > _LOST_S:
+                return False
+        return True
 
     async def _until(self, what: Callable[[], bool], within_s: float) -> bool:
         with suppress(TimeoutError):
@@ -149,30 +169,35 @@ class Scavenge:
         return what()
 
     def _own(self) -> peer.ScavengeHave:
-        """What this agent knows to have been sealed, and what it holds."""
+        """What this agent knows to have been sealed, and what it holds; also for a training that has grown since."""
         sealed: list[peer.Sealed] = []
         held: list[peer.Held] = []
         for training in self._agent.sets:
-            if training.sealed is not None and training.world:
-                sealed.append(peer.Sealed(training.name, _pair(training.sealed), training.world))
-            for shard in self._agent.store.of_set(training.name):
-                stamps = sorted(shard.pair.complete_stamps())
-                held += [peer.Held(training.name, shard.rank, shard.home, _pair(stamp)) for stamp in stamps]
+            shards = [shard for shard in self._agent.store if shard.set == training.name]
+            last, world = training.sealed, training.world
+            for shard in shards:
+                stamps = shard.pair.complete_stamps()
+                world = shard.world if last in stamps else world
+                held += [
+                    peer.Held(training.name, shard.rank, shard.home, (s.epoch, s.version)) for s in sorted(stamps)
+                ]
+            if last is not None and world:
+                sealed.append(peer.Sealed(training.name, (last.epoch, last.version), world))
         return peer.ScavengeHave(tuple(sealed), tuple(held))
 
     # ---- the leader ------------------------------------------------------------------------------------
 
     async def _lead(self) -> None:
         agent = self._agent
-        agent.drains.give_up("a node is missing: the others save what is left")
         others = [host for host in agent.hosts if host != agent.node]
         try:
-            self._have[agent.node] = self._own()
+            await agent.drains.settle(_MUSTER_S)
+            self._have = {agent.node: self._own()}
+            self._unable.clear()
             await self._muster(others)
-            for sealed in self._newest():
-                await self._save(sealed)
+            self.saved = all([await self._save(sealed) for sealed in self._newest()])
         finally:
-            self._send(others, peer.ScavengeOver())
+            self._send(others, peer.ScavengeOver(self.saved))
 
     async def _muster(self, others: list[str]) -> None:
         """Hear of all others what they have."""
@@ -195,36 +220,43 @@ class Scavenge:
                 newest[sealed.set] = sealed
         return list(newest.values())[:_MAX_SETS]
 
-    async def _save(self, sealed: peer.Sealed) -> None:
-        """One set, unless the tier has it."""
-        agent, stamp = self._agent, Stamp(*sealed.stamp)
+    async def _save(self, sealed: peer.Sealed) -> bool:
+        """One set, unless the tier has it; whether it is there."""
+        agent, name, stamp = self._agent, sealed.set, Stamp(*sealed.stamp)
         try:
             await agent.drains.stored((), _MUSTER_S)
         except TierFailed:  # which has been said
-            return
-        known = agent.drains.saved.get(sealed.set)
+            return False
+        known = agent.drains.saved.get(name)
         if known is not None and known[0] >= stamp:
-            return
-        reason = ""
+            return True
+        first = reason = ""
         for _ in range(_TRIES):
             gone = [host for host in agent.hosts if host not in self._have]
             agent.log("scavenging", version=stamp.version, detail=f"{_listed(gone)} missing: saving it to the tier")
-            gathering = self._gathering[sealed.set] = Gathering(stamp, sealed.world)
-            reason = await self._gather(sealed.set, gathering, gone)
-            reason = reason or await agent.drains.publish(sealed.set, gathering)
-            if not reason or [host for host in agent.hosts if host not in self._have] == gone:
-                break
-        self._gathering.pop(sealed.set, None)
+            before = len(self._have), len(self._unable.get(name, ()))
+            gathering = self.gathering[name] = Gathering(stamp, sealed.world)
+            reason = await self._gather(name, gathering, gone)
+            reason = reason or await agent.drains.publish(name, gathering)
+            first = first or reason  # who could not write is left out the next time: that is not the reason
+            if not reason or (len(self._have), len(self._unable.get(name, ()))) == before:
+                break  # it is there, or would fail again
+        self.gathering.pop(name, None)
         if reason:
-            agent.drains.say(sealed.set, stamp.version, reason)
+            agent.drains.say(name, stamp.version, first)
+            await agent.drains.clean(name, Stamp(stamp.epoch, stamp.version + 1))
+        return not reason
 
     async def _gather(self, name: str, gathering: Gathering, gone: list[str]) -> str:
         """Have everybody write; why a shard is still missing, or ""."""
         agent, mesh = self._agent, self._agent.mesh
         assert mesh is not None
         stamp = _pair(gathering.stamp)
-        held: dict[str, dict[int, set[int]]] = {host: {} for host in self._have}
+        unable = self._unable.setdefault(name, set())
+        held: dict[str, dict[int, set[int]]] = {host: {} for host in self._have if host not in unable}
         for host, have in self._have.items():
+            if host in unable:
+                continue
             for copy in have.held:
                 if (copy.set, copy.stamp) == (name, stamp):
                     held[host].setdefault(copy.home, set()).add(copy.rank)
@@ -238,15 +270,17 @@ class Scavenge:
             host: peer.ScavengeWrite(name, stamp, tuple(sorted(homes)), gathering.attempt)
             for host, homes in writers.items()
         }
-        if agent.node in orders:
-            self._write(orders[agent.node], agent.node)
         silent_since: dict[str, float] = {}
         while waiting := [host for host in orders if host not in self._answered]:
             now = time.monotonic()
-            for host in waiting:
-                if host == agent.node or await mesh.reach(host, _REACH_S):
+            if agent.node in waiting:
+                self._write(orders[agent.node], agent.node)
+            others = [host for host in waiting if host != agent.node]
+            reached = await asyncio.gather(*(mesh.reach(host, _REACH_S) for host in others))
+            for host, there in zip(others, reached, strict=True):
+                if there:
                     silent_since.pop(host, None)
-                    self._send([host], orders[host])
+                    agent.send(host, orders[host])
                 else:
                     silent_since.setdefault(host, now)
             if lost := [host for host, since in silent_since.items() if now - since > _LOST_S]:
@@ -254,6 +288,7 @@ class Scavenge:
                     del self._have[host]
                 return f"{_listed(lost)} not reached any more"
             await self._until(lambda: self._answered.keys() >= orders.keys(), _AGAIN_S)
+        unable |= {host for host, reason in self._answered.items() if reason}
         return "; ".join(f"{host}: {reason}" for host, reason in self._answered.items() if reason)[:_SAID]
 
     def _send(self, hosts: Iterable[str], message: Message) -> None:
@@ -278,7 +313,7 @@ class Scavenge:
             told((), f"version {order.stamp[1]} is no longer there")
 
     def _heard(self, host: str, done: peer.ScavengeWrote) -> None:
-        gathering = self._gathering.get(done.set)
+        gathering = self.gathering.get(done.set)
         if gathering is None or (gathering.stamp, gathering.attempt) != (Stamp(*done.stamp), done.attempt):
             return
         gathering.take(done.files)
@@ -287,21 +322,22 @@ class Scavenge:
 
     def on_message(self, host: str, message: Message) -> None:
         """From a peer of this incarnation."""
-        agent = self._agent
         if not self._able():
             return
         if isinstance(message, peer.ScavengeHave):
             self._called(host, message)
         elif isinstance(message, peer.ScavengeAsk):
             if self._takes(host):
-                agent.send(host, self._own())
+                self._agent.send(host, self._own())
         elif isinstance(message, peer.ScavengeWrite):
             if self._leader == host and not self._over.is_set():
                 self._write(message, host)
         elif isinstance(message, peer.ScavengeWrote):
             self._heard(host, message)
         elif isinstance(message, peer.ScavengeOver) and self._leader == host:
+            self.saved = self.saved or message.saved
             self._over.set()
+            self._agent.drains.last = False
             self._tell()
 
     def _called(self, host: str, message: peer.ScavengeHave) -> None:
@@ -310,24 +346,28 @@ class Scavenge:
         if self._leader == agent.node and self.busy:
             self._have[host] = message
             self._tell()
-        elif self._leader == agent.node:  # it is over
+        elif self.saved:
             agent.send(host, peer.ScavengeAsk())
-            agent.send(host, peer.ScavengeOver())
-        elif not self.begun and agent.detached:
+            agent.send(host, peer.ScavengeOver(True))
+        elif not self.busy and agent.detached:
             self.begin()
 
     def _takes(self, host: str) -> bool:
         """Whether that host leads, for all this agent knows: of two the one that stands first in the list."""
-        mesh = self._agent.mesh
+        agent, mesh = self._agent, self._agent.mesh
         if mesh is None:
             return False
         if self.busy and self._leader and mesh.position[self._leader] < mesh.position[host]:
             return False
+        leads = self.busy and self._leader == agent.node
+        if self._leader != host:
+            self._over.clear()
         self._leader = host
-        self._over.clear()
-        if not self.busy:
-            self._held_since = time.monotonic()
-            self._task = self._agent.spawn(self._follow(host))
+        if leads and self._task is not None:  # no more
+            self._task.cancel()
+            self.gathering.clear()
+        if agent.detached and (leads or not self.busy) and not self._over.is_set():
+            self._start()
         self._tell()
         return True
 

@@ -104,9 +104,13 @@ class AgentClient:
     """
 
     def __init__(
-        self, path: str, rejoin: Callable[[local.Welcome, Exchange], bool], lost: Callable[[], None]
+        self,
+        path: str,
+        rejoin: Callable[[local.Welcome, Exchange], bool],
+        lost: Callable[[], None],
+        say: Callable[[str], None] = lambda note: None,
     ) -> None:
-        self._path, self._rejoin, self._on_lost = path, rejoin, lost
+        self._path, self._rejoin, self._on_lost, self._say = path, rejoin, lost, say
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
         self._closed = threading.Event()
@@ -226,6 +230,8 @@ class AgentClient:
             for fd in fds:
                 os.close(fd)
             raise AgentRefused(reply.error)
+        if isinstance(reply, local.Begun) and reply.note:
+            self._say(reply.note)
         return reply, fds
 
     def event(self, name: str, version: int, detail: str = "", t: float | None = None) -> None:

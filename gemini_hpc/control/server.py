@@ -232,7 +232,7 @@ class Controller:
                 # It is over and forgotten; whoever holds memory for it may free it.
                 if raw_id not in self.registry.jobs:
                     self._tell(uid, "job=%d event=release host=%s reason=unknown", raw_id, message.host[:64])
-                    link.send(controller.Release(raw_id, "job unknown to Slurm"))
+                    link.send(controller.Release(raw_id, "job unknown to Slurm", save=True))
                     await asyncio.sleep(GOODBYE_S)
                 return None
             except SlurmError as exc:

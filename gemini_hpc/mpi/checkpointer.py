@@ -99,7 +99,7 @@ class Checkpointer:
         local_rank = int(os.environ.get("SLURM_LOCALID", "0") or "0")
         hello = joining.hello(self._name, self._rank, self._world, local_rank, self._tier)
         try:
-            self._client = AgentClient(path, self._rejoin, self._agent_gone)
+            self._client = AgentClient(path, self._rejoin, self._agent_gone, self._say)
             self._welcome = self._client.hello(hello, self._waiting)
         except (AgentLost, AgentRefused) as error:
             self._client = None

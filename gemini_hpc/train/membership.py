@@ -140,7 +140,7 @@ class Membership:
         )
         self._waiting_said = ""
         try:
-            self._client = AgentClient(self._path, self._rejoin, self._agent_gone)
+            self._client = AgentClient(self._path, self._rejoin, self._agent_gone, self._say)
             welcome = self._client.hello(hello, self._waiting)
         except (AgentLost, AgentRefused) as error:
             self._client = None

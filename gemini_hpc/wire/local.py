@@ -149,9 +149,10 @@ class Begin(OfRank, frozen=True, tag="begin"):
 
 
 class Begun(Message, frozen=True, tag="begun"):
-    """Fill this slot."""
+    """Fill this slot. note: a line for the users of the job, which this rank prints."""
 
     slot: int
+    note: str = ""
 
 
 class Refused(Message, frozen=True, tag="refused"):

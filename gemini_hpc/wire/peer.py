@@ -255,6 +255,12 @@ class DrainUp(Message, frozen=True, tag="drained"):
     attempt: Attempt = 0
 
 
+class DrainOver(Message, frozen=True, tag="drain-over"):
+    """Down: the job has ended, and its last versions are on the tier, or will not be: nobody need wait for it."""
+
+    round: Round
+
+
 # ---- to the tier, when a node is missing: between the leader and all others --------------------------------------
 
 
@@ -307,7 +313,9 @@ class ScavengeWrote(Message, frozen=True, tag="scavenge-wrote"):
 
 
 class ScavengeOver(Message, frozen=True, tag="scavenge-over"):
-    """From the leader: nothing more is wanted of you."""
+    """From the leader: nothing more is wanted of you. saved: all that was sealed is on the tier."""
+
+    saved: bool = False
 
 
 # ---- pulls, on connections of their own ----------------------------------------------------------------

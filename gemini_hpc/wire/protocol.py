@@ -25,6 +25,7 @@ AnyMessage = (
     | peer.WordDown
     | peer.DrainDown
     | peer.DrainUp
+    | peer.DrainOver
     | peer.ScavengeAsk
     | peer.ScavengeHave
     | peer.ScavengeWrite
@@ -61,7 +62,7 @@ encode = msgspec.msgpack.Encoder().encode
 # The version with which a message came; all others are of version 1. A field that is added to a message has a default
 # and needs no entry: older ends skip it.
 _PUSHES = (peer.PushAsk, peer.PushAnswer, peer.PushHead, peer.PushChunk, peer.PushDone, peer.PushAck)
-_DRAINS = (peer.DrainDown, peer.DrainUp, flush.FlushAsk, flush.Flushing)
+_DRAINS = (peer.DrainDown, peer.DrainUp, peer.DrainOver, flush.FlushAsk, flush.Flushing)
 _SCAVENGES = (peer.ScavengeAsk, peer.ScavengeHave, peer.ScavengeWrite, peer.ScavengeWrote, peer.ScavengeOver)
 SINCE: dict[type[Message], int] = {
     peer.Summons: 2,

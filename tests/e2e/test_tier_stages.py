@@ -6,6 +6,7 @@ tier is the plate of that step, bit by bit; the job goes on; the next whole vers
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import tempfile
@@ -182,11 +183,17 @@ def strike(job: Heat, victim: str, hosts: list[str]) -> Callable[[], None]:
     return lambda: cluster.restore(0)
 
 
+def repeated(job: Heat) -> int:
+    """Steps that have been done again till now."""
+    steps = [line["step"] for line in job.lines("step")]
+    return len(steps) - len(set(steps))
+
+
 def campaign(drained: Drained, cases: list[tuple[str, str]]) -> None:
     job = drained.job
     for stage, victim in cases:
         until(lambda: job.slurm().get("JobState") == "RUNNING", 60, what="running")
-        hosts, before = job.hosts(), drained.newest()
+        hosts, before, again = job.hosts(), drained.newest(), repeated(job)
         drained.stage(stage)
         repair = strike(job, victim, hosts)
         newest = drained.newest()
@@ -197,6 +204,9 @@ def campaign(drained: Drained, cases: list[tuple[str, str]]) -> None:
         repair()
         if victim == "every node":
             assert f"resumed at version {newest.version} from the tier" in job.said(), job.said()
+        else:
+            more = repeated(job) - again
+            assert more <= 1, f"{stage}: {victim}: {more} repeated\n{drained.story()}"
 
 
 def test_each_stage_and_each_victim(drained: Drained) -> None:
@@ -248,15 +258,19 @@ def test_full_at_each_stage(drained: Drained) -> None:
         with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
             while True:
                 file.write(bytes(4096))
-        time.sleep(4)  # two attempts
+        time.sleep(4)  # several attempts
         newest = drained.newest()
         print(f"{stage}: {before} before, {newest} while it was full", flush=True)
         assert newest >= before
         filler.unlink()
         drained.next_whole(newest)
     told = drained.job.cluster.run(["gemini-hpc", "inspect", str(drained.job.id), "--json"], user="alice").stdout
-    assert '"not_saved"' in told and "the file system is full" in told, told
+    full = [e for e in json.loads(told)["events"] if e["name"] == "not_saved" and "system is full" in e["detail"]]
+    assert 1 <= len(full) <= len(STAGES), f"told once each time: {full}"
     assert drained.job.slurm()["Restarts"] == "0"
+    said = drained.job.said()
+    assert "versions are not saved to the tier: " in said and "the file system is full" in said, said
+    assert "versions are saved to the tier again" in said, said
 
 
 def test_a_job_that_ends_well_in_a_drain(own: Cluster, disk: Path) -> None:
