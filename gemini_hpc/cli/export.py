@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shutil
 import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from gemini_hpc.cli.asking import UserError, WrongIdError, raw_id
+from gemini_hpc.config import CONFIG_PATH, ConfigError, load
 
 if TYPE_CHECKING:
     from gemini_hpc.tier.version import Manifest
@@ -13,6 +22,8 @@ if TYPE_CHECKING:
     _Subparsers = argparse._SubParsersAction[Any]
 
 FORMATS = ("safetensors", "dcp", "torch")
+_JOB = re.compile(r"[0-9]+(_[0-9]+)?")
+_RUST = re.compile(r"\(os error ([0-9]{1,3})\)")  # in what safetensors says of the kernel's errors
 
 
 class ExportError(Exception):
@@ -26,30 +37,36 @@ def register(subparsers: _Subparsers) -> None:
         help="write a checkpoint of the persistent tier in another format",
         description="Write a version of the persistent tier as safetensors (all tensors by name), as a checkpoint of "
         "torch.distributed.checkpoint, or as one file of torch.save; the last two have model, optimizer and the "
-        "other state under their names.",
+        "other state under their names. Of an MPI program all three have its arrays by name.",
     )
     parser.add_argument(
         "what",
         metavar="JOBID|DIR",
-        help="a job (with --tier), or a directory: of a version, of a set, of a job, or the tier itself",
+        help="a job or array task (10_3), or a directory: of a version, of a set, of a job, or the tier itself",
     )
-    parser.add_argument("--tier", metavar="DIR", default="", help="the job's --gemini-tier")
+    parser.add_argument(
+        "--tier", metavar="DIR", default="", help="the job's --gemini-tier (default: the site's tier)"
+    )
     parser.add_argument("--set", metavar="NAME", default="", help="where a job has several (Checkpointer(name=...))")
     parser.add_argument("--version", metavar="N", type=int, default=0, help="the version's number (default: newest)")
     parser.add_argument("--format", choices=FORMATS, required=True, help="what to write")
     parser.add_argument("-o", "--output", metavar="OUT", required=True, help="file (dcp: directory) to make")
+    parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 0; 1 with one line on stderr."""
+    """The exit status: 0; 1 with one line on stderr; 2 for a wrong command line."""
     try:
-        where, manifest = _find(args.what, args.tier, args.set, args.version)
-        if os.path.lexists(args.output):
-            raise ExportError(f"{args.output} is there already")
-        print(f"version {manifest.stamp[1]} of job {manifest.job}, set {manifest.set}: {manifest.world} ranks")
-        _write(where, manifest, args.format, args.output)
-    except (ExportError, OSError, ValueError) as error:
+        where, manifest = _find(args)
+        with _made(args.output) as temporary:
+            print(f"version {manifest.stamp[1]} of job {manifest.job}, set {manifest.set}: {manifest.world} ranks")
+            count = _write(where, manifest, args.format, temporary, args.output)
+        print(f"{args.output}: {args.format}, {count} tensors")
+    except WrongIdError as error:
+        print(f"gemini-hpc export: {error}", file=sys.stderr)
+        return 2
+    except (ExportError, UserError, ConfigError, OSError, ValueError) as error:
         print(f"gemini-hpc export: {error}", file=sys.stderr)
         return 1
     except ImportError as error:
@@ -58,38 +75,132 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _find(what: str, tier: str, set_name: str, number: int) -> tuple[str, Manifest]:
-    """Directory and manifest of a version. Raises ExportError, ValueError, OSError."""
+# ---- what is meant -------------------------------------------------------------------------------------
+
+
+def _find(args: argparse.Namespace) -> tuple[str, Manifest]:
+    """Directory and manifest of a version. Raises ExportError, UserError, ValueError, OSError."""
     from gemini_hpc.tier.find import find
     from gemini_hpc.tier.version import job_directory
 
-    if not what.isdecimal():
-        return find(what, set_name, number)
-    if not tier:
-        raise ExportError(f"job {what}: where is its tier? Give --tier DIR, or the directory itself")
-    return find(job_directory(tier, int(what)), set_name, number)
+    path = args.what
+    if _JOB.fullmatch(path):
+        job = raw_id(path)
+        path = job_directory(args.tier or _site_tier(args.config, path), job)
+    where, manifest = find(path, args.set, args.version, _tell)
+    # A version's own directory may have been copied to a place with any name.
+    if args.set and args.set not in (manifest.set, os.path.basename(os.path.dirname(os.path.abspath(where)))):
+        raise ExportError(f"{where} is of set {manifest.set}, and --set says {args.set}: leave one of them out")
+    if args.version and args.version != manifest.stamp[1]:
+        raise ExportError(
+            f"{where} is version {manifest.stamp[1]}, and --version says {args.version}: leave one of them out"
+        )
+    return where, manifest
 
 
-def _write(where: str, manifest: Manifest, form: str, output: str) -> None:
+def _tell(said: str) -> None:
+    print(f"gemini-hpc export: passed over: {said}", file=sys.stderr)
+
+
+def _site_tier(config: str, job: str) -> str:
+    from gemini_hpc.agent.drains import site_tier
+
+    found = site_tier(load(config).tier, os.getuid())
+    if not found:
+        raise ExportError(f"job {job}: where is its tier? Give --tier DIR, or the directory itself")
+    return found
+
+
+# ---- writing it ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _made(output: str) -> Iterator[str]:
+    """A path beside OUT to write to: it becomes OUT when this block has ended well and all of it is on disk, and is
+    not there otherwise. Raises ExportError."""
+    from gemini_hpc.tier import place
+
+    path = os.path.abspath(output)
+    if os.path.lexists(path):
+        raise ExportError(f"{output or path} is there already")
+    parent, name = os.path.split(path)
+    try:
+        inside = tempfile.mkdtemp(prefix=".gemini-export.", suffix=".tmp", dir=parent)
+    except OSError as error:
+        raise ExportError(f"{output} cannot be made in {parent}: {place.why(error)}") from None
+    try:
+        temporary = f"{inside}/{name}"
+        yield temporary
+        with _told(output):
+            place.publish(temporary, parent, name)
+    finally:
+        shutil.rmtree(inside, ignore_errors=True)
+
+
+def _write(where: str, manifest: Manifest, form: str, path: str, output: str) -> int:
+    """How many tensors. Raises ExportError, and OSError, ValueError where the version cannot be read."""
     from gemini_hpc.tier import whole
 
-    temporary = f"{output}.{os.getpid()}.tmp"
     found = whole.read(where, manifest)
     if form == "safetensors":
-        from safetensors.torch import save_file
-
         about = {"job": str(manifest.job), "set": manifest.set, "version": str(manifest.stamp[1]), "format": "pt"}
-        tensors = {**found.tensors, **found.small["buffers"]}
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata=about)
-    elif form == "torch":
-        import torch
-
-        torch.save(whole.as_state(found), temporary)
+        with _told(output):
+            _safetensors(whole.flat(found), path, about)
     else:
-        from torch.distributed.checkpoint import state_dict_saver
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
         state = whole.as_state(found)
-        state_dict_saver.save(state, storage_writer=FileSystemWriter(temporary), no_dist=True)
-    os.rename(temporary, output)
-    print(f"{output}: {form}, {len(found.tensors)} tensors")
+        with _told(output):
+            (_torch if form == "torch" else _dcp)(state, path)
+    return len(found.tensors)
+
+
+@contextmanager
+def _told(output: str) -> Iterator[None]:
+    """What writing raises becomes an ExportError."""
+    from gemini_hpc.tier import place
+
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise ExportError(f"{output} cannot be written: {place.why(_first(error))}") from None
+
+
+def _first(error: Exception) -> Exception:
+    """The OSError that another error came of: torch, ending its file after one, complains of the file."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__context__
+    return found or error
+
+
+def _safetensors(tensors: dict[str, Any], path: str, about: dict[str, str]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=about)
+    except SafetensorError as error:
+        found = _RUST.search(str(error))
+        raise OSError(int(found[1]), str(error)) if found else RuntimeError(str(error)) from None
+    except KeyError as error:  # what save_file raises for a type that its format has not
+        raise RuntimeError(f"safetensors has no {error}: take another format") from None
+
+
+def _torch(state: dict[str, Any], path: str) -> None:
+    import torch
+
+    with open(path, "wb") as file:  # torch does not say why it cannot write; Python does
+        torch.save(state, file)
+
+
+def _dcp(state: dict[str, Any], path: str) -> None:
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    try:
+        with warnings.catch_warnings():  # it warns that it saves in a single process, which is the point
+            warnings.simplefilter("ignore", UserWarning)
+            state_dict_saver.save(state, storage_writer=FileSystemWriter(path, sync_files=True), no_dist=True)
+    except CheckpointException as error:
+        (cause, _), *_ = error.failures.values()
+        raise _first(cause) if isinstance(cause, Exception) else cause from None

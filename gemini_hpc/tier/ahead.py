@@ -19,10 +19,11 @@ _SWITCH_S = 0.001
 
 
 class Ahead:
-    """Of one file; `through` says how far its reader is. A file that cannot be read is told by who reads it."""
+    """Of a part of one file; `through` says how far its reader is. A file that cannot be read is told by who reads
+    it."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, begin: int, length: int) -> None:
+        self._path, self._begin, self._length = path, begin, length
         self._through = 0
         self._over = threading.Event()
         self._before_s = sys.getswitchinterval()
@@ -42,11 +43,11 @@ class Ahead:
         with suppress(OSError):
             fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                for at in range(0, os.fstat(fd).st_size, _PART_BYTES):
+                for at in range(0, self._length, _PART_BYTES):
                     while at - self._through > _WINDOW_BYTES and not self._over.wait(_LOOK_S):
                         pass
                     if self._over.is_set():
                         return
-                    os.posix_fadvise(fd, at, _PART_BYTES, os.POSIX_FADV_WILLNEED)
+                    os.posix_fadvise(fd, self._begin + at, _PART_BYTES, os.POSIX_FADV_WILLNEED)
             finally:
                 os.close(fd)

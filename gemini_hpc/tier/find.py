@@ -3,44 +3,65 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import version
 from gemini_hpc.tier.version import Manifest
 
 
-def find(path: str, set_name: str = "", number: int = 0) -> tuple[str, Manifest]:
+def find(
+    path: str, set_name: str = "", number: int = 0, passed_over: Callable[[str], object] = lambda said: None
+) -> tuple[str, Manifest]:
     """Directory and manifest of the newest whole version below `path`, or of the one with this number. set_name:
-    where a job has several. Raises ValueError with one sentence, OSError."""
+    where a job has several. A version's own directory is that version, whatever the two say. A damaged version is
+    passed over, and `passed_over` told why. Raises ValueError with one sentence, OSError."""
     path = os.path.normpath(path)
     if not os.path.isdir(path):
-        raise ValueError(f"{path}: no such directory")
+        raise ValueError(f"{path}: is no directory" if os.path.lexists(path) else f"{path}: no such directory")
     stamp = version.stamp_of(os.path.basename(os.path.abspath(path)))
     if stamp is not None:
-        manifest = version.read(os.path.dirname(os.path.abspath(path)), stamp)
+        manifest = _read(os.path.dirname(os.path.abspath(path)), stamp)
         if manifest is None:
             raise ValueError(f"{path}: is not whole (it has no {version.MANIFEST})")
         return path, manifest
     path = _down(path, set_name)
+    damaged: list[str] = []
     for stamp in version.stamps(path):
-        manifest = version.read(path, Stamp(*stamp)) if not number or stamp.version == number else None
+        try:
+            manifest = _read(path, stamp) if not number or stamp.version == number else None
+        except ValueError as error:
+            damaged.append(str(error))
+            continue
         if manifest is not None:
+            for said in damaged:
+                passed_over(said)
             return f"{path}/{version.name(stamp)}", manifest
-    raise ValueError(f"{path}: has no whole version" + (f" {number}" if number else ""))
+    found = "".join(f"; {said}" for said in damaged[:3])
+    raise ValueError(f"{path}: has no whole version{f' {number}' if number else ''}{found}")
+
+
+def _read(directory: str, stamp: Stamp) -> Manifest | None:
+    try:
+        return version.read(directory, stamp)
+    except ValueError as error:  # begins with the manifest's name
+        raise ValueError(f"{directory}/{version.name(stamp)}/{error}") from None
 
 
 def _down(path: str, set_name: str) -> str:
-    """From the tier to a job's directory, and from there to a set's, where there is only one."""
+    """From the tier to a job's directory, and from there to a set's: the named one, or the only one."""
     for kind in ("gemini-", ""):
         if version.stamps(path):
             return path
         inside = sorted(e for e in os.listdir(path) if e.startswith(kind) and os.path.isdir(f"{path}/{e}"))
-        if not kind and set_name:
-            inside = [entry for entry in inside if entry == set_name]
         if kind and not inside:
             continue
+        there = ", ".join(inside[:10]) or "none"
+        if not kind and set_name:
+            if set_name not in inside:
+                raise ValueError(f"{path}: has no set {set_name}; its sets: {there}")
+            inside = [set_name]
         if len(inside) != 1:
-            which = ", ".join(inside[:10]) or "none"
-            raise ValueError(f"{path}: wanted one {'job' if kind else 'set'} there, found {which}; name it")
+            raise ValueError(f"{path}: wanted one {'job' if kind else 'set'} there, found {there}; name it")
         path = f"{path}/{inside[0]}"
     return path

@@ -137,14 +137,26 @@ def virtual(parent: h5py.Group, name: str, shape: tuple[int, ...], dtype: str, s
     return h5d.create(parent.id, name.encode(), type_of(dtype), h5s.create_simple(shape), dcpl=made)
 
 
-def put(made: Any, data: bytes | memoryview) -> None:
-    """All bytes of a small dataset, as they are in memory."""
-    made.write(h5s.ALL, h5s.ALL, np.frombuffer(data, dtype=np.uint8), mtype=made.get_type())
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size
 
 
-def get(found: Any, into: Any) -> None:
+def put(made: Any, data: bytes | memoryview, box: Box | None = None) -> None:
+    """All bytes of a small dataset, or of a box of one, as they are in memory."""
+    made.write(*_selected(made, box), np.frombuffer(data, dtype=np.uint8), mtype=made.get_type())
+
+
+def get(found: Any, into: Any, box: Box | None = None) -> None:
     """The other way: into a writable array of as many bytes."""
-    found.read(h5s.ALL, h5s.ALL, np.frombuffer(into, dtype=np.uint8), mtype=found.get_type())
+    found.read(*_selected(found, box), np.frombuffer(into, dtype=np.uint8), mtype=found.get_type())
+
+
+def _selected(found: Any, box: Box | None) -> tuple[Any, Any]:
+    """What is taken of memory, and of the dataset."""
+    if box is None:
+        return h5s.ALL, h5s.ALL
+    place = found.get_space()
+    place.select_hyperslab(*box)
+    return h5s.create_simple(box[1]), place
 
 
 def put_box(found: Any, offset: tuple[int, ...], values: Any, *, together: bool) -> None:

@@ -3,47 +3,85 @@
     /tensors/NAME           what all ranks share: parameters, optimizer state; virtual datasets over the nodes' files
     /ranks/3/NAME           what is rank 3's own
 
-Tensors without dimensions are copied: HDF5 shows no others' scalars as its own.
+Tensors without dimensions are copied: HDF5 shows no others' scalars as its own. So are buffers, as rank 0 has them:
+they are in its small state. A further name of a tied parameter is a soft link.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import h5py
 
+from gemini_hpc.core import smallstate
 from gemini_hpc.core.directory import Row
 from gemini_hpc.tier import hdf5, nodefile, place
+from gemini_hpc.tier.nodefile import Paced
 from gemini_hpc.tier.version import INDEX, Manifest
 
 
-def write(where: str, manifest: Manifest) -> None:
-    """Into a version's directory, from the files there. Raises OSError, ValueError."""
-    rows: dict[str, Row] = {}
-    sources: dict[str, dict[tuple[int, ...], hdf5.Source]] = {}
-    values: dict[str, bytes] = {}
-    for file in manifest.files:
-        with nodefile.Reader(f"{where}/{file.name}") as reader:
-            for stored in file.shards:
-                found = reader.manifest(stored.rank)
-                for number, row in enumerate(found.rows):
-                    rows.setdefault(_name(stored.rank, row), row)
-                    sources.setdefault(_name(stored.rank, found.rows[number]), {})
-                for piece in found.pieces:
-                    row = found.rows[piece.row]
-                    name = _name(stored.rank, row)
-                    path = nodefile.tensor_path(stored.rank, found, piece)
-                    if not row.shape:
-                        values.setdefault(name, reader.raw(path))
-                    else:
-                        sources[name].setdefault(piece.offset, (file.name, path, piece.offset, piece.size))
+@dataclass
+class _Tensor:
+    """sources: by their offset; value: where its bytes are copied."""
+
+    row: Row
+    sources: dict[tuple[int, ...], hdf5.Source] = field(default_factory=dict)
+    value: bytes | memoryview = b""
+
+
+def write(where: str, manifest: Manifest, paced: Paced) -> None:
+    """Into a version's directory, from the files there. `paced` hears of no bytes at each piece: there may be very
+    many of them. Raises OSError, ValueError."""
+    tensors, links = _gather(where, manifest, paced)
     with place.replaced(where, INDEX) as path, hdf5.created(path) as index:
         index.attrs["job"], index.attrs["set"] = manifest.job, manifest.set
         index.attrs["epoch"], index.attrs["version"] = manifest.stamp
         index.attrs["world"], index.attrs["time"] = manifest.world, manifest.time
-        for name, row in rows.items():
+        for name, tensor in tensors.items():
+            paced(0)
             above, _, last = name.rpartition("/")
-            _show(index.require_group(above), last, row, list(sources[name].values()), values.get(name))
+            _show(index.require_group(above), last, tensor)
+        for name, known in links.items():
+            if name not in tensors:
+                index[name] = h5py.SoftLink(f"/{known}")
+
+
+def _gather(where: str, manifest: Manifest, paced: Paced) -> tuple[dict[str, _Tensor], dict[str, str]]:
+    """What there is, by its path in the index; and what each further path stands for."""
+    tensors: dict[str, _Tensor] = {}
+    links: dict[str, str] = {}
+    for file in manifest.files:
+        with nodefile.Reader(f"{where}/{file.name}") as reader:
+            for stored in file.shards:
+                found = reader.manifest(stored.rank)
+                names = {row.key: _name(stored.rank, row) for row in found.rows}
+                for row in found.rows:
+                    tensors.setdefault(names[row.key], _Tensor(row))
+                for piece in found.pieces:
+                    paced(0)
+                    tensor = tensors[names[found.rows[piece.row].key]]
+                    path = nodefile.tensor_path(stored.rank, found, piece)
+                    if tensor.row.shape:
+                        tensor.sources.setdefault(piece.offset, (file.name, path, piece.offset, piece.size))
+                    elif not tensor.value:
+                        tensor.value = reader.raw(path)
+                for alias, known in found.aliases.items():
+                    if known in names:
+                        links[f"{names[known].rpartition('/')[0]}/{hdf5.link_name(alias)}"] = names[known]
+                if stored.rank == 0:
+                    for row, value in _buffers(reader):
+                        tensors.setdefault(_name(0, row), _Tensor(row, value=value))
+    return tensors, links
+
+
+def _buffers(reader: nodefile.Reader) -> list[tuple[Row, memoryview]]:
+    """Rank 0's. A small state that is no training's has none to show, and is kept as it is."""
+    small = reader.raw(f"{nodefile.group_of(0)}/small")
+    with suppress(ValueError):
+        return smallstate.buffers(small)
+    return []
 
 
 def _name(rank: int, row: Row) -> str:
@@ -51,11 +89,12 @@ def _name(rank: int, row: Row) -> str:
     return f"tensors/{name}" if row.shared else f"ranks/{rank}/{name}"
 
 
-def _show(group: h5py.Group, name: str, row: Row, sources: list[hdf5.Source], value: bytes | None) -> None:
-    if sources:
-        made: Any = hdf5.virtual(group, name, row.shape, row.dtype, sources)
+def _show(group: h5py.Group, name: str, tensor: _Tensor) -> None:
+    row = tensor.row
+    if tensor.sources:
+        made: Any = hdf5.virtual(group, name, row.shape, row.dtype, list(tensor.sources.values()))
     else:
         made = hdf5.dataset(group, name, row.shape, row.dtype)
-        if value is not None:
-            hdf5.put(made, value)
+        if tensor.value:
+            hdf5.put(made, tensor.value)
     hdf5.label(made, row)

@@ -10,6 +10,8 @@ for: their bytes are then written to their places in the file, and read there, w
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from gemini_hpc.wire.stored import NodeFile, Stored
 
 _STRIDE_BYTES = 2 << 20
 _CHUNK_BYTES = 1 << 20  # of compressed datasets
+_SYNC_BYTES = 1 << 30  # not more is left to the last sync: nothing is heard of a worker during one
 _OWN = ("header", "directory", "small")
 
 Paced = Callable[[int], None]
@@ -62,26 +65,33 @@ class _Place:
     made: Any
     offset: int | None
 
+    def parts(self) -> Iterator[tuple[int, hdf5.Box | None]]:
+        """Of how many bytes what is written at once is; through HDF5: and its box of the dataset, None for all."""
+        length = self.area.end - self.area.begin
+        if self.offset is not None:
+            for at in range(0, length, _STRIDE_BYTES):
+                yield min(_STRIDE_BYTES, length - at), None
+        elif length:
+            yield from _boxes(self.made.shape, length)
+
 
 def write(
     where: str, name: str, shards: Sequence[tuple[Shard, int, str]], paced: Paced, *, compress: bool = False
 ) -> NodeFile:
     """Write and sync one node's file. shards: each with the node rank of its home and the digest of its bytes;
-    `paced` hears of all bytes that went. Raises OSError, ValueError where a shard is not what it should be,
-    `Overwritten` where it is not what its digest says. The digests in the answer are of what comes back: with zeros
-    between a shard's areas."""
+    `paced` hears of all bytes that went, and of none before and after a sync. Raises OSError, ValueError where a
+    shard is not what it should be, `Overwritten` where it is not what its digest says. The digests in the answer are
+    of what comes back: with zeros between a shard's areas."""
     stored = []
     with place.replaced(where, name) as path:
         with hdf5.created(path) as file:
             laid_out = [_lay_out(file, shard, compress=compress) for shard, _, _ in shards]
             file.flush()
-            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-            try:
+            with _Disk(path, paced) as disk:
                 for (shard, home, wanted), places in zip(shards, laid_out, strict=True):
-                    header, kept = shard.header, _fill(fd, shard, places, wanted, paced)
+                    header, kept = shard.header, _fill(disk, shard, places, wanted)
                     stored.append(Stored(header.rank, home, header.layout.total, header.used_bytes, kept))
-            finally:
-                os.close(fd)
+        paced(0)
         size_bytes = os.stat(path).st_size
     return NodeFile(name, size_bytes, tuple(stored))
 
@@ -112,7 +122,7 @@ def _lay_out(file: h5py.File, shard: Shard, *, compress: bool) -> list[_Place]:
     return places
 
 
-def _fill(fd: int, shard: Shard, places: Sequence[_Place], wanted: str, paced: Paced) -> str:
+def _fill(disk: _Disk, shard: Shard, places: Sequence[_Place], wanted: str) -> str:
     """Write a shard's bytes, and digest them while they are on their way to the disk: the digest of what comes back.
     Raises `Overwritten`."""
     there, kept, at = xxhash.xxh3_128(), xxhash.xxh3_128(), 0  # with what lies between the areas, and with zeros
@@ -120,34 +130,58 @@ def _fill(fd: int, shard: Shard, places: Sequence[_Place], wanted: str, paced: P
         area = spot.area
         there.update(shard.view[at : area.begin])
         kept.update(bytes(area.begin - at))
-        own, at = xxhash.xxh3_128(), area.end
-        for begin in range(area.begin, area.end, _STRIDE_BYTES):
-            data = shard.view[begin : min(area.end, begin + _STRIDE_BYTES)]
+        own, at = xxhash.xxh3_128(), area.begin
+        for size_bytes, box in spot.parts():
+            data = shard.view[at : at + size_bytes]
             if spot.offset is not None:
-                _put(fd, data, spot.offset + begin - area.begin)
-                paced(len(data))
+                disk.put(data, spot.offset + at - area.begin)
+            else:
+                hdf5.put(spot.made, data, box)
+            disk.through(size_bytes)
             for hasher in (own, there, kept):
                 hasher.update(data)
-        if spot.offset is None and area.end > area.begin:
-            hdf5.put(spot.made, shard.view[area.begin : area.end])
-            paced(area.end - area.begin)
+            at += size_bytes
         h5py.Dataset(spot.made).attrs["xxh3_128"] = own.hexdigest()
     if there.hexdigest() != wanted:
         raise Overwritten(f"the copy of rank {shard.header.rank} in memory was overwritten before it was whole")
     return kept.hexdigest()
 
 
-def _put(fd: int, data: memoryview, offset: int) -> None:
-    at = 0
-    while at < len(data):
-        sent = os.pwrite(fd, data[at:], offset + at)
-        # It goes to the disk while the next bytes come, and does not stay in the node's page cache.
-        os.posix_fadvise(fd, offset + at, sent, os.POSIX_FADV_DONTNEED)
-        at += sent
+class _Disk:
+    """The file beside HDF5: bytes go to their places in it, and all that has gone to it is synced now and then."""
+
+    def __init__(self, path: str, paced: Paced) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        self._paced, self._unsynced_bytes = paced, 0
+
+    def __enter__(self) -> _Disk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def put(self, data: memoryview, offset: int) -> None:
+        """Bytes to their place."""
+        at = 0
+        while at < len(data):
+            sent = os.pwrite(self._fd, data[at:], offset + at)
+            # It goes to the disk while the next bytes come, and does not stay in the node's page cache.
+            os.posix_fadvise(self._fd, offset + at, sent, os.POSIX_FADV_DONTNEED)
+            at += sent
+
+    def through(self, count: int) -> None:
+        """So many more have gone, here or by HDF5."""
+        self._paced(count)
+        self._unsynced_bytes += count
+        if self._unsynced_bytes >= _SYNC_BYTES:
+            os.fdatasync(self._fd)
+            self._unsynced_bytes = 0
+            self._paced(0)
 
 
 def _chunk(shape: tuple[int, ...], size_bytes: int) -> tuple[int, ...]:
-    """A box of about `_CHUNK_BYTES`, whole in its last dimensions; empty for what is too small to be worth it."""
+    """A box of about `_CHUNK_BYTES`, one wide in its first dimensions and whole in its last ones, so that its bytes
+    follow each other in memory; empty for what is too small to be worth it."""
     if not shape or size_bytes < _CHUNK_BYTES // 16:
         return ()
     chunk, left = [], max(1, size_bytes // _CHUNK_BYTES)
@@ -156,6 +190,19 @@ def _chunk(shape: tuple[int, ...], size_bytes: int) -> tuple[int, ...]:
         chunk.append(part)
         left = max(1, left // -(-length // part))
     return tuple(chunk)
+
+
+def _boxes(shape: tuple[int, ...], size_bytes: int) -> Iterator[tuple[int, hdf5.Box | None]]:
+    """A dataset's chunks, with their bytes, in an order in which these follow each other in memory: nothing is heard
+    of a worker while HDF5 compresses, so not all of a large dataset is given to it at once. None: all of it."""
+    chunk = _chunk(shape, size_bytes)
+    if not chunk:
+        yield size_bytes, None
+        return
+    item_bytes = size_bytes // math.prod(shape)
+    for offset in itertools.product(*(range(0, n, part) for n, part in zip(shape, chunk, strict=True))):
+        size = tuple(min(part, n - at) for n, part, at in zip(shape, chunk, offset, strict=True))
+        yield math.prod(size) * item_bytes, (offset, size)
 
 
 class Reader:
@@ -267,13 +314,14 @@ class Reader:
             raise ValueError(f"{self._path}: {found.name} has {size_bytes} bytes, {len(into)} wanted")
         if not len(into):
             return
-        offset = found.id.get_offset()
+        offset, at = found.id.get_offset(), 0
         if offset is None:
-            hdf5.get(found.id, into)
-            paced(len(into))
-            yield len(into)
+            for count, box in _boxes(found.shape, size_bytes):
+                hdf5.get(found.id, into[at : at + count], box)
+                at += count
+                paced(count)
+                yield at
             return
-        at = 0
         while at < len(into):
             count = os.preadv(self._fd, [into[at : at + _STRIDE_BYTES]], offset + at)
             if not count:

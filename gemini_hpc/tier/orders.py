@@ -49,7 +49,8 @@ class Write(Order, frozen=True, tag="write"):
 
 
 class Finish(Order, frozen=True, tag="finish"):
-    """All nodes have written: index, manifest, then what is old goes. Answered by `Finished`."""
+    """All nodes have written: index, manifest, then what is old goes. Answered by `Progress`, then
+    `Finished`."""
 
     stamp: Stamp
     world: Count
@@ -90,7 +91,7 @@ class Answer(msgspec.Struct, frozen=True, tag_field="op"):
 
 
 class Progress(Answer, frozen=True, tag="progress"):
-    """So many bytes are through."""
+    """So many bytes are through; a sign of life also where that is none."""
 
     bytes: Bytes
 

@@ -64,15 +64,18 @@ def make_directory(
     tier: str, job: int, set_name: str, stamp: Stamp, lay_out: Callable[[str], object] = lambda path: None
 ) -> str:
     """The version's directory, made as far as it is not there; the tier itself never is: where it has vanished (a
-    file system that is not mounted) nothing is to be written in its place. `lay_out` is called with the path of a new
-    one before anybody writes there. Raises TierError."""
+    file system that is not mounted) nothing is to be written in its place. What is above it is synced where it is
+    new; it is itself when the version becomes whole. `lay_out` is called with the path of a new one before anybody
+    writes there. Raises TierError."""
     path = tier
     with told(tier):
         os.stat(f"{tier}/.")
         for part in (f"gemini-{job}", set_name):
-            path = f"{path}/{part}"
+            above, path = path, f"{path}/{part}"
             with suppress(FileExistsError):
                 os.mkdir(path, _MODE)
+                with suppress(PermissionError):  # in a tier where one may make directories and not look
+                    sync_directory(above)
         name = version.name(stamp)
         whole = f"{path}/{name}"
         if not os.path.lexists(whole):

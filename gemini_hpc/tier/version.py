@@ -46,6 +46,17 @@ class Manifest(msgspec.Struct, frozen=True):
         """File name and shard of each rank."""
         return {shard.rank: (file.name, shard) for file in self.files for shard in file.shards}
 
+    def shard(self, rank: int) -> tuple[str, Stored | None, int]:
+        """File name and shard of one rank, and about where in the file that begins: shards stand one after the
+        other."""
+        for file in self.files:
+            begin = 0
+            for shard in file.shards:
+                if shard.rank == rank:
+                    return file.name, shard, begin
+                begin += shard.used
+        return "", None, 0
+
     @property
     def whole(self) -> bool:
         """Whether each rank has exactly one shard."""

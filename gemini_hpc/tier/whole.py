@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import datetime
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import torch
 
 from gemini_hpc.core.directory import Manifest, Piece, Row
-from gemini_hpc.tier import version
+from gemini_hpc.tier import place, version
 from gemini_hpc.tier.nodefile import Reader
+from gemini_hpc.train import groups
 from gemini_hpc.train.dtypes import dtype_of
 from gemini_hpc.train.restore import Saved
 from gemini_hpc.wire.stored import Stored
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
+
 
 @dataclass
 class Whole:
-    """tensors: by key; what was one rank's own is `rank3:KEY`. rows: what is known of each. small: of rank 0."""
+    """tensors: by key; what was one rank's own is `rank3:KEY`. rows: what is known of each. small: of rank 0; an
+    MPI program has none."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     rows: dict[str, Row] = field(default_factory=dict)
@@ -35,9 +42,18 @@ def opened(where: str, manifest: version.Manifest) -> Iterator[list[Saved]]:
     with ExitStack() as files:
         shards = []
         for file in manifest.files:
-            reader = files.enter_context(Reader(f"{where}/{file.name}"))
+            reader = files.enter_context(_open(f"{where}/{file.name}"))
             shards += [_shard(reader, stored) for stored in file.shards]
         yield sorted(shards, key=lambda saved: saved.manifest.rank)
+
+
+def _open(path: str) -> Reader:
+    try:
+        return Reader(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing, which this version needs: take another one") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {place.why(error)}") from None
 
 
 def _shard(reader: Reader, stored: Stored) -> Saved:
@@ -56,15 +72,20 @@ def read(where: str, manifest: version.Manifest) -> Whole:
 
 
 def _join(shards: Iterable[Saved]) -> Whole:
-    whole, have = Whole(), dict[str, dict[tuple[int, ...], int]]()
+    whole, have = Whole(), dict[str, set[Box]]()
     for saved in shards:
-        if saved.manifest.rank == 0:
-            whole.small, whole.aliases = saved.small(), dict(saved.manifest.aliases)
+        if saved.manifest.rank == 0 and saved.small_raw:
+            whole.small, whole.aliases = saved.small(enums=False), dict(saved.manifest.aliases)
         for row in saved.manifest.rows:
             key = saved.key(row)
+            first = whole.rows.setdefault(key, row)
             if key not in whole.tensors:
                 whole.tensors[key] = torch.zeros(row.shape, dtype=dtype_of(row.dtype))
-                whole.rows[key], have[key] = row, {}
+                have[key] = set()
+            elif (first.shape, first.dtype) != (row.shape, row.dtype):
+                raise ValueError(
+                    f"{key} is {first.shape} {first.dtype} and, for another rank, {row.shape} {row.dtype}"
+                )
         for piece in saved.manifest.pieces:
             row = saved.manifest.rows[piece.row]
             key = saved.key(row)
@@ -73,20 +94,46 @@ def _join(shards: Iterable[Saved]) -> Whole:
             for dim, (start, length) in enumerate(zip(piece.offset, piece.size, strict=True)):
                 target = target.narrow(dim, start, length)
             target.copy_(part)
-            have[key][piece.offset] = part.numel()
+            have[key].add((piece.offset, piece.size))
     for key, tensor in whole.tensors.items():
-        if sum(have[key].values()) != tensor.numel():
-            raise ValueError(f"{key} is not whole: {sum(have[key].values())} of {tensor.numel()} elements")
+        covered = _covered(have[key], tensor.ndim)
+        if covered != tensor.numel():
+            raise ValueError(f"{key} is not whole: {covered} of {tensor.numel()} elements")
     return whole
+
+
+def _covered(boxes: set[Box], ndim: int) -> int:
+    """Elements in any of the boxes. Those of an MPI program may overlap: they are marked on the grid of all their
+    edges, which has not more cells than the tensor has elements."""
+    edges = [
+        np.unique([at for offset, size in boxes for at in (offset[dim], offset[dim] + size[dim])])
+        for dim in range(ndim)
+    ]
+    seen = np.zeros([max(0, len(found) - 1) for found in edges], dtype=bool)
+    for offset, size in boxes:
+        ends = [np.searchsorted(e, (at, at + n)) for e, at, n in zip(edges, offset, size, strict=True)]
+        seen[tuple(slice(*end) for end in ends)] = True
+    sizes = reduce(np.multiply.outer, [np.diff(found) for found in edges], np.ones((), dtype=np.int64))
+    return int(sizes[seen].sum()) if boxes else 0
+
+
+def flat(whole: Whole) -> dict[str, torch.Tensor]:
+    """Tensors and nothing else, buffers too, by key."""
+    return {**whole.tensors, **_plain(whole.small.get("buffers", {}))}
 
 
 def as_state(whole: Whole) -> dict[str, Any]:
     """The usual form of a checkpoint: `model` by parameter and buffer name, as `Module.load_state_dict` takes it;
-    `optimizer` by parameter name; `extra` by module; `stateful` by name; `own` what was a single rank's."""
+    `optimizer` by parameter name, as `set_optimizer_state_dict` of torch.distributed.checkpoint takes it; `extra` by
+    module; `stateful` by name; `own` what was a single rank's. Of an MPI program, its arrays by key. `torch.load`
+    takes all of it with `weights_only`."""
+    if not whole.small:
+        return dict(whole.tensors)
+    small = {part: _plain(whole.small[part]) for part in ("buffers", "stateful")}
     model: dict[str, torch.Tensor] = {}
     extra: dict[str, dict[str, torch.Tensor]] = {}
-    count = len(whole.small["groups"])
-    optimizers: list[dict[str, Any]] = [{"state": {}, "param_groups": whole.small["groups"][i]} for i in range(count)]
+    optimizers: list[dict[str, Any]] = [{"state": {}, "param_groups": its} for its in _groups(whole.small)]
+    count = len(optimizers)
     own: dict[str, torch.Tensor] = {}
 
     def put(key: str, tensor: torch.Tensor) -> bool:
@@ -101,31 +148,98 @@ def as_state(whole: Whole) -> dict[str, Any]:
     for key, tensor in whole.tensors.items():
         row = whole.rows[key]
         if row.optimizer >= 0 and key == row.key and row.optimizer < count:
-            state = optimizers[row.optimizer]["state"]
-            state.setdefault(row.owner.partition(".")[2], {})[row.name] = tensor
+            optimizers[row.optimizer]["state"].setdefault(_name(row.owner), {})[row.name] = tensor
         elif not put(key, tensor):
             own[key] = tensor
-    for name, tensor in whole.small["buffers"].items():
+    for name, tensor in small["buffers"].items():
         put(name, tensor)
     for name, known in whole.aliases.items():
         if known in whole.tensors:
             put(name, whole.tensors[known])
     for (number, owner, name), value in whole.small["odd"].items():
         if number < count:
-            optimizers[number]["state"].setdefault(owner.partition(".")[2], {})[name] = value
+            optimizers[number]["state"].setdefault(_name(owner), {})[name] = _plain(value)
     found: dict[str, Any] = {"model": model, "optimizer": optimizers[0] if count == 1 else optimizers}
-    for name, part in (("extra", extra), ("stateful", _plain(whole.small["stateful"])), ("own", own)):
+    for name, part in (("extra", extra), ("stateful", small["stateful"]), ("own", own)):
         if part:
             found[name] = part
     return found
 
 
+def _name(fqn: str) -> str:
+    """Of a parameter, as other programs have it: without `model.`."""
+    return fqn.partition(".")[2]
+
+
+def _groups(small: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+    """Each optimizer's `param_groups`, with the names of their parameters; old versions have none of these. Raises
+    ValueError."""
+    optimizers: list[list[dict[str, Any]]] = _plain(small["groups"])
+    for found, packed in zip(optimizers, small.get("members", ()), strict=False):
+        for group, known in zip(found, groups.unpack(packed), strict=True):
+            group["params"] = [_name(fqn) for fqn in known.params]
+            if known.param_names:
+                group["param_names"] = known.param_names
+    return optimizers
+
+
+# ---- plain values --------------------------------------------------------------------------------------
+
+_LONG_BITS = 2000  # torch.load reads no number of 2040 bits or more
+_KEPT = (type(None), bool, float, complex, str, torch.dtype, torch.device)
+
+
 def _plain(value: Any) -> Any:
-    """Without what torch.load refuses unless it may run anything: bytes and arrays of NumPy become tensors."""
-    if isinstance(value, bytes):
+    """What torch.load takes without being allowed to run anything: bytes and arrays become tensors; sets, ranges and
+    the like lists; times and what else there is, text."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, (bytes, bytearray)):
         return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
-    if isinstance(value, (np.ndarray, np.generic)):
-        return torch.from_numpy(np.array(value))
+    if isinstance(value, np.generic):
+        return _scalar(value)
+    if isinstance(value, np.ndarray):
+        return _array(value)
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return type(value)(_plain(item) for item in value) if isinstance(value, (list, tuple)) else value
+        return {_key(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted((_plain(item) for item in value), key=repr)  # in the same order each time
+    if isinstance(value, tuple):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, (list, range, deque)):
+        return [_plain(item) for item in value]
+    if isinstance(value, int) and value.bit_length() > _LONG_BITS:
+        return hex(value)
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, datetime.date):
+        return value.isoformat()
+    return value if isinstance(value, (int, *_KEPT)) else repr(value)
+
+
+def _key(value: Any) -> Any:
+    """The same for a key, which cannot be a list or a tensor."""
+    if isinstance(value, np.generic):
+        value = _scalar(value) if value.dtype.kind not in "SmM" else repr(value)
+    if isinstance(value, tuple):
+        return tuple(_key(item) for item in value)
+    if isinstance(value, int):
+        return _plain(value)
+    return value if isinstance(value, (bytes, *_KEPT)) else repr(value)
+
+
+def _scalar(value: Any) -> Any:
+    plain = value.item() if value.dtype.kind not in "mM" else str(value)
+    return str(value) if isinstance(plain, np.generic) else _plain(plain)  # of more bits than Python's numbers
+
+
+def _array(value: np.ndarray[Any, Any]) -> Any:
+    """A tensor; nested lists of what torch has no type for."""
+    native = value.astype(value.dtype.newbyteorder("="))
+    try:
+        return torch.from_numpy(np.array(native))
+    except TypeError:
+        items = np.empty(native.shape, dtype=object)
+        for at in np.ndindex(native.shape):
+            items[at] = _scalar(native[at])
+        return items.tolist()

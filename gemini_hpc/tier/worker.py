@@ -96,7 +96,7 @@ def _finish(order: orders.Finish) -> orders.Answer:
         newest = next(version.whole(above), None)
         serial = 1 if newest is None else newest.serial + 1
         made = version.Manifest(order.job, order.set, stamp, order.world, time.time(), order.files, serial)
-        index.write(where, made)
+        index.write(where, made, _Told(0.0))
         if retention.for_good(serial, order.keep_every):
             os.close(os.open(f"{where}/{version.KEPT}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
         with place.replaced(where, version.MANIFEST) as path, open(path, "xb") as file:
@@ -138,10 +138,10 @@ def _read(order: orders.Read) -> orders.Answer:
     where = place.version_directory(order.tier, order.job, order.set, stamp)
     with told(where):
         manifest = version.read(os.path.dirname(where), stamp)
-        name, stored = ("", None) if manifest is None else manifest.shards().get(order.rank, ("", None))
+        name, stored, begin = ("", None, 0) if manifest is None else manifest.shard(order.rank)
         if stored is None or (stored.used, stored.digest) != (order.used, order.digest):
             raise TierError(f"{where}: no longer has the shard of rank {order.rank}")
-        ahead = Ahead(f"{where}/{name}")
+        ahead = Ahead(f"{where}/{name}", begin, order.used)
         from gemini_hpc.tier import nodefile
 
         view = memoryview(mmap.mmap(order.fd, order.used, mmap.MAP_SHARED | mmap.MAP_POPULATE))

@@ -55,10 +55,11 @@ def encode(value: Any, where: str = "state") -> bytes:
     return b"".join(out)
 
 
-def decode(data: bytes | memoryview) -> Any:
+def decode(data: bytes | memoryview, *, enums: bool = True) -> Any:
     """The value that `encode` was given. Tensors that came from a CUDA device go back to the current one where
-    there is one. Raises ValueError for anything that `encode` cannot have made."""
-    reader = _Reader(memoryview(data))
+    there is one. enums: False gives `CLASS.NAME` for a member, to who has not the training's classes. Raises
+    ValueError for anything that `encode` cannot have made."""
+    reader = _Reader(memoryview(data), enums)
     try:
         value = reader.value(0)
     except (struct.error, UnicodeError, OverflowError, RuntimeError, TypeError, KeyError) as error:
@@ -221,9 +222,10 @@ class GeneratorState(bytes):
 
 
 class _Reader:
-    def __init__(self, data: memoryview) -> None:
+    def __init__(self, data: memoryview, enums: bool) -> None:
         self.data = data.cast("B") if data.format != "B" or data.ndim != 1 else data
         self.at = 0
+        self.enums = enums
 
     def take(self, count: int) -> memoryview:
         if count > len(self.data) - self.at:
@@ -327,8 +329,10 @@ class _Reader:
     def size(self, depth: int) -> torch.Size:
         return torch.Size(self.items(depth))
 
-    def enum(self, depth: int) -> enum.Enum:
+    def enum(self, depth: int) -> enum.Enum | str:
         pair = self.value(depth + 1)
+        if not self.enums and isinstance(pair, tuple) and len(pair) == 2:
+            return f"{pair[0]}.{pair[1]}"
         if not (isinstance(pair, tuple) and len(pair) == 2 and pair[0] in _enums):
             raise ValueError("encoded state has a member of an enum class that is not registered here")
         return _enums[pair[0]][pair[1]]

@@ -64,9 +64,11 @@ class Saved:
         dtype = dtype_of(self.manifest.rows[piece.row].dtype)
         return self.raw(piece).view(dtype).view(piece.size)
 
-    def small(self) -> dict[str, Any]:
-        """The decoded small state. Raises ValueError."""
-        value = encode.decode(self.small_raw)
+    def small(self, *, enums: bool = True) -> dict[str, Any]:
+        """The decoded small state; enums: see `encode.decode`. Raises ValueError."""
+        if not self.small_raw:
+            raise ValueError("it is of an MPI program: arrays only, without the state of a training")
+        value = encode.decode(self.small_raw, enums=enums)
         wanted = {"rng", "buffers", "groups", "odd", "stateful", "buckets", "late"}
         if not isinstance(value, dict) or not wanted <= value.keys():
             raise ValueError("the small state lacks some of its parts")

@@ -51,12 +51,13 @@ def _from_tier(tree: StateTree, path: str, name: str, rank: int, world: int) -> 
     from gemini_hpc.tier.find import find
     from gemini_hpc.tier.whole import opened
 
-    where, manifest = find(path, name)
+    damaged: list[str] = []
+    where, manifest = find(path, name, passed_over=damaged.append)
     with opened(where, manifest) as shards:
         same = manifest.world == world
         own = shards[rank if same else rank % len(shards)]
         small = restore.load(tree, own, shards, rank, same)
-    what = f"version {manifest.stamp[1]} of job {manifest.job}"
+    what = "; passed over: ".join([f"version {manifest.stamp[1]} of job {manifest.job}", *damaged])
     return Started(manifest.stamp[1], what, small["rng"] if same else None)
 
 
@@ -105,6 +106,7 @@ def _targets(tree: StateTree, found: Mapping[tuple[str, str], str]) -> dict[str,
 
 def _from_dcp(tree: StateTree, path: str) -> Started:
     from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -130,7 +132,11 @@ def _from_dcp(tree: StateTree, path: str) -> Started:
             _make_state(tree, sizes)
             targets |= _targets(tree, moments)
         wanted = {key: tensor.detach() for key, tensor in targets.items() if local(tensor).numel()}
-        state_dict_loader.load(wanted, storage_reader=reader, no_dist=True)
+        try:
+            state_dict_loader.load(wanted, storage_reader=reader, no_dist=True)
+        except CheckpointException as error:  # no Exception: it would pass by all who catch those
+            causes = [str(cause).splitlines()[0][:200] for cause, _ in error.failures.values() if str(cause)]
+            raise ValueError(f"{path}: cannot be loaded: {(causes or ['damaged'])[0]}") from None
     return Started(0, f"{len(model)} tensors and {len(moments)} of the optimizer, from torch.distributed.checkpoint")
 
 
@@ -182,7 +188,8 @@ def _moments(tree: StateTree, content: Any) -> dict[tuple[str, str], torch.Tenso
     order = [model.get(id(p), "") for group in tree.optimizers[0].param_groups for p in group["params"]]
     found: dict[tuple[str, str], torch.Tensor] = {}
     for state, groups in _optimizers(content, _DEEP):
-        numbers = [n for group in groups if isinstance(group, Mapping) for n in group.get("params", ())]
+        listed = [n for group in groups if isinstance(group, Mapping) for n in group.get("params", ())]
+        numbers = [n for n in listed if isinstance(n, int)]  # names need no order
         names = dict(zip(numbers, order, strict=True)) if len(numbers) == len(order) else {}
         for key, values in state.items():
             name = names.get(key, key)
@@ -193,6 +200,9 @@ def _moments(tree: StateTree, content: Any) -> dict[tuple[str, str], torch.Tenso
 
 
 def _optimizers(value: Any, deep: int) -> Iterable[tuple[Mapping[Any, Any], list[Any]]]:
+    """What looks like an optimizer's state_dict; also as the only one in a list, as Lightning has it."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
     if not isinstance(value, Mapping) or not deep:
         return
     state, groups = value.get("state"), value.get("param_groups")

@@ -21,6 +21,7 @@ from gemini_hpc.core.directory import Row
 from gemini_hpc.train import encode, rng
 from gemini_hpc.train.buckets import ArrivalOrder
 from gemini_hpc.train.dtypes import dtype_name
+from gemini_hpc.train.groups import Members
 from gemini_hpc.train.ownership import Entry
 
 # wrappers whose only child carries no name of its own in the user's model
@@ -173,9 +174,11 @@ class StateTree:
         self.params: list[Param] = []
         self.buffers: dict[str, torch.Tensor] = {}
         self._by_id: dict[int, Param] = {}
+        self._names: dict[int, str] = {}
         self.outside: list[str] = []
         self._states: list[_OptimizerState] = []
         self._leaves: list[Leaf] = []
+        self._members = [Members(optimizer) for optimizer in self.optimizers]
         ddps = find_ddp(model)
         root: nn.Module = model
         if ddps and ddps[0] not in set(model.modules()):
@@ -205,6 +208,7 @@ class StateTree:
                 "DTensors of them can be captured"
             )
         self._by_id[id(param.tensor)] = param
+        self._names[id(param.tensor)] = param.fqn
         self.params.append(param)
 
     # ---- tensors ---------------------------------------------------------------------------------------
@@ -271,6 +275,7 @@ class StateTree:
                 [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in o.param_groups]
                 for o in self.optimizers
             ],
+            "members": [members.pack(self._names) for members in self._members],  # for other programs: export
             "odd": dict(odd),
             "stateful": {name: item.state_dict() for name, item in self.stateful.items()},
             "buckets": [recorder.order for recorder in self.ddps],

@@ -47,15 +47,16 @@ def make(
     *,
     stamp: tuple[int, int] = (3, 12),
     small: bytes = b"small state",
+    aliases: dict[str, str] | None = None,
     seed: int = 0,
     fd: int = -1,
 ) -> Slot:
     """A slot with random tensors in these boxes (row, offset, size), and garbage between them."""
     dice = np.random.default_rng([seed, rank])
     pieces = directory.place(rows, boxes)
-    manifest = Manifest(rank, world, rows, pieces)
+    manifest = Manifest(rank, world, rows, pieces, aliases or {})
     packed = directory.pack(manifest)
-    layout = Layout.plan(len(packed), manifest.tensor_bytes(), 8192)
+    layout = Layout.plan(len(packed), manifest.tensor_bytes(), max(8192, len(small)))
     if fd >= 0:
         os.ftruncate(fd, layout.total)
     memory = mmap.mmap(fd, layout.total)

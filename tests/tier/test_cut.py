@@ -7,6 +7,7 @@ or the memory killer), or fails as on a full disk.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -188,6 +189,32 @@ def after(tier: Path, stamp: tuple[int, int]) -> None:
     assert isinstance(drain.until(), orders.Finished)
     drain.node.close()
     assert names(tier) == expected(NEXT)
+
+
+NAMED = re.compile(r'(?:mkdir|rename)\(.*"([^"]+)"(?:, 0\d+)?\) = 0$')
+SYNCED = re.compile(r"fsync\(\d+<([^>]+)>\) = 0$")
+
+
+def test_each_new_name_outlives_a_power_cut(tmp_path: Path) -> None:
+    """The directory that it is in is synced after it, from the tier itself down."""
+    tier = tmp_path / "tier"
+    tier.mkdir()
+    drain, number = Drain(tier, NEW), itertools.count()
+    named, synced = dict[str, int](), dict[str, int]()
+    for what in ORDERS:
+        order, fds = drain.order(what)
+        answer = traced(order, fds, tmp_path / "trace", "-y")[-1]
+        if isinstance(answer, orders.Written):
+            drain.node.files.append(answer.file)
+        for line in (tmp_path / "trace").read_text().splitlines():
+            for pattern, found in ((NAMED, named), (SYNCED, synced)):
+                if match := pattern.search(line):
+                    found[match[1]] = next(number)
+    drain.node.close()
+    mine = {path: at for path, at in named.items() if str(tier) in path and os.path.exists(path)}
+    above = {str(Path(path).relative_to(tier)) for path in mine}
+    assert above == {"gemini-5", "gemini-5/default", *(f"gemini-5/default/{name}" for name in expected(NEW))}
+    assert [path for path, at in mine.items() if synced.get(os.path.dirname(path), -1) < at] == []
 
 
 def test_a_disk_of_each_size(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier import lustre, place, retention, version
+from gemini_hpc.tier import lustre, orders, place, retention, version, worker
+
+from .test_worker import Node
 
 PLAIN = "(Default) {d}\nstripe_count:  1 stripe_size:   1048576 pattern:       0 stripe_offset: -1\n"
 WIDE = "{d}\nstripe_count:  4 stripe_size:   1048576 pattern:       raid0 stripe_offset: -1\n"
@@ -103,6 +105,23 @@ def test_the_layout_is_set_before_anybody_can_write(tmp_path: Path) -> None:
     assert made == again and Path(made).is_dir() and Path(made).name == version.name(Stamp(1, 2))
     assert len(seen) == 1 and seen[0][0].startswith(".") and seen[0][1] == []
     assert [p.name for p in Path(made).parent.iterdir()] == [Path(made).name]
+
+
+def test_a_version_that_is_written_has_a_layout_for_its_node_s_bytes(
+    on_lustre: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, lfs = Node(on_lustre), Lfs(tmp_path, PLAIN)
+    sources = tuple(node.source(rank) for rank in range(2))
+    monkeypatch.setattr(lustre, "_BYTES_PER_STRIPE", sources[0].used)
+    for number in range(2):  # two nodes: the second finds what the first has made
+        order = orders.Write(node.tier, 5, "default", node.stamp, number, sources, lfs=str(lfs.path))
+        assert isinstance(worker.DOES[orders.Write](order), orders.Written)
+    node.close()
+    [ask, lay_out] = lfs.calls()
+    made = Path(ask.pop())
+    assert ask == ["getstripe", "-d"] and lay_out == ["setstripe", "-c", "2", "-S", "4M", str(made)]
+    assert made.parent == on_lustre / "gemini-5/default" and not made.exists()
+    assert made.name.startswith(f".{version.name(Stamp(*node.stamp))}."), "it had no name when it got its layout"
 
 
 def test_two_nodes_make_it_at_once(tmp_path: Path) -> None:

@@ -122,3 +122,60 @@ def test_all_bytes_are_paced(tmp_path: Path) -> None:
     slot = slots.make(0, 1, ROWS, BOXES)
     nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], went.append)
     assert sum(went) >= sum(map(len, slot.values.values()))
+
+
+LARGE = (
+    Row("model.matrix", "float32", (1000, 700), True, "cpu"),
+    Row("model.one", "bfloat16", (1, 3, 700_000), True, "cpu"),
+    Row("model.cube", "float64", (5, 7, 9000), True, "cpu"),
+    Row("model.line", "uint8", (1 << 20,), True, "cpu"),
+    Row("model.few", "int16", (100,), True, "cpu"),
+)
+LARGE_BOXES = [(0, (1, 0), (999, 700)), *((i, (0,) * len(row.shape), row.shape) for i, row in enumerate(LARGE) if i)]
+
+
+def test_compressed_tensors_are_written_and_read_part_by_part(tmp_path: Path) -> None:
+    """An agent that hears nothing for long takes the file system for dead."""
+    slot, wrote, read = slots.make(0, 1, LARGE, LARGE_BOXES), list[int](), list[int]()
+    shards = [(slot.shard(), 0, slot.digest())]
+    file = nodefile.write(str(tmp_path), "n.h5", shards, wrote.append, compress=True)
+    with h5py.File(tmp_path / "n.h5") as opened:
+        found = {item.attrs["tensor"]: item for item in opened["rank0/tensors"].values()}
+        for (key, _), data in slot.values.items():
+            whole = bytearray(len(data))
+            hdf5.get(found[key].id, whole)
+            assert whole == data, "any HDF5 program sees the tensor in its order"
+            assert (found[key].compression == "gzip") == (key != "model.few")
+        assert sum(item.id.get_storage_size() for item in found.values()) < 0.9 * sum(map(len, slot.values.values()))
+    into = bytearray(slot.used)
+    with Reader(str(tmp_path / "n.h5")) as reader:
+        reader.read(file.shards[0], memoryview(into), read.append)
+    slot.shard().blank()
+    assert into == slot.memory[: slot.used]
+    assert max(wrote) < 2 << 20 and sum(wrote) == sum(read) and max(read) < 2 << 20
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_it_is_synced_now_and_then_and_says_so(
+    tmp_path: Path, compress: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a slow file system has not written yet is bounded when the last sync begins."""
+    slot, heard = slots.make(0, 1, LARGE, LARGE_BOXES), list[int | str]()
+    sync = os.fdatasync
+
+    def watched(fd: int) -> None:
+        heard.append(os.readlink(f"/proc/self/fd/{fd}"))
+        sync(fd)
+
+    monkeypatch.setattr(nodefile, "_SYNC_BYTES", 3 << 20)
+    monkeypatch.setattr(os, "fdatasync", watched)
+    nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], heard.append, compress=compress)
+    unsynced, syncs = 0, 0
+    for i, what in enumerate(heard):
+        if isinstance(what, int):
+            unsynced += what
+            assert unsynced < (3 << 20) + (2 << 20)
+        else:
+            assert Path(what).parent == tmp_path and heard[i + 1] == 0
+            unsynced, syncs = 0, syncs + 1
+    assert syncs >= 2 and heard[-1] == 0, "also before the last one"

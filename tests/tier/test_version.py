@@ -39,7 +39,7 @@ def save(tier: Path, stamp: Stamp, *, world: int = 2, serial: int = 1, manifest:
         made.append(slot)
     whole = Manifest(9, "default", tuple(stamp), world, 1e9, tuple(files), serial)
     if manifest:
-        index.write(where, whole)
+        index.write(where, whole, lambda _: None)
         with place.replaced(where, version.MANIFEST) as path:
             Path(path).write_bytes(version.pack(whole))
     return made

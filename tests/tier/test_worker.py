@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -15,13 +16,22 @@ import pytest
 
 from gemini_hpc.core.directory import Row
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier import orders, version
+from gemini_hpc.tier import orders, version, worker
 from gemini_hpc.tier.shards import Shard, digest
 
 from . import slots
 
 ROWS = (Row("model.w", "float32", (64, 16), True, "cpu"),)
 STAMP = (2, 7)
+IDLE = 3
+IOPRIO_GET = {"x86_64": 252, "aarch64": 31}
+WITHOUT_RIGHTS = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")  # root's process, without root's rights
+LOADED = """
+import sys
+from gemini_hpc.tier import worker
+worker.main()
+print(*{name.partition(".")[0] for name in sys.modules}, file=sys.stderr)
+"""
 
 
 def start(order: orders.Order, *fds: int, before: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
@@ -82,6 +92,11 @@ def node(tmp_path: Path) -> Any:
     made.close()
 
 
+def io_class(pid: int) -> int:
+    """The class of a process's input and output."""
+    return int(ctypes.CDLL(None).syscall(IOPRIO_GET[os.uname().machine], 1, pid)) >> 13
+
+
 def look(tier: Path, *without: tuple[str, tuple[int, int]], make: bool = False) -> Any:
     return carry_out(orders.Look(str(tier), 5, "", without, begin=True, make=make))
 
@@ -102,6 +117,17 @@ def test_from_memory_to_the_tier_and_back(node: Node, tmp_path: Path) -> None:
         assert os.pread(fd, stored.used, 0) == wanted[: stored.used]
         os.close(fd)
     assert look(tmp_path, ("default", STAMP)).manifests == ()
+
+
+def test_a_long_end_has_signs_of_life(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each piece that goes into the index, if that were slow."""
+    node.files = [node.write(rank).file for rank in range(2)]
+    said: list[orders.Answer] = []
+    monkeypatch.setattr(worker, "_say", said.append)
+    monkeypatch.setattr(worker, "_TELL_EVERY_S", -1.0)
+    order = orders.Finish(node.tier, 5, "default", STAMP, 2, tuple(node.files))
+    assert worker.DOES[orders.Finish](order) == orders.Finished()
+    assert said == [orders.Progress(0)] * 3
 
 
 def test_a_version_that_a_node_has_not_written_is_none(node: Node, tmp_path: Path) -> None:
@@ -130,6 +156,15 @@ def test_old_versions_go_when_a_new_one_is_whole(tmp_path: Path) -> None:
     assert [s.version for s in version.stamps(str(tmp_path / "gemini-5/default"))] == [6, 5, 3]
 
 
+def test_a_tier_in_which_one_may_make_directories_and_not_look(node: Node, tmp_path: Path) -> None:
+    node.tier = str(tmp_path / "tier")
+    os.mkdir(node.tier)
+    shutil.chown(node.tier, 65534)
+    os.chmod(node.tier, 0o733)
+    order = orders.Write(node.tier, 5, "default", node.stamp, 0, (node.source(0),))
+    assert isinstance(carry_out(order, node.fds[0], before=WITHOUT_RIGHTS), orders.Written)
+
+
 TROUBLES = {
     "gone": "the directory is not there",
     "file": "it is no directory",
@@ -152,7 +187,7 @@ def test_one_sentence_says_what_is_wrong(node: Node, tmp_path: Path, kind: str) 
     if kind in mounts:
         subprocess.run(["mount", "-t", "tmpfs", "-o", mounts[kind], "none", node.tier], check=True)
     elif kind == "another's":
-        before = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")  # root's, without root's rights
+        before = WITHOUT_RIGHTS
         shutil.chown(node.tier, 65534)
         os.chmod(node.tier, 0o755)
     elif kind == "quota":
@@ -200,6 +235,7 @@ def test_it_ends_with_the_agent(node: Node, tmp_path: Path) -> None:
         time.sleep(0.02)
     assert [name for name in os.listdir(where) if name.endswith(".tmp")]
     assert os.getpriority(os.PRIO_PROCESS, pid) == 19
+    assert io_class(pid) == IDLE
     agent.send_signal(signal.SIGKILL)
     agent.wait()
     agent.stdout.close()
@@ -208,6 +244,36 @@ def test_it_ends_with_the_agent(node: Node, tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid}/stat").exists()
     assert carry_out(orders.Clean(str(tmp_path), 5, "default")).removed == (STAMP,)
     shutil.rmtree(tmp_path / "gemini-5")
+
+
+def test_torch_is_never_loaded(node: Node, tmp_path: Path) -> None:
+    """It takes seconds and hundreds of MB, for each order."""
+    fd = os.memfd_create("into")
+    source = node.source(0)
+    os.ftruncate(fd, source.used)
+    where = (str(tmp_path), 5, "default")
+    node.files = [node.write(rank).file for rank in range(2)]
+    (stored,) = node.files[0].shards
+    for order in (
+        orders.Write(*where, STAMP, 0, (source,), compress=True),
+        orders.Finish(*where, STAMP, 2, tuple(node.files)),
+        orders.Look(*where, begin=True),
+        orders.Read(*where, STAMP, 0, fd, stored.used, stored.digest),
+        orders.Clean(*where),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", LOADED, str(os.getpid())],
+            input=orders.encode(order) + b"\n",
+            capture_output=True,
+            pass_fds=(node.fds[0], fd),
+            check=True,
+        )
+        answer = orders.answer_decoder.decode(done.stdout.splitlines()[-1])
+        assert not isinstance(answer, orders.Failed), answer
+        loaded = set(done.stderr.decode().split())
+        assert "gemini_hpc" in loaded and "torch" not in loaded
+        assert ("h5py" in loaded) == isinstance(order, orders.Write | orders.Finish | orders.Read)
+    os.close(fd)
 
 
 def test_garbage_is_an_order_for_nothing() -> None:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import set_state_dict as set_both
 
 from gemini_hpc.cli import main
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import orders, version
+from gemini_hpc.train import start
+from gemini_hpc.train.tree import StateTree
+from tests.cli.test_export import mpi, store
+from tests.cli.test_export import train as made
 from tests.tier.test_worker import carry_out
 
 from .fake_agent import FakeJob
 from .launch import Run, train
+from .worker import Net, digest
 
 MakeJob = Callable[[int, int], FakeJob]
 OPTIONS: dict[str, Any] = {"steps": 4, "norm": "layer"}
@@ -108,6 +120,121 @@ def test_exported_and_started_from(
         assert {r["digest"] for r in loaded} == {told["digest"]}
 
 
+def fresh(seed: int = 5, norm: bool = False) -> tuple[Net, torch.optim.Optimizer]:
+    """The model and optimizer of the trainings here."""
+    torch.manual_seed(seed)
+    net = Net(32, norm)
+    return net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("form", ["torch", "dcp"])
+def test_torch_loads_an_export_with_its_own_functions(make_job: MakeJob, tmp_path: Path, form: str) -> None:
+    where, told = left(make_job, tmp_path / "tier", "ddp", 2)
+    out = tmp_path / "out"
+    assert main.main(["export", str(where), "--format", form, "-o", str(out)]) == 0
+    net, optimizer = fresh()
+    if form == "torch":
+        found = torch.load(out, weights_only=True)
+        set_model_state_dict(net, found["model"])
+        set_optimizer_state_dict(net, optimizer, found["optimizer"])
+    else:
+        optimizer.param_groups[0]["initial_lr"] = 0.0  # as its scheduler has it
+        model, state = get_state_dict(net, optimizer)
+        dcp.load({"model": model, "optimizer": state}, checkpoint_id=out, no_dist=True)
+        set_both(net, optimizer, model_state_dict=model, optim_state_dict=state)
+    assert digest(net, optimizer) == told["digest"]
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["initial_lr"], group["weight_decay"]) == (0.01 * math.cos(4 / 40), 0.01, 0.1)
+
+
+Foreign = Callable[[Net, torch.optim.Optimizer, Path], Any]
+
+
+def as_lightning(net: Net, optimizer: torch.optim.Optimizer, out: Path) -> None:
+    state = {f"net.{name}": tensor for name, tensor in net.state_dict().items()}
+    more = {"epoch": 1, "callbacks": {}, "loops": {"fit": {"state_dict": {}}}, "lr_schedulers": []}
+    torch.save({**more, "state_dict": state, "optimizer_states": [optimizer.state_dict()]}, out)
+
+
+def as_named(net: Net, optimizer: torch.optim.Optimizer, out: Path) -> None:
+    """By name, in an order that is not this training's."""
+    model, state = get_state_dict(net, optimizer)
+    state["param_groups"][0]["params"].reverse()  # type: ignore[index,union-attr,call-arg]
+    torch.save({"model": model, "optimizer": state}, out)
+
+
+def as_dcp(*above: str) -> Foreign:
+    def save(net: Net, optimizer: torch.optim.Optimizer, out: Path) -> None:
+        model, state = get_state_dict(net, optimizer)
+        content: dict[str, Any] = {"model": model, "optimizer": state}
+        for name in above:
+            content = {name: content}
+        dcp.save(content, checkpoint_id=out, no_dist=True)
+
+    return save
+
+
+def prefixed(net: Net, optimizer: torch.optim.Optimizer, out: Path) -> None:
+    state = {f"module.{name}": tensor for name, tensor in net.state_dict().items()}
+    torch.save({"model": state, "optimizer": optimizer.state_dict()}, out)
+
+
+FOREIGN: dict[str, Foreign] = {
+    "numbered": lambda n, o, out: torch.save({"model": n.state_dict(), "optimizer": o.state_dict()}, out),
+    "listed": lambda n, o, out: torch.save({"model": n.state_dict(), "optimizer": [o.state_dict()]}, out),
+    "module.": prefixed,
+    "named": as_named,
+    "lightning": as_lightning,
+    "dcp": as_dcp(),
+    "nested dcp": as_dcp("app", "state"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("form", ["bare", *FOREIGN])
+def test_checkpoints_of_others(tmp_path: Path, form: str) -> None:
+    """Parameters, buffers and moments, bit by bit."""
+    net, optimizer = fresh(1, norm=True)
+    for _ in range(2):
+        net(torch.randint(0, 50, (4, 8))).sum().backward()
+        optimizer.step()
+    if form == "bare":
+        torch.save(net.state_dict(), tmp_path / "out")
+    else:
+        FOREIGN[form](net, optimizer, tmp_path / "out")
+    again, its = fresh(2, norm=True)
+    tree = StateTree(again, [its], {}, {})
+    found = start.load(tree, str(tmp_path / "out"), "default", 0, 1)
+    assert found.version == 0
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    if form == "bare":
+        assert not its.state and " 0 of the optimizer" in found.what
+        return
+    wanted, have = optimizer.state_dict()["state"], its.state_dict()["state"]
+    assert have.keys() == wanted.keys()
+    for number, values in wanted.items():
+        assert have[number].keys() == values.keys()
+        assert all(torch.equal(have[number][name], value) for name, value in values.items()), number
+
+
+def test_an_mpi_programs_version_is_none_of_a_training(tmp_path: Path) -> None:
+    where = store(tmp_path, [mpi(0, {"T": np.ones(3)}, 1)])
+    net, optimizer = fresh()
+    with pytest.raises(ValueError, match="of an MPI program: arrays only"):
+        start.load(StateTree(net, [optimizer], {}, {}), str(where), "default", 0, 1)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_damaged_dcp_is_noticed(tmp_path: Path) -> None:
+    net, optimizer = fresh()
+    as_dcp()(net, optimizer, tmp_path / "out")
+    (tmp_path / "out" / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        start.load(StateTree(net, [optimizer], {}, {}), str(tmp_path / "out"), "default", 0, 1)
+
+
 def refused(start: Path, **more: Any) -> str:
     run = Run(None, 2, {**OPTIONS, "kind": "ddp", "kwargs": {"start": str(start)}, **more})
     run.wait(codes=(1,))
@@ -135,6 +262,17 @@ def test_what_is_not_there_is_told(tmp_path: Path) -> None:
     assert "no such directory" in refused(tmp_path / "nothing")
     (tmp_path / "text.pt").write_text("no checkpoint")
     assert "cannot be loaded as a file of torch.save" in refused(tmp_path / "text.pt")
+
+
+def test_a_damaged_version_is_passed_over(tmp_path: Path) -> None:
+    net, optimizer = fresh()
+    tree = StateTree(net, [optimizer], {}, {})
+    older = store(tmp_path, [made(tree)])
+    newer = older.with_name(version.name(Stamp(1, 5)))
+    newer.mkdir()
+    (newer / version.MANIFEST).write_text("{")
+    found = start.load(tree, str(tmp_path), "default", 0, 1)
+    assert found.version == 4 and f"passed over: {newer}/manifest.json" in found.what
 
 
 def test_half_a_version_is_none(make_job: MakeJob, tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""Which parameter is in which group of an optimizer, by name: without it no other program can load the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import Any
+
+import msgspec
+import torch
+
+
+class Group(msgspec.Struct, frozen=True, array_like=True):
+    """params: by their names in the model; param_names: as the optimizer was given them, where it was."""
+
+    params: list[str]
+    param_names: list[str] = []
+
+
+_decoder = msgspec.msgpack.Decoder(list[Group])
+
+
+class Members:
+    """The groups of one optimizer, packed. They go with every version and hardly ever change, so they are named anew
+    only where a group has other parameters than at the last call."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._known: list[list[Any]] = []
+        self._packed = b""
+
+    def pack(self, names: Mapping[int, str]) -> bytes:
+        """names: of parameters, by `id`; others are left out."""
+        groups = self._optimizer.param_groups
+        if not self._packed or not _same([group["params"] for group in groups], self._known):
+            self._known = [list(group["params"]) for group in groups]
+            found = [
+                Group([names[id(p)] for p in g["params"] if id(p) in names], [*g.get("param_names", ())])
+                for g in groups
+            ]
+            self._packed = msgspec.msgpack.encode(found)
+        return self._packed
+
+
+def _same(groups: Sequence[Sequence[Any]], known: Sequence[Sequence[Any]]) -> bool:
+    return len(groups) == len(known) and all(
+        len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(groups, known, strict=True)
+    )
+
+
+def unpack(data: bytes) -> list[Group]:
+    """Inverse of `Members.pack`. Raises ValueError."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"groups of parameters: {error}") from None
