@@ -112,6 +112,19 @@ def drained(job: Heat, tier: Path) -> None:
     job.cluster.run(["scontrol", "update", f"NodeName={host}", "State=RESUME"])
 
 
+def partition_drained(job: Heat, tier: Path) -> None:
+    """And the same for the whole partition."""
+    before, partition = saved(tier, job)[0], f"PartitionName={job.slurm()['Partition']}"
+    job.cluster.run(["scontrol", "update", partition, "State=DRAIN"])
+    try:
+        until(lambda: saved(tier, job)[0] > before, 40, what="a version on the tier, because a partition is drained")
+    finally:
+        job.cluster.run(["scontrol", "update", partition, "State=UP"])
+    assert job.slurm()["JobState"] == "RUNNING"
+    told = job.cluster.run(["gemini-hpc", "inspect", str(job.id), "--json"], user="alice").stdout
+    assert "partition " in told and " is DRAIN: saving it to the tier" in told, told
+
+
 def test_which_versions_stay(cluster: Cluster, tier: Path) -> None:
     """The newest two, and each third that the job saves, whatever is done to it in between."""
     with nothing_left(cluster, 45):
@@ -126,6 +139,8 @@ def test_which_versions_stay(cluster: Cluster, tier: Path) -> None:
             job.reach(made[-1].version + 2 if made else 4)
             if count == 3:
                 drained(job, tier)
+            elif count == 4:
+                partition_drained(job, tier)
             else:
                 done = ask(job, "alice")
                 assert done.returncode == 0, done.stderr
@@ -174,6 +189,27 @@ def test_a_tier_that_is_not_there(cluster: Cluster) -> None:
         reason = f"gemini-hpc: what is on the tier cannot be seen: {tier}: the directory is not there"
         assert job.said().count(reason) == 1 and not tier.exists(), job.said()
         swept(cluster)
+
+
+def test_the_site_has_a_tier_for_all(cluster: Cluster) -> None:
+    """Its user says nothing of one, and has no directory there yet."""
+    above, settings = cluster.home("alice") / "site", cluster.directory / "etc" / "gemini-hpc" / "gemini.toml"
+    above.mkdir()
+    above.chmod(0o777)
+    text = settings.read_text()
+    settings.write_text(f'{text}\ntier = "{above}/{{user}}"\ntier_interval_s = 1.0\n')
+    try:
+        with nothing_left(cluster, 45):
+            job = Heat.submit(cluster, "pmi2", n=60, steps=60, step_s=0.1)
+            until(lambda: saved(above / "alice", job), 60, what="a version on the site's tier")
+            job.finish()
+            assert "cannot be seen" not in job.said(), job.said()
+            made = (above / "alice").stat()
+            assert (made.st_uid, made.st_mode & 0o777) == (5001, 0o700)
+            swept(cluster)
+    finally:
+        settings.write_text(text)
+        subprocess.run(["rm", "-rf", str(above)], check=True)
 
 
 def test_before_the_time_limit(train: Train, tier: Path, cluster: Cluster) -> None:
