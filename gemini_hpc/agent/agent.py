@@ -89,6 +89,7 @@ class Agent:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._callers = Callers(self)
         self.detached_at = time.monotonic()
+        self._unwanted_since: float | None = None  # its memory is to be freed
         self._leaving = False
         self._stopped = asyncio.Event()
         self._complaints = Allowance(per_s=1.0, burst=1.0)
@@ -149,11 +150,11 @@ class Agent:
             self._fence.look()
             self.sets.beat()
             if not self.detached:
-                self.detached_at = now
+                self.detached_at, self._unwanted_since = now, None
                 continue
             alone_s, flushing = now - self.detached_at, self._flushing()
             short = bool(self.budget.taken_bytes) and self.budget.below_floor(_SPILL_FLOOR if flushing else 1.0)
-            if not self.budget.taken_bytes and alone_s > _EMPTY_S:
+            if not self.budget.taken_bytes and alone_s > _EMPTY_S and not flushing:
                 self.release("it holds nothing")
             elif short and flushing:
                 self.release("the node's free memory has fallen far below the floor")
@@ -166,10 +167,16 @@ class Agent:
 
     def _let_go(self, reason: str) -> None:
         """Free everything, unless it has first to be saved."""
+        self._save_last()
+        if not self._flushing():
+            self.release(reason)
+
+    def _save_last(self) -> None:
+        """The memory is to be freed: what nobody has saved is saved now, or never."""
+        if self._unwanted_since is None:
+            self._unwanted_since = time.monotonic()
         if self.scavenge.due(last=True):
             self.scavenge.begin(last=True)
-        else:
-            self.release(reason)
 
     def release(self, reason: str) -> None:
         """Free everything and end."""
@@ -183,16 +190,22 @@ class Agent:
         if not self.detached and self._fence.ranks():
             self.log("self_fenced", detail=f"{reason}; ranks still ran here")
             await self._fence.end_ranks()
-        if save and not self._leaving and (self.scavenge.busy or self.scavenge.due(last=True)):
-            self.scavenge.begin(last=True)
-        if not self.detached or not self._flushing():
+        if self.detached and save:
+            self._save_last()
+        if not self._kept(save):
             self.release(reason)
         elif not self._leaving:
             self._leaving = True
-            self.spawn(self._release_when_flushed(reason))
+            self.spawn(self._release_when_flushed(reason, save))
 
-    async def _release_when_flushed(self, reason: str) -> None:
-        while self.detached and self._flushing() and not self._stopped.is_set():
+    def _kept(self, save: bool) -> bool:
+        """Whether this agent stays for what is to be saved; without `save` only for what is being written."""
+        return self.detached and self._flushing() and (save or self.drains.busy)
+
+    async def _release_when_flushed(self, reason: str, save: bool) -> None:
+        while self._kept(save) and not self._stopped.is_set():
+            if save:
+                self._save_last()
             await asyncio.sleep(_TICK_S)
         self._leaving = False
         if self.detached:
@@ -200,9 +213,9 @@ class Agent:
 
     def _flushing(self) -> bool:
         """Whether what is held here is on its way to the tier since the job ended, or may soon be."""
-        since_s = time.monotonic() - self.detached_at
-        waits = self.drains.last or self.drains.busy
-        return self.scavenge.holds() or (waits and since_s < self.settings.tier_flush_s)
+        since_s = time.monotonic() - max(self.detached_at, self._unwanted_since or 0.0)
+        waits = self.drains.last or self.drains.busy or self.scavenge.busy
+        return waits and since_s < self.settings.tier_flush_s
 
     def log(self, name: str, *, version: int = 0, detail: str = "", t: float | None = None) -> None:
         """One line of the job's event log."""
@@ -344,10 +357,11 @@ class Agent:
         trained = [s for s in self.sets if s.greeted]
         dead = self.mesh is not None and bool(self.mesh.dead)  # then the job may be on its way to a new incarnation
         if trained and all(s.succeeded for s in trained) and m.exit_code in ("", "0") and not dead:
+            self.drains.ended()
             self.release("the training succeeded")
             return local.Ok("released")
-        if first and not dead:
-            self.drains.detached()
+        if first:
+            self.drains.detached(dead=dead)
         return local.Ok("hold" if hold else "detached", self.restart)
 
     # ---- peers -----------------------------------------------------------------------------------------

@@ -65,7 +65,8 @@ class Drains:
         self._ends_at = math.inf  # by Slurm's word (monotonic)
         self._before_end: dict[str, float] = {}  # at the root: the end before which a version has been saved
         self._took_s: dict[str, float] = {}  # the last save
-        self.last = False  # the job has ended here, and the root has not said that its last versions are saved
+        self.last = False  # the job has ended here, and nobody has said that its last versions are saved
+        self._ended = (-1, -1)  # restart and round in which that was said
         self.unreadable: set[tuple[str, bounds.Stamp]] = set()  # versions of which a shard could not be read
         self.saved: dict[str, tuple[Stamp, float]] = {}  # at the root: the newest on the tier, and when (Unix time)
 
@@ -262,34 +263,47 @@ class Drains:
             kept = self.saved.get(training.name)
             if kept is not None and kept[0] >= wanted:
                 return kept[0], ""
-            await asyncio.wait([self._tidied(training.name)])
-            if self._agent.scavenge.busy:
-                return wanted, reason or "a node is missing, and the others save it by themselves"
+            for wait in (None, self._tidied):
+                if wait is not None:
+                    await asyncio.wait([wait(training.name)])
+                if self._agent.scavenge.busy:
+                    return wanted, reason or "a node is missing, and the others save it by themselves"
             gathering = self._under_way(training.name) or self._begin(training, rounds.round, stamp)
             reason = await asyncio.shield(gathering.done)
             if not reason and gathering.stamp >= wanted:
                 return gathering.stamp, ""
         return wanted or Stamp(0, 0), reason
 
-    def detached(self) -> None:
-        """The job has ended here, without success: the newest version goes to the tier before the memory is freed."""
+    def detached(self, *, dead: bool) -> None:
+        """The job has ended here, without success: the newest version goes to the tier before the memory is freed.
+        dead: a node of it is, and it may come back; if it does not, see `scavenge`."""
         agent, rounds = self._agent, self._agent.rounds
         sealed = [training for training in agent.sets if training.sealed is not None]
-        self.last = bool(self.tier and agent.settings.tier_flush_s and rounds is not None and sealed)
-        if rounds is not None and rounds.parent is None:
-            agent.spawn(self._end(sealed if self.last else []))
+        possible = bool(self.tier and agent.settings.tier_flush_s and sealed)
+        if rounds is None or (agent.restart, rounds.round) == self._ended:
+            return
+        self.last = possible
+        if rounds.parent is None and not dead:
+            agent.spawn(self._end(sealed if possible else []))
 
     async def _end(self, sealed: Sequence[TrainingSet]) -> None:
-        """The root saves the last versions, and lets all agents go."""
+        """The root saves the last versions, and lets all agents go; not where a node is missing."""
         await asyncio.gather(*(self._last(training) for training in sealed))
-        self.ended()
+        if all(map(self._stored, sealed)) or not self._agent.scavenge.missing():
+            self.ended()
+
+    def _stored(self, training: TrainingSet) -> bool:
+        """Whether the tier has what was sealed last."""
+        known = self.saved.get(training.name)
+        return known is not None and training.sealed is not None and known[0] >= training.sealed
 
     def ended(self) -> None:
         """Nobody need wait for the last versions any more, here and on the nodes below."""
-        self.last = False
-        rounds = self._agent.rounds
-        for child in rounds.children if rounds is not None else ():
-            self._agent.send(child, peer.DrainOver(rounds.round if rounds is not None else 0))
+        self.last, rounds = False, self._agent.rounds
+        if rounds is not None:
+            self._ended = self._agent.restart, rounds.round
+            for child in rounds.children if self.tier else ():
+                self._agent.send(child, peer.DrainOver(rounds.round))
 
     async def settle(self, stalled_s: float) -> None:
         """Wait for what the root has begun, as long as it gets on; then give it up."""

@@ -36,6 +36,8 @@ _MUSTER_S = 10.0  # within which all others answer, or count as missing
 _ASKED_S = 10.0  # within which a leader takes the lead
 _AGAIN_S = 1.0
 _LOST_S = 10.0  # without an answer from a host that is to write, and without a way to it
+_WRITE_S = 3600.0  # within which everybody has written
+_SILENT_S = 3.0
 _GAP_S = 60.0  # from one try to the next, then twice as long
 _TRIES = 3
 _MAX_SETS = 64
@@ -49,7 +51,6 @@ class Scavenge:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._task: asyncio.Task[None] | None = None
-        self._held_since = 0.0
         self._again_at = 0.0
         self._gap_s = _GAP_S
         self._asked_last = False  # memory is to be freed, and one more try was made for that
@@ -69,46 +70,38 @@ class Scavenge:
         """Whether it is going on."""
         return self._task is not None and not self._task.done()
 
-    def holds(self) -> bool:
-        """Whether memory that is to be freed must stay for it a while."""
-        return self.busy and time.monotonic() - self._held_since < self._agent.settings.tier_flush_s
-
     def due(self, *, last: bool = False) -> bool:
         """Whether it would do what nobody else does, where a node is missing. last: memory is to be freed, for which
         one more try is made at once."""
-        agent = self._agent
-        if not (agent.detached and agent.settings.tier_flush_s and self._able()) or self.busy or self.saved:
+        if not (self._agent.detached and self._agent.drains.last and self._able()) or self.busy:
             return False
-        now = time.monotonic()
-        if self._asked_last if last else now < self._again_at:
+        if self._asked_last if last else time.monotonic() < self._again_at:
             return False
-        return self._missing() and any(training.sealed is not None for training in agent.sets)
+        return self.missing()
 
     def _able(self) -> bool:
         return bool(self._agent.drains.tier) and self._agent.mesh is not None
 
-    def _missing(self) -> bool:
-        """Whether a node has died, or was not heard of any more when the job ended here. (Who was heard of after that
-        may have left since, with all that was to be saved.)"""
-        mesh, rounds, ended = self._agent.mesh, self._agent.rounds, self._agent.detached_at
+    def missing(self) -> bool:
+        """Whether a node has died, or a neighbour in the tree is silent: all stay until they hear that the last
+        versions are saved."""
+        mesh, rounds = self._agent.mesh, self._agent.rounds
         if mesh is None or rounds is None:
             return False
         kin = [*rounds.children, *([rounds.parent] if rounds.parent is not None else [])]
-        if time.monotonic() < ended + mesh.silence_s:
-            return bool(mesh.dead)
-        return bool(mesh.dead) or any(mesh.heard.get(host, 0.0) < ended + mesh.silence_s / 2 for host in kin)
+        silent_s = max(_SILENT_S, 3 * mesh.silence_s)
+        now = time.monotonic()
+        return bool(mesh.dead) or any(now - mesh.heard.get(host, 0.0) > silent_s for host in kin)
 
     def begin(self, *, last: bool = False) -> None:
-        """Try it. last: memory that is to be freed waits for it from now on."""
+        """Try it. last: memory is to be freed."""
         self._asked_last = self._asked_last or last
-        self._held_since = time.monotonic()
         if not self.busy:
             self._leader = ""
             self._start()
 
     def _start(self) -> None:
-        self._held_since = time.monotonic()
-        self._again_at, self._gap_s = self._held_since + self._gap_s, 2 * self._gap_s
+        self._again_at, self._gap_s = time.monotonic() + self._gap_s, 2 * self._gap_s
         self._over.clear()
         self._task = self._agent.spawn(self._run())
 
@@ -116,6 +109,7 @@ class Scavenge:
         """Another incarnation, or another round: what is here is needed for something else."""
         if self._task is not None:
             self._task.cancel()
+        if self._task is not None or self._agent.detached:  # it may read slots that are written from now on
             self._agent.drains.node.cancel()
         self._task, self._leader, self.saved = None, "", False
         self._again_at, self._gap_s, self._asked_last = 0.0, _GAP_S, False
@@ -142,8 +136,10 @@ class Scavenge:
                 if self._leader or host == agent.node:
                     break
                 if host not in mesh.dead and await mesh.reach(host, _REACH_S):
-                    agent.send(host, self._own())
-                    await self._until(lambda: bool(self._leader), _ASKED_S)
+                    agent.send(host, self._own(calls=True))
+                    await self._until(lambda: bool(self._leader) or self._over.is_set(), _ASKED_S)
+                if self._over.is_set():  # it was saved before
+                    return
             if not self._leader:
                 self._leader = agent.node
                 await self._lead()
@@ -168,7 +164,7 @@ class Scavenge:
                     await self._changed.wait()
         return what()
 
-    def _own(self) -> peer.ScavengeHave:
+    def _own(self, *, calls: bool = False) -> peer.ScavengeHave:
         """What this agent knows to have been sealed, and what it holds; also for a training that has grown since."""
         sealed: list[peer.Sealed] = []
         held: list[peer.Held] = []
@@ -183,7 +179,7 @@ class Scavenge:
                 ]
             if last is not None and world:
                 sealed.append(peer.Sealed(training.name, (last.epoch, last.version), world))
-        return peer.ScavengeHave(tuple(sealed), tuple(held))
+        return peer.ScavengeHave(tuple(sealed), tuple(held), calls)
 
     # ---- the leader ------------------------------------------------------------------------------------
 
@@ -191,13 +187,19 @@ class Scavenge:
         agent = self._agent
         others = [host for host in agent.hosts if host != agent.node]
         try:
-            await agent.drains.settle(_MUSTER_S)
-            self._have = {agent.node: self._own()}
+            self._have = {}
             self._unable.clear()
+            self._send(others, peer.ScavengeAsk())  # nobody leaves, or leads, while what is under way gets on
+            await agent.drains.settle(_MUSTER_S)
+            self._have[agent.node] = self._own()
             await self._muster(others)
-            self.saved = all([await self._save(sealed) for sealed in self._newest()])
+            newest = self._newest()
+            self.saved = bool(newest) and all([await self._save(sealed) for sealed in newest])
+            if self.saved:
+                agent.drains.last = False
         finally:
-            self._send(others, peer.ScavengeOver(self.saved))
+            if self._leader == agent.node:
+                self._send(others, peer.ScavengeOver(self.saved))
 
     async def _muster(self, others: list[str]) -> None:
         """Hear of all others what they have."""
@@ -209,16 +211,24 @@ class Scavenge:
 
         deadline = time.monotonic() + _MUSTER_S
         while time.monotonic() < deadline and (wanted := silent()):
-            await asyncio.gather(*(mesh.reach(host, _REACH_S) for host in wanted))
-            self._send(wanted, peer.ScavengeAsk())
+            await asyncio.gather(*(self._ask(host) for host in wanted))
             await self._until(lambda: not silent(), _AGAIN_S)
 
+    async def _ask(self, host: str) -> None:
+        mesh = self._agent.mesh
+        if mesh is not None and await mesh.reach(host, _REACH_S):
+            self._agent.send(host, peer.ScavengeAsk())
+
     def _newest(self) -> list[peer.Sealed]:
-        newest: dict[str, peer.Sealed] = {}
-        for sealed in (s for have in self._have.values() for s in have.sealed):
-            if sealed.set not in newest or sealed.stamp > newest[sealed.set].stamp:
-                newest[sealed.set] = sealed
-        return list(newest.values())[:_MAX_SETS]
+        """Of each set what was sealed last, in the words of one who has it."""
+        newest: dict[str, tuple[peer.Sealed, bool]] = {}
+        for have in self._have.values():
+            held = {(copy.set, copy.stamp) for copy in have.held}
+            for sealed in have.sealed:
+                known, has = newest.get(sealed.set), (sealed.set, sealed.stamp) in held
+                if known is None or (sealed.stamp, has) > (known[0].stamp, known[1]):
+                    newest[sealed.set] = sealed, has
+        return [sealed for sealed, _ in newest.values()][:_MAX_SETS]
 
     async def _save(self, sealed: peer.Sealed) -> bool:
         """One set, unless the tier has it; whether it is there."""
@@ -238,6 +248,7 @@ class Scavenge:
             gathering = self.gathering[name] = Gathering(stamp, sealed.world)
             reason = await self._gather(name, gathering, gone)
             reason = reason or await agent.drains.publish(name, gathering)
+            gathering.end(reason)
             first = first or reason  # who could not write is left out the next time: that is not the reason
             if not reason or (len(self._have), len(self._unable.get(name, ()))) == before:
                 break  # it is there, or would fail again
@@ -271,6 +282,7 @@ class Scavenge:
             for host, homes in writers.items()
         }
         silent_since: dict[str, float] = {}
+        began = time.monotonic()
         while waiting := [host for host in orders if host not in self._answered]:
             now = time.monotonic()
             if agent.node in waiting:
@@ -283,9 +295,10 @@ class Scavenge:
                     agent.send(host, orders[host])
                 else:
                     silent_since.setdefault(host, now)
-            if lost := [host for host, since in silent_since.items() if now - since > _LOST_S]:
+            lost = [host for host, since in silent_since.items() if now - since > _LOST_S]
+            if lost := waiting if now - began > _WRITE_S else lost:
                 for host in lost:
-                    del self._have[host]
+                    self._have.pop(host, None)
                 return f"{_listed(lost)} not reached any more"
             await self._until(lambda: self._answered.keys() >= orders.keys(), _AGAIN_S)
         unable |= {host for host, reason in self._answered.items() if reason}
@@ -330,14 +343,14 @@ class Scavenge:
             if self._takes(host):
                 self._agent.send(host, self._own())
         elif isinstance(message, peer.ScavengeWrite):
-            if self._leader == host and not self._over.is_set():
+            if self._takes(host):
                 self._write(message, host)
         elif isinstance(message, peer.ScavengeWrote):
             self._heard(host, message)
-        elif isinstance(message, peer.ScavengeOver) and self._leader == host:
-            self.saved = self.saved or message.saved
+        elif isinstance(message, peer.ScavengeOver) and (message.saved or self._leader == host):
+            if message.saved:
+                self.saved, self._agent.drains.last = True, False
             self._over.set()
-            self._agent.drains.last = False
             self._tell()
 
     def _called(self, host: str, message: peer.ScavengeHave) -> None:
@@ -347,20 +360,20 @@ class Scavenge:
             self._have[host] = message
             self._tell()
         elif self.saved:
-            agent.send(host, peer.ScavengeAsk())
             agent.send(host, peer.ScavengeOver(True))
-        elif not self.busy and agent.detached:
+        elif message.calls and not self.busy and agent.detached:
             self.begin()
 
     def _takes(self, host: str) -> bool:
-        """Whether that host leads, for all this agent knows: of two the one that stands first in the list."""
+        """Whether that host leads, for all this agent knows: of two the one that stands first in the list. Whoever
+        asks it has a reason to: a node is missing."""
         agent, mesh = self._agent, self._agent.mesh
         if mesh is None:
             return False
         if self.busy and self._leader and mesh.position[self._leader] < mesh.position[host]:
             return False
         leads = self.busy and self._leader == agent.node
-        if self._leader != host:
+        if not self.saved:
             self._over.clear()
         self._leader = host
         if leads and self._task is not None:  # no more

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-_VERSION = re.compile(r"e[0-9]{7}-v[0-9]{13}|version [0-9]+")
+_NUMBER = re.compile(r"[0-9]+")  # of a version, of bytes
 _LASTED = 2  # tries in a row; a training that has overtaken one save is no trouble
 _CHARS = 500
 
@@ -39,7 +39,7 @@ class Troubles:
         if name and trouble.times >= _LASTED and not trouble.told:
             trouble.told = True
             self._notes[name] = f"versions are not saved to the tier: {trouble.text[:_CHARS]}; it is tried again"
-        kind = _VERSION.sub("", reason)
+        kind = _NUMBER.sub("", reason)
         new = kind not in trouble.kinds
         trouble.kinds.add(kind)
         return new

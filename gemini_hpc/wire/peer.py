@@ -286,10 +286,11 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class ScavengeHave(Message, frozen=True, tag="scavenge"):
-    """To the leader; unasked it makes the receiver one."""
+    """To the leader, an answer; with `calls`, to whoever should lead."""
 
     sealed: tuple[Sealed, ...]
     held: tuple[Held, ...]
+    calls: bool = False
 
 
 class ScavengeWrite(Message, frozen=True, tag="scavenge-write"):

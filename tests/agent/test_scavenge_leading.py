@@ -1,0 +1,354 @@
+"""Who leads when a node is missing, who writes what, and that nobody leaves too early: real `Scavenge`s, of their
+agents and of the network only what they ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from itertools import permutations
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gemini_hpc.agent import scavenge
+from gemini_hpc.agent.gathering import Gathering
+from gemini_hpc.agent.nodesaver import Told, Wanted
+from gemini_hpc.agent.scavenge import Scavenge
+from gemini_hpc.agent.tierwork import TierFailed
+from gemini_hpc.core.slots import SlotPair, Stamp
+from gemini_hpc.wire.message import Message
+from gemini_hpc.wire.stored import NodeFile, Stored
+
+SEALED, DIGEST = Stamp(1, 5), "0" * 32
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"_REACH_S": 0.2, "_MUSTER_S": 0.5, "_ASKED_S": 0.5, "_AGAIN_S": 0.05, "_LOST_S": 0.4, "_SILENT_S": 0.3}
+    for name, value in times.items():
+        monkeypatch.setattr(scavenge, name, value)
+
+
+class Network:
+    """Agents by host; `cut` holds pairs between which nothing goes."""
+
+    def __init__(self, hosts: str, *, m: int = 2) -> None:
+        self.hosts, self.m = tuple(hosts), m
+        self.agents: dict[str, Agent] = {}
+        self.cut: set[frozenset[str]] = set()
+        self.sent: Counter[str] = Counter()
+        self.tier: dict[str, Stamp] = {}
+        self.tier_down = False
+        self.published: list[tuple[str, list[str]]] = []
+        for host in self.hosts:
+            self.agents[host] = Agent(self, host)
+
+    def alive(self, a: str, b: str) -> bool:
+        return a in self.agents and b in self.agents and frozenset((a, b)) not in self.cut
+
+    def lose(self, host: str, *, known: bool = True) -> None:
+        del self.agents[host]
+        if known:
+            for agent in self.agents.values():
+                agent.mesh.dead.add(host)
+
+    async def over(self, timeout_s: float = 10.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while any(agent.scavenge.busy for agent in self.agents.values()):
+                await asyncio.sleep(0.01)
+
+
+class Agent:
+    """One of three or more nodes in a ring of m holders, with one rank each."""
+
+    silence_s = 0.1
+
+    def __init__(self, net: Network, node: str) -> None:
+        self.net, self.node, self.hosts = net, node, net.hosts
+        self.detached = True
+        self.noderanks = {host: rank for rank, host in enumerate(net.hosts)}
+        self.rounds = SimpleNamespace(children=net.hosts[1:] if node == net.hosts[0] else (), parent=None)
+        if node != net.hosts[0]:
+            self.rounds.parent = net.hosts[0]
+        self.sets = [SimpleNamespace(name="default", sealed=SEALED, world=len(net.hosts))]
+        mine, n = self.noderanks[node], len(net.hosts)
+        self.store = [self._shard((mine - step) % n) for step in range(net.m)]
+        self.mesh: Any = self
+        self.dead: set[str] = set()
+        self.heard = dict.fromkeys(net.hosts, time.monotonic())
+        self.position = self.noderanks
+        self.drains: Any = self
+        self.node_saver = self
+        self.last, self.saved = True, dict[str, tuple[Stamp, float]]()
+        self.unable = ""
+        self.wrote: list[set[int]] = []
+        self.events: list[str] = []
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.scavenge = Scavenge(self._face())
+
+    def _face(self) -> Any:
+        drains = SimpleNamespace(
+            node=SimpleNamespace(wanted=self.wanted, cancel=lambda: None),
+            settle=self.settle,
+            stored=self.stored,
+            publish=self.publish,
+            saved=self.saved,
+            say=lambda *words: self.events.append(f"not saved: {words[2]}"),
+            clean=self.clean,
+            tier="/tier",
+            last=True,
+        )
+        self.drains = drains
+        return self
+
+    def _shard(self, rank: int) -> Any:
+        pair = SlotPair()
+        pair.complete(pair.begin(SEALED, None, frozenset(), voted=frozenset()), SEALED, DIGEST, 10)
+        return SimpleNamespace(set="default", rank=rank, world=len(self.net.hosts), home=rank, pair=pair)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        self.tasks.append(asyncio.ensure_future(coroutine))
+        return self.tasks[-1]
+
+    def log(self, name: str, **_: Any) -> None:
+        self.events.append(name)
+
+    def send(self, host: str, message: Message) -> bool:
+        if not self.net.alive(self.node, host):
+            return False
+        self.net.sent[type(message).__name__] += 1
+
+        def arrive() -> None:
+            if self.net.alive(self.node, host):
+                other = self.net.agents[host]
+                other.heard[self.node] = time.monotonic()
+                other.scavenge.on_message(self.node, message)
+
+        asyncio.get_running_loop().call_later(0.001, arrive)
+        return True
+
+    async def reach(self, host: str, timeout_s: float) -> bool:
+        await asyncio.sleep(0.001 if self.net.alive(self.node, host) else timeout_s)
+        if self.net.alive(self.node, host):
+            self.heard[host] = time.monotonic()
+        return self.net.alive(self.node, host)
+
+    # ---- of the drains
+
+    def wanted(self, what: Wanted, tier: str, told: Told) -> bool:
+        assert what.homes is not None
+        self.wrote.append(set(what.homes))
+        if self.unable:
+            told((), self.unable)
+            return True
+        shards = [shard for shard in self.store if shard.home in what.homes]
+        files = [NodeFile(f"node-{s.home:04d}.h5", 10, (Stored(s.rank, s.home, 10, 10, DIGEST),)) for s in shards]
+        asyncio.get_running_loop().call_later(0.02, told, tuple(files), "")
+        return True
+
+    async def settle(self, stalled_s: float) -> None:
+        pass
+
+    async def stored(self, without: Any, within_s: float) -> tuple[()]:
+        if self.net.tier_down:
+            raise TierFailed("not mounted")
+        self.saved.update({name: (stamp, 0.0) for name, stamp in self.net.tier.items()})
+        return ()
+
+    async def publish(self, name: str, gathering: Gathering) -> str:
+        assert gathering.whole and gathering.stamp == SEALED
+        self.net.published.append((self.node, sorted(gathering.files)))
+        self.net.tier[name] = gathering.stamp
+        return ""
+
+    async def clean(self, *_: Any) -> None:
+        pass
+
+
+def run(test: Callable[[Network], Awaitable[None]], hosts: str = "abcd", *, m: int = 2) -> None:
+    async def inside() -> None:
+        net = Network(hosts, m=m)
+        await test(net)
+        tasks = [task for agent in net.agents.values() for task in agent.tasks]
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert result is None or isinstance(result, asyncio.CancelledError), result
+
+    asyncio.run(inside())
+
+
+FILES = [f"node-{rank:04d}.h5" for rank in range(4)]
+
+
+@pytest.mark.parametrize(("gone", "begins"), permutations("abcd", 2))
+def test_whoever_is_lost_and_whoever_begins(gone: str, begins: str) -> None:
+    async def test(net: Network) -> None:
+        net.lose(gone)
+        assert net.agents[begins].scavenge.due() and net.agents[begins].scavenge.due(last=True)
+        net.agents[begins].scavenge.begin()
+        await net.over()
+        leader = "b" if gone == "a" else "a"
+        assert net.published == [(leader, FILES)]
+        for agent in net.agents.values():
+            assert agent.scavenge.saved and not agent.drains.last and not agent.scavenge.due(last=True), agent.node
+            assert len(agent.wrote) <= 1, "nobody is asked to write twice"
+
+    run(test)
+
+
+def test_all_begin_at_once() -> None:
+    async def test(net: Network) -> None:
+        net.lose("a")
+        for agent in net.agents.values():
+            agent.scavenge.begin()
+        await net.over()
+        assert net.published == [("b", FILES)]
+
+    run(test)
+
+
+def test_the_same_leader_tries_again() -> None:
+    """The tier was away the first time."""
+
+    async def test(net: Network) -> None:
+        net.lose("b")
+        net.tier_down = True
+        net.agents["c"].scavenge.begin()
+        await net.over()
+        assert not net.published and all(a.drains.last for a in net.agents.values()), "nobody may leave"
+        assert not net.agents["c"].scavenge.due() and net.agents["c"].scavenge.due(last=True)
+        net.tier_down = False
+        net.agents["c"].scavenge.begin(last=True)
+        await net.over()
+        assert net.published == [("a", FILES)]
+
+    run(test)
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.01, 0.05])
+def test_a_follower_that_begins_while_the_leader_does(late_s: float) -> None:
+    async def test(net: Network) -> None:
+        net.lose("d")
+        net.agents["a"].scavenge.begin()
+        await asyncio.sleep(late_s)
+        net.agents["c"].scavenge.begin()
+        await net.over()
+        assert net.published == [("a", FILES)] and all(a.scavenge.saved for a in net.agents.values())
+
+    run(test)
+
+
+def test_of_two_leaders_one_yields() -> None:
+    """They did not reach each other at first."""
+
+    async def test(net: Network) -> None:
+        net.lose("d")
+        net.cut.add(frozenset("ab"))
+        for agent in net.agents.values():
+            agent.scavenge.begin()
+        await asyncio.sleep(0.3)
+        net.cut.clear()
+        await net.over()
+        assert [leader for leader, _ in net.published] == ["a"]
+        assert not net.agents["b"].drains.last and net.agents["b"].scavenge.saved
+
+    run(test)
+
+
+def test_the_leader_is_lost_too() -> None:
+    """With three copies: another one takes the lead."""
+
+    async def test(net: Network) -> None:
+        net.lose("d")
+        net.agents["a"].unable = ""
+        for agent in net.agents.values():
+            agent.scavenge.begin()
+        await asyncio.sleep(0.01)
+        net.lose("a", known=False)
+        await net.over()
+        assert net.published == [("b", FILES)]
+
+    run(test, m=3)
+
+
+def test_who_cannot_write_is_left_out() -> None:
+    """There is no way to the tier on one node; the other holder of its shards has one."""
+
+    async def test(net: Network) -> None:
+        net.lose("d")
+        net.agents["b"].unable = "/tier: permission denied"
+        net.agents["a"].scavenge.begin()
+        await net.over()
+        assert net.published == [("a", FILES)]
+
+    run(test, m=3)
+
+
+def test_what_is_gone_is_told_and_nobody_says_that_it_is_saved() -> None:
+    async def test(net: Network) -> None:
+        net.lose("b")
+        net.lose("c")
+        net.agents["a"].scavenge.begin()
+        await net.over()
+        assert not net.published and not any(a.scavenge.saved for a in net.agents.values())
+        [said] = [event for event in net.agents["a"].events if event.startswith("not saved")]
+        assert said == "not saved: the shards of rank 1 are gone with b, c"
+
+    run(test)
+
+
+def test_where_nothing_is_known_nothing_is_called_saved() -> None:
+    async def test(net: Network) -> None:
+        net.lose("d")
+        for agent in net.agents.values():
+            agent.sets = []
+        net.agents["a"].scavenge.begin()
+        await net.over()
+        assert not any(agent.scavenge.saved for agent in net.agents.values())
+
+    run(test)
+
+
+def test_one_that_missed_the_end_hears_of_it_and_is_quiet() -> None:
+    async def test(net: Network) -> None:
+        net.lose("d")
+        net.cut.update(frozenset(("c", other)) for other in "ab")
+        net.agents["a"].scavenge.begin()
+        await net.over()
+        net.cut.clear()
+        before = sum(net.sent.values())
+        net.agents["c"].scavenge.begin()
+        await net.over()
+        assert net.agents["c"].scavenge.saved and not net.agents["c"].drains.last
+        assert sum(net.sent.values()) - before < 10
+
+    run(test, m=3)
+
+
+def test_a_neighbour_that_falls_silent_is_missing_only_while_all_should_be_there() -> None:
+    async def test(net: Network) -> None:
+        agent = net.agents["b"]
+        assert not agent.scavenge.due(last=True)
+        agent.heard["a"] -= 5
+        assert agent.scavenge.due(last=True)
+        agent.drains.last = False  # all is saved, so it may leave
+        assert not agent.scavenge.due(last=True)
+
+    run(test)
+
+
+def test_the_job_comes_back_in_the_middle() -> None:
+    async def test(net: Network) -> None:
+        net.lose("d")
+        net.agents["a"].scavenge.begin()
+        await asyncio.sleep(0.01)
+        for agent in net.agents.values():
+            agent.scavenge.reset()
+        await asyncio.sleep(0.2)
+        assert not net.published and not any(agent.scavenge.busy for agent in net.agents.values())
+
+    run(test)
