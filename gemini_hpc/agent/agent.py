@@ -152,7 +152,8 @@ class Agent:
             if not self.detached:
                 self.detached_at, self._unwanted_since = now, None
                 continue
-            alone_s, flushing = now - self.detached_at, self._flushing()
+            alone_s = now - self.detached_at
+            flushing = self._flushing() and not self.scavenge.due(last=True)  # which it would be from then on
             short = bool(self.budget.taken_bytes) and self.budget.below_floor(_SPILL_FLOOR if flushing else 1.0)
             if not self.budget.taken_bytes and alone_s > _EMPTY_S and not flushing:
                 self.release("it holds nothing")

@@ -184,7 +184,7 @@ def run(test: Callable[[Network], Awaitable[None]], hosts: str = "abcd", *, m: i
 FILES = [f"node-{rank:04d}.h5" for rank in range(4)]
 
 
-@pytest.mark.parametrize(("gone", "begins"), permutations("abcd", 2))
+@pytest.mark.parametrize(("gone", "begins"), list(permutations("abcd", 2)))
 def test_whoever_is_lost_and_whoever_begins(gone: str, begins: str) -> None:
     async def test(net: Network) -> None:
         net.lose(gone)
