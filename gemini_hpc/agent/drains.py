@@ -263,11 +263,10 @@ class Drains:
             kept = self.saved.get(training.name)
             if kept is not None and kept[0] >= wanted:
                 return kept[0], ""
-            for wait in (None, self._tidied):
-                if wait is not None:
-                    await asyncio.wait([wait(training.name)])
-                if self._agent.scavenge.busy:
-                    return wanted, reason or "a node is missing, and the others save it by themselves"
+            if not self._agent.scavenge.busy:
+                await asyncio.wait([self._tidied(training.name)])
+            if self._agent.scavenge.busy:
+                return wanted, reason or "a node is missing, and the others save it by themselves"
             gathering = self._under_way(training.name) or self._begin(training, rounds.round, stamp)
             reason = await asyncio.shield(gathering.done)
             if not reason and gathering.stamp >= wanted:
