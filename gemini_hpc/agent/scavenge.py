@@ -295,11 +295,12 @@ class Scavenge:
                     agent.send(host, orders[host])
                 else:
                     silent_since.setdefault(host, now)
-            lost = [host for host, since in silent_since.items() if now - since > _LOST_S]
-            if lost := waiting if now - began > _WRITE_S else lost:
+            late = now - began > _WRITE_S
+            lost = waiting if late else [host for host, since in silent_since.items() if now - since > _LOST_S]
+            if lost:
                 for host in lost:
                     self._have.pop(host, None)
-                return f"{_listed(lost)} not reached any more"
+                return f"{_listed(lost)} {'too slow' if late else 'not reached any more'}"
             await self._until(lambda: self._answered.keys() >= orders.keys(), _AGAIN_S)
         unable |= {host for host, reason in self._answered.items() if reason}
         return "; ".join(f"{host}: {reason}" for host, reason in self._answered.items() if reason)[:_SAID]

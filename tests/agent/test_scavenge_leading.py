@@ -80,17 +80,12 @@ class Agent:
         self.dead: set[str] = set()
         self.heard = dict.fromkeys(net.hosts, time.monotonic())
         self.position = self.noderanks
-        self.drains: Any = self
-        self.node_saver = self
-        self.last, self.saved = True, dict[str, tuple[Stamp, float]]()
+        self.saved: dict[str, tuple[Stamp, float]] = {}
         self.unable = ""
         self.wrote: list[set[int]] = []
         self.events: list[str] = []
         self.tasks: list[asyncio.Task[Any]] = []
-        self.scavenge = Scavenge(self._face())
-
-    def _face(self) -> Any:
-        drains = SimpleNamespace(
+        self.drains = SimpleNamespace(
             node=SimpleNamespace(wanted=self.wanted, cancel=lambda: None),
             settle=self.settle,
             stored=self.stored,
@@ -101,8 +96,8 @@ class Agent:
             tier="/tier",
             last=True,
         )
-        self.drains = drains
-        return self
+        agent: Any = self
+        self.scavenge = Scavenge(agent)
 
     def _shard(self, rank: int) -> Any:
         pair = SlotPair()
@@ -264,7 +259,6 @@ def test_the_leader_is_lost_too() -> None:
 
     async def test(net: Network) -> None:
         net.lose("d")
-        net.agents["a"].unable = ""
         for agent in net.agents.values():
             agent.scavenge.begin()
         await asyncio.sleep(0.01)
