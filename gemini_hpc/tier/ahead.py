@@ -1,8 +1,7 @@
 """Reading ahead of a reader: the disk is busy from the start, while Python loads HDF5, and while a part is digested.
 
-The kernel's own read-ahead begins with the first read and pauses with it. One call of posix_fadvise takes no more of
-a file than that would (8 MB where it was looked at), so it is called part by part. The interpreter's lock must change
-hands quickly meanwhile: with its usual 5 ms the disk waits for Python's imports.
+Several reads are under way at a time. The interpreter's lock must change hands quickly meanwhile: with its usual 5 ms
+the disk waits for Python's imports.
 """
 
 from __future__ import annotations
@@ -10,44 +9,73 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from contextlib import suppress
 
-_PART_BYTES = 8 << 20
-_WINDOW_BYTES = 256 << 20  # so much of the page cache, and not the whole of a large file
-_LOOK_S = 0.005
+from gemini_hpc.tier.direct import PART_BYTES, File, buffers, started
+
+_THREADS = 8
+_WINDOW = 32  # parts
 _SWITCH_S = 0.001
 
 
 class Ahead:
-    """Of a part of one file; `through` says how far its reader is. A file that cannot be read is told by who reads
-    it."""
+    """Bytes of a file from about `begin` on, about `length`, in their order: a part that has been taken from is the
+    earliest that still can be. Raises OSError for a file that cannot be opened."""
 
     def __init__(self, path: str, begin: int, length: int) -> None:
-        self._path, self._begin, self._length = path, begin, length
-        self._through = 0
-        self._over = threading.Event()
+        self._file = File(path, os.O_RDONLY)
+        self._buffers = buffers(_WINDOW)
+        self._wanted = self._next = begin // PART_BYTES
+        self._last = -(-(begin + length) // PART_BYTES) + 1  # and what HDF5 has between
+        self._read: dict[int, int] = {}  # bytes of each part that has come
+        self._over = False
+        lock = threading.Lock()
+        self._room, self._came = threading.Condition(lock), threading.Condition(lock)
         self._before_s = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
-        threading.Thread(target=self._run, name="gemini-ahead", daemon=True).start()
+        self._threads = started(_THREADS, self._run, "gemini-ahead")
 
-    def through(self, count: int) -> None:
-        """`count` more bytes have been read."""
-        self._through += count
+    def take(self, into: memoryview, at: int) -> int:
+        """Bytes from offset `at` on, as many as are here: how many that are; 0 for what was not read ahead, or could
+        not be read, which the caller reads himself."""
+        part, skip = divmod(at, PART_BYTES)
+        with self._came:
+            if not self._wanted <= part < self._last:
+                return 0
+            for done in range(self._wanted, part):
+                self._read.pop(done, None)
+            self._wanted = part
+            self._room.notify_all()
+            self._came.wait_for(lambda: part in self._read)
+            count = max(0, min(self._read[part] - skip, len(into)))
+        into[:count] = self._buffers[part % _WINDOW][skip : skip + count]
+        return count
 
     def close(self) -> None:
         """No more of it."""
-        self._over.set()
+        with self._room:
+            self._over = True
+            self._room.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._file.close()
         sys.setswitchinterval(self._before_s)
 
     def _run(self) -> None:
-        with suppress(OSError):
-            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        while (part := self._turn()) is not None:
             try:
-                for at in range(0, self._length, _PART_BYTES):
-                    while at - self._through > _WINDOW_BYTES and not self._over.wait(_LOOK_S):
-                        pass
-                    if self._over.is_set():
-                        return
-                    os.posix_fadvise(fd, self._begin + at, _PART_BYTES, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(fd)
+                count = self._file.read(self._buffers[part % _WINDOW], part * PART_BYTES)
+            except OSError:
+                count = 0
+            with self._came:
+                if part >= self._wanted:
+                    self._read[part] = count
+                self._came.notify()
+
+    def _turn(self) -> int | None:
+        """The part that is to be read next, when there is room for it."""
+        with self._room:
+            self._room.wait_for(lambda: self._over or self._next < self._wanted + _WINDOW)
+            if self._over or self._next >= self._last:
+                return None
+            self._next += 1
+            return self._next - 1

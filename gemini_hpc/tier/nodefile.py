@@ -14,6 +14,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,12 @@ from gemini_hpc.core import directory
 from gemini_hpc.core.directory import Manifest, Piece
 from gemini_hpc.core.manifest import HEADER_BYTES, MAX_TOTAL_BYTES, Header, parse_header
 from gemini_hpc.tier import hdf5, place
+from gemini_hpc.tier.ahead import Ahead
+from gemini_hpc.tier.behind import Behind
+from gemini_hpc.tier.direct import PART_BYTES
 from gemini_hpc.tier.shards import Area, Shard, digest
 from gemini_hpc.wire.stored import NodeFile, Stored
 
-_STRIDE_BYTES = 2 << 20
 _CHUNK_BYTES = 1 << 20  # of compressed datasets
 _SYNC_BYTES = 1 << 30  # not more is left to the last sync: nothing is heard of a worker during one
 _OWN = ("header", "directory", "small")
@@ -69,8 +72,8 @@ class _Place:
         """Of how many bytes what is written at once is; through HDF5: and its box of the dataset, None for all."""
         length = self.area.end - self.area.begin
         if self.offset is not None:
-            for at in range(0, length, _STRIDE_BYTES):
-                yield min(_STRIDE_BYTES, length - at), None
+            for at in range(0, length, PART_BYTES):
+                yield min(PART_BYTES, length - at), None
         elif length:
             yield from _boxes(self.made.shape, length)
 
@@ -87,10 +90,16 @@ def write(
         with hdf5.created(path) as file:
             laid_out = [_lay_out(file, shard, compress=compress) for shard, _, _ in shards]
             file.flush()
-            with _Disk(path, paced) as disk:
+            digests: list[tuple[Any, str]] = []
+            with closing(Behind(path, direct=not compress)) as behind:
+                disk = _Disk(behind, paced)
                 for (shard, home, wanted), places in zip(shards, laid_out, strict=True):
-                    header, kept = shard.header, _fill(disk, shard, places, wanted)
+                    header, kept = shard.header, _fill(disk, shard, places, wanted, digests)
                     stored.append(Stored(header.rank, home, header.layout.total, header.used_bytes, kept))
+                behind.wait()
+            # HDF5 may write to the file now.
+            for made, own in digests:
+                h5py.Dataset(made).attrs["xxh3_128"] = own
         paced(0)
         size_bytes = os.stat(path).st_size
     return NodeFile(name, size_bytes, tuple(stored))
@@ -122,26 +131,32 @@ def _lay_out(file: h5py.File, shard: Shard, *, compress: bool) -> list[_Place]:
     return places
 
 
-def _fill(disk: _Disk, shard: Shard, places: Sequence[_Place], wanted: str) -> str:
+def _fill(disk: _Disk, shard: Shard, places: Sequence[_Place], wanted: str, digests: list[tuple[Any, str]]) -> str:
     """Write a shard's bytes, and digest them while they are on their way to the disk: the digest of what comes back.
     Raises `Overwritten`."""
-    there, kept, at = xxhash.xxh3_128(), xxhash.xxh3_128(), 0  # with what lies between the areas, and with zeros
+    there = kept = xxhash.xxh3_128()  # with what lies between the areas; with zeros, a second one where that differs
+    at = 0
     for spot in places:
         area = spot.area
-        there.update(shard.view[at : area.begin])
-        kept.update(bytes(area.begin - at))
+        between = shard.view[at : area.begin]
+        if kept is there and between != bytes(len(between)):
+            kept = there.copy()
+        hashers = [there] if kept is there else [there, kept]
+        there.update(between)
+        if kept is not there:
+            kept.update(bytes(len(between)))
         own, at = xxhash.xxh3_128(), area.begin
         for size_bytes, box in spot.parts():
             data = shard.view[at : at + size_bytes]
             if spot.offset is not None:
-                disk.put(data, spot.offset + at - area.begin)
+                data = disk.put(data, spot.offset + at - area.begin)
             else:
                 hdf5.put(spot.made, data, box)
-            disk.through(size_bytes)
-            for hasher in (own, there, kept):
+            for hasher in (own, *hashers):
                 hasher.update(data)
+            disk.through(size_bytes)
             at += size_bytes
-        h5py.Dataset(spot.made).attrs["xxh3_128"] = own.hexdigest()
+        digests.append((spot.made, own.hexdigest()))
     if there.hexdigest() != wanted:
         raise Overwritten(f"the copy of rank {shard.header.rank} in memory was overwritten before it was whole")
     return kept.hexdigest()
@@ -150,31 +165,16 @@ def _fill(disk: _Disk, shard: Shard, places: Sequence[_Place], wanted: str) -> s
 class _Disk:
     """The file beside HDF5: bytes go to their places in it, and all that has gone to it is synced now and then."""
 
-    def __init__(self, path: str, paced: Paced) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        self._paced, self._unsynced_bytes = paced, 0
-
-    def __enter__(self) -> _Disk:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
-
-    def put(self, data: memoryview, offset: int) -> None:
-        """Bytes to their place."""
-        at = 0
-        while at < len(data):
-            sent = os.pwrite(self._fd, data[at:], offset + at)
-            # It goes to the disk while the next bytes come, and does not stay in the node's page cache.
-            os.posix_fadvise(self._fd, offset + at, sent, os.POSIX_FADV_DONTNEED)
-            at += sent
+    def __init__(self, behind: Behind, paced: Paced) -> None:
+        self.put = behind.put
+        self._behind, self._paced, self._unsynced_bytes = behind, paced, 0
 
     def through(self, count: int) -> None:
         """So many more have gone, here or by HDF5."""
         self._paced(count)
         self._unsynced_bytes += count
         if self._unsynced_bytes >= _SYNC_BYTES:
-            os.fdatasync(self._fd)
+            self._behind.sync()
             self._unsynced_bytes = 0
             self._paced(0)
 
@@ -208,8 +208,9 @@ def _boxes(shape: tuple[int, ...], size_bytes: int) -> Iterator[tuple[int, hdf5.
 class Reader:
     """A node's file, open. Raises OSError for what HDF5 cannot open, ValueError for what is not as it should be."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, ahead: Ahead | None = None) -> None:
+        """ahead: what has already been read of it."""
+        self._path, self._ahead = path, ahead
         self._file = h5py.File(path, "r")
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -242,8 +243,8 @@ class Reader:
 
         def through(end: int) -> None:
             nonlocal hashed
-            for at in range(hashed, end, _STRIDE_BYTES):
-                hasher.update(into[at : min(end, at + _STRIDE_BYTES)])
+            for at in range(hashed, end, PART_BYTES):
+                hasher.update(into[at : min(end, at + PART_BYTES)])
             hashed = end
 
         # Each part is digested when it has come, while the file system is at the next ones.
@@ -323,7 +324,9 @@ class Reader:
                 yield at
             return
         while at < len(into):
-            count = os.preadv(self._fd, [into[at : at + _STRIDE_BYTES]], offset + at)
+            part = into[at : at + PART_BYTES]
+            count = 0 if self._ahead is None else self._ahead.take(part, offset + at)
+            count = count or os.preadv(self._fd, [part], offset + at)
             if not count:
                 raise ValueError(f"{self._path}: ends within {found.name}")
             at += count

@@ -1,7 +1,7 @@
 """`python3 -I -m gemini_hpc.tier.worker`: the process that reads and writes on the tier for an agent, one order.
 
-h5py is loaded here and nowhere else, and a file system that hangs holds up this process and nothing else. It runs
-behind everything (nice 19, idle input/output class) and ends when its agent does.
+h5py is loaded here and nowhere else, and a file system that hangs holds up this process and nothing else. It ends
+when its agent does. What no training waits for runs behind everything (nice 19, idle input/output class).
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ _TELL_EVERY_S = 0.5
 MAX_ORDER_BYTES = 256 << 20
 
 
-def _humble(parent: int) -> None:
-    """Behind everything else on this node, and no longer than the agent."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def _no_longer_than(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _humble() -> None:
+    """Behind everything else on this node, with all threads to come."""
     with suppress(OSError):
         os.nice(19)
     number = _IOPRIO_SET.get(os.uname().machine)
     if number is not None:
-        libc.syscall(number, 1, 0, _IDLE)
+        ctypes.CDLL(None).syscall(number, 1, 0, _IDLE)
 
 
 def _say(answer: orders.Answer) -> None:
@@ -141,18 +143,12 @@ def _read(order: orders.Read) -> orders.Answer:
         name, stored, begin = ("", None, 0) if manifest is None else manifest.shard(order.rank)
         if stored is None or (stored.used, stored.digest) != (order.used, order.digest):
             raise TierError(f"{where}: no longer has the shard of rank {order.rank}")
-        ahead = Ahead(f"{where}/{name}", begin, order.used)
-        from gemini_hpc.tier import nodefile
+        with closing(Ahead(f"{where}/{name}", begin, order.used)) as ahead:
+            from gemini_hpc.tier import nodefile
 
-        view = memoryview(mmap.mmap(order.fd, order.used, mmap.MAP_SHARED | mmap.MAP_POPULATE))
-        tell = _Told(0.0)
-
-        def paced(count: int) -> None:
-            ahead.through(count)
-            tell(count)
-
-        with closing(ahead), nodefile.Reader(f"{where}/{name}") as reader:
-            reader.read(stored, view, paced)
+            view = memoryview(mmap.mmap(order.fd, order.used, mmap.MAP_SHARED | mmap.MAP_POPULATE))
+            with nodefile.Reader(f"{where}/{name}", ahead) as reader:
+                reader.read(stored, view, _Told(0.0))
     return orders.Finished()
 
 
@@ -163,14 +159,17 @@ DOES: dict[type, Callable[..., orders.Answer]] = {
     orders.Look: _look,
     orders.Read: _read,
 }
+AWAITED = (orders.Look, orders.Read)
 
 
 def main() -> int:
     """Read one order, answer it; the exit status is 0 if there was an answer."""
-    _humble(int(sys.argv[1]))
+    _no_longer_than(int(sys.argv[1]))
     line = sys.stdin.buffer.readline(MAX_ORDER_BYTES)
     try:
         order = orders.order_decoder.decode(line)
+        if not isinstance(order, AWAITED):
+            _humble()
         _say(DOES[type(order)](order))
     except (TierError, ValueError) as error:
         _say(orders.Failed(str(error)[:500]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 import h5py
@@ -13,6 +14,7 @@ from h5py import h5t
 from gemini_hpc.core.directory import Row
 from gemini_hpc.core.dtypes import ITEM_BYTES
 from gemini_hpc.tier import hdf5, nodefile
+from gemini_hpc.tier.ahead import Ahead
 from gemini_hpc.tier.nodefile import Reader
 
 from . import slots
@@ -46,6 +48,21 @@ def test_a_slot_comes_back_byte_by_byte_without_what_lay_between(tmp_path: Path,
         assert reader.manifest(1) == slot.manifest
     assert into == slot.memory[: slot.used]
     assert os.listdir(tmp_path) == ["node-0001.h5"]
+
+
+@pytest.mark.parametrize("clean", [0, 1, 3, 9])
+def test_the_digest_is_of_zeros_wherever_garbage_lies_between(tmp_path: Path, clean: int) -> None:
+    """`clean`: between so many of the areas there are zeros already."""
+    rows = tuple(Row(f"model.{i}", "uint8", (100 - i,), True, "cpu") for i in range(6))
+    slot = slots.make(0, 1, rows, [(i, (0,), row.shape) for i, row in enumerate(rows)])
+    at = 0
+    for area in [*slot.shard().areas()][: clean + 1]:
+        slot.view[at : area.begin] = bytes(area.begin - at)
+        at = area.end
+    (stored,) = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], never).shards
+    before = slot.digest()
+    slot.shard().blank()
+    assert stored.digest == slot.digest() and (slot.digest() == before) == (clean == 9)
 
 
 def test_any_hdf5_program_finds_the_tensors(tmp_path: Path) -> None:
@@ -153,6 +170,40 @@ def test_compressed_tensors_are_written_and_read_part_by_part(tmp_path: Path) ->
     slot.shard().blank()
     assert into == slot.memory[: slot.used]
     assert max(wrote) < 2 << 20 and sum(wrote) == sum(read) and max(read) < 2 << 20
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_shards_of_many_sizes_come_back_when_they_are_read_ahead(tmp_path: Path, compress: bool) -> None:
+    """Large tensors and small ones by turns, three ranks in a file, each read from where it about begins."""
+    sizes = [3_000_001, 1, 70_000, 513, 1 << 20, 0, 4096, 65_536] * 8
+    rows = tuple(Row(f"model.{i}", "uint8", (size,), True, "cpu") for i, size in enumerate(sizes))
+    made = [slots.make(rank, 3, rows, [(i, (0,), row.shape) for i, row in enumerate(rows)]) for rank in range(3)]
+    shards = [(slot.shard(), 0, slot.digest()) for slot in made]
+    path = tmp_path / "n.h5"
+    file = nodefile.write(str(tmp_path), path.name, shards, never, compress=compress)
+    begin = 0
+    for slot, stored in zip(made, file.shards, strict=True):
+        into = bytearray(b"\xaa" * stored.used)
+        with closing(Ahead(str(path), begin, stored.used)) as ahead, Reader(str(path), ahead) as reader:
+            reader.read(stored, memoryview(into))
+            for piece in slot.manifest.pieces:
+                assert reader.piece(slot.manifest, piece) == slot.values[slot.manifest.rows[piece.row].key, (0,)]
+        slot.shard().blank()
+        assert into == slot.memory[: slot.used]
+        begin += stored.used
+
+
+def test_little_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slot, came = slots.make(0, 1, LARGE, LARGE_BOXES), list[int]()
+    file = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], never)
+    take = Ahead.take
+    monkeypatch.setattr(Ahead, "take", lambda self, into, at: (count := take(self, into, at), came.append(count))[0])
+    with (
+        closing(Ahead(str(tmp_path / "n.h5"), 0, slot.used)) as ahead,
+        Reader(str(tmp_path / "n.h5"), ahead) as reader,
+    ):
+        reader.read(file.shards[0], memoryview(bytearray(slot.used)))
+    assert sum(came) >= 0.9 * slot.used
 
 
 @pytest.mark.parametrize("compress", [False, True])

@@ -27,10 +27,10 @@ IDLE = 3
 IOPRIO_GET = {"x86_64": 252, "aarch64": 31}
 WITHOUT_RIGHTS = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")  # root's process, without root's rights
 LOADED = """
-import sys
+import os, sys
 from gemini_hpc.tier import worker
 worker.main()
-print(*{name.partition(".")[0] for name in sys.modules}, file=sys.stderr)
+print(os.nice(0), *{name.partition(".")[0] for name in sys.modules}, file=sys.stderr)
 """
 
 
@@ -246,8 +246,8 @@ def test_it_ends_with_the_agent(node: Node, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "gemini-5")
 
 
-def test_torch_is_never_loaded(node: Node, tmp_path: Path) -> None:
-    """It takes seconds and hundreds of MB, for each order."""
+def test_torch_is_never_loaded_and_what_a_training_waits_for_is_not_behind_others(node: Node, tmp_path: Path) -> None:
+    """torch takes seconds and hundreds of MB, for each order."""
     fd = os.memfd_create("into")
     source = node.source(0)
     os.ftruncate(fd, source.used)
@@ -270,7 +270,8 @@ def test_torch_is_never_loaded(node: Node, tmp_path: Path) -> None:
         )
         answer = orders.answer_decoder.decode(done.stdout.splitlines()[-1])
         assert not isinstance(answer, orders.Failed), answer
-        loaded = set(done.stderr.decode().split())
+        nice, *loaded = done.stderr.decode().split()
+        assert (nice == "19") == (not isinstance(order, orders.Look | orders.Read))
         assert "gemini_hpc" in loaded and "torch" not in loaded
         assert ("h5py" in loaded) == isinstance(order, orders.Write | orders.Finish | orders.Read)
     os.close(fd)
