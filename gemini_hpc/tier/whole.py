@@ -119,7 +119,13 @@ def _covered(boxes: set[Box], ndim: int) -> int:
 
 def flat(whole: Whole) -> dict[str, torch.Tensor]:
     """Tensors and nothing else, buffers too, by key."""
-    return {**whole.tensors, **_plain(whole.small.get("buffers", {}))}
+    return {**whole.tensors, **(_buffers(whole.small) if whole.small else {})}
+
+
+def _buffers(small: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Those that a `state_dict` has, which other programs expect; old versions do not say which these are."""
+    left_out = small.get("transient", ())
+    return {name: _plain(tensor) for name, tensor in small["buffers"].items() if name not in left_out}
 
 
 def as_state(whole: Whole) -> dict[str, Any]:
@@ -129,7 +135,7 @@ def as_state(whole: Whole) -> dict[str, Any]:
     takes all of it with `weights_only`."""
     if not whole.small:
         return dict(whole.tensors)
-    small = {part: _plain(whole.small[part]) for part in ("buffers", "stateful")}
+    stateful = _plain(whole.small["stateful"])
     model: dict[str, torch.Tensor] = {}
     extra: dict[str, dict[str, torch.Tensor]] = {}
     optimizers: list[dict[str, Any]] = [{"state": {}, "param_groups": its} for its in _groups(whole.small)]
@@ -151,7 +157,7 @@ def as_state(whole: Whole) -> dict[str, Any]:
             optimizers[row.optimizer]["state"].setdefault(_name(row.owner), {})[row.name] = tensor
         elif not put(key, tensor):
             own[key] = tensor
-    for name, tensor in small["buffers"].items():
+    for name, tensor in _buffers(whole.small).items():
         put(name, tensor)
     for name, known in whole.aliases.items():
         if known in whole.tensors:
@@ -160,7 +166,7 @@ def as_state(whole: Whole) -> dict[str, Any]:
         if number < count:
             optimizers[number]["state"].setdefault(_name(owner), {})[name] = _plain(value)
     found: dict[str, Any] = {"model": model, "optimizer": optimizers[0] if count == 1 else optimizers}
-    for name, part in (("extra", extra), ("stateful", small["stateful"]), ("own", own)):
+    for name, part in (("extra", extra), ("stateful", stateful), ("own", own)):
         if part:
             found[name] = part
     return found

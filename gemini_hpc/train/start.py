@@ -65,9 +65,13 @@ def _from_tier(tree: StateTree, path: str, name: str, rank: int, world: int) -> 
 
 
 def _plain(tree: StateTree) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of the model by the names that it gives them."""
+    """Parameters and buffers of the model by the names that it gives them, as far as it saves them itself."""
     found = {p.fqn.removeprefix("model."): p.tensor for p in tree.params if p.fqn.startswith("model.")}
-    found |= {n.removeprefix("model."): t for n, t in tree.buffers.items() if n.startswith("model.")}
+    found |= {
+        n.removeprefix("model."): t
+        for n, t in tree.buffers.items()
+        if n.startswith("model.") and n not in tree.transient
+    }
     return found
 
 

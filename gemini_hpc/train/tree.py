@@ -86,7 +86,9 @@ def _named(module: nn.Module, kind: str) -> Iterator[tuple[str, torch.Tensor, bo
             )
         ddp = isinstance(m, DistributedDataParallel)
         ignored: set[str] = set(m.parameters_to_ignore) if isinstance(m, DistributedDataParallel) else set()
-        direct = m._parameters if kind == "parameters" else m._buffers
+        direct: Mapping[str, torch.Tensor | None] = m._parameters if kind == "parameters" else m._buffers
+        if kind == "transient":
+            direct = {key: m._buffers.get(key) for key in m._non_persistent_buffers_set}
         for key, tensor in direct.items():
             if tensor is not None:
                 yield prefix + key, tensor, replicated
@@ -173,6 +175,7 @@ class StateTree:
         self.aliases: dict[str, str] = {}
         self.params: list[Param] = []
         self.buffers: dict[str, torch.Tensor] = {}
+        self.transient: set[str] = set()  # of these, what `Module.state_dict` leaves out
         self._by_id: dict[int, Param] = {}
         self._names: dict[int, str] = {}
         self.outside: list[str] = []
@@ -189,6 +192,7 @@ class StateTree:
                 self._add(Param(f"{prefix}.{fqn}", tensor, replicated))
             for fqn, tensor, _ in _named(module, "buffers"):
                 self.buffers[f"{prefix}.{fqn}"] = tensor
+            self.transient |= {f"{prefix}.{fqn}" for fqn, _, _ in _named(module, "transient")}
         for i, optimizer in enumerate(self.optimizers):
             for g, group in enumerate(optimizer.param_groups):
                 for j, p in enumerate(group["params"]):
@@ -275,7 +279,9 @@ class StateTree:
                 [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in o.param_groups]
                 for o in self.optimizers
             ],
-            "members": [members.pack(self._names) for members in self._members],  # for other programs: export
+            # For other programs: export.
+            "members": [members.pack(self._names) for members in self._members],
+            "transient": sorted(self.transient),
             "odd": dict(odd),
             "stateful": {name: item.state_dict() for name, item in self.stateful.items()},
             "buckets": [recorder.order for recorder in self.ddps],

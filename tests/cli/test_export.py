@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from gemini_hpc.cli import main
@@ -114,7 +115,11 @@ def told(capsys: Told) -> str:
 def load_dcp(path: Path) -> dict[str, torch.Tensor]:
     reader = FileSystemReader(path)
     known = reader.read_metadata().state_dict_metadata
-    found = {key: torch.empty(about.size, dtype=about.properties.dtype) for key, about in known.items()}  # type: ignore[union-attr]
+    found = {
+        key: torch.empty(about.size, dtype=about.properties.dtype)
+        for key, about in known.items()
+        if isinstance(about, TensorStorageMetadata)
+    }
     state_dict_loader.load(found, storage_reader=reader, no_dist=True)
     return found
 
@@ -285,6 +290,42 @@ def test_a_version_of_before_has_no_names(tmp_path: Path) -> None:
     assert group["lr"] == 0.1 and "params" not in group
     net = model()
     StateTree(net, [torch.optim.SGD(net.parameters(), lr=0.2)], {}, {}).restore_small(found.small)
+
+
+class Turned(torch.nn.Module):
+    """Buffers that `state_dict` leaves out, as rotary embeddings have, beside one that it has."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.inner = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        self.inner[0].register_buffer("inv_freq", torch.randn(3), persistent=False)
+        self.register_buffer("none", None, persistent=False)
+        self.register_buffer("scale", torch.randn(2))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_a_state_dict_leaves_out_is_left_out(tmp_path: Path, form: str) -> None:
+    """A strict load takes all of it; here it comes back, elsewhere it is made by the model."""
+    net, again = Turned(1), Turned(2)
+    tree = StateTree(net, [torch.optim.SGD(net.parameters())], {}, {"teacher": Turned(3)})
+    where = store(tmp_path / "tier", [train(tree)])
+    assert export(where, "--format", form, "-o", tmp_path / "out") == 0
+    if form == "safetensors":
+        flat = load_file(tmp_path / "out")
+        found = {name.removeprefix("model."): t for name, t in flat.items() if name.startswith("model.")}
+        assert not [name for name in flat if "inv_freq" in name] and "extra.teacher.scale" in flat
+    elif form == "torch":
+        found = torch.load(tmp_path / "out", weights_only=True)["model"]
+    else:
+        found = {n.removeprefix("model."): t for n, t in load_dcp(tmp_path / "out").items() if n.startswith("model.")}
+    again.load_state_dict(found)
+    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), again.state_dict().values(), strict=True))
+    other = Turned(4)
+    StateTree(other, [torch.optim.SGD(other.parameters())], {}, {"teacher": Turned(5)}).restore_small(tree.small({}))
+    for kept, back in zip(net.buffers(), other.buffers(), strict=True):
+        assert torch.equal(kept, back)
 
 
 # ---- where it is written -------------------------------------------------------------------------------

@@ -219,6 +219,24 @@ def test_checkpoints_of_others(tmp_path: Path, form: str) -> None:
         assert all(torch.equal(have[number][name], value) for name, value in values.items()), number
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("form", ["bare", *FOREIGN])
+def test_checkpoints_do_not_have_what_a_state_dict_leaves_out(tmp_path: Path, form: str) -> None:
+    """Rotary embeddings are such buffers: each model makes its own."""
+    (net, optimizer), (again, its) = fresh(1), fresh(2)
+    for number, module in enumerate((net, again)):
+        module.register_buffer("inv_freq", torch.full((4,), float(number)), persistent=False)
+    net(torch.randint(0, 50, (4, 8))).sum().backward()
+    optimizer.step()
+    if form == "bare":
+        torch.save(net.state_dict(), tmp_path / "out")
+    else:
+        FOREIGN[form](net, optimizer, tmp_path / "out")
+    start.load(StateTree(again, [its], {}, {}), str(tmp_path / "out"), "default", 0, 1)
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in net.state_dict().items())
+    assert dict(again.named_buffers())["inv_freq"].tolist() == [1.0] * 4
+
+
 def test_an_mpi_programs_version_is_none_of_a_training(tmp_path: Path) -> None:
     where = store(tmp_path, [mpi(0, {"T": np.ones(3)}, 1)])
     net, optimizer = fresh()
