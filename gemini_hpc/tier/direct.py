@@ -42,7 +42,7 @@ class File:
         self.fd = os.open(path, flags | os.O_CLOEXEC)
         self._direct = -1
         if direct:
-            with suppress(OSError):  # as tmpfs has it
+            with suppress(OSError):
                 self._direct = os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT)
 
     def close(self) -> None:

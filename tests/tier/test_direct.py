@@ -24,13 +24,23 @@ PART = direct.PART_BYTES
 PAGE = direct.PAGE_BYTES
 
 
-@pytest.fixture(params=["disk", "tmpfs", "refuses"])
+@pytest.fixture(params=["disk", "memory", "is not opened", "refuses"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A file system with direct reads and writes; one that cannot be opened for them; one that has none then."""
-    if request.param == "tmpfs":
+    """File systems with direct reads and writes; one in which nothing can be opened for them; one that has none
+    then."""
+    if request.param == "memory":
         with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
             yield Path(made)
         return
+    if request.param == "is not opened":
+        opened = os.open
+
+        def open_(path: str, flags: int, *more: int) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return opened(path, flags, *more)
+
+        monkeypatch.setattr(os, "open", open_)
     if request.param == "refuses":
         preadv, pwrite = os.preadv, os.pwrite
 
