@@ -57,6 +57,7 @@ class Scavenge:
         self._leader = ""
         self._over = asyncio.Event()
         self.saved = False  # all that was sealed is on the tier
+        self.reasons: dict[str, str] = {}  # at the leader, by set: why it is not
         self._have: dict[str, peer.ScavengeHave] = {}
         self._unable: dict[str, set[str]] = {}  # by set, hosts that could not write
         self.gathering: dict[str, Gathering] = {}
@@ -78,6 +79,16 @@ class Scavenge:
         if self._asked_last if last else time.monotonic() < self._again_at:
             return False
         return self.missing()
+
+    @property
+    def serves(self) -> bool:
+        """Whether what is left in memory is saved in this way, or has been: the root alone cannot."""
+        return self._agent.detached and self._able() and (self.saved or self.busy or self.missing())
+
+    @property
+    def leader(self) -> str:
+        """Who leads, or led last; "" while nobody is known to."""
+        return self._leader
 
     def _able(self) -> bool:
         return bool(self._agent.drains.tier) and self._agent.mesh is not None
@@ -115,6 +126,7 @@ class Scavenge:
         self._again_at, self._gap_s, self._asked_last = 0.0, _GAP_S, False
         self._have.clear()
         self._unable.clear()
+        self.reasons.clear()
         for gathering in self.gathering.values():
             gathering.end("the job has come back")
         self.gathering.clear()
@@ -235,7 +247,8 @@ class Scavenge:
         agent, name, stamp = self._agent, sealed.set, Stamp(*sealed.stamp)
         try:
             await agent.drains.stored((), _MUSTER_S)
-        except TierFailed:  # which has been said
+        except TierFailed as error:  # which has been said
+            self.reasons[name] = str(error)
             return False
         known = agent.drains.saved.get(name)
         if known is not None and known[0] >= stamp:
@@ -253,6 +266,7 @@ class Scavenge:
             if not reason or (len(self._have), len(self._unable.get(name, ()))) == before:
                 break  # it is there, or would fail again
         self.gathering.pop(name, None)
+        self.reasons[name] = first if reason else ""
         if reason:
             agent.drains.say(name, stamp.version, first)
             await agent.drains.clean(name, Stamp(stamp.epoch, stamp.version + 1))

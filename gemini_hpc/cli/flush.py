@@ -23,8 +23,9 @@ def register(subparsers: _Subparsers) -> None:
         "flush",
         help="write a job's newest version to its persistent tier now",
         description="Bring the newest sealed version of a job from the memory of its nodes to its persistent tier "
-        "(--gemini-tier) now, and wait until it is there. The training goes on meanwhile. For the job's owner, root "
-        "and SlurmUser. Exit status 0: each of its sets is on the tier; 1: not, and why.",
+        "(--gemini-tier) now, and wait until it is there. The training goes on meanwhile. Of a job that waits for "
+        "nodes, from the memory of those that it had. For the job's owner, root and SlurmUser. Exit status 0: each "
+        "of its sets is on the tier; 1: not, and why.",
     )
     parser.add_argument("job", metavar="JOBID", help="job id, or array task as 10_3")
     parser.add_argument("--json", action="store_true", help="print one JSON document at the end")

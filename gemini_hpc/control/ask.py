@@ -174,18 +174,35 @@ async def _flush(settings: Settings, raw_id: int, told: Told) -> list[Flushing]:
 
     try:
         job, nodes = await _allocation(settings, raw_id)
+        nodes = nodes or await _kept_on(settings, raw_id)
     except SlurmError as exc:
         raise AskError(f"Slurm does not answer: {exc}") from None
-    asked: set[str] = set()
-    root = next(iter(nodes), "")
-    while root and root not in asked and root in nodes:
-        asked.add(root)
-        over = await _flush_at(settings, raw_id, job.user_id, root, nodes[root].address, told)
+    left = list(nodes)
+    root = ""
+    while left:
+        left.remove(name := root if root in left else left[0])
+        over = await _flush_at(settings, raw_id, job.user_id, name, nodes[name].address, told)
         root = next((word.root for word in over if word.root), "")
         if over and not root:
             return over
-        root = root or next((name for name in nodes if name not in asked), "")
-    raise AskError(f"job {raw_id}: no agent answers")
+    raise AskError(f"job {raw_id}: {'no agent answers' if nodes else 'it has no nodes now, and none of its memory'}")
+
+
+async def _kept_on(settings: Settings, raw_id: int) -> dict[str, Node]:
+    """Where a job that waits for nodes has agents, as the controller knows it. Raises `AskError`, and SlurmError
+    where Slurm does not answer."""
+    from gemini_hpc.control.slurm import Slurm
+
+    try:
+        line = await asyncio.to_thread(ControllerLine, settings, raw_id)
+        try:
+            answer = await asyncio.to_thread(line.ask, raw_id)
+        finally:
+            line.close()
+    except NoControllerError as exc:
+        raise AskError(f"job {raw_id} has no nodes now; where it had some the controller knows, but: {exc}") from None
+    hosts = tuple(sorted(part.host for part in answer.parts))
+    return await Slurm().nodes(hosts) if hosts else {}
 
 
 async def _flush_at(settings: Settings, job: int, uid: int, name: str, address: str, told: Told) -> list[Flushing]:

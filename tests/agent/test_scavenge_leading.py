@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from gemini_hpc.agent import scavenge
+from gemini_hpc.agent import flush, scavenge
 from gemini_hpc.agent.gathering import Gathering
 from gemini_hpc.agent.nodesaver import Told, Wanted
 from gemini_hpc.agent.scavenge import Scavenge
 from gemini_hpc.agent.tierwork import TierFailed
 from gemini_hpc.core.slots import SlotPair, Stamp
+from gemini_hpc.wire.flush import FlushAsk, Flushing
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import NodeFile, Stored
 
@@ -30,6 +31,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"_REACH_S": 0.2, "_MUSTER_S": 0.5, "_ASKED_S": 0.5, "_AGAIN_S": 0.05, "_LOST_S": 0.4, "_SILENT_S": 0.3}
     for name, value in times.items():
         monkeypatch.setattr(scavenge, name, value)
+    monkeypatch.setattr(flush, "_LOOK_S", 0.005)
 
 
 class Network:
@@ -68,7 +70,7 @@ class Agent:
 
     def __init__(self, net: Network, node: str) -> None:
         self.net, self.node, self.hosts = net, node, net.hosts
-        self.detached = True
+        self.detached, self.job = True, 12
         self.noderanks = {host: rank for rank, host in enumerate(net.hosts)}
         self.rounds = SimpleNamespace(children=net.hosts[1:] if node == net.hosts[0] else (), parent=None)
         if node != net.hosts[0]:
@@ -95,6 +97,7 @@ class Agent:
             clean=self.clean,
             tier="/tier",
             last=True,
+            progress=lambda name: 7,
         )
         agent: Any = self
         self.scavenge = Scavenge(agent)
@@ -344,5 +347,101 @@ def test_the_job_comes_back_in_the_middle() -> None:
             agent.scavenge.reset()
         await asyncio.sleep(0.2)
         assert not net.published and not any(agent.scavenge.busy for agent in net.agents.values())
+
+    run(test)
+
+
+# ---- by hand -------------------------------------------------------------------------------------------
+
+
+class Caller:
+    """A `gemini-hpc flush`, at the agent's end."""
+
+    def __init__(self) -> None:
+        self.told: list[Flushing] = []
+
+    async def receive(self) -> Message:
+        return FlushAsk()
+
+    async def flush(self, message: Flushing) -> None:
+        self.told.append(message)
+
+    @property
+    def over(self) -> list[Flushing]:
+        return [word for word in self.told if word.over]
+
+
+async def by_hand(net: Network, host: str) -> Flushing:
+    """As the command asks, agent by agent."""
+    for _ in net.hosts:
+        caller: Any = Caller()
+        agent: Any = net.agents[host]
+        await flush.answer(agent, caller)
+        (word,) = caller.over
+        assert all((t.set, t.stamp, t.bytes) == ("default", SEALED, 7) for t in caller.told if not t.over)
+        if not word.root:
+            return word
+        assert word.root != host
+        host = word.root
+    raise AssertionError("sent from one to the other")
+
+
+@pytest.mark.parametrize(("gone", "asked"), [(gone, asked) for gone, asked in permutations("abcd", 2)])
+def test_whoever_is_asked_by_hand(gone: str, asked: str) -> None:
+    async def test(net: Network) -> None:
+        net.lose(gone)
+        word = await by_hand(net, asked)
+        assert (word.set, word.stamp, word.reason) == ("default", SEALED, "")
+        assert word.where == "/tier/gemini-12/default/e0000001-v0000000000005"
+        assert [files for _, files in net.published] == [FILES]
+        await net.over()
+        for host in net.agents:  # again, of any: it is there
+            assert await by_hand(net, host) == word
+        assert len(net.published) == 1
+
+    run(test)
+
+
+def test_by_hand_while_it_is_under_way() -> None:
+    async def test(net: Network) -> None:
+        net.lose("b")
+        net.agents["d"].scavenge.begin()
+        words = await asyncio.gather(*(by_hand(net, host) for host in "acd"))
+        assert {word.stamp for word in words} == {SEALED} and not any(word.reason for word in words)
+        assert len(net.published) == 1
+
+    run(test)
+
+
+def test_by_hand_of_what_is_gone() -> None:
+    async def test(net: Network) -> None:
+        net.lose("b")
+        net.lose("c")
+        for host in "ad":
+            word = await by_hand(net, host)
+            assert word.reason == "the shards of rank 1 are gone with b, c" and not word.where
+
+    run(test)
+
+
+def test_by_hand_where_the_tier_is_away() -> None:
+    async def test(net: Network) -> None:
+        net.lose("b")
+        net.tier_down = True
+        assert (await by_hand(net, "c")).reason == "not mounted"
+        net.tier_down = False
+        assert (await by_hand(net, "c")).stamp == SEALED and net.published
+
+    run(test)
+
+
+def test_by_hand_when_the_job_comes_back() -> None:
+    async def test(net: Network) -> None:
+        net.lose("b")
+        asked = asyncio.ensure_future(by_hand(net, "a"))
+        await asyncio.sleep(0.01)
+        net.agents["a"].detached = False
+        net.agents["a"].scavenge.reset()
+        assert (await asked).reason == "the job has come back meanwhile"
 
     run(test)

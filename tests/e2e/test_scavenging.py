@@ -125,6 +125,22 @@ def test_a_job_that_is_cancelled_while_it_waits(cluster: Cluster, tier: Path) ->
     until(lambda: not agents(job), 20, what="memory freed")
 
 
+def test_a_job_that_is_flushed_by_hand_while_it_waits(cluster: Cluster, tier: Path) -> None:
+    """It has no nodes then: the controller knows where its agents are. Two words of it: there, and there already."""
+    job, left = lost(cluster, tier, 0)
+    until(lambda: job.slurm()["JobState"] == "PENDING", 30, 0.01, what="requeued")
+    told = [cluster.run(["gemini-hpc", "flush", str(job.id)], user="alice") for _ in range(2)]
+    stamp = newest(tier, job, 0)
+    for one in told:
+        assert one.returncode == 0, one.stderr + story(job)
+        assert f"version {stamp.epoch}:{stamp.version} is in {tier}" in one.stdout
+    assert set(agents(job)) == set(left)
+    assert cluster.run(["gemini-hpc", "flush", str(job.id)], user="bob").returncode == 1
+    until(lambda: not agents(job), 40, what="retention over")
+    none = cluster.run(["gemini-hpc", "flush", str(job.id)], user="alice")
+    assert none.returncode == 1 and "it has no nodes now, and none of its memory" in none.stderr, none.stderr
+
+
 def test_a_job_whose_memory_is_wanted_by_others(cluster: Cluster, tier: Path) -> None:
     free = meminfo()["MemAvailable"]
     assert free > 2 * MOST_MIB * MIB, f"{2 * MOST_MIB} MiB of free memory are wanted, {free // MIB} are there"

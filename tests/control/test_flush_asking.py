@@ -1,0 +1,99 @@
+"""Which agents `gemini-hpc flush` asks, one after the other, and what it says where none can do it."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gemini_hpc.config import Settings
+from gemini_hpc.control import ask, slurm
+from gemini_hpc.wire.flush import Flushing
+
+DONE = Flushing("default", (1, 5), over=True, where="/tier")
+
+
+class World:
+    """A job's nodes, the hosts that the controller knows (None: it does not answer), and what each agent says."""
+
+    def __init__(self, nodes: str, says: dict[str, Flushing], known: str | None = None) -> None:
+        self.nodes, self.says, self.known = nodes, says, known
+        self.asked: list[str] = []
+
+    async def allocation(self, settings: Settings, raw_id: int) -> tuple[Any, dict[str, Any]]:
+        return SimpleNamespace(user_id=1000), await self.addresses(self.nodes)
+
+    async def addresses(self, hosts: Any) -> dict[str, Any]:
+        return {host: SimpleNamespace(address=f"at {host}") for host in hosts}
+
+    async def flush_at(self, settings: Settings, job: int, uid: int, name: str, address: str, told: Any) -> Any:
+        assert (job, uid, address) == (7, 1000, f"at {name}")
+        self.asked.append(name)
+        return [self.says[name]] if name in self.says else []
+
+    def line(self, settings: Settings, job: int) -> Any:
+        if self.known is None:
+            raise ask.NoControllerError("ctl:1: Connection refused")
+        parts = tuple(SimpleNamespace(host=host) for host in self.known)
+        return SimpleNamespace(ask=lambda job: SimpleNamespace(parts=parts), close=lambda: None)
+
+
+def flushed(world: World, monkeypatch: pytest.MonkeyPatch) -> list[Flushing]:
+    monkeypatch.setattr(ask, "_allocation", world.allocation)
+    monkeypatch.setattr(ask, "_flush_at", world.flush_at)
+    monkeypatch.setattr(ask, "ControllerLine", world.line)
+    monkeypatch.setattr(slurm.Slurm, "nodes", lambda _, hosts: world.addresses(hosts))
+    return ask.flush(Settings(), 7, lambda word: None)
+
+
+def to(host: str) -> Flushing:
+    return Flushing(over=True, root=host)
+
+
+@pytest.mark.parametrize(
+    ("says", "asked"),
+    [
+        ({"a": DONE}, "a"),
+        ({"b": DONE}, "ab"),
+        ({"b": to("a"), "c": DONE}, "abc"),
+        ({"a": to("c"), "c": DONE}, "ac"),
+        ({"a": to("c"), "b": to("c"), "d": DONE}, "acbd"),
+        ({"a": to("elsewhere"), "b": DONE}, "ab"),
+    ],
+)
+def test_one_after_the_other_until_one_has_done_it(
+    says: dict[str, Flushing], asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World("abcd", says)
+    assert flushed(world, monkeypatch) == [DONE]
+    assert world.asked == list(asked)
+
+
+def test_nobody_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World("abc", {"b": to("a"), "c": to("b")})
+    with pytest.raises(ask.AskError, match="no agent answers"):
+        flushed(world, monkeypatch)
+    assert sorted(world.asked) == ["a", "b", "c"]
+
+
+def test_a_job_without_nodes_has_its_agents_where_the_controller_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World("", {"c": DONE}, known="cb")
+    assert flushed(world, monkeypatch) == [DONE]
+    assert world.asked == ["b", "c"]
+    with pytest.raises(ask.AskError, match="no nodes now, and none of its memory"):
+        flushed(World("", {}, known=""), monkeypatch)
+    with pytest.raises(ask.AskError, match="had some the controller knows, but: ctl:1: Connection refused"):
+        flushed(World("", {}), monkeypatch)
+
+
+def test_slurm_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent(*_: Any) -> Any:
+        raise slurm.SlurmError("timed out")
+
+    world = World("", {}, known="a")
+    monkeypatch.setattr(world, "addresses", silent)
+    monkeypatch.setattr(World, "allocation", lambda *_: asyncio.sleep(0, (SimpleNamespace(user_id=1000), {})))
+    with pytest.raises(ask.AskError, match="Slurm does not answer: timed out"):
+        flushed(world, monkeypatch)
