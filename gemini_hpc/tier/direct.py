@@ -28,10 +28,18 @@ def buffers(count: int) -> list[memoryview]:
 
 
 def started(count: int, run: Callable[[], None], name: str) -> list[threading.Thread]:
-    """Threads that do not hold up the process's end."""
-    threads = [threading.Thread(target=run, name=name, daemon=True) for _ in range(count)]
-    for thread in threads:
-        thread.start()
+    """Threads that do not hold up the process's end; fewer where no more are to be had. Raises RuntimeError where
+    none is."""
+    threads: list[threading.Thread] = []
+    for _ in range(count):
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            if not threads:
+                raise
+            break
+        threads.append(thread)
     return threads
 
 
@@ -62,22 +70,18 @@ class File:
         return os.preadv(self.fd, [into], at)
 
     def write(self, data: memoryview, at: int) -> None:
-        """All of it, to offset `at`."""
+        """All of it, to offset `at`. Raises OSError: EINVAL where the file system has no such writes after all, as
+        the two ways are not mixed then."""
+        may = self._may(data, at)
+        fd = self._direct if may else self.fd
         while len(data):
-            sent = self._write(data, at)
+            sent = os.pwrite(fd, data, at)
+            if not sent:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            if not may and sent >= PAGE_BYTES:
+                # It goes to the disk while the next bytes come, and does not stay in the page cache.
+                os.posix_fadvise(fd, at, sent, os.POSIX_FADV_DONTNEED)
             data, at = data[sent:], at + sent
-
-    def _write(self, data: memoryview, at: int) -> int:
-        if self._may(data, at):
-            try:
-                return os.pwrite(self._direct, data, at)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-        sent = os.pwrite(self.fd, data, at)
-        # It goes to the disk while the next bytes come, and does not stay in the page cache.
-        os.posix_fadvise(self.fd, at, sent, os.POSIX_FADV_DONTNEED)
-        return sent
 
     def _may(self, data: memoryview, at: int) -> bool:
         return self._direct != -1 and at % PAGE_BYTES == 0 == len(data) % PAGE_BYTES

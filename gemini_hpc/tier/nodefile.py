@@ -10,6 +10,7 @@ for: their bytes are then written to their places in the file, and read there, w
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
 import os
@@ -82,16 +83,33 @@ def write(
     where: str, name: str, shards: Sequence[tuple[Shard, int, str]], paced: Paced, *, compress: bool = False
 ) -> NodeFile:
     """Write and sync one node's file. shards: each with the node rank of its home and the digest of its bytes;
-    `paced` hears of all bytes that went, and of none before and after a sync. Raises OSError, ValueError where a
-    shard is not what it should be, `Overwritten` where it is not what its digest says. The digests in the answer are
-    of what comes back: with zeros between a shard's areas."""
+    `paced` hears of all bytes that went, and now and then of none. Raises OSError, ValueError where a shard is not
+    what it should be, `Overwritten` where it is not what its digest says. The digests in the answer are of what comes
+    back: with zeros between a shard's areas."""
+    try:
+        return _write(where, name, shards, paced, compress=compress, direct=not compress)
+    except OSError as error:
+        if error.errno != errno.EINVAL or compress:
+            raise
+    return _write(where, name, shards, paced, compress=False, direct=False)
+
+
+def _write(
+    where: str,
+    name: str,
+    shards: Sequence[tuple[Shard, int, str]],
+    paced: Paced,
+    *,
+    compress: bool,
+    direct: bool,
+) -> NodeFile:
     stored = []
     with place.replaced(where, name) as path:
         with hdf5.created(path) as file:
-            laid_out = [_lay_out(file, shard, compress=compress) for shard, _, _ in shards]
+            laid_out = [_lay_out(file, shard, paced, compress=compress) for shard, _, _ in shards]
             file.flush()
             digests: list[tuple[Any, str]] = []
-            with closing(Behind(path, direct=not compress)) as behind:
+            with closing(Behind(path, direct=direct)) as behind:
                 disk = _Disk(behind, paced)
                 for (shard, home, wanted), places in zip(shards, laid_out, strict=True):
                     header, kept = shard.header, _fill(disk, shard, places, wanted, digests)
@@ -100,12 +118,13 @@ def write(
             # HDF5 may write to the file now.
             for made, own in digests:
                 h5py.Dataset(made).attrs["xxh3_128"] = own
+                paced(0)
         paced(0)
         size_bytes = os.stat(path).st_size
     return NodeFile(name, size_bytes, tuple(stored))
 
 
-def _lay_out(file: h5py.File, shard: Shard, *, compress: bool) -> list[_Place]:
+def _lay_out(file: h5py.File, shard: Shard, paced: Paced, *, compress: bool) -> list[_Place]:
     """Make the datasets of a shard, in the order of its areas."""
     header, manifest = shard.header, shard.manifest
     group = file.create_group(group_of(header.rank))
@@ -115,6 +134,7 @@ def _lay_out(file: h5py.File, shard: Shard, *, compress: bool) -> list[_Place]:
     places = []
     own = iter(_OWN)
     for area in shard.areas():
+        paced(0)  # there may be very many
         size_bytes = area.end - area.begin
         if area.piece is None:
             made = hdf5.dataset(group, next(own), (size_bytes,), "uint8")

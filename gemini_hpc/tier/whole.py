@@ -124,7 +124,7 @@ def flat(whole: Whole) -> dict[str, torch.Tensor]:
 
 def _buffers(small: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Those that a `state_dict` has, which other programs expect; old versions do not say which these are."""
-    left_out = small.get("transient", ())
+    left_out = set(small.get("transient", ()))
     return {name: _plain(tensor) for name, tensor in small["buffers"].items() if name not in left_out}
 
 

@@ -9,25 +9,27 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gemini_hpc.tier import ahead, behind, direct
+from gemini_hpc.core.directory import Row
+from gemini_hpc.tier import ahead, behind, direct, nodefile
 from gemini_hpc.tier.ahead import Ahead
 from gemini_hpc.tier.behind import Behind
+
+from . import slots
 
 PART = direct.PART_BYTES
 PAGE = direct.PAGE_BYTES
 
 
-@pytest.fixture(params=["disk", "memory", "is not opened", "refuses"])
+@pytest.fixture(params=["disk", "memory", "is not opened"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """File systems with direct reads and writes; one in which nothing can be opened for them; one that has none
-    then."""
+    """File systems with direct reads and writes, and one in which nothing can be opened for them."""
     if request.param == "memory":
         with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
             yield Path(made)
@@ -41,16 +43,19 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
             return opened(path, flags, *more)
 
         monkeypatch.setattr(os, "open", open_)
-    if request.param == "refuses":
-        preadv, pwrite = os.preadv, os.pwrite
-
-        def refused(fd: int) -> None:
-            if is_direct(fd):
-                raise OSError(errno.EINVAL, "Invalid argument")
-
-        monkeypatch.setattr(os, "preadv", lambda fd, into, at: (refused(fd), preadv(fd, into, at))[1])
-        monkeypatch.setattr(os, "pwrite", lambda fd, data, at: (refused(fd), pwrite(fd, data, at))[1])
     yield tmp_path
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, unless: Callable[[int], bool]) -> None:
+    """A file system that opens files for direct reads and writes, and then has none at most offsets."""
+    preadv, pwrite = os.preadv, os.pwrite
+
+    def refused(fd: int, at: int) -> None:
+        if is_direct(fd) and not unless(at):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "preadv", lambda fd, into, at: (refused(fd, at), preadv(fd, into, at))[1])
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: (refused(fd, at), pwrite(fd, data, at))[1])
 
 
 def is_direct(fd: int) -> bool:
@@ -213,12 +218,63 @@ def test_a_file_comes_in_its_order(place: Path, begin: int, step: int) -> None:
     assert not threads()
 
 
+@pytest.mark.parametrize("pages", [1 << 20, 4])
+def test_what_is_refused_is_read_through_the_cache(
+    tmp_path: Path, pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing(monkeypatch, lambda at: at % (pages * PAGE) == 0 != at)
+    path, data = tmp_path / "f", content(5 * PART + 77)
+    path.write_bytes(data)
+    with closing(Ahead(str(path), 0, len(data))) as reader:
+        assert take_all(reader, 0, len(data) + 1) == data
+
+
+@pytest.mark.parametrize("slow", [0, 1, 3])
+def test_a_read_that_is_late_spoils_no_other_part(tmp_path: Path, slow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes begins further on, while it is still under way."""
+    monkeypatch.setattr(ahead, "_WINDOW", 4)
+    preadv = os.preadv
+
+    def late(fd: int, into: list[memoryview], at: int) -> int:
+        if at == slow * PART:
+            time.sleep(0.3)
+        return preadv(fd, into, at)
+
+    monkeypatch.setattr(os, "preadv", late)
+    path, data = tmp_path / "f", content(20 * PART)
+    path.write_bytes(data)
+    with closing(Ahead(str(path), 0, len(data) - 4 * PART)) as reader:
+        time.sleep(0.1)
+        reader.take(memoryview(bytearray(1)), 4 * PART)
+        time.sleep(0.4)
+        assert take_all(reader, 4 * PART + 3, len(data)) == data[4 * PART + 3 :], "and to where it really ends"
+
+
+def test_threads_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on a user's processes: one is enough, none is told."""
+    start, left = threading.Thread.start, [1]
+
+    def limited(thread: threading.Thread) -> None:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    path, data = tmp_path / "f", content(9 * PART)
+    path.write_bytes(data)
+    with closing(Ahead(str(path), 0, len(data))) as reader:
+        assert take_all(reader, 0, len(data)) == data
+    with pytest.raises(RuntimeError, match="new thread"):
+        Ahead(str(path), 0, len(data))
+
+
 def test_holes_are_jumped_and_what_is_past_is_not_here(tmp_path: Path) -> None:
     path, data = tmp_path / "f", content(40 * PART)
     path.write_bytes(data)
     part = memoryview(bytearray(100))
     with closing(Ahead(str(path), 2 * PART, 36 * PART)) as reader:
-        for at in (2 * PART + 5, 4 * PART, 37 * PART + 9):
+        for at in (2 * PART + 5, 4 * PART, 9 * PART + 1, 37 * PART + 9):
             assert reader.take(part, at) == 100 and part == data[at : at + 100]
         assert reader.take(part, 38 * PART - 7) == 7, "no further than its part"
         assert reader.take(part, 36 * PART) == 0, "before the part that was taken from"
@@ -258,6 +314,32 @@ def test_what_cannot_be_read_is_left_to_the_reader(tmp_path: Path, monkeypatch: 
     with closing(Ahead(str(path), 0, len(data))) as reader:
         assert take_all(reader, 0, len(data)) == data[: 3 * PART]
         assert take_all(reader, 4 * PART, len(data)) == data[4 * PART :]
+
+
+@pytest.mark.parametrize("pages", [1 << 20, 4])
+def test_a_node_s_file_is_written_through_the_cache_where_it_must_be(
+    tmp_path: Path, pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it, also where some offsets would not be refused."""
+    refusing(monkeypatch, lambda at: at % (pages * PAGE) == 0)
+    row = Row("model.w", "uint8", (9_000_001,), True, "cpu")
+    slot = slots.make(0, 1, (row,), [(0, (0,), row.shape)])
+    file = nodefile.write(str(tmp_path), "n.h5", [(slot.shard(), 0, slot.digest())], lambda _: None)
+    into = bytearray(slot.used)
+    with nodefile.Reader(str(tmp_path / "n.h5")) as reader:
+        reader.read(file.shards[0], memoryview(into))
+    slot.shard().blank()
+    assert into == slot.memory[: slot.used] and os.listdir(tmp_path) == ["n.h5"]
+
+
+def test_a_write_of_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: 0)
+    path = tmp_path / "f"
+    path.touch()
+    with pytest.raises(OSError) as found, closing(Behind(str(path), direct=False)) as writer:
+        writer.put(memoryview(bytes(PART)), 0)
+        writer.wait()
+    assert found.value.errno == errno.EIO
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
