@@ -27,8 +27,8 @@ async def answer(agent: Agent, link: Link) -> None:
         if not isinstance(await link.receive(), FlushAsk):
             return
     trainings = [t for t in agent.sets if t.sealed is not None]
-    if trainings and agent.scavenge.serves:
-        await _left(agent, link, trainings)
+    if agent.scavenge.serves:
+        await _left(agent, link)
         return
     why, root = _refusal(agent)
     if not (why or root) and not trainings:
@@ -49,32 +49,32 @@ def _refusal(agent: Agent) -> tuple[str, str]:
     return "", "" if rounds.parent is None else agent.hosts[0]
 
 
-async def _left(agent: Agent, link: Link, trainings: list[TrainingSet]) -> None:
-    """Of a job that has lost a node and waits: whoever leads the others tells how far it is, and how it went."""
+async def _left(agent: Agent, link: Link) -> None:
+    """Of a job that has lost a node and waits, for what others have sealed, too: an agent that has been started anew
+    knows of nothing."""
     scavenge = agent.scavenge
     if not (scavenge.saved or scavenge.busy):
-        scavenge.begin()
-    while scavenge.busy and scavenge.leader in ("", agent.node):
+        scavenge.begin(asked=True)
+    while scavenge.busy:
         await asyncio.sleep(_LOOK_S)
-        for training in trainings:
+        for training in agent.sets:
             sealed = training.sealed or (0, 0)
             await link.flush(Flushing(training.name, sealed, agent.drains.progress(training.name)))
-    if not scavenge.saved and scavenge.leader not in ("", agent.node):
-        await link.flush(Flushing(over=True, root=scavenge.leader))
-        return
-    reason = "" if agent.detached else "the job has come back meanwhile"
-    try:  # the tier itself tells, also who did not lead
-        await agent.drains.stored((), _TIER_S)
+    saved, reason, there = scavenge.saved, scavenge.reason, dict[str, Stamp]()
+    if not agent.detached:
+        reason = "the job has come back meanwhile"
+    try:  # the tier itself tells, also those who did not lead
+        there = {m.set: Stamp(*m.stamp) for m in await agent.drains.stored((), _TIER_S)}
     except TierFailed as error:
         reason = str(error)
-    for training in trainings:
-        stamp, why = training.sealed or Stamp(0, 0), ""
-        known = agent.drains.saved.get(training.name)
-        if known is not None and known[0] >= stamp:
-            stamp = known[0]
+    wanted = {t.name: t.sealed for t in agent.sets if t.sealed is not None}
+    for name in sorted(wanted.keys() | (there.keys() if saved else set())) or [""]:
+        stamp, known = wanted.get(name, Stamp(0, 0)), there.get(name, Stamp(0, 0))
+        if known >= stamp and known > Stamp(0, 0):
+            await link.flush(_over(agent, name, known, ""))
         else:
-            why = reason or scavenge.reasons.get(training.name) or "it has not been saved"
-        await link.flush(_over(agent, training, stamp, why))
+            gone = "it was saved, and is not there any more" if saved else "it has not been saved"
+            await link.flush(_over(agent, name, stamp, reason or gone))
 
 
 async def _one(agent: Agent, link: Link, training: TrainingSet) -> None:
@@ -85,9 +85,9 @@ async def _one(agent: Agent, link: Link, training: TrainingSet) -> None:
             done_bytes = agent.drains.progress(training.name)
             await link.flush(Flushing(training.name, training.sealed or (0, 0), done_bytes))
     stamp, reason = task.result()
-    await link.flush(_over(agent, training, stamp, reason))
+    await link.flush(_over(agent, training.name, stamp, reason))
 
 
-def _over(agent: Agent, training: TrainingSet, stamp: Stamp, reason: str) -> Flushing:
-    where = f"{version.job_directory(agent.drains.tier, agent.job)}/{training.name}/{version.name(stamp)}"
-    return Flushing(training.name, stamp, over=True, reason=reason, where="" if reason else where)
+def _over(agent: Agent, name: str, stamp: Stamp, reason: str) -> Flushing:
+    where = f"{version.job_directory(agent.drains.tier, agent.job)}/{name}/{version.name(stamp)}"
+    return Flushing(name, stamp, over=True, reason=reason, where="" if reason else where)

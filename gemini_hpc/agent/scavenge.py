@@ -38,7 +38,7 @@ _AGAIN_S = 1.0
 _LOST_S = 10.0  # without an answer from a host that is to write, and without a way to it
 _WRITE_S = 3600.0  # within which everybody has written
 _SILENT_S = 3.0
-_GAP_S = 60.0  # from one try to the next, then twice as long
+_GAP_S, _LONGEST_GAP_S = 60.0, 900.0  # from one try to the next, then twice as long
 _TRIES = 3
 _MAX_SETS = 64
 _SHOWN = 8
@@ -57,7 +57,7 @@ class Scavenge:
         self._leader = ""
         self._over = asyncio.Event()
         self.saved = False  # all that was sealed is on the tier
-        self.reasons: dict[str, str] = {}  # at the leader, by set: why it is not
+        self.reason = ""  # why not, the last time
         self._have: dict[str, peer.ScavengeHave] = {}
         self._unable: dict[str, set[str]] = {}  # by set, hosts that could not write
         self.gathering: dict[str, Gathering] = {}
@@ -85,11 +85,6 @@ class Scavenge:
         """Whether what is left in memory is saved in this way, or has been: the root alone cannot."""
         return self._agent.detached and self._able() and (self.saved or self.busy or self.missing())
 
-    @property
-    def leader(self) -> str:
-        """Who leads, or led last; "" while nobody is known to."""
-        return self._leader
-
     def _able(self) -> bool:
         return bool(self._agent.drains.tier) and self._agent.mesh is not None
 
@@ -104,16 +99,18 @@ class Scavenge:
         now = time.monotonic()
         return bool(mesh.dead) or any(now - mesh.heard.get(host, 0.0) > silent_s for host in kin)
 
-    def begin(self, *, last: bool = False) -> None:
-        """Try it. last: memory is to be freed."""
+    def begin(self, *, last: bool = False, asked: bool = False) -> None:
+        """Try it. last: memory is to be freed; asked: by hand, which puts off nothing that happens by itself."""
         self._asked_last = self._asked_last or last
+        self._gap_s = _GAP_S if asked else self._gap_s
         if not self.busy:
             self._leader = ""
             self._start()
 
     def _start(self) -> None:
-        self._again_at, self._gap_s = time.monotonic() + self._gap_s, 2 * self._gap_s
+        self._again_at, self._gap_s = time.monotonic() + self._gap_s, min(2 * self._gap_s, _LONGEST_GAP_S)
         self._over.clear()
+        self.reason = ""
         self._task = self._agent.spawn(self._run())
 
     def reset(self) -> None:
@@ -126,7 +123,6 @@ class Scavenge:
         self._again_at, self._gap_s, self._asked_last = 0.0, _GAP_S, False
         self._have.clear()
         self._unable.clear()
-        self.reasons.clear()
         for gathering in self.gathering.values():
             gathering.end("the job has come back")
         self.gathering.clear()
@@ -211,7 +207,7 @@ class Scavenge:
                 agent.drains.last = False
         finally:
             if self._leader == agent.node:
-                self._send(others, peer.ScavengeOver(self.saved))
+                self._send(others, peer.ScavengeOver(self.saved, self.reason[:_SAID]))
 
     async def _muster(self, others: list[str]) -> None:
         """Hear of all others what they have."""
@@ -246,12 +242,11 @@ class Scavenge:
         """One set, unless the tier has it; whether it is there."""
         agent, name, stamp = self._agent, sealed.set, Stamp(*sealed.stamp)
         try:
-            await agent.drains.stored((), _MUSTER_S)
+            stored = await agent.drains.stored((), _MUSTER_S)
         except TierFailed as error:  # which has been said
-            self.reasons[name] = str(error)
+            self.reason = str(error)
             return False
-        known = agent.drains.saved.get(name)
-        if known is not None and known[0] >= stamp:
+        if any(m.set == name and Stamp(*m.stamp) >= stamp for m in stored):
             return True
         first = reason = ""
         for _ in range(_TRIES):
@@ -266,8 +261,8 @@ class Scavenge:
             if not reason or (len(self._have), len(self._unable.get(name, ()))) == before:
                 break  # it is there, or would fail again
         self.gathering.pop(name, None)
-        self.reasons[name] = first if reason else ""
         if reason:
+            self.reason = first
             agent.drains.say(name, stamp.version, first)
             await agent.drains.clean(name, Stamp(stamp.epoch, stamp.version + 1))
         return not reason
@@ -365,6 +360,7 @@ class Scavenge:
         elif isinstance(message, peer.ScavengeOver) and (message.saved or self._leader == host):
             if message.saved:
                 self.saved, self._agent.drains.last = True, False
+            self.reason = message.reason
             self._over.set()
             self._tell()
 

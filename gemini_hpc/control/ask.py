@@ -177,31 +177,41 @@ async def _flush(settings: Settings, raw_id: int, told: Told) -> list[Flushing]:
         nodes = nodes or await _kept_on(settings, raw_id)
     except SlurmError as exc:
         raise AskError(f"Slurm does not answer: {exc}") from None
-    left = list(nodes)
-    root = ""
+    left, silent, root = list(nodes), "", ""
     while left:
         left.remove(name := root if root in left else left[0])
         over = await _flush_at(settings, raw_id, job.user_id, name, nodes[name].address, told)
         root = next((word.root for word in over if word.root), "")
+        silent = silent or root
         if over and not root:
             return over
-    raise AskError(f"job {raw_id}: {'no agent answers' if nodes else 'it has no nodes now, and none of its memory'}")
+    if silent:
+        raise AskError(f"job {raw_id}: {silent} would have to do it, and does not answer")
+    raise AskError(f"job {raw_id}: {'no agent answers' if nodes else _NO_AGENTS}")
+
+
+_NO_AGENTS = "it has no nodes now, and the controller hears of no agent of it"
+_AGAIN_S = 2.0
 
 
 async def _kept_on(settings: Settings, raw_id: int) -> dict[str, Node]:
-    """Where a job that waits for nodes has agents, as the controller knows it. Raises `AskError`, and SlurmError
-    where Slurm does not answer."""
+    """Where a job that waits for nodes has agents, as the controller knows it: those of its last life. Raises
+    `AskError`, and SlurmError where Slurm does not answer."""
     from gemini_hpc.control.slurm import Slurm
 
     try:
         line = await asyncio.to_thread(ControllerLine, settings, raw_id)
         try:
-            answer = await asyncio.to_thread(line.ask, raw_id)
+            parts = (await asyncio.to_thread(line.ask, raw_id)).parts
+            if not parts:  # they may have been slow, or have just lost their way to it
+                await asyncio.sleep(_AGAIN_S)
+                parts = (await asyncio.to_thread(line.ask, raw_id)).parts
         finally:
             line.close()
     except NoControllerError as exc:
         raise AskError(f"job {raw_id} has no nodes now; where it had some the controller knows, but: {exc}") from None
-    hosts = tuple(sorted(part.host for part in answer.parts))
+    last = max((part.restart for part in parts), default=0)
+    hosts = tuple(sorted(part.host for part in parts if part.restart == last))
     return await Slurm().nodes(hosts) if hosts else {}
 
 

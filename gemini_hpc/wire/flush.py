@@ -7,8 +7,8 @@ from gemini_hpc.wire.message import Message
 
 
 class FlushAsk(Message, frozen=True, tag="flush?"):
-    """On a `flush` connection: bring the newest sealed version of each set to the tier. Answered by one `Flushing`
-    a second and set until all of them are `over`."""
+    """On a `flush` connection: bring the newest sealed version of each set to the tier. Answered by a
+    `Flushing` for each now and then, until all of them are `over`."""
 
 
 class Flushing(Message, frozen=True, tag="flushing"):

@@ -314,9 +314,11 @@ class ScavengeWrote(Message, frozen=True, tag="scavenge-wrote"):
 
 
 class ScavengeOver(Message, frozen=True, tag="scavenge-over"):
-    """From the leader: nothing more is wanted of you. saved: all that was sealed is on the tier."""
+    """From the leader: nothing more is wanted of you. saved: all that was sealed is on the tier; reason: why not, for
+    who asked for it by hand."""
 
     saved: bool = False
+    reason: str = ""
 
 
 # ---- pulls, on connections of their own ----------------------------------------------------------------

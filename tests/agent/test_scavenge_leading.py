@@ -150,11 +150,11 @@ class Agent:
     async def settle(self, stalled_s: float) -> None:
         pass
 
-    async def stored(self, without: Any, within_s: float) -> tuple[()]:
+    async def stored(self, without: Any, within_s: float) -> tuple[Any, ...]:
         if self.net.tier_down:
             raise TierFailed("not mounted")
         self.saved.update({name: (stamp, 0.0) for name, stamp in self.net.tier.items()})
-        return ()
+        return tuple(SimpleNamespace(set=name, stamp=stamp) for name, stamp in self.net.tier.items())
 
     async def publish(self, name: str, gathering: Gathering) -> str:
         assert gathering.whole and gathering.stamp == SEALED
@@ -372,18 +372,14 @@ class Caller:
 
 
 async def by_hand(net: Network, host: str) -> Flushing:
-    """As the command asks, agent by agent."""
-    for _ in net.hosts:
-        caller: Any = Caller()
-        agent: Any = net.agents[host]
-        await flush.answer(agent, caller)
-        (word,) = caller.over
-        assert all((t.set, t.stamp, t.bytes) == ("default", SEALED, 7) for t in caller.told if not t.over)
-        if not word.root:
-            return word
-        assert word.root != host
-        host = word.root
-    raise AssertionError("sent from one to the other")
+    """As the command asks."""
+    caller: Any = Caller()
+    agent: Any = net.agents[host]
+    await flush.answer(agent, caller)
+    (word,) = caller.over
+    assert all((t.set, t.stamp, t.bytes) == ("default", SEALED, 7) for t in caller.told if not t.over)
+    assert not word.root
+    return word
 
 
 @pytest.mark.parametrize(("gone", "asked"), [(gone, asked) for gone, asked in permutations("abcd", 2)])
@@ -443,5 +439,78 @@ def test_by_hand_when_the_job_comes_back() -> None:
         net.agents["a"].detached = False
         net.agents["a"].scavenge.reset()
         assert (await asked).reason == "the job has come back meanwhile"
+
+    run(test)
+
+
+@pytest.mark.parametrize("host", "acd")
+def test_by_hand_of_an_agent_that_knows_of_nothing(host: str) -> None:
+    """It has been started anew: the others' versions are saved, whoever leads."""
+
+    async def test(net: Network) -> None:
+        net.lose("b")
+        net.agents[host].sets, net.agents[host].store = [], []
+        word = await by_hand(net, host)
+        assert (word.set, word.stamp, word.reason) == ("default", SEALED, "") and net.published
+
+    run(test, m=3)
+
+
+def test_by_hand_where_nobody_knows_of_anything() -> None:
+    async def test(net: Network) -> None:
+        net.lose("b")
+        for agent in net.agents.values():
+            agent.sets, agent.store = [], []
+        word = await by_hand(net, "c")
+        assert (word.set, word.where, word.reason) == ("", "", "it has not been saved")
+
+    run(test)
+
+
+def test_by_hand_when_somebody_has_removed_it() -> None:
+    async def test(net: Network) -> None:
+        net.lose("b")
+        assert not (await by_hand(net, "c")).reason
+        for left in ({}, {"default": Stamp(1, 4)}):
+            net.tier = left
+            for host in "acd":
+                word = await by_hand(net, host)
+                assert word.reason == "it was saved, and is not there any more" and not word.where
+
+    run(test)
+
+
+def test_by_hand_puts_off_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried again by itself, however often somebody asks."""
+    monkeypatch.setattr(scavenge, "_GAP_S", 1.0)
+    monkeypatch.setattr(scavenge, "_LONGEST_GAP_S", 8.0)
+
+    async def test(net: Network) -> None:
+        net.lose("b")
+        net.tier_down = True
+        for _ in range(12):
+            assert (await by_hand(net, "c")).reason == "not mounted"
+        net.tier_down = False
+        deadline = time.monotonic() + 5
+        while not net.published and time.monotonic() < deadline:
+            for agent in net.agents.values():
+                if agent.scavenge.due():
+                    agent.scavenge.begin()
+            await asyncio.sleep(0.01)
+        assert net.published
+
+    run(test)
+
+
+def test_gaps_between_tries_grow_to_a_quarter_of_an_hour() -> None:
+    async def test(net: Network) -> None:
+        net.lose("b")
+        net.tier_down = True
+        gaps = []
+        for _ in range(7):
+            net.agents["a"].scavenge.begin()
+            gaps.append(round(net.agents["a"].scavenge._again_at - time.monotonic()))
+            await net.over()
+        assert gaps == [60, 120, 240, 480, 900, 900, 900]
 
     run(test)

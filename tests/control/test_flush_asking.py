@@ -36,7 +36,7 @@ class World:
     def line(self, settings: Settings, job: int) -> Any:
         if self.known is None:
             raise ask.NoControllerError("ctl:1: Connection refused")
-        parts = tuple(SimpleNamespace(host=host) for host in self.known)
+        parts = tuple(SimpleNamespace(host=host.lower(), restart=int(host.islower())) for host in self.known)
         return SimpleNamespace(ask=lambda job: SimpleNamespace(parts=parts), close=lambda: None)
 
 
@@ -73,16 +73,22 @@ def test_one_after_the_other_until_one_has_done_it(
 
 def test_nobody_can(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World("abc", {"b": to("a"), "c": to("b")})
-    with pytest.raises(ask.AskError, match="no agent answers"):
+    with pytest.raises(ask.AskError, match="job 7: a would have to do it, and does not answer"):
         flushed(world, monkeypatch)
-    assert sorted(world.asked) == ["a", "b", "c"]
+    assert world.asked == ["a", "b", "c"]
+    world = World("abc", {})
+    with pytest.raises(ask.AskError, match="job 7: no agent answers"):
+        flushed(world, monkeypatch)
+    assert world.asked == ["a", "b", "c"]
 
 
 def test_a_job_without_nodes_has_its_agents_where_the_controller_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World("", {"c": DONE}, known="cb")
+    """Upper case: one that is left over of an earlier life."""
+    world = World("", {"c": DONE, "a": Flushing("default", (1, 2), over=True)}, known="cAb")
     assert flushed(world, monkeypatch) == [DONE]
     assert world.asked == ["b", "c"]
-    with pytest.raises(ask.AskError, match="no nodes now, and none of its memory"):
+    monkeypatch.setattr(ask, "_AGAIN_S", 0.01)
+    with pytest.raises(ask.AskError, match="no nodes now, and the controller hears of no agent of it"):
         flushed(World("", {}, known=""), monkeypatch)
     with pytest.raises(ask.AskError, match="had some the controller knows, but: ctl:1: Connection refused"):
         flushed(World("", {}), monkeypatch)

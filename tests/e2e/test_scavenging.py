@@ -138,7 +138,9 @@ def test_a_job_that_is_flushed_by_hand_while_it_waits(cluster: Cluster, tier: Pa
     assert cluster.run(["gemini-hpc", "flush", str(job.id)], user="bob").returncode == 1
     until(lambda: not agents(job), 40, what="retention over")
     none = cluster.run(["gemini-hpc", "flush", str(job.id)], user="alice")
-    assert none.returncode == 1 and "it has no nodes now, and none of its memory" in none.stderr, none.stderr
+    assert (
+        none.returncode == 1 and "it has no nodes now, and the controller hears of no agent of it" in none.stderr
+    ), none.stderr
 
 
 def test_a_job_whose_memory_is_wanted_by_others(cluster: Cluster, tier: Path) -> None:
