@@ -159,6 +159,8 @@ async def _records(
 
 Told = Callable[[Flushing], None]
 FLUSH_SILENT_S = 30.0  # an agent that writes says so each second
+_NO_AGENTS = "it has no nodes now, and the controller hears of no agent of it"
+_AGAIN_S = 2.0  # after which the controller is asked once more
 
 
 def flush(settings: Settings, raw_id: int, told: Told) -> list[Flushing]:
@@ -188,10 +190,6 @@ async def _flush(settings: Settings, raw_id: int, told: Told) -> list[Flushing]:
     if silent:
         raise AskError(f"job {raw_id}: {silent} would have to do it, and does not answer")
     raise AskError(f"job {raw_id}: {'no agent answers' if nodes else _NO_AGENTS}")
-
-
-_NO_AGENTS = "it has no nodes now, and the controller hears of no agent of it"
-_AGAIN_S = 2.0
 
 
 async def _kept_on(settings: Settings, raw_id: int) -> dict[str, Node]:
