@@ -181,6 +181,7 @@ def prefixed(net: Net, optimizer: torch.optim.Optimizer, out: Path) -> None:
 
 
 FOREIGN: dict[str, Foreign] = {
+    "bare": lambda n, _, out: torch.save(n.state_dict(), out),
     "numbered": lambda n, o, out: torch.save({"model": n.state_dict(), "optimizer": o.state_dict()}, out),
     "listed": lambda n, o, out: torch.save({"model": n.state_dict(), "optimizer": [o.state_dict()]}, out),
     "module.": prefixed,
@@ -192,17 +193,14 @@ FOREIGN: dict[str, Foreign] = {
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("form", ["bare", *FOREIGN])
+@pytest.mark.parametrize("form", FOREIGN)
 def test_checkpoints_of_others(tmp_path: Path, form: str) -> None:
     """Parameters, buffers and moments, bit by bit."""
     net, optimizer = fresh(1, norm=True)
     for _ in range(2):
         net(torch.randint(0, 50, (4, 8))).sum().backward()
         optimizer.step()
-    if form == "bare":
-        torch.save(net.state_dict(), tmp_path / "out")
-    else:
-        FOREIGN[form](net, optimizer, tmp_path / "out")
+    FOREIGN[form](net, optimizer, tmp_path / "out")
     again, its = fresh(2, norm=True)
     tree = StateTree(again, [its], {}, {})
     found = start.load(tree, str(tmp_path / "out"), "default", 0, 1)
@@ -220,7 +218,7 @@ def test_checkpoints_of_others(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("form", ["bare", *FOREIGN])
+@pytest.mark.parametrize("form", FOREIGN)
 def test_checkpoints_do_not_have_what_a_state_dict_leaves_out(tmp_path: Path, form: str) -> None:
     """Rotary embeddings are such buffers: each model makes its own."""
     (net, optimizer), (again, its) = fresh(1), fresh(2)
@@ -228,10 +226,7 @@ def test_checkpoints_do_not_have_what_a_state_dict_leaves_out(tmp_path: Path, fo
         module.register_buffer("inv_freq", torch.full((4,), float(number)), persistent=False)
     net(torch.randint(0, 50, (4, 8))).sum().backward()
     optimizer.step()
-    if form == "bare":
-        torch.save(net.state_dict(), tmp_path / "out")
-    else:
-        FOREIGN[form](net, optimizer, tmp_path / "out")
+    FOREIGN[form](net, optimizer, tmp_path / "out")
     start.load(StateTree(again, [its], {}, {}), str(tmp_path / "out"), "default", 0, 1)
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in net.state_dict().items())
     assert dict(again.named_buffers())["inv_freq"].tolist() == [1.0] * 4
