@@ -19,7 +19,7 @@ from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed, connect_any
 
 if TYPE_CHECKING:
-    from gemini_hpc.control.slurmtext import Job, Node
+    from gemini_hpc.control.slurm.facts import Job, Node
 
 CONTROLLER_TIMEOUT_S = 2.0
 AGENT_TIMEOUT_S = 1.0

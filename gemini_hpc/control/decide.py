@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from gemini_hpc.control.slurmtext import (
+from gemini_hpc.control.slurm.facts import (
     COMPLETED,
     COMPLETING,
     CONFIGURING,

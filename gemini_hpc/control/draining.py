@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from gemini_hpc.control.registry import Track
 from gemini_hpc.control.slurm import Slurm
-from gemini_hpc.control.slurmtext import Node
+from gemini_hpc.control.slurm.facts import Node
 from gemini_hpc.wire.controller import Draining
 
 LOOK_S = 10.0

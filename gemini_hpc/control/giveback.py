@@ -17,7 +17,7 @@ from gemini_hpc.control.decide import Port
 from gemini_hpc.control.journal import Journal
 from gemini_hpc.control.recovery import REASON
 from gemini_hpc.control.slurm import Slurm, SlurmError
-from gemini_hpc.control.slurmtext import Node
+from gemini_hpc.control.slurm.facts import Node
 
 log = logging.getLogger("gemini_hpc.control")
 

@@ -26,7 +26,7 @@ from gemini_hpc.control import probe
 from gemini_hpc.control.decide import Port
 from gemini_hpc.control.rescue import PREFIX, Rescue
 from gemini_hpc.control.slurm import Slurm, SlurmError
-from gemini_hpc.control.slurmtext import COMPLETING, PENDING, Job
+from gemini_hpc.control.slurm.facts import COMPLETING, PENDING, Job
 from gemini_hpc.core import hostlist
 
 LIMIT_S = 4.5

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from gemini_hpc.control.slurm import Slurm, SlurmError
-from gemini_hpc.control.slurmtext import Config
+from gemini_hpc.control.slurm.facts import Config
 
 log = logging.getLogger("gemini_hpc.control")
 

@@ -11,7 +11,7 @@ from gemini_hpc.control.eventlog import EventLogs
 from gemini_hpc.control.fairness import PerUser
 from gemini_hpc.control.registry import Agent, Registry, Track
 from gemini_hpc.control.slurm import SlurmError, UnknownJob
-from gemini_hpc.control.slurmtext import Job
+from gemini_hpc.control.slurm.facts import Job
 from gemini_hpc.control.watch import never_requeued
 from gemini_hpc.operators import Operators
 from gemini_hpc.wire import picture

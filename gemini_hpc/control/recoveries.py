@@ -20,7 +20,7 @@ from gemini_hpc.control.recovery import REASON, Recovery
 from gemini_hpc.control.registry import Registry, Track
 from gemini_hpc.control.rescue import RESERVED_MINUTES
 from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob
-from gemini_hpc.control.slurmtext import RUNNING, Job, Node
+from gemini_hpc.control.slurm.facts import RUNNING, Job, Node
 from gemini_hpc.wire.controller import Report
 from gemini_hpc.wire.picture import EventRecord
 

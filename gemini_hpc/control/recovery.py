@@ -21,7 +21,7 @@ from gemini_hpc.control.decide import Act, Case, Decision, Port, budget, candida
 from gemini_hpc.control.registry import Track
 from gemini_hpc.control.rescue import Rescue
 from gemini_hpc.control.slurm import SlurmError, UnknownJob
-from gemini_hpc.control.slurmtext import PENDING, Job, Node
+from gemini_hpc.control.slurm.facts import PENDING, Job, Node
 from gemini_hpc.wire.picture import InspectAsk
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import msgspec
 
 from gemini_hpc.control.rescue import PREFIX
 from gemini_hpc.control.slurm import Slurm, SlurmError
-from gemini_hpc.control.slurmtext import COMPLETING, CONFIGURING, RUNNING, Job
+from gemini_hpc.control.slurm.facts import COMPLETING, CONFIGURING, RUNNING, Job
 from gemini_hpc.wire.link import Link
 from gemini_hpc.wire.picture import InspectAsk
 

@@ -17,16 +17,7 @@ from dataclasses import dataclass, field
 from gemini_hpc.control import probe
 from gemini_hpc.control.decide import Port, candidates, held
 from gemini_hpc.control.slurm import Slurm, SlurmError, SlurmUnreachable, UnknownJob
-from gemini_hpc.control.slurmtext import (
-    COMPLETING,
-    CONFIGURING,
-    FAILED,
-    NODE_FAIL,
-    PENDING,
-    RUNNING,
-    Job,
-    Node,
-)
+from gemini_hpc.control.slurm.facts import COMPLETING, CONFIGURING, FAILED, NODE_FAIL, PENDING, RUNNING, Job, Node
 
 PREFIX = "gemini_"  # of the names of our reservations
 RESERVED_MINUTES = 10

@@ -22,7 +22,7 @@ from gemini_hpc.control.questions import Questions
 from gemini_hpc.control.recoveries import Recoveries
 from gemini_hpc.control.registry import Agent, Registry, Track
 from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob
-from gemini_hpc.control.slurmtext import Job
+from gemini_hpc.control.slurm.facts import Job
 from gemini_hpc.control.watch import Watcher, never_requeued
 from gemini_hpc.wire import controller, picture, protocol
 from gemini_hpc.wire.allowance import Allowance

@@ -17,7 +17,7 @@ from gemini_hpc.control.draining import DrainWatch
 from gemini_hpc.control.recoveries import Recoveries
 from gemini_hpc.control.registry import Agent, Registry, Track
 from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob
-from gemini_hpc.control.slurmtext import LIVE, PENDING, RUNNING, Job
+from gemini_hpc.control.slurm.facts import LIVE, PENDING, RUNNING, Job
 from gemini_hpc.wire.controller import Ending, Release
 
 log = logging.getLogger("gemini_hpc.control")

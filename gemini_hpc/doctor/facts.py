@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 from gemini_hpc.config import ConfigError, Settings, load
 from gemini_hpc.control.slurm import Slurm, SlurmError, SlurmUnreachable, UnknownJob
-from gemini_hpc.control.slurmtext import Job, Node, Reservation, Row
+from gemini_hpc.control.slurm.facts import Job, Node, Reservation, Row
 from gemini_hpc.doctor.configuration import Configuration, Release
 from gemini_hpc.doctor.finding import Unavailable
 from gemini_hpc.doctor.processes import Process, processes

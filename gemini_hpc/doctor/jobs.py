@@ -6,7 +6,7 @@ import time
 
 from gemini_hpc.control import ask
 from gemini_hpc.control.questions import slurm_facts
-from gemini_hpc.control.slurmtext import RUNNING
+from gemini_hpc.control.slurm.facts import RUNNING
 from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check
 from gemini_hpc.doctor.facts import Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong

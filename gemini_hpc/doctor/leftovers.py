@@ -12,7 +12,7 @@ from contextlib import suppress
 import msgspec
 
 from gemini_hpc.control.registry import Stored
-from gemini_hpc.control.slurmtext import PENDING, RUNNING
+from gemini_hpc.control.slurm.facts import PENDING, RUNNING
 from gemini_hpc.doctor.check import ANYWHERE, ON_CONTROLLER, ON_NODE, Check
 from gemini_hpc.doctor.facts import Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from gemini_hpc.cli import main
-from gemini_hpc.control import slurm
+from gemini_hpc.control.slurm import client as slurm_client
 from gemini_hpc.core import directory
 from gemini_hpc.core.directory import Manifest
 from gemini_hpc.core.manifest import Layout, pack_header
@@ -465,6 +465,6 @@ def test_a_job_by_its_number(tmp_path: Path, capsys: Told, monkeypatch: pytest.M
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(f"#!/bin/sh\nexec cat {ROOT}/tests/control/recorded/22.05-array.txt\n")
     scontrol.chmod(0o755)
-    monkeypatch.setattr(slurm, "find_tool", lambda name: str(scontrol))
+    monkeypatch.setattr(slurm_client, "find_tool", lambda name: str(scontrol))
     assert export("2_2", *asked, tmp_path / "array") == 1
     assert told(capsys) == f"{user}/gemini-6: no such directory"

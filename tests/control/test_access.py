@@ -15,7 +15,7 @@ import pytest
 from gemini_hpc import operators
 from gemini_hpc.control.access import Accounting
 from gemini_hpc.control.slurm import SlurmError
-from gemini_hpc.control.slurmtext import parse_admin_level, parse_config
+from gemini_hpc.control.slurm.text import parse_admin_level, parse_config
 from gemini_hpc.operators import Operators, listed
 
 GAMES, DAEMON = pwd.getpwnam("games"), pwd.getpwnam("daemon")

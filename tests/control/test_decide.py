@@ -22,7 +22,7 @@ from gemini_hpc.control.decide import (
     held,
     release_reason,
 )
-from gemini_hpc.control.slurmtext import parse_job, parse_node
+from gemini_hpc.control.slurm.text import parse_job, parse_node
 
 LINE = (Path(__file__).parent / "recorded" / "22.05-job-running.txt").read_text().splitlines()[0]
 JOB = parse_job(LINE)

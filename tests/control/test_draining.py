@@ -12,7 +12,8 @@ import pytest
 from gemini_hpc.control.draining import LOOK_S, DrainWatch
 from gemini_hpc.control.registry import Agent, Stored, Track
 from gemini_hpc.control.slurm import Slurm, SlurmError
-from gemini_hpc.control.slurmtext import Job, Node, parse_node
+from gemini_hpc.control.slurm.facts import Job, Node
+from gemini_hpc.control.slurm.text import parse_node
 from gemini_hpc.wire.controller import Draining
 
 

@@ -16,7 +16,8 @@ from gemini_hpc.control.giveback import GiveBack
 from gemini_hpc.control.journal import Journal
 from gemini_hpc.control.recovery import REASON
 from gemini_hpc.control.slurm import Slurm
-from gemini_hpc.control.slurmtext import Node, parse_node
+from gemini_hpc.control.slurm.facts import Node
+from gemini_hpc.control.slurm.text import parse_node
 
 
 class ScriptedSlurm:

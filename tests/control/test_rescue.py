@@ -14,7 +14,8 @@ from gemini_hpc.control import probe, rescue
 from gemini_hpc.control.decide import Port
 from gemini_hpc.control.rescue import Rescue
 from gemini_hpc.control.slurm import Slurm, SlurmError
-from gemini_hpc.control.slurmtext import Job, Node, Reservation, parse_job, parse_node
+from gemini_hpc.control.slurm.facts import Job, Node, Reservation
+from gemini_hpc.control.slurm.text import parse_job, parse_node
 
 LINE = (Path(__file__).parent / "recorded" / "22.05-job-pending.txt").read_text().splitlines()[0]
 PENDING = dataclasses.replace(parse_job(LINE), req_nodes=(), restarts=1, start_time=4e9, reason="Resources")

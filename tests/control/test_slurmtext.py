@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_hpc.control import slurmtext
-from gemini_hpc.control.slurmtext import (
+from gemini_hpc.control.slurm.facts import LIVE
+from gemini_hpc.control.slurm.text import (
     ParseError,
     parse_config,
     parse_job,
@@ -137,7 +137,7 @@ def test_rows_and_reservations() -> None:
 
 
 def test_every_state_of_slurm_is_live_or_over() -> None:
-    assert slurmtext.LIVE.isdisjoint({"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"})
+    assert LIVE.isdisjoint({"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"})
 
 
 def test_site_11_gres_of_jobs_and_nodes() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc.cli.main import main
-from gemini_hpc.control.slurmtext import parse_configuration, parse_ping
+from gemini_hpc.control.slurm.text import parse_configuration, parse_ping
 from gemini_hpc.core.cgroup import Place
 from gemini_hpc.doctor import elf, examine, memory, report, slurm
 from gemini_hpc.doctor.cgroups import limit

@@ -16,14 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from gemini_hpc.control.fairness import FairGate
-from gemini_hpc.control.slurmtext import (
+from gemini_hpc.control.slurm.errors import SlurmError, SlurmUnreachable, UnknownJob
+from gemini_hpc.control.slurm.facts import Config, Job, Node, Reservation, Row
+from gemini_hpc.control.slurm.text import (
     ROW_FORMAT,
-    Config,
-    Job,
-    Node,
     ParseError,
-    Reservation,
-    Row,
     parse_admin_level,
     parse_config,
     parse_job,
@@ -42,18 +39,6 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _SAFE_USER = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
 _JOB_ID = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
 _START = re.compile(r"now(\+[0-9]{1,6})?")
-
-
-class SlurmError(Exception):
-    """A Slurm command said no; the message is its own."""
-
-
-class UnknownJob(SlurmError):
-    """Slurm does not know this job (any more)."""
-
-
-class SlurmUnreachable(SlurmError):
-    """No answer from slurmctld: nothing is known, so nothing may be concluded."""
 
 
 def find_tool(name: str) -> str:
