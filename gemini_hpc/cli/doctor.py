@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from gemini_hpc.doctor.examine import CHECKS, examine
     from gemini_hpc.doctor.facts import Facts
     from gemini_hpc.doctor.paths import user
+    from gemini_hpc.report import columns
 
     known = {c.name for c in CHECKS} | {c.name.partition(".")[0] for c in CHECKS}
     unknown = [name for name in args.only if name not in known]
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         status = UNUSABLE
     roles, slurm = sorted(_roles(facts)), _release(facts)
     d = report.document(findings, facts.hostname, roles, user(facts.uid), slurm, status, time.time())
-    print(json.dumps(d) if args.json else report.text(d), flush=True)
+    print(json.dumps(d) if args.json else report.text(d, columns.width()), flush=True)
     if any(t.name in known and t.is_alive() for t in threading.enumerate()):
         os._exit(status)  # what hangs there would hold up our end
     return status

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Collection, Iterator
 
-from gemini_hpc.doctor import controller, files, jobs, leftovers, memory, munge, network, plugin, scripts, slurm
+from gemini_hpc.doctor import (
+    controller,
+    files,
+    installation,
+    jobs,
+    leftovers,
+    memory,
+    munge,
+    network,
+    plugin,
+    scripts,
+    slurm,
+)
 from gemini_hpc.doctor.check import Check
 from gemini_hpc.doctor.facts import Facts
 from gemini_hpc.doctor.finding import SKIPPED, WRONG, Finding, Outcome, Unavailable
 
 CHECKS: tuple[Check, ...] = (
+    *installation.CHECKS,
     *slurm.CHECKS,
     *scripts.CHECKS,
     *plugin.CHECKS,
@@ -35,11 +49,13 @@ def _look(check: Check, facts: Facts, answer: list[Outcome]) -> None:
         answer.append(Outcome(SKIPPED, str(exc)))
     except PermissionError as exc:
         answer.append(Outcome(SKIPPED, f"{exc.filename or ''}: {exc.strerror}; run it again as root"))
+    except OSError as exc:
+        what = f"{os.fsdecode(exc.filename)}: " if isinstance(exc.filename, str | bytes) else ""
+        text = f"{what}{exc.strerror or exc}"
+        answer.append(Outcome(WRONG, text[:400], "a file that can be looked at", "see whether it should be there"))
     except Exception as exc:
-        text = f"the check itself failed: {type(exc).__name__}: {exc}"
-        answer.append(
-            Outcome(WRONG, text[:400], "an answer", "a defect of gemini-hpc, or a very odd host: report it")
-        )
+        text = f"this check broke: {type(exc).__name__}: {exc}"
+        answer.append(Outcome(WRONG, text[:400], "an answer", "please report this line to those who make gemini-hpc"))
 
 
 def _bounded(check: Check, facts: Facts, timeout_s: float) -> Outcome:

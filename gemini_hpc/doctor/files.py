@@ -15,8 +15,8 @@ from gemini_hpc.doctor import paths, plugin, scripts
 from gemini_hpc.doctor.check import ANYWHERE, ON_CONTROLLER, ON_NODE, Check
 from gemini_hpc.doctor.facts import CONTROLLER, NODE, Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
+from gemini_hpc.doctor.installation import PYTHON
 
-PYTHON = "/opt/gemini-hpc/venv/bin/python3"  # fixed in prolog and epilog
 CVE = "CVE-2016-10030"
 _INTERPRETER_TIMEOUT_S = 10.0
 _MAX_FILES = 20_000
@@ -98,10 +98,10 @@ def plugin_file(facts: Facts) -> Outcome:
 
 def _interpreter() -> list[str]:
     """What the interpreter of prolog and epilog says: version, package, what it lacks for the tier, its search path.
-    Raises `Unavailable`."""
-    if os.geteuid() == 0 and paths.weaknesses(PYTHON):
-        raise Unavailable(f"{PYTHON} is not run as root, others can change it (see files.python)")
+    Raises `Unavailable` and `InterpreterError`."""
     try:
+        if os.geteuid() == 0 and paths.weaknesses(PYTHON):
+            raise Unavailable(f"{PYTHON} is not run as root, others can change it (see files.python)")
         done = subprocess.run(
             [PYTHON, "-I", "-c", _ASK],
             stdin=subprocess.DEVNULL,

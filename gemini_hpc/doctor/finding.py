@@ -22,7 +22,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check on one host. `rule` is what it stands for: `SITE n`, or a CVE whose like it looks for."""
+    """One check on one host. `rule` is what it stands for: a word or two, or a CVE whose like it looks for."""
 
     check: str
     rule: str

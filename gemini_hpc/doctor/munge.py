@@ -29,6 +29,8 @@ def answers(facts: Facts) -> Outcome:
     try:
         payload, uid = munge.decode(munge.encode(nonce, for_uid=facts.uid))
     except munge.MungeError as exc:
+        if "libmunge" in str(exc):
+            fix = "install MUNGE's library (Debian: libmunge2; others: munge-libs) and munged"
         return wrong(f"MUNGE: {exc}", "a munged that makes and opens credentials", fix)
     if payload != nonce or uid != facts.uid:
         return wrong(f"a credential of uid {facts.uid} came back as uid {uid}'s", "itself", "see munged's log")

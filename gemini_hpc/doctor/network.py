@@ -90,8 +90,10 @@ def free_of(mine: Range, reserved: str) -> bool:
 
 def ephemeral(facts: Facts) -> Outcome:
     """A port that the kernel hands out to anybody's outgoing connection may be taken when we want it."""
-    text = _numbers(_EPHEMERAL).split()
-    first, last = int(text[0]), int(text[1])
+    span = re.fullmatch(r"\s*([0-9]{1,5})\s+([0-9]{1,5})\s*", text := _numbers(_EPHEMERAL))
+    if span is None:
+        raise Unavailable(f"{_EPHEMERAL} has no two numbers: {text[:40]!r}")
+    first, last = int(span[1]), int(span[2])
     reserved = _numbers(_RESERVED)
     hit = [mine for mine in ours(facts.settings) if mine.overlaps(first, last) and not free_of(mine, reserved)]
     if hit:

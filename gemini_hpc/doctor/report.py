@@ -10,6 +10,7 @@ from typing import Any
 from gemini_hpc import __version__
 from gemini_hpc.doctor.examine import OTHER_HOSTS
 from gemini_hpc.doctor.finding import SKIPPED, STATUSES, WARNING, WRONG, Finding
+from gemini_hpc.report.columns import USUAL, fold
 
 SCHEMA = 1
 Document = dict[str, Any]
@@ -39,20 +40,29 @@ def tame(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
-def text(d: Document) -> str:
-    """One line a check; what was wanted and what to do, where it is not in order."""
+def text(d: Document, columns: int = USUAL) -> str:
+    """Each check with what it found; what was wanted and what to do, where it is not in order. Checks that are
+    skipped for one and the same reason are one entry."""
     shown = [c for c in d["checks"] if not (c["status"] == SKIPPED and c["found"].startswith(OTHER_HOSTS))]
+    reasons: dict[str, list[str]] = {}
+    for c in shown:
+        if c["status"] == SKIPPED:
+            reasons.setdefault(c["found"], []).append(c["check"])
     name_width = max((len(c["check"]) for c in shown), default=0)
-    rule_width = max((len(c["rule"]) for c in shown), default=0)
     lines = []
     for c in shown:
         word = c["status"].upper() if c["status"] == WRONG else c["status"]
-        lines.append(f"{word:<8} {c['check']:<{name_width}}  {c['rule']:<{rule_width}}  {tame(c['found'])}")
+        names = reasons.pop(c["found"], []) if c["status"] == SKIPPED else [c["check"]]
+        if not names:
+            continue
+        name = f"{names[0]:<{name_width}}  " if len(names) == 1 else f"{', '.join(names)}: "
+        lines += fold(name + tame(c["found"]), columns, " " * 11, f"{word:<8} ")
         if c["status"] in (WARNING, WRONG):
-            lines += [f"{'':<11}wanted: {tame(c['wanted'])}", f"{'':<11}fix:    {tame(c['fix'])}"]
+            lines += fold(tame(c["wanted"]), columns, " " * 19, f"{'':<11}wanted: ")
+            lines += fold(tame(c["fix"]), columns, " " * 19, f"{'':<11}fix:    ")
     counts = Counter(c["status"] for c in shown)
     elsewhere = len(d["checks"]) - len(shown)
     summary = ", ".join(f"{counts[word]} {word}" for word in STATUSES)
     others = f"; {elsewhere} are for other hosts" if elsewhere else ""
     who = f"{d['host']} ({', '.join(d['roles'])}), as {d['user']}, Slurm {d['slurm'] or 'unknown'}"
-    return "\n".join([*lines, f"{who}: {len(shown)} checks: {summary}{others}"])
+    return "\n".join([*lines, *fold(f"{who}: {len(shown)} checks: {summary}{others}", columns)])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import pwd
 import re
 
 from gemini_hpc.doctor.check import ANYWHERE, Check
 from gemini_hpc.doctor.configuration import Release
+from gemini_hpc.doctor.containers import job_container
 from gemini_hpc.doctor.facts import Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, warning, wrong
 
@@ -170,33 +170,6 @@ def over_memory_kill(facts: Facts) -> Outcome:
     return ok(f"JobAcctGatherParams={facts.conf['JobAcctGatherParams'] or '(none)'}")
 
 
-def hidden_directories(text: str, directories: tuple[str, ...]) -> list[str]:
-    """Which of `directories` job_container.conf gives each job a private copy of."""
-    dirs = [d for found in re.findall(r"^[^#\n]*\bDirs=(\S+)", text, re.M | re.I) for d in found.split(",")]
-    tops = [d.rstrip("/") or "/" for d in dirs]
-    return [d for d in directories if any(d == t or d.startswith(t.rstrip("/") + "/") for t in tops)]
-
-
-def job_container(facts: Facts) -> Outcome:
-    """A private /run hides the agent's socket from the ranks."""
-    kind = facts.conf["JobContainerType"]
-    if not kind.endswith("tmpfs"):
-        return ok(kind or "none")
-    path = os.path.join(os.path.dirname(facts.conf["SLURM_CONF"]), "job_container.conf")
-    try:
-        with open(path, encoding="utf-8", errors="replace") as f:
-            hidden = hidden_directories(f.read(1 << 20), (facts.settings.run_dir,))
-    except OSError as exc:
-        raise Unavailable(f"{kind}, and {path} cannot be read: {exc.strerror}") from None
-    if hidden:
-        return wrong(
-            f"{path} gives each job its own {', '.join(hidden)}: ranks do not find their agent",
-            f"Dirs= without {facts.settings.run_dir} and what is above it",
-            f"take it out of Dirs= in {path}",
-        )
-    return ok(f"{kind}, which leaves {facts.settings.run_dir} alone (replica memory has no name in /dev/shm)")
-
-
 def expedited(facts: Facts) -> Outcome:
     """Said, not judged."""
     running = facts.conf.release
@@ -241,7 +214,7 @@ CHECKS = (
     Check("slurm.prolog-timeout", "SITE 19", ANYWHERE, prolog_timeout),
     Check("slurm.proctrack", "SITE 7", ANYWHERE, proctrack),
     Check("slurm.over-memory-kill", "SITE 20", ANYWHERE, over_memory_kill),
-    Check("slurm.job-container", "SITE 20", ANYWHERE, job_container),
+    Check("slurm.job-container", "private directories", ANYWHERE, job_container),
     Check("slurm.expedited-requeue", "SITE 14", ANYWHERE, expedited),
     Check("slurm.detection", "SITE 2", ANYWHERE, detection),
 )

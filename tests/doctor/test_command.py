@@ -14,7 +14,7 @@ import pytest
 from gemini_hpc.cli.main import main
 from gemini_hpc.control.slurm.text import parse_configuration, parse_ping
 from gemini_hpc.core.cgroup import Place
-from gemini_hpc.doctor import elf, examine, memory, report, slurm
+from gemini_hpc.doctor import containers, elf, examine, memory, report, slurm
 from gemini_hpc.doctor.cgroups import limit
 from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check
 from gemini_hpc.doctor.configuration import Configuration, Release
@@ -207,9 +207,40 @@ def test_site_15_systemd_units(tmp_path: Path) -> None:
 
 def test_hidden_directories() -> None:
     text = "AutoBasePath=true\nBasePath=/x Dirs=/var/tmp,/run\n#Dirs=/proc\n"
-    assert slurm.hidden_directories(text, ("/run/gemini-hpc",)) == ["/run/gemini-hpc"]
-    assert slurm.hidden_directories(text, ("/proc/x",)) == []
-    assert slurm.hidden_directories("Dirs=/runner,/dev/shm", ("/run/gemini-hpc",)) == []
+    assert containers.hidden_directories(text, ("/run/gemini-hpc",)) == ["/run/gemini-hpc"]
+    assert containers.hidden_directories(text, ("/proc/x",)) == []
+    assert containers.hidden_directories("Dirs=/runner,/dev/shm", ("/run/gemini-hpc",)) == []
+    yaml = 'defaults:\n  base_path: "/x"\n  # dirs: "/proc"\n  dirs: "/tmp,/run"\n'
+    assert containers.hidden_directories(yaml, ("/run/gemini-hpc", "/proc/x")) == ["/run/gemini-hpc"]
+
+
+@pytest.mark.parametrize(
+    ("key", "plugin", "name", "text", "status"),
+    [
+        ("JobContainerType", "job_container/tmpfs", "job_container.conf", "BasePath=/x Dirs=/run\n", "wrong"),
+        ("JobContainerType", "job_container/tmpfs", "job_container.conf", "BasePath=/x\n", "ok"),
+        ("JobContainerType", "(null)", "job_container.conf", "Dirs=/run\n", "ok"),
+        ("NamespaceType", "namespace/tmpfs", "namespace.conf", "BasePath=/x Dirs=/tmp,/run/\n", "wrong"),
+        ("NamespaceType", "namespace/tmpfs", "job_container.conf", "BasePath=/x Dirs=/\n", "wrong"),
+        ("NamespaceType", "namespace/linux", "namespace.yaml", "defaults:\n  dirs: '/tmp,/run'\n", "wrong"),
+        ("NamespaceType", "namespace/linux", "namespace.yaml", "defaults:\n  dirs: '/tmp'\n", "ok"),
+        (
+            "NamespaceType",
+            "namespace/linux",
+            "namespace.yaml",
+            "x:\n  clone_ns_flags:\n  - CLONE_NEWPID\n",
+            "warning",
+        ),
+        ("NamespaceType", "namespace/linux", "other.yaml", "defaults:\n", "skipped"),
+    ],
+)
+def test_namespaces_that_hide_the_agent(
+    tmp_path: Path, key: str, plugin: str, name: str, text: str, status: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    facts = Told(SLURM_CONF=str(tmp_path / "slurm.conf"), **{key: plugin})
+    (found,) = examine.examine(facts, ["slurm.job-container"])
+    assert found.status == status, found
 
 
 def test_small_texts(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""Whether gemini-hpc is installed on this host at all: the answer to somebody who has just unpacked it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from contextlib import suppress
+
+from gemini_hpc.control.slurm import SlurmError, find_tool
+from gemini_hpc.doctor import scripts
+from gemini_hpc.doctor.check import ANYWHERE, Check
+from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, wrong
+
+PYTHON = "/opt/gemini-hpc/venv/bin/python3"  # fixed in prolog and epilog
+SCRIPTS = "/opt/gemini-hpc/prolog_epilog"
+README = "README, Installing on a cluster"
+
+
+def _slurm() -> bool:
+    try:
+        return bool(find_tool("scontrol"))
+    except SlurmError:
+        return False
+
+
+def _munge() -> bool:
+    try:
+        ctypes.CDLL("libmunge.so.2")
+    except OSError:
+        return False
+    return True
+
+
+def _there(path: str) -> bool:
+    """Also where this user may not look: what keeps others out is there."""
+    try:
+        os.lstat(path)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _prolog(facts: Facts) -> bool:
+    """Ours at its usual place, or wherever the configuration has it."""
+    named: list[str] = []
+    with suppress(Unavailable):
+        named = scripts.in_force(facts.conf, "Prolog")
+    return any(map(_there, (SCRIPTS, *named)))
+
+
+def parts(facts: Facts) -> Outcome:
+    """What the other checks are about is there."""
+    basis = {"Slurm's commands (scontrol)": _slurm(), "MUNGE (libmunge.so.2)": _munge()}
+    ours = {
+        f"the interpreter of prolog and epilog ({PYTHON})": _there(PYTHON),
+        f"prolog and epilog ({SCRIPTS})": _prolog(facts),
+        f"the settings ({facts.config_path})": _there(facts.config_path),
+    }
+    no_basis = [name for name, there in basis.items() if not there]
+    missing = [name for name, there in ours.items() if not there]
+    wanted = "Slurm, MUNGE and gemini-hpc on every host of the cluster"
+    if no_basis:
+        first = "install Slurm and MUNGE first"
+        fix = f"{first}, then gemini-hpc ({README}); `make demo` in a checkout shows it on this host alone"
+        return wrong(f"not on this host: {'; '.join(no_basis + missing)}", wanted, fix)
+    if len(missing) == len(ours):
+        found = f"gemini-hpc is not installed on this host. Not here: {'; '.join(missing)}"
+        return wrong(found, wanted, f"{README}, steps 1 to 5; `make demo` in a checkout shows it on this host alone")
+    return ok("Slurm, MUNGE and gemini-hpc are here" + (f"; not {'; '.join(missing)}" if missing else ""))
+
+
+CHECKS = (Check("install.parts", "installation", ANYWHERE, parts),)

@@ -1,0 +1,173 @@
+"""Hosts on which something that doctor looks at is not there, closed or odd: no check breaks, and each says what is
+missing. In mount namespaces of this machine; no cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gemini_hpc.config import Settings
+from gemini_hpc.doctor import report
+from gemini_hpc.doctor.configuration import Configuration, Release
+from gemini_hpc.doctor.examine import CHECKS, examine
+from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.finding import Unavailable
+
+ROOT = Path(__file__).resolve().parents[2]
+NOBODY = 65534
+TOOLS = [f"/usr/bin/{name}" for name in ("scontrol", "squeue", "sinfo", "sacctmgr", "sbatch", "srun", "munge")]
+LIBRARIES = [f"/usr/lib/{os.uname().machine}-linux-gnu/libmunge.so.2"]
+ROLES = ("auto", "controller", "node", "login")
+
+
+def hidden(*paths: str) -> str:
+    """Shell lines that put an empty file, or an empty directory, over what is there."""
+    lines = []
+    for path in paths:
+        real = os.path.realpath(path)
+        if os.path.isdir(real):
+            lines.append(f"mount -t tmpfs -o mode=0755 none {real}")
+        elif os.path.exists(real):
+            lines.append(f"mount --bind /dev/null {real}")
+    return "\n".join(lines)
+
+
+# What a host lacks, as shell lines that are run in a mount namespace of its own.
+HOSTS = {
+    "bare": hidden(*TOOLS, *LIBRARIES, "/usr/sbin/munged", "/etc/slurm", "/etc/munge", "/opt"),
+    "no-slurm": hidden(*TOOLS, "/etc/slurm"),
+    "no-munge-library": hidden(*LIBRARIES),
+    "no-slurm-conf": hidden("/etc/slurm"),
+    "no-users": hidden("/etc/passwd", "/etc/group"),
+    "no-proc": "mount -t tmpfs none /proc",
+    "no-network-files": hidden("/proc/net", "/proc/sys/net/ipv4/ip_local_port_range", "/proc/locks"),
+    "broken-tools": "for f in /usr/bin/scontrol /usr/bin/squeue; do mount --bind /bin/false $f; done",
+    "silent-tools": "for f in /usr/bin/scontrol /usr/bin/squeue; do mount --bind /bin/true $f; done",
+    "talking-tools": "for f in /usr/bin/scontrol /usr/bin/squeue; do mount --bind /bin/echo $f; done",
+    "half-installed": "mount -t tmpfs none /opt; mkdir -p /opt/gemini-hpc/venv/bin /opt/gemini-hpc/prolog_epilog; "
+    "touch /opt/gemini-hpc/venv/bin/python3",
+    "broken-interpreter": "mount -t tmpfs none /opt; mkdir -p /opt/gemini-hpc/venv/bin; "
+    "ln -s /bin/echo /opt/gemini-hpc/venv/bin/python3",
+    "a-file-for-a-directory": "mount -t tmpfs none /opt; touch /opt/gemini-hpc; mount -t tmpfs none /var/lib; "
+    "touch /var/lib/gemini-hpc; mount -t tmpfs none /run; touch /run/gemini-hpc",
+    "closed": "mount -t tmpfs none /opt; mkdir -m 0700 /opt/gemini-hpc; mount -t tmpfs none /var/lib; "
+    "mkdir -m 0700 /var/lib/gemini-hpc; mount -t tmpfs none /etc/slurm; chmod 0700 /etc/slurm",
+    "dangling": "mount -t tmpfs none /opt; mkdir -p /opt/gemini-hpc/venv/bin; "
+    "ln -s /root/nowhere/python3 /opt/gemini-hpc/venv/bin/python3; mount -t tmpfs none /var/lib; "
+    "ln -s /var/lib/gemini-hpc /var/lib/gemini-hpc",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The package where an ordinary user can read it."""
+    place = Path("/var/tmp") / f"doctor-hosts-{os.getpid()}"
+    place.mkdir(mode=0o755)
+    shutil.copytree(ROOT / "gemini_hpc", place / "gemini_hpc", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("msgspec", "xxhash"):
+        found = __import__(name).__file__
+        shutil.copytree(os.path.dirname(found), place / name, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["chmod", "-R", "a+rX", str(place)], check=True)
+    yield place
+    shutil.rmtree(place)
+
+
+def doctor(package: Path, host: str, uid: int, *args: str) -> subprocess.CompletedProcess[str]:
+    code = f"import sys; sys.path[:0] = ['{package}']; from gemini_hpc.cli.main import main; sys.exit(main())"
+    inner = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"] if uid else []
+    script = f"mount --make-rprivate /\n{HOSTS[host]}\n" + 'exec "$@"'
+    python = os.path.realpath("/usr/bin/python3")
+    argv = ["unshare", "-m", "sh", "-c", script, "sh", *inner, python, "-I", "-B", "-c", code, "doctor", *args]
+    env = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"}
+    return subprocess.run(argv, capture_output=True, text=True, timeout=110, env=env, cwd="/", check=False)
+
+
+def broken(document: dict[str, Any]) -> list[str]:
+    return [f"{c['check']}: {c['found']}" for c in document["checks"] if "this check broke" in c["found"]]
+
+
+@pytest.mark.parametrize("uid", [0, NOBODY])
+@pytest.mark.parametrize("host", HOSTS)
+def test_no_check_breaks(package: Path, host: str, uid: int) -> None:
+    for role in ROLES:
+        done = doctor(package, host, uid, "--json", "--host-role", role)
+        assert done.stdout and "Traceback" not in done.stderr, done.stderr
+        document = json.loads(done.stdout)
+        assert broken(document) == []
+        assert document["counts"]["wrong"] >= 1 and done.returncode == 1
+        assert all(c["wanted"] and c["fix"] for c in document["checks"] if c["status"] in ("warning", "wrong"))
+
+
+def test_nothing_is_installed(package: Path) -> None:
+    done = doctor(package, "bare", 0)
+    text = " ".join(done.stdout.split())
+    assert "WRONG install.parts not on this host: Slurm's commands (scontrol); MUNGE" in text
+    assert "/opt/gemini-hpc/venv/bin/python3" in text and "README, Installing on a cluster" in text
+    assert "make demo" in text and "defect" not in text
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_only_gemini_hpc_is_missing(package: Path) -> None:
+    done = doctor(package, "no-slurm-conf", 0, "--json", "--only", "install")
+    (found,) = json.loads(done.stdout)["checks"]
+    assert found["status"] == "wrong" and found["found"].startswith("gemini-hpc is not installed on this host")
+
+
+# ---- facts that cannot be had, one at a time -------------------------------------------------------------
+
+FACTS = {
+    "settings": Settings(controller_host="localhost", controller_port=1),
+    "configuration": Configuration(
+        {"SLURM_VERSION": "22.05.8", "StateSaveLocation": "/nowhere", "SLURM_CONF": "/x/y"}
+    ),
+    "release": Release(22, 5, 8),
+    "nodes": {},
+    "reservations": [],
+    "queue": {},
+    "processes": [],
+}
+
+
+class Lacking(Facts):
+    """A host of all kinds, of which one thing is not known, or nothing can be told."""
+
+    def __init__(self, *missing: str) -> None:
+        super().__init__("/nonexistent/gemini.toml")
+        self._known |= FACTS | {name: Unavailable(f"no {name}") for name in missing}
+        self._known["roles"] = frozenset(("controller", "node", "login"))
+
+
+@contextmanager
+def as_user(uid: int) -> Iterator[None]:
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("uid", [0, NOBODY])
+@pytest.mark.parametrize("missing", [(), *((name,) for name in FACTS), tuple(FACTS)], ids=str)
+def test_each_fact_missing(missing: tuple[str, ...], uid: int) -> None:
+    with as_user(uid):
+        found = list(examine(Lacking(*missing)))
+    document = report.document(found, "h", ["node"], "root", "", 0, 0.0)
+    assert len(found) == len(CHECKS) and broken(document) == []
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file or directory", "/etc/x"), OSError(107, "gone")])
+def test_a_file_that_is_not_there_is_no_defect(error: OSError) -> None:
+    def look(_: Facts) -> Any:
+        raise error
+
+    checks = (type(CHECKS[0])("a.b", "x", frozenset(("node", "login", "controller")), look),)
+    (found,) = examine(Lacking(), checks=checks)
+    assert found.status == "wrong" and "broke" not in found.found and str(error.strerror) in found.found
