@@ -118,7 +118,8 @@ def test_nothing_is_installed(package: Path) -> None:
 def test_only_gemini_hpc_is_missing(package: Path) -> None:
     done = doctor(package, "no-slurm-conf", 0, "--json", "--only", "install")
     (found,) = json.loads(done.stdout)["checks"]
-    assert found["status"] == "wrong" and found["found"].startswith("gemini-hpc is not installed on this host")
+    assert (found["check"], found["status"]) == ("install.parts", "wrong")
+    assert found["found"].startswith("gemini-hpc is not installed on this host")
 
 
 # ---- facts that cannot be had, one at a time -------------------------------------------------------------
