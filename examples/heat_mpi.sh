@@ -11,8 +11,19 @@
 # --map-by ppr:1:node`. With the option a rank that dies ends the others, which would wait for it in MPI for ever;
 # `gemini-hpc run` then starts them again in the same allocation.
 
-python=/opt/gemini-hpc/venv/bin/python
-[ -x "$python" ] || python=python3
+# The training's Python: $PYTHON, the environment that was active at sbatch, or the one of the installation, which
+# has no mpi4py at most sites. The first that has all the modules is taken; none of them is imported to find out.
+needs="numpy mpi4py gemini_hpc"
+has='import sys; from importlib.util import find_spec; sys.exit(any(find_spec(m) is None for m in sys.argv[1:]))'
+for python in ${PYTHON:+"$PYTHON"} python3 /opt/gemini-hpc/venv/bin/python; do
+	"$python" -P -c "$has" $needs 2>/dev/null && break
+	python=
+done
+if [ -z "$python" ]; then
+	echo "heat_mpi.sh: no Python here has $needs: activate such an environment before sbatch, or PYTHON=/path/to/python sbatch ..." >&2
+	exit 2
+fi
+
 script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
 here=$(dirname "${script:-$SLURM_SUBMIT_DIR/heat_mpi.sh}")
 

@@ -12,8 +12,18 @@
 # `gemini-hpc run` starts the step, and starts it again in the same allocation when only software failed. The ranks
 # find RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in their environment.
 
-python=/opt/gemini-hpc/venv/bin/python
-[ -x "$python" ] || python=python3
+# The training's Python: $PYTHON, the environment that was active at sbatch, or the one of the installation, which
+# has no torch at most sites. The first that has all the modules is taken; none of them is imported to find out.
+needs="torch gemini_hpc"
+has='import sys; from importlib.util import find_spec; sys.exit(any(find_spec(m) is None for m in sys.argv[1:]))'
+for python in ${PYTHON:+"$PYTHON"} python3 /opt/gemini-hpc/venv/bin/python; do
+	"$python" -P -c "$has" $needs 2>/dev/null && break
+	python=
+done
+if [ -z "$python" ]; then
+	echo "job.sh: no Python here has $needs: activate such an environment before sbatch, or PYTHON=/path/to/python sbatch ..." >&2
+	exit 2
+fi
 
 # Slurm runs a copy of this script, so look for the training beside the original.
 script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')

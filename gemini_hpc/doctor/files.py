@@ -150,7 +150,7 @@ def tier(facts: Facts) -> Outcome:
         return ok(f"{PYTHON} has h5py and numpy")
     where = facts.settings.tier or "--gemini-tier"
     found, wanted = f"{PYTHON} has no {lacks.replace(' ', ' and no ')}", f"h5py and numpy, for jobs with {where}"
-    fix = f"{os.path.dirname(PYTHON)}/pip install 'gemini-hpc[tier]'"
+    fix = f"{os.path.dirname(PYTHON)}/pip install 'h5py>=3.10' 'numpy>=1.26'"
     return wrong(found, wanted, fix) if facts.settings.tier else warning(found, wanted, fix)
 
 

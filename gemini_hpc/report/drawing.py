@@ -56,7 +56,7 @@ def require() -> None:
     except ImportError as exc:
         raise MissingError(
             f"drawing needs matplotlib, which {sys.executable} cannot import ({exc}): install it there "
-            "(pip install 'gemini-hpc[report]'), or use --json"
+            "(pip install 'matplotlib>=3.7'), or use --json"
         ) from None
 
 

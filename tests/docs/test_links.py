@@ -255,3 +255,16 @@ def test_the_whole_of_cluster_is_named() -> None:
     text = (ROOT / "docs" / "devcluster.md").read_text()
     public = [name for name in vars(Cluster) if not name.startswith("_")]
     assert [name for name in public if not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_nobody_is_told_to_install_by_a_name_that_is_not_ours() -> None:
+    """The name on PyPI is nobody's, or a stranger's: only a checkout or a wheel is installed."""
+    advice = re.compile(
+        r"gemini[-_]hpc\[|pip3? install\s+(?:-[^\s`'\"]+\s+)*['\"]?gemini[-_]hpc(?![\w/-]*/|[-\w.]*\.whl)"
+    )
+    places = [ROOT / "README.md", ROOT / "pyproject.toml", ROOT / "Makefile"]
+    for top, pattern in (("docs", "*.md"), ("gemini_hpc", "*.py"), ("examples", "*"), ("slurm", "*.[ch]")):
+        places += [p for p in (ROOT / top).rglob(pattern) if p.is_file()]
+    assert {str(p.relative_to(ROOT)): found[0] for p in places if (found := advice.search(p.read_text()))} == {}
+    assert advice.search("pip install 'gemini-hpc[mpi]'") and advice.search("pip install -q gemini-hpc")
+    assert not advice.search("pip install ./gemini_hpc-0.1.0-py3-none-any.whl")

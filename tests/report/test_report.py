@@ -274,7 +274,7 @@ def test_json_needs_no_matplotlib(
     assert one["timeline"]["ops"][1]["name"] == "all_gather_into_tensor" and len(one["series"]) == 100
     assert run("7") == 1
     errors = capsys.readouterr().err
-    assert errors.count("\n") == 1 and "pip install 'gemini-hpc[report]'" in errors and sys.executable in errors
+    assert errors.count("\n") == 1 and "pip install 'matplotlib>=3.7'" in errors and sys.executable in errors
 
 
 def test_one_line_where_there_is_nothing(

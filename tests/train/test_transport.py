@@ -159,7 +159,7 @@ def test_mpi_that_does_not_fit_is_refused_on_all_ranks(teams: Teams, start: str)
     alone, threads, missing, early, mixed = said[0]
     assert "torch.distributed has 3 ranks, MPI's communicator 1:" in alone
     assert "rank 1: MPI was initialised without MPI_THREAD_MULTIPLE" in threads
-    assert "rank 1: no MPI for Python" in missing and "pip install 'gemini-hpc[mpi]'" in missing
+    assert "rank 1: no MPI for Python" in missing and "pip install 'mpi4py>=4'" in missing
     assert "rank 1: MPI is not initialised: `from mpi4py import MPI` before" in early
     assert "several MPI jobs" in mixed
 

@@ -232,9 +232,7 @@ def _place(comm: MPI.Intracomm | None) -> tuple[MPI.Intracomm | None, _Place]:
     try:
         import mpi4py
     except ImportError as error:
-        return None, _Place(
-            problem=f"no MPI for Python ({error}): pip install 'gemini-hpc[mpi]' where an MPI library is"
-        )
+        return None, _Place(problem=f"no MPI for Python ({error}): pip install 'mpi4py>=4' where an MPI library is")
     if sys.modules.get(f"{mpi4py.__name__}.MPI") is None:
         return None, _Place(
             problem="MPI is not initialised: `from mpi4py import MPI` before the Checkpointer is made, in a training "
