@@ -15,8 +15,10 @@ from gemini_hpc.devcluster.processes import ProcessId
 from gemini_hpc.devcluster.requirements import program
 
 NAME = "slurm_acct_db"
-# Where slurmdbd looks, in the controller host's private /run.
+# Where slurmdbd looks, in the controller host's private /run; which of the two, the client library behind it decides
+# (MariaDB's own from some release on).
 _SOCKET = "/run/mysqld/mysqld.sock"
+_OTHER_DIRECTORY = "/run/mariadbd"
 # Before MariaDB 11 they were still named after MySQL.
 _SCRIPTS = (Path("/usr/share/mysql"), Path("/usr/share/mariadb"))
 _PREFIXES = ("mysql", "mariadb")
@@ -51,8 +53,8 @@ def start(layout: Layout, outer: ProcessId) -> None:
         )
         if enter.complete(bootstrap, _schema(), 30.0).returncode:
             raise DevclusterError(f"mariadbd could not make its data directory: {log_tail(log)}")
-        prepare = 'install -d -o slurm -g slurm "${0%/*}" && exec "$@"'
-        argv = ["/bin/sh", "-c", prepare, _SOCKET, program("setsid"), "--fork", *server]
+        prepare = 'install -d -o slurm -g slurm "${0%/*}" && ln -sfn "${0%/*}" "$1" && shift && exec "$@"'
+        argv = ["/bin/sh", "-c", prepare, _SOCKET, _OTHER_DIRECTORY, program("setsid"), "--fork", *server]
         enter.start(enter.command(layout, outer.pid, argv), stdout=output, stderr=subprocess.STDOUT).wait(20.0)
     deadline = time.monotonic() + 20.0
     while "ready for connections" not in (text := log.read_text(errors="replace")):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import subprocess
 import time
 from collections.abc import Sequence
 
@@ -13,6 +15,19 @@ from gemini_hpc.devcluster.processes import ProcessId
 from gemini_hpc.devcluster.requirements import program
 
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w:/]*)=")
+
+
+@functools.cache
+def release() -> tuple[int, int]:
+    """Major and minor number of this machine's Slurm, as in (22, 5); `DevclusterError` if slurmd does not tell it."""
+    try:
+        done = subprocess.run([program("slurmd"), "-V"], capture_output=True, text=True, timeout=20.0, check=False)
+    except subprocess.TimeoutExpired:
+        raise DevclusterError("slurmd -V does not tell its release within 20 s") from None
+    found = re.search(r"\b(\d+)\.(\d+)\.", done.stdout)
+    if found is None:
+        raise DevclusterError(f"slurmd -V does not tell its release: {' '.join((done.stdout + done.stderr).split())}")
+    return int(found[1]), int(found[2])
 
 
 def ask(layout: Layout, outer: ProcessId, name: str, *arguments: str, timeout_s: float = 10.0) -> str:

@@ -1,9 +1,10 @@
-"""slurm.conf and plugstack.conf of a cluster."""
+"""slurm.conf, plugstack.conf and cgroup.conf of a cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gemini_hpc.devcluster import slurm
 from gemini_hpc.devcluster.layout import Layout
 from gemini_hpc.devcluster.network import CONTROLLER, CONTROLLER_ADDRESS, node_address
 from gemini_hpc.devcluster.profiles import Profile
@@ -12,6 +13,9 @@ from gemini_hpc.devcluster.sitefiles import SiteFiles
 SLURMCTLD_PORT = 6817
 SLURMD_PORT = 6818
 SLURMDBD_PORT = 6819
+# From here on slurmd ends where no cgroup plugin works, unless it is told to use none; nothing here needs one. Before
+# 23.11 the word was unknown, and slurmd ended for that.
+CGROUPS_DISABLED_FROM = (23, 11)
 
 
 def write(
@@ -24,7 +28,7 @@ def write(
     site: SiteFiles,
     extra: Sequence[str],
 ) -> None:
-    """Both files. `extra`: whole lines for the end of slurm.conf."""
+    """These, and cgroup.conf where the release needs it. `extra`: whole lines for the end of slurm.conf."""
     values = {
         "ClusterName": layout.name,
         "SlurmctldHost": f"{CONTROLLER}({CONTROLLER_ADDRESS})",
@@ -86,5 +90,7 @@ def write(
     ]
     lines += extra
     layout.slurm_conf.write_text("\n".join(lines) + "\n")
+    if slurm.release() >= CGROUPS_DISABLED_FROM:
+        (layout.slurm_etc / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
     plugin = f"optional {site.plugin}\n" if site.plugin else ""
     (layout.slurm_etc / "plugstack.conf").write_text(plugin)
