@@ -24,7 +24,13 @@ MPIS := openmpi mpich
 SOURCES := pyproject.toml README.md $(shell find gemini_hpc slurm prolog_epilog examples -type f \
           -not -name '*.pyc' -not -name '*.so' -not -path '*/build/*' 2>/dev/null)
 
-.PHONY: help deps deps-site deps-mpi venv install demo test test-long lint bench clean
+# Other releases of Slurm: the roots are made with debootstrap, kept here, and never changed by a run.
+DEBIAN_ROOTS := debootstrap debian-archive-keyring
+CACHE ?= /var/cache/gemini-hpc
+RELEASE ?=
+ON_EACH_RELEASE := tests/spank tests/devcluster tests/control tests/recovery
+
+.PHONY: help deps deps-site deps-mpi debian-packages venv install demo test test-long test-slurm test-here lint bench clean
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -49,6 +55,9 @@ deps: ## install the Debian packages (as root)
 
 deps-site: deps
 	$(call install_debian,$(DEBIAN_SITE))
+
+debian-packages:
+	@echo $(DEBIAN) $(DEBIAN_SITE)
 
 $(VENV)/.made: deps
 	@[ -x $(PY) ] || /usr/bin/python3 -m venv $(VENV)
@@ -88,6 +97,17 @@ test: install deps-site deps-mpi lint ## every test, on real clusters in namespa
 
 test-long: install deps-site deps-mpi ## the long campaigns
 	@$(PY) -m pytest -q $(DEAL) -m long tests
+
+test-slurm: install ## what depends on Slurm's release, on another: RELEASE=24.11 or 26.05; the first time makes its root below CACHE
+	$(call install_debian,$(DEBIAN_ROOTS))
+	@[ -n "$(RELEASE)" ] || { echo "make test-slurm: RELEASE= is missing: 24.11 or 26.05"; exit 1; }
+	@$(PY) -m tests.releases $(RELEASE) --cache $(CACHE) -- make -s test-here WORKERS=$(WORKERS)
+
+test-here: install deps-site ## the same on this machine's own release
+	@$(MAKE) -s -C slurm all test
+	@rm -f .pytest_cache/v/cache/lastfailed
+	@$(PY) -m pytest -q $(DEAL) -m "not long" $(ON_EACH_RELEASE) || $(PY) -m tests.once_more $$?
+	@$(VENV)/bin/gemini-hpc demo
 
 bench: install deps-site ## speed, as ratios; ONLY=FAMILY for one (save, fig11, fig13, fig16, ...); writes bench.json
 	@$(PY) -m benchmarks $(if $(ONLY),--only $(ONLY))
