@@ -9,7 +9,7 @@ from contextlib import suppress
 import msgspec
 
 from gemini_hpc.config import Settings
-from gemini_hpc.wire import munge
+from gemini_hpc.wire import endpoint, munge
 from gemini_hpc.wire.frames import FrameError, bare, read_bare
 from gemini_hpc.wire.handshake import MAX_HELLO_BYTES, Client, Envelope, HandshakeError
 
@@ -46,7 +46,7 @@ def _greet(settings: Settings, host: str, slurm_uid: int) -> int:
     where = f"{host}:{port}"
     try:
         with socket.create_connection((host, port), timeout=TIMEOUT_S) as sock:
-            sock.sendall(bare(client.greeting()))
+            sock.sendall(bare(client.greeting(endpoint.dialled(sock))))
             envelope = msgspec.msgpack.decode(read_bare(sock, MAX_HELLO_BYTES), type=Envelope)
         if envelope.refusal:
             raise GreetingError(f"{where} refuses: {envelope.refusal[:200]}")

@@ -5,7 +5,8 @@
    repeats the client's nonce; or a refusal in plain words.
 Both shares of the key travelled encrypted by MUNGE, so only the two ends know the session key, and each
 later frame carries a MAC made with it (`frames`). MUNGE is asked once a connection, never per frame. A
-replayed `ClientHello` leads nowhere: its sender cannot open the answer. Pure functions; no I/O here.
+replayed `ClientHello` leads nowhere: its sender cannot open the answer. Both say where the connection ends
+(`endpoint`), so that nobody who listens elsewhere can pass it on. Pure functions; no I/O here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 
 import msgspec
 
-from gemini_hpc.wire import munge, version
+from gemini_hpc.wire import endpoint, munge, version
 from gemini_hpc.wire.bounds import Job, Restart, Strict
 
 MAX_HELLO_BYTES = 16 * 1024
@@ -27,7 +28,7 @@ class HandshakeError(Exception):
 
 class ClientHello(msgspec.Struct, frozen=True):
     """Who calls whom, about which job, what for (`link`, `pull`, `push`, `query`, `control`); speaking protocols
-    `proto` to `most` (0: `proto` alone)."""
+    `proto` to `most` (0: `proto` alone). dialled: the endpoint that was meant ("": an older release)."""
 
     proto: int
     purpose: str
@@ -40,11 +41,12 @@ class ClientHello(msgspec.Struct, frozen=True):
     nonce: bytes
     share: bytes
     most: int = 0
+    dialled: str = ""
 
 
 class ServerHello(msgspec.Struct, frozen=True):
     """The answer; `instance` names the answering process's life (a rebooted node has another). chosen: the protocol
-    that both speak from here on (0: `proto`)."""
+    that both speak from here on (0: `proto`). listening: the endpoint that was reached ("": an older release)."""
 
     proto: int
     nonce: bytes
@@ -54,6 +56,7 @@ class ServerHello(msgspec.Struct, frozen=True):
     restart: Restart
     instance: str
     chosen: int = 0
+    listening: str = ""
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -137,8 +140,10 @@ class Client:
         )
         self._server_uid = server_uid
 
-    def greeting(self) -> bytes:
-        """The first bytes to send. Raises `HandshakeError` where no credential can be had."""
+    def greeting(self, dialled: str = "") -> bytes:
+        """The first bytes to send; dialled: the endpoint they go to. Raises `HandshakeError` where no credential can
+        be had."""
+        self._hello = msgspec.structs.replace(self._hello, dialled=dialled)
         try:
             credential = munge.encode(msgspec.msgpack.encode(self._hello), for_uid=self._server_uid)
         except munge.MungeError as exc:
@@ -158,6 +163,8 @@ class Client:
             raise HandshakeError("the answer is not to this greeting")
         if answer.job != self._hello.job or answer.host != self._hello.target:
             raise HandshakeError(f"answered by {answer.host} for job {answer.job}")
+        if elsewhere := endpoint.mismatch(self._hello.dialled, answer.listening):
+            raise HandshakeError(elsewhere)
         if self._hello.purpose in ("link", "push") and answer.restart != self._hello.restart:
             raise HandshakeError(f"answered by restart {answer.restart}")
         spoken = answer.chosen or answer.proto
@@ -198,11 +205,16 @@ def receive(data: bytes) -> Greeting:
     return Greeting(hello, uid, version.common(hello.proto, hello.most))
 
 
-def answer(greeting: Greeting, *, host: str, restart: int, instance: str) -> tuple[bytes, Session]:
-    """The server's answer to an accepted greeting, and its session. Raises `HandshakeError`."""
+def answer(
+    greeting: Greeting, *, host: str, restart: int, instance: str, listening: str = ""
+) -> tuple[bytes, Session]:
+    """The server's answer to an accepted greeting, and its session; listening: where the greeting has arrived. Raises
+    `HandshakeError`."""
     hello = greeting.hello
     if not greeting.proto:
         raise HandshakeError(version.mismatch(hello.proto, hello.most))
+    if elsewhere := endpoint.mismatch(hello.dialled, listening):
+        raise HandshakeError(elsewhere)
     reply = ServerHello(
         proto=hello.proto,
         nonce=hello.nonce,
@@ -212,6 +224,7 @@ def answer(greeting: Greeting, *, host: str, restart: int, instance: str) -> tup
         restart=restart,
         instance=instance,
         chosen=greeting.proto,
+        listening=listening,
     )
     try:
         credential = munge.encode(msgspec.msgpack.encode(reply), for_uid=greeting.uid)

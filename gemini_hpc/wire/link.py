@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 
 import msgspec
 
-from gemini_hpc.wire import handshake, protocol, version
+from gemini_hpc.wire import endpoint, handshake, protocol, version
 from gemini_hpc.wire.frames import (
     LENGTH_BYTES,
     MAX_FRAME_BYTES,
@@ -161,8 +161,9 @@ async def connect(
         if opened is not None:
             opened.set()
         try:
-            writer.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            greeting = await _beside(client.greeting)
+            sock = writer.transport.get_extra_info("socket")
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            greeting = await _beside(client.greeting, endpoint.dialled(sock))
             writer.write(bare(greeting))
             reply = await _read_bare(reader)
             session = await _beside(client.finish, reply)
@@ -239,17 +240,20 @@ async def accept(
     """Authenticate a caller. `admit` returns "" or the reason for turning it away. Raises `HandshakeError`."""
     try:
         async with asyncio.timeout(timeout_s):
-            writer.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock = writer.transport.get_extra_info("socket")
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            here = endpoint.listening(sock)
             greeting = await _beside(handshake.receive, await _read_bare(reader))
             hello = greeting.hello
             said = admit(greeting) if greeting.proto else version.mismatch(hello.proto, hello.most)
             reason = said if isinstance(said, str) else await said
+            reason = reason or endpoint.mismatch(hello.dialled, here)
             if reason:
                 writer.write(bare(handshake.refusal(reason)))
                 await writer.drain()
                 raise HandshakeError(reason)
             reply, session = await _beside(
-                handshake.answer, greeting, host=host, restart=restart(), instance=instance
+                handshake.answer, greeting, host=host, restart=restart(), instance=instance, listening=here
             )
             writer.write(bare(reply))
             return Link(reader, writer, session)
@@ -277,7 +281,7 @@ class BlockingLink:
         sock = socket.create_connection((address, port), timeout=timeout_s)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.sendall(bare(client.greeting()))
+            sock.sendall(bare(client.greeting(endpoint.dialled(sock))))
             return cls(sock, client.finish(read_bare(sock, handshake.MAX_HELLO_BYTES)))
         except FrameError as exc:
             sock.close()

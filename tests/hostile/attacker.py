@@ -432,6 +432,39 @@ def squat(a: Args) -> Args:
     return {}
 
 
+def relay(a: Args) -> Args:
+    """Listens on ports and passes everything on to the job's own one; tells of each call, and of each that has
+    carried more than a handshake."""
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, carried: list[int]) -> None:
+        with suppress(OSError):
+            while data := await reader.read(1 << 16):
+                carried[0] += len(data)
+                if carried[0] > a["handshake_bytes"] >= carried[0] - len(data):
+                    print("session", flush=True)
+                writer.write(data)
+        writer.close()
+
+    async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        print("called", flush=True)
+        try:
+            inward, outward = await asyncio.open_connection("127.0.0.1", a["to"])
+        except OSError:
+            writer.close()
+            return
+        carried = [0]
+        await asyncio.gather(pump(reader, outward, carried), pump(inward, writer, carried))
+
+    async def run() -> None:
+        for port in a["ports"]:
+            await asyncio.start_server(between, "0.0.0.0", port)
+        print("listening", flush=True)
+        await asyncio.sleep(a["seconds"])
+
+    asyncio.run(run())
+    return {}
+
+
 def peek(a: Args) -> Args:
     """Another process's memory and descriptors, by every way that /proc and the kernel offer."""
     pid, got = a["pid"], []
@@ -458,6 +491,6 @@ def peek(a: Args) -> Args:
 
 if __name__ == "__main__":
     verbs = (noise, call, greeting, steal, forged, sessions, link, local_socket, spam)
-    verbs += (agents, flood, bombs, squat, peek)
+    verbs += (agents, flood, bombs, squat, relay, peek)
     verb = {v.__name__: v for v in verbs}[sys.argv[1]]
     print(json.dumps(verb(json.loads(sys.argv[2]))))

@@ -180,6 +180,30 @@ def test_another_user_behind_the_first_ports_of_a_job(site: Site) -> None:
             squatter.kill()
 
 
+def test_another_user_between_the_agents_of_a_job(site: Site) -> None:
+    """bob has the first ports of the job on every node, and passes what comes there on to the agent behind them."""
+    out = site.cluster.home("alice") / "relayed"
+    script = '#!/bin/sh\nsrun sh -c "echo socket=$GEMINI_SOCKET"\nsleep 4\n'
+    options = ["-N2", "--ntasks-per-node=1", "--gemini-replicas=2", "--hold", f"--output={out}"]
+    job = site.cluster.sbatch(options, script=script)
+    ports = candidates(Settings(), job)
+    how = {"ports": ports[:3], "to": ports[3], "seconds": 60, "handshake_bytes": 2500}
+    argv = [PYTHON, "-I", str(site.script), "relay", json.dumps(how)]
+    relays = [site.cluster.popen(argv, user="bob", node=node) for node in site.cluster.node_names]
+    try:
+        for relay in relays:
+            assert relay.stdout is not None and relay.stdout.readline() == "listening\n"
+        site.cluster.run(["scontrol", "release", str(job)])
+        until(lambda: site.cluster.job(job)["JobState"] in ("COMPLETED", "FAILED"), 60, 0.1, what="the job ends")
+        assert out.read_text().count(f"socket=/run/gemini-hpc/{job}/agent.sock") == 2, out.read_text()
+    finally:
+        for relay in relays:
+            relay.kill()
+    said = " ".join(relay.communicate(timeout=10)[0] for relay in relays).split()
+    assert "called" in said, "or this test shows nothing"
+    assert "session" not in said, "agents spoke to each other through bob"
+
+
 def test_memory_of_an_agent_is_its_owners(site: Site) -> None:
     """Descriptors go to processes of the owner's that have come through the socket, and by no other way."""
     node = site.nodes[0]
