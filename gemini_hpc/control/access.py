@@ -6,7 +6,7 @@ import os
 import time
 
 from gemini_hpc.config import Settings
-from gemini_hpc.control.slurm import Slurm
+from gemini_hpc.control.slurm.api import SlurmApi
 from gemini_hpc.operators import Operators
 
 _ACCOUNTING_KEPT_S = 300.0
@@ -16,7 +16,7 @@ _MAY = frozenset(("Operator", "Administrator"))
 class Accounting:
     """slurmdbd's word about a user; whatever fails is an exception, and the caller's no."""
 
-    def __init__(self, slurm: Slurm) -> None:
+    def __init__(self, slurm: SlurmApi) -> None:
         self._slurm = slurm
         self._there = (0.0, False)
 
@@ -29,6 +29,6 @@ class Accounting:
         return there and await self._slurm.admin_level(user) in _MAY
 
 
-def operators(settings: Settings, slurm: Slurm) -> Operators:
+def operators(settings: Settings, slurm: SlurmApi) -> Operators:
     """Whom the controller lets look at every job."""
     return Operators(settings.operators, (0, os.geteuid()), Accounting(slurm).operator)

@@ -16,7 +16,8 @@ from gemini_hpc.control import probe
 from gemini_hpc.control.decide import Port
 from gemini_hpc.control.journal import Journal
 from gemini_hpc.control.recovery import REASON
-from gemini_hpc.control.slurm import Slurm, SlurmError
+from gemini_hpc.control.slurm import SlurmError
+from gemini_hpc.control.slurm.api import SlurmApi
 from gemini_hpc.control.slurm.facts import Node
 
 log = logging.getLogger("gemini_hpc.control")
@@ -30,7 +31,7 @@ KEY = "nodes"  # of these lines in the journal, which belong to no recovery
 class GiveBack:
     """Looks at the nodes that we have fenced every few seconds."""
 
-    def __init__(self, settings: Settings, slurm: Slurm, journal: Journal) -> None:
+    def __init__(self, settings: Settings, slurm: SlurmApi, journal: Journal) -> None:
         self._settings, self._slurm, self._journal = settings, slurm, journal
         self._answers_since: dict[str, tuple[float, float]] = {}
 

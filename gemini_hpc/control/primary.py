@@ -16,7 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
-from gemini_hpc.control.slurm import Slurm, SlurmError
+from gemini_hpc.control.slurm import SlurmError
+from gemini_hpc.control.slurm.api import SlurmApi
 from gemini_hpc.control.slurm.facts import Config
 
 log = logging.getLogger("gemini_hpc.control")
@@ -39,7 +40,7 @@ class Standing:
 class Primary:
     """Looks at slurmctld's hosts; one for the life of the service."""
 
-    def __init__(self, slurm: Slurm) -> None:
+    def __init__(self, slurm: SlurmApi) -> None:
         self._slurm = slurm
         self._config: Config | None = None
         self._config_at = 0.0

@@ -19,7 +19,8 @@ from gemini_hpc.control.primary import Primary
 from gemini_hpc.control.recovery import REASON, Recovery
 from gemini_hpc.control.registry import Registry, Track
 from gemini_hpc.control.rescue import RESERVED_MINUTES
-from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob
+from gemini_hpc.control.slurm import SlurmError, UnknownJob
+from gemini_hpc.control.slurm.api import SlurmApi
 from gemini_hpc.control.slurm.facts import RUNNING, Job, Node
 from gemini_hpc.wire.controller import Report
 from gemini_hpc.wire.picture import EventRecord
@@ -39,7 +40,7 @@ class Recoveries:
     def __init__(
         self,
         settings: Settings,
-        slurm: Slurm,
+        slurm: SlurmApi,
         journal: Journal,
         logs: EventLogs,
         registry: Registry,

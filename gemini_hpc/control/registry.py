@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gemini_hpc.control.rescue import PREFIX
-from gemini_hpc.control.slurm import Slurm, SlurmError
+from gemini_hpc.control.slurm import SlurmError
+from gemini_hpc.control.slurm.api import SlurmApi
 from gemini_hpc.control.slurm.facts import COMPLETING, CONFIGURING, RUNNING, Job
 from gemini_hpc.wire.link import Link
 from gemini_hpc.wire.picture import InspectAsk
@@ -123,7 +124,7 @@ class Track:
         if changed:
             self.save()
 
-    async def remember_nodes(self, slurm: Slurm) -> None:
+    async def remember_nodes(self, slurm: SlurmApi) -> None:
         """Once per incarnation: when slurmd was started on each of its nodes."""
         job = self.job
         if job is None or self.stored.slurmds_of == job.restarts or not self.members(job.restarts):

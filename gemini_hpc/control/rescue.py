@@ -16,8 +16,18 @@ from dataclasses import dataclass, field
 
 from gemini_hpc.control import probe
 from gemini_hpc.control.decide import Port, candidates, held
-from gemini_hpc.control.slurm import Slurm, SlurmError, SlurmUnreachable, UnknownJob
-from gemini_hpc.control.slurm.facts import COMPLETING, CONFIGURING, FAILED, NODE_FAIL, PENDING, RUNNING, Job, Node
+from gemini_hpc.control.slurm import SlurmError, SlurmUnreachable, UnknownJob
+from gemini_hpc.control.slurm.api import SlurmApi
+from gemini_hpc.control.slurm.facts import (
+    COMPLETING,
+    CONFIGURING,
+    FAILED,
+    NODE_FAIL,
+    PENDING,
+    RUNNING,
+    Job,
+    Node,
+)
 
 PREFIX = "gemini_"  # of the names of our reservations
 RESERVED_MINUTES = 10
@@ -36,7 +46,7 @@ Note = Callable[..., None]
 class Rescue:
     """One requeue. `say(event, host, detail)` goes to the event log, `note(step, phase, **data)` to the journal."""
 
-    slurm: Slurm
+    slurm: SlurmApi
     raw_id: int
     restart: int
     user_id: int
@@ -331,7 +341,7 @@ def _ms(began: float) -> str:
     return f"[{(time.monotonic() - began) * 1000:.0f} ms]"
 
 
-async def sweep(slurm: Slurm, kept: Sequence[str]) -> list[str]:
+async def sweep(slurm: SlurmApi, kept: Sequence[str]) -> list[str]:
     """Delete reservations of ours that serve nobody any more (after a takeover); returns their names."""
     dropped = []
     for reservation in await slurm.reservations():

@@ -21,7 +21,8 @@ from gemini_hpc.control.primary import LOCK, Primary, is_here, take_lock
 from gemini_hpc.control.questions import Questions
 from gemini_hpc.control.recoveries import Recoveries
 from gemini_hpc.control.registry import Agent, Registry, Track
-from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob
+from gemini_hpc.control.slurm import SlurmError, UnknownJob
+from gemini_hpc.control.slurm.api import SlurmApi
 from gemini_hpc.control.slurm.facts import Job
 from gemini_hpc.control.watch import Watcher, never_requeued
 from gemini_hpc.wire import controller, picture, protocol
@@ -70,7 +71,7 @@ class _Rate:
 class Controller:
     """One controller, on the host whose slurmctld is in charge; `serve` runs until that changes, or cancelled."""
 
-    def __init__(self, settings: Settings, slurm: Slurm, primary: Primary, state_save: str) -> None:
+    def __init__(self, settings: Settings, slurm: SlurmApi, primary: Primary, state_save: str) -> None:
         """Raises `LockTakenError` where another one acts. `state_save`: StateSaveLocation."""
         self.settings, self.slurm, self._primary = settings, slurm, primary
         os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)

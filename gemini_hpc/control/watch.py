@@ -16,7 +16,8 @@ from gemini_hpc.control.decide import release_reason
 from gemini_hpc.control.draining import DrainWatch
 from gemini_hpc.control.recoveries import Recoveries
 from gemini_hpc.control.registry import Agent, Registry, Track
-from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob
+from gemini_hpc.control.slurm import SlurmError, UnknownJob
+from gemini_hpc.control.slurm.api import SlurmApi
 from gemini_hpc.control.slurm.facts import LIVE, PENDING, RUNNING, Job
 from gemini_hpc.wire.controller import Ending, Release
 
@@ -32,7 +33,7 @@ _SAME_END_S = 1.5
 class Watcher:
     """Looks at all tracked jobs about once a second, less often where Slurm is slow to answer."""
 
-    def __init__(self, settings: Settings, slurm: Slurm, registry: Registry, recoveries: Recoveries) -> None:
+    def __init__(self, settings: Settings, slurm: SlurmApi, registry: Registry, recoveries: Recoveries) -> None:
         self._settings, self._slurm = settings, slurm
         self._registry, self._recoveries = registry, recoveries
         self._drains = DrainWatch(slurm)

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ class Site:
             facts = self.cluster.job(job)
             return facts if facts["JobState"] == "RUNNING" and facts["Restarts"] == str(restart) else None
 
-        return until(there, timeout_s)
+        found: dict[str, str] = until(there, timeout_s)
+        return found
 
     def nodes(self, job: int | str) -> list[str]:
         out = self.cluster.run(["squeue", "-h", "-r", "-j", str(job), "-o", "%N"]).stdout.strip()
@@ -52,7 +54,10 @@ class Site:
         for host in hosts:
             self.agent(job, restart, host, hosts, mode, user)
         for host in hosts:
-            until(lambda host=host: "registered" in self.words(job, restart, host), 20)
+            until(partial(self._registered, job, restart, host), 20)
+
+    def _registered(self, job: int, restart: int, host: str) -> bool:
+        return "registered" in self.words(job, restart, host)
 
     def agent(self, job: int, restart: int, host: str, hosts: Sequence[str], mode: str, user: str = "alice") -> None:
         script = self.cluster.home("alice") / "fake_agent.py"

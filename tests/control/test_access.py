@@ -18,6 +18,8 @@ from gemini_hpc.control.slurm import SlurmError
 from gemini_hpc.control.slurm.text import parse_admin_level, parse_config
 from gemini_hpc.operators import Operators, listed
 
+from .fake_slurm import FakeSlurm
+
 GAMES, DAEMON = pwd.getpwnam("games"), pwd.getpwnam("daemon")
 GROUP = grp.getgrgid(GAMES.pw_gid).gr_name
 FOREIGN = "no-such-user-here"
@@ -89,7 +91,12 @@ def test_site_21_answers_are_kept_and_shared(monkeypatch: pytest.MonkeyPatch) ->
 def test_site_21_name_service_that_hangs_lets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "LOOKUP_S", 0.2)
     monkeypatch.setattr(operators, "FAILED_S", 60.0)
-    monkeypatch.setattr(operators, "listed", lambda uid, entries: time.sleep(3) or True)
+
+    def late(uid: int, entries: object) -> bool:
+        time.sleep(3)
+        return True
+
+    monkeypatch.setattr(operators, "listed", late)
     who, began = Operators(("games",), ()), time.monotonic()
     assert ask(who, *range(100, 120)) == [False] * 20
     assert ask(who, *range(100, 120)) == [False] * 20
@@ -120,20 +127,20 @@ Slurmctld(primary) at ctl is UP
 """
 
 
-class Database:
+class Database(FakeSlurm):
     """slurmdbd as `Slurm` tells of it."""
 
     def __init__(self, kind: str, rows: str | Exception) -> None:
-        self.kind, self.rows, self.asked = kind, rows, 0
+        self.kind, self.printed, self.asked = kind, rows, 0
 
     async def accounting(self) -> bool:
         return parse_config(CONFIG.format(kind=self.kind)).values["AccountingStorageType"].endswith("slurmdbd")
 
     async def admin_level(self, user: str) -> str:
         self.asked += 1
-        if isinstance(self.rows, Exception):
-            raise self.rows
-        return parse_admin_level(self.rows, user)
+        if isinstance(self.printed, Exception):
+            raise self.printed
+        return parse_admin_level(self.printed, user)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +162,7 @@ class Database:
 )
 def test_site_21_operators_of_slurmdbd(kind: str, rows: str | Exception, yes: bool) -> None:
     database = Database(kind, rows)
-    who = Operators((), (0,), Accounting(database).operator)  # type: ignore[arg-type]
+    who = Operators((), (0,), Accounting(database).operator)
     assert ask(who, GAMES.pw_uid) == [yes]
     assert database.asked == (kind == "slurmdbd")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,13 +12,15 @@ import pytest
 
 from gemini_hpc.control.draining import LOOK_S, DrainWatch
 from gemini_hpc.control.registry import Agent, Stored, Track
-from gemini_hpc.control.slurm import Slurm, SlurmError
+from gemini_hpc.control.slurm import SlurmError
 from gemini_hpc.control.slurm.facts import Job, Node
 from gemini_hpc.control.slurm.text import parse_node
 from gemini_hpc.wire.controller import Draining
 
+from .fake_slurm import FakeSlurm
 
-class Scene:
+
+class Scene(FakeSlurm):
     """A job of n1 and n2 in its second life, with an agent on each, and one of its first life on n3."""
 
     def __init__(self, path: Path) -> None:
@@ -32,12 +35,12 @@ class Scene:
         for host, restart in (("n1", 1), ("n2", 1), ("n3", 0)):
             link = SimpleNamespace(closed=False, send=lambda message, host=host: self.sent.append((host, message)))
             self.track.agents[host] = Agent(cast(Any, link), host, 7, restart, 2, 1, "x", "live")
-        self.watch = DrainWatch(cast(Slurm, self), clock=lambda: self.now)
+        self.watch = DrainWatch(self, clock=lambda: self.now)
 
-    async def nodes(self, names: list[str]) -> dict[str, Node]:
+    async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
         if self.dumb:
             raise SlurmError("no answer")
-        self.asked.append(names)
+        self.asked.append(list(names))
         lines = {name: f"NodeName={name} NodeAddr={name} CPUTot=4 State={self.states[name]}" for name in names}
         return {name: parse_node(line) for name, line in lines.items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -15,12 +15,13 @@ from gemini_hpc.control.decide import Port
 from gemini_hpc.control.giveback import GiveBack
 from gemini_hpc.control.journal import Journal
 from gemini_hpc.control.recovery import REASON
-from gemini_hpc.control.slurm import Slurm
 from gemini_hpc.control.slurm.facts import Node
 from gemini_hpc.control.slurm.text import parse_node
 
+from .fake_slurm import FakeSlurm
 
-class ScriptedSlurm:
+
+class ScriptedSlurm(FakeSlurm):
     def __init__(self, reason: str, boot: str) -> None:
         line = f"NodeName=n1 NodeAddr=n1 CPUTot=4 State=DOWN+DRAIN BootTime={boot} Reason={reason} [slurm@now]"
         self.node, self.resumed = parse_node(line), 0
@@ -55,7 +56,7 @@ def test_site_04_given_back(
     monkeypatch.setattr(probe, "reached", reached)
     slurm, journal = ScriptedSlurm(reason, boot), Journal(str(tmp_path / "journal"))
     journal.write("1.0", "down", "before", node="n1")
-    look = GiveBack(Settings(auto_resume_s=wait_s), cast(Slurm, slurm), journal).look
+    look = GiveBack(Settings(auto_resume_s=wait_s), slurm, journal).look
 
     async def many() -> None:
         for _ in range(12):
@@ -72,7 +73,7 @@ def test_site_04_given_back(
 
 def test_site_04_nodes_that_the_journal_does_not_know(tmp_path: Path) -> None:
     slurm, journal = ScriptedSlurm(REASON, NEW), Journal(str(tmp_path / "journal"))
-    asyncio.run(GiveBack(Settings(auto_resume_s=0.01), cast(Slurm, slurm), journal).look())
+    asyncio.run(GiveBack(Settings(auto_resume_s=0.01), slurm, journal).look())
     assert not slurm.resumed
     journal.close()
 
@@ -80,5 +81,5 @@ def test_site_04_nodes_that_the_journal_does_not_know(tmp_path: Path) -> None:
 def test_site_04_off_by_default(tmp_path: Path) -> None:
     assert Settings().auto_resume_s == 0
     slurm, journal = ScriptedSlurm(REASON, NEW), Journal(str(tmp_path / "journal"))
-    asyncio.run(asyncio.wait_for(GiveBack(Settings(), cast(Slurm, slurm), journal).run(), 5))
+    asyncio.run(asyncio.wait_for(GiveBack(Settings(), slurm, journal).run(), 5))
     journal.close()

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from gemini_hpc.control import probe, rescue
 from gemini_hpc.control.decide import Port
 from gemini_hpc.control.rescue import Rescue
-from gemini_hpc.control.slurm import Slurm, SlurmError
-from gemini_hpc.control.slurm.facts import Job, Node, Reservation
+from gemini_hpc.control.slurm import SlurmError
+from gemini_hpc.control.slurm.facts import Job, Node, Reservation, Row
 from gemini_hpc.control.slurm.text import parse_job, parse_node
+
+from .fake_slurm import FakeSlurm
 
 LINE = (Path(__file__).parent / "recorded" / "22.05-job-pending.txt").read_text().splitlines()[0]
 PENDING = dataclasses.replace(parse_job(LINE), req_nodes=(), restarts=1, start_time=4e9, reason="Resources")
 
 
-class ScriptedSlurm:
+class ScriptedSlurm(FakeSlurm):
     """One pending job that starts only when `starts` says so; every change is noted."""
 
     def __init__(self, starts: Callable[[ScriptedSlurm], bool] = lambda s: False) -> None:
@@ -42,7 +44,7 @@ class ScriptedSlurm:
     async def reservations(self) -> list[Reservation]:
         return [Reservation(k, tuple(v), (), "ACTIVE", frozenset()) for k, v in self.held.items()]
 
-    async def create_reservation(self, name: str, nodes: list[str], user_id: int, minutes: int) -> None:
+    async def create_reservation(self, name: str, nodes: Sequence[str], user_id: int, minutes: int = 10) -> None:
         if any(set(nodes) & set(v) for v in self.held.values()):
             raise SlurmError("Requested nodes are busy")
         self.held[name] = list(nodes)
@@ -55,7 +57,7 @@ class ScriptedSlurm:
         self.done.append("delete")
         return True
 
-    async def pin(self, job: Job, nodes: list[str], reservation: str) -> Job:
+    async def pin(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
         self.current = dataclasses.replace(self.current, req_nodes=tuple(nodes), reservation=reservation)
         self.done.append(f"pin {','.join(nodes) or '-'}{' held' if reservation else ''}")
         return self.current
@@ -67,6 +69,9 @@ class ScriptedSlurm:
         self.current = dataclasses.replace(self.current, reservation="")
         self.done.append("detach")
 
+    async def attached(self, reservation: str) -> list[Row]:
+        return []
+
     async def nudge(self, job: Job) -> None:
         self.done.append("nudge")
 
@@ -76,7 +81,7 @@ def steer(slurm: ScriptedSlurm, **changes: Any) -> tuple[str, list[str]]:
 
     async def work() -> str:
         made = Rescue(
-            slurm=cast(Slurm, slurm),
+            slurm=slurm,
             raw_id=1,
             restart=0,
             user_id=5001,

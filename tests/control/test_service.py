@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 
 from waiting import until
 
@@ -17,6 +19,10 @@ def start(site: Site, mode: str = "") -> tuple[int, list[str]]:
     hosts = site.nodes(job)
     site.agents(job, 0, hosts, mode)
     return job, hosts
+
+
+def _cancelled(site: Site, job: int, host: str) -> bool:
+    return "released job CANCELLED" in site.words(job, 0, host)
 
 
 def untouched(site: Site) -> bool:
@@ -69,12 +75,12 @@ def test_site_16_cancelled_while_pending_releases_the_agents(site: Site) -> None
     cancelled = time.time()
     site.cluster.run(["scancel", str(job)], user="alice")
     for host in ("n1", "n3"):
-        until(lambda host=host: "released job CANCELLED" in site.words(job, 0, host), 10)
+        until(partial(_cancelled, site, job, host), 10)
     print(f"released after {time.time() - cancelled:.2f} s")
     until(lambda: not site.reservations(), 5)
 
 
-def test_site_16_completed_releases_at_once_and_failed_after_retention(make_site) -> None:
+def test_site_16_completed_releases_at_once_and_failed_after_retention(make_site: Callable[..., Site]) -> None:
     site = make_site(settings={"retention_s": 3.0})
     good = site.submit("-N1", script="#!/bin/sh\nsleep 4\n")
     bad = site.submit("-N1", script="#!/bin/sh\nsleep 4; exit 2\n")
@@ -165,7 +171,7 @@ def test_site_05_only_one_controller_acts(site: Site) -> None:
     assert done.returncode == 1 and "another controller" in done.stderr
 
 
-def test_site_03_budget_stops_mass_fencing(make_site) -> None:
+def test_site_03_budget_stops_mass_fencing(make_site: Callable[..., Site]) -> None:
     site = make_site(settings={"fence_budget_nodes": 1})
     job, _ = start(site)
     site.cluster.power_off("n2")

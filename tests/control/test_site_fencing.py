@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 
 from waiting import until
 
@@ -25,6 +26,10 @@ def start(site: Site, *args: str) -> tuple[int, list[str]]:
 def fenced(site: Site) -> list[str]:
     out = site.cluster.run(["scontrol", "show", "node", "-o"]).stdout
     return [line.split()[0].split("=")[1] for line in out.splitlines() if "gemini-hpc" in line]
+
+
+def over_budget(site: Site, job: int) -> bool:
+    return any("budget" in e["detail"] for e in site.events(job))
 
 
 def stays(site: Site, true: Callable[[], bool], seconds: float) -> None:
@@ -87,7 +92,7 @@ def test_site_03_mass_outage_over_several_jobs_fences_nobody(make_site: Callable
     for _, hosts in jobs:
         site.cluster.power_off(hosts[1])
     for job, _ in jobs:
-        until(lambda job=job: [e for e in site.events(job) if "budget" in e["detail"]], 20)
+        until(partial(over_budget, site, job), 20)
     stays(site, lambda: not fenced(site), 8)
 
 

@@ -319,6 +319,12 @@ class Slurm:
             "Flags=IGNORE_JOBS,FLEX,NO_HOLD_JOBS_AFTER",
         )
 
+    async def change_reservation(self, name: str, nodes: Sequence[str]) -> None:
+        """Hold these nodes from now on, in one step: none of them is free in between. Raises `SlurmError` (an
+        overlap with another reservation)."""
+        checked = _checked(_SAFE_NAME, name, "a reservation name")
+        await self._run("scontrol", "update", f"ReservationName={checked}", f"Nodes={_names(nodes)}")
+
     async def delete_reservation(self, name: str) -> bool:
         """False where it is still referenced by a job; a reservation that is gone already counts as deleted."""
         checked = _checked(_SAFE_NAME, name, "a reservation name")
