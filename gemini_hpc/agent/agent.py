@@ -424,7 +424,10 @@ class Agent:
             return local.Verdict()
         silent = mesh.silent()
         alive = tuple(h for h in self.hosts if h not in mesh.dead and h not in silent)
-        return local.Verdict(tuple(sorted(mesh.dead)), tuple(sorted(silent - mesh.dead)), alive[:1000])
+        sealed = max((s.sealed for s in self.sets if s.sealed is not None), default=(0, 0))
+        begun = max((s.begun for s in self.sets), default=0)
+        dead, suspect = tuple(sorted(mesh.dead)), tuple(sorted(silent - mesh.dead))
+        return local.Verdict(dead, suspect, alive[:1000], (sealed[0], sealed[1]), begun)
 
 
 def serve(settings: Settings, *, job: int, uid: int, node: str, directory: str, again: bool) -> int:

@@ -310,6 +310,7 @@ class Service:
         except Refused as exc:
             return local.Refused(exc.reason), []
         self._fills[m.set, m.rank, index] = client
+        training.begun = max(training.begun, m.version)
         return local.Begun(index, agent.drains.troubles.note(m.set)), []
 
     def _filling(self, client: Client, name: str, rank: int, index: int, version: int) -> Shard | None:

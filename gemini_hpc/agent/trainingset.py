@@ -26,6 +26,7 @@ class TrainingSet:
         self.sources: dict[int, tuple[str, ...]] = {}
         self.lost: tuple[str, ...] = ()
         self.note = ""
+        self.begun = 0  # the newest version that a rank of this launch has begun to save here
         self.present: dict[int, Client] = {}
         self.greeted: set[int] = set()
         self.finished: set[int] = set()
@@ -56,6 +57,7 @@ class TrainingSet:
         self.chosen_copies = {}
         self.stored = plan is not None and plan.stored
         self.note = ""
+        self.begun = 0
         if plan is not None:
             self.chosen = None if plan.chosen is None else Stamp(*plan.chosen)
             self.settled = None if plan.sealed is None else Stamp(*plan.sealed)

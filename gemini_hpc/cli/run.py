@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import MutableMapping
 
+from gemini_hpc.cli.attempts import Attempts, Reached
 from gemini_hpc.client.agent import ask_verdict
 
 VERDICT_WAIT_S = 20.0
@@ -20,6 +21,10 @@ HEALTHY_FOR_S = 2.0
 LOST_GRACE_S = 1.6
 REQUEUE_WAIT_S = 60.0
 EXIT_NOT_REQUEUED = 75
+# Sent by people, batch systems and time limits, not by faults.
+SENT: tuple[signal.Signals, ...] = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# A step that ends so soon after a signal that was passed on to it has ended because of it.
+HEEDED_S = 60.0
 
 
 def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,12 +33,17 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "run",
         help="run a job step, and again in the same allocation when it dies on healthy nodes",
         description="Runs COMMAND (usually srun ...) in a batch script. When it fails although all nodes of the job "
-        "are healthy, it is started again at once and every rank resumes from the replicas in memory. When a node "
-        "is dead, the command is not repeated: Slurm requeues the job.",
+        "are healthy, it is started again at once and every rank resumes from the replicas in memory; once only "
+        "where it has failed without a newer version being sealed. When a node is dead, the command is not repeated: "
+        "Slurm requeues the job. A command that is ended by a signal which somebody has sent is not repeated.",
         epilog="Exit status: that of the last COMMAND; 75 for a dead node and no requeue in time.",
     )
     parser.add_argument(
-        "--max-restarts", type=_count, default=3, metavar="N", help="repeat at most N times (default 3)"
+        "--max-restarts",
+        type=_count,
+        default=3,
+        metavar="N",
+        help="repeat at most N times, counted anew whenever a newer version has been sealed (default 3)",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="e.g. srun python t.py")
     parser.set_defaults(func=run)
@@ -46,17 +56,20 @@ def _count(text: str) -> int:
 
 
 def _nodes_healthy(path: str, ended: threading.Event) -> bool:
-    """Wait for a clear verdict: True once no node is dead or suspect for a while, False for a dead one."""
-    deadline = time.monotonic() + VERDICT_WAIT_S
+    """Wait until no node has been dead or suspect for a while; False where Slurm does not requeue the job in time, or
+    has (`ended`)."""
+    began = time.monotonic()
     healthy_since: float | None = None
-    while time.monotonic() < deadline and not ended.is_set():
+    waits = False
+    while time.monotonic() - began < REQUEUE_WAIT_S and not ended.is_set():
         verdict = ask_verdict(path)
         if verdict is None:
             return True
-        if verdict.dead:
-            return False
-        if verdict.suspect:
+        if verdict.dead or verdict.suspect:
             healthy_since = None
+            if not waits and (verdict.dead or time.monotonic() - began > VERDICT_WAIT_S):
+                waits = True
+                _say("a node of the job is dead, or silent for too long: waiting for Slurm to requeue the job")
         else:
             healthy_since = healthy_since or time.monotonic()
             if time.monotonic() - healthy_since >= HEALTHY_FOR_S:
@@ -91,8 +104,9 @@ def run(args: argparse.Namespace) -> int:
     _fit_tasks(os.environ)
     path = os.environ.get("GEMINI_SOCKET", "")
     ended = threading.Event()
-    restarts = 0
+    attempts = Attempts(args.max_restarts)
     while True:
+        attempts.begin(_reached(path))
         try:
             step = _Step(command, path, ended)
         except OSError as exc:
@@ -101,19 +115,26 @@ def run(args: argparse.Namespace) -> int:
         status = step.wait()
         if status in (0, 130) or ended.is_set():
             return status
-        if restarts >= args.max_restarts:
-            _say(f"the step ended with status {status}; {restarts} restarts are used up")
-            return status
         if not path:
             _say(f"the step ended with status {status}; not restarted: no agent protects this job")
             return status
+        reached = _reached(path)
         if not _nodes_healthy(path, ended):
-            if not ended.is_set():
-                _say("a node of the job is dead, or silent for too long: waiting for Slurm to requeue the job")
-                ended.wait(REQUEUE_WAIT_S)
             return status if ended.is_set() else EXIT_NOT_REQUEUED
-        restarts += 1
-        _say(f"the step ended with status {status} on healthy nodes: restart {restarts} of {args.max_restarts}")
+        if sent := step.ended_by(status):
+            _say(f"the step was ended by {sent.name}, which somebody has sent: not restarted")
+            return status
+        why_not, note = attempts.failed(status, reached)
+        told = f"the step ended with status {status}" + (f" ({note})" if note else "")
+        if why_not:
+            _say(f"{told}; not restarted: {why_not}")
+            return status
+        _say(f"{told} on healthy nodes: restart {attempts.restarts} of {args.max_restarts}")
+
+
+def _reached(path: str) -> Reached | None:
+    verdict = ask_verdict(path) if path else None
+    return None if verdict is None else Reached(verdict.sealed, verdict.begun)
 
 
 class _Step:
@@ -125,15 +146,30 @@ class _Step:
 
     def __init__(self, command: list[str], socket_path: str, ended: threading.Event) -> None:
         self._socket_path, self._ended = socket_path, ended
+        self._passed_on: tuple[signal.Signals, float] | None = None
         self._child = subprocess.Popen(command)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
+        for number in (*SENT, signal.SIGCONT):
             signal.signal(number, self._forward)
 
     def _forward(self, number: int, _frame: object) -> None:
         if number == signal.SIGTERM:
             self._ended.set()
+        if number in SENT:
+            self._passed_on = (signal.Signals(number), time.monotonic())
         if self._child.poll() is None:
             self._child.send_signal(number)
+
+    def ended_by(self, status: int) -> signal.Signals | None:
+        """The signal that somebody has ended the step with: sent to its ranks (`scancel --signal`), or passed on.
+
+        SIGTERM counts only where it was passed on: with --kill-on-bad-exit srun itself sends it to all other ranks.
+        """
+        sent: signal.Signals | None = next(
+            (number for number in SENT if status == 128 + number and number != signal.SIGTERM), None
+        )
+        if sent is None and self._passed_on is not None and time.monotonic() - self._passed_on[1] < HEEDED_S:
+            sent = self._passed_on[0]
+        return sent
 
     def wait(self) -> int:
         """The exit status, 128 + n for signal n."""

@@ -61,11 +61,17 @@ class VerdictRequest(Message, frozen=True, tag="verdict?"):
 
 
 class Verdict(Message, frozen=True, tag="verdict"):
-    """Hosts whose silence was confirmed by other peers, hosts only suspected, and hosts heard of recently."""
+    """Hosts whose silence was confirmed by other peers, hosts only suspected, and hosts heard of recently.
+
+    sealed: the newest sealed [epoch, version] of all sets, [0, 0] without one; begun: the newest version that a rank
+    of this node has begun to save since the last recovery round.
+    """
 
     dead: tuple[str, ...] = ()
     suspect: tuple[str, ...] = ()
     alive: tuple[str, ...] = ()
+    sealed: tuple[Epoch, Version] = (0, 0)
+    begun: Version = 0
 
 
 # ---- from trainers -------------------------------------------------------------------------------------

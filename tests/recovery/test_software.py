@@ -50,6 +50,16 @@ def test_restarts_are_bounded(lite: Lite, cluster: Cluster) -> None:
     assert job.output().count("restart 1 of 1") == 1
 
 
+@pytest.mark.parametrize("how", [["--signal=USR1"], ["--signal=TERM", "--full"]], ids=["USR1", "TERM"])
+def test_a_signal_from_the_user_is_no_failure(lite: Lite, how: list[str]) -> None:
+    """To the ranks alone, past the batch script, or to all of the job: `lite.py` dies of it, and stays so."""
+    job = lite(run=RUN)
+    job.reach(5)
+    job.cluster.run(["scancel", *how, str(job.id)], user="alice")
+    until(lambda: job.state in ("COMPLETED", "FAILED", "CANCELLED"), 40, what="job over")
+    assert len(launches(job)) == 1 and "restart 1 of" not in job.output(), job.story()
+
+
 def test_agent_killed_training_goes_on_and_protection_returns(lite: Lite) -> None:
     job = lite()
     job.reach(10)
