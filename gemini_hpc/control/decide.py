@@ -204,15 +204,14 @@ def fits(job: Job, node: Node) -> bool:
     wanted = job.features.replace("&", ",").split(",") if job.features else []
     if wanted and all(w.replace("_", "").replace("-", "").isalnum() for w in wanted) and set(wanted) - node.features:
         return False
-    if node.name in job.exc_nodes:
-        return False
     if any(node.gres.get(name, 0) < count for name, count in job.gres_per_node.items()):
         return False
     return node.cpus >= job.min_cpus and node.memory_mb >= job.min_memory_mb
 
 
 def candidates(job: Job, nodes: Mapping[str, Node], without: Iterable[str], reserved: Iterable[str]) -> list[Node]:
-    """Up nodes that could replace a dead one, the idle ones first; `reserved` are held by others."""
+    """Up nodes that could replace a dead one, the idle ones first; `without` are not wanted, `reserved` are held by
+    others."""
     barred = set(without) | set(reserved)
     able = [n for n in nodes.values() if n.name not in barred and n.up and fits(job, n)]
     return sorted(able, key=lambda n: (not n.idle, n.name))

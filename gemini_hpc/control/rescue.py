@@ -99,7 +99,8 @@ class Rescue:
                 await self.drop(left)
             others = [r for r in others if not self._leftover(r.name)]
         taken = {n for r in others for n in r.nodes}
-        able = candidates(job, nodes, [*self.survivors, *self.dead], taken)
+        unwanted = await self.slurm.excluded(self.raw_id)
+        able = candidates(job, nodes, [*self.survivors, *self.dead, *unwanted], taken)
         idle = [n.name for n in able if n.idle]
         busy = [n.name for n in able if not n.idle]
         if len(idle) < len(self.dead) and busy:

@@ -462,9 +462,9 @@ def test_a_job_by_its_number(tmp_path: Path, capsys: Told, monkeypatch: pytest.M
     settings.write_text(f'tier = "{tmp_path}/{{user}}"\n')
     assert export(7, *asked, tmp_path / "out") == 0
     assert "version 4 of job 7" in capsys.readouterr().out
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(f"#!/bin/sh\nexec cat {ROOT}/tests/control/recorded/22.05-array.txt\n")
-    scontrol.chmod(0o755)
-    monkeypatch.setattr(slurm_client, "find_tool", lambda name: str(scontrol))
+    squeue = tmp_path / "squeue"
+    squeue.write_text("#!/bin/sh\necho '2|3|2|'; echo '5|1|2|'; echo '6|2|2|'\n")
+    squeue.chmod(0o755)
+    monkeypatch.setattr(slurm_client, "find_tool", lambda name: str(squeue))
     assert export("2_2", *asked, tmp_path / "array") == 1
     assert told(capsys) == f"{user}/gemini-6: no such directory"

@@ -37,7 +37,7 @@ def dying_write(self: Journal, key: str, step: str, phase: str, **data: Any) -> 
     boundary(f"after journal {step} {phase}")
 
 
-async def dying_call(self: Slurm, tool: str, *args: str, **more: Any) -> str:
+async def dying_call(self: Slurm, tool: str, *args: str, **more: Any) -> bytes:
     # An update without effect (ResetAccrueTime alone) is repeated as often as it takes.
     changes = tool == "scontrol" and args[0] in CHANGING and args[-1] != "ResetAccrueTime"
     if changes:

@@ -26,6 +26,9 @@ class FakeSlurm(SlurmApi):
     async def job(self, raw_id: int) -> Job:
         _unforeseen("job")
 
+    async def excluded(self, raw_id: int) -> tuple[str, ...]:
+        _unforeseen("excluded")
+
     async def raw_id(self, task: str) -> int:
         _unforeseen("raw_id")
 

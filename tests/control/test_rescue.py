@@ -15,9 +15,10 @@ from gemini_hpc.control.decide import Port
 from gemini_hpc.control.rescue import Rescue
 from gemini_hpc.control.slurm import SlurmError
 from gemini_hpc.control.slurm.facts import Job, Node, Reservation, Row
-from gemini_hpc.control.slurm.text import parse_job, parse_node
+from gemini_hpc.control.slurm.text import parse_node
 
 from .fake_slurm import FakeSlurm
+from .scontrol_line import parse_job
 
 LINE = (Path(__file__).parent / "recorded" / "22.05-job-pending.txt").read_text().splitlines()[0]
 PENDING = dataclasses.replace(parse_job(LINE), req_nodes=(), restarts=1, start_time=4e9, reason="Resources")
@@ -40,6 +41,9 @@ class ScriptedSlurm(FakeSlurm):
     async def nodes(self, names: Any = ()) -> dict[str, Node]:
         base = "CPUTot=4 RealMemory=2000 State=IDLE Partitions=main"
         return {n: parse_node(f"NodeName={n} NodeAddr={n} {base}") for n in ("n1", "n3", "n4", "n5")}
+
+    async def excluded(self, raw_id: int) -> tuple[str, ...]:
+        return ()
 
     async def reservations(self) -> list[Reservation]:
         return [Reservation(k, tuple(v), (), "ACTIVE", frozenset()) for k, v in self.held.items()]

@@ -24,6 +24,10 @@ class SlurmApi(Protocol):
         """One job by its raw id."""
         ...
 
+    async def excluded(self, raw_id: int) -> tuple[str, ...]:
+        """The nodes that the job's owner does not want."""
+        ...
+
     async def raw_id(self, task: str) -> int:
         """The raw id of an array task written as `10_3`."""
         ...

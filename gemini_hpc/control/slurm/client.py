@@ -14,21 +14,24 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from gemini_hpc.control.fairness import FairGate
+from gemini_hpc.control.slurm import fields
 from gemini_hpc.control.slurm.errors import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.control.slurm.facts import Config, Job, Node, Reservation, Row
 from gemini_hpc.control.slurm.text import (
     ROW_FORMAT,
     ParseError,
+    node_records,
     parse_admin_level,
     parse_config,
-    parse_job,
     parse_node,
     parse_partition,
     parse_ping,
     parse_reservation,
     parse_row,
+    reason_is_hidden,
 )
 
 TIMEOUT_S = 10.0
@@ -98,15 +101,18 @@ class Slurm:
         # When slurmctld last failed to answer (monotonic).
         self.unreachable_at = -math.inf
 
-    async def _run(self, tool: str, *args: str, refusals: bool = True) -> str:
-        """What the command prints; refusals False: also where it says no."""
+    async def _run(self, tool: str, *args: str) -> str:
+        return (await self._run_bytes(tool, *args)).decode(errors="replace")
+
+    async def _run_bytes(self, tool: str, *args: str) -> bytes:
         try:
-            return await self._call(tool, *args, refusals=refusals)
+            return await self._call(tool, *args)
         except SlurmUnreachable:
             self.unreachable_at = time.monotonic()
             raise
 
-    async def _call(self, tool: str, *args: str, refusals: bool = True) -> str:
+    async def _call(self, tool: str, *args: str, refusals: bool = True) -> bytes:
+        """What the command prints; refusals False: also where it says no."""
         if tool not in self._tools:
             self._tools[tool] = find_tool(tool)
         async with self._accounting_gate if tool == "sacctmgr" else self._gate:
@@ -133,36 +139,46 @@ class Slurm:
                 self._on_call(" ".join((tool, *args)), time.monotonic() - began)
         if process.returncode and refusals:
             raise _error((err or out).decode(errors="replace"), tool)
-        return out.decode(errors="replace")
+        return out
 
     async def _lines(self, *args: str) -> list[str]:
         return [line for line in (await self._run("scontrol", *args)).splitlines() if line.strip()]
 
     # ---- reading ---------------------------------------------------------------------------------------
 
+    async def _squeue(self, *args: str) -> bytes:
+        return await self._run_bytes("squeue", "-h", "-a", "-t", "all", *args)
+
     async def job(self, raw_id: int) -> Job:
         """One job by its raw id. Raises `UnknownJob`, `SlurmUnreachable`, `SlurmError`."""
+        out = await self._squeue("-j", str(int(raw_id)), "-O", fields.FORMAT)
         try:
-            jobs = [parse_job(line) for line in await self._lines("show", "job", "-o", str(int(raw_id)))]
+            found = [row for row in fields.split_rows(out) if row["JobID"] == str(raw_id)]
+            if not found:
+                raise UnknownJob(f"job {raw_id} is not known")
+            if len(found) > 1:
+                raise SlurmError(f"job {raw_id}: Slurm's answer names it {len(found)} times")
+            return fields.job_of(found[0])
         except ParseError as exc:
             raise SlurmError(f"job {raw_id}: {exc}") from None
-        own = [job for job in jobs if job.raw_id == raw_id]
-        if not own:
-            raise UnknownJob(f"job {raw_id} is not known")
-        if len(own) > 1:
-            raise SlurmError(f"job {raw_id}: Slurm's answer names it {len(own)} times")
-        return own[0]
+
+    async def excluded(self, raw_id: int) -> tuple[str, ...]:
+        """The nodes that the job's owner does not want. Raises as `job`."""
+        out = await self._squeue("-j", str(int(raw_id)), "-o", fields.EXCLUDED_FORMAT)
+        try:
+            return fields.parse_excluded(out.decode(errors="replace"), raw_id)
+        except ParseError as exc:
+            raise SlurmError(f"job {raw_id}: {exc}") from None
 
     async def raw_id(self, task: str) -> int:
         """The raw id of an array task written as `10_3`. Raises `UnknownJob`, `SlurmError`."""
-        lines = await self._lines("show", "job", "-o", _checked(_JOB_ID, task, "a job id"))
+        out = await self._squeue("-j", _checked(_JOB_ID, task, "a job id"), "-O", fields.IDS_FORMAT)
         try:
-            jobs = [parse_job(line) for line in lines]
+            for raw_id, name in fields.parse_ids(out):
+                if task in (name, str(raw_id)):
+                    return raw_id
         except ParseError as exc:
             raise SlurmError(f"job {task}: {exc}") from None
-        for job in jobs:
-            if task in (job.id, str(job.raw_id)):
-                return job.raw_id
         raise UnknownJob(f"job {task} is not known")
 
     async def rows(self, raw_ids: Sequence[int]) -> dict[int, Row]:
@@ -189,9 +205,25 @@ class Slurm:
         """These nodes, or all."""
         wanted = _names(names)
         try:
-            lines = await self._lines("show", "node", "-o", *([wanted] if wanted else []))
-            return {node.name: node for node in map(parse_node, lines)}
-        except ParseError as exc:
+            records = node_records(await self._run("scontrol", "show", "node", "-o", *([wanted] if wanted else [])))
+            found: dict[str, Node] = {}
+            doubtful: set[str] = set()
+            hidden: list[str] = []
+            for record in records:
+                node = parse_node(record)
+                if node.name in found:  # an operator's text looks like a record
+                    doubtful.add(node.name)
+                elif reason_is_hidden(record):
+                    hidden.append(node.name)
+                found.setdefault(node.name, node)
+            for name in doubtful:
+                found[name] = parse_node(node_records(await self._run("scontrol", "show", "node", "-o", name))[0])
+            if hidden:
+                out = await self._run_bytes("sinfo", "-h", "-N", "-n", _names(hidden), "-O", fields.REASON_FORMAT)
+                reasons = fields.parse_reasons(out)
+                found |= {name: replace(found[name], reason=reasons.get(name, "")) for name in hidden}
+            return found
+        except (ParseError, IndexError) as exc:
             raise SlurmError(str(exc)) from None
 
     async def partitions(self) -> dict[str, str]:
@@ -267,7 +299,7 @@ class Slurm:
         """slurmdbd's AdminLevel of a user: "None", "Operator", "Administrator"; "" where it knows no such user."""
         name = _checked(_SAFE_USER, user, "a user name")
         out = await self._call("sacctmgr", "-n", "-P", "show", "user", f"name={name}", "format=user,admin")
-        return parse_admin_level(out, name)
+        return parse_admin_level(out.decode(errors="replace"), name)
 
     async def queue(self) -> list[Row]:
         """All jobs that are not over, as far as this user may see them."""
@@ -283,11 +315,11 @@ class Slurm:
 
     async def release(self) -> str:
         """The release of Slurm's commands on this host, in their own words."""
-        return (await self._call("scontrol", "--version")).strip()
+        return (await self._call("scontrol", "--version")).decode(errors="replace").strip()
 
     async def slurmctlds(self) -> list[tuple[str, bool]]:
         """The hosts of slurmctld, the primary first, and whether each answers; the first that does is in charge."""
-        return parse_ping(await self._call("scontrol", "ping", refusals=False))
+        return parse_ping((await self._call("scontrol", "ping", refusals=False)).decode(errors="replace"))
 
     # ---- changing --------------------------------------------------------------------------------------
 

@@ -23,7 +23,6 @@ class Job:
     user: str
     nodes: tuple[str, ...]
     req_nodes: tuple[str, ...]
-    exc_nodes: tuple[str, ...]
     num_nodes: int
     restarts: int
     requeue: bool
@@ -44,7 +43,7 @@ class Job:
 
     @property
     def actable(self) -> bool:
-        """Whether updates of `id` change this one job and nothing else (SITE 8, 9)."""
+        """Whether updates of `id` change this one job and nothing else."""
         return not self.het and (self.array_job_id is None or self.array_task_id.isdigit())
 
     @property
