@@ -8,6 +8,7 @@ import stat
 
 from gemini_hpc.control.primary import LOCK
 from gemini_hpc.control.slurm import Slurm
+from gemini_hpc.doctor import locks
 from gemini_hpc.doctor.check import ON_CONTROLLER, Check
 from gemini_hpc.doctor.facts import Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
@@ -17,24 +18,14 @@ _FREE_BYTES = 64 << 20
 _TAIL_BYTES = 1 << 20
 
 
-def lock_holder(info: os.stat_result, locks: str) -> int | None:
-    """pid (0: not seen from here) of who holds the lock on a file, from /proc/locks; None if nobody does."""
-    wanted = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
-    for line in locks.splitlines():
-        fields = line.split()
-        if len(fields) >= 6 and fields[1:4] == ["FLOCK", "ADVISORY", "WRITE"] and fields[5] == wanted:
-            return max(0, int(fields[4]))
-    return None
-
-
 def _running(facts: Facts) -> int | None:
+    """pid of the controller that acts here, 0 where it is not seen; None: none does."""
     facts.need_slurm_user("the controller's lock")
+    likely = sorted(facts.processes, key=lambda p: not p.controller)
     try:
-        info = os.stat(os.path.join(facts.settings.state_dir, LOCK))
+        return locks.holder(os.path.join(facts.settings.state_dir, LOCK), [p.pid for p in likely])
     except FileNotFoundError:
         return None
-    with open("/proc/locks", encoding="ascii", errors="replace") as f:
-        return lock_holder(info, f.read(16 << 20))
 
 
 def _elsewhere(facts: Facts) -> str:
@@ -144,7 +135,7 @@ def lock(facts: Facts) -> Outcome:
         return ok("one slurmctld, one journal")
     state, save = facts.settings.state_dir, facts.conf["StateSaveLocation"]
     try:
-        shared = os.stat(state).st_dev == os.stat(save).st_dev
+        shared = locks.file_system(state) == locks.file_system(save)
     except OSError as exc:
         raise Unavailable(f"{exc.filename}: {exc.strerror}") from None
     if not shared:

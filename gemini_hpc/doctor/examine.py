@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterator
 
 from gemini_hpc.doctor import (
+    access,
     controller,
     files,
     installation,
@@ -30,6 +31,7 @@ CHECKS: tuple[Check, ...] = (
     *scripts.CHECKS,
     *plugin.CHECKS,
     *files.CHECKS,
+    *access.CHECKS,
     *munge.CHECKS,
     *network.CHECKS,
     *memory.CHECKS,

@@ -96,7 +96,7 @@ def plugin_file(facts: Facts) -> Outcome:
     return _safe([*sorted(seen), *ours], "plugin and plugstack.conf")
 
 
-def _interpreter() -> list[str]:
+def interpreter() -> list[str]:
     """What the interpreter of prolog and epilog says: version, package, what it lacks for the tier, its search path.
     Raises `Unavailable` and `InterpreterError`."""
     try:
@@ -132,7 +132,7 @@ def version(facts: Facts) -> Outcome:
     if NODE not in facts.roles and CONTROLLER not in facts.roles and not os.path.lexists(PYTHON):
         return ok(f"no {PYTHON} on this host, and no prolog that needs it")
     try:
-        found, *_ = [*_interpreter(), "?"]
+        found, *_ = [*interpreter(), "?"]
     except InterpreterError as exc:
         return wrong(str(exc), wanted, fix)
     if found != __version__:
@@ -143,7 +143,7 @@ def version(facts: Facts) -> Outcome:
 def tier(facts: Facts) -> Outcome:
     """Agents write and read HDF5 where jobs have a tier."""
     try:
-        _, _, lacks, *_ = _interpreter()
+        _, _, lacks, *_ = interpreter()
     except (InterpreterError, ValueError) as exc:
         raise Unavailable(f"{exc} (see files.version)") from None
     if not lacks:
@@ -154,7 +154,8 @@ def tier(facts: Facts) -> Outcome:
     return wrong(found, wanted, fix) if facts.settings.tier else warning(found, wanted, fix)
 
 
-def _below(top: str) -> Iterator[tuple[str, os.stat_result]]:
+def below(top: str) -> Iterator[tuple[str, os.stat_result]]:
+    """The first `_MAX_FILES` directories and files from `top` on, links not followed."""
     seen = 0
     for directory, _, names in os.walk(top):
         for name in [".", *names]:
@@ -176,7 +177,7 @@ def python(facts: Facts) -> Outcome:
     if chain.status != "ok":
         return chain
     try:
-        _, package, _, *search = _interpreter()
+        _, package, _, *search = interpreter()
     except (InterpreterError, ValueError):
         return chain
     modules = [os.path.dirname(package)]
@@ -190,7 +191,7 @@ def python(facts: Facts) -> Outcome:
     if roots.status != "ok":
         return roots
     within = [
-        w for top in modules for p, i in _below(os.path.realpath(top)) if (w := paths.weakness(p, i, frozenset((0,))))
+        w for top in modules for p, i in below(os.path.realpath(top)) if (w := paths.weakness(p, i, frozenset((0,))))
     ]
     for place in search:
         if os.path.isdir(place):

@@ -6,6 +6,7 @@ Root scripts that run what a user can change are how CVE-2016-10030 and CVE-2023
 from __future__ import annotations
 
 import errno
+import grp
 import os
 import pwd
 import stat
@@ -57,6 +58,38 @@ def weaknesses(path: str, owners: frozenset[int] = frozenset((0,))) -> list[str]
     if not path.startswith("/"):
         return [f"{path!r} is not an absolute path"]
     return [found for here, info in walk(path) if (found := weakness(here, info, owners))]
+
+
+def barrier(path: str, info: os.stat_result, *, look: bool) -> str:
+    """What keeps users out of this one, by its mode; empty where nothing does. `look`: a directory's names are read,
+    too, as an interpreter reads those of its packages. Access lists and security modules are not seen here."""
+    mode = info.st_mode
+    if stat.S_ISLNK(mode):
+        return ""
+    if stat.S_ISDIR(mode):
+        need = stat.S_IXOTH | (stat.S_IROTH if look else 0)
+    else:
+        need = stat.S_IROTH | (stat.S_IXOTH if mode & stat.S_IXUSR and not look else 0)
+    if mode & need == need:
+        return ""
+    kind = "directory" if stat.S_ISDIR(mode) else "file"
+    who = f"only {user(info.st_uid)}"
+    if mode & need >> 3 or (mode & stat.S_IRGRP and mode & stat.S_IXGRP):
+        who += f" and the group {group(info.st_gid)}"
+    return f"{who} can use the {kind} {path} (mode {stat.S_IMODE(mode):04o})"
+
+
+def barriers(path: str) -> list[str]:
+    """All of them on the way to an absolute path, links followed. Raises OSError where there is no such file."""
+    return [found for here, info in walk(path) if (found := barrier(here, info, look=False))]
+
+
+def group(gid: int) -> str:
+    """For messages."""
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
 
 
 def user(uid: int) -> str:

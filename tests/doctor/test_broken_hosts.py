@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
 TOOLS = [f"/usr/bin/{name}" for name in ("scontrol", "squeue", "sinfo", "sacctmgr", "sbatch", "srun", "munge")]
 LIBRARIES = [f"/usr/lib/{os.uname().machine}-linux-gnu/libmunge.so.2"]
+TMPFS = "mount -t tmpfs -o mode=0755 none"
 ROLES = ("auto", "controller", "node", "login")
 
 
@@ -47,21 +48,21 @@ HOSTS = {
     "no-munge-library": hidden(*LIBRARIES),
     "no-slurm-conf": hidden("/etc/slurm"),
     "no-users": hidden("/etc/passwd", "/etc/group"),
-    "no-proc": "mount -t tmpfs none /proc",
+    "no-proc": f"{TMPFS} /proc",
     "no-network-files": hidden("/proc/net", "/proc/sys/net/ipv4/ip_local_port_range", "/proc/locks"),
     "broken-tools": "for f in /usr/bin/scontrol /usr/bin/squeue; do mount --bind /bin/false $f; done",
     "silent-tools": "for f in /usr/bin/scontrol /usr/bin/squeue; do mount --bind /bin/true $f; done",
     "talking-tools": "for f in /usr/bin/scontrol /usr/bin/squeue; do mount --bind /bin/echo $f; done",
-    "half-installed": "mount -t tmpfs none /opt; mkdir -p /opt/gemini-hpc/venv/bin /opt/gemini-hpc/prolog_epilog; "
+    "half-installed": f"{TMPFS} /opt; mkdir -p /opt/gemini-hpc/venv/bin /opt/gemini-hpc/prolog_epilog; "
     "touch /opt/gemini-hpc/venv/bin/python3",
-    "broken-interpreter": "mount -t tmpfs none /opt; mkdir -p /opt/gemini-hpc/venv/bin; "
+    "broken-interpreter": f"{TMPFS} /opt; mkdir -p /opt/gemini-hpc/venv/bin; "
     "ln -s /bin/echo /opt/gemini-hpc/venv/bin/python3",
-    "a-file-for-a-directory": "mount -t tmpfs none /opt; touch /opt/gemini-hpc; mount -t tmpfs none /var/lib; "
-    "touch /var/lib/gemini-hpc; mount -t tmpfs none /run; touch /run/gemini-hpc",
-    "closed": "mount -t tmpfs none /opt; mkdir -m 0700 /opt/gemini-hpc; mount -t tmpfs none /var/lib; "
-    "mkdir -m 0700 /var/lib/gemini-hpc; mount -t tmpfs none /etc/slurm; chmod 0700 /etc/slurm",
-    "dangling": "mount -t tmpfs none /opt; mkdir -p /opt/gemini-hpc/venv/bin; "
-    "ln -s /root/nowhere/python3 /opt/gemini-hpc/venv/bin/python3; mount -t tmpfs none /var/lib; "
+    "a-file-for-a-directory": f"{TMPFS} /opt; touch /opt/gemini-hpc; {TMPFS} /var/lib; "
+    f"touch /var/lib/gemini-hpc; {TMPFS} /run; touch /run/gemini-hpc",
+    "closed": f"{TMPFS} /opt; mkdir -m 0700 /opt/gemini-hpc; {TMPFS} /var/lib; "
+    f"mkdir -m 0700 /var/lib/gemini-hpc; {TMPFS} /etc/slurm; chmod 0700 /etc/slurm",
+    "dangling": f"{TMPFS} /opt; mkdir -p /opt/gemini-hpc/venv/bin; "
+    f"ln -s /root/nowhere/python3 /opt/gemini-hpc/venv/bin/python3; {TMPFS} /var/lib; "
     "ln -s /var/lib/gemini-hpc /var/lib/gemini-hpc",
 }  # fmt: skip
 
@@ -120,6 +121,57 @@ def test_only_gemini_hpc_is_missing(package: Path) -> None:
     (found,) = json.loads(done.stdout)["checks"]
     assert (found["check"], found["status"]) == ("install.parts", "wrong")
     assert found["found"].startswith("gemini-hpc is not installed on this host")
+
+
+# ---- who can use what is installed ----------------------------------------------------------------------
+
+INSTALL = """
+mount -t tmpfs -o mode=0755 none /opt
+mount -t tmpfs -o mode=0755 none /etc/slurm
+mkdir -m 0755 /etc/gemini-hpc 2>/dev/null
+mount -t tmpfs -o mode=0755 none /etc/gemini-hpc; umask {umask}
+{before}
+{python} -m venv --without-pip /opt/gemini-hpc/venv
+cp -r {package}/* /opt/gemini-hpc/venv/lib/python3.*/site-packages/
+touch /etc/gemini-hpc/gemini.toml
+"""
+HOME = "mount -t tmpfs -o mode=0700 none /root; mkdir /root/py; cp /usr/bin/python3.11 /root/py/python3"
+
+
+@pytest.mark.parametrize("uid", [0, NOBODY])
+@pytest.mark.parametrize(
+    ("umask", "before", "python", "words"),
+    [
+        ("022", "", "/usr/bin/python3", []),
+        ("027", "", "/usr/bin/python3", ["the group root", "/opt/gemini-hpc", "0750"]),
+        ("077", "", "/usr/bin/python3", ["only root", "/opt/gemini-hpc", "0700"]),
+        ("022", HOME, "PYTHONHOME=/usr /root/py/python3", ["directory /root ", "0700"]),
+    ],
+)
+def test_who_cannot_use_what(
+    package: Path, monkeypatch: pytest.MonkeyPatch, umask: str, before: str, python: str, words: list[str], uid: int
+) -> None:
+    """Installed for real, and looked at as root and as an owner of jobs."""
+    host = INSTALL.format(umask=umask, before=before, python=python, package=package)
+    monkeypatch.setitem(HOSTS, "installed", f"( {host} ) >&2 || exit 1")
+    done = doctor(package, "installed", uid, "--json", "--only", "files.access")
+    assert done.stdout, done.stderr
+    (found,) = json.loads(done.stdout)["checks"]
+    assert found["check"] == "files.access"
+    assert found["status"] == ("wrong" if words else "ok"), found
+    if uid == 0:
+        assert [w for w in words if w not in found["found"]] == []
+    if words:
+        assert "umask 022" in found["fix"] and "/usr/bin/python3" in found["fix"]
+
+
+def test_one_closed_file_of_a_package_is_named(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = INSTALL.format(umask="022", before="", python="/usr/bin/python3", package=package)
+    closed = "chmod 0640 /opt/gemini-hpc/venv/lib/python3.*/site-packages/gemini_hpc/agent/agent.py"
+    monkeypatch.setitem(HOSTS, "installed", f"( {host} {closed} ) >&2 || exit 1")
+    done = doctor(package, "installed", 0, "--json", "--only", "files.access")
+    (found,) = json.loads(done.stdout)["checks"]
+    assert found["status"] == "wrong" and "gemini_hpc/agent/agent.py (mode 0640)" in found["found"]
 
 
 # ---- facts that cannot be had, one at a time -------------------------------------------------------------

@@ -1,0 +1,77 @@
+"""Whether those for whom it is installed can use it: agents, plugin and commands run as the jobs' owners.
+
+An installation under umask 027 or 077, or with an interpreter below root's home, works for root alone: prologs start,
+and no job is protected.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+
+from gemini_hpc.doctor import files, paths, plugin
+from gemini_hpc.doctor.check import ANYWHERE, Check
+from gemini_hpc.doctor.facts import Facts
+from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, wrong
+from gemini_hpc.doctor.installation import PYTHON
+
+FIX = (
+    "install again under umask 022 with an interpreter that everybody can reach, such as /usr/bin/python3 (README, "
+    "Installing on a cluster); or chmod -R go+rX what is named, except root's home"
+)
+
+
+def _code() -> list[str]:
+    """The interpreter, its environment's packages, and its search path where it can be asked for that."""
+    environment = os.path.dirname(os.path.dirname(PYTHON))
+    places = [PYTHON, *sorted(glob.glob(f"{environment}/lib*/python3*/site-packages"))]
+    with suppress(files.InterpreterError, Unavailable, ValueError):
+        _, package, _, *search = files.interpreter()
+        modules = [os.path.dirname(package)]
+        modules += [os.path.join(p, name) for p in search for name in ("msgspec", "xxhash")]
+        places += [p for p in (*search, *modules) if os.path.lexists(p)]
+    return places
+
+
+def _others(facts: Facts) -> list[str]:
+    """What sbatch, srun and agents read as the user."""
+    found = [facts.config_path]
+    with suppress(Unavailable):
+        found.append(plugin.plugstack(facts))
+        if line := plugin.our_line(facts):
+            found.append(line.path)
+    return [p for p in found if os.path.lexists(p)]
+
+
+def _within(place: str) -> Iterator[str]:
+    """Below a package: every directory and file."""
+    for path, info in files.below(os.path.realpath(place)):
+        if found := paths.barrier(path, info, look=True):
+            yield found
+
+
+def access(facts: Facts) -> Outcome:
+    """Every component of every path, as an owner of jobs meets it."""
+    if not os.path.lexists(PYTHON) and facts.root:
+        raise Unavailable(f"{PYTHON} is not there (see install.parts)")
+    told: list[str] = []
+    code = list(dict.fromkeys(_code()))
+    for path in (*code, *_others(facts)):
+        try:
+            told += paths.barriers(path)
+        except PermissionError as exc:
+            told.append(f"{exc.filename} cannot be reached as {paths.user(facts.uid)}")
+        except OSError as exc:
+            told.append(f"{exc.filename or path}: {exc.strerror}")
+    if not told:
+        told = [found for place in code[1:] if os.path.isdir(place) for found in _within(place)]
+    if told:
+        wanted = "interpreter, packages, plugin and settings that every owner of jobs can read and execute"
+        told = list(dict.fromkeys(told))
+        return wrong(f"agents and commands of users cannot run here: {some(told)}", wanted, FIX)
+    return ok(f"everybody can use {PYTHON}, its packages, the plugin and {facts.config_path}")
+
+
+CHECKS = (Check("files.access", "installation", ANYWHERE, access),)

@@ -1,0 +1,88 @@
+"""Who holds a lock on a file, and which file system a path is on.
+
+stat's device number does not answer either question on every file system: on btrfs it is a subvolume's own, on
+overlayfs that of a layer, and /proc/locks has the number of the file system's super block instead.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+
+_HELD = re.compile(r"^lock:\s+[0-9]+: FLOCK\s+ADVISORY\s+WRITE\s", re.M)
+_FIELD = re.compile(r"\\([0-7]{3})")
+_MAX_BYTES = 16 << 20
+
+
+def holds(pid: int, info: os.stat_result) -> bool:
+    """Whether a process has this file open and locked. False where its descriptors cannot be seen."""
+    with suppress(OSError):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                if not os.path.samestat(os.stat(f"/proc/{pid}/fd/{fd}"), info):
+                    continue
+                with open(f"/proc/{pid}/fdinfo/{fd}", encoding="ascii", errors="replace") as f:
+                    if _HELD.search(f.read(1 << 16)):
+                        return True
+    return False
+
+
+def by_inode(info: os.stat_result, locks: str) -> list[int]:
+    """pids (0: not seen from here) in the text of /proc/locks that hold such a lock on a file of this inode number,
+    on any file system."""
+    found = []
+    for line in locks.splitlines():
+        fields = line.split()
+        if len(fields) < 6 or fields[1:4] != ["FLOCK", "ADVISORY", "WRITE"]:
+            continue
+        if fields[5].rpartition(":")[2] == str(info.st_ino):
+            found.append(max(0, int(fields[4])))
+    return found
+
+
+def holder(path: str, candidates: Iterable[int]) -> int | None:
+    """pid of who holds a lock on `path`; 0 if somebody does who is not seen from here; None if nobody does.
+
+    `candidates`: processes that may, the likely ones first. Raises `FileNotFoundError`, OSError.
+    """
+    info = os.stat(path)
+    with open("/proc/locks", encoding="ascii", errors="replace") as f:
+        pids = by_inode(info, f.read(_MAX_BYTES))
+    for pid in dict.fromkeys((*candidates, *filter(None, pids))):
+        if holds(pid, info):
+            return pid
+    # Not root: others' descriptors are closed to us, and the number alone has to do.
+    closed = [pid for pid in pids if pid == 0 or not _open_to_us(pid)]
+    return closed[0] if closed else None
+
+
+def _open_to_us(pid: int) -> bool:
+    try:
+        os.listdir(f"/proc/{pid}/fd")
+    except PermissionError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def file_system(path: str, mounts: str = "") -> str:
+    """What identifies the file system that `path` is on: its device in /proc/self/mountinfo, one for all subvolumes.
+
+    Raises OSError where `path` is not there. `mounts`: the text of mountinfo, for tests."""
+    real = os.path.realpath(path, strict=True)
+    if not mounts:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as f:
+            mounts = f.read(_MAX_BYTES)
+    best, device = "", ""
+    for line in mounts.splitlines():
+        fields = line.split(" ")
+        if len(fields) < 6:
+            continue
+        point = _FIELD.sub(lambda m: chr(int(m[1], 8)), fields[4])
+        within = real == point or real.startswith(point.rstrip("/") + "/")
+        if within and len(point) >= len(best):  # a later mount at the same place covers the one before
+            best, device = point, fields[2]
+    return device
