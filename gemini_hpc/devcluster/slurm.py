@@ -60,7 +60,14 @@ def wait_idle(layout: Layout, outer: ProcessId, nodes: Sequence[str], timeout_s:
     """Until Slurm calls every one of `nodes` idle."""
     deadline = time.monotonic() + timeout_s
     while True:
-        states = node_states(layout, outer)
+        try:
+            states = node_states(layout, outer)
+        except DevclusterError:
+            # Newer releases listen before they have loaded everything that slurm.conf names.
+            log = layout.log / "slurmctld.log"
+            if log.exists() and "fatal:" in log.read_text(errors="replace"):
+                raise DevclusterError(f"slurmctld did not stay up: {log_tail(log)}") from None
+            raise
         late = {node: states.get(node, "unknown") for node in nodes if states.get(node) != "idle"}
         if not late:
             return

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from gemini_hpc.devcluster import slurm
 from gemini_hpc.devcluster.cluster import Cluster
 
 from . import Found, assert_nothing_new
@@ -21,6 +22,8 @@ ENDED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 PINS = ("ReqNodeList", "ExcNodeList", "Reservation")
 # What Slurm changes of a job that waits.
 CHANGING = {"Priority", "LastSchedEval", "AccrueTime", "Scheduler"}
+# This release keeps a node's Reason when the node is idle again after RESUME; the others seen clear it.
+KEEPS_REASON = (24, 11)
 # An agent that has let go leaves its log for its owner, at most.
 JOB_FILES = {"agent.log"}
 
@@ -50,6 +53,10 @@ class Bystander:
 
     def _request(self) -> dict[str, str]:
         record = self._cluster.job(self.id)
+        # Newer releases say "1-1" until they have looked at a job that waits.
+        least, _, most = record.get("NumNodes", "").partition("-")
+        if least == most:
+            record["NumNodes"] = least
         return {key: value for key, value in record.items() if key not in CHANGING}
 
 
@@ -140,6 +147,8 @@ def _nodes(cluster: Cluster) -> Found:
     found: Found = {}
     for node in _show(cluster, "node"):
         name, state, reason = node.get("NodeName", ""), node.get("State", ""), node.get("Reason", "")
+        if state == "IDLE" and slurm.release() == KEEPS_REASON:
+            reason = ""
         if name and (state != "IDLE" or reason):
             found["node", name, state, reason] = f"node {name} is {state} {reason}".rstrip()
     return found

@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from tests.releases import root, run
-from tests.releases.errors import ReleaseError
+from . import root, run
+from .errors import ReleaseError
 
 _TOP = Path(__file__).resolve().parents[2]
 _DESCRIPTION = """\
@@ -61,9 +61,12 @@ def main() -> int:
             if not directory.is_dir():
                 raise ReleaseError(f"{directory} is not a directory")
         wanted = root.recipe(arguments.release, checkout, arguments.mirror)
-        with root.held(arguments.cache.resolve(), wanted, anew=arguments.anew) as found:
+        cache = arguments.cache.resolve()
+        with root.held(cache, wanted, anew=arguments.anew) as found:
             print(root.described(found), file=sys.stderr, flush=True)
-            return run.run(found, checkout, arguments.command, binds) if arguments.command else 0
+            if not arguments.command:
+                return 0
+            return run.run(found, checkout, arguments.command, binds, stage=cache / "stage")
     except ReleaseError as exc:
         print(f"tests.releases: {exc}", file=sys.stderr)
         return 1

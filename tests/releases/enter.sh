@@ -7,6 +7,7 @@
 # Started by run.py in mount, pid, uts and ipc namespaces of its own. pivot_root, not chroot: the development cluster
 # enters its hosts with `nsenter -m`, which goes to the root of the mount namespace, past a chroot.
 set -eu -o pipefail
+{  # read as a whole before it runs: the file may change meanwhile
 lower=$1 stage=$2 checkout=$3 python=$4
 shift 4
 binds=()
@@ -35,9 +36,10 @@ mount -t tmpfs -o mode=1777 tmpfs "$root/dev/shm"
 mount -t tmpfs -o mode=755 tmpfs "$root/run"
 mkdir -m 1777 "$root/run/lock"
 mount -t tmpfs -o mode=1777 tmpfs "$root/tmp"
-# Clusters of its own, on a file system that is no overlay.
-mkdir -p "$root/var/lib/gemini-devcluster"
-mount -t tmpfs -o mode=755 tmpfs "$root/var/lib/gemini-devcluster"
+# The files of clusters lie below /var/lib, as anywhere on a file system that is no overlay.
+mount -t tmpfs -o mode=755 tmpfs "$root/var/lib"
+tar -C "$lower/var/lib" --exclude=./apt/lists -c . | tar -C "$root/var/lib" -x
+mkdir -p "$root/var/lib/apt/lists/partial"
 
 # The network as this machine has it: names, and whom its programs trust.
 for file in /etc/resolv.conf /etc/hosts /etc/ssl/certs/ca-certificates.crt /etc/pip.conf; do
@@ -81,3 +83,4 @@ make -s install
 # In the foreground: a job in the background would not hear Ctrl-C.
 "$@" && rc=0 || rc=$?
 exit "$rc"
+}

@@ -7,7 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from tests.releases.errors import ReleaseError
+from .errors import ReleaseError
 
 # How to get to a mirror; what else apt is told (hooks, caches, lists) is this machine's alone.
 _NETWORK = re.compile(r"Acquire::(http|https|ForceIPv|Check-|Retries|Queue-Mode)", re.IGNORECASE)

@@ -16,4 +16,5 @@ export DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8
 chroot "$dir" apt-get update -qq
 chroot "$dir" apt-get install -y -qq --no-install-recommends "$@"
 chroot "$dir" apt-get clean
+rm -rf "$dir"/var/lib/apt/lists/*
 umount "$dir/proc"

@@ -1,8 +1,8 @@
 """The root of a release: a Debian with its Slurm, made once by debootstrap and kept; runs only read it.
 
-`CACHE/slurm-RELEASE` appears as a whole, by a rename. A run holds a shared lock on it; whoever makes it anew waits
-for the exclusive one. A root is made anew when what it is made from (suite, packages, recipe) has changed, or on
-request: sid moves on.
+`CACHE/slurm-RELEASE-DIGEST` appears as a whole, by a rename; DIGEST is of what it is made from (suite, packages,
+recipe), so that two checkouts that want different ones do not take turns. A run holds a shared lock on it. It is made
+anew on request only (sid moves on), with the exclusive lock; one that nobody has used for long is removed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.releases import machine
-from tests.releases.errors import ReleaseError
+from . import machine
+from .errors import ReleaseError
 
 CACHE = Path("/var/cache/gemini-hpc")
 # Slurm's major.minor -> the Debian that has it.
@@ -30,6 +30,7 @@ SCRIPT = Path(__file__).with_name("make_root.sh")
 # Beside the packages of the Makefile: `scontrol --json` needs its plugins, and people in a root need to look around.
 _MORE_PACKAGES = ("slurmrestd", "python3-dev")
 _MAKING_LIMIT_S = 1800.0
+_UNUSED_S = 14 * 86400.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Recipe:
     def digest(self) -> str:
         """Of all but the mirror: the same packages come from any."""
         text = json.dumps([self.suite, sorted(self.packages)]).encode() + SCRIPT.read_bytes()
-        return hashlib.sha256(text).hexdigest()[:16]
+        return hashlib.sha256(text).hexdigest()[:8]
 
 
 def recipe(release: str, checkout: Path, mirror: str | None) -> Recipe:
@@ -62,19 +63,29 @@ def recipe(release: str, checkout: Path, mirror: str | None) -> Recipe:
 def held(cache: Path, wanted: Recipe, *, anew: bool = False) -> Iterator[Path]:
     """The root, made if need be; nobody replaces it until the end."""
     cache.mkdir(mode=0o755, parents=True, exist_ok=True)
-    root = cache / f"slurm-{wanted.release}"
-    fd = os.open(cache / f"{root.name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    root = cache / f"slurm-{wanted.release}-{wanted.digest}"
+    fd = _open_lock(root)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH)
-        while anew or _digest(root) != wanted.digest:
+        while anew or not root.is_dir():
             _exclusively(fd, root)
-            if anew or _digest(root) != wanted.digest:  # another may have made it while this one waited
+            if anew or not root.is_dir():  # another may have made it while this one waited
                 _make(root, wanted)
+                _remove_unused(cache)
             anew = False
             fcntl.flock(fd, fcntl.LOCK_SH)
+        os.utime(_lock(root))
         yield root
     finally:
         os.close(fd)
+
+
+def _lock(root: Path) -> Path:
+    return root.with_name(f"{root.name}.lock")
+
+
+def _open_lock(root: Path) -> int:
+    return os.open(_lock(root), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 def _exclusively(fd: int, root: Path) -> None:
@@ -85,15 +96,24 @@ def _exclusively(fd: int, root: Path) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX)
 
 
+def _remove_unused(cache: Path) -> None:
+    """Roots that no run has used for `_UNUSED_S`. Their locks stay: a name that another may just be opening."""
+    for lock in cache.glob("slurm-*.lock"):
+        root = lock.with_suffix("")
+        if not root.is_dir() or time.time() - lock.stat().st_mtime < _UNUSED_S:
+            continue
+        fd = _open_lock(root)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(root)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(fd)
+
+
 def _stamp(root: Path) -> Path:
     return root / "etc" / "gemini-hpc-root.json"
-
-
-def _digest(root: Path) -> str:
-    try:
-        return str(json.loads(_stamp(root).read_text())["digest"])
-    except (OSError, ValueError, KeyError):
-        return ""
 
 
 def _make(root: Path, wanted: Recipe) -> None:
@@ -115,7 +135,7 @@ def _make(root: Path, wanted: Recipe) -> None:
             raise ReleaseError(
                 f"Debian {wanted.suite} has Slurm {found} now, not {wanted.release}: change `SUITES` in {__file__}"
             )
-        stamp = {"digest": wanted.digest, "suite": wanted.suite, "slurm": found, "made": time.strftime("%Y-%m-%d")}
+        stamp = {"suite": wanted.suite, "slurm": found, "made": time.strftime("%Y-%m-%d")}
         _stamp(new).write_text(json.dumps(stamp) + "\n")
         shutil.rmtree(root, ignore_errors=True)
         new.rename(root)

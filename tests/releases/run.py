@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from tests.releases import machine
-from tests.releases.root import NAMESPACES
+from . import machine
+from .root import NAMESPACES
 
 SCRIPT = Path(__file__).with_name("enter.sh")
 _CGROUP = "gemini-releases-"
@@ -22,14 +22,14 @@ _CGROUPS_END_S = 10.0
 _INTERRUPTED_S = 60.0
 
 
-def run(root: Path, checkout: Path, command: Sequence[str], binds: Sequence[Path] = ()) -> int:
+def run(root: Path, checkout: Path, command: Sequence[str], binds: Sequence[Path] = (), *, stage: Path) -> int:
     """Run `command` in a throw-away copy of `root` with a copy of `checkout`; its exit status (128 + signal).
 
-    binds: directories of this machine that the command sees at the same place, and may change.
+    binds: directories of this machine that the command sees at the same place, and may change. stage: an empty
+    directory, made if need be, below which the run mounts what only it sees; several runs may share one.
     """
     python = machine.python(checkout)
-    stage = root.parent / "stage"
-    stage.mkdir(exist_ok=True)
+    stage.mkdir(parents=True, exist_ok=True)
     shown = [word for directory in binds for word in ("--bind", str(directory))]
     argv = [*NAMESPACES, str(SCRIPT), str(root), str(stage), str(checkout), str(python), *shown, "--", *command]
     with _cgroups() as name:
