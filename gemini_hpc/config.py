@@ -63,6 +63,9 @@ class Settings:
     )
     memory_floor_bytes: int = _setting(256 << 20, "Free memory that reservations leave untouched.")
     agent_restarts: int = _setting(5, "How often the supervisor starts a dead agent again.")
+    stalled_s: float = _setting(
+        120.0, "A training without a step for so long, and far longer than usual, is shown as stalled.", 1, 86400
+    )
     fence_confirm_s: float = _setting(5.0, "How long the controller's own probes must fail before it acts.")
     slurm_settle_s: float = _setting(60.0, "No fencing until slurmctld has been up and has answered for so long.")
     fence_budget_nodes: int = _setting(2, "Nodes that the controller may fence within fence_budget_window_s.")

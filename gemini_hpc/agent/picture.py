@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from gemini_hpc.wire import page, picture
 
 if TYPE_CHECKING:
@@ -30,7 +32,13 @@ def _set(agent: Agent, training: TrainingSet) -> picture.SetState:
         note=training.note or "; ".join(training.lost)[:500],
         traffic=agent.tellings.states(training.name, training.greeted),
         tier=agent.drains.state(training.name),
+        pace=_pace(agent, training),
     )
+
+
+def _pace(agent: Agent, training: TrainingSet) -> picture.PaceState | None:
+    state = training.pace.state() if training.present and not agent.detached else None
+    return None if state is None else msgspec.structs.replace(state, stalled_s=agent.settings.stalled_s)
 
 
 def inspect_part(agent: Agent, request: int, record: picture.RecordAsk | None = None) -> picture.InspectPart:

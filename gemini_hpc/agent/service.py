@@ -132,6 +132,7 @@ class Service:
             if isinstance(request, local.OpenPush):
                 return self._open_push(client, request)
             if isinstance(request, local.Event):
+                self._paced(client, request)
                 if self._events.take():
                     name, detail = _plain(request.name, 40), request.detail[:300]
                     self._agent.log(name, version=request.version, detail=detail, t=request.t)
@@ -205,6 +206,15 @@ class Service:
             proto=proto,
         )
         return welcome, [training.page_fd()]
+
+    def _paced(self, client: Client, m: local.Event) -> None:
+        """Versions that are not saved are steps, too; a rank that is no longer protected tells of none."""
+        who = self._clients.get(client)
+        training = self._agent.sets.get(who[1]) if who is not None else None
+        if training is not None and m.name == "unprotected":
+            training.pace.reset()
+        elif training is not None and m.name == "skipped":
+            training.pace.reached(m.version)
 
     def _told(
         self, client: Client, m: local.Traffic | local.Timeline | local.Keep | local.Recall
@@ -305,6 +315,7 @@ class Service:
             raise Rejected(f"shard of rank {m.rank} is not registered by this process")
         if shard.pushed:
             raise Rejected(f"shard of rank {m.rank} is filled by the agent of its home")
+        training.pace.reached(m.version)
         try:
             index = agent.filling.begin(training, shard, m.version)
         except Refused as exc:

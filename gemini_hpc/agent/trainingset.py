@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gemini_hpc.agent.local import Client
 from gemini_hpc.agent.memory import Memfd
+from gemini_hpc.agent.pace import Pace
 from gemini_hpc.agent.sealing import Sealing
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import page, peer
@@ -27,6 +28,7 @@ class TrainingSet:
         self.lost: tuple[str, ...] = ()
         self.note = ""
         self.begun = 0  # the newest version that a rank of this launch has begun to save here
+        self.pace = Pace()
         self.present: dict[int, Client] = {}
         self.greeted: set[int] = set()
         self.finished: set[int] = set()
@@ -58,6 +60,7 @@ class TrainingSet:
         self.stored = plan is not None and plan.stored
         self.note = ""
         self.begun = 0
+        self.pace.reset()
         if plan is not None:
             self.chosen = None if plan.chosen is None else Stamp(*plan.chosen)
             self.settled = None if plan.sealed is None else Stamp(*plan.sealed)

@@ -156,7 +156,9 @@ def _node(n: Document) -> list[str]:
 
 
 def _set(s: Document, nodes: int) -> list[str]:
-    lines = [f"set {s['name']}: {s['state']}, world {s['world']}, sealed {_version(s['sealed'])}"]
+    lines = [
+        f"set {s['name']}: {s['state']}{_stalled(s['stalled'])}, world {s['world']}, sealed {_version(s['sealed'])}"
+    ]
     lines += [f"  note: {note}" for note in s["notes"]]
     lines += _tier(s.get("tier"))
     lines += [f"  {line}" for line in text.lines(s["traffic"])]
@@ -173,6 +175,10 @@ def _set(s: Document, nodes: int) -> list[str]:
     if len(s["shards"]) > MAX_SHARDS_SHOWN:
         lines.append(f"  ... and {len(s['shards']) - MAX_SHARDS_SHOWN} more shards (--json has them all)")
     return lines + _survival(s["survival"], nodes)
+
+
+def _stalled(s: Document | None) -> str:
+    return f": no step for {_age(s['for_s'])} (usually {_age(s['usual_s'])})" if s else ""
 
 
 def _tier(t: Document | None) -> list[str]:

@@ -7,8 +7,9 @@ bytes, a version is [epoch, version] or null:
   slurm       {state, nodes, restarts, reason, requeue, user, partition, note, ...}: strings, as Slurm has them
   nodes       [{node_rank, host, group, state, agent, address, interface, port, memory_bytes, memory_cap_bytes,
                 suspects, dead, member}]
-  sets        [{name, world, sealed, state, notes, shards: [{rank, home, bytes, holders: [{host, state, version,
-                age_s, verified_age_s}]}], survival: {counted_version, survives: [{k, probability}], fatal: [[host]],
+  sets        [{name, world, sealed, state, stalled: {for_s, usual_s} or null, notes, shards: [{rank, home, bytes,
+                holders: [{host, state, version, age_s, verified_age_s}]}],
+                survival: {counted_version, survives: [{k, probability}], fatal: [[host]],
                 exact, lost_already}, tier: {directory, version, age_s, saving, written_bytes, problem} or null,
                 traffic: [{rank, host, and the fields of `wire.traffic.TrafficState`}]}]
   recoveries  [{restart, began, total_s, events: [{t, after_s, gap_s, name, host, detail}]}]
@@ -23,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from gemini_hpc.control.stall import stall
 from gemini_hpc.control.survival import survival
 from gemini_hpc.wire.bounds import Stamp
 from gemini_hpc.wire.picture import EventRecord, HeldSlot, InspectPart, TierState
@@ -56,7 +58,7 @@ def picture(
     ranks = dict(leader.noderanks) if leader else {}
     absent = sorted({h for h in members if h not in newest} | set(missing))
     names = _shown(parts)
-    sets = [_set(name, parts, members, now) for name in names]
+    sets = [_set(name, parts, members, now, slurm) for name in names]
     document: Document = {
         "schema": SCHEMA,
         "job": job,
@@ -119,7 +121,7 @@ def _state(
     if absent:
         return "partly protected"
     states = {s["state"] for s in sets}
-    for word in ("degraded", "recovering", "arming"):
+    for word in ("degraded", "recovering", "stalled", "arming"):
         if word in states:
             return word
     return "protected"
@@ -187,7 +189,17 @@ def _tier(t: TierState, now: float) -> Document:
     }
 
 
-def _set(name: str, parts: Sequence[InspectPart], members: Sequence[str], now: float) -> Document:
+def _running_s(slurm: dict[str, str]) -> float | None:
+    """For how long the job has run without a pause, as far as that is known; 0.0: it does not run."""
+    if slurm.get("state") != "RUNNING":
+        return 0.0 if slurm.get("state") else None
+    running_s = slurm.get("running_s", "")
+    return float(running_s) if running_s.isdigit() else None
+
+
+def _set(
+    name: str, parts: Sequence[InspectPart], members: Sequence[str], now: float, slurm: dict[str, str]
+) -> Document:
     states = [s for p in parts for s in p.sets if s.name == name]
     held = [(p.host, slot) for p in parts for slot in p.held if slot.set == name and slot.state != "empty"]
     world = max([s.world for s in states] + [slot.world for _, slot in held], default=0)
@@ -201,11 +213,17 @@ def _set(name: str, parts: Sequence[InspectPart], members: Sequence[str], now: f
     found = survival(hosts, holders)
     order = ("recovering", "degraded", "arming", "protected", "finished")
     state = next((w for w in order if any(s.state == w for s in states)), "arming")
+    told = traffic(name, parts)
+    paces = [s.pace for s in states if s.pace is not None]
+    every = max((state.j for _, state in told.values()), default=1)
+    least_s = max((pace.stalled_s for pace in paces), default=0.0)
+    still = stall(paces, every, _running_s(slurm), least_s) if state in ("arming", "protected") else None
     return {
         "name": name,
         "world": world,
         "sealed": list(sealed) if sealed else None,
-        "state": state,
+        "state": "stalled" if still else state,
+        "stalled": {"for_s": round(still.for_s, 1), "usual_s": round(still.usual_s, 3)} if still else None,
         "notes": sorted({s.note for s in states if s.note}),
         "shards": [_shard(rank, copies, sealed, now) for rank, copies in sorted(by_rank.items())],
         "survival": {
@@ -218,7 +236,7 @@ def _set(name: str, parts: Sequence[InspectPart], members: Sequence[str], now: f
         "tier": next((_tier(s.tier, now) for s in states if s.tier is not None), None),
         "traffic": [
             {"rank": rank, "host": host, **fields(state)}
-            for rank, (host, state) in sorted(traffic(name, parts).items())
+            for rank, (host, state) in sorted(told.items())
             if rank < world
         ],
     }

@@ -78,10 +78,13 @@ class Questions:
         parts = await self._ask_agents(track) if track else {}
         members = job.nodes if job and job.nodes else ()
         missing = tuple(h for h in members if h not in parts)
+        facts = slurm_facts(job)
+        if track is not None and track.running_s is not None:
+            facts["running_s"] = str(int(track.running_s))
         return picture.JobAnswer(
             parts=tuple(parts.values()),
             events=self._logs.read(raw_id, owner),
-            slurm=slurm_facts(job),
+            slurm=facts,
             missing=missing,
         )
 

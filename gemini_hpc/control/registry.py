@@ -77,6 +77,7 @@ class Track:
         self.running_since: tuple[int, float] | None = None
         self.noticed = -1  # the last incarnation that has been looked at for this
         self.looked = -1
+        self._stood_at: float | None = None  # when it was last seen not to run (monotonic)
 
     @property
     def raw_id(self) -> int:
@@ -87,6 +88,11 @@ class Track:
     def user_id(self) -> int:
         """Its owner, from Slurm."""
         return self.stored.user_id
+
+    @property
+    def running_s(self) -> float | None:
+        """For how long it has been seen to run without a pause; None where none was ever seen."""
+        return None if self._stood_at is None else time.monotonic() - self._stood_at
 
     def members(self, restart: int) -> tuple[str, ...]:
         """The nodes of an incarnation, as Slurm had them; empty if they were never seen."""
@@ -109,7 +115,9 @@ class Track:
         self.job = job
         changed = False
         if job.state in (RUNNING, CONFIGURING) and job.nodes:
-            if tuple(self.stored.allocations.get(job.restarts, ())) != job.nodes:
+            known = self.stored.allocations.get(job.restarts, [])
+            # A job that Slurm lets run on without a lost node (--no-kill) still has to come back with another one.
+            if tuple(known) != job.nodes and not set(job.nodes) < set(known):
                 if job.restarts == 0:
                     self.stored.original = list(job.req_nodes)
                 if not job.reservation.startswith(PREFIX):
@@ -153,6 +161,8 @@ class Track:
 
     def see(self, state: str, over: bool) -> None:
         """Take over a state from the watcher's table."""
+        if state != RUNNING:
+            self._stood_at = time.monotonic()
         if self._ended(state, over):
             self.save()
 

@@ -223,6 +223,8 @@ class Rescue:
             return await self._runs(job)
         if job.over:
             return await self._ended(job)
+        if not again and given_up(job, self.dead):
+            return await self._send_back(job, "--no-kill: Slurm lets the job run on without its lost node")
         if not again:
             # Not requeued yet: Slurm acts on DOWN at once; a long wait means that it will not.
             return "not requeued" if time.monotonic() - began > REQUEUE_WAIT_S else ""
@@ -245,11 +247,18 @@ class Rescue:
         may = self.may_requeue and not self._requeued and job.restarts == self.restart
         if not may or job.state not in (FAILED, NODE_FAIL):
             return job.state
+        return await self._send_back(
+            job, f"the script had ended {job.state} ({job.exit_code}) after the node's death"
+        )
+
+    async def _send_back(self, job: Job, why: str) -> str:
+        if self._requeued or not self.may_requeue:
+            return ""
         self._requeued = True
         self.note("requeue", "before", state=job.state)
         await self.slurm.requeue(job)
         self.note("requeue", "after")
-        self.say("sent_back", "", f"the script had ended {job.state} ({job.exit_code}) after the node's death")
+        self.say("sent_back", "", why)
         return ""
 
     async def _pending(self, job: Job) -> str:
@@ -336,6 +345,11 @@ class Rescue:
             except SlurmError:
                 pass
             await asyncio.sleep(max(SURVEY_S, len(targets) / 500))
+
+
+def given_up(job: Job, dead: Sequence[str]) -> bool:
+    """Whether Slurm has taken its dead nodes out of a job that it lets run on (--no-kill), and will not requeue."""
+    return job.state == RUNNING and bool(job.nodes) and bool(dead) and not set(dead) & set(job.nodes)
 
 
 def _ms(began: float) -> str:

@@ -9,7 +9,7 @@ import msgspec
 
 from gemini_hpc.wire.bounds import Bytes, Count, Epoch, Job, Port, Restart, Round, Stamp, Time, Version
 from gemini_hpc.wire.message import Message
-from gemini_hpc.wire.traffic import Point, TimelineState, TrafficState
+from gemini_hpc.wire.traffic import Duration, Point, TimelineState, TrafficState
 
 
 class EventRecord(msgspec.Struct, frozen=True):
@@ -66,9 +66,19 @@ class TierState(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
+class PaceState(msgspec.Struct, frozen=True):
+    """How a training comes on, on one node with ranks of it. silent_s: since one here last began to save a version;
+    usual_s, longest_s: from one such version to the next in this launch; stalled_s: the site's, for this node."""
+
+    silent_s: Duration
+    usual_s: Duration
+    longest_s: Duration
+    stalled_s: Duration = 120.0
+
+
 class SetState(msgspec.Struct, frozen=True):
     """One set on one node. state: arming, protected, degraded, recovering, finished. traffic: of those `ranks` that
-    have told theirs. tier: from the root, of a job that has one."""
+    have told theirs. tier: from the root, of a job that has one. pace: where connected ranks have saved twice."""
 
     name: str
     world: Count
@@ -78,6 +88,7 @@ class SetState(msgspec.Struct, frozen=True):
     note: str = ""
     traffic: tuple[tuple[Count, TrafficState], ...] = ()
     tier: TierState | None = None
+    pace: PaceState | None = None
 
 
 class Record(msgspec.Struct, frozen=True):

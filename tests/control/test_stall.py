@@ -1,0 +1,108 @@
+"""A training that makes no step is shown so, and one that pauses as usual is not."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from gemini_hpc.agent.pace import Pace
+from gemini_hpc.cli.inspect import render
+from gemini_hpc.control.picture import Document, picture
+from gemini_hpc.control.stall import Stall, stall
+from gemini_hpc.wire.picture import InspectPart, PaceState, SetState
+
+NOW = 1000.0
+SLURM = {"state": "RUNNING", "nodes": "n1,n2", "restarts": "0"}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.t = 50.0
+
+    def __call__(self) -> float:
+        return self.t
+
+
+def test_the_pace_of_a_launch() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    assert pace.state() is None
+    for version, gap_s in ((1, 0.0), (2, 1.0), (2, 0.5), (3, 0.5), (4, 9.0), (5, 1.0)):
+        clock.t += gap_s
+        pace.reached(version)
+        if version == 1:
+            assert pace.state() is None, "one step says nothing of how long one takes"
+    clock.t += 3.0
+    assert pace.state() == PaceState(3.0, 1.0, 9.0), "a version counts once, whichever rank comes first"
+    pace.reset()
+    assert pace.state() is None and pace.version == 0
+
+
+@pytest.mark.parametrize(
+    ("paces", "every", "running_s", "wanted"),
+    [
+        ([PaceState(240, 0.8, 2)], 1, None, Stall(240, 0.8)),
+        ([PaceState(119, 0.8, 2)], 1, None, None),  # shorter than the site calls a stall
+        ([PaceState(240, 13, 15)], 1, None, None),  # 20 iterations are 260 s
+        ([PaceState(240, 90, 95)], 50, None, None),  # one version in 50 is saved: less than three saves
+        ([PaceState(240, 60, 62)], 50, None, Stall(240, 1.2)),
+        ([PaceState(240, 0.8, 125)], 1, None, None),  # an evaluation of two minutes has been there before
+        ([PaceState(260, 0.8, 125)], 1, None, Stall(260, 0.8)),
+        ([PaceState(240, 0.8, 2), PaceState(5, 0.8, 2)], 1, None, None),  # one rank goes on
+        ([PaceState(240, 0.8, 2)], 1, 30.0, None),  # it was suspended until a moment ago
+        ([PaceState(240, 0.8, 2)], 1, 0.0, None),
+        ([], 1, None, None),
+    ],
+)
+def test_what_is_a_stall(paces: list[PaceState], every: int, running_s: float | None, wanted: Stall | None) -> None:
+    assert stall(paces, every, running_s, 120.0) == wanted
+
+
+def shown(pace: PaceState | None, state: str = "protected", slurm: dict[str, str] | None = None) -> Document:
+    part = InspectPart(
+        host="n1",
+        job=7,
+        uid=5001,
+        restart=0,
+        replicas=1,
+        epoch=1,
+        round=1,
+        state="live",
+        hosts=("n1", "n2"),
+        noderanks={"n1": 0, "n2": 1},
+        address="",
+        interface="",
+        port=1,
+        memory_bytes=1,
+        memory_cap_bytes=2,
+        sets=(SetState("default", 0, (1, 5), state, (0,), pace=pace),),
+        held=(),
+        events=(),
+        suspects=(),
+        dead=(),
+    )
+    parts = [part, msgspec.structs.replace(part, host="n2")]
+    return picture(7, parts, [], SLURM | (slurm or {}), (), "controller", NOW)
+
+
+def test_a_stalled_training_in_the_picture() -> None:
+    d = shown(PaceState(250.0, 0.8, 2.0))
+    assert d["state"] == d["sets"][0]["state"] == "stalled"
+    assert d["sets"][0]["stalled"] == {"for_s": 250.0, "usual_s": 0.8}
+    assert "set default: stalled: no step for 4 min (usually 0.8 s)" in render(d)
+
+
+@pytest.mark.parametrize(
+    ("pace", "state", "slurm"),
+    [
+        (PaceState(250.0, 0.8, 2.0), "protected", {"state": "SUSPENDED"}),
+        (PaceState(250.0, 0.8, 2.0), "protected", {"running_s": "3"}),
+        (PaceState(250.0, 0.8, 2.0, stalled_s=300.0), "protected", {}),
+        (PaceState(250.0, 0.8, 2.0), "finished", {}),
+        (PaceState(250.0, 0.8, 2.0), "degraded", {}),
+        (None, "protected", {}),
+    ],
+)
+def test_what_is_not_called_stalled(pace: PaceState | None, state: str, slurm: dict[str, str]) -> None:
+    d = shown(pace, state, slurm)
+    assert d["sets"][0]["state"] == state and d["sets"][0]["stalled"] is None

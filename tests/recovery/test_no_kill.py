@@ -1,0 +1,30 @@
+"""`sbatch --no-kill`: Slurm lets the job run on without its lost node, and the controller requeues it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from waiting import until
+
+Lite = Any
+RUN = "gemini-hpc run -- srun --kill-on-bad-exit=1"
+REQUEUED_WITHIN_S = (
+    45.0  # a batch host's survivors look for it for 8 s; without us the job ends, or hangs, after 60 s
+)
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["batch-host", "other"])
+@pytest.mark.parametrize("by", ["us", "slurm"])
+def test_a_lost_node_is_replaced_and_nothing_is_lost(lite: Lite, lost: int, by: str) -> None:
+    job = lite(run=RUN, options=("--no-kill",))
+    job.reach(10)
+    victim = job.hosts()[lost]
+    job.cluster.power_off(victim)
+    if by == "slurm":  # before the agents' reports can lead to anything
+        job.cluster.run(["scontrol", "update", f"nodename={victim}", "state=down", "reason=test"])
+    until(lambda: job.slurm().get("Restarts") == "1", REQUEUED_WITHIN_S, what=f"requeued\n{job.story()}")
+    job.finish(120)
+    assert victim not in job.hosts() and job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
+    sent = [e for e in job.events() if e["name"] == "sent_back"]
+    assert len(sent) == 1 and "--no-kill" in sent[0]["detail"], sent
