@@ -31,10 +31,25 @@ def test_replicas_are_checked_at_submission(site: Site, value: str) -> None:
     assert queued(site) == before
 
 
+@pytest.mark.parametrize("command", ["sbatch -N2", "sbatch", "salloc -N1-2", "srun --nodes=2"])
+def test_more_replicas_than_nodes_are_refused_at_submission(site: Site, command: str) -> None:
+    before = queued(site)
+    script = site.cluster.home("alice") / "few.sh"
+    script.write_text("#!/bin/sh\n#SBATCH --requeue -N 2\ntrue\n")
+    tool, *options = command.split()
+    what = [str(script), "-N9"] if tool == "sbatch" else ["true"]
+    done = site.cluster.run([tool, "--gemini-replicas=3", *options, *what], user="alice", timeout_s=20)
+    assert done.returncode != 0 and done.stdout == ""
+    ours = [line for line in done.stderr.splitlines() if "gemini-hpc" in line]
+    assert len(ours) == 1 and "--nodes asks for 2: ask for more nodes or fewer replicas" in ours[0], done.stderr
+    assert queued(site) == before
+
+
 def test_more_replicas_than_nodes(site: Site) -> None:
     out = site.cluster.home("alice") / "toomany"
     script = "#!/bin/sh\necho ran\n"
-    job = site.cluster.sbatch(["-N2", "--ntasks-per-node=1", "--gemini-replicas=3", f"--output={out}"], script=script)
+    # The number of nodes follows from the tasks: it is not known at submission.
+    job = site.cluster.sbatch(["-n2", "--ntasks-per-node=1", "--gemini-replicas=3", f"--output={out}"], script=script)
     until(lambda: _over(site, job), 30, 0.1, what="the job ends")
     assert site.cluster.job(job)["ExitCode"] == "78:0"
     (line,) = out.read_text().splitlines()

@@ -21,7 +21,8 @@ def undrained(site: Site) -> bool:
 def test_site_19_more_replicas_than_nodes_is_exit_78_and_one_line(site: Site) -> None:
     site.configure(strict_prolog=True)
     out = site.cluster.home("alice") / f"unprotectable-{time.time_ns()}"
-    fixed = ["-N2", "--ntasks-per-node=2", f"--output={out}", "--gemini-replicas=3"]
+    # So many tasks: the number of nodes follows from them, and is not known at submission.
+    fixed = ["-n4", "--ntasks-per-node=2", f"--output={out}", "--gemini-replicas=3"]
     job = site.cluster.sbatch(fixed, script="#!/bin/bash\necho never\n")
     until(lambda: site.cluster.job(job).get("JobState") == "FAILED", 30, 0.1, what="the end")
     assert site.cluster.job(job)["ExitCode"] == f"{UNPROTECTABLE}:0"

@@ -1,0 +1,254 @@
+#include "nodes.h"
+
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "number.h"
+
+enum {
+	NODES_MOST = 1 << 24,
+	WORDS_MAX = 4096,
+	BYTES_MAX = 1 << 20,	/* of a command line, and of a script's head */
+	LINE_MAX_WORDS = 64,
+};
+
+/* Short options of the three commands that take a value; what is in neither string is not known here. */
+static const char short_with_value[] = "AaBbCcDdeFGiJLMmNnoPpqrStTwx";
+static const char short_flags[] = "EHhIKklOQsuVvXZ";
+
+/* Long options without a value; every other one is read only where it has its value behind `=`. */
+static const char *const long_flags[] = {
+	"requeue", "no-requeue", "parsable", "hold", "nice", "quiet", "verbose", "overcommit", "oversubscribe", "share",
+	"contiguous", "reboot", "spread-job", "use-min-nodes", "exclusive", "no-kill", "test-only", "immediate", "label",
+	"pty", "unbuffered", "no-shell", "no-bell", "ignore-pbs",
+};
+
+/* And the usual ones with a value, which may be the next word. */
+static const char *const long_with_value[] = {
+	"nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "job-name", "output", "error", "input", "partition", "time",
+	"account", "mem", "mem-per-cpu", "gres", "gpus", "gpus-per-node", "gpus-per-task", "nodelist", "exclude", "constraint",
+	"qos", "reservation", "chdir", "comment", "dependency", "array", "export", "open-mode", "mail-type", "mail-user",
+	"wrap", "begin", "deadline", "signal", "tasks-per-node", "distribution", "licenses", "gemini-replicas",
+	"gemini-tier", "gemini-tier-interval",
+};
+
+static bool is_one_of(const char *name, size_t len, const char *const *names, size_t count)
+{
+	for (size_t i = 0; i < count; i++)
+		if (strlen(names[i]) == len && strncmp(names[i], name, len) == 0)
+			return true;
+	return false;
+}
+
+#define IS_ONE_OF(name, len, names) is_one_of(name, len, names, sizeof(names) / sizeof((names)[0]))
+
+/* "2" or "1-4": exactly, or at most so many. */
+static bool parse_most(const char *text, uint32_t *most)
+{
+	const char *dash = strchr(text, '-');
+	uint64_t least = 0, value;
+
+	if (dash && !number_parse(text, (size_t)(dash - text), 1, NODES_MOST, &least))
+		return false;
+	if (!number_parse_string(dash ? dash + 1 : text, 1, NODES_MOST, &value) || value < least)
+		return false;
+	*most = (uint32_t)value;
+	return true;
+}
+
+struct reading {
+	bool sure;	/* so far each word was understood */
+	bool said;	/* --nodes was among them, and its value understood */
+	uint32_t most;
+	int next;	/* the first word that is no option */
+};
+
+static void take(struct reading *r, const char *value)
+{
+	r->said = parse_most(value, &r->most);
+	if (!r->said)
+		r->sure = false;
+}
+
+static void read_long(struct reading *r, const char *word, const char *next)
+{
+	const char *equals = strchr(word, '=');
+	const size_t len = equals ? (size_t)(equals - word) : strlen(word);
+	const bool nodes = len == 5 && strncmp(word, "nodes", 5) == 0;
+
+	if (equals) {
+		if (nodes)
+			take(r, equals + 1);
+		return;
+	}
+	if (IS_ONE_OF(word, len, long_flags))
+		return;
+	if (!IS_ONE_OF(word, len, long_with_value) || !next) {
+		r->sure = false;
+		return;
+	}
+	if (nodes)
+		take(r, next);
+	r->next++;
+}
+
+static void read_short(struct reading *r, const char *word, const char *next)
+{
+	for (; *word; word++) {
+		if (strchr(short_flags, *word))
+			continue;
+		if (!strchr(short_with_value, *word) || (!word[1] && !next)) {
+			r->sure = false;
+			return;
+		}
+		if (*word == 'N')
+			take(r, word[1] ? word + 1 : next);
+		if (!word[1])
+			r->next++;
+		return;
+	}
+}
+
+/* Options from words[first] on, up to the first word that is none. */
+static struct reading read_options(int count, char *const words[], int first)
+{
+	struct reading r = { .sure = true, .next = first };
+
+	while (r.sure && r.next < count) {
+		const char *word = words[r.next];
+		const char *next = r.next + 1 < count ? words[r.next + 1] : NULL;
+
+		if (word[0] != '-' || !word[1])
+			break;
+		r.next++;
+		if (strcmp(word, "--") == 0)
+			break;
+		if (word[1] == '-')
+			read_long(&r, word + 2, next);
+		else
+			read_short(&r, word + 1, next);
+	}
+	/* `sbatch -N1 : -N3`: a job of several components. */
+	for (int i = first; i < count; i++)
+		if (strcmp(words[i], ":") == 0)
+			r.sure = false;
+	return r;
+}
+
+/* The head of a regular file; never waits, and takes nothing out of a pipe. */
+static char *read_head(const char *path)
+{
+	const int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+	char *bytes = NULL;
+	struct stat st;
+
+	if (fd < 0)
+		return NULL;
+	if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode))
+		bytes = malloc(BYTES_MAX + 1);
+	if (bytes) {
+		ssize_t got = read(fd, bytes, BYTES_MAX);
+
+		bytes[got > 0 ? got : 0] = '\0';
+	}
+	(void)close(fd);
+	return bytes;
+}
+
+static struct reading read_line(char *line)
+{
+	char *words[LINE_MAX_WORDS];
+	int count = 0;
+
+	/* Quotes join words, and nothing here depends on what is in them. */
+	if (strpbrk(line, "\"'\\"))
+		return (struct reading){ .sure = false };
+	for (char *word = strtok(line, " \t\r"); word; word = strtok(NULL, " \t\r")) {
+		if (count == LINE_MAX_WORDS || word[0] == '#')
+			break;
+		words[count++] = word;
+	}
+	return read_options(count, words, 0);
+}
+
+/* The script's #SBATCH lines, down to its first command; later ones win. */
+static bool script_asks(char *text, uint32_t *most)
+{
+	static const char mark[] = "#SBATCH";
+	bool said = false;
+
+	for (char *line = text, *end; line && *line; line = end ? end + 1 : NULL) {
+		end = strchr(line, '\n');
+		if (end)
+			*end = '\0';
+		if (strncmp(line, mark, sizeof(mark) - 1) == 0) {
+			const struct reading r = read_line(line + sizeof(mark) - 1);
+
+			if (strstr(line, "hetjob") || strstr(line, "packjob"))
+				return false;
+			if (r.said) {
+				*most = r.most;
+				said = r.sure;
+			} else if (!r.sure) {
+				said = false;
+			}
+		} else if (*line != '#' && strspn(line, " \t\r") != strlen(line)) {
+			break;
+		}
+	}
+	return said;
+}
+
+bool nodes_asked(int argc, char *const argv[], uint32_t *most)
+{
+	struct reading r;
+	const char *name;
+	char *text;
+	bool said;
+
+	if (argc < 1)
+		return false;
+	name = strrchr(argv[0], '/') ? strrchr(argv[0], '/') + 1 : argv[0];
+	if (strcmp(name, "sbatch") != 0 && strcmp(name, "salloc") != 0 && strcmp(name, "srun") != 0)
+		return false;
+	r = read_options(argc, argv, 1);
+	if (!r.sure)
+		return false;
+	if (r.said) {
+		*most = r.most;
+		return true;
+	}
+	if (strcmp(name, "sbatch") != 0 || r.next >= argc)
+		return false;
+	text = read_head(argv[r.next]);
+	said = text && script_asks(text, most);
+	free(text);
+	return said;
+}
+
+bool nodes_asked_here(uint32_t *most)
+{
+	const int fd = open("/proc/self/cmdline", O_RDONLY | O_CLOEXEC);
+	char *bytes = fd < 0 ? NULL : malloc(BYTES_MAX + 1);
+	char **words = calloc(WORDS_MAX, sizeof(*words));
+	ssize_t got = 0, n = 0;
+	bool said = false;
+	int count = 0;
+
+	while (bytes && got < BYTES_MAX && (n = read(fd, bytes + got, (size_t)(BYTES_MAX - got))) > 0)
+		got += n;
+	if (bytes && words && got > 0 && got < BYTES_MAX) {
+		bytes[got] = '\0';
+		for (char *word = bytes; word < bytes + got && count < WORDS_MAX; word += strlen(word) + 1)
+			words[count++] = word;
+		said = count < WORDS_MAX && nodes_asked(count, words, most);
+	}
+	if (fd >= 0)
+		(void)close(fd);
+	free(words);
+	free(bytes);
+	return said;
+}
