@@ -188,11 +188,14 @@ def parse(text: str, where: str = CONFIG_PATH) -> Settings:
 
 
 def load(path: str = CONFIG_PATH) -> Settings:
-    """Settings of this host; the defaults where there is no file. Raises `ConfigError`."""
+    """Settings of this host; the defaults where there is none of the usual name. Raises `ConfigError`, also for
+    another file that is not there: somebody has named it, and means it."""
     try:
         with open(path, encoding="utf-8") as f:
             text = f.read(1 << 20)
     except FileNotFoundError:
+        if path != CONFIG_PATH:
+            raise ConfigError(f"{path}: no such file; leave --config out for {CONFIG_PATH} or the defaults") from None
         return Settings()
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not valid TOML: it is not UTF-8 text") from None

@@ -182,7 +182,7 @@ class Agent:
     def release(self, reason: str) -> None:
         """Free everything and end."""
         if not self._stopped.is_set():
-            self.log("released", detail=reason)
+            self._log_end("released", reason)
             self._stopped.set()
 
     async def release_on_word(self, reason: str, *, save: bool = False) -> None:
@@ -217,6 +217,13 @@ class Agent:
         since_s = time.monotonic() - max(self.detached_at, self._unwanted_since or 0.0)
         waits = self.drains.last or self.drains.busy or self.scavenge.busy
         return waits and since_s < self.settings.tier_flush_s
+
+    def _log_end(self, name: str, detail: str) -> None:
+        """An end of this incarnation, and what was sealed in it: when the agent has gone, the log alone knows."""
+        found = [(s.name, s.sealed) for s in self.sets if s.sealed is not None]
+        words = [f"sealed {name} {stamp.epoch}:{stamp.version}" for name, stamp in found[:8]]
+        newest = max((stamp.version for _, stamp in found), default=0)
+        self.log(name, version=newest, detail="; ".join([detail, *words]))
 
     def log(self, name: str, *, version: int = 0, detail: str = "", t: float | None = None) -> None:
         """One line of the job's event log."""
@@ -353,7 +360,7 @@ class Agent:
                 hold = bool(self.mesh.dead) and alive[:1] == [self.node] and not self.reporter.connected
             mapfile.wait(self.directory)
             successor.remove(self.directory)
-            self.log("detached", detail=f"exit code {m.exit_code or 'unknown'}")
+            self._log_end("detached", f"exit code {m.exit_code or 'unknown'}")
             first = True
         trained = [s for s in self.sets if s.greeted]
         dead = self.mesh is not None and bool(self.mesh.dead)  # then the job may be on its way to a new incarnation

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     _Subparsers = argparse._SubParsersAction[Any]
 
 _DESCRIPTION = """\
-A real Slurm cluster (slurmctld, slurmd, munged) on this machine, each node in namespaces of its own. It needs root
-and Debian's Slurm packages, and leaves this machine's network, users and settings alone. Users alice and bob exist
+A real Slurm cluster (slurmctld, slurmd, munged) on this machine, each node in
+namespaces of its own. It needs root and Debian's Slurm packages, and leaves
+this machine's network, users and settings alone. Users alice and bob exist
 inside only.
 """
 _EXAMPLES = """\
@@ -130,7 +131,12 @@ def _register_commands(verbs: _Subparsers) -> None:
         usage=f"{usage} [--] CMD ...",
     )
     execute = _add(
-        verbs, "exec", "Run a command on a node", _run, words_before_command=1, usage=f"{usage} NODE [--] CMD ..."
+        verbs,
+        "exec",
+        "Run a command on a node",
+        _run,
+        words_before_command=1,
+        usage=f"{usage}\n           NODE [--] CMD ...",
     )
     execute.add_argument("node", metavar="NODE")
     run.set_defaults(node=None)
@@ -142,7 +148,7 @@ def _register_commands(verbs: _Subparsers) -> None:
         "Submit a job on the controller host; a script from this machine is copied into the user's home",
         _sbatch,
         words_before_command=0,
-        usage=f"{usage} [--] SBATCH-ARGUMENT ...",
+        usage=f"{usage}\n           [--] SBATCH-ARGUMENT ...",
     )
     sbatch.add_argument("--user", default="alice", help="as this user (default: alice)")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemini_hpc.cli.asking import UserError, WrongIdError, raw_id
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
-from gemini_hpc.report import text
+from gemini_hpc.report import columns, past, text
 from gemini_hpc.report.tame import tame as _tame
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _show(settings: Settings, job: int, args: argparse.Namespace) -> None:
         document = source.document()
         if args.watch is not None and sys.stdout.isatty() and not args.json:
             sys.stdout.write("\x1b[2J\x1b[H")
-        print(json.dumps(document) if args.json else render(_tame(document)), flush=True)
+        print(json.dumps(document) if args.json else render(_tame(document), columns.width()), flush=True)
         if args.watch is None:
             return
         time.sleep(args.watch)
@@ -126,23 +126,34 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
     return ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
 
 
-def render(d: Document) -> str:
-    """The document as text."""
+def render(d: Document, width: int = columns.USUAL) -> str:
+    """The document as text; lines of words are at most `width` long, rows of tables as long as their names are."""
     slurm = d["slurm"]
     reason = f" ({slurm['reason']})" if slurm.get("reason") else ""
-    lines = [
-        f"job {d['job']}: {d['state']}   slurm {slurm.get('state', '?')}{reason}   restarts "
-        f"{slurm.get('restarts', '?')}   replicas {d['replicas']}   epoch {d['epoch']}   (asked: {d['asked']})"
-    ]
-    lines += [f"note: {note}" for note in d["notes"]]
+    head = f"job {d['job']}: {d['state']}   slurm {slurm.get('state') or '?'}{reason}"
+    counts = f"restarts {slurm.get('restarts', d['restart'])}   replicas {d['replicas'] or '?'}   epoch {d['epoch']}"
+    if d["ended"] and not d["nodes"]:
+        counts = f"restarts {d['restart']}"
+    counts += f"   (asked: {d['asked']})"
+    whole = f"{head}   {counts}"
+    lines = [whole] if len(whole) <= width else [*columns.fold(head, width, "    ", ""), f"    {counts}"]
+    lines += past.ended(d, width)
+    for note in d["notes"]:
+        lines += columns.fold(note, width, "    ", "note: ")
     if d["nodes"]:
         lines.append("nodes")
         lines += _table(["rank", "host", "group", "state", "address", "memory"], [_node(n) for n in d["nodes"]])
     for s in d["sets"]:
-        lines += _set(s, len(d["nodes"]))
+        for line in _set(s, len(d["nodes"])):
+            lines += columns.fold(line, width, "      ", "") if _words(line) else [line]
     for r in d["recoveries"]:
-        lines += _recovery(r)
+        lines += past.recovery(r, width)
     return "\n".join(lines)
+
+
+def _words(line: str) -> bool:
+    """Whether a line is a sentence and no row of a table."""
+    return ": " in line or "; " in line
 
 
 def _node(n: Document) -> list[str]:
@@ -202,14 +213,4 @@ def _survival(v: Document, nodes: int) -> list[str]:
     if fatal:
         more = f" and {len(fatal) - MAX_FATAL_SHOWN} more" if len(fatal) > MAX_FATAL_SHOWN else ""
         lines.append(f"  would not survive the loss of: {', '.join(fatal[:MAX_FATAL_SHOWN])}{more}")
-    return lines
-
-
-def _recovery(r: Document) -> list[str]:
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(r["began"]))
-    lines = [f"recovery of restart {r['restart']} at {when}, {r['total_s']:.1f} s"]
-    for e in r["events"]:
-        host = f" {e['host']}" if e["host"] else ""
-        detail = f": {e['detail']}" if e["detail"] else ""
-        lines.append(f"  +{e['after_s']:7.3f}  (+{e['gap_s']:.3f})  {e['name']}{host}{detail}")
     return lines

@@ -8,7 +8,7 @@ import sys
 
 from gemini_hpc import __version__
 
-VERBS = ("inspect", "report", "flush", "export", "run", "controller", "doctor", "devcluster", "demo")
+VERBS = ("jobs", "inspect", "report", "flush", "export", "run", "controller", "doctor", "devcluster", "demo")
 
 
 def build_parser() -> argparse.ArgumentParser:

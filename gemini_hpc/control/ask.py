@@ -83,6 +83,17 @@ class ControllerLine:
             raise AskError(answer.error)
         return answer
 
+    def jobs(self, everything: bool) -> picture.JobsAnswer:
+        """The jobs that this user may see. Raises as `ask`."""
+        try:
+            self._link.send(picture.JobsAsk(everything))
+            answer = self._link.receive(picture.JobsAnswer)
+        except (OSError, LinkClosed) as exc:
+            raise NoControllerError(f"{exc}; one of an earlier version does not know this question") from None
+        if answer.error:
+            raise AskError(answer.error)
+        return answer
+
     def close(self) -> None:
         """Close the connection."""
         self._link.close()

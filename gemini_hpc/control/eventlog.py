@@ -75,6 +75,22 @@ class EventLogs:
                 f.write(msgspec.json.encode(_head(owner)) + b"\n")
             os.replace(path + ".new", path)
 
+    def owner(self, job: int) -> int | None:
+        """Whose job the log is of; None where there is none."""
+        return self._owner(self._path(job))
+
+    def newest(self, most: int, since: float) -> list[tuple[int, int]]:
+        """(job, owner) of the logs that were written to after `since` (Unix time), the newest first, and not more."""
+        found: list[tuple[float, int]] = []
+        with os.scandir(self._directory) as entries:
+            for entry in entries:
+                name, dot, suffix = entry.name.partition(".")
+                if dot and suffix == "jsonl" and name.isdecimal() and len(name) <= 10:
+                    with suppress(FileNotFoundError):
+                        found.append((entry.stat(follow_symlinks=False).st_mtime, int(name)))
+        newest = [job for t, job in sorted(found, reverse=True) if t >= since][:most]
+        return [(job, owner) for job in newest if (owner := self.owner(job)) is not None]
+
     @staticmethod
     def _owner(path: str) -> int | None:
         with suppress(OSError, msgspec.MsgspecError), open(path, "rb") as f:

@@ -7,6 +7,7 @@ bytes, a version is [epoch, version] or null:
   slurm       {state, nodes, restarts, reason, requeue, user, partition, note, ...}: strings, as Slurm has them
   nodes       [{node_rank, host, group, state, agent, address, interface, port, memory_bytes, memory_cap_bytes,
                 suspects, dead, member}]
+  ended       null, or {state, t, exit_code, version, stored}: how the job ended
   sets        [{name, world, sealed, state, stalled: {for_s, usual_s} or null, notes, shards: [{rank, home, bytes,
                 holders: [{host, state, version, age_s, verified_age_s}]}],
                 survival: {counted_version, survives: [{k, probability}], fatal: [[host]],
@@ -24,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from gemini_hpc.control import past
 from gemini_hpc.control.stall import stall
 from gemini_hpc.control.survival import survival
 from gemini_hpc.wire.bounds import Stamp
@@ -65,6 +67,7 @@ def picture(
         "asked": asked,
         "t": now,
         "state": _state(parts, absent, sets, slurm),
+        "ended": None,
         "replicas": leader.replicas if leader else 0,
         "epoch": max((p.epoch for p in parts), default=0),
         "restart": restart,
@@ -74,9 +77,16 @@ def picture(
         "missing": absent,
     }
     log = merge_events([*events, *(e for p in parts for e in p.events)])
+    if (how := past.ending(log, slurm)) is not None:
+        document["state"], document["ended"] = past.ENDED, _ended(how)
+        if not parts:  # its agents have ended with it
+            document["restart"] = max([restart, *(e.restart for e in log)])
+            document["missing"], document["nodes"] = [], []
     document["recoveries"] = recoveries(log)
     document["events"] = [_event(e) for e in log]
-    document["notes"] = _notes(document, absent, slurm) + [f"{p.host}: {p.problem[:500]}" for p in parts if p.problem]
+    document["notes"] = _notes(document, document["missing"], slurm) + [
+        f"{p.host}: {p.problem[:500]}" for p in parts if p.problem
+    ]
     if unshown := len({s.name for p in parts for s in p.sets}) - len(names):
         document["notes"].append(f"{unshown} sets are not shown: the agents tell of more ranks than can be")
     return document
@@ -105,6 +115,16 @@ def merge_events(events: Iterable[EventRecord]) -> list[EventRecord]:
     """In order of time, each once (agents send them to the controller and tell them when asked)."""
     unique = {(round(e.t, 3), e.name, e.host, e.restart, e.version, e.detail): e for e in events}
     return sorted(unique.values(), key=lambda e: e.t)
+
+
+def _ended(how: past.Ending) -> Document:
+    return {
+        "state": how.state,
+        "t": how.t or None,
+        "exit_code": how.exit_code,
+        "version": how.version or None,
+        "stored": how.stored or None,
+    }
 
 
 def _event(e: EventRecord) -> Document:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from gemini_hpc.control.eventlog import EventLogs
+from gemini_hpc.control import past
+from gemini_hpc.control.eventlog import KEPT_S, EventLogs
 from gemini_hpc.control.fairness import PerUser
+from gemini_hpc.control.picture import recoveries
 from gemini_hpc.control.registry import Agent, Registry, Track
 from gemini_hpc.control.slurm import SlurmError, UnknownJob
 from gemini_hpc.control.slurm.facts import Job
@@ -23,6 +26,9 @@ QUERY_IDLE_S = 60.0
 PARTS_TIMEOUT_S = 0.3
 QUERY_FRAME_BYTES = 4096
 QUESTIONS_PER_S, QUESTIONS_BURST = 10.0, 64.0  # per user, whatever number of connections
+LISTED_S = 86400.0  # ended jobs are listed for so long, unless all are asked for
+MAX_LISTED, MAX_LOGS = 1000, 4000
+SILENT = {"state": "", "reason": "Slurm does not answer"}
 NOT_YOURS = "unknown, or not yours"
 
 
@@ -36,6 +42,7 @@ class Questions:
         self._rate = PerUser(QUESTIONS_PER_S, QUESTIONS_BURST)
         self._parts: dict[int, tuple[int, dict[str, picture.InspectPart], asyncio.Event]] = {}
         self._request = 0
+        self._listing = asyncio.Lock()
 
     def part(self, agent: Agent, message: picture.InspectPart) -> None:
         """An agent's part of an answer; dropped unless it was asked for it."""
@@ -50,11 +57,16 @@ class Questions:
         while True:
             async with asyncio.timeout(QUERY_IDLE_S):
                 message = await link.receive()
-            if not isinstance(message, picture.JobAsk):
+            if not isinstance(message, picture.JobAsk | picture.JobsAsk):
                 return
             while not self._rate.take(link.session.peer_uid):
                 await asyncio.sleep(1.0)
-            answer = await self._answer(message.job, link.session.peer_uid)
+            uid = link.session.peer_uid
+            answer: picture.JobAnswer | picture.JobsAnswer
+            if isinstance(message, picture.JobsAsk):
+                answer = await self._listed(message.all, uid)
+            else:
+                answer = await self._answer(message.job, uid)
             await link.flush(answer)  # the next one only when this one has left: what waits here is memory
 
     async def _answer(self, raw_id: int, uid: int) -> picture.JobAnswer:
@@ -63,14 +75,16 @@ class Questions:
         operator = await self._operators.allows(uid)
         track = self._registry.jobs.get(raw_id)
         job: Job | None = None
+        silent = False
         try:
             job = await self._read_job(raw_id)
         except UnknownJob:
             job = None
         except SlurmError as exc:
             log.warning("job=%d slurm=%s", raw_id, exc)
-            job = track.job if track else None
-        owner = job.user_id if job else (track.user_id if track else None)
+            job, silent = track.job if track else None, True
+        # Of a job that Slurm has forgotten the log still knows whose it was.
+        owner = job.user_id if job else track.user_id if track else self._logs.owner(raw_id)
         if owner is None or (uid != owner and not operator):
             return refused
         if job is not None and track is not None:
@@ -78,7 +92,7 @@ class Questions:
         parts = await self._ask_agents(track) if track else {}
         members = job.nodes if job and job.nodes else ()
         missing = tuple(h for h in members if h not in parts)
-        facts = slurm_facts(job)
+        facts = slurm_facts(job) if job is not None or not silent else dict(SILENT)
         if track is not None and track.running_s is not None:
             facts["running_s"] = str(int(track.running_s))
         return picture.JobAnswer(
@@ -86,6 +100,45 @@ class Questions:
             events=self._logs.read(raw_id, owner),
             slurm=facts,
             missing=missing,
+        )
+
+    async def _listed(self, everything: bool, uid: int) -> picture.JobsAnswer:
+        operator = await self._operators.allows(uid)
+        async with self._listing:  # of many that ask at once each costs a look at the directory
+            ended = await asyncio.to_thread(self._ended, everything, None if operator else uid)
+        rows = {row.job: row for row in ended}
+        for raw_id, track in self._registry.jobs.items():
+            if operator or track.user_id == uid:
+                rows[raw_id] = self._tracked(track, rows.get(raw_id))
+        newest = sorted(rows.values(), key=lambda row: (row.ended == 0, row.ended, row.job), reverse=True)
+        return picture.JobsAnswer(tuple(newest[:MAX_LISTED]), max(0, len(newest) - MAX_LISTED))
+
+    def _ended(self, everything: bool, uid: int | None) -> list[picture.JobRow]:
+        """What the logs say; in a thread of its own."""
+        since = time.time() - (KEPT_S if everything else LISTED_S)
+        rows = []
+        for job, owner in self._logs.newest(MAX_LOGS, since):
+            if uid is None or owner == uid:
+                events = self._logs.read(job, owner)
+                how = past.ending(events, {"state": past.UNKNOWN})
+                last = max((e.t for e in events), default=0.0)
+                restart = max((e.restart for e in events), default=0)
+                ended, state = (how.t or last, how.state) if how else (last, past.UNKNOWN)
+                rows.append(picture.JobRow(job, owner, state, 0, restart, len(recoveries(events)), ended))
+        return rows
+
+    @staticmethod
+    def _tracked(track: Track, logged: picture.JobRow | None) -> picture.JobRow:
+        stored, job = track.stored, track.job
+        restart = max(stored.allocations, default=0)
+        return picture.JobRow(
+            track.raw_id,
+            track.user_id,
+            stored.ended_state or (job.state if job else ""),
+            len(stored.allocations.get(restart, ())),
+            restart,
+            logged.recoveries if logged else 0,
+            stored.ended_at,
         )
 
     async def _ask_agents(self, track: Track) -> dict[str, picture.InspectPart]:
@@ -124,7 +177,10 @@ def slurm_facts(job: Job | None) -> dict[str, str]:
         "partition": job.partition,
         "reservation": job.reservation,
         "req_nodes": ",".join(job.req_nodes),
+        "exit_code": job.exit_code,
     }
+    if job.over and job.end_time:
+        facts["end_time"] = f"{job.end_time:.0f}"
     if why := never_requeued(job):
         facts["note"] = f"{why}: a lost node ends it"
     return facts

@@ -64,6 +64,7 @@ class Stored(msgspec.Struct):
     slurmds_of: int = -1
     ended_at: float = 0.0
     ended_state: str = ""
+    ended_told: bool = False  # in the job's log
 
 
 class Track:

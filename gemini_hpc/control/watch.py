@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 
 from gemini_hpc.config import Settings
+from gemini_hpc.control import past
 from gemini_hpc.control.decide import release_reason
 from gemini_hpc.control.draining import DrainWatch
 from gemini_hpc.control.recoveries import Recoveries
@@ -74,6 +75,7 @@ class Watcher:
                         track.learn(await self._slurm.job(raw_id))
             if self._recoveries.active(raw_id):
                 continue
+            self._tell_ended(track, forgotten=row is None)
             ended_for_s = time.time() - track.stored.ended_at if track.stored.ended_at else None
             reason = release_reason(state, ended_for_s, self._settings.retention_s)
             if reason:
@@ -87,6 +89,18 @@ class Watcher:
             elif state == PENDING and track.stored.pinned:
                 await self._unpin(track)
         await self._drains.look(running)
+
+    def _tell_ended(self, track: Track, *, forgotten: bool) -> None:
+        """Once for each end: a line in the job's log, for those who ask when Slurm has forgotten the job."""
+        ended = track.stored.ended_state or (past.UNKNOWN if forgotten else "")
+        if track.stored.ended_told == bool(ended):
+            return
+        track.stored.ended_told = bool(ended)
+        track.save()
+        if ended:
+            code = track.job.exit_code if track.job is not None and track.job.over else ""
+            restart = max(track.stored.allocations, default=0)
+            self._recoveries.say(track.raw_id, restart, past.ENDED, "", past.told(ended, code))
 
     def _release_all(self, track: Track, reason: str) -> None:
         agents = [a for a in track.agents.values() if a.connected]

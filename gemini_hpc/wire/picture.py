@@ -134,6 +134,33 @@ class JobAsk(Message, frozen=True, tag="job?"):
     job: Job
 
 
+class JobRow(msgspec.Struct, frozen=True):
+    """One job in a list. slurm: its state; nodes, restarts: of its newest incarnation; ended: Unix time, 0 while it
+    lives."""
+
+    job: Job
+    uid: int
+    slurm: str
+    nodes: Count
+    restarts: Restart
+    recoveries: Count
+    ended: Time = 0.0
+
+
+class JobsAsk(Message, frozen=True, tag="jobs?"):
+    """User -> controller: the jobs that I may see; all: also those that ended more than a day ago."""
+
+    all: bool = False
+
+
+class JobsAnswer(Message, frozen=True, tag="jobs"):
+    """Controller -> user: the newest jobs, and how many more there are."""
+
+    jobs: tuple[JobRow, ...] = ()
+    more: int = 0
+    error: str = ""
+
+
 class JobAnswer(Message, frozen=True, tag="job"):
     """Controller -> user: parts of the agents that answered, the event log, what Slurm says; or a refusal."""
 

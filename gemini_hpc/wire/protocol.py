@@ -52,6 +52,8 @@ AnyMessage = (
     | controller.Holders
     | picture.JobAsk
     | picture.JobAnswer
+    | picture.JobsAsk
+    | picture.JobsAnswer
     | flush.FlushAsk
     | flush.Flushing
 )
@@ -69,6 +71,8 @@ SINCE: dict[type[Message], int] = {
     controller.Notice: 2,
     controller.Ending: 2,
     controller.Draining: 2,
+    picture.JobsAsk: 2,
+    picture.JobsAnswer: 2,
     **dict.fromkeys((*_PUSHES, *_DRAINS, *_SCAVENGES), 2),
 }
 

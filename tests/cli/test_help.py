@@ -69,3 +69,13 @@ def test_from_a_shell() -> None:
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and done.stderr == ""
     assert all(verb in done.stdout for verb in VERBS)
+
+
+@pytest.mark.parametrize("words", ALL, ids=" ".join)
+def test_help_fits_a_terminal(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 80] == []

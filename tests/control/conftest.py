@@ -92,6 +92,9 @@ class Site:
         argv = [PYTHON, "-I", "-m", "gemini_hpc.cli.main", "inspect", str(job), *args]
         return self.cluster.run(argv, user=user, node=node)
 
+    def jobs(self, *args: str, user: str = "alice") -> Any:
+        return self.cluster.run([PYTHON, "-I", "-m", "gemini_hpc.cli.main", "jobs", *args], user=user)
+
     def log(self) -> str:
         return (self.cluster.log_directory / "controller.log").read_text()
 

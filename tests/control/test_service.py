@@ -10,7 +10,7 @@ from functools import partial
 
 from waiting import until
 
-from .conftest import Site
+from .conftest import PYTHON, Site
 
 
 def start(site: Site, mode: str = "") -> tuple[int, list[str]]:
@@ -193,3 +193,51 @@ def test_site_02_another_owners_job_on_the_node_vetoes(site: Site) -> None:
     said = until(lambda: site.event(job, "dismissed"), 15)
     assert "other owners" in said["detail"]
     assert "dr" not in site.cluster.node_states()[hosts[1]]
+
+
+def test_a_job_that_has_ended_is_told_from_the_log(make_site: Callable[..., Site]) -> None:
+    """Its owner, the next morning: Slurm has forgotten the job, its agents are gone."""
+    site = make_site(slurm_conf=["MinJobAge=2"], settings={"retention_s": 3.0})
+    job = site.submit("-N2", "--requeue", script="#!/bin/sh\nsrun sleep 8\nexit 3\n")
+    site.running(job)
+    site.agents(job, 0, site.nodes(job))
+    listed = json.loads(site.jobs("--json").stdout)["jobs"]
+    assert [(j["job"], j["user"], j["slurm"], j["nodes"], j["ended"]) for j in listed] == [
+        (job, "alice", "RUNNING", 2, None)
+    ]
+    until(lambda: site.event(job, "ended"), 60)
+    until(lambda: "Invalid job id" in site.cluster.run(["scontrol", "show", "job", str(job)]).stderr, 90)
+    site.end_agents()
+
+    done = site.inspect(job, "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert (document["state"], document["ended"]["state"]) == ("ended", "FAILED")
+    assert abs(document["ended"]["t"] - time.time()) < 300 and document["notes"] == []
+    text = site.inspect(job).stdout
+    assert "ended as FAILED" in text and "protected" not in text and max(map(len, text.splitlines())) <= 80
+    assert site.inspect(job, user="root").returncode == 0
+    refused, unknown = site.inspect(job, user="bob"), site.inspect(99999, user="bob")
+    assert refused.returncode == 1 and refused.stderr.replace(str(job), "N") == unknown.stderr.replace("99999", "N")
+
+    for user, seen in (("alice", [job]), ("root", [job]), ("slurm", [job]), ("bob", [])):
+        found = json.loads(site.jobs("--json", user=user).stdout)["jobs"]
+        assert [j["job"] for j in found] == seen, user
+        assert [j["state"] for j in found] == ["ended"] * len(seen)
+    table = site.jobs()
+    assert table.returncode == 0 and "FAILED" in table.stdout and max(map(len, table.stdout.splitlines())) <= 80
+
+    site.cluster.controller_stop()
+    nobody = site.jobs()
+    assert nobody.returncode == 1 and nobody.stderr.count("\n") == 1 and "no controller" in nobody.stderr
+    site.cluster.controller_start()
+    until(lambda: site.inspect(job).returncode == 0, 30)
+    assert json.loads(site.inspect(job, "--json").stdout)["state"] == "ended"
+
+
+def test_settings_that_are_not_there_are_an_error(site: Site) -> None:
+    for verb in (["inspect", "1"], ["jobs"], ["flush", "1"], ["report", "1"], ["doctor"], ["controller"]):
+        argv = [PYTHON, "-I", "-m", "gemini_hpc.cli.main", *verb, "--config", "/nowhere/gemini.toml"]
+        done = site.cluster.run(argv, user="alice")
+        assert done.returncode in (1, 2) and done.stdout == "", verb
+        assert done.stderr.count("\n") == 1 and "/nowhere/gemini.toml: no such file" in done.stderr, done.stderr

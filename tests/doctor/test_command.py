@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc.cli.main import main
+from gemini_hpc.config import Settings
 from gemini_hpc.control.slurm.text import parse_configuration, parse_ping
 from gemini_hpc.core.cgroup import Place
 from gemini_hpc.doctor import containers, elf, examine, memory, report, slurm
@@ -34,6 +35,7 @@ class Told(Facts):
     def __init__(self, **values: str) -> None:
         super().__init__("/nonexistent/gemini.toml", "login")
         self._known["configuration"] = Configuration({"SLURM_VERSION": "22.05.8", **values})
+        self._known["settings"] = Settings()
 
 
 def test_wrong_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +165,7 @@ def test_site_19_separate_prolog_timeout() -> None:
 
 def test_site_5_slurm_user_root() -> None:
     facts = Told(SlurmUser="root(0)")
-    facts._known["settings"] = __import__("gemini_hpc.config").config.Settings(slurm_user="root")
+    facts._known["settings"] = Settings(slurm_user="root")
     assert slurm.slurm_user(facts).status == "warning"
 
 

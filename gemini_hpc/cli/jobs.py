@@ -1,0 +1,160 @@
+"""`gemini-hpc jobs`: one line for each protected job: its state, what is sealed, which losses it would survive."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pwd
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from gemini_hpc.cli.asking import UserError
+from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
+from gemini_hpc.report.tame import tame
+
+if TYPE_CHECKING:
+    _Subparsers = argparse._SubParsersAction[Any]
+    from gemini_hpc.control.picture import Document
+    from gemini_hpc.wire.picture import JobRow
+
+SCHEMA = 1
+MAX_LOOKED_AT = 60  # live jobs that are asked about: the controller answers a user so many questions at once
+HEAD = ("JOB", "USER", "STATE", "SLURM", "NODES", "SEALED", "SURVIVES", "RECOV")
+WIDEST = (10, 9, 16, 10, 5, 9, 8, 5)  # with blanks between them 79 columns
+
+
+def register(subparsers: _Subparsers) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "jobs",
+        help="list the protected jobs, one line each",
+        description="List protected jobs: your own; for root, SlurmUser and operators all. "
+        "STATE is what gemini-hpc inspect says of the job, SEALED the age of the newest sealed version (of one that "
+        "has ended: when that was), SURVIVES how many nodes may be lost, whichever they are, RECOV how often the job "
+        "has been brought back. Asks the controller.",
+    )
+    parser.add_argument("--all", action="store_true", help="jobs of the last 14 days (default: the last 24 hours)")
+    parser.add_argument("--json", action="store_true", help="print the documented JSON document (schema 1)")
+    parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status: 0; 1 with one line on stderr."""
+    try:
+        document = collect(load(args.config), everything=args.all, now=time.time())
+    except (UserError, ConfigError) as exc:
+        print(f"gemini-hpc jobs: {tame(str(exc))}", file=sys.stderr)
+        return 1
+    print(json.dumps(document) if args.json else render(document), flush=True)
+    return 0
+
+
+def collect(settings: Settings, *, everything: bool, now: float) -> Document:
+    """Schema 1: keys are only ever added to it. Raises `UserError`."""
+    from gemini_hpc.control import ask
+
+    try:
+        line = ask.ControllerLine(settings, 0)
+        try:
+            answer = line.jobs(everything)
+            live = [row for row in answer.jobs if not row.ended][:MAX_LOOKED_AT]
+            pictures = {row.job: _picture(line, row.job, now) for row in live}
+        finally:
+            line.close()
+    except ask.NoControllerError as exc:
+        raise UserError(f"no controller ({exc}); gemini-hpc inspect JOBID asks the agents themselves") from None
+    except ask.AskError as exc:
+        raise UserError(str(exc)) from None
+    rows = [_row(row, pictures.get(row.job)) for row in sorted(answer.jobs, key=lambda row: row.job)]
+    return {"schema": SCHEMA, "t": now, "jobs": rows, "not_shown": answer.more}
+
+
+def _picture(line: Any, job: int, now: float) -> Document | None:
+    from gemini_hpc.control import ask
+    from gemini_hpc.control.picture import picture
+
+    try:
+        answer = line.ask(job)
+    except ask.AskError:
+        return None  # it has ended, or is another's, since it was listed
+    return picture(job, answer.parts, answer.events, answer.slurm, answer.missing, "controller", now)
+
+
+def _row(row: JobRow, d: Document | None) -> Document:
+    slurm = d["slurm"].get("state", row.slurm) if d else row.slurm
+    return {
+        "job": row.job,
+        "id": d["slurm"].get("id", str(row.job)) if d else str(row.job),
+        "uid": row.uid,
+        "user": _name(row.uid),
+        "state": d["state"] if d else "ended" if row.ended else "unknown",
+        "slurm": slurm,
+        "nodes": len([n for n in d["nodes"] if n["member"]]) if d and d["nodes"] else row.nodes,
+        "sealed_age_s": _sealed_age(d) if d else None,
+        "survives": _survives(d) if d else None,
+        "recoveries": len(d["recoveries"]) if d else row.recoveries,
+        "restarts": row.restarts,
+        "ended": row.ended or None,
+    }
+
+
+def _sealed_age(d: Document) -> float | None:
+    """Of the set whose newest sealed version is the oldest; None where one has none."""
+    ages: list[float] = []
+    for s in d["sets"]:
+        own = [h["age_s"] for shard in s["shards"] for h in shard["holders"] if h["state"] == "sealed"]
+        known = [age for age in own if age is not None]
+        if not known:
+            return None
+        ages.append(min(known))
+    return max(ages, default=None)
+
+
+def _survives(d: Document) -> int | None:
+    """So many nodes may be lost, any of them, without the loss of a shard; None where nothing is sealed yet."""
+    if not d["sets"] or any(s["survival"]["lost_already"] for s in d["sets"]):
+        return None
+    counts = []
+    for s in d["sets"]:
+        sure = [row["k"] for row in s["survival"]["survives"] if row["probability"] >= 1.0]
+        counts.append(max(sure, default=0))
+    return min(counts)
+
+
+def _name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OverflowError):
+        return str(uid)
+
+
+def _age(s: float | None) -> str:
+    if s is None:
+        return "-"
+    if s < 100:
+        return f"{s:.1f} s"
+    return f"{s / 60:.0f} min" if s < 7200 else f"{s / 3600:.0f} h" if s < 172800 else f"{s / 86400:.0f} d"
+
+
+def render(d: Document) -> str:
+    """The document as a table of at most 80 columns."""
+    rows: list[tuple[str, ...]] = [HEAD]
+    for j in d["jobs"]:
+        # Of an ended job no copy is left: how long ago it ended.
+        sealed = f"{_age(max(0.0, d['t'] - j['ended']))} ago" if j["ended"] else _age(j["sealed_age_s"])
+        survives = "-" if j["survives"] is None else f"{j['survives']} node{'' if j['survives'] == 1 else 's'}"
+        texts = (j["id"], j["user"], j["state"], j["slurm"], str(j["nodes"]), sealed, survives, str(j["recoveries"]))
+        rows.append(tuple(tame(text) for text in texts))
+    widths = [min(limit, max(len(row[i]) for row in rows)) for i, limit in enumerate(WIDEST)]
+    lines = [" ".join(_cell(c, w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if len(rows) == 1:
+        lines = ["no protected jobs of yours, as far as the controller remembers"]
+    if d["not_shown"]:
+        lines.append(f"and {d['not_shown']} older ones")
+    return "\n".join(lines)
+
+
+def _cell(text: str, width: int) -> str:
+    return text.ljust(width) if len(text) <= width else text[: width - 1] + "+"

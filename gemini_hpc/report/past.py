@@ -1,0 +1,81 @@
+"""What happened to a job, as lines of text: its end, its recoveries, its last events."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import pairwise
+from typing import Any
+
+from gemini_hpc.report.columns import fold
+
+Document = dict[str, Any]
+MAX_LAST = 12
+_MOMENTS = (("began", ""), ("fetched", "fetched"), ("loaded", "loaded"))
+
+
+def ended(d: Document, columns: int) -> list[str]:
+    """How a job ended, what was sealed, and what its log says last; nothing for a job that lives."""
+    how = d.get("ended")
+    if how is None:
+        return []
+    when = f" at {_clock(how['t'])}, {ago(d['t'] - how['t'])} ago" if how["t"] else ""
+    code = f", exit code {how['exit_code']}" if how["exit_code"] else ""
+    sealed = f"last sealed version: {how['version']}" if how["version"] else "no sealed version is known of"
+    if how["stored"]:
+        sealed += f"; on the tier: version {how['stored']}"
+    elif how["version"]:
+        sealed += "; none on a tier: it was in the memory of the job's nodes"
+    lines = fold(f"ended as {how['state']}{code}{when}", columns, "    ", "  ")
+    lines += fold(sealed, columns, "    ", "  ")
+    recovered = len(d["recoveries"])
+    lines += fold(f"recoveries: {recovered if recovered else 'none'}", columns, "    ", "  ")
+    last = d["events"][-MAX_LAST:]
+    if last:
+        lines.append(f"last events (--json has all {len(d['events'])})" if len(d["events"]) > MAX_LAST else "events")
+    for e in last:
+        host = f" {e['host']}" if e["host"] else ""
+        said = detail(e)
+        lines += fold(f"{e['name']}{host}{f': {said}' if said else ''}", columns, " " * 23, f"  {_clock(e['t'])}  ")
+    return lines
+
+
+def recovery(r: Document, columns: int) -> list[str]:
+    """The timeline of one recovery."""
+    lines = [f"recovery of restart {r['restart']} at {_clock(r['began'])}, {r['total_s']:.1f} s"]
+    for e in r["events"]:
+        host = f" {e['host']}" if e["host"] else ""
+        said = detail(e)
+        first = f"  +{e['after_s']:7.3f}  (+{e['gap_s']:.3f})  "
+        lines += fold(f"{e['name']}{host}{f': {said}' if said else ''}", columns, " " * 23, first)
+    return lines
+
+
+def detail(e: Document) -> str:
+    """An event's detail for people. That of a rank's `resumed` is JSON, which its user may have written."""
+    text = str(e["detail"])
+    if not text.startswith("{"):
+        return text
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError):
+        return "(not readable)"
+    numbers = {k: v for k, v in said.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    words = [f"rank {numbers['rank']:.0f}"] if "rank" in numbers else []
+    for (before, _), (after, word) in pairwise(_MOMENTS):
+        if before in numbers and after in numbers:
+            words.append(f"{word} in {numbers[after] - numbers[before]:.2f} s")
+    if "shards" in numbers:
+        words.append(f"{numbers['shards']:.0f} shard{'' if numbers['shards'] == 1 else 's'}")
+    return ", ".join(words)
+
+
+def ago(s: float) -> str:
+    """A time span, roughly."""
+    if s < 120:
+        return f"{max(0.0, s):.0f} s"
+    return f"{s / 60:.0f} min" if s < 7200 else f"{s / 3600:.0f} h" if s < 172800 else f"{s / 86400:.0f} days"
+
+
+def _clock(t: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))

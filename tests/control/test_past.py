@@ -1,0 +1,137 @@
+"""A job that is over: what its log still tells, and how `inspect` and `jobs` show it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gemini_hpc.cli import jobs
+from gemini_hpc.cli.inspect import render
+from gemini_hpc.control import past
+from gemini_hpc.control.picture import picture
+from gemini_hpc.report.tame import tame
+from gemini_hpc.wire.picture import EventRecord
+
+from .test_picture import SLURM, pairs
+
+NOW = 1_760_000_000.0
+FORGOTTEN = {"state": "UNKNOWN", "reason": "Slurm does not know this job any more"}
+RESUMED = json.dumps({"rank": 1, "began": NOW - 80.0, "fetched": NOW - 79.5, "loaded": NOW - 79.25, "shards": 2})
+NIGHT = [
+    EventRecord(NOW - 300, "attached", "n1", 0, 0, "2 nodes"),
+    EventRecord(NOW - 100, "detected", "", 0, 0, "n1: n2 is silent"),
+    EventRecord(
+        NOW - 95,
+        "confirmed",
+        "n2",
+        0,
+        0,
+        "no answer from slurmd and agent for 5.0 s, 2 witnesses " + "and so on " * 6,
+    ),
+    EventRecord(NOW - 85, "running", "", 0, 0, "restart 1 on n1,n3"),
+    EventRecord(NOW - 79, "resumed", "n3", 1, 40, RESUMED),
+    EventRecord(NOW - 78, "first_iteration", "n3", 1, 41),
+    EventRecord(NOW - 20, "detached", "n1", 1, 77, "exit code 1; sealed default 2:77"),
+    EventRecord(NOW - 19, "ended", "", 1, 0, "FAILED exit 1:0"),
+]
+
+
+def shown(events: list[EventRecord], slurm: dict[str, str]) -> tuple[dict[str, Any], str]:
+    d = picture(7, [], events, slurm, ("n1",), "controller", NOW)
+    return d, render(tame(d), 80)
+
+
+def test_a_job_that_died_at_night() -> None:
+    d, text = shown(NIGHT, FORGOTTEN)
+    assert d["state"] == "ended" and d["missing"] == [] and d["nodes"] == []
+    assert d["ended"] == {"state": "FAILED", "t": NOW - 19, "exit_code": "1:0", "version": 77, "stored": None}
+    assert text.startswith("job 7: ended") and "restarts 1" in text
+    assert "ended as FAILED, exit code 1:0" in text and "19 s ago" in text
+    assert "last sealed version: 77" in text and "recoveries: 1" in text and "recovery of restart 0" in text
+    assert "rank 1, fetched in 0.50 s, loaded in 0.25 s, 2 shards" in " ".join(text.split())
+    assert "{" not in text and "protected" not in text and max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("state", ["COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"])
+def test_slurm_knows_it_still(state: str) -> None:
+    slurm = {**SLURM, "state": state, "exit_code": "0:9", "end_time": f"{NOW - 30:.0f}"}
+    d, text = shown(NIGHT[:-1], slurm)
+    assert d["state"] == "ended" and d["ended"]["state"] == state and d["ended"]["t"] == NOW - 30
+    assert f"ended as {state}, exit code 0:9" in text and "partly" not in text
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "PENDING", "COMPLETING", "REQUEUE_HOLD", "SUSPENDED", ""])
+def test_a_job_that_lives_has_not_ended(state: str) -> None:
+    d, _ = shown(NIGHT, {**SLURM, "state": state})
+    assert d["ended"] is None and d["state"] != "ended"
+
+
+def test_copies_that_are_still_kept_are_shown() -> None:
+    d = picture(7, pairs({}), NIGHT, {**SLURM, "state": "FAILED"}, (), "controller", NOW)
+    assert d["state"] == "ended" and len(d["nodes"]) == 4 and d["sets"]
+
+
+def test_an_owner_does_not_say_how_his_job_ended() -> None:
+    forged = [*NIGHT[:-1], EventRecord(NOW, "ended", "n1", 1, 0, "COMPLETED exit 0:0")]
+    d, _ = shown(forged, FORGOTTEN)
+    assert d["ended"]["state"] == "UNKNOWN"
+    odd = [*NIGHT[:-1], EventRecord(NOW, "ended", "", 1, 0, "x\x1b[2J")]
+    assert shown(odd, FORGOTTEN)[0]["ended"]["state"] == "UNKNOWN"
+    loud = [EventRecord(NOW, "resumed", "n1", 0, 1, text) for text in ("{" * 900, '{"rank": [1]}', '{"rank": 1e999}')]
+    assert "[1]" not in shown([*loud, *NIGHT], FORGOTTEN)[1]
+
+
+def test_a_job_that_came_back_after_its_end() -> None:
+    """FAILED, requeued by the controller, and now forgotten without another word."""
+    again = [*NIGHT, EventRecord(NOW - 10, "sent_back", "", 1), EventRecord(NOW - 5, "running", "", 1)]
+    assert shown(again, FORGOTTEN)[0]["ended"]["state"] == "UNKNOWN"
+
+
+def test_nothing_is_known_of_what_was_sealed() -> None:
+    _, text = shown([NIGHT[0], NIGHT[-1]], FORGOTTEN)
+    assert "no sealed version is known of" in text and "recoveries: none" in text
+    _, text = shown([*NIGHT, EventRecord(NOW, "saved", "n1", 1, 60)], FORGOTTEN)
+    assert "on the tier: version 60" in text
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    good = {
+        "job": 7, "id": "7", "uid": 5001, "user": "alice", "state": "protected", "slurm": "RUNNING", "nodes": 16,
+        "sealed_age_s": 0.42, "survives": 1, "recoveries": 2, "restarts": 2, "ended": None,
+    }  # fmt: skip
+    return good | changes
+
+
+def test_the_table() -> None:
+    rows = [
+        row(),
+        row(
+            job=8, id="4294967295_1000", user="a-very-long-user-name", state="partly protected", slurm="OUT_OF_MEMORY"
+        ),
+        row(job=9, id="9", state="ended", slurm="FAILED", ended=NOW - 8000, sealed_age_s=None, survives=None),
+        row(job=10, id="10", user="x\x1b[2J\n", state="arming", sealed_age_s=None, survives=None, nodes=10000),
+    ]
+    text = jobs.render({"schema": 1, "t": NOW, "jobs": rows, "not_shown": 3})
+    lines = text.splitlines()
+    assert len(lines) == 6 and max(map(len, lines)) <= 80 and "\x1b" not in text
+    assert lines[0].split() == list(jobs.HEAD)
+    assert lines[1].split() == ["7", "alice", "protected", "RUNNING", "16", "0.4", "s", "1", "node", "2"]
+    assert "2 h ago" in lines[3] and lines[-1] == "and 3 older ones"
+    assert "no protected jobs" in jobs.render({"schema": 1, "t": NOW, "jobs": [], "not_shown": 0})
+
+
+def test_a_row_of_a_living_job() -> None:
+    d = picture(7, pairs({}), NIGHT[:6], SLURM, (), "controller", NOW)
+    assert jobs._survives(d) == 1 and jobs._sealed_age(d) is not None
+    nothing = picture(7, pairs(dict.fromkeys(("n1", "n2", "n3", "n4"), 0))[:1], [], SLURM, (), "controller", NOW)
+    assert jobs._survives(nothing) is None
+
+
+@pytest.mark.parametrize("state", ["FAILED", "CANCELLED", "UNKNOWN"])
+def test_what_the_controller_writes_is_what_is_read(state: str) -> None:
+    for code in ("1:0", "", "x", "0:15"):
+        events = [EventRecord(NOW, past.ENDED, "", 0, 0, past.told(state, code))]
+        how = past.ending(events, FORGOTTEN)
+        assert how is not None and how.state == state and how.exit_code == (code if ":" in code else "")
