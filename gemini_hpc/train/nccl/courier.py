@@ -59,8 +59,18 @@ class StreamedReplicator(Replicator):
             except (AgentLost, AgentRefused) as error:
                 return str(error)
             self._driver.small_capacity = self._layout.small_capacity
+            self._announce(job.version)
             return "the small state has outgrown its place: larger slots from the next version on"
         return "no slot was free in time"
+
+    def _announce(self, version: int) -> None:
+        """Holders learn of the larger slots now, and not with the head of the next version: the device would bring
+        its tensors into slots that are no longer the right ones."""
+        for rank, box in list(self._outboxes.items()):
+            try:
+                box.offer(Head(version, 0, self._layout.total, ()))
+            except LinkBroken as error:
+                self._drop(rank, error, version)
 
     def _begin(self, job: Job) -> tuple[int, Slot | None]:
         granted = self._driver.desk.granted(self._me.rank, job.version)
@@ -79,6 +89,8 @@ class StreamedReplicator(Replicator):
         began = time.monotonic()
         if not self._driver.filled(carried):
             return self._skip(job, "the device has not filled the own slot")
+        if self.shard is None or slot not in self.shard.slots:  # they were made while it was on its way
+            return self._skip(job, "larger slots have taken the place of its own")
         area = slot.bytes[layout.tensor_offset : layout.tensor_offset + max(layout.tensor_bytes, 1)]
         self._pacer.copies.append((began, time.monotonic(), layout.tensor_bytes))
         changed = carried.void + self._capture.torn(job, grant.index, area)
@@ -137,7 +149,9 @@ class StreamedReceiver(Receiver):
     def _take(self, head: Head) -> None:
         desk = self._driver.desk
         try:
-            if head.apart[1]:
+            if not head.used_bytes:
+                self._prepare(head)
+            elif head.apart[1]:
                 self._complete(head)
             elif desk.quiet(self.rank, QUIET_S):
                 super()._take(head)
@@ -146,6 +160,15 @@ class StreamedReceiver(Receiver):
                 self._inbox.answer(False)
         finally:
             desk.over(self.rank, head.version)
+
+    def _prepare(self, head: Head) -> None:
+        """Nothing comes; larger slots are wanted from the next version on."""
+        if self.shard is not None and head.total_bytes != self.shard.total_bytes:
+            try:
+                self._enlarge(head.total_bytes)
+            except (AgentLost, AgentRefused) as error:
+                self._say("skipped", head.version, f"shard of rank {self.rank}: {error}")
+        self._inbox.answer(False)
 
     def _begin(self, head: Head) -> int | None:
         granted = self._driver.desk.granted(self.rank, head.version)

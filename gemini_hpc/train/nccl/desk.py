@@ -28,6 +28,7 @@ from gemini_hpc.wire.page import ControlPage
 PATIENCE_S = 0.05  # longest wait of a launching thread for a slot
 ANSWER_S = 0.2  # longest wait of a head for the slot that the agent has yet to give out
 HEAD_S = 0.1  # from when a version has landed until its head has come, or never will: its sender has voided it
+HEAD_LATE_S = 1.0  # the same before the next step() shows that the training has gone on
 _SOON_S, _LATER_S = 0.001, 0.02
 
 
@@ -48,10 +49,12 @@ class Grant:
 
 @dataclass
 class _Shard:
-    """What is known of one rank's shard. busy: the version that a thread of ours is about to report; refused:
-    versions up to here that have no grant get none; linked: the newest version that came over the link, 0 where NCCL
-    brings the next one; asked: what was sealed and abandoned when the agent last refused, and when."""
+    """What is known of one rank's shard, whose memory `keeper` has. busy: the version that a thread of ours is about
+    to report; refused: versions up to here that have no grant get none; linked: the newest version that came over the
+    link, 0 where NCCL brings the next one; asked: what was sealed and abandoned when the agent last refused, and
+    when."""
 
+    keeper: Keeper
     grant: Grant | None = None
     busy: int = 0
     refused: int = 0
@@ -90,7 +93,7 @@ class Desk:
     def open(self, keepers: Mapping[int, Keeper]) -> None:
         """The memory is there, or will be."""
         self._keepers = dict(keepers)
-        self._shards = {rank: _Shard() for rank in keepers}
+        self._shards = {rank: _Shard(keeper) for rank, keeper in keepers.items()}
         self._thread = threading.Thread(target=self._run, name="gemini-desk", daemon=True)
         self._thread.start()
 
@@ -146,11 +149,16 @@ class Desk:
         return grant
 
     def _valid(self, shard: _Shard, version: int) -> Grant | None:
-        """A grant is the agent's word: another agent does not know of it."""
+        """A grant is the agent's word: another agent does not know of it, and where larger slots have taken the place
+        of its slot, the agent means one of these."""
         grant = shard.grant
         if grant is None or grant.version != version or self._ended or self._client.lost:
             return None
-        return grant if grant.page is self._client.page else None
+        return grant if grant.page is self._client.page and not self._outgrown(shard, grant) else None
+
+    @staticmethod
+    def _outgrown(shard: _Shard, grant: Grant) -> bool:
+        return shard.keeper.shard is None or grant.slot not in shard.keeper.shard.slots
 
     # ---- from the threads that report versions ---------------------------------------------------------
 
@@ -180,6 +188,13 @@ class Desk:
             grant = self._valid(shard, version)
             return grant.index if grant is not None else None
 
+    def link(self, rank: int, version: int) -> None:
+        """This version is about to go over the link: from now until `over` nothing later is asked for, or the agent
+        would refuse it, for a slot does not go back."""
+        with self._changed:
+            shard = self._shards[rank]
+            shard.busy = max(shard.busy, version)
+
     def meet(self, version: int) -> None:
         """All ranks are well: versions after this one come over NCCL again."""
         with self._changed:
@@ -203,10 +218,13 @@ class Desk:
         """This holder has lost a version that it had begun, and that other holders may have: only a later one begun
         here shows them that it never comes, and until then they begin none. Before `over`. Raises AgentLost,
         AgentRefused."""
-        page, memory = self._client.page, self._keepers[rank].shard
+        keeper = self._keepers[rank]
+        page, memory = self._client.page, keeper.shard
         reply, _ = self._client.request(local.Begin(set=self._me.set, rank=rank, version=version + 1))
         if memory is None or not isinstance(reply, local.Begun) or not 0 <= reply.slot < 2:
             return  # it has gone on already
+        if memory is not keeper.shard:
+            return  # begun is begun; which memory the slot is of, nobody knows
         slot = memory.slots[reply.slot]
         slot.content = Content()
         with self._changed:
@@ -217,7 +235,7 @@ class Desk:
         """This version has been reported, or given up: the next one may be asked for."""
         with self._changed:
             shard = self._shards[rank]
-            shard.busy = 0
+            shard.busy = shard.busy if shard.busy > version else 0  # the next one may wait behind this one
             if shard.linked <= self._met <= version:
                 shard.linked = 0
             if shard.grant is not None and shard.grant.version == version:
@@ -290,6 +308,11 @@ class Desk:
                 return False
             if not self._free(shard, version):
                 return True
+            stale = shard.grant if shard.grant is not None and self._outgrown(shard, shard.grant) else None
+        if stale is not None:  # the agent may have meant the larger slots already
+            self._return(rank, stale.version, stale.index)
+            with self._changed:
+                shard.grant = None if shard.grant is stale else shard.grant
         for slot in memory.slots:
             self._pinned(slot)
         word = (page.sealed, page.abandoned) if page is not None else None
@@ -300,6 +323,9 @@ class Desk:
             shard.asked = word, time.monotonic()
             return True
         shard.asked = None, 0.0
+        if memory is not keeper.shard:
+            self._return(rank, version, reply.slot)
+            return True
         slot = memory.slots[reply.slot]
         slot.content = Content()
         with self._changed:
@@ -308,20 +334,24 @@ class Desk:
             self._changed.notify_all()
         return False
 
+    def _return(self, rank: int, version: int, index: int) -> None:
+        """A slot that was given out is not filled. Raises AgentLost, AgentRefused."""
+        self._client.request(local.Abort(set=self._me.set, rank=rank, version=version, slot=index))
+
     def _free(self, shard: _Shard, version: int) -> bool:
         """Whether asking for a slot takes none away from a version that is still on its way."""
         grant = shard.grant
         if shard.busy:
             return False
-        if grant is None or grant.over or grant.page is not self._client.page:
+        if grant is None or grant.over or grant.page is not self._client.page or self._outgrown(shard, grant):
             return True
         if grant.version >= version:
             return False
         if (self._me.epoch, grant.version) <= self._gate.sealed:
             return True
         # one that is on its way must not lose its slot to the next, or none would ever be complete again
-        gone = not grant.handed or (grant.landed and time.monotonic() - grant.landed_at > HEAD_S)
-        return grant.version < self._reached and gone
+        alone_s = time.monotonic() - grant.landed_at if grant.landed else 0.0
+        return alone_s > HEAD_LATE_S or (grant.version < self._reached and (not grant.handed or alone_s > HEAD_S))
 
     def _pinned(self, slot: Slot) -> None:
         at = slot.bytes.data_ptr()

@@ -182,6 +182,8 @@ class Driver:
         self.desk.reach(version)
         self._linked = self._linked or self._gate.degraded
         if job is None or self._linked:
+            if job is not None:
+                self.desk.link(self._me.rank, version)
             return Save(version, None, None, into)
         job.streamed = True
         grant = self.desk.take(self._me.rank, version) if len(job.small) <= self.small_capacity else None
