@@ -15,7 +15,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from gemini_hpc.agent import mapfile, successor, summons
+from gemini_hpc.agent import mapfile, summons
 from gemini_hpc.agent.callers import Callers
 from gemini_hpc.agent.drains import Drains
 from gemini_hpc.agent.filling import Filling
@@ -34,6 +34,7 @@ from gemini_hpc.agent.selffence import SelfFence
 from gemini_hpc.agent.service import Service
 from gemini_hpc.agent.sets import Sets
 from gemini_hpc.agent.store import Store
+from gemini_hpc.agent.successor import StateFile
 from gemini_hpc.agent.tellings import Tellings
 from gemini_hpc.config import Settings
 from gemini_hpc.core import hostlist
@@ -78,6 +79,7 @@ class Agent:
         self.scavenge = Scavenge(self)
         self.outgoing, self.incoming = Outgoing(self), Incoming(self)
         self.service = Service(self)
+        self.state = StateFile(directory)
         self.member = Member(self)
         self.reporter = Reporter(self)
         self._fence = SelfFence(self)
@@ -128,7 +130,7 @@ class Agent:
         self.store.clear()
         mapfile.remove(self.directory)
         mapfile.settle(self.directory)
-        successor.remove(self.directory)
+        self.state.remove()
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run beside everything else; a failure is logged and ends nothing."""
@@ -150,6 +152,9 @@ class Agent:
             self._fence.look()
             self.sets.beat()
             if not self.detached:
+                if self.rounds is not None:
+                    self.rounds.tick(now)
+                self.member.tend()
                 self.detached_at, self._unwanted_since = now, None
                 continue
             alone_s = now - self.detached_at
@@ -277,6 +282,7 @@ class Agent:
             if m.replicas > len(hosts):
                 self.log("refused", detail=f"{m.replicas} replicas on {len(hosts)} nodes")
             self._enter(m, hosts)
+            self.member.attach(m)
             assert self.rounds is not None
             if self.rounds.parent is None:
                 self.rounds.begin("")
@@ -335,15 +341,25 @@ class Agent:
 
         wanted: only if it was in this very incarnation (the prolog may be faster than the supervisor).
         """
-        state = successor.read(self.directory)
+        state = self.state.read()
         if state is None:
             return
-        m, plan = state.attach, state.plan
+        m = state.attach
         if wanted is not None and (m.restart, m.nodelist, m.node) != (wanted.restart, wanted.nodelist, wanted.node):
             return
-        self._enter(m, tuple(hostlist.expand(m.nodelist)))
-        self.member.succeed(plan)
+        try:
+            hosts = tuple(hostlist.expand(m.nodelist))
+            known = set(hosts) if state.plan is None else set(state.plan.noderanks)
+            if self.node not in hosts or known != set(hosts) or len(known) != len(hosts):
+                raise ValueError(f"{self.node} has no place in it")
+        except ValueError as exc:
+            self.log("error", detail=f"the file `state` in {self.directory} cannot be used: {exc}")
+            return
+        self._enter(m, hosts)
         self.log("restarted", detail="waiting for the trainers to hand their memory back")
+        self.member.succeed(state)
+        if not state.live:
+            self.spawn(summons.call(self, m))
 
     def _epilog(self, m: local.Epilog) -> local.Message:
         if m.job != self.job:
@@ -359,7 +375,7 @@ class Agent:
                 alive = [h for h in self.hosts if h not in self.mesh.dead]
                 hold = bool(self.mesh.dead) and alive[:1] == [self.node] and not self.reporter.connected
             mapfile.wait(self.directory)
-            successor.remove(self.directory)
+            self.state.remove()
             self._log_end("detached", f"exit code {m.exit_code or 'unknown'}")
             first = True
         trained = [s for s in self.sets if s.greeted]

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from gemini_hpc.agent import mapfile, outside, successor
 from gemini_hpc.agent.ports import master_port
 from gemini_hpc.core import placement
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier.version import Manifest
-from gemini_hpc.wire import bounds, peer
+from gemini_hpc.wire import bounds, local, peer
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import Tier
 
@@ -38,6 +40,11 @@ class Member:
     def restart(self) -> int:
         """The incarnation that the agent is in."""
         return self._agent.restart
+
+    @property
+    def instance(self) -> str:
+        """Tells this agent from its predecessors and successors."""
+        return self._agent.instance
 
     @property
     def replicas(self) -> int:
@@ -125,8 +132,14 @@ class Member:
         within_s = _LAUNCHED_S if launched else min(_PROLOG_S, _PROLOG_PART * self._agent.settings.attach_timeout_s)
         return await self._agent.drains.stored(without, within_s)
 
+    def begun(self, number: int, step: str) -> None:
+        """Coordinator: keep on disk that this number is taken."""
+        state = self._agent.state.state
+        if state is not None:
+            self._keep(msgspec.structs.replace(state, begun=number, step=step))
+
     def apply(self, plan: peer.PlanDown) -> None:
-        """Void all but the chosen versions, take map and epoch, begin to pull."""
+        """Void all but the chosen versions, take map and epoch, keep on disk that it is so, begin to pull."""
         agent = self._agent
         keep = {s.name: tuple(Stamp(*stamp) for stamp in s.keep) for s in plan.sets}
         for shard in agent.store:
@@ -137,7 +150,7 @@ class Member:
         for shard in agent.store.shards.values():
             if mine in placement.holders(shard.home % len(agent.hosts), len(agent.hosts), agent.replicas):
                 shard.resumed_round = plan.round
-        self.bound(plan)
+        self._took(plan, live=False)
         agent.pulls.start([o for o in plan.pulls if o.dest == agent.node])
 
     def _adopt(self, plan: peer.PlanDown) -> None:
@@ -153,7 +166,8 @@ class Member:
         agent.sets.plan(plan)
 
     def live(self, plan: peer.PlanDown) -> None:
-        """Everyone has acknowledged: trainers may come."""
+        """Everyone has acknowledged: keep it on disk, write the map, let trainers come."""
+        self._took(plan, live=True)
         sets = self._agent.sets
         sets.open()
         for training in sets:
@@ -165,19 +179,46 @@ class Member:
         self.log("agreed", version=version, detail="; ".join([f"epoch {plan.epoch}", *chosen, *lost]))
 
     def bound(self, plan: peer.PlanDown) -> None:
-        """The round now serves this launch of the training."""
-        attach = self._agent.attached_as
-        if attach is not None:
-            successor.write(self._agent.directory, successor.State(attach, plan))
+        """The round, which is live, serves this launch of the training: keep it on disk."""
+        self._took(plan, live=True)
 
-    def succeed(self, plan: peer.PlanDown) -> None:
-        """Go on in the round that this agent's dead predecessor was in."""
-        agent = self._agent
+    def _took(self, plan: peer.PlanDown, *, live: bool) -> None:
+        state = self._agent.state.state
+        if state is not None:
+            self._keep(msgspec.structs.replace(state, plan=plan, live=live, step=plan.step))
+
+    def _keep(self, state: successor.State) -> None:
+        """On disk before the messages leave that depend on it; where that fails, openly without."""
+        file = self._agent.state
+        before = file.problem
+        if not file.write(state) and file.problem != before:
+            self.log(
+                "unwritten",
+                detail=f"the state of the recovery round cannot be kept in {self._agent.directory}: {file.problem}; "
+                "should this agent die, its part of the protection may end with it",
+            )
+
+    def attach(self, attach: local.Attach) -> None:
+        """A new incarnation: a successor is to know of it before a peer does."""
+        self._keep(successor.State(attach))
+
+    def tend(self) -> None:
+        """Called now and then: write what could not be written."""
+        if self._agent.state.problem and self._agent.state.again():
+            self.log("written", detail="the state of the recovery round is kept again")
+
+    def succeed(self, state: successor.State) -> None:
+        """Go on where this agent's dead predecessor was. Raises KeyError for a plan that has not this node."""
+        agent, plan = self._agent, state.plan
         assert agent.rounds is not None
-        self._adopt(plan)
-        agent.rounds.resume(plan)
-        self._write_map(plan)
-        agent.sets.open()
+        if plan is not None:
+            self._adopt(plan)
+        agent.rounds.resume(plan, live=state.live, begun=state.begun, step=state.step)
+        if plan is not None and state.live and agent.rounds.stage == "live":
+            self._write_map(plan)
+            agent.sets.open()
+        elif agent.rounds.stage != "live":  # steps that are started now wait a moment for the map
+            mapfile.wait(agent.directory)
 
     def _write_map(self, plan: peer.PlanDown) -> None:
         agent = self._agent

@@ -23,13 +23,14 @@ _STATES = {
 def _set(agent: Agent, training: TrainingSet) -> picture.SetState:
     sealed = training.sealed
     state = "finished" if training.succeeded else _STATES.get(training.page.state, "unknown")
+    trouble = training.trouble if state in ("arming", "protected", "degraded") else ""
     return picture.SetState(
         name=training.name,
         world=training.world or training.chosen_world,
         sealed=None if sealed is None else (sealed.epoch, sealed.version),
-        state=state,
+        state="degraded" if trouble else state,
         ranks=tuple(sorted(training.greeted)),
-        note=training.note or "; ".join(training.lost)[:500],
+        note="; ".join(filter(None, (trouble, training.note or "; ".join(training.lost)[:500]))),
         traffic=agent.tellings.states(training.name, training.greeted),
         tier=agent.drains.state(training.name),
         pace=_pace(agent, training),
@@ -62,6 +63,7 @@ def inspect_part(agent: Agent, request: int, record: picture.RecordAsk | None = 
                 )
             )
     rounds, mesh = agent.rounds, agent.mesh
+    kept = f"its recovery state cannot be written: {agent.state.problem}" if agent.state.problem else ""
     return picture.InspectPart(
         host=agent.node,
         job=agent.job,
@@ -85,5 +87,6 @@ def inspect_part(agent: Agent, request: int, record: picture.RecordAsk | None = 
         dead=tuple(sorted(mesh.dead)) if mesh is not None else (),
         request=request,
         record=None if record is None else agent.tellings.record(record),
-        problem=agent.drains.problem,
+        problem="; ".join(filter(None, (kept, agent.drains.problem))),
+        unprotected=rounds.trouble if rounds is not None and not agent.detached else "",
     )

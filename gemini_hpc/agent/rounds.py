@@ -5,6 +5,11 @@ collect (freeze, void what is half filled, verify, report) -> plan (void all but
 map) -> acknowledged by everyone -> go. The first round of an incarnation starts with its attach, later ones with
 a new launch of the training in the same allocation. Every message names its round; a parent tells a child that
 comes late, or comes back, where the round stands.
+
+An agent may die at any point, and any message may be lost with a link or an agent. So what a message promises is on
+disk before it leaves (`Host.begun`, `apply`, `live`, `bound`); what is waited for is asked for again (`tick`); every
+message may come twice; and two agents that do not fit together say so until the coordinator begins a new round.
+Nothing here reads a clock.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import msgspec
 
 from gemini_hpc.agent.tierwork import TierFailed
 from gemini_hpc.core import noderank, recovery
-from gemini_hpc.core.seal import children, parent
+from gemini_hpc.core.seal import FANOUT, children, parent
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier.version import Manifest
 from gemini_hpc.wire import bounds, peer, protocol
@@ -25,6 +30,12 @@ from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import Tier
 
 _NO_TIER = Tier()
+
+# What is waited for is asked for again after so long, then after twice that, and so on.
+SAY_AGAIN_S, SAY_AGAIN_MOST_S = 1.0, 16.0
+TELL_S = 5.0  # without progress: then the job is told why it is not protected
+# A plan that children do not acknowledge although they can be reached: then the round is begun anew; later each time.
+ANEW_S, ANEW_MOST_S = 15.0, 240.0
 
 
 class Host(Protocol):
@@ -37,6 +48,10 @@ class Host(Protocol):
     @property
     def restart(self) -> int:
         """The incarnation that the agent is in."""
+
+    @property
+    def instance(self) -> str:
+        """Tells this agent from its predecessors and successors."""
 
     @property
     def replicas(self) -> int:
@@ -69,14 +84,17 @@ class Host(Protocol):
         """The newest version of each set on the tier, but for these. launched: ranks wait for it, else the prologs.
         Raises `TierFailed` where it cannot be seen in time."""
 
+    def begun(self, number: int, step: str) -> None:
+        """Coordinator: keep on disk that this number is taken."""
+
     def apply(self, plan: peer.PlanDown) -> None:
-        """Void all but the chosen versions, take map and epoch."""
+        """Void all but the chosen versions, take map and epoch; keep on disk that it is so."""
 
     def live(self, plan: peer.PlanDown) -> None:
-        """Everyone has acknowledged."""
+        """Everyone has acknowledged: keep it on disk, write the map, let trainers come."""
 
     def bound(self, plan: peer.PlanDown) -> None:
-        """The round now serves this launch of the training."""
+        """The round, which is live, serves this launch of the training: keep it on disk."""
 
     def log(self, name: str, *, version: int = 0, detail: str = "") -> None:
         """One event."""
@@ -91,12 +109,13 @@ class Rounds:
         name: str,
         hosts: tuple[str, ...],
         spawn: Callable[[Coroutine[object, object, None]], object],
+        fanout: int = FANOUT,
     ) -> None:
         self._host, self._name, self._hosts, self._spawn = host, name, hosts, spawn
         position = hosts.index(name)
-        above = parent(position)
+        above = parent(position, fanout)
         self.parent = None if above is None else hosts[above]
-        self.children = tuple(hosts[c] for c in children(position, len(hosts)))
+        self.children = tuple(hosts[c] for c in children(position, len(hosts), fanout))
         self.round = 0
         self.stage = "idle"
         self.step = ""
@@ -104,7 +123,12 @@ class Rounds:
         self._records: dict[str, tuple[peer.InventoryRecord, ...]] = {}
         self._acks: set[str] = set()
         self._searching = False
+        self._misfit: int | None = None  # the parent's round, where it does not fit this agent's
         self._changed = asyncio.Event()
+        self.trouble = ""  # why the round is not over, when it has waited too long
+        self._mark: object = None  # as far as it had come at the last tick that saw progress
+        self._since = self._again_at = 0.0
+        self._pause_s, self._anew_s = SAY_AGAIN_S, ANEW_S
 
     @property
     def unseen(self) -> str:
@@ -122,13 +146,103 @@ class Rounds:
 
     def _stage(self, stage: str) -> None:
         self.stage = stage
+        self.trouble = "" if stage == "live" else self.trouble
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def resume(self, plan: peer.PlanDown) -> None:
-        """After this agent's own death: go on in the round that its predecessor was in."""
-        self.round, self.step, self.plan = plan.round, plan.step, plan
-        self._stage("live")
+    def resume(self, plan: peer.PlanDown | None, *, live: bool, begun: int, step: str) -> None:
+        """After this agent's own death: go on where its predecessor was. plan: that it took last; live: whether it
+        had heard *go*; begun, step: the last round that it began as coordinator. Only what was on disk counts: an
+        agent that was collecting is asked again, or begins again above all numbers that it has used."""
+        if plan is not None:
+            self.round, self.step, self.plan = plan.round, plan.step, plan
+            self._stage("live" if live else "planned")
+        if self.parent is None and begun > self.round:
+            self.round = begun
+            self.begin(step)
+        elif self.parent is None and plan is None:
+            self.begin(step)
+        elif self.stage == "planned":
+            self._acknowledged()
+
+    # ---- waiting ---------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Called a few times a second with a clock that does not go back: ask again for what is missing, and know
+        when it has been missing for too long."""
+        mark = (self.round, self.stage, frozenset(self._records), frozenset(self._acks), self._misfit)
+        if mark != self._mark:
+            self._mark, self._since = mark, now
+            self._pause_s, self._again_at = SAY_AGAIN_S, now + SAY_AGAIN_S
+        if self.stage == "closed" or (self.stage == "live" and self._misfit is None):
+            self.trouble = ""
+            self._anew_s = ANEW_S if self.stage == "live" else self._anew_s
+            return
+        if now >= self._again_at:
+            self._pause_s = min(2 * self._pause_s, SAY_AGAIN_MOST_S)
+            self._again_at = now + self._pause_s
+            heard = self._say_again()
+            if heard and self.parent is None and self.stage == "planned" and now - self._since >= self._anew_s:
+                self._host.log("round_lost", detail=f"{self._waits()}: it is begun anew")
+                self._anew_s = min(2 * self._anew_s, ANEW_MOST_S)
+                self.begin(self.step)
+        if now - self._since >= TELL_S:
+            said, self.trouble = self.trouble, self._waits()
+            if self.trouble != said:
+                self._host.log("unprotected", detail=self.trouble)
+
+    def _waits(self) -> str:
+        below = {"collect": set(self._records), "planned": self._acks}.get(self.stage, set(self.children))
+        missing = ", ".join(child for child in self.children if child not in below)[:300]
+        if self._misfit is not None:
+            what = f"{self.parent} to pass on that its round {self._misfit} does not fit"
+        elif self.stage == "idle":
+            what = f"{self.parent}, which has not said where the round stands"
+        elif self.stage == "collect" and self._name not in self._records:
+            what = "this agent's own inventory"
+        elif missing:
+            what = f"the {'inventory' if self.stage == 'collect' else 'acknowledgement'} of {missing}"
+        elif self._searching:
+            what = "a look at the tier, or at nodes that the job has left"
+        else:
+            what = f"the {'plan' if self.stage == 'collect' else 'go'} of {self.parent}"
+        return f"recovery round {self.round} waits for {what}"
+
+    def _say_again(self) -> bool:
+        """Of what may have been lost; whether all whose answer is missing could be reached."""
+        heard = True
+        if self.stage == "collect":
+            for child in self.children:
+                if child not in self._records:
+                    heard &= self._host.send(child, peer.Collect(self.round, self.step))
+        elif self.stage == "planned" and self.plan is not None:
+            for child in self.children:
+                if child not in self._acks:
+                    heard &= self._host.send(child, self.plan)
+        self._answer()
+        return heard
+
+    def _answer(self) -> None:
+        """To the parent, what it may not have heard."""
+        if self.parent is None:
+            return
+        if self._misfit is not None:
+            self._host.send(self.parent, peer.RoundLost(self._misfit, self.round))
+        elif self.stage == "idle":
+            self._host.send(self.parent, peer.RoundLost(0, 0))
+        elif self.stage == "collect":
+            self._gathered()
+        elif self.stage == "planned":
+            self._acknowledged()
+
+    def _tell(self, child: str) -> None:
+        """Where the round stands."""
+        if self.stage == "collect":
+            self._host.send(child, peer.Collect(self.round, self.step))
+        elif self.plan is not None:
+            self._host.send(child, self.plan)
+            if self.stage == "live":
+                self._host.send(child, peer.Go(self.round, self.step))
 
     # ---- starting a round ------------------------------------------------------------------------------
 
@@ -152,18 +266,20 @@ class Rounds:
         """The first launch after an attach needs no round of its own; everyone hears which launch it is."""
         assert self.plan is not None
         self.step, self.plan = step, msgspec.structs.replace(self.plan, step=step)
-        for child in self.children:
-            self._host.send(child, peer.Go(self.round, step))
         self._host.bound(self.plan)
         self._stage("live")
+        for child in self.children:
+            self._host.send(child, peer.Go(self.round, step))
 
     def _enter(self, number: int, step: str) -> None:
         self.round, self.step, self.plan = number, step, None
         self._records.clear()
         self._acks.clear()
-        self._searching = False
+        self._searching, self._misfit = False, None
         self._host.freeze(step)
         self._stage("collect")
+        if self.parent is None:
+            self._host.begun(number, step)
         for child in self.children:
             self._host.send(child, peer.Collect(number, step))
         self._spawn(self._collect_own(number))
@@ -179,67 +295,86 @@ class Rounds:
     def on_link(self, name: str) -> None:
         """A child that comes (back) hears where the round stands; a parent is told what it may have missed."""
         if name in self.children:
-            if self.stage == "collect":
-                self._host.send(name, peer.Collect(self.round, self.step))
-            elif self.plan is not None:
-                self._host.send(name, self.plan)
-                if self.stage == "live":
-                    self._host.send(name, peer.Go(self.round, self.step))
-        elif name == self.parent:
-            if self.stage == "collect":
-                self._gathered()
-            elif self.stage == "planned":
-                self._acknowledged()
+            self._tell(name)
+        elif name == self.parent and self.stage != "idle":
+            self._answer()
 
     def on_message(self, name: str, message: protocol.AnyMessage) -> bool:
         """Take a message of the rounds; False where it is of another kind."""
-        if isinstance(message, peer.Collect):
-            if name == self.parent and message.round > self.round:
-                self._enter(message.round, message.step)
-            elif name == self.parent and message.round == self.round and self.stage == "collect":
-                self._gathered()
-            elif name == self.parent:
-                self._lost(message.round)
-        elif isinstance(message, peer.InventoryUp):
-            if name in self.children and message.round == self.round and self.stage == "collect":
-                self._records[name] = message.records
-                self._gathered()
-        elif isinstance(message, peer.PlanDown):
-            if name == self.parent and message.round == self.round and self.stage == "collect":
-                self._take(message)
-            elif name == self.parent and message.round == self.round and self.stage == "planned":
-                self._acknowledged()
-            elif name == self.parent and not (message.round == self.round and self.stage == "live"):
-                self._lost(message.round)
-        elif isinstance(message, peer.RoundLost):
-            if name in self.children:
-                self._restart(message.at, message.mine)
-        elif isinstance(message, peer.PlanAck):
-            same = self.plan is not None and message.map_hash == self.plan.map_hash
-            if name in self.children and message.round == self.round and same:
-                self._acks.add(name)
-                self._acknowledged()
-        elif isinstance(message, peer.Go):
-            if name == self.parent and message.round == self.round:
-                if self.stage == "planned":
-                    self._go()
-                if self.stage == "live" and message.step and not self.step:
-                    self._bind(message.step)
-        elif isinstance(message, peer.NeedRound):
-            if name in self.children:
-                self.need(message.after_round, message.step, message.again, message.tier)
+        if isinstance(message, (peer.Collect, peer.PlanDown, peer.Go)):
+            if name == self.parent and self.stage != "closed":
+                self._from_parent(message)
+        elif isinstance(message, (peer.InventoryUp, peer.PlanAck, peer.RoundLost, peer.NeedRound)):
+            if name in self.children and self.stage != "closed":
+                self._from_child(name, message)
         else:
             return False
         return True
 
+    def _from_parent(self, message: peer.Collect | peer.PlanDown | peer.Go) -> None:
+        same = message.round == self.round
+        if isinstance(message, peer.Collect):
+            if message.round > self.round:
+                self._enter(message.round, message.step)
+            elif same and self.stage == "collect":
+                self._misfit = None
+                self._gathered()
+            else:
+                self._lost(message.round)
+        elif isinstance(message, peer.PlanDown):
+            if same and self.stage == "collect" and message.counted.get(self._name, me := self._host.instance) == me:
+                self._misfit = None
+                self._take(message)
+            elif same and self.plan is not None and message == msgspec.structs.replace(self.plan, step=message.step):
+                self._misfit = None
+                if self.stage == "live":  # the ack died with the predecessor of one of the two
+                    self._acknowledge()
+                else:
+                    self._acknowledged()
+            else:
+                self._lost(message.round)
+        elif same and self._misfit is None:
+            if self.stage == "planned":
+                self._go()
+            if self.stage == "live" and message.step and not self.step:
+                self._bind(message.step)
+            elif self.stage == "live" and message.step and message.step != self.step:
+                self._lost(message.round)
+
+    def _from_child(
+        self, name: str, message: peer.InventoryUp | peer.PlanAck | peer.RoundLost | peer.NeedRound
+    ) -> None:
+        if isinstance(message, peer.NeedRound):
+            if self.stage == "live" and (message.after_round, message.step) == (self.round, self.step):
+                self._host.send(name, peer.Go(self.round, self.step))
+            self.need(message.after_round, message.step, message.again, message.tier)
+        elif isinstance(message, peer.RoundLost):
+            if message.at == self.round:
+                self._restart(message.at, message.mine)
+            else:  # it speaks of where this agent, or its predecessor, was
+                self._tell(name)
+        elif message.round != self.round:
+            return
+        elif isinstance(message, peer.InventoryUp):
+            if self.stage == "collect":
+                self._records[name] = message.records
+                self._gathered()
+        elif self.plan is not None and message.map_hash == self.plan.map_hash:
+            self._acks.add(name)
+            if self.stage == "live":
+                self._host.send(name, peer.Go(self.round, self.step))
+            else:
+                self._acknowledged()
+
     def _lost(self, at: int) -> None:
-        if self.parent is not None:
-            self._host.send(self.parent, peer.RoundLost(at, self.round))
+        """The parent's round does not fit; said until a round does."""
+        self._misfit = at
+        self._answer()
 
     def _restart(self, at: int, theirs: int) -> None:
         if self.parent is not None:
             self._host.send(self.parent, peer.RoundLost(at, max(theirs, self.round)))
-        elif at == self.round:
+        else:
             self._host.log("round_lost", detail=f"round {at} does not fit an agent that is in round {theirs}")
             self.round = max(self.round, theirs)
             self.begin(self.step)
@@ -295,20 +430,23 @@ class Rounds:
         self._acknowledged()
 
     def _acknowledged(self) -> None:
-        if self.plan is None or not self._acks.issuperset(self.children):
+        if self.stage != "planned" or not self._acks.issuperset(self.children):
             return
-        if self.parent is not None:
-            if self.stage == "planned":
-                self._host.send(self.parent, peer.PlanAck(self.round, self.plan.map_hash))
-        elif self.stage == "planned":
+        if self.parent is None:
             self._go()
+        else:
+            self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        assert self.parent is not None and self.plan is not None
+        self._host.send(self.parent, peer.PlanAck(self.round, self.plan.map_hash))
 
     def _go(self) -> None:
         assert self.plan is not None
-        for child in self.children:
-            self._host.send(child, peer.Go(self.round, self.step))
         self._host.live(self.plan)
         self._stage("live")
+        for child in self.children:
+            self._host.send(child, peer.Go(self.round, self.step))
 
     # ---- the coordinator's decision --------------------------------------------------------------------
 
@@ -346,6 +484,7 @@ class Rounds:
             sets=tuple(sets),
             pulls=tuple(pulls),
             tier=self._host.chosen,
+            counted={r.host: r.instance for r in records if r.host in self._hosts},
         )
         # what agents of an older incarnation have is not the newest where those of the last are all gone
         known = plan.survivable and plan.latest >= self._host.restart - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gemini_hpc.agent.local import Client, Reply
@@ -26,6 +27,7 @@ _OTHER_LAUNCH_S = 5.0
 _ROUND_S = 100.0
 _CHOICE_S = 10.0
 _LEAVE_S = 2.0
+_REJOIN_S = 5.0  # until a round that has been agreed on is live again behind a new agent
 _MAX_STEP = 64
 _EVENTS_PER_S, _EVENTS_BURST = 2.0, 200.0
 
@@ -53,13 +55,7 @@ class Service:
     def gone(self, client: Client) -> None:
         """A connection has ended: what it was filling is void."""
         who = self._clients.pop(client, None)
-        for (name, rank, index), filler in list(self._fills.items()):
-            if filler is client:
-                del self._fills[name, rank, index]
-                shard = self._agent.store.get(name, rank)
-                if shard is not None and shard.pair.slots[index].state == "filling":
-                    shard.pair.void(index)
-                    self._agent.sets.recount(name)
+        self._void(client)
         self._keepers = {key: keeper for key, keeper in self._keepers.items() if keeper is not client}
         self._agent.outgoing.gone(client)
         if who is not None:
@@ -132,7 +128,7 @@ class Service:
             if isinstance(request, local.OpenPush):
                 return self._open_push(client, request)
             if isinstance(request, local.Event):
-                self._paced(client, request)
+                self._heard(client, request)
                 if self._events.take():
                     name, detail = _plain(request.name, 40), request.detail[:300]
                     self._agent.log(name, version=request.version, detail=detail, t=request.t)
@@ -172,10 +168,11 @@ class Service:
                 async with asyncio.timeout(_ROUND_S):
                     await self._round_for(m)
             except TimeoutError:
-                raise Rejected("the agents did not agree in time; see gemini-hpc inspect") from None
+                why = f": {rounds.trouble}" if rounds.trouble else "; see gemini-hpc inspect"
+                raise Rejected(f"the agents did not agree in time{why}") from None
             if rounds.unseen:
                 raise Rejected(rounds.unseen, later=True)
-        elif rounds.stage != "live" or rounds.step != m.step:
+        elif not await self._goes_on(m):
             raise Rejected("the job has gone on without this process")
         if client.closed.is_set():
             raise Rejected("closed")
@@ -186,6 +183,7 @@ class Service:
         if not m.rejoin:
             agent.tellings.begun(m.set, m.rank)
         training.finished.discard(m.rank)
+        training.left.pop(m.rank, None)
         training.present[m.rank] = client
         training.world = m.world
         self._clients[client] = (m.step, m.set, m.rank)
@@ -207,14 +205,30 @@ class Service:
         )
         return welcome, [training.page_fd()]
 
-    def _paced(self, client: Client, m: local.Event) -> None:
-        """Versions that are not saved are steps, too; a rank that is no longer protected tells of none."""
+    def _heard(self, client: Client, m: local.Event) -> None:
+        """A rank that says that it is not protected is believed, for what all are told."""
         who = self._clients.get(client)
         training = self._agent.sets.get(who[1]) if who is not None else None
-        if training is not None and m.name == "unprotected":
-            training.pace.reset()
-        elif training is not None and m.name == "skipped":
+        if who is None or training is None or training.present.get(who[2]) is not client:
+            return
+        if m.name == "skipped":  # versions that are not saved are steps, too
             training.pace.reached(m.version)
+        elif m.name == "degraded":
+            training.complain(f"rank {who[2]}: {m.detail[:300]}")
+        elif m.name == "unprotected":  # such a rank tells of no step
+            training.pace.reset()
+            training.left[who[2]] = m.detail[:300]
+            self._void(client)
+
+    def _void(self, client: Client) -> None:
+        """What this process was filling is not filled any more."""
+        for (name, rank, index), filler in list(self._fills.items()):
+            if filler is client:
+                del self._fills[name, rank, index]
+                shard = self._agent.store.get(name, rank)
+                if shard is not None and shard.pair.slots[index].state == "filling":
+                    shard.pair.void(index)
+                    self._agent.sets.recount(name)
 
     def _told(
         self, client: Client, m: local.Traffic | local.Timeline | local.Keep | local.Recall
@@ -247,6 +261,17 @@ class Service:
                     "several trainings in one job need names: Checkpointer(name=...)"
                 )
             await asyncio.sleep(0.02)
+
+    async def _goes_on(self, m: local.Hello) -> bool:
+        """Whether the round that a process trains in is live. An agent that has just been started may know that it
+        was agreed on, and have to be told by its peers that everybody knows."""
+        rounds = self._agent.rounds
+        assert rounds is not None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_REJOIN_S):
+                while rounds.stage == "planned":
+                    await rounds.changed()
+        return rounds is self._agent.rounds and rounds.stage == "live" and rounds.step == m.step
 
     async def _round_for(self, m: local.Hello) -> None:
         """Wait for the round that serves this launch; ask for one where it is a new launch."""
@@ -316,6 +341,8 @@ class Service:
         if shard.pushed:
             raise Rejected(f"shard of rank {m.rank} is filled by the agent of its home")
         training.pace.reached(m.version)
+        if training.present.get(who := self._clients[client][2]) is client and who in training.left:
+            return local.Refused(f"rank {who} has given its protection up"), []
         try:
             index = agent.filling.begin(training, shard, m.version)
         except Refused as exc:

@@ -33,12 +33,25 @@ class TrainingSet:
         self.greeted: set[int] = set()
         self.finished: set[int] = set()
         self.guests: dict[int, Memfd] = {}
+        self.left: dict[int, str] = {}  # ranks that have given their protection up, and why: nothing is sealed then
+        self._complaint: tuple[str, Stamp | None] = "", None
 
     @property
     def sealed(self) -> Stamp | None:
         """The newest version that counts as sealed: the root's word, before it what the plan says."""
         word = self.sealing.word.sealed if self.sealing is not None else None
         return word if word is not None else self.settled
+
+    def complain(self, text: str) -> None:
+        """A rank says why versions are not sealed; it holds until one is."""
+        self._complaint = text, self.sealed
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing is sealed now, as far as ranks here have said; ""."""
+        gone = "; ".join(f"rank {rank} is no longer protected: {why}" for rank, why in sorted(self.left.items()))
+        text, sealed = self._complaint
+        return (gone or (text if self.sealed == sealed else ""))[:500]
 
     @property
     def succeeded(self) -> bool:
@@ -55,6 +68,8 @@ class TrainingSet:
         self.present.clear()
         self.greeted.clear()
         self.finished.clear()
+        self.left.clear()
+        self._complaint = "", None
         self.chosen, self.settled, self.chosen_world, self.sources, self.lost = None, None, 0, {}, ()
         self.chosen_copies = {}
         self.stored = plan is not None and plan.stored

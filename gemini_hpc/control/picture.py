@@ -84,9 +84,9 @@ def picture(
             document["missing"], document["nodes"] = [], []
     document["recoveries"] = recoveries(log)
     document["events"] = [_event(e) for e in log]
-    document["notes"] = _notes(document, document["missing"], slurm) + [
-        f"{p.host}: {p.problem[:500]}" for p in parts if p.problem
-    ]
+    waiting = [f"unprotected, because {p.host}'s {p.unprotected[:500]}" for p in parts if p.unprotected]
+    troubled = [f"{p.host}: {p.problem[:500]}" for p in parts if p.problem]
+    document["notes"] = [*_notes(document, document["missing"], slurm), *waiting, *troubled]
     if unshown := len({s.name for p in parts for s in p.sets}) - len(names):
         document["notes"].append(f"{unshown} sets are not shown: the agents tell of more ranks than can be")
     return document
@@ -134,7 +134,7 @@ def _event(e: EventRecord) -> Document:
 def _state(
     parts: Sequence[InspectPart], absent: Sequence[str], sets: Sequence[Document], slurm: dict[str, str]
 ) -> str:
-    if not parts:
+    if not parts or any(p.unprotected for p in parts):
         return "unprotected"
     if any(s["survival"]["lost_already"] for s in sets) or not sets:
         return "arming" if slurm.get("state") in ("RUNNING", "CONFIGURING", "") else "waiting"

@@ -148,7 +148,8 @@ class SetPlan(msgspec.Struct, frozen=True):
 class PlanDown(Message, frozen=True, tag="plan"):
     """Down: the new map, epoch and versions. Void everything else, then acknowledge. unseen: why it is not known what
     the tier has; no launch is served by such a plan. tier: what the program has chosen, where the submission has
-    not. doubt: the tier may have something newer, so whoever plans next has to look there."""
+    not. doubt: the tier may have something newer, so whoever plans next has to look there. counted: by host, the
+    instances whose inventories it was made of; an agent that was started since does not take it."""
 
     round: Round
     step: str
@@ -161,6 +162,7 @@ class PlanDown(Message, frozen=True, tag="plan"):
     unseen: str = ""
     tier: Tier = Tier()
     doubt: bool = False
+    counted: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class PlanAck(Message, frozen=True, tag="ack"):

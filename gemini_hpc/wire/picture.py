@@ -101,7 +101,7 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class InspectPart(Message, frozen=True, tag="inspect"):
-    """One agent's part of the picture."""
+    """One agent's part of the picture. unprotected: why its recovery round is not over, when that takes long."""
 
     host: str
     job: Job
@@ -126,6 +126,7 @@ class InspectPart(Message, frozen=True, tag="inspect"):
     request: int = 0
     record: Record | None = None
     problem: str = ""
+    unprotected: str = ""
 
 
 class JobAsk(Message, frozen=True, tag="job?"):

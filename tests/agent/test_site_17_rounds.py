@@ -17,7 +17,7 @@ from gemini_hpc.wire.stored import NodeFile, Stored, Tier
 
 
 class Host:
-    job, replicas = 7, 2
+    job, replicas, instance = 7, 2, "i"
 
     def __init__(self, name: str, restart: int = 0) -> None:
         self.name, self.sent, self.lived, self.restart = name, list[tuple[str, Message]](), 0, restart
@@ -63,6 +63,9 @@ class Host:
 
     async def outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
         return ()
+
+    def begun(self, number: int, step: str) -> None:
+        pass
 
     def apply(self, plan: peer.PlanDown) -> None:
         self.doubt = plan.doubt

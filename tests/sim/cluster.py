@@ -1,0 +1,480 @@
+"""The agents of one job in one thread, as far as recovery rounds go: production `Rounds`, `Member` and `StateFile`.
+
+Between them a seeded network: links are FIFO, break, lose what is on its way, and come back; agents die between any
+two of their effects (a message, a write to the disk) and are started again from what was on disk; a disk may be full;
+ranks launch and ask for rounds; clocks go on. No socket, no event loop, no clock: a seed repeats a run to the letter.
+
+After every event: nobody is live before everybody has taken the plan (R4); a round has one plan; epochs only rise; a
+plan counts on agents that live or have taken it. After the faults: all agents are live in the same round, which
+serves the launch that asked last, within `QUIET_S`.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections import deque
+from collections.abc import Coroutine, Iterable
+from typing import Any, cast
+
+import msgspec
+
+from gemini_hpc.agent.agent import Agent
+from gemini_hpc.agent.member import Member
+from gemini_hpc.agent.rounds import Rounds
+from gemini_hpc.agent.successor import StateFile
+from gemini_hpc.core import placement
+from gemini_hpc.wire import local, peer, protocol
+from gemini_hpc.wire.message import Message
+from gemini_hpc.wire.stored import Tier
+
+JOB, REPLICAS, FANOUT = 7, 2, 2
+QUIET_S = 120.0
+Edge = tuple[str, str]
+
+
+class Wrong(AssertionError):
+    """What must not happen."""
+
+
+class Died(BaseException):
+    """The agent at work ends here."""
+
+
+class Disk(StateFile):
+    """The state file of one node."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        super().__init__("")
+        self._cluster, self._name = cluster, name
+
+    def _get(self) -> bytes:
+        if self._name not in self._cluster.disks:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+        return self._cluster.disks[self._name]
+
+    def _put(self, data: bytes) -> None:
+        self._cluster.effect(self._name)
+        if self._name in self._cluster.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self._cluster.disks[self._name] = data
+        self._cluster.effect(self._name)
+
+    def _unlink(self) -> None:
+        self._cluster.disks.pop(self._name, None)
+
+
+class _Still:
+    """A part of the agent that has nothing to do here."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+class _Transfers(_Still):
+    async def ended(self) -> None: ...
+
+    async def cease(self) -> None: ...
+
+
+class _Sets(_Still):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class _Drains(_Still):
+    def __init__(self) -> None:
+        self.tier, self.chosen, self.unreadable = "", Tier(), frozenset[Any]()
+
+    def heeds(self, tier: Tier) -> bool:
+        return False
+
+
+class _Store:
+    def __init__(self) -> None:
+        self.shards: dict[Any, Any] = {}
+        self.held: list[peer.CopyRecord] = []
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def copies(self) -> list[peer.CopyRecord]:
+        return self.held
+
+
+class _Mesh(_Still):
+    def __init__(self) -> None:
+        self.ports: dict[str, int] = {}
+
+
+class Node:
+    """What `Member` asks an agent for."""
+
+    def __init__(self, cluster: Cluster, name: str, instance: int) -> None:
+        self.cluster, self.node, self.instance = cluster, name, str(instance)
+        self.job, self.restart, self.replicas, self.port = JOB, 1, min(REPLICAS, len(cluster.hosts)), 1
+        self.hosts, self.nodelist, self.directory = cluster.hosts, ",".join(cluster.hosts), "/run/gemini-hpc/7"
+        self.noderanks: dict[str, int] = {}
+        self.map_restart, self.epoch, self.doubt, self.again = -1, 0, False, instance > 0
+        self.sets, self.scavenge, self.service, self.mesh = _Sets(), _Still(), _Still(), _Mesh()
+        self.incoming, self.outgoing, self.pulls, self.drains = _Transfers(), _Transfers(), _Transfers(), _Drains()
+        self.store, self.state = _Store(), Disk(cluster, name)
+        self.jobs: deque[Coroutine[object, object, None]] = deque()
+        self.member = cluster.member(cast(Agent, self))
+        self.rounds = cluster.rounds(self.member, name, cluster.hosts, self.jobs.append, FANOUT)
+
+    def start(self) -> None:
+        """As `Agent.attach` does, or after a death `Agent._take_over`."""
+        state = self.state.read()
+        if state is not None:
+            self.member.succeed(state)
+            if self.rounds.stage == "live":
+                self.cluster.opened(self)
+            return
+        self.member.attach(local.Attach(JOB, self.restart, self.nodelist, self.node, REPLICAS))
+        if self.rounds.parent is None:
+            self.rounds.begin("")
+
+    def send(self, host: str, message: Message) -> bool:
+        return self.cluster.send(self.node, host, message)
+
+    def log(self, name: str, *, version: int = 0, detail: str = "") -> None:
+        self.cluster.events[name] = self.cluster.events.get(name, 0) + 1
+
+    def spawn(self, job: Coroutine[object, object, None]) -> None:
+        self.jobs.append(job)
+
+
+class SimulatedMember(Member):
+    """The production one; it tells the cluster what it has done."""
+
+    @property
+    def node(self) -> Node:
+        return cast(Node, self._agent)
+
+    async def outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
+        return ()
+
+    def apply(self, plan: peer.PlanDown) -> None:
+        keep = {(s.name, stamp) for s in plan.sets for stamp in s.keep}
+        held = self.node.store.held
+        held[:] = [c for c in held if (c.set, c.stamp) in keep]
+        super().apply(plan)
+        self.node.cluster.took(self.node, plan)
+
+    def live(self, plan: peer.PlanDown) -> None:
+        super().live(plan)
+        self.node.cluster.opened(self.node, plan)
+
+    def _write_map(self, plan: peer.PlanDown) -> None:
+        self.node.cluster.effect(self.node.node)
+
+
+class CountedRounds(Rounds):
+    """The production ones; the coordinator tells the cluster on whom its plan counts."""
+
+    def _decide(self, records: tuple[peer.InventoryRecord, ...]) -> tuple[peer.PlanDown, bool]:
+        node = cast(SimulatedMember, self._host).node
+        node.cluster.counted[self.round] = {(r.host, r.instance) for r in records}
+        return super()._decide(records)
+
+
+class Cluster:
+    """One run."""
+
+    def __init__(
+        self,
+        size: int,
+        seed: int,
+        *,
+        rounds: type[Rounds] = CountedRounds,
+        member: type[Member] = SimulatedMember,
+        full: bool = False,
+    ) -> None:
+        """full: one disk has no room now and then."""
+        self.rng = random.Random(seed)
+        self.rounds, self.member = rounds, member
+        self.hosts = tuple(f"n{i}" for i in range(size))
+        self.edges: list[Edge] = [(self.hosts[(i - 1) // FANOUT], self.hosts[i]) for i in range(1, size)]
+        self.encoded = seed % 8 == 0
+        self.story: list[tuple[str, object]] = []
+        self.events: dict[str, int] = {}
+        self.disks: dict[str, bytes] = {}
+        self.full: set[str] = set()
+        self._may_be_full = self.rng.choice(self.hosts) if full else ""
+        self.up: set[Edge] = set()
+        self.ways: dict[Edge, deque[Message]] = {}
+        self.late: dict[Edge, deque[Message]] = {}  # of a link that has broken: arrives before the next one
+        for a, b in self.edges:
+            for way in ((a, b), (b, a)):
+                self.ways[way], self.late[way] = deque(), deque()
+        self.now = 0.0
+        self.launch = ""
+        self._doomed: tuple[str, int] | None = None
+        # what has happened, for the checks
+        self.applied = dict.fromkeys(self.hosts, 0)
+        self.counted: dict[int, set[tuple[str, str]]] = {}
+        self.takers: dict[int, dict[str, str]] = {}
+        self.plans: dict[int, peer.PlanDown] = {}
+        self.newest = (0, 0)  # round and epoch that were live
+        self.instances = dict.fromkeys(self.hosts, 0)
+        self.nodes: dict[str, Node] = {}
+        for host in self.hosts:
+            self._boot(host)
+
+    # ---- the world -------------------------------------------------------------------------------------
+
+    def effect(self, name: str) -> None:
+        """Between two effects of an agent: it may die here."""
+        if self._doomed is not None and self._doomed[0] == name:
+            if not self._doomed[1]:
+                self._doomed = None
+                raise Died(name)
+            self._doomed = name, self._doomed[1] - 1
+
+    def send(self, source: str, target: str, message: Message) -> bool:
+        self.effect(source)
+        if self._edge(source, target) not in self.up:
+            return False
+        if self.encoded:
+            message = protocol.decoder.decode(protocol.encode(message))
+        self.ways[source, target].append(message)
+        self.effect(source)
+        return True
+
+    def _edge(self, a: str, b: str) -> Edge:
+        return (a, b) if self.hosts.index(a) < self.hosts.index(b) else (b, a)
+
+    def _boot(self, name: str) -> None:
+        node = self.nodes[name] = Node(self, name, self.instances[name])
+        self.instances[name] += 1
+        node.start()
+
+    def _cut(self, edge: Edge) -> None:
+        """What has been sent may still arrive, up to some place."""
+        self.up.discard(edge)
+        for way in (edge, edge[::-1]):
+            sent = self.ways[way]
+            self.late[way] = deque(list(sent)[: self.rng.randint(0, len(sent))])
+            sent.clear()
+
+    def _link(self, edge: Edge) -> None:
+        self.up.add(edge)
+        ends = [edge, edge[::-1]]
+        self.rng.shuffle(ends)
+        for way in ends:
+            self.late[way].clear()
+        for me, other in ends:
+            if edge in self.up and me in self.nodes:
+                self._act(me, lambda me=me, other=other: self.nodes[me].rounds.on_link(other))  # type: ignore[misc]
+
+    def _crash(self, name: str) -> None:
+        for edge in self.edges:
+            if name in edge:
+                self._cut(edge)
+                other = edge[0] if name == edge[1] else edge[1]
+                self.late[other, name].clear()
+        node = self.nodes.pop(name)
+        for job in node.jobs:
+            job.close()
+        state = Disk(self, name).read()
+        kept = state.plan.round if state is not None and state.plan is not None else 0
+        if kept > self.applied[name]:  # it died right after it had written this
+            self.takers.setdefault(kept, {}).setdefault(name, node.instance)
+        # what is not on disk has not happened; where there was no room for it, it has
+        self.applied[name] = max(kept, self.applied[name]) if name == self._may_be_full else kept
+
+    def _act(self, name: str, what: Any) -> None:
+        try:
+            what()
+        except Died:
+            self.story.append(("died", name))
+            self._crash(name)
+
+    # ---- what is checked -------------------------------------------------------------------------------
+
+    def took(self, node: Node, plan: peer.PlanDown) -> None:
+        self.applied[node.node] = plan.round
+        self.takers.setdefault(plan.round, {}).setdefault(node.node, node.instance)
+
+    def opened(self, node: Node, plan: peer.PlanDown | None = None) -> None:
+        """This agent is live."""
+        plan = node.rounds.plan if plan is None else plan
+        if plan is None:
+            raise Wrong(f"{node.node} is live without a plan")
+        late = [h for h in self.hosts if self.applied[h] < plan.round]
+        if late:
+            raise Wrong(f"R4: {node.node} is live in round {plan.round}, which {late} have not taken")
+        if plan.round < self.newest[0] and node.node != self._may_be_full:
+            raise Wrong(f"old: {node.node} is live in round {plan.round} after round {self.newest[0]}")
+        one = self.plans.setdefault(plan.round, plan)
+        if msgspec.structs.replace(plan, step=one.step) != one:
+            raise Wrong(f"one plan: round {plan.round} has two")
+        if plan.round > self.newest[0]:
+            if plan.epoch <= self.newest[1]:
+                raise Wrong(f"epoch: {plan.epoch} in round {plan.round}, after {self.newest}")
+            self.newest = plan.round, plan.epoch
+            gone = set(self.takers[plan.round].items()) - self.counted[plan.round]
+            if gone and not self._may_be_full:
+                raise Wrong(f"counted: the plan of round {plan.round} does not count on {gone}")
+
+    def settled(self) -> bool:
+        """All agents are live in one round, for the launch that asked last."""
+        seen = {
+            (n.rounds.round, n.rounds.stage, n.rounds.step if self.launch else self.launch)
+            for n in self.nodes.values()
+        }
+        return len(self.nodes) == len(self.hosts) and len(seen) == 1 and next(iter(seen))[1:] == ("live", self.launch)
+
+    def quiet(self, seconds: float, *, without: str) -> None:
+        """No more faults, and this agent, which is not there, does not come back."""
+        until = self.now + seconds
+        while self.now < until:
+            found = [(kind, what) for kind, what in self._choices(faults=False) if (kind, what) != ("boot", without)]
+            if found:
+                kind, what = self.rng.choice(found)
+                self._do(kind, what, faults=False)
+            else:
+                self._pass()
+
+    def crash(self, name: str) -> None:
+        """This agent dies."""
+        self._crash(name)
+
+    def _pass(self) -> None:
+        """Time, for all of them."""
+        for name in self.rng.sample(self.hosts, len(self.hosts)):
+            self._do("tick", name, faults=False)
+
+    # ---- events ----------------------------------------------------------------------------------------
+
+    def _choices(self, *, faults: bool) -> list[tuple[str, Any]]:
+        chance = self.rng.random
+        found: list[tuple[str, Any]] = [("message", w) for w, q in self.ways.items() if q]
+        found += [("late", w) for w, q in self.late.items() if q and w[1] in self.nodes]
+        found += [("job", h) for h, node in self.nodes.items() if node.jobs]
+        found += [("link", e) for e in self.edges if e not in self.up and e[0] in self.nodes and e[1] in self.nodes]
+        found += [("boot", h) for h in self.hosts if h not in self.nodes]
+        if faults:
+            found += [("cut", e) for e in self.edges if e in self.up and chance() < 0.12]
+            found += [("crash", h) for h in self.hosts if h in self.nodes and chance() < 0.02]
+            if chance() < 0.15:
+                found.append(("tick", self.rng.choice(self.hosts)))
+            if chance() < 0.06:
+                found.append(("launch", f"7.{self.rng.randrange(3)}"))
+            if chance() < 0.06:
+                found.append(("save", None))
+            if self._may_be_full and chance() < 0.1:
+                found.append(("disk", self._may_be_full))
+        return found
+
+    def _do(self, kind: str, what: Any, *, faults: bool) -> None:
+        self.story.append((kind, what))
+        name = what[1] if kind in ("message", "late") else what
+        if faults and kind in ("message", "late", "job", "boot", "tick") and self.rng.random() < 0.08:
+            self._doomed = name, self.rng.randrange(8)
+        if kind == "message":
+            message = self.ways[what].popleft()
+            self._act(name, lambda: self.nodes[name].rounds.on_message(what[0], cast(protocol.AnyMessage, message)))
+        elif kind == "late":
+            message = self.late[what].popleft()
+            self._act(name, lambda: self.nodes[name].rounds.on_message(what[0], cast(protocol.AnyMessage, message)))
+        elif kind == "job":
+            job = self.nodes[name].jobs.popleft()
+            self._act(name, lambda: _finish(job))
+        elif kind == "link":
+            self._link(what)
+        elif kind == "cut":
+            self._cut(what)
+        elif kind == "crash":
+            self._crash(what)
+        elif kind == "boot":
+            self._act(what, lambda: self._boot(what))
+        elif kind == "tick":
+            self.now += self.rng.random()
+            if name in self.nodes:
+                self._act(name, lambda: self._tick(name))
+        elif kind == "launch":
+            self.launch = what
+        elif kind == "save":
+            self._save()
+        elif kind == "disk":
+            self.full ^= {what}
+        self._doomed = None
+
+    def _tick(self, name: str) -> None:
+        node = self.nodes[name]
+        node.member.tend()
+        node.rounds.tick(self.now)
+        rounds = node.rounds
+        if self.launch and rounds.stage == "live" and rounds.step != self.launch:
+            rounds.need(rounds.round, self.launch, again=False)
+
+    def _save(self) -> None:
+        """Training goes on where all are live: each holder has a new version."""
+        if not self.settled():
+            return
+        m, n = REPLICAS, len(self.hosts)
+        version = self.rng.randrange(1, 100)
+        for node in self.nodes.values():
+            mine = node.noderanks[node.node]
+            for rank in range(n):
+                if n > 1 and mine in placement.holders(rank, n, m):
+                    copy = peer.CopyRecord("default", rank, n, rank, 64, 64, (node.epoch, version), "0" * 32)
+                    node.store.held = [c for c in node.store.held if c.rank != rank] + [copy]
+
+    def run(self, faulty: int) -> None:
+        """So many events with faults, then until all is well. Raises `Wrong`."""
+        for _ in range(faulty):
+            found = self._choices(faults=True)
+            if found:
+                kind, what = self.rng.choice(found)
+                self._do(kind, what, faults=True)
+        self.story.append(("quiet", None))
+        self.full.clear()
+        began = self.now
+        while True:
+            found = self._choices(faults=False)
+            if found:
+                kind, what = self.rng.choice(found)
+                self._do(kind, what, faults=False)
+            elif self.settled():
+                return
+            elif self.now - began > QUIET_S or len(self.story) > 100 * faulty + 20000:
+                raise Wrong(f"stuck: {self.picture()}")
+            else:
+                self._pass()
+
+    def picture(self) -> dict[str, tuple[int, str, str, str]]:
+        """Where each agent is, and why."""
+        rounds = {h: n.rounds for h, n in self.nodes.items()}
+        return {h: (r.round, r.stage, r.step, r.trouble) for h, r in rounds.items()}
+
+
+def _finish(job: Coroutine[object, object, None]) -> None:
+    try:
+        job.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("it waits for something that is not here")
+
+
+def campaign(
+    size: int, seeds: Iterable[int], faulty: int, *, until: frozenset[str] = frozenset("none"), **options: Any
+) -> dict[str, list[int]]:
+    """What went wrong: kind -> seeds. until: kinds after which nobody wants to know more."""
+    found: dict[str, list[int]] = {}
+    for seed in seeds:
+        if until <= found.keys():
+            break
+        cluster: Cluster | None = None
+        try:
+            cluster = Cluster(size, seed, **options)
+            cluster.run(faulty)
+        except Wrong as exc:
+            found.setdefault(str(exc).split(":")[0], []).append(seed)
+        finally:
+            for node in cluster.nodes.values() if cluster is not None else ():
+                for job in node.jobs:
+                    job.close()
+    return found

@@ -1,0 +1,169 @@
+"""Production recovery rounds under every kind of death and loss: see `cluster`. A failure names its seeds; one is
+told by `Cluster(size, seed, ...)`, `run(faulty)` and `story`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+
+from gemini_hpc.agent import rounds
+from gemini_hpc.agent.member import Member
+from gemini_hpc.agent.rounds import Rounds
+from gemini_hpc.wire import peer
+
+from .cluster import Cluster, CountedRounds, SimulatedMember, Wrong, campaign
+
+# size of the job, seeds, events with faults
+_TREES = [(1, 200, 25), (2, 300, 40), (3, 1000, 25), (3, 600, 80), (4, 600, 80), (7, 600, 120), (15, 120, 250)]
+_LONG = [(3, 60_000, 60), (4, 40_000, 80), (7, 40_000, 120), (15, 8_000, 250), (31, 2_000, 400)]
+
+
+@pytest.fixture
+def never_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A plan that is not acknowledged is never given up: what mends everything in the end is to hide nothing."""
+    monkeypatch.setattr(rounds, "ANEW_S", math.inf)
+    monkeypatch.setattr(rounds, "ANEW_MOST_S", math.inf)
+    yield
+
+
+@pytest.mark.parametrize(("size", "seeds", "faulty"), _TREES)
+def test_a_round_ends_whoever_dies_and_whatever_is_lost(size: int, seeds: int, faulty: int, never_anew: None) -> None:
+    assert not campaign(size, range(seeds), faulty)
+
+
+@pytest.mark.parametrize(("size", "seeds", "faulty"), [(2, 200, 40), (3, 400, 60), (7, 250, 120)])
+def test_a_full_disk_does_not_keep_a_round_from_its_end(size: int, seeds: int, faulty: int) -> None:
+    assert not campaign(size, range(seeds), faulty, full=True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(("size", "seeds", "faulty"), _LONG)
+def test_the_long_campaign(size: int, seeds: int, faulty: int, never_anew: None) -> None:
+    assert not campaign(size, range(1_000_000, 1_000_000 + seeds), faulty)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(("size", "seeds", "faulty"), _LONG[:4])
+def test_the_long_campaign_with_full_disks(size: int, seeds: int, faulty: int) -> None:
+    assert not campaign(size, range(2_000_000, 2_000_000 + seeds // 4), faulty, full=True)
+
+
+# ---- what the campaign finds --------------------------------------------------------------------------------------
+
+
+class ResumesLive(CountedRounds):
+    """A successor that takes part in a round whose end its predecessor had not heard of, as up to November 2026."""
+
+    def resume(self, plan: peer.PlanDown | None, *, live: bool, begun: int, step: str) -> None:
+        super().resume(plan, live=plan is not None, begun=begun, step=step)
+
+
+class AcknowledgesOnce(CountedRounds):
+    """Who is live does not acknowledge the plan again."""
+
+    def _acknowledge(self) -> None:
+        if self.stage != "live":
+            super()._acknowledge()
+
+
+class AsBefore(ResumesLive, AcknowledgesOnce):
+    """Both."""
+
+
+class AsksOnce(CountedRounds):
+    """What is lost is lost: nothing is said again but on a new link."""
+
+    def tick(self, now: float) -> None:
+        pass
+
+
+class TakesAnyPlan(CountedRounds):
+    """Also one that counts on the predecessor's copies."""
+
+    def _from_parent(self, message: peer.Collect | peer.PlanDown | peer.Go) -> None:
+        if isinstance(message, peer.PlanDown) and message.round == self.round and self.stage == "collect":
+            self._take(message)
+        else:
+            super()._from_parent(message)
+
+
+class WritesNoPlan(SimulatedMember):
+    """It is acknowledged all the same."""
+
+    def _took(self, plan: peer.PlanDown, *, live: bool) -> None:
+        if live:
+            super()._took(plan, live=live)
+
+
+_BROKEN = [
+    (AsBefore, SimulatedMember, False, {"R4", "stuck"}),
+    (ResumesLive, SimulatedMember, False, {"R4"}),
+    (AcknowledgesOnce, SimulatedMember, True, {"stuck"}),
+    (AsksOnce, SimulatedMember, False, {"stuck"}),
+    (TakesAnyPlan, SimulatedMember, False, {"counted"}),
+    (CountedRounds, WritesNoPlan, False, {"R4"}),
+]
+
+
+@pytest.mark.parametrize(("broken", "member", "full", "harm"), _BROKEN)
+def test_what_is_broken_on_purpose_is_found(
+    broken: type[Rounds], member: type[Member], full: bool, harm: set[str], never_anew: None
+) -> None:
+    found: set[str] = set()
+    for size, seeds, faulty in ((3, 600, 25), (4, 1500, 80), (7, 600, 120)):
+        left = frozenset(harm - found)
+        found |= campaign(size, range(seeds), faulty, until=left, rounds=broken, member=member, full=full).keys()
+        if found >= harm:
+            return
+    pytest.fail(f"found {found}, wanted {harm}")
+
+
+def test_a_seed_repeats_a_run_to_the_letter() -> None:
+    stories = []
+    for _ in range(2):
+        cluster = Cluster(7, 4)
+        cluster.run(120)
+        stories.append(cluster.story)
+    assert stories[0] == stories[1] and len(stories[0]) > 120
+
+
+# ---- what ends a wait, or tells of it -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["n1", "n2", "n3"])
+def test_whoever_waits_for_one_that_does_not_come_says_for_whom(missing: str) -> None:
+    """Within seconds, by name, in the words of the agent that misses it; and no longer when it has come."""
+    cluster = Cluster(4, 1)
+    cluster.crash(missing)
+    cluster.quiet(3 * rounds.TELL_S, without=missing)
+    troubles = {h: t for h, (_, _, _, t) in cluster.picture().items()}
+    parent = {"n1": "n0", "n2": "n0", "n3": "n1"}[missing]
+    assert missing in troubles[parent] and troubles["n0"] and cluster.events["unprotected"] >= 1
+    cluster.run(0)
+    assert not any(t for _, _, _, t in cluster.picture().values())
+
+
+def test_a_plan_that_an_agent_of_an_earlier_version_never_acknowledges_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It resumes as live and has no ack to repeat, so its parent would wait for ever."""
+
+    for seed in range(2000):
+        with monkeypatch.context() as patch:
+            patch.setattr(rounds, "ANEW_S", math.inf)
+            old = Cluster(3, seed, rounds=AsBefore)
+            try:
+                old.run(25)
+                continue
+            except Wrong as exc:
+                if not str(exc).startswith("stuck"):
+                    continue
+        again = Cluster(3, seed, rounds=AsBefore)
+        again.run(25)
+        assert again.events["round_lost"] > old.events.get("round_lost", 0)
+        return
+    pytest.fail("no seed leaves a parent waiting")
