@@ -1,0 +1,86 @@
+"""A rank that says that it is not protected is believed: nothing waits for it, and everybody is told."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+from gemini_hpc.agent.picture import _set
+from gemini_hpc.agent.sealing import Sealing
+from gemini_hpc.agent.trainingset import TrainingSet
+from gemini_hpc.control.picture import picture
+from gemini_hpc.core.seal import Word
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.wire import local, page
+from gemini_hpc.wire.picture import InspectPart, SetState
+
+from .conftest import JOB, STEP, AgentProcess
+
+
+def state(training: TrainingSet) -> SetState:
+    silent = SimpleNamespace(states=lambda *_: (), state=lambda _: None)
+    agent = SimpleNamespace(tellings=silent, drains=silent, detached=False, settings=SimpleNamespace(stalled_s=60.0))
+    return _set(cast(Any, agent), training)
+
+
+def sealed(training: TrainingSet, version: int) -> None:
+    training.page.set_state(page.STATE_PROTECTED)
+    training.sealing = Sealing(1, (), lambda _: None, lambda *_: None)
+    training.sealing.word = Word(Stamp(1, version))
+
+
+def part(training: TrainingSet, **more: Any) -> InspectPart:
+    places = {"n1": 0}
+    return InspectPart(
+        "n1", JOB, 0, 0, 1, 1, 1, "live", ("n1",), places, "", "", 1, 0, 0, (state(training),), (), (), (), (), **more
+    )
+
+
+def test_what_a_rank_says_of_its_protection_is_the_state_of_the_set() -> None:
+    training = TrainingSet("default")
+    try:
+        sealed(training, 11)
+        assert state(training).state == "protected"
+        training.complain("rank 0: version 13 cannot be sealed without rank 1's copy")
+        assert (state(training).state, "without rank 1's copy" in state(training).note) == ("degraded", True)
+        document = picture(JOB, [part(training)], [], {"nodes": "n1", "state": "RUNNING"}, (), "agents", time.time())
+        assert any("without rank 1's copy" in note for note in document["sets"][0]["notes"])
+        sealed(training, 14)
+        assert state(training).state == "protected", "a newer version is sealed"
+        training.left[1] = "IndexError: no room"
+        assert (
+            state(training).state == "degraded"
+            and "rank 1 is no longer protected: IndexError" in state(training).note
+        )
+        training.plan(None, 2)
+        assert state(training).state == "arming" and not state(training).note
+    finally:
+        training.close()
+
+
+def test_a_round_that_does_not_end_is_the_state_of_the_job() -> None:
+    training = TrainingSet("default")
+    try:
+        why = "recovery round 3 waits for the acknowledgement of n2"
+        document = picture(
+            JOB, [part(training, unprotected=why)], [], {"nodes": "n1", "state": "RUNNING"}, (), "agents", time.time()
+        )
+        assert document["state"] == "unprotected" and f"unprotected, because n1's {why}" in document["notes"]
+    finally:
+        training.close()
+
+
+def test_what_a_rank_was_filling_that_gives_up_is_void_and_it_begins_nothing(agent: AgentProcess) -> None:
+    trainer = agent.trainer()
+    trainer.step()
+    begun = trainer.caller.ask(local.Begin("default", 0, 2))
+    assert isinstance(begun, local.Begun)
+    assert trainer.caller.ask(local.Event("unprotected", 2, time.time(), "IndexError: no room")) == local.Ok()
+    landed = trainer.caller.ask(local.Landed("default", 0, 2, begun.slot, 10, "0" * 32))
+    assert isinstance(landed, local.Error) and "is not being filled" in landed.error
+    refused = trainer.caller.ask(local.Begin("default", 0, 3))
+    assert isinstance(refused, local.Refused) and "given its protection up" in refused.reason
+    trainer.caller.close()
+    back = agent.caller()
+    assert isinstance(back.hello(step=STEP), local.Welcome), "a process that begins anew counts again"
