@@ -29,12 +29,12 @@ examples:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.releases",
+        usage="%(prog)s RELEASE [options] [-- CMD...]   (without CMD the root is only made)",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("release", choices=root.SUITES, help="Slurm's major.minor")
-    parser.add_argument("command", nargs="*", metavar="CMD", help="after --; without it the root is only made")
     parser.add_argument("--checkout", type=Path, default=_TOP, help="default: the one that this tool lies in")
     parser.add_argument("--cache", type=Path, default=root.CACHE, help="where roots are kept (%(default)s)")
     parser.add_argument("--mirror", help="a Debian mirror; default: the one that apt is set up with")
@@ -51,7 +51,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    arguments = _parser().parse_args()
+    # argparse would take options after RELEASE for the end of CMD.
+    words, command = sys.argv[1:], []
+    if "--" in words:
+        words, command = words[: words.index("--")], words[words.index("--") + 1 :]
+    arguments = _parser().parse_args(words)
     try:
         if os.geteuid() != 0:
             raise ReleaseError(f"roots and namespaces need root, this is uid {os.geteuid()}: use sudo")
@@ -64,9 +68,7 @@ def main() -> int:
         cache = arguments.cache.resolve()
         with root.held(cache, wanted, anew=arguments.anew) as found:
             print(root.described(found), file=sys.stderr, flush=True)
-            if not arguments.command:
-                return 0
-            return run.run(found, checkout, arguments.command, binds, stage=cache / "stage")
+            return run.run(found, checkout, command, binds, stage=cache / "stage") if command else 0
     except ReleaseError as exc:
         print(f"tests.releases: {exc}", file=sys.stderr)
         return 1

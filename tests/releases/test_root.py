@@ -146,3 +146,9 @@ def test_an_unknown_release_names_those_there_are() -> None:
     argv = [sys.executable, "-m", "tests.releases", "21.08"]
     done = subprocess.run(argv, cwd=TOP, capture_output=True, text=True, timeout=30.0, check=False)
     assert done.returncode == 2 and "24.11" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_options_may_follow_the_release() -> None:
+    argv = [sys.executable, "-m", "tests.releases", "24.11", "--bind", "/nonexistent", "--", "true", "--anew"]
+    done = subprocess.run(argv, cwd=TOP, capture_output=True, text=True, timeout=30.0, check=False)
+    assert done.returncode == 1 and done.stderr == "tests.releases: /nonexistent is not a directory\n"
