@@ -26,12 +26,28 @@ SPANK_PLUGIN(gemini_hpc, 1)
 static struct config config;
 static bool usable;	/* Slurm goes on calling an optional plugin whose init failed */
 
+/*
+ * Where a failure reaches whoever submits. In slurmd's and slurmstepd's
+ * contexts it would drain the node, if plugstack.conf calls the plugin
+ * required: nothing of ours is worth that, the job runs unprotected.
+ */
+static bool may_fail(void)
+{
+	switch (spank_context()) {
+	case S_CTX_ALLOCATOR:
+	case S_CTX_LOCAL:
+		return true;
+	default:
+		return false;
+	}
+}
+
 int slurm_spank_init(spank_t sp, int argc, char **argv)
 {
 	usable = config_parse(argc, argv, &config);
 	if (options_register(sp) != 0)
 		usable = false;
-	return usable ? 0 : -1;
+	return usable || !may_fail() ? 0 : -1;
 }
 
 int slurm_spank_init_post_opt(spank_t sp, int argc, char **argv)

@@ -9,7 +9,7 @@
 
 #define EXPORTED __attribute__((visibility("default")))
 
-enum { VARIABLES_MAX = 64, OPTIONS_MAX = 8, MESSAGES_SIZE = 16384 };
+enum { VARIABLES_MAX = 64, MESSAGES_SIZE = 16384 };
 
 struct environment {
 	char *names[VARIABLES_MAX];
@@ -21,7 +21,7 @@ bool stub_echo;
 
 static enum spank_context current_context;
 static struct environment task_env, control_env;
-static struct spank_option options[OPTIONS_MAX];
+static struct spank_option options[STUB_OPTIONS_MAX];
 static unsigned options_count, message_count;
 static char messages[MESSAGES_SIZE];
 
@@ -128,7 +128,7 @@ EXPORTED spank_context_t spank_context(void)
 EXPORTED spank_err_t spank_option_register(spank_t sp, struct spank_option *option)
 {
 	(void)sp;
-	if (options_count == OPTIONS_MAX)
+	if (options_count == STUB_OPTIONS_MAX)
 		return ESPANK_BAD_ARG;
 	options[options_count++] = *option;
 	return ESPANK_SUCCESS;

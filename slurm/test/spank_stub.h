@@ -10,6 +10,8 @@
 
 #include <slurm/spank.h>
 
+enum { STUB_OPTIONS_MAX = 8 };	/* more are refused */
+
 struct spank_handle {
 	int unused;
 };

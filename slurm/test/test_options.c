@@ -140,6 +140,28 @@ static void test_site_arguments(void)
 	}
 }
 
+/* A required plugin whose init fails there drains the node. */
+static void test_no_failure_where_it_drains_the_node(void)
+{
+	static const enum spank_context daemons[] = { S_CTX_REMOTE, S_CTX_SLURMD, S_CTX_JOB_SCRIPT };
+	char unknown[] = "rundir=/x";
+	char *argv[] = { unknown };
+
+	for (size_t i = 0; i < sizeof(daemons) / sizeof(daemons[0]); i++) {
+		stub_reset(daemons[i]);
+		CHECK(slurm_spank_init(&handle, 1, argv) == 0);
+		CHECK(stub_message_count() == 1);
+		CHECK(slurm_spank_init_post_opt(&handle, 1, argv) == 0);
+		CHECK(slurm_spank_task_init(&handle, 1, argv) == 0);
+
+		stub_reset(daemons[i]);
+		while (stub_options_registered() < STUB_OPTIONS_MAX)	/* other plugins have taken the place */
+			CHECK(slurm_spank_init(&handle, 0, NULL) == 0);
+		CHECK(slurm_spank_init(&handle, 0, NULL) == 0);
+		CHECK(stub_message_count() > 0);
+	}
+}
+
 int main(void)
 {
 	static const enum spank_context all[] = { S_CTX_LOCAL, S_CTX_REMOTE, S_CTX_ALLOCATOR, S_CTX_SLURMD,
@@ -151,6 +173,7 @@ int main(void)
 	test_last_one_counts();
 	test_numbers();
 	test_site_arguments();
+	test_no_failure_where_it_drains_the_node();
 	PASSED();
 	return 0;
 }
