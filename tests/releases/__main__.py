@@ -13,7 +13,7 @@ from .errors import ReleaseError
 _TOP = Path(__file__).resolve().parents[2]
 _DESCRIPTION = """\
 Runs this project on another release of Slurm than this machine's. The release comes with a Debian of its own, a root
-that debootstrap makes once (a few minutes, about 1.5 GB) below --cache. CMD runs there as root, in namespaces of its
+that debootstrap makes once (a few minutes, 600 MB) below --cache. CMD runs there as root, in namespaces of its
 own, in a copy of the checkout that is installed for it (/srv/gemini-hpc, with a .venv). What it changes is kept in
 memory and gone at the end, but for directories that --bind shows. Several runs may go at once, in one root, too.
 """
