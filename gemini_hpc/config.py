@@ -69,7 +69,11 @@ class Settings:
     fence_confirm_s: float = _setting(5.0, "How long the controller's own probes must fail before it acts.")
     slurm_settle_s: float = _setting(60.0, "No fencing until slurmctld has been up and has answered for so long.")
     fence_budget_nodes: int = _setting(2, "Nodes that the controller may fence within fence_budget_window_s.")
-    fence_budget_window_s: float = _setting(600.0, "Window of the fencing budget.")
+    fence_budget_user_nodes: int = _setting(2, "Of these, for jobs of one user; in effect half of a large budget.")
+    fence_budget_window_s: float = _setting(600.0, "Window of the fencing budgets.")
+    alert_program: str = _setting(
+        "", "Program that the controller runs when a budget is spent, with KIND JOB HOST TEXT; empty: none."
+    )
     auto_resume_s: float = _setting(
         0.0, "A fenced node that has booted anew and answers for so long is resumed, twice a day at most; 0: never."
     )

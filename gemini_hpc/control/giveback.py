@@ -13,9 +13,8 @@ import time
 
 from gemini_hpc.config import Settings
 from gemini_hpc.control import probe
-from gemini_hpc.control.decide import Port
-from gemini_hpc.control.journal import Journal
-from gemini_hpc.control.recovery import REASON
+from gemini_hpc.control.fencing import REASON, Port
+from gemini_hpc.control.journal import NODES, Journal
 from gemini_hpc.control.slurm import SlurmError
 from gemini_hpc.control.slurm.api import SlurmApi
 from gemini_hpc.control.slurm.facts import Node
@@ -25,7 +24,11 @@ log = logging.getLogger("gemini_hpc.control")
 PER_DAY = 2
 DAY_S = 86400.0
 MAX_INTERVAL_S = 10.0
-KEY = "nodes"  # of these lines in the journal, which belong to no recovery
+
+
+def is_ours(node: Node) -> bool:
+    """Whether this node is out of service, and we have put it out."""
+    return node.withheld and node.reason.startswith(REASON)
 
 
 class GiveBack:
@@ -51,7 +54,7 @@ class GiveBack:
         if not fenced:
             return
         nodes = await self._slurm.nodes()
-        ours = {n.name: n for n in nodes.values() if n.name in fenced and n.reason.startswith(REASON)}
+        ours = {n.name: n for n in nodes.values() if n.name in fenced and is_ours(n)}
         back = {n: node for n, node in ours.items() if node.boot_time > fenced[n]}
         port = self._settings.slurmd_port
         seen = await probe.reached({n: (node.address, node.port or port) for n, node in back.items()})
@@ -68,9 +71,9 @@ class GiveBack:
     async def _resume(self, node: Node) -> None:
         if self._journal.given_back(node.name, DAY_S) >= PER_DAY:
             return
-        self._journal.write(KEY, "resume", "before", node=node.name)
+        self._journal.write(NODES, "resume", "before", node=node.name)
         await self._slurm.node_resume(node.name)
-        self._journal.write(KEY, "resume", "after", node=node.name)
+        self._journal.write(NODES, "resume", "after", node=node.name)
         self._answers_since.pop(node.name, None)
         log.info("event=given-back host=%s reason=%r", node.name, f"booted anew, answers for {self._wait()}")
 

@@ -21,12 +21,16 @@ import sys
 import syslog
 import time
 
+from gemini_hpc.agent import ports
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
 from gemini_hpc.control import probe
-from gemini_hpc.control.decide import Port
-from gemini_hpc.control.rescue import PREFIX, Rescue
+from gemini_hpc.control.fencing import Port
+from gemini_hpc.control.probe import Target
+from gemini_hpc.control.rescue import Rescue
+from gemini_hpc.control.reservation import PREFIX, Held
 from gemini_hpc.control.slurm import Slurm, SlurmError
 from gemini_hpc.control.slurm.facts import COMPLETING, PENDING, Job
+from gemini_hpc.control.survivors import Survivors
 from gemini_hpc.core import hostlist
 
 LIMIT_S = 4.5
@@ -76,23 +80,34 @@ async def prepare(settings: Settings, raw_id: int, restart: int, node: str, memb
     targets = {n: (nodes[n].address, nodes[n].port or port) for n in members if n in nodes and n not in dead}
     seen = await probe.reached(targets)
     survivors = [n for n in targets if seen[n] is Port.ANSWERS]
+
+    def say(event: str, host: str, detail: str) -> None:
+        _log(f"job={raw_id} restart={restart} event={event} host={host} {detail}")
+
+    def note(step: str, phase: str, **data: object) -> None:
+        """No journal here."""
+
     rescue = Rescue(
         slurm=slurm,
         raw_id=raw_id,
         restart=restart,
-        user_id=job.user_id,
-        survivors=survivors,
-        dead=dead,
+        survivors=Survivors(
+            names=survivors,
+            dead=dead,
+            say=say,
+            target=lambda node: Target.of(settings, node.address, node.port, ports.candidates(settings, raw_id)[:1]),
+            vouched=lambda host: False,
+            confirm_s=settings.fence_confirm_s,
+        ),
+        held=Held(slurm=slurm, raw_id=raw_id, user_id=job.user_id, say=say, note=note),
         # On the first restart the request is still the user's own; later it may be a pin of ours.
         original=list(job.req_nodes) if restart == 0 else [],
         own_request="" if job.reservation.startswith(PREFIX) else job.reservation,
-        slurmd_port=port,
-        confirm_s=settings.fence_confirm_s,
-        say=lambda event, host, detail: _log(f"job={raw_id} restart={restart} event={event} host={host} {detail}"),
-        note=lambda step, phase, **data: None,
+        say=say,
+        note=note,
     )
     await rescue.reserve(job, nodes, len(dead) + settings.reserve_candidates, alone=False)
-    if not rescue.reservation and any(r.name.startswith(f"{PREFIX}{raw_id}_") for r in await slurm.reservations()):
+    if not rescue.held.name and any(r.name.startswith(f"{PREFIX}{raw_id}_") for r in await slurm.reservations()):
         raise NothingToHoldError("another survivor was faster")
     return rescue
 

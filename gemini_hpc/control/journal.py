@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import IO
+from typing import IO, NamedTuple
 
 import msgspec
 
@@ -18,9 +18,12 @@ _COMPACT_BYTES = 1 << 20
 _KEEP_S = 86400.0
 
 
+NODES = "nodes"  # the key of lines that belong to no recovery
+
+
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line. key: `raw job id.restart`; step: open, reserve, down, requeue, pin, start, detach, delete, evict,
-    close; or key `nodes`, step resume."""
+    """One line. key: `raw job id.restart`; step: open, reserve, take, down, requeue, pin, start, detach, delete,
+    evict, close; or key `nodes`, step resume or alert."""
 
     t: float
     key: str
@@ -30,6 +33,19 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 _decoder = msgspec.json.Decoder(Record)
+
+
+class Down(NamedTuple):
+    """One node set DOWN, or begun to be. `user_id`: whose job it was for, None in lines of older versions."""
+
+    t: float
+    node: str
+    user_id: int | None
+
+
+def _down(record: Record) -> Down:
+    user_id = record.data.get("user_id")
+    return Down(record.t, str(record.data.get("node", "")), user_id if isinstance(user_id, int) else None)
 
 
 def _read(path: str) -> Iterator[Record]:
@@ -57,7 +73,7 @@ class Journal:
         self._path = path
         records = list(_read(path))
         downs = [r for r in records if (r.step, r.phase) == ("down", "before")]
-        self._fenced = [(r.t, str(r.data.get("node", ""))) for r in downs]
+        self._fenced = [_down(r) for r in downs]
         self._back = [
             (r.t, str(r.data.get("node", ""))) for r in records if (r.step, r.phase) == ("resume", "before")
         ]
@@ -95,18 +111,19 @@ class Journal:
         os.fdatasync(self._file.fileno())
         self._follow(record)
         if (step, phase) == ("down", "before"):
-            self._fenced.append((record.t, str(data.get("node", ""))))
+            self._fenced.append(_down(record))
         if (step, phase) == ("resume", "before"):
             self._back.append((record.t, str(data.get("node", ""))))
 
-    def fenced(self, window_s: float) -> int:
-        """Nodes fenced (or begun to be) within the last `window_s`."""
+    def fenced(self, window_s: float, *, user_id: int | None = None, without: str = "") -> int:
+        """Nodes fenced (or begun to be) within the last `window_s`, by jobs of one user if given."""
         since = time.time() - window_s
-        return len({node for t, node in self._fenced if t >= since})
+        counted = {d.node for d in self._fenced if d.t >= since and user_id in (None, d.user_id)}
+        return len(counted - {without})
 
     def fenced_at(self) -> dict[str, float]:
         """When each node was last fenced, Unix seconds, as far as the journal goes back."""
-        return dict(sorted(((node, t) for t, node in self._fenced), key=lambda entry: entry[1]))
+        return dict(sorted(((d.node, d.t) for d in self._fenced), key=lambda entry: entry[1]))
 
     def given_back(self, node: str, window_s: float) -> int:
         """How often a node was given back within the last `window_s`."""

@@ -1,21 +1,30 @@
-"""TCP probes from the controller's own seat (SITE 2).
+"""TCP probes from the controller's own seat.
 
-A refusal proves a living kernel. An accepted connection proves nothing: the kernel of a frozen node still accepts. So
-each probe closes its own half at once and waits for the other side to do the same, which only a process that runs
-can do. That needs no word of Slurm's protocol, and leaves no more in slurmd's log than a bare connect.
+An accepted connection proves a living kernel and nothing more: the kernel of a frozen node still accepts. So each
+probe closes its own half at once and waits for the other side to do the same, which only a process that runs can do.
+That needs no word of Slurm's protocol, and leaves no more in slurmd's log than a bare connect.
+
+Where slurmd and agent give no sign, ports on which nobody listens are tried: a living kernel refuses there. Any user
+can fill the queue of a port that somebody listens on, so that its kernel drops new connections; nobody but root can
+listen on a port below 1024, and nobody can fill all of the agents'.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from gemini_hpc.control.decide import Port
+from gemini_hpc.config import Settings
+from gemini_hpc.control import tasks
+from gemini_hpc.control.fencing import Port
 
 CONNECT_TIMEOUT_S = 0.4
 ANSWER_TIMEOUT_S = 1.5
 INTERVAL_S, MAX_INTERVAL_S = 0.15, 1.5
+CLOSED_PORT = 1  # tcpmux, which no cluster serves
 _PARALLEL = 128
 
 
@@ -53,86 +62,155 @@ async def reached(targets: Mapping[str, tuple[str, int]]) -> dict[str, Port]:
     return dict(zip(targets, results, strict=True))
 
 
-class Series:
-    """Repeated probes of one suspect: slurmd's port and the agent's, until cancelled.
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where one node is probed. `closed`: ports from which one is taken at random, on which nobody should listen."""
 
-    A port that answers once counts as answering (a veto) until `FORGET_S` later; silence, which a port that hangs
-    is too, is counted from the start of the first probe after the last sign of life.
+    address: str
+    slurmd_port: int
+    agent_ports: tuple[int, ...]
+    closed: range
+
+    @classmethod
+    def of(cls, settings: Settings, address: str, slurmd_port: int, agent_ports: Iterable[int]) -> Target:
+        """A node of this site."""
+        closed = range(settings.agent_port_base, settings.agent_port_base + settings.agent_port_count)
+        return cls(address, slurmd_port or settings.slurmd_port, tuple(agent_ports), closed)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one look at a node found; `kernel` is asked only where nothing else gave a sign of life."""
+
+    slurmd: Port
+    agent: Port
+    kernel: Port
+
+
+def _most_alive(found: Iterable[Port]) -> Port:
+    ports = set(found)
+    return next((p for p in (Port.ANSWERS, Port.REFUSES, Port.HANGS) if p in ports), Port.SILENT)
+
+
+async def look(target: Target) -> Look:
+    """slurmd's port and the agent's, and where both are silent the kernel at ports on which nobody listens."""
+    where = target.address
+    slurmd, *agents = await asyncio.gather(
+        probe(where, target.slurmd_port), *(probe(where, port) for port in target.agent_ports)
+    )
+    agent = _most_alive(agents)
+    if (kernel := _most_alive((slurmd, agent))) is Port.SILENT:
+        closed = (CLOSED_PORT, random.choice(target.closed))
+        kernel = _most_alive(await asyncio.gather(*(probe(where, port) for port in closed)))
+    return Look(slurmd, agent, kernel)
+
+
+async def looks(targets: Mapping[str, Target]) -> dict[str, Look]:
+    """One look at each host, in parallel."""
+    gate = asyncio.Semaphore(_PARALLEL)
+
+    async def one(target: Target) -> Look:
+        async with gate:
+            return await look(target)
+
+    results = await asyncio.gather(*(one(target) for target in targets.values()))
+    return dict(zip(targets, results, strict=True))
+
+
+PORTS = ("slurmd", "agent", "kernel")
+
+
+class Seen:
+    """What the looks at one node have found so far.
+
+    A port that gave a sign of life once counts as alive (a veto) until `FORGET_S` later; silence is counted from the
+    start of the first look after the last sign of life. Where nobody looks any more there is no silence.
     """
 
     FORGET_S = 2.0
+    STALE_S = 4.0
 
-    def __init__(self, address: str, slurmd_port: int, agent_ports: Iterable[int]) -> None:
-        self._address = address
-        self._slurmd_port = slurmd_port
-        self.agent_ports = tuple(agent_ports)
+    def __init__(self) -> None:
         self._life: dict[str, tuple[float, Port]] = {}
-        self._silent_since: dict[str, float | None] = {"slurmd": None, "agent": None}
+        self._silent_since: dict[str, float | None] = dict.fromkeys(PORTS)
         self._no_agent_since: float | None = None
-        self._hung_at: float | None = None
+        self._no_slurmd_since: float | None = None
+        self._looked_at = 0.0
         self.rounds = 0
-        self._pause_s = INTERVAL_S
-        self._task = asyncio.ensure_future(self._run())
 
-    async def _run(self) -> None:
-        while True:
-            began = time.monotonic()
-            slurmd, *agents = await asyncio.gather(
-                probe(self._address, self._slurmd_port), *(probe(self._address, p) for p in self.agent_ports)
-            )
-            best = Port.SILENT
-            for port in (Port.HANGS, Port.REFUSES, Port.ANSWERS):
-                if port in agents:
-                    best = port
-            self.note("slurmd", slurmd, began)
-            self.note("agent", best, began)
-            if best is Port.ANSWERS:
-                self._no_agent_since = None
-            elif self._no_agent_since is None:
-                self._no_agent_since = began
-            self.rounds += 1
-            # Each bare connection leaves two lines in slurmd's log: a node that lives is asked less and less.
-            dead = slurmd in (Port.SILENT, Port.HANGS)
-            self._pause_s = INTERVAL_S if dead else min(MAX_INTERVAL_S, 2 * self._pause_s)
-            await asyncio.sleep(max(0.0, self._pause_s - (time.monotonic() - began)))
+    def add(self, found: Look, began: float) -> None:
+        """Count one look that began at `began` (monotonic)."""
+        for what, port in zip(PORTS, (found.slurmd, found.agent, found.kernel), strict=True):
+            self.note(what, port, began)
+        if found.agent is Port.ANSWERS:
+            self._no_agent_since = None
+        elif self._no_agent_since is None:
+            self._no_agent_since = began
+        if found.slurmd is Port.ANSWERS:
+            self._no_slurmd_since = None
+        elif self._no_slurmd_since is None:
+            self._no_slurmd_since = began
+        self._looked_at = time.monotonic()
+        self.rounds += 1
 
     def note(self, what: str, port: Port, began: float) -> None:
-        """Count one result of a probe that began at `began` (monotonic)."""
-        if port is Port.HANGS:
-            self._hung_at = time.monotonic()
-        if port in (Port.SILENT, Port.HANGS):
+        """Count what one port did in a probe that began at `began` (monotonic)."""
+        if port is Port.SILENT:
             if self._silent_since[what] is None:
                 self._silent_since[what] = began
-        else:
-            self._silent_since[what] = None
-            self._life[what] = (time.monotonic(), port)
+            return
+        self._silent_since[what] = None
+        # A process that answered has done so by now; a kernel that accepted did so when the probe began.
+        self._life[what] = (began if port is Port.HANGS else time.monotonic(), port)
 
     def found(self, what: str) -> Port:
-        """What `slurmd` or `agent` does."""
-        last = self._life.get(what)
-        if last is not None and time.monotonic() - last[0] < self.FORGET_S:
+        """What `slurmd`, `agent` or `kernel` does."""
+        last, now = self._life.get(what), time.monotonic()
+        unbroken = self._silent_since[what] is None and now - self._looked_at < self.STALE_S
+        if last is not None and (unbroken or now - last[0] < self.FORGET_S):
             return last[1]
         return Port.SILENT
 
-    @property
-    def silent_s(self) -> float:
-        """How long both ports have been silent."""
-        since = [self._silent_since[what] for what in ("slurmd", "agent")]
-        if self.rounds == 0 or None in since:
+    def _since(self, *since: float | None) -> float:
+        now = time.monotonic()
+        if self.rounds == 0 or None in since or now - self._looked_at > self.STALE_S:
             return 0.0
-        return time.monotonic() - max(s for s in since if s is not None)
+        return now - max(s for s in since if s is not None)
 
     @property
-    def hangs(self) -> bool:
-        """Whether a connection was lately accepted that nobody took up: a frozen node, or a very slow one."""
-        return self._hung_at is not None and time.monotonic() - self._hung_at < 2 * self.FORGET_S
+    def silent_s(self) -> float:
+        """How long all ports have been silent."""
+        return self._since(*self._silent_since.values())
 
     @property
     def agent_silent_s(self) -> float:
         """How long no agent has answered, refused or not."""
-        if self.rounds == 0 or self._no_agent_since is None:
-            return 0.0
-        return time.monotonic() - self._no_agent_since
+        return self._since(self._no_agent_since)
+
+    @property
+    def slurmd_silent_s(self) -> float:
+        """How long no slurmd has answered, refused or not."""
+        return self._since(self._no_slurmd_since)
+
+
+class Series(Seen):
+    """Repeated looks at one node, until stopped. `died` hears of the task's own faults."""
+
+    def __init__(self, target: Target, died: tasks.Died) -> None:
+        super().__init__()
+        self.target = target
+        self._pause_s = INTERVAL_S
+        self._task = tasks.start(f"probes of {target.address}", self._run, died)
+
+    async def _run(self) -> None:
+        while True:
+            began = time.monotonic()
+            found = await look(self.target)
+            self.add(found, began)
+            # Each bare connection leaves two lines in slurmd's log: a node that lives is asked less and less.
+            alive = found.slurmd is not Port.SILENT
+            self._pause_s = min(MAX_INTERVAL_S, 2 * self._pause_s) if alive else INTERVAL_S
+            await asyncio.sleep(max(0.0, self._pause_s - (time.monotonic() - began)))
 
     def stop(self) -> None:
         """No more probes."""

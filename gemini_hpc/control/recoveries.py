@@ -11,17 +11,20 @@ from contextlib import suppress
 from typing import Any
 
 from gemini_hpc.config import Settings
-from gemini_hpc.control import probe, rescue
-from gemini_hpc.control.decide import Act, Port, candidates_wanted
+from gemini_hpc.control import reservation, tasks
+from gemini_hpc.control.alert import Alerts
 from gemini_hpc.control.eventlog import EventLogs
+from gemini_hpc.control.fencing import Act, Claim
+from gemini_hpc.control.giveback import is_ours
 from gemini_hpc.control.journal import Journal, Record
 from gemini_hpc.control.primary import Primary
-from gemini_hpc.control.recovery import REASON, Recovery
+from gemini_hpc.control.reach import Reach
+from gemini_hpc.control.recovery import Recovery
 from gemini_hpc.control.registry import Registry, Track
-from gemini_hpc.control.rescue import RESERVED_MINUTES
+from gemini_hpc.control.reservation import PREFIX, RESERVED_MINUTES
 from gemini_hpc.control.slurm import SlurmError, UnknownJob
 from gemini_hpc.control.slurm.api import SlurmApi
-from gemini_hpc.control.slurm.facts import RUNNING, Job, Node
+from gemini_hpc.control.slurm.facts import COMPLETING, CONFIGURING, RUNNING, Job, Node
 from gemini_hpc.wire.controller import Report
 from gemini_hpc.wire.picture import EventRecord
 
@@ -29,8 +32,6 @@ log = logging.getLogger("gemini_hpc.control")
 
 MAX_LATER = 512  # a user
 OUTAGE_S = 120.0
-SETTLING_S = 0.25
-_DEAD = (Port.SILENT, Port.HANGS)
 COOL_DOWN_S, MAX_COOL_DOWN_S = 1.0, 30.0
 
 
@@ -48,10 +49,12 @@ class Recoveries:
     ) -> None:
         self.settings, self.slurm, self.journal, self.registry = settings, slurm, journal, registry
         self.primary = primary
+        self.alerts = Alerts(settings, journal)
+        self.reach = Reach(settings, registry)
         self._logs = logs
         self._active: dict[tuple[int, int], Recovery] = {}
         self._cool: dict[tuple[int, int], tuple[float, float]] = {}
-        self._outage: dict[str, float] = {}
+        self._outage: dict[tuple[int, str], float] = {}  # (owner of the job, host)
         self._tasks: set[asyncio.Task[None]] = set()
         self._later: set[tuple[int, int, int, str, str]] = set()
         self._resuming = set(journal.left_open())
@@ -67,27 +70,57 @@ class Recoveries:
         """Stop all work at once, as a crash would: another controller takes over from the journal."""
         for task in list(self._tasks):
             task.cancel()
+        self.alerts.close()
 
     def say(self, raw_id: int, restart: int, event: str, host: str = "", detail: str = "") -> None:
         """One line of a job's event log, and of the service's own log."""
         log.info("job=%d restart=%d event=%s host=%s detail=%s", raw_id, restart, event, host or "-", detail)
         self._logs.add(raw_id, [EventRecord(time.time(), event, host, restart, 0, detail[:400])])
 
-    def accused(self) -> set[str]:
-        """Hosts that some job's agents have reported and that are not cleared."""
-        return {h for r in self._active.values() for h, s in r.suspects.items() if s.decision.act is not Act.DISMISS}
+    def died(self, why: str) -> None:
+        """A task of the service's own has died of a fault of ours; it is started again."""
+        self.alerts.tell("task died", 0, "", why)
 
-    def silent(self, hosts: set[str]) -> set[str]:
-        """These hosts, and all others that are silent now or were a moment ago: a mass outage shows in the sum."""
+    def accused(self) -> set[str]:
+        """Hosts that are suspected, by some job's agents or by our own probes, and that are not cleared."""
+        return {h for r in self._active.values() for h, s in r.suspects.items() if s.verdict.act is not Act.DISMISS}
+
+    def silent(self, hosts: set[str], user_id: int | None = None) -> set[str]:
+        """These hosts, and all others, of one user's jobs if given, that are silent now or were a moment ago: a mass
+        outage shows in the sum."""
         since = time.monotonic() - OUTAGE_S
-        self._outage = {host: t for host, t in self._outage.items() if t > since}
-        waiting = [r for r in self._active.values() if not r.acting]
-        now = {s.host for r in waiting for s in r.suspects.values() if s.series and s.series.silent_s > 0}
-        return hosts | now | set(self._outage)
+        self._outage = {key: t for key, t in self._outage.items() if t > since}
+        found = {host for uid, host in self._outage if user_id in (None, uid)}
+        for recovery in self._active.values():
+            if user_id in (None, recovery.user_id):
+                open_ = (s for s in recovery.suspects.values() if not recovery.acting or s.claim is Claim.SURVIVOR)
+                found |= {s.host for s in open_ if s.silent_s > 0}
+        return hosts | found
+
+    def protected_of_others(self, user_id: int) -> set[str]:
+        """Nodes of other owners' protected jobs, of those that run and of those that are on their way back."""
+        found: set[str] = set()
+        for track in self.registry.jobs.values():
+            if track.user_id == user_id or not track.stored.allocations or track.stored.ended_at:
+                continue
+            runs = track.job is not None and track.job.state in (RUNNING, CONFIGURING, COMPLETING, "SUSPENDED")
+            if runs or self.active(track.raw_id):
+                found |= set(track.members(max(track.stored.allocations)))
+        return found
+
+    def survivors_of(self, name: str) -> set[str] | None:
+        """The survivors for which a reservation of ours is there; None where that is not known."""
+        raw_id = name.removeprefix(PREFIX).split("_")[0]
+        for (job, _), recovery in self._active.items():
+            if name.startswith(PREFIX) and raw_id == str(job) and recovery.survivors is not None:
+                return set(recovery.survivors.names)
+        return None
 
     def remember_silent(self, hosts: set[str]) -> None:
         """These were too many; they count again when the next one is judged."""
-        self._outage.update(dict.fromkeys(hosts, time.monotonic()))
+        now = time.monotonic()
+        for recovery in self._active.values():
+            self._outage.update({(recovery.user_id, host): now for host in hosts & recovery.suspects.keys()})
 
     def active(self, raw_id: int) -> bool:
         """Whether a recovery of this job is under way: its replicas are needed whatever Slurm says meanwhile."""
@@ -95,21 +128,32 @@ class Recoveries:
             key.split(".")[0] == str(raw_id) for key in self._resuming
         )
 
-    def spawn(self, work: Coroutine[Any, Any, None], done: Callable[[], None] | None = None) -> None:
-        """Run to the end, log what goes wrong."""
-
-        async def guarded() -> None:
-            try:
-                await work
-            except Exception:
-                log.exception("a recovery failed")
-            finally:
-                if done is not None:
-                    done()
-
-        task = asyncio.ensure_future(guarded())
+    def _start(self, name: str, work: Callable[[], Coroutine[Any, Any, None]], died: tasks.Died) -> None:
+        """Run to the end; after a fault of ours tell it and begin again."""
+        task = tasks.start(name, work, died)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, key: tuple[int, int], recovery: Recovery) -> None:
+        """One recovery; after a fault what it has begun is finished as after a restart of the controller."""
+        try:
+            await recovery.run()
+        except Exception as exc:
+            log.exception("event=task-died task=recovery %s", recovery.key)
+            recovery.died(f"recovery: {type(exc).__name__}")
+            if recovery.key in self.journal.left_open():
+                self._take_over(recovery.key)
+        finally:
+            self._ended(key)
+
+    def _take_over(self, key: str) -> None:
+        self._resuming.add(key)
+        raw_id, _, restart = key.partition(".")
+
+        def died(why: str) -> None:
+            self.say(int(raw_id), int(restart), "task_died", "", why)
+
+        self._start(f"recovery {key}", lambda: self._resume_until_done(key), died)
 
     def report(self, track: Track, reporter: str, message: Report) -> None:
         """A report from an authenticated agent on `reporter`; anything that is not plausible is dropped here."""
@@ -128,7 +172,7 @@ class Recoveries:
                 return
             recovery = self._active[key] = Recovery(self, track, message.restart)
             recovery.report(message.host, {reporter, *message.witnesses} & set(members))
-            self.spawn(recovery.run(), lambda: self._ended(key))
+            self._start(f"recovery {recovery.key}", lambda: self._run(key, recovery), recovery.died)
         elif not recovery.acting:
             recovery.report(message.host, {reporter, *message.witnesses} & set(members))
 
@@ -161,25 +205,25 @@ class Recoveries:
         while True:
             try:
                 kept = [str(r.data["name"]) for rs in left.values() for r in rs if r.step == "reserve"]
-                for name in await rescue.sweep(self.slurm, kept):
+                for name in await reservation.sweep(self.slurm, kept):
                     log.info("left-over reservation %s deleted", name)
                 break
             except SlurmError as exc:
                 log.warning("waiting for Slurm: %s", exc)
                 await asyncio.sleep(1.0)
-        for key, records in left.items():
-            self.spawn(self._resume_until_done(key, records))
+        for key in left:
+            self._take_over(key)
 
-    async def _resume_until_done(self, key: str, records: list[Record]) -> None:
-        try:
-            while True:
-                try:
-                    return await self._resume_one(key, records)
-                except SlurmError as exc:
-                    log.warning("recovery %s waits for Slurm: %s", key, exc)
-                    await asyncio.sleep(1.0)
-        finally:
-            self._resuming.discard(key)
+    async def _resume_until_done(self, key: str) -> None:
+        """Until it is; the key is let go of then, and not by a fault, after which it is tried again."""
+        while records := self.journal.left_open().get(key):
+            try:
+                await self._resume_one(key, records)
+                break
+            except SlurmError as exc:
+                log.warning("recovery %s waits for Slurm: %s", key, exc)
+                await asyncio.sleep(1.0)
+        self._resuming.discard(key)
 
     async def _resume_one(self, key: str, records: list[Record]) -> None:
         opened = records[0].data
@@ -193,30 +237,32 @@ class Recoveries:
         begun = {str(r.data["node"]) for r in records if (r.step, r.phase) == ("down", "before")}
         downed = {str(r.data["node"]) for r in records if (r.step, r.phase) == ("down", "after")}
         sent_back = any(r.step == "requeue" for r in records)
+        track = self.registry.track(job) if job is not None else None
+        if track is not None and restart not in track.stored.allocations:
+            track.stored.allocations[restart] = names["members"]
+        judging = Recovery(self, track, restart) if track is not None else None
         for host in begun - downed:
-            await self._half_fenced(host, raw_id, restart)
-        if job is not None and not job.over and job.restarts == restart:
+            await self._half_fenced(host, judging, raw_id, restart)
+        if judging is not None and job is not None and not job.over and job.restarts == restart:
             for host in downed:
-                await self._forgotten(host, key)
+                await self._forgotten(host, judging)
         in_flight = job is not None and not job.over and (job.state != RUNNING or bool(downed) or sent_back)
-        if job is None or not in_flight or (job.state == RUNNING and job.restarts > restart):
+        if job is None or track is None or not in_flight or (job.state == RUNNING and job.restarts > restart):
             for name in reserved:
                 await self._delete(job, name)
             self.journal.write(key, "close", "after", outcome="cleaned")
             return
-        track = self.registry.track(job)
         recovery = self._active[raw_id, restart] = Recovery(self, track, restart)
         recovery.acting = True
         try:
             self.say(raw_id, restart, "taken_over", "", "by a restarted controller")
-            helper = recovery.rescue(job.user_id, names["survivors"], names["dead"])
+            helper = recovery.rescue(job, names["survivors"], names["dead"])
             alive = {r.name for r in await self.slurm.reservations()}
-            helper.reservation = next((n for n in reserved if n in alive), "")
-            if not helper.reservation:
-                async with self.reserving:
-                    nodes = await self.slurm.nodes()
-                    wanted = candidates_wanted(job, nodes, len(names["dead"]), self.settings.reserve_candidates)
-                    await helper.reserve(job, nodes, wanted)
+            helper.held.name = next((n for n in reversed(reserved) if n in alive), "")
+            nodes = await self.slurm.nodes()
+            helper.held.wanted = recovery.wanted(job, nodes, len(names["dead"]))
+            if not helper.held.name:
+                await helper.reserve(job, nodes, helper.held.wanted)
             await recovery.finish(helper)
         finally:
             self._ended((raw_id, restart))
@@ -227,46 +273,36 @@ class Recoveries:
                 await self.slurm.detach_reservation(job)
             await self.slurm.delete_reservation(name)
 
-    async def _forgotten(self, host: str, key: str) -> None:
+    async def _forgotten(self, host: str, recovery: Recovery) -> None:
         """slurmctld died before it had saved that this node is DOWN; the node is no less dead for that."""
-        node = await self._not_down(host)
-        if node is None or not await self._dead_and_settled(node) or await self._not_down(host) is None:
+        if await self._not_down(host) is None:
             return
-        raw_id, _, restart = key.partition(".")
-        self.journal.write(key, "down", "before", node=host)
-        await self.slurm.node_down(host, f"{REASON}, job {raw_id} restart {restart}")
-        self.journal.write(key, "down", "after", node=host)
-        self.say(int(raw_id), int(restart), "down", host, "again: slurmctld had forgotten it")
+        if (await recovery.judge_taken_over(host)).act is Act.FENCE and await self._not_down(host) is not None:
+            await recovery.fence(host)
 
-    async def _half_fenced(self, host: str, raw_id: int, restart: int) -> None:
-        """Died between drain and DOWN: finish on a dead node, give a healthy one back."""
-        node = await self._not_down(host, REASON)
-        if node is None:
+    async def _half_fenced(self, host: str, recovery: Recovery | None, raw_id: int, restart: int) -> None:
+        """Died between drain and DOWN: finish where that still follows, else give the node back."""
+        if not await self._still_drained(host):
             return
-        dead = await self._dead_and_settled(node)
-        if await self._not_down(host, REASON) is None:
-            return  # an administrator has been there meanwhile
-        if dead:
-            await self.slurm.node_down(host, f"{REASON}, job {raw_id} restart {restart}")
-        else:
-            await self.slurm.node_resume(host)
-            self.say(raw_id, restart, "resumed", host, "it answers: the drain of an interrupted recovery is undone")
+        verdict = await recovery.judge_taken_over(host) if recovery is not None else None
+        if not await self._still_drained(host):
+            return  # an administrator, or Slurm, has been there meanwhile
+        if recovery is not None and verdict is not None and verdict.act is Act.FENCE:
+            await recovery.fence(host)
+            return
+        await self.slurm.node_resume(host)
+        why = verdict.why if verdict is not None else "the job is gone"
+        self.say(raw_id, restart, "resumed", host, f"the drain of an interrupted recovery is undone: {why}")
 
-    async def _not_down(self, host: str, reason: str = "") -> Node | None:
-        """The node as it is now, unless it is DOWN, unknown, or its reason begins otherwise."""
+    async def _not_down(self, host: str) -> Node | None:
+        """The node as it is now, unless it is DOWN or unknown."""
         node = (await self.slurm.nodes([host])).get(host)
-        return None if node is None or node.down or not node.reason.startswith(reason) else node
+        return None if node is None or node.down else node
 
-    async def _dead_and_settled(self, node: Node) -> bool:
-        """False as soon as the node answers; True if it has not for `fence_confirm_s` and slurmctld has settled."""
-        began = time.monotonic()
-        while True:
-            if await probe.probe(node.address, node.port or self.settings.slurmd_port) not in _DEAD:
-                return False
-            silent_s, up_s = time.monotonic() - began, await self.primary.up_s()
-            if silent_s >= self.settings.fence_confirm_s and up_s >= self.settings.slurm_settle_s:
-                return True
-            await asyncio.sleep(SETTLING_S)
+    async def _still_drained(self, host: str) -> bool:
+        """Whether it is drained by us and not DOWN. The reason alone says nothing: it may outlive a RESUME."""
+        node = await self._not_down(host)
+        return node is not None and is_ours(node)
 
 
 def _list(value: str | int | float | list[str] | None) -> list[str]:

@@ -1,8 +1,9 @@
 """From a report to a job that runs again: one `Recovery` per incarnation that lost nodes.
 
 1. Reports are collected; a second dead node reported meanwhile joins the same recovery.
-2. Each suspect is probed (slurmd and agent port) and judged by `decide`, on facts read from Slurm.
+2. Each suspect is probed and judged by `fencing`, on facts read from Slurm.
 3. Confirmed: survivors and candidates are reserved, the dead are set DOWN, and the requeue is steered (`rescue`).
+   What is not ours to fence is watched on: should Slurm find it dead, the requeue is steered just so.
 Each action is journaled before and after; `recoveries.Recoveries` finishes what a dead controller began.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,11 +19,14 @@ from typing import TYPE_CHECKING
 
 from gemini_hpc.agent.ports import candidates as agent_ports
 from gemini_hpc.control import probe
-from gemini_hpc.control.decide import Act, Case, Decision, Port, budget, candidates_wanted, decide
+from gemini_hpc.control.decide import candidates_wanted
+from gemini_hpc.control.fencing import REASON, Act, Case, Claim, Port, Verdict, Veto, budget, judge, user_budget
 from gemini_hpc.control.registry import Track
 from gemini_hpc.control.rescue import Rescue
+from gemini_hpc.control.reservation import Held
 from gemini_hpc.control.slurm import SlurmError, UnknownJob
-from gemini_hpc.control.slurm.facts import PENDING, Job, Node
+from gemini_hpc.control.slurm.facts import PENDING, RUNNING, Job, Node
+from gemini_hpc.control.survivors import Survivors
 from gemini_hpc.wire.picture import InspectAsk
 
 if TYPE_CHECKING:
@@ -29,34 +34,49 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gemini_hpc.control")
 
-TICK_S = 0.05
-REFRESH_S = 0.5
+TICK_S, SLOW_TICK_S = 0.05, 0.5
+REFRESH_S, SLOW_REFRESH_S = 0.5, 2.0
 FRESH_S = 0.25
 COLLECT_S = 0.3
 WATCH_S = 60.0
+LEFT_S = 600.0  # what is left to Slurm is watched so long: SlurmdTimeout is 300 s by default
 LINKED_FACTOR = 2.0  # an agent that was heard of within so many confirmation times is there
 MAX_SUSPECTS = 64
-REASON = "gemini-hpc: no answer from slurmd and agent"
+ACTS = (Act.FENCE, Act.ADOPT, Act.REQUEUE)
+BUDGETS = (Veto.BUDGET, Veto.USER_BUDGET)
+DEAD_BUT_NOT_OURS = (*BUDGETS, Veto.STRANGERS)
 
 
 @dataclass
 class Suspect:
-    """One reported node."""
+    """One node that is looked at."""
 
     host: str
+    claim: Claim = Claim.REPORTED
     since: float = field(default_factory=time.monotonic)
     reported_at: float = field(default_factory=time.time)
     witnesses: set[str] = field(default_factory=set)
-    series: probe.Series | None = None
-    decision: Decision = field(default_factory=lambda: Decision(Act.WAIT, "just reported"))
+    seen: probe.Seen | None = None
+    left: Veto | None = None  # the last reason for leaving it to Slurm that was told
+    verdict: Verdict = field(default_factory=lambda: Verdict(Act.WAIT, "just reported"))
+
+    @property
+    def silent_s(self) -> float:
+        """How long it has been silent."""
+        return self.seen.silent_s if self.seen else 0.0
+
+    def stop(self) -> None:
+        """No more probes."""
+        if isinstance(self.seen, probe.Series):
+            self.seen.stop()
 
 
 @dataclass
 class Facts:
-    """What Slurm said at one moment."""
+    """What Slurm said at one moment. `job`: None where it does not know it any more."""
 
     at: float
-    job: Job
+    job: Job | None
     nodes: dict[str, Node]
     owners: dict[str, set[tuple[int, int]]]
     slurm_up_s: float
@@ -70,14 +90,19 @@ class Recovery:
         self._track = track
         self.restart = restart
         self.suspects: dict[str, Suspect] = {}
+        self.survivors: Survivors | None = None
         self.acting = False
-        self._others = (0, 0)
-        self._others_at = 0.0
+        self._ahead: Rescue | None = None
 
     @property
     def key(self) -> str:
         """Its name in the journal."""
         return f"{self._track.raw_id}.{self.restart}"
+
+    @property
+    def user_id(self) -> int:
+        """The job's owner."""
+        return self._track.user_id
 
     def say(self, event: str, host: str = "", detail: str = "") -> None:
         """One line of the job's event log."""
@@ -86,6 +111,10 @@ class Recovery:
     def note(self, step: str, phase: str, **data: str | int | float | list[str]) -> None:
         """One line of the journal."""
         self._home.journal.write(self.key, step, phase, **data)
+
+    def died(self, why: str) -> None:
+        """A task of this recovery's has died of a fault of ours; it is started again."""
+        self.say("task_died", "", why)
 
     def report(self, host: str, witnesses: set[str]) -> None:
         """Count a report; the first one about a host starts its probes."""
@@ -100,104 +129,100 @@ class Recovery:
     async def run(self) -> None:
         """Judge, and act if that is what follows."""
         try:
-            facts = await self._judge()
+            facts = await self._judge_all()
             if facts is not None:
                 self.acting = True
                 await self._act(facts)
+            elif self._ahead is not None:
+                await self._ahead.clean()
         finally:
             for suspect in self.suspects.values():
-                if suspect.series is not None:
-                    suspect.series.stop()
+                suspect.stop()
 
     # ---- judging ---------------------------------------------------------------------------------------
 
     async def _read(self) -> Facts:
+        """Raises `SlurmError`, and `UnknownJob` where the job is gone."""
         slurm, job = self._home.slurm, await self._home.slurm.job(self._track.raw_id)
         self._track.learn(job)
-        names = [h for h in self.suspects if h in self._track.members(self.restart)]
         nodes = await slurm.nodes()
+        # What Slurm has no record of cannot be asked about; nothing is done to it either.
+        names = [h for h in self.suspects if h in self._track.members(self.restart) and h in nodes]
         owners = await slurm.owners(names) if names else {}
         up_s = await self._home.primary.up_s()
         return Facts(time.monotonic(), job, nodes, owners, up_s)
 
     def _start_probes(self, facts: Facts) -> None:
-        settings = self._home.settings
         for suspect in self.suspects.values():
             node = facts.nodes.get(suspect.host)
-            if suspect.series is not None or node is None or suspect.host not in self._track.members(self.restart):
-                continue
-            agent = self._track.agents.get(suspect.host)
-            ports = [agent.port] if agent and agent.port else agent_ports(settings, self._track.raw_id)[:2]
-            suspect.series = probe.Series(node.address, node.port or settings.slurmd_port, ports)
+            if suspect.seen is None and node is not None and suspect.host in self._track.members(self.restart):
+                suspect.seen = probe.Series(self._target(node), self.died)
+
+    def _target(self, node: Node) -> probe.Target:
+        settings, agent = self._home.settings, self._track.agents.get(node.name)
+        ports = [agent.port] if agent and agent.port else agent_ports(settings, self._track.raw_id)[:2]
+        return probe.Target.of(settings, node.address, node.port, ports)
 
     async def _look_around(self, facts: Facts) -> None:
-        """How many other nodes this host reaches: a controller that is cut off itself must not judge."""
-        if time.monotonic() - self._others_at < REFRESH_S:
-            return
-        self._others_at = time.monotonic()
-        accused = self._home.accused()
-        members = [n for n in self._track.members(self.restart) if n not in accused]
-        more = [h for t in self._home.registry.jobs.values() for h, a in t.agents.items() if a.connected]
-        known = (h for h in dict.fromkeys(members + [h for h in more if h not in accused]) if h in facts.nodes)
-        names = list(known)[:MAX_SUSPECTS]
-        port = self._home.settings.slurmd_port
-        targets = {n: (facts.nodes[n].address, facts.nodes[n].port or port) for n in names}
-        targets = {n: t for n, t in targets.items() if not facts.nodes[n].down}
-        doubtful = {n: t for n, t in targets.items() if not self._home.registry.vouched(n)}
-        silent = [n for n, p in (await probe.reached(doubtful)).items() if p in (Port.SILENT, Port.HANGS)]
-        self._others = (len(targets) - len(silent), len(targets))
+        accused = self._home.accused() | self.suspects.keys()
+        await self._home.reach.look(self._track.members(self.restart), accused, facts.nodes)
 
     def _case(self, suspect: Suspect, facts: Facts) -> Case:
-        settings, track = self._home.settings, self._track
-        series, agent = suspect.series, self._home.registry.linked(track.raw_id, suspect.host)
-        strangers = {uid for uid, _ in facts.owners.get(suspect.host, ()) if uid != track.user_id}
+        home, settings, track = self._home, self._home.settings, self._track
+        seen, host, agent = suspect.seen, suspect.host, home.registry.linked(track.raw_id, suspect.host)
+        strangers = {uid for uid, _ in facts.owners.get(host, ()) if uid != track.user_id}
         lately = time.monotonic() - LINKED_FACTOR * settings.fence_confirm_s
+        window_s, whole = settings.fence_budget_window_s, budget(settings.fence_budget_nodes, len(facts.nodes))
         return Case(
-            node=suspect.host,
+            claim=suspect.claim,
+            node=host,
             restart=self.restart,
             members=track.members(self.restart),
             witnesses=frozenset(suspect.witnesses),
             suspects=frozenset(self.suspects),
             job=facts.job,
-            slurm_node=facts.nodes.get(suspect.host),
-            slurmd=series.found("slurmd") if series else Port.SILENT,
-            agent=series.found("agent") if series else Port.SILENT,
-            hangs=series.hangs if series else False,
-            silent_s=series.silent_s if series else 0.0,
-            agent_silent_s=series.agent_silent_s if series else 0.0,
+            slurm_node=facts.nodes.get(host),
+            slurmd=seen.found("slurmd") if seen else Port.SILENT,
+            agent=seen.found("agent") if seen else Port.SILENT,
+            kernel=seen.found("kernel") if seen else Port.SILENT,
+            silent_s=suspect.silent_s,
+            agent_silent_s=seen.agent_silent_s if seen else 0.0,
             agent_linked=agent is not None and agent.link.last_heard > max(suspect.since, lately),
-            slurmd_before=track.slurmd_before(self.restart, suspect.host),
+            slurmd_before=track.slurmd_before(self.restart, host),
             reported_at=suspect.reported_at,
             strangers=frozenset(strangers),
-            others_reached=self._others[0],
-            others_asked=self._others[1],
-            fenced=self._home.journal.fenced(settings.fence_budget_window_s),
-            budget=budget(settings.fence_budget_nodes, len(facts.nodes)),
+            others_reached=home.reach.reached,
+            others_asked=home.reach.asked,
+            fenced=home.journal.fenced(window_s, without=host),
+            budget=whole,
+            silent=len(home.silent({host})),
+            user_fenced=home.journal.fenced(window_s, user_id=track.user_id, without=host),
+            user_budget=user_budget(settings.fence_budget_user_nodes, whole),
+            user_silent=len(home.silent({host}, track.user_id)),
             confirm_s=settings.fence_confirm_s,
             guard=settings.node_max_jobs_guard,
             slurm_up_s=facts.slurm_up_s + time.monotonic() - facts.at,
             settle_s=settings.slurm_settle_s,
         )
 
+    def _judge(self, suspect: Suspect, facts: Facts) -> Verdict:
+        """One suspect, now; what is new is told."""
+        verdict, before = judge(self._case(suspect, facts)), suspect.verdict
+        suspect.verdict = verdict
+        if verdict.veto in BUDGETS:
+            # A mass outage: these count again when the next one is judged.
+            self._home.remember_silent(self._home.silent({suspect.host}))
+            self._home.alerts.tell(verdict.veto.value, self._track.raw_id, suspect.host, verdict.why)
+        if verdict.act is Act.DISMISS and before.act is not Act.DISMISS:
+            self.say("dismissed", suspect.host, verdict.why)
+        if verdict.act is Act.LEAVE and suspect.left is not verdict.veto:
+            suspect.left = verdict.veto
+            self.say("not_fenced", suspect.host, verdict.why)
+        return verdict
+
     def _decide(self, facts: Facts) -> list[Suspect]:
-        """Judge every suspect; those that call for an action. Where more nodes are silent, all jobs together, than
-        the budget has left, none of them is fenced (SITE 3)."""
-        cases = {s.host: self._case(s, facts) for s in self.suspects.values()}
-        verdicts = {host: decide(case) for host, case in cases.items()}
-        fence = [host for host, verdict in verdicts.items() if verdict.act is Act.FENCE]
-        silent = self._home.silent(set(fence)) if fence else set()
-        for host in fence:
-            case = cases[host]
-            if case.fenced + len(silent) > case.budget:
-                why = f"budget: {case.fenced} nodes fenced lately, {len(silent)} silent now, {case.budget} allowed"
-                verdicts[host] = Decision(Act.DISMISS, f"{why}; call the administrator")
-                self._home.remember_silent(silent)
-        for suspect in self.suspects.values():
-            verdict = verdicts[suspect.host]
-            if verdict.act is Act.DISMISS and suspect.decision.act is not Act.DISMISS:
-                self.say("dismissed", suspect.host, verdict.why)
-            suspect.decision = verdict
-        return [s for s in self.suspects.values() if s.decision.act in (Act.FENCE, Act.ADOPT, Act.REQUEUE)]
+        """Judge every suspect; those that call for an action."""
+        return [s for s in self.suspects.values() if self._judge(s, facts).act in ACTS]
 
     def _ask_suspects(self) -> None:
         for host in self.suspects:
@@ -205,13 +230,14 @@ class Recovery:
             if agent is not None:
                 agent.link.send(InspectAsk())
 
-    async def _judge(self) -> Facts | None:
+    async def _judge_all(self) -> Facts | None:
         """Until every suspect is judged; the facts to act on, or None."""
-        began, facts = time.monotonic(), None
+        began, facts, quick = time.monotonic(), None, True
         watch_s = WATCH_S + self._home.settings.slurm_settle_s
-        while time.monotonic() - began < watch_s:
+        while (passed_s := time.monotonic() - began) < max(watch_s, LEFT_S):
+            refresh_s = REFRESH_S if quick else SLOW_REFRESH_S
             try:
-                if facts is None or time.monotonic() - facts.at > REFRESH_S:
+                if facts is None or time.monotonic() - facts.at > refresh_s:
                     facts = await self._read()
                     self._start_probes(facts)
                     self._ask_suspects()
@@ -228,38 +254,96 @@ class Recovery:
                 log.warning("job=%s restart=%d slurm=%s", self._track.raw_id, self.restart, exc)
                 await asyncio.sleep(REFRESH_S)
                 continue
-            waiting = [s for s in self.suspects.values() if s.decision.act is Act.WAIT]
+            waiting = [s for s in self.suspects.values() if s.verdict.act is Act.WAIT]
+            left = [s for s in self.suspects.values() if s.verdict.act is Act.LEAVE]
             if found and not any(self._soon(s) for s in waiting):
                 return facts
-            if not found and not waiting:
-                return None
-            await asyncio.sleep(TICK_S)
+            if not found and not left and (not waiting or passed_s >= watch_s):
+                break
+            await self._hold_ahead(facts)
+            quick = bool(found or waiting) and passed_s < watch_s  # else all is left to Slurm, whose word is awaited
+            await asyncio.sleep(TICK_S if quick else SLOW_TICK_S)
         for suspect in self.suspects.values():
-            if suspect.decision.act is Act.WAIT:
-                self.say("dismissed", suspect.host, f"not confirmed within {watch_s:g} s: {suspect.decision.why}")
+            if suspect.verdict.act in (Act.WAIT, Act.LEAVE):
+                passed_s = time.monotonic() - began
+                self.say("dismissed", suspect.host, f"not confirmed within {passed_s:.0f} s: {suspect.verdict.why}")
         return None
+
+    async def _hold_ahead(self, facts: Facts) -> None:
+        """Where a dead node is not ours to fence Slurm requeues the job some time: no other job may be faster then.
+        Held are the job's own nodes, so nobody else waits for it."""
+        left = [s.host for s in self.suspects.values() if s.verdict.veto in DEAD_BUT_NOT_OURS]
+        if self._ahead is not None or facts.job is None or not left:
+            return
+        self._ahead = self.rescue(facts.job, self._alive(left, facts), left)
+        try:
+            await self._ahead.reserve(facts.job, facts.nodes, 0)
+        except SlurmError as exc:
+            log.warning("job=%s restart=%d slurm=%s", self._track.raw_id, self.restart, exc)
+
+    def _alive(self, dead: list[str], facts: Facts) -> list[str]:
+        """All other nodes of the job that Slurm does not hold for DOWN; the survey finds out which answer."""
+        members = self._track.members(self.restart)
+        return [h for h in members if h not in dead and h in facts.nodes and not facts.nodes[h].down]
 
     def _soon(self, suspect: Suspect) -> bool:
         """Whether a suspect that is not confirmed yet is worth waiting for: it is silent, or was just reported."""
         if time.monotonic() - suspect.since < COLLECT_S:
             return True
         confirm_s = self._home.settings.fence_confirm_s
-        silent_s = suspect.series.silent_s if suspect.series else 0.0
-        if suspect.host in self._track.members(self.restart) and (not suspect.series or not suspect.series.rounds):
+        if suspect.host in self._track.members(self.restart) and (not suspect.seen or not suspect.seen.rounds):
             return True
-        return 0 < silent_s < confirm_s and time.monotonic() - suspect.since < 2 * confirm_s + COLLECT_S
+        return 0 < suspect.silent_s < confirm_s and time.monotonic() - suspect.since < 2 * confirm_s + COLLECT_S
+
+    async def judge_taken_over(self, host: str) -> Verdict:
+        """What an earlier controller had begun to fence, judged anew under the same vetoes. Waits as long as a report
+        is watched. Raises `SlurmError`."""
+        suspect = self.suspects[host] = Suspect(host, Claim.TAKEN_OVER)
+        began, watch_s = time.monotonic(), WATCH_S + self._home.settings.slurm_settle_s
+        try:
+            while time.monotonic() - began < watch_s:
+                facts = await self._read()
+                self._start_probes(facts)
+                await self._look_around(facts)
+                if self._judge(suspect, facts).act is not Act.WAIT:
+                    break
+                await asyncio.sleep(FRESH_S)
+        finally:
+            suspect.stop()
+            del self.suspects[host]
+        return suspect.verdict
+
+    async def _judge_survivor(self, host: str, seen: probe.Seen) -> bool:
+        """A survivor has fallen silent as well: the same judgement; whether it is dead, and DOWN, now."""
+        suspect = self.suspects.setdefault(host, Suspect(host, Claim.SURVIVOR))
+        suspect.seen = seen
+        try:
+            facts = await self._read()
+            await self._look_around(facts)
+            verdict = self._judge(suspect, facts)
+            if verdict.act is Act.FENCE:
+                self.say("confirmed", host, verdict.why)
+                await self.fence(host)
+            if verdict.act not in (Act.FENCE, Act.ADOPT):
+                return False
+        except SlurmError as exc:
+            log.warning("job=%s restart=%d host=%s slurm=%s", self._track.raw_id, self.restart, host, exc)
+            return False
+        del self.suspects[host]
+        return True
 
     # ---- acting ----------------------------------------------------------------------------------------
 
     async def _act(self, facts: Facts) -> None:
-        job, track, home = facts.job, self._track, self._home
-        chosen = {s.host: s.decision for s in self.suspects.values()}
-        dead = [h for h, d in chosen.items() if d.act in (Act.FENCE, Act.ADOPT)]
-        rebooted = [h for h, d in chosen.items() if d.act is Act.REQUEUE]
+        job, track, chosen = facts.job, self._track, {s.host: s.verdict for s in self.suspects.values()}
+        if job is None:
+            return
+        dead = [h for h, v in chosen.items() if v.act in (Act.FENCE, Act.ADOPT)]
+        rebooted = [h for h, v in chosen.items() if v.act is Act.REQUEUE]
         members = track.members(self.restart)
         for host in [*dead, *rebooted]:
             self.say("confirmed", host, chosen[host].why)
-        alive = await self._alive([h for h in members if h not in dead], facts)
+        alive = self._alive(dead, facts)
         self.note(
             "open",
             "before",
@@ -271,10 +355,10 @@ class Recovery:
             survivors=alive,
             original=track.stored.original,
         )
-        helper = self.rescue(job.user_id, alive, dead)
-        async with home.reserving:
-            # One recovery at a time looks for candidates: two reservations may not overlap.
-            await helper.reserve(job, facts.nodes, self._wanted(job, facts.nodes, dead))
+        helper = self.rescue(job, alive, dead)
+        if self._ahead is not None:
+            helper.held.name, helper.held.own = self._ahead.held.name, self._ahead.held.own
+        await helper.reserve(job, facts.nodes, self.wanted(job, facts.nodes, len(dead)))
         try:
             for host in dead:
                 if chosen[host].act is Act.FENCE:
@@ -289,8 +373,9 @@ class Recovery:
             raise
         await self.finish(helper)
 
-    def _wanted(self, job: Job, nodes: dict[str, Node], dead: list[str]) -> int:
-        return candidates_wanted(job, nodes, len(dead), self._home.settings.reserve_candidates)
+    def wanted(self, job: Job, nodes: dict[str, Node], dead: int) -> int:
+        """How many nodes to hold beside the survivors."""
+        return candidates_wanted(job, nodes, dead, self._home.settings.reserve_candidates)
 
     async def _send_back(self, job: Job) -> None:
         began = time.monotonic()
@@ -299,35 +384,47 @@ class Recovery:
         self.note("requeue", "after")
         self.say("sent_back", "", f"scontrol requeue [{(time.monotonic() - began) * 1000:.0f} ms]")
 
-    def rescue(self, user_id: int, survivors: list[str], dead: list[str]) -> Rescue:
+    def rescue(self, job: Job, survivors: list[str], dead: list[str]) -> Rescue:
         """The helper that steers this job's requeue."""
         home, track = self._home, self._track
-
-        async def fence_survivor(host: str) -> bool:
-            return await self._fence_if_allowed(host)
 
         def completing(seconds: float) -> None:
             home.longest_epilog_s = max(home.longest_epilog_s, seconds)
 
-        return Rescue(
-            slurm=self._home.slurm,
-            raw_id=self._track.raw_id,
-            restart=self.restart,
-            user_id=user_id,
-            survivors=survivors,
+        self.survivors = Survivors(
+            names=survivors,
             dead=dead,
-            original=list(self._track.stored.original),
-            slurmd_port=self._home.settings.slurmd_port,
-            confirm_s=self._home.settings.fence_confirm_s,
+            say=self.say,
+            target=self._target,
+            vouched=home.registry.vouched,
+            confirm_s=home.settings.fence_confirm_s,
+            fence=self._judge_survivor,
+        )
+        held = Held(
+            slurm=home.slurm,
+            raw_id=track.raw_id,
+            user_id=job.user_id,
+            say=self.say,
+            note=self.note,
+            minutes=home.reservation_minutes(),
+            protected=lambda: home.protected_of_others(job.user_id),
+            survivors_of=home.survivors_of,
+            reserving=home.reserving,
+        )
+        return Rescue(
+            slurm=home.slurm,
+            raw_id=track.raw_id,
+            restart=self.restart,
+            survivors=self.survivors,
+            held=held,
+            original=list(track.stored.original),
             say=self.say,
             note=self.note,
             may_requeue=True,
-            fence=fence_survivor,
-            vouched=home.registry.vouched,
             own_request=track.stored.reservation,
             pinned=track.remember_pin,
             completing=completing,
-            minutes=home.reservation_minutes(),
+            length_s=_length_s(job),
         )
 
     async def finish(self, helper: Rescue) -> None:
@@ -338,44 +435,18 @@ class Recovery:
         if outcome != "running":
             self.say("closed", "", outcome)
 
-    async def _alive(self, names: list[str], facts: Facts) -> list[str]:
-        port = self._home.settings.slurmd_port
-        known = [n for n in names if n in facts.nodes and not facts.nodes[n].down]
-        seen = await probe.reached({n: (facts.nodes[n].address, facts.nodes[n].port or port) for n in known})
-        return [n for n in known if seen[n] is Port.ANSWERS]
-
     async def fence(self, host: str) -> None:
         """Set a node DOWN and drained."""
         began = time.monotonic()
         reason = f"{REASON}, job {self._track.raw_id} restart {self.restart}"
-        self.note("down", "before", node=host)
+        self.note("down", "before", node=host, user_id=self._track.user_id)
         await self._home.slurm.node_down(host, reason)
         self.note("down", "after", node=host)
         self.say("down", host, f"[{(time.monotonic() - began) * 1000:.0f} ms]")
 
-    async def _fence_if_allowed(self, host: str) -> bool:
-        """A survivor died as well: the same vetoes hold, the silence has been seen by the steering's own probes."""
-        settings, slurm = self._home.settings, self._home.slurm
-        try:
-            nodes, owners = await slurm.nodes(), await slurm.owners([host])
-            if nodes[host].down:
-                return True
-            strangers = {uid for uid, _ in owners[host] if uid != self._track.user_id}
-            fenced = self._home.journal.fenced(settings.fence_budget_window_s)
-            limit = budget(settings.fence_budget_nodes, len(nodes))
-            up_s = await self._home.primary.up_s()
-            why = ""
-            if strangers and settings.node_max_jobs_guard:
-                why = "other owners' jobs"
-            elif fenced >= limit:
-                why = f"budget of {limit}"
-            elif up_s < settings.slurm_settle_s:
-                why = f"slurmctld has answered for {up_s:.0f} of {settings.slurm_settle_s:g} s"
-            if why:
-                self.say("not_fenced", host, why)
-                return False
-            await self.fence(host)
-        except (SlurmError, KeyError) as exc:
-            self.say("not_fenced", host, str(exc))
-            return False
-        return True
+
+def _length_s(job: Job) -> float:
+    """For how long the job will run, as far as its record says: without end, or (waiting) not known, hence 0."""
+    if job.end_time and job.start_time:
+        return max(0.0, job.end_time - job.start_time)
+    return math.inf if job.state == RUNNING else 0.0

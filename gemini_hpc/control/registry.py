@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from gemini_hpc.control.rescue import PREFIX
+from gemini_hpc.control.reservation import PREFIX
 from gemini_hpc.control.slurm import SlurmError
 from gemini_hpc.control.slurm.api import SlurmApi
 from gemini_hpc.control.slurm.facts import COMPLETING, CONFIGURING, RUNNING, Job

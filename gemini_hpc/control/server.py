@@ -12,6 +12,7 @@ from collections import Counter
 from contextlib import suppress
 
 from gemini_hpc.config import Settings
+from gemini_hpc.control import tasks
 from gemini_hpc.control.access import operators
 from gemini_hpc.control.eventlog import MAX_EVENTS_AT_ONCE, EventLogs, log_bytes, tame
 from gemini_hpc.control.fairness import BEHALF, PerUser
@@ -98,9 +99,10 @@ class Controller:
         """Listen, watch and recover until cancelled, or until another slurmctld is in charge."""
         server = await asyncio.start_server(self._connection, port=self.settings.controller_port, backlog=1024)
         log.info("event=ready port=%d pid=%d", self.settings.controller_port, os.getpid())
-        watcher = asyncio.ensure_future(self.watcher.run())
-        resume = asyncio.ensure_future(self.recoveries.resume())
-        give_back = asyncio.ensure_future(GiveBack(self.settings, self.slurm, self.journal).run())
+        died = self.recoveries.died
+        watcher = tasks.start("watcher", self.watcher.run, died)
+        resume = tasks.start("resume", self.recoveries.resume, died)
+        give_back = tasks.start("give-back", GiveBack(self.settings, self.slurm, self.journal).run, died)
         try:
             async with server:
                 log.warning("event=stepping-down slurmctld=%s", await self._primary.lost())

@@ -53,6 +53,7 @@ FAST = Profile(
         "heartbeat_missed": 4,
         "fence_confirm_s": 0.4,
         "fence_budget_nodes": 4,
+        "fence_budget_user_nodes": 4,
         "slurm_settle_s": 1.0,
     },
 )

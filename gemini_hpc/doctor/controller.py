@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+import time
+from contextlib import suppress
 
 from gemini_hpc.control.primary import LOCK
 from gemini_hpc.control.slurm import Slurm
@@ -16,6 +18,7 @@ from gemini_hpc.doctor.paths import user
 
 _FREE_BYTES = 64 << 20
 _TAIL_BYTES = 1 << 20
+_ALERT_S = 86400.0
 
 
 def _running(facts: Facts) -> int | None:
@@ -109,6 +112,35 @@ def _damaged(path: str) -> int:
     return damaged
 
 
+def alerts(facts: Facts) -> Outcome:
+    """Whether the controller has stood aside lately: it says so in its journal."""
+    facts.need_slurm_user("the journal")
+    path = os.path.join(facts.settings.state_dir, "journal.jsonl")
+    told = []
+    try:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise Unavailable(f"{path} is no file")
+        with open(path, "rb") as f:
+            f.seek(max(0, os.fstat(f.fileno()).st_size - _TAIL_BYTES))
+            for line in f:
+                with suppress(ValueError, RecursionError, AttributeError, TypeError):
+                    record = json.loads(line)
+                    if record["step"] == "alert" and time.time() - record["t"] < _ALERT_S:
+                        told.append(record)
+    except FileNotFoundError:
+        return ok(f"{path} is not there yet")
+    if not told:
+        return ok("no alert within a day")
+    data = told[-1].get("data", {})
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(told[-1]["t"]))
+    last = f"{data.get('kind', '?')}: job {data.get('job', '?')} {data.get('node', '')}: {data.get('why', '')}"
+    return warning(
+        f"{len(told)} within a day, the last at {at}: {last}",
+        "none: over its budget the controller fences no node, and such jobs wait for Slurm's own detection",
+        "look at the nodes that it names; fence_budget_nodes, fence_budget_user_nodes",
+    )
+
+
 def primary(facts: Facts) -> Outcome:
     """The controller acts where slurmctld is in charge, or not at all."""
     hosts, acting = facts.ask_slurm(Slurm.slurmctlds), _in_charge(facts)
@@ -151,6 +183,7 @@ def lock(facts: Facts) -> Outcome:
 CHECKS = (
     Check("controller.runs", "SITE 5", ON_CONTROLLER, runs),
     Check("controller.journal", "SITE 5", ON_CONTROLLER, journal),
+    Check("controller.alerts", "", ON_CONTROLLER, alerts),
     Check("controller.primary", "SITE 5", ON_CONTROLLER, primary),
     Check("controller.lock", "SITE 5", ON_CONTROLLER, lock),
 )

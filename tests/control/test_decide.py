@@ -1,27 +1,14 @@
-"""The rules about silent nodes, and those about candidates, release and budget."""
+"""The rules about candidates, what Slurm would allocate, and release."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from gemini_hpc.control.decide import (
-    Act,
-    Case,
-    Port,
-    budget,
-    candidates,
-    candidates_wanted,
-    decide,
-    fits,
-    held,
-    release_reason,
-)
+from gemini_hpc.control.decide import barred, candidates, candidates_wanted, fits, held, release_reason
+from gemini_hpc.control.slurm.facts import Reservation
 from gemini_hpc.control.slurm.text import parse_node
 
 from .scontrol_line import parse_job
@@ -29,185 +16,6 @@ from .scontrol_line import parse_job
 LINE = (Path(__file__).parent / "recorded" / "22.05-job-running.txt").read_text().splitlines()[0]
 JOB = parse_job(LINE)
 NODE = parse_node("NodeName=n2 CPUTot=4 RealMemory=2000 NodeAddr=10.77.0.12 State=ALLOCATED Partitions=main")
-DEAD = Case(
-    node="n2",
-    restart=0,
-    members=("n1", "n2", "n3"),
-    witnesses=frozenset(("n1", "n3")),
-    suspects=frozenset(("n2",)),
-    job=JOB,
-    slurm_node=NODE,
-    slurmd=Port.SILENT,
-    agent=Port.SILENT,
-    hangs=False,
-    silent_s=6.0,
-    agent_silent_s=6.0,
-    agent_linked=False,
-    slurmd_before=1000.0,
-    reported_at=JOB.start_time + 500,
-    strangers=frozenset(),
-    others_reached=2,
-    others_asked=2,
-    fenced=0,
-    budget=2,
-    confirm_s=5.0,
-    guard=True,
-    slurm_up_s=1000.0,
-    settle_s=60.0,
-)
-
-
-def case(**changes: Any) -> Case:
-    job = {k: changes.pop(k) for k in list(changes) if k in {f.name for f in dataclasses.fields(JOB)} - {"job"}}
-    changed = dataclasses.replace(DEAD, **changes)
-    return dataclasses.replace(changed, job=dataclasses.replace(changed.job, **job)) if job else changed
-
-
-def test_a_dead_node_is_fenced() -> None:
-    assert decide(DEAD).act is Act.FENCE
-
-
-@pytest.mark.parametrize(
-    ("act", "word", "changes"),
-    [
-        (Act.DISMISS, "false suspicion", {"slurmd": Port.ANSWERS, "agent": Port.ANSWERS}),
-        (Act.DISMISS, "false suspicion", {"slurmd": Port.ANSWERS, "agent_linked": True}),
-        (Act.WAIT, "only the agent", {"slurmd": Port.ANSWERS}),
-        (Act.WAIT, "kernel lives", {"slurmd": Port.REFUSES}),
-        (Act.WAIT, "slurmd is silent but the agent", {"agent": Port.REFUSES}),
-        (Act.WAIT, "slurmd is silent but the agent", {"agent": Port.ANSWERS}),
-        (Act.WAIT, "silent for", {"silent_s": 4.9}),
-        (Act.WAIT, "1 of 2 witnesses", {"witnesses": frozenset(("n1",))}),
-        (Act.WAIT, "0 of 2 witnesses", {"witnesses": frozenset(("n2", "n9", "n8"))}),
-        (Act.WAIT, "reaches only", {"others_reached": 1}),
-        (Act.DISMISS, "other owners", {"strangers": frozenset((5002,))}),
-        (Act.DISMISS, "budget", {"fenced": 2}),
-        (Act.DISMISS, "budget", {"budget": 0}),
-        (Act.DISMISS, "allocation", {"node": "n4"}),
-        (Act.DISMISS, "heterogeneous", {"het": True}),
-        (Act.DISMISS, "array record", {"array_job_id": 1, "array_task_id": "1-3"}),
-        (Act.DISMISS, "--requeue", {"requeue": False}),
-        (Act.DISMISS, "batch", {"batch": False}),
-        (Act.DISMISS, "COMPLETED", {"state": "COMPLETED"}),
-        (Act.DISMISS, "CANCELLED", {"state": "CANCELLED"}),
-        (Act.DISMISS, "SUSPENDED", {"state": "SUSPENDED"}),
-        (Act.DISMISS, "again", {"restarts": 1}),
-        (Act.DISMISS, "restart 0", {"restarts": 2}),
-        (Act.DISMISS, "long before", {"state": "FAILED", "end_time": JOB.start_time + 100}),
-    ],
-)
-def test_vetoes(act: Act, word: str, changes: dict[str, Any]) -> None:
-    decision = decide(case(**changes))
-    assert decision.act is act and word in decision.why
-
-
-def test_one_witness_is_enough_where_only_one_node_is_left() -> None:
-    two = case(members=("n1", "n2"), witnesses=frozenset(("n1",)))
-    assert decide(two).act is Act.FENCE
-    both = case(suspects=frozenset(("n2", "n3")), witnesses=frozenset(("n1",)))
-    assert decide(both).act is Act.FENCE
-
-
-def test_slurm_was_first() -> None:
-    down = dataclasses.replace(NODE, state="DOWN")
-    assert decide(case(slurm_node=down, silent_s=0.2)).act is Act.ADOPT
-    assert decide(case(slurm_node=down, silent_s=0.2, state="PENDING", restarts=1)).act is Act.ADOPT
-    assert decide(case(slurm_node=down, slurmd=Port.REFUSES)).act is Act.ADOPT
-    assert decide(case(slurm_node=down, slurmd=Port.ANSWERS)).act is Act.WAIT
-
-
-def test_a_script_that_ended_just_before_the_report() -> None:
-    assert decide(case(state="FAILED", end_time=DEAD.reported_at - 3)).act is Act.FENCE
-
-
-def test_reboot() -> None:
-    fresh = dataclasses.replace(NODE, slurmd_start=DEAD.reported_at - 2)
-    assert decide(case(slurmd=Port.ANSWERS, slurm_node=fresh)).act is Act.REQUEUE
-    assert decide(case(slurmd=Port.ANSWERS, slurm_node=fresh, agent_silent_s=1.0)).act is Act.WAIT
-    assert decide(case(slurmd=Port.ANSWERS, slurm_node=fresh, state="COMPLETING")).act is Act.WAIT
-    long_ago = dataclasses.replace(NODE, slurmd_start=DEAD.reported_at - 300)
-    assert decide(case(slurmd=Port.ANSWERS, slurm_node=long_ago)).act is Act.WAIT
-
-
-PORTS = st.sampled_from(Port)
-HOSTS = st.frozensets(st.sampled_from(("n1", "n2", "n3", "n4")))
-
-
-@settings(max_examples=400)
-@given(
-    slurmd=PORTS,
-    agent=PORTS,
-    hangs=st.booleans(),
-    silent=st.floats(0, 20),
-    up=st.floats(0, 120),
-    witnesses=HOSTS,
-    suspects=HOSTS,
-    linked=st.booleans(),
-    strangers=st.frozensets(st.integers(1, 3)),
-    reached=st.integers(0, 10),
-    fenced=st.integers(0, 3),
-    state=st.sampled_from(("RUNNING", "COMPLETING", "PENDING", "FAILED", "COMPLETED", "CANCELLED", "TIMEOUT")),
-    restarts=st.integers(0, 2),
-    requeue=st.booleans(),
-    node=st.sampled_from(("n2", "n4")),
-)
-def test_site_02_fencing_needs_everything(
-    slurmd: Port,
-    agent: Port,
-    hangs: bool,
-    silent: float,
-    up: float,
-    witnesses: frozenset[str],
-    suspects: frozenset[str],
-    linked: bool,
-    strangers: frozenset[int],
-    reached: int,
-    fenced: int,
-    state: str,
-    restarts: int,
-    requeue: bool,
-    node: str,
-) -> None:
-    tried = case(
-        slurmd=slurmd,
-        agent=agent,
-        hangs=hangs,
-        silent_s=silent,
-        slurm_up_s=up,
-        witnesses=witnesses,
-        suspects=suspects | {node},
-        agent_linked=linked,
-        strangers=strangers,
-        others_reached=reached,
-        others_asked=10,
-        fenced=fenced,
-        state=state,
-        restarts=restarts,
-        requeue=requeue,
-        node=node,
-    )
-    if decide(tried).act is not Act.FENCE:
-        return
-    quiet = (Port.SILENT, Port.HANGS)
-    assert slurmd in quiet and agent in quiet and not linked and up >= 60
-    assert silent >= tried.confirm_s * (3 if hangs else 1)
-    assert not strangers and reached >= 9 and fenced < tried.budget and requeue and node == "n2"
-    assert state in ("RUNNING", "COMPLETING", "PENDING", "FAILED") and restarts <= 1
-    assert (witnesses & {"n1", "n3"}) - suspects
-
-
-@given(st.integers(0, 10), st.integers(0, 10000))
-def test_budget(configured: int, nodes: int) -> None:
-    allowed = budget(configured, nodes)
-    assert allowed == 0 if configured == 0 else allowed == max(configured, nodes // 100)
-
-
-def test_site_03_default_budget_is_that_of_the_site_rules() -> None:
-    from gemini_hpc.config import Settings
-
-    default = Settings()
-    assert (default.fence_budget_nodes, default.fence_budget_window_s, default.fence_confirm_s) == (2, 600.0, 5.0)
-    assert default.node_max_jobs_guard
 
 
 def test_candidates_fit_and_idle_ones_come_first() -> None:
@@ -269,3 +77,44 @@ def test_site_11_one_percent_of_a_large_partition() -> None:
     assert candidates_wanted(JOB, {"n1": NODE}, 1, 2) == 3
     elsewhere = {f"n{i}": dataclasses.replace(NODE, partitions=("other",)) for i in range(1000)}
     assert candidates_wanted(JOB, elsewhere, 1, 2) == 3
+
+
+@pytest.mark.parametrize(
+    ("state", "partitions", "reserved_from", "word"),
+    [
+        ("IDLE", {"main": "UP"}, None, ""),
+        ("ALLOCATED", {"main": "UP"}, 200.0, ""),
+        ("IDLE+RESERVED", {"main": "UP"}, None, ""),
+        ("IDLE+DRAIN", {"main": "UP"}, None, "DRAIN"),
+        ("MIXED+DRAIN", {"main": "UP"}, None, "DRAIN"),
+        ("DOWN", {"main": "UP"}, None, "DOWN"),
+        ("IDLE+MAINTENANCE", {"main": "UP"}, None, "MAINT"),
+        ("IDLE+MAINT", {"main": "UP"}, None, "MAINT"),
+        ("IDLE+REBOOT_REQUESTED", {"main": "UP"}, None, "REBOOT"),
+        ("ALLOCATED+REBOOT_ISSUED", {"main": "UP"}, None, "REBOOT"),
+        ("IDLE", {"main": "DOWN"}, None, "partition main is DOWN"),
+        ("IDLE", {"main": "INACTIVE"}, None, "partition main is INACTIVE"),
+        ("IDLE", {"main": "DRAIN"}, None, "partition main is DRAIN"),
+        ("IDLE", {"main": "UP"}, 50.0, "reservation weekly"),
+    ],
+)
+def test_what_slurm_would_not_allocate(
+    state: str, partitions: dict[str, str], reserved_from: float | None, word: str
+) -> None:
+    node = parse_node(f"NodeName=n2 CPUTot=4 RealMemory=2000 State={state} Partitions=main")
+    others = [] if reserved_from is None else [weekly(("n1", "n2"), reserved_from)]
+    why = barred(JOB, node, partitions, others, 100.0)
+    assert word in why and bool(why) is bool(word)
+
+
+def weekly(nodes: tuple[str, ...], start: float) -> Reservation:
+    return Reservation("weekly", nodes, ("bob",), "ACTIVE", frozenset(), start)
+
+
+def test_one_of_two_partitions_is_enough() -> None:
+    job = dataclasses.replace(JOB, partition="main,long")
+    node = dataclasses.replace(NODE, partitions=("main", "long"))
+    assert barred(job, node, {"main": "DOWN", "long": "UP"}, [], 0.0) == ""
+    assert "long is DOWN" in barred(job, node, {"main": "DOWN", "long": "DOWN"}, [], 0.0)
+    assert barred(job, dataclasses.replace(NODE, partitions=("other",)), {}, [], 0.0)
+    assert not barred(job, NODE, {"main": "UP"}, [weekly(("n9",), 0.0)], 100.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,9 @@ import pytest
 
 from gemini_hpc.config import Settings
 from gemini_hpc.control import giveback, probe
-from gemini_hpc.control.decide import Port
+from gemini_hpc.control.fencing import REASON, Port
 from gemini_hpc.control.giveback import GiveBack
 from gemini_hpc.control.journal import Journal
-from gemini_hpc.control.recovery import REASON
 from gemini_hpc.control.slurm.facts import Node
 from gemini_hpc.control.slurm.text import parse_node
 
@@ -22,15 +22,19 @@ from .fake_slurm import FakeSlurm
 
 
 class ScriptedSlurm(FakeSlurm):
-    def __init__(self, reason: str, boot: str) -> None:
+    """`keeps`: as Slurm from 24.11 on, whose nodes keep their reason after a RESUME."""
+
+    def __init__(self, reason: str, boot: str, *, keeps: bool = False) -> None:
         line = f"NodeName=n1 NodeAddr=n1 CPUTot=4 State=DOWN+DRAIN BootTime={boot} Reason={reason} [slurm@now]"
-        self.node, self.resumed = parse_node(line), 0
+        self.node, self.resumed, self.keeps = parse_node(line), 0, keeps
 
     async def nodes(self, names: Any = ()) -> dict[str, Node]:
         return {"n1": self.node}
 
     async def node_resume(self, name: str) -> None:
         self.resumed += 1
+        if self.keeps:
+            self.node = dataclasses.replace(self.node, state="IDLE", flags=frozenset())
 
 
 NEW, OLD = "2036-01-01T00:00:00", "2016-01-01T00:00:00"
@@ -82,4 +86,30 @@ def test_site_04_off_by_default(tmp_path: Path) -> None:
     assert Settings().auto_resume_s == 0
     slurm, journal = ScriptedSlurm(REASON, NEW), Journal(str(tmp_path / "journal"))
     asyncio.run(asyncio.wait_for(GiveBack(Settings(), slurm, journal).run(), 5))
+    journal.close()
+
+
+@pytest.mark.parametrize("state", ["IDLE", "ALLOCATED", "MIXED"])
+def test_a_reason_that_outlives_a_resume_is_not_taken_for_a_drain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """From 24.11 on; the second give-back of the day must not be spent on a node that is in service."""
+
+    async def reached(targets: dict[str, tuple[str, int]]) -> dict[str, Port]:
+        return dict.fromkeys(targets, Port.ANSWERS)
+
+    monkeypatch.setattr(probe, "reached", reached)
+    slurm, journal = ScriptedSlurm(REASON, NEW, keeps=True), Journal(str(tmp_path / "journal"))
+    journal.write("1.0", "down", "before", node="n1")
+    look = GiveBack(Settings(auto_resume_s=0.05), slurm, journal).look
+
+    async def many() -> None:
+        for _ in range(12):
+            await look()
+            await asyncio.sleep(0.03)
+            if slurm.resumed:
+                slurm.node = dataclasses.replace(slurm.node, state=state)
+
+    asyncio.run(many())
+    assert slurm.resumed == 1 and journal.given_back("n1", giveback.DAY_S) == 1
     journal.close()

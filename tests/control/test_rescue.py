@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gemini_hpc.control import probe, rescue
-from gemini_hpc.control.decide import Port
+from gemini_hpc.control import probe, rescue, tasks
+from gemini_hpc.control.fencing import Port
+from gemini_hpc.control.probe import Look, Seen, Target
 from gemini_hpc.control.rescue import Rescue
+from gemini_hpc.control.reservation import Held
 from gemini_hpc.control.slurm import SlurmError
 from gemini_hpc.control.slurm.facts import Job, Node, Reservation, Row
 from gemini_hpc.control.slurm.text import parse_node
+from gemini_hpc.control.survivors import Fence, Survivors
 
 from .fake_slurm import FakeSlurm
 from .scontrol_line import parse_job
@@ -32,6 +36,8 @@ class ScriptedSlurm(FakeSlurm):
         self.starts = starts
         self.done: list[str] = []
         self.held: dict[str, list[str]] = {}
+        self.states = dict.fromkeys(("n1", "n3", "n4", "n5"), "IDLE")
+        self.partition_is = "UP"
 
     async def job(self, raw_id: int) -> Job:
         if self.starts(self):
@@ -39,14 +45,27 @@ class ScriptedSlurm(FakeSlurm):
         return self.current
 
     async def nodes(self, names: Any = ()) -> dict[str, Node]:
-        base = "CPUTot=4 RealMemory=2000 State=IDLE Partitions=main"
-        return {n: parse_node(f"NodeName={n} NodeAddr={n} {base}") for n in ("n1", "n3", "n4", "n5")}
+        base = "CPUTot=4 RealMemory=2000 Partitions=main"
+        return {n: parse_node(f"NodeName={n} NodeAddr={n} {base} State={s}") for n, s in self.states.items()}
+
+    async def partitions(self) -> dict[str, str]:
+        return {"main": self.partition_is}
 
     async def excluded(self, raw_id: int) -> tuple[str, ...]:
         return ()
 
     async def reservations(self) -> list[Reservation]:
         return [Reservation(k, tuple(v), (), "ACTIVE", frozenset()) for k, v in self.held.items()]
+
+    async def change_reservation(self, name: str, nodes: Sequence[str]) -> None:
+        assert self.held[name]
+        if any(set(nodes) & set(v) for k, v in self.held.items() if k != name):
+            raise SlurmError("Requested nodes are busy")
+        self.held[name] = list(nodes)
+        self.done.append(f"change {','.join(nodes)}")
+
+    async def free_soonest(self, names: Iterable[str]) -> list[str]:
+        return sorted(names)
 
     async def create_reservation(self, name: str, nodes: Sequence[str], user_id: int, minutes: int = 10) -> None:
         if any(set(nodes) & set(v) for v in self.held.values()):
@@ -80,41 +99,61 @@ class ScriptedSlurm(FakeSlurm):
         self.done.append("nudge")
 
 
-def steer(slurm: ScriptedSlurm, **changes: Any) -> tuple[str, list[str]]:
+def nothing(*_: object, **__: object) -> None:
+    """No journal."""
+
+
+def make(slurm: ScriptedSlurm, said: list[str], fence: Fence | None = None) -> Rescue:
+    def say(event: str, host: str, detail: str) -> None:
+        said.append(f"{event} {host}".strip())
+
+    return Rescue(
+        slurm=slurm,
+        raw_id=1,
+        restart=0,
+        survivors=Survivors(
+            names=["n1", "n3"],
+            dead=["n2"],
+            say=say,
+            target=lambda node: Target(node.name, 6818, (17000,), range(17000, 17016)),
+            vouched=lambda host: False,
+            confirm_s=0.1,
+            fence=fence,
+        ),
+        held=Held(slurm=slurm, raw_id=1, user_id=5001, say=say, note=nothing),
+        original=["n3"],
+        say=say,
+        note=nothing,
+    )
+
+
+def steer(
+    slurm: ScriptedSlurm, fence: Fence | None = None, limit_s: float = 5.0, wanted: int = 3
+) -> tuple[str, list[str]]:
     said: list[str] = []
 
     async def work() -> str:
-        made = Rescue(
-            slurm=slurm,
-            raw_id=1,
-            restart=0,
-            user_id=5001,
-            survivors=["n1", "n3"],
-            dead=["n2"],
-            original=["n3"],
-            slurmd_port=6818,
-            confirm_s=0.1,
-            say=lambda event, host, detail: said.append(f"{event} {host}".strip()),
-            note=lambda *a, **k: None,
-            **changes,
-        )
-        await made.reserve(slurm.current, await slurm.nodes(), 3)
-        return await made.follow(5.0)
+        made = make(slurm, said, fence)
+        await made.reserve(slurm.current, await slurm.nodes(), wanted)
+        return await made.follow(limit_s)
 
     return asyncio.run(work()), said
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    silent: set[str] = set()
+def ports(monkeypatch: pytest.MonkeyPatch) -> dict[str, Port]:
+    """What slurmd's port of each node does; the agent's is silent, and the kernel lives where slurmd's is not."""
+    found: dict[str, Port] = {}
 
-    async def reached(targets: dict[str, tuple[str, int]]) -> dict[str, Port]:
-        return {n: Port.SILENT if n in silent else Port.ANSWERS for n in targets}
+    async def looks(targets: Mapping[str, Target]) -> dict[str, Look]:
+        of = {n: found.get(n, Port.ANSWERS) for n in targets}
+        return {n: Look(port, Port.SILENT, port) for n, port in of.items()}
 
-    monkeypatch.setattr(probe, "reached", reached)
-    for name, value in (("PINNED_S", 0.4), ("REACHABLE_S", 0.4), ("HELD_GRACE_S", 0.2), ("SURVEY_S", 0.05)):
+    monkeypatch.setattr(probe, "looks", looks)
+    for name, value in (("PINNED_S", 0.6), ("REACHABLE_S", 0.6), ("HELD_GRACE_S", 0.2), ("SURVEY_S", 0.05)):
         monkeypatch.setattr(rescue, name, value)
-    return silent
+    monkeypatch.setattr(rescue, "ASK_S", 0.1)
+    return found
 
 
 def test_the_order_of_a_good_requeue() -> None:
@@ -141,17 +180,18 @@ def test_a_limit_lets_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not slurm.held
 
 
-def test_a_survivor_that_dies_is_left_out(quick: set[str]) -> None:
-    quick.add("n3")
+def test_a_survivor_that_dies_is_left_out(ports: dict[str, Port]) -> None:
+    ports["n3"] = Port.SILENT
     fenced: list[str] = []
 
-    async def fence(host: str) -> bool:
+    async def fence(host: str, seen: Seen) -> bool:
+        assert seen.silent_s >= 0.1
         fenced.append(host)
         return True
 
-    slurm = ScriptedSlurm(starts=lambda s: "pin n1 held" in s.done)
-    outcome, said = steer(slurm, fence=fence)
-    assert outcome == "running" and "survivor_lost n3" in said and fenced == ["n3"]
+    slurm = ScriptedSlurm(starts=lambda s: "pin n1 held" in s.done and bool(fenced))
+    outcome, said = steer(slurm, fence)
+    assert outcome == "running" and "survivor_left_out n3" in said and fenced == ["n3"]
 
 
 def test_a_cancelled_job_frees_everything() -> None:
@@ -165,7 +205,7 @@ def test_an_overlap_with_somebody_elses_reservation_leaves_their_nodes_out() -> 
     slurm = ScriptedSlurm(starts=lambda s: "start now+2" in s.done)
     slurm.held["weekly"] = ["n4", "n1"]
     assert steer(slurm)[0] == "running"
-    assert slurm.done[0] == "reserve n3,n5" and slurm.held == {"weekly": ["n4", "n1"]}
+    assert slurm.done[:2] == ["reserve n3,n5", "pin n3 held"] and slurm.held == {"weekly": ["n4", "n1"]}
 
 
 def test_the_jobs_own_reservation_is_kept() -> None:
@@ -173,3 +213,166 @@ def test_the_jobs_own_reservation_is_kept() -> None:
     slurm.current = dataclasses.replace(PENDING, reservation="weekly")
     assert steer(slurm)[0] == "running"
     assert slurm.done == ["pin n1,n3 held", "start now+2"] and slurm.current.reservation == "weekly"
+
+
+# ---- survivors that cannot be pinned ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["IDLE+DRAIN", "ALLOCATED+MAINT", "MIXED+REBOOT_REQUESTED", "DOWN"])
+def test_a_survivor_that_slurm_would_not_allocate_is_not_pinned(state: str) -> None:
+    slurm = ScriptedSlurm(starts=lambda s: "start now+2" in s.done)
+    slurm.states["n1"] = state
+    outcome, said = steer(slurm)
+    assert outcome == "running" and "survivor_left_out n1" in said
+    assert slurm.done[:3] == ["reserve n3,n4,n5", "pin n3 held", "start now+2"]
+
+
+def test_a_survivor_drained_while_the_job_waits_and_taken_in_again() -> None:
+    slurm = ScriptedSlurm(starts=lambda s: s.done.count("pin n1,n3 held") == 2)
+
+    def starts(s: ScriptedSlurm) -> bool:
+        if "pin n1,n3 held" in s.done:
+            s.states["n1"] = "IDLE+DRAIN" if "pin n3 held" not in s.done else "IDLE"
+        return s.done.count("pin n1,n3 held") == 2
+
+    slurm.starts = starts
+    outcome, said = steer(slurm)
+    assert outcome == "running" and [line for line in said if "survivor" in line] == [
+        "survivor_left_out n1",
+        "survivor_back n1",
+    ]
+
+
+def test_where_no_survivor_can_be_pinned_the_job_still_goes_to_what_is_held() -> None:
+    slurm = ScriptedSlurm(starts=lambda s: "start now+2" in s.done)
+    slurm.states["n1"] = slurm.states["n3"] = "IDLE+DRAIN"
+    outcome, _ = steer(slurm)
+    assert outcome == "running" and slurm.done[:3] == ["reserve n4,n5", "pin - held", "start now+2"]
+
+
+def test_one_missed_probe_after_a_long_wait_fences_nobody(ports: dict[str, Port]) -> None:
+    """However long the job has been pending: nothing but the judgement, on a silence of its own, may fence."""
+    asked: list[float] = []
+
+    async def fence(host: str, seen: Seen) -> bool:
+        asked.append(seen.silent_s)
+        return False
+
+    def starts(s: ScriptedSlurm) -> bool:
+        if not missed and time.monotonic() - began > 0.8:
+            missed.append(1)
+            ports["n3"] = Port.SILENT
+        elif missed and "pin n1 held" in s.done:
+            ports["n3"] = Port.ANSWERS
+        return s.done.count("pin n1,n3 held") == 2
+
+    began, missed = time.monotonic(), list[int]()
+    slurm = ScriptedSlurm(starts=starts)
+    outcome, said = steer(slurm, fence)
+    assert outcome == "running" and missed and "survivor_back n3" in said
+    assert all(silent_s >= 0.1 for silent_s in asked)
+
+
+@pytest.mark.parametrize("port", [Port.REFUSES, Port.HANGS])
+def test_a_survivor_whose_kernel_lives_is_left_out_and_never_judged_dead(ports: dict[str, Port], port: Port) -> None:
+    ports["n3"] = port
+
+    async def fence(host: str, seen: Seen) -> bool:
+        raise AssertionError("there is nothing to judge: the kernel answers")
+
+    slurm = ScriptedSlurm(starts=lambda s: "pin n1 held" in s.done and time.monotonic() - began > 0.5)
+    began = time.monotonic()
+    outcome, said = steer(slurm, fence)
+    assert outcome == "running" and "survivor_left_out n3" in said and "task_died" not in said
+
+
+# ---- the survey ------------------------------------------------------------------------------------------
+
+
+def test_a_survey_that_dies_is_told_and_started_again(
+    monkeypatch: pytest.MonkeyPatch, ports: dict[str, Port]
+) -> None:
+    monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.05)
+    good, calls = probe.looks, list[int]()
+
+    async def faulty(targets: Mapping[str, Target]) -> dict[str, Look]:
+        calls.append(1)
+        if len(calls) in (2, 3):
+            raise ValueError("a fault of ours")
+        return await good(targets)
+
+    monkeypatch.setattr(probe, "looks", faulty)
+    slurm = ScriptedSlurm(starts=lambda s: len(calls) > 5)
+    outcome, said = steer(slurm)
+    assert outcome == "running" and said.count("task_died") == 2
+
+
+def test_a_question_that_the_double_does_not_know_fails_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Poor(ScriptedSlurm):
+        async def attached(self, reservation: str) -> list[Row]:
+            return await FakeSlurm.attached(self, reservation)
+
+    monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.05)
+    assert "task_died" in steer(Poor())[1]
+
+
+# ---- two recoveries --------------------------------------------------------------------------------------
+
+
+def test_survivors_are_taken_back_out_of_another_recoverys_reservation() -> None:
+    slurm = ScriptedSlurm(starts=lambda s: "start now+2" in s.done)
+    slurm.held["gemini_2_abc"] = ["n1", "n5", "n6"]
+    said: list[str] = []
+
+    async def work() -> str:
+        made = make(slurm, said)
+        made.held.survivors_of = lambda name: {"n6"} if name == "gemini_2_abc" else None
+        await made.reserve(slurm.current, await slurm.nodes(), 3)
+        assert slurm.done[:2] == ["change n5,n6", "reserve n1,n3,n4"]
+        return await made.follow(5.0)
+
+    assert asyncio.run(work()) == "running" and "taken_back" in said
+    assert slurm.held == {"gemini_2_abc": ["n5", "n6"]} and "pin n1,n3 held" in slurm.done
+
+
+def test_what_is_another_recoverys_survivor_too_stays_with_it() -> None:
+    slurm = ScriptedSlurm(starts=lambda s: "start now+2" in s.done)
+    slurm.held["gemini_2_abc"] = ["n1", "n5"]
+
+    async def work() -> str:
+        made = make(slurm, [])
+        made.held.survivors_of = lambda name: {"n1"}
+        await made.reserve(slurm.current, await slurm.nodes(), 3)
+        return await made.follow(5.0)
+
+    assert asyncio.run(work()) == "running"
+    assert slurm.held == {"gemini_2_abc": ["n1", "n5"]} and "pin n3 held" in slurm.done
+
+
+def test_nodes_of_other_owners_protected_jobs_are_no_candidates() -> None:
+    slurm = ScriptedSlurm(starts=lambda s: "start now+2" in s.done)
+    slurm.states["n4"] = "MIXED"
+
+    async def work() -> str:
+        made = make(slurm, [])
+        made.held.protected = lambda: {"n4", "n5"}
+        await made.reserve(slurm.current, await slurm.nodes(), 3)
+        return await made.follow(5.0)
+
+    assert asyncio.run(work()) == "running" and slurm.done[0] == "reserve n1,n3"
+
+
+def test_what_becomes_free_meanwhile_is_held() -> None:
+    """On a full cluster the first recovery holds all candidates; when they are free again the other needs one."""
+    slurm = ScriptedSlurm(starts=lambda s: "change n1,n3,n4" in s.done)
+    slurm.held["gemini_2_abc"] = ["n4"]
+    slurm.states["n5"] = "DOWN"
+
+    def starts(s: ScriptedSlurm) -> bool:
+        if "start now+2" in s.done:
+            s.held.pop("gemini_2_abc", None)
+        return "change n1,n3,n4" in s.done
+
+    slurm.starts = starts
+    outcome, said = steer(slurm)
+    assert outcome == "running" and "widened" in said

@@ -176,7 +176,7 @@ def test_site_03_budget_stops_mass_fencing(make_site: Callable[..., Site]) -> No
     job, _ = start(site)
     site.cluster.power_off("n2")
     site.cluster.power_off("n3")
-    until(lambda: [e for e in site.events(job) if e["name"] == "dismissed" and "budget" in e["detail"]], 15)
+    until(lambda: [e for e in site.events(job) if e["name"] == "not_fenced" and "budget" in e["detail"]], 15)
     time.sleep(1)
     states = site.cluster.node_states()
     assert not [n for n, s in states.items() if "dr" in s]
@@ -190,7 +190,7 @@ def test_site_02_another_owners_job_on_the_node_vetoes(site: Site) -> None:
     site.running(other)
     site.agents(job, 0, hosts)
     site.cluster.power_off(hosts[1])
-    said = until(lambda: site.event(job, "dismissed"), 15)
+    said = until(lambda: site.event(job, "not_fenced"), 15)
     assert "other owners" in said["detail"]
     assert "dr" not in site.cluster.node_states()[hosts[1]]
 

@@ -51,13 +51,19 @@ def test_site_02_slurmd_that_hangs_is_not_a_dead_node(site: Site) -> None:
     site.cluster.exec(hosts[1], ["pkill", "-CONT", "-x", "slurmd"])
 
 
-def test_site_02_frozen_node_whose_kernel_still_accepts_connections(site: Site) -> None:
-    """Nothing runs on it any more, but a bare connect still succeeds: an answer is needed, not an accept."""
+def test_frozen_node_whose_kernel_still_accepts_connections_is_left_to_slurm(site: Site) -> None:
+    """Nothing runs on it any more, but its kernel lives: anybody can make a port look like that. When Slurm itself
+    finds it dead, the requeue is steered as ever."""
     job, hosts = start(site)
     site.cluster.exec(hosts[1], ["bash", "-c", "kill -STOP -1"])
     try:
+        said = until(lambda: site.event(job, "not_fenced"), 20)
+        assert "kernel" in said["detail"] and said["host"] == hosts[1]
+        stays(site, lambda: "dr" not in site.cluster.node_states()[hosts[1]] and not fenced(site), 6)
+        site.cluster.run(["scontrol", "update", f"nodename={hosts[1]}", "state=down", "reason=slurmd is gone"])
         site.running(job, restart=1)
-        assert fenced(site) == [hosts[1]]
+        assert {hosts[0], hosts[2]} < set(site.nodes(job)) and not fenced(site)
+        assert site.event(job, "pinned")
     finally:
         site.end_agents()  # whoever waits outside for a stopped process is stopped as well
         site.cluster.power_off(hosts[1])
@@ -108,7 +114,7 @@ def test_site_03_budget_survives_a_controller_restart(make_site: Callable[..., S
     site.end_agents()
     site.agents(job, 1, now)
     site.cluster.power_off(now[-1])
-    until(lambda: [e for e in site.events(job) if e["name"] == "dismissed" and "budget" in e["detail"]], 20)
+    until(lambda: [e for e in site.events(job) if e["name"] == "not_fenced" and "budget" in e["detail"]], 20)
     assert fenced(site) == [hosts[1]]
 
 
@@ -133,14 +139,14 @@ def test_site_04_node_that_has_booted_anew_is_given_back(make_site: Callable[...
     assert f"event=given-back host={hosts[1]}" in site.log()
 
 
-def test_site_04_node_that_thaws_is_not_given_back(make_site: Callable[..., Site]) -> None:
+def test_site_04_node_that_was_only_cut_off_is_not_given_back(make_site: Callable[..., Site]) -> None:
     """It answers again, but it is the same boot: nobody knows what it was doing."""
     site = make_site(settings={"auto_resume_s": 1.0})
     job, hosts = start(site)
-    site.cluster.exec(hosts[1], ["bash", "-c", "kill -STOP -1"])
+    site.cluster.exec(hosts[1], ["ip", "link", "set", "eth0", "down"])
     site.running(job, restart=1, timeout_s=60)
     site.end_agents()
-    site.cluster.exec(hosts[1], ["bash", "-c", "kill -CONT -1"])
+    site.cluster.exec(hosts[1], ["ip", "link", "set", "eth0", "up"])
     stays(site, lambda: fenced(site) == [hosts[1]], 5)
 
 

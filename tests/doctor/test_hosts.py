@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -235,6 +236,19 @@ def test_site_5_journal(patient: Patient) -> None:
         assert patient.cluster.run(["mount", "-o", "remount,bind,ro", state]).returncode == 0
         report = patient.doctor()
     assert report.news == {"controller.journal": "wrong"} and "read-only" in report["controller.journal"]["found"]
+
+
+def test_a_controller_that_has_stood_aside(patient: Patient) -> None:
+    line = (
+        f'{{"t":{time.time()},"key":"nodes","step":"alert","phase":"after","data":{{"kind":"budget","node":"n7"}}}}'
+    )
+    with patient.appended(patient.state / "journal.jsonl", f"{line}\n".encode()):
+        report = patient.doctor()
+    assert report.news == {"controller.alerts": "warning"} and "n7" in report["controller.alerts"]["found"]
+    with patient.appended(
+        patient.state / "journal.jsonl", b'{"t":"x","step":"alert"}\n{"t":9,"step":"alert"}\n[1]\n'
+    ):
+        assert "controller.alerts" not in patient.doctor("--only", "controller.alerts").news
 
 
 def test_site_5_journal_on_a_full_disk(patient: Patient) -> None:

@@ -95,6 +95,11 @@ class Node:
         return self.up and self.state == "IDLE" and not self.flags & {"COMPLETING", "RESERVED", "PLANNED", "REBOOT"}
 
     @property
+    def withheld(self) -> bool:
+        """Whether it is DOWN or drained. Its `reason` alone says nothing: from 24.11 on it outlives a RESUME."""
+        return self.down or "DRAIN" in self.flags
+
+    @property
     def down(self) -> bool:
         """Whether Slurm holds it for dead."""
         return self.state in ("DOWN", "ERROR")

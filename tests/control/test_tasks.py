@@ -1,0 +1,88 @@
+"""Tasks in the background: none dies unnoticed, none is started again without a pause."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from itertools import pairwise
+
+import pytest
+
+from gemini_hpc.control import probe, tasks
+from gemini_hpc.control.fencing import Port
+from gemini_hpc.control.probe import Look, Seen, Series, Target
+
+
+def test_a_task_that_dies_is_told_and_started_again_at_a_bounded_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(tasks, "MAX_PAUSE_S", 0.1)
+    starts, told = list[float](), list[str]()
+
+    async def work() -> None:
+        starts.append(time.monotonic())
+        if len(starts) < 6:
+            raise ValueError(f"fault {len(starts)}")
+
+    asyncio.run(tasks.keep("work", work, told.append))
+    assert told == ["work: ValueError"] * 5
+    pauses = [b - a for a, b in pairwise(starts)]
+    assert all(pause >= least for pause, least in zip(pauses, (0.02, 0.04, 0.08, 0.1, 0.1), strict=True))
+
+
+def test_cancelled_is_not_dead() -> None:
+    told = list[str]()
+
+    async def run() -> None:
+        task = tasks.start("work", lambda: asyncio.sleep(60), told.append)
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert not told
+
+
+def test_probes_that_die_are_told_and_what_nobody_looks_at_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A silence that grows by itself while nobody probes would fence a node that has come back."""
+    monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(Seen, "STALE_S", 0.3)
+    calls, told = list[int](), list[str]()
+
+    async def faulty(target: Target) -> Look:
+        calls.append(1)
+        if len(calls) > 3:
+            raise OSError("a fault of ours")
+        return Look(Port.SILENT, Port.SILENT, Port.SILENT)
+
+    monkeypatch.setattr(probe, "look", faulty)
+
+    async def run() -> tuple[float, float]:
+        series = Series(Target("n1", 1, (2,), range(3, 5)), told.append)
+        while len(calls) < 3:
+            await asyncio.sleep(0.01)
+        seen = series.silent_s
+        await asyncio.sleep(0.8)
+        later = series.silent_s
+        series.stop()
+        return seen, later
+
+    seen, later = asyncio.run(run())
+    assert seen > 0 and later == 0.0 and len(told) >= 2
+
+
+def test_what_counts_as_a_sign_of_life() -> None:
+    for port in (Port.ANSWERS, Port.REFUSES, Port.HANGS):
+        seen = Seen()
+        now = time.monotonic()
+        seen.add(Look(Port.SILENT, Port.SILENT, Port.SILENT), now - 5)
+        assert seen.silent_s >= 5
+        seen.add(Look(Port.SILENT, Port.SILENT, port), now)
+        assert seen.silent_s == 0.0 and seen.found("kernel") is port
+        assert seen.slurmd_silent_s >= 5 and seen.found("slurmd") is Port.SILENT
+    assert Seen().silent_s == 0.0
+
+
+def test_a_kernel_refuses_where_nobody_listens() -> None:
+    found = asyncio.run(probe.look(Target("127.0.0.1", 61000, (61001,), range(61002, 61064))))
+    assert {found.slurmd, found.agent, found.kernel} == {Port.REFUSES}
