@@ -23,6 +23,7 @@ from gemini_hpc.control.fencing import Port
 
 CONNECT_TIMEOUT_S = 0.4
 ANSWER_TIMEOUT_S = 1.5
+AT_ONCE_S = 0.1
 INTERVAL_S, MAX_INTERVAL_S = 0.15, 1.5
 CLOSED_PORT = 1  # tcpmux, which no cluster serves
 _PARALLEL = 128
@@ -93,16 +94,22 @@ def _most_alive(found: Iterable[Port]) -> Port:
 
 
 async def look(target: Target) -> Look:
-    """slurmd's port and the agent's, and where both are silent the kernel at ports on which nobody listens."""
-    where = target.address
-    slurmd, *agents = await asyncio.gather(
-        probe(where, target.slurmd_port), *(probe(where, port) for port in target.agent_ports)
-    )
-    agent = _most_alive(agents)
-    if (kernel := _most_alive((slurmd, agent))) is Port.SILENT:
-        closed = (CLOSED_PORT, random.choice(target.closed))
-        kernel = _most_alive(await asyncio.gather(*(probe(where, port) for port in closed)))
-    return Look(slurmd, agent, kernel)
+    """slurmd's port and the agent's, and where none gives a sign of life at once the kernel at ports on which nobody
+    listens."""
+    where, listening = target.address, (target.slurmd_port, *target.agent_ports)
+    tried = [asyncio.ensure_future(probe(where, port)) for port in listening]
+    closed: list[asyncio.Future[Port]] = []
+    try:
+        done, _ = await asyncio.wait(tried, timeout=AT_ONCE_S)
+        if _most_alive(one.result() for one in done) is Port.SILENT:
+            ports = (CLOSED_PORT, random.choice(target.closed))
+            closed = [asyncio.ensure_future(probe(where, port)) for port in ports]
+        slurmd, *agents = await asyncio.gather(*tried)
+        agent = _most_alive(agents)
+        return Look(slurmd, agent, _most_alive((slurmd, agent, *await asyncio.gather(*closed))))
+    finally:
+        for one in (*tried, *closed):
+            one.cancel()
 
 
 async def looks(targets: Mapping[str, Target]) -> dict[str, Look]:
