@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 from gemini_hpc.agent import mapfile, summons
@@ -256,11 +257,12 @@ class Agent:
         self.complain(f"{context.get('message', 'failed')}: {context.get('exception')!r}")
 
     def _print(self, t: float, name: str, version: int, detail: str) -> None:
-        print(
-            f"t={t:.3f} job={self.job} restart={self.restart} node={self.node} event={name} "
-            f"version={version} detail={detail!r}",
-            flush=True,
-        )
+        with suppress(OSError):  # the job's directory is full: its owner's doing
+            print(
+                f"t={t:.3f} job={self.job} restart={self.restart} node={self.node} event={name} "
+                f"version={version} detail={detail!r}",
+                flush=True,
+            )
 
     # ---- incarnations ----------------------------------------------------------------------------------
 

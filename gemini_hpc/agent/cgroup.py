@@ -1,4 +1,4 @@
-"""The agents' cgroup: root's prolog makes it and puts the agent in, the agent reads what is left in it (SITE 15).
+"""The agents' cgroup: root's prolog makes it and puts the agent in, the agent reads what is left in it, root ends it.
 
 Nothing here ever fails a prolog: an agent that cannot be moved stays in slurmd's cgroup, and minds that one's limit.
 """
@@ -6,17 +6,32 @@ Nothing here ever fails a prolog: an agent that cannot be moved stays in slurmd'
 from __future__ import annotations
 
 import os
+import signal
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 
 from gemini_hpc.config import Settings
 from gemini_hpc.core import cgroup
-from gemini_hpc.core.cgroup import Choice, Place
+from gemini_hpc.core.cgroup import Choice, Place, Step
 
 BUSCTL = "/usr/bin/busctl"
 SYSTEMD_BOOTED = "/run/systemd/system"
 SYSTEMD_TIMEOUT_S = 3.0
 _POLL_S = 0.01
+_END_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The cgroup of one job's agent; version 0: it has none of its own. directories: where the memory is counted,
+    then those of v1's other hierarchies."""
+
+    version: int = 0
+    directories: tuple[str, ...] = ()
+
+
+NO_GROUP = Group()
 
 
 def place(pid: int | str = "self") -> Place | None:
@@ -46,7 +61,13 @@ def prepare(settings: Settings, total_bytes: int) -> Choice:
     if here is None or choice.how not in ("v1", "v2"):
         return choice
     used = max(0, _bytes(choice.directory, cgroup.usage_file(here.version)))
-    for step in cgroup.preparation(here, choice, limit_bytes(settings, total_bytes), used):
+    problem = _take(cgroup.preparation(here, choice, limit_bytes(settings, total_bytes), used))
+    return Choice("stay", why=problem) if problem else choice
+
+
+def _take(steps: list[Step]) -> str:
+    """Why a step that is needed could not be done, or ""."""
+    for step in steps:
         try:
             if step.text is None:
                 with suppress(FileExistsError):
@@ -55,22 +76,111 @@ def prepare(settings: Settings, total_bytes: int) -> Choice:
                 _write(step.path, step.text)
         except OSError as exc:
             if step.needed:
-                return Choice("stay", why=f"{step.path}: {exc.strerror}")
-    return choice
-
-
-def admit(choice: Choice, job: int, pid: int, limit_bytes: int) -> str:
-    """By root: move a process of ours that will become the agent; what went wrong, or "". Bounded in time."""
-    if choice.how == "stay":
-        return choice.why
-    try:
-        if choice.how == "systemd":
-            _ask_systemd(job, pid, limit_bytes)
-        else:
-            _write(f"{choice.directory}/cgroup.procs", str(pid))
-    except OSError as exc:
-        return f"{choice.directory or 'systemd'}: {exc.strerror or exc}"
+                return f"{step.path}: {exc.strerror}"
     return ""
+
+
+def admit(choice: Choice, job: int, pid: int, limit_bytes: int) -> tuple[Group, str]:
+    """By root: move a process of ours that will become the agent into the job's own cgroup; the cgroup, and what went
+    wrong, or "". Bounded in time."""
+    if choice.how == "stay":
+        return NO_GROUP, choice.why
+    if choice.how == "systemd":
+        try:
+            _ask_systemd(job, pid, limit_bytes)
+        except OSError as exc:
+            return NO_GROUP, f"systemd: {exc.strerror or exc}"
+        there = place(pid)
+        return (
+            (Group(2, (there.directory(),)), "") if there is not None else (NO_GROUP, "its scope is not to be seen")
+        )
+    here = place()
+    assert here is not None
+    directory = cgroup.job_directory(choice, job)
+    problem = _take(cgroup.of_job(here, choice, job, limit_bytes)) or _enter(directory, pid)
+    if problem:  # v2: processes of an older release in the cgroup itself; better with them than in slurmd's
+        return NO_GROUP, _enter(choice.directory, pid) or f"it has no cgroup of its own: {problem}"
+    return Group(here.version, (directory, *_beside(here, choice, job, pid))), ""
+
+
+def _beside(here: Place, choice: Choice, job: int, pid: int) -> list[str]:
+    """Where else v1 has cgroups for it, entered."""
+    if here.version != 1:
+        return []
+    with open("/proc/self/mountinfo") as f:
+        mountinfo = f.read()
+    below = choice.directory[len(here.mount) :]
+    found = cgroup.beside(mountinfo, below, job)
+    return [at for at, steps in found.items() if not _take(steps) and not _enter(at, pid)]
+
+
+def _enter(directory: str, pid: int) -> str:
+    try:
+        _write(f"{directory}/cgroup.procs", str(pid))
+    except OSError as exc:
+        return f"{directory}: {exc.strerror}"
+    return ""
+
+
+def members(group: Group) -> list[int]:
+    """Pids of the processes in it, as they are seen from here; none where it is gone."""
+    try:
+        return [int(line) for line in _read(f"{group.directories[0]}/cgroup.procs").split()]
+    except (OSError, ValueError, IndexError):
+        return []
+
+
+def end(group: Group, timeout_s: float = _END_S) -> int:
+    """By root: kill whatever is in it, all at once where the kernel can, and remove it; how many there were.
+    Raises OSError where some are left after `timeout_s`: those hang in the kernel, and die when it lets go."""
+    first = len(members(group))
+    deadline = time.monotonic() + timeout_s
+    while inside := members(group):
+        if time.monotonic() > deadline:
+            raise OSError(16, f"{len(inside)} processes in {group.directories[0]} do not end")
+        _kill(group, inside)
+        time.sleep(_POLL_S)
+    for directory in group.directories:
+        while time.monotonic() < deadline:
+            try:
+                os.rmdir(directory)
+                break
+            except FileNotFoundError:
+                break
+            except OSError:  # a process that is just dying is still in it
+                time.sleep(_POLL_S)
+    return first
+
+
+def _kill(group: Group, inside: list[int]) -> None:
+    """Every process that is in it. Nobody may fork meanwhile, and where there is a freezer all stand still until each
+    has been told to die."""
+    for directory in group.directories:
+        with suppress(OSError):
+            _write(f"{directory}/pids.max", "0")
+    if group.version == 2:
+        with suppress(OSError):  # Linux before 5.14 has no such file
+            _write(f"{group.directories[0]}/cgroup.kill", "1")
+            return
+    _freeze(group, "FROZEN")
+    try:
+        for pid in inside:
+            with suppress(OSError):
+                process = os.pidfd_open(pid)
+                try:
+                    if pid in members(group):  # its number may have become another process's
+                        signal.pidfd_send_signal(process, signal.SIGKILL)
+                finally:
+                    os.close(process)
+    finally:
+        _freeze(group, "THAWED")
+
+
+def _freeze(group: Group, state: str) -> None:
+    """Of v1; v2 kills all at once."""
+    for directory in group.directories if group.version == 1 else ():
+        with suppress(OSError):
+            _write(f"{directory}/freezer.state", state)
 
 
 def _ask_systemd(job: int, pid: int, limit_bytes: int) -> None:

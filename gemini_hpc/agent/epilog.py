@@ -16,10 +16,10 @@ import sys
 import time
 from functools import partial
 
-from gemini_hpc.agent import ask, jobdir, privileges
+from gemini_hpc.agent import ask, jobdir, ledger, privileges, reaper
 from gemini_hpc.agent.prolog import parse_number
 from gemini_hpc.agent.report import complain
-from gemini_hpc.config import ConfigError, load
+from gemini_hpc.config import ConfigError, Settings, load
 
 ANSWER_TIMEOUT_S = 3.0
 GONE_TIMEOUT_S = 1.0
@@ -44,15 +44,16 @@ def main(argv: list[str]) -> int:
         uid = parse_number("uid", argv[1], 0, 2**32 - 2)
         restart = parse_number("restart count", argv[2], 0, 2**32 - 1)
         exit_code = parse_number("exit code", argv[3], 0, 2**32 - 1)
-        _end(load().run_dir, job, uid, restart, exit_code, tuple(argv[4:]), deadline)
+        _end(load(), job, uid, restart, exit_code, tuple(argv[4:]), deadline)
     except (ValueError, ConfigError, jobdir.JobDirError, privileges.PrivilegeError, OSError) as exc:
         complain("epilog", job, f"the agent was not told: {exc}")
     return 0
 
 
 def _end(
-    run_dir: str, job: int, uid: int, restart: int, exit_code: int, place: tuple[str, ...], deadline: float
+    settings: Settings, job: int, uid: int, restart: int, exit_code: int, place: tuple[str, ...], deadline: float
 ) -> None:
+    run_dir = settings.run_dir
     try:
         run_fd = jobdir.open_run_dir(run_dir, create=False)
         if not jobdir.exists(run_fd, job, uid):
@@ -81,10 +82,25 @@ def _end(
 
     child = privileges.fork_as(privileges.owner(uid), as_owner, _FAILED, partial(complain, "epilog", job))
     outcome = privileges.outcome(child, ANSWER_TIMEOUT_S + GONE_TIMEOUT_S + OWNER_GRACE_S)
-    if outcome == _RELEASED:
-        jobdir.remove(run_fd, str(job))
-    elif outcome in (_HOLD_THIS, _HOLD_FORMER):
+    _note(run_fd, job, uid, restart, released=outcome == _RELEASED)
+    reaper.ensure(run_fd, settings, "epilog")
+    if outcome in (_HOLD_THIS, _HOLD_FORMER):
         _hold(job, restart - (outcome == _HOLD_FORMER), place, deadline)
+
+
+def _note(run_fd: int, job: int, uid: int, restart: int, *, released: bool) -> None:
+    """From here on whatever is left of the agent is on borrowed time; of one that has let go, nothing is."""
+    try:
+        with ledger.opened(run_fd) as entries:
+            entries.ended(job, uid, restart)
+            entry = entries.get(job)
+    except OSError as exc:
+        complain("epilog", job, f"not entered in the ledger of this node: {exc.strerror or exc}")
+        entry = None
+    if released and entry is not None:
+        reaper.end(run_fd, entry, "")
+    elif released:
+        jobdir.remove(run_fd, str(job))
 
 
 def _hold_status(restart: int, said: object) -> int:

@@ -1,7 +1,9 @@
 """The jobs' directories below the run directory, as root handles them: through descriptors, links never followed.
 
-The run directory belongs to root, so nobody else changes the entries in it. What is *inside* a job's directory
-belongs to the job's owner, who may change it at any moment: root only ever removes there.
+The run directory belongs to root, so nobody else changes the entries in it. Each job's directory is a small file
+system of its own, so that what one owner fills is nobody else's; where none can be mounted it is a plain directory.
+What is *inside* belongs to the job's owner, who may change it at any moment, or mount something over it: root only
+ever detaches and removes there.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import os
 import stat
 import time
 
+from gemini_hpc.agent import mounts
 from gemini_hpc.agent.report import complain
 
 ENTRIES_MAX = 4096
@@ -18,8 +21,8 @@ DEPTH_MAX = 16
 REMOVE_TIMEOUT_S = 2.0
 LOCK_TIMEOUT_S = 2.0
 
-_MOUNT_FLAGS = 2 | 4 | 8  # nosuid, nodev, noexec
-_MOUNT_OPTIONS = b"mode=0755,size=64m,nr_inodes=16384"
+RUN_OPTIONS = "mode=0755,size=64m,nr_inodes=16384"
+JOB_OPTIONS = "mode=0700,size=16m,nr_inodes=512"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -65,7 +68,11 @@ def _create(path: str) -> None:
     try:
         _wait_for(lock)
         os.mkdir(path, 0o755)
-        problem = _mount(path)
+        fd = os.open(path, _DIRECTORY)
+        try:
+            problem = mounts.make(fd, RUN_OPTIONS)
+        finally:
+            os.close(fd)
     except FileExistsError:
         return
     except OSError as exc:
@@ -96,31 +103,34 @@ def _is_mounted(path: str) -> bool:
         return False
 
 
-def _mount(path: str) -> str:
-    """A tmpfs there; "" or why not."""
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"gemini-hpc", path.encode(), b"tmpfs", _MOUNT_FLAGS, _MOUNT_OPTIONS):
-        return os.strerror(ctypes.get_errno())
-    return ""
-
-
 def exists(run_fd: int, job: int, uid: int) -> bool:
-    """Whether the job has a directory of its owner's."""
+    """Whether the job has a directory of its owner's. Asks nothing of what a user may have mounted over it: that is
+    detached. Raises `JobDirError` where it cannot be."""
+    info = look(run_fd, str(job))
+    return info is not None and stat.S_ISDIR(info.st_mode) and info.st_uid == uid
+
+
+def look(run_fd: int, name: str) -> os.stat_result | None:
+    """What an entry of the run directory is, uncovered; None: there is none. Raises `JobDirError`."""
     try:
-        info = os.stat(str(job), dir_fd=run_fd, follow_symlinks=False)
+        fd = mounts.uncover(run_fd, name)
     except FileNotFoundError:
-        return False
-    return stat.S_ISDIR(info.st_mode) and info.st_uid == uid
+        return None
+    except OSError as exc:
+        raise JobDirError(f"what is mounted over {name!r} could not be detached: {exc.strerror}") from None
+    try:
+        return os.fstat(fd)
+    finally:
+        os.close(fd)
 
 
-def make(run_fd: int, job: int, uid: int, gid: int) -> None:
-    """Makes the job's directory (0700, its owner's). One of the same owner stays as it is; anything else of
-    that name is a leftover of another job and is removed first. Raises `JobDirError`."""
+def make(run_fd: int, job: int, uid: int, gid: int) -> str:
+    """Makes the job's directory (0700, its owner's), as a file system of its own; "" or why it has none. One of the
+    same owner stays as it is; anything else of that name is a leftover of another job and is removed first. Raises
+    `JobDirError`."""
     name = str(job)
     if exists(run_fd, job, uid):
-        return
+        return ""
     remove(run_fd, name)
     # Root's until it is complete: its owner finds it empty and with the right mode, or not at all.
     try:
@@ -129,21 +139,33 @@ def make(run_fd: int, job: int, uid: int, gid: int) -> None:
     except OSError as exc:
         raise JobDirError(f"the directory of job {job} could not be made: {exc.strerror}") from None
     try:
-        os.fchmod(fd, 0o700)
-        os.fchown(fd, uid, gid)
+        problem = mounts.make(fd, f"{JOB_OPTIONS},uid={uid},gid={gid}")
+        if problem:
+            os.fchmod(fd, 0o700)
+            os.fchown(fd, uid, gid)
     finally:
         os.close(fd)
+    return problem
 
 
 def remove(run_fd: int, name: str) -> None:
-    """Removes one entry of the run directory with all below it. Raises `JobDirError` where the bounds on entries,
-    depth or time are exceeded, and leaves the rest for another time. Missing is fine."""
+    """Removes one entry of the run directory with all below it. Its file system is detached, whatever is in it; of a
+    plain directory, raises `JobDirError` where the bounds on entries, depth or time are exceeded, and leaves the rest
+    for another time. Missing is fine."""
     try:
+        while True:
+            fd = mounts.uncover(run_fd, name)
+            try:
+                if mounts.number(fd) == mounts.number(run_fd):
+                    break
+                mounts.detach(fd)
+            finally:
+                os.close(fd)
         info = os.stat(name, dir_fd=run_fd, follow_symlinks=False)
         if not stat.S_ISDIR(info.st_mode):
             os.unlink(name, dir_fd=run_fd)
             return
-        _Removal(info).empty(run_fd, name, DEPTH_MAX)
+        _Removal(info, mounts.number(run_fd)).empty(run_fd, name, DEPTH_MAX)
         os.rmdir(name, dir_fd=run_fd)
     except FileNotFoundError:
         return
@@ -154,15 +176,15 @@ def remove(run_fd: int, name: str) -> None:
 class _Removal:
     """Bounds shared by one recursive removal; never leaves the file system and the owner it began with."""
 
-    def __init__(self, top: os.stat_result) -> None:
-        self.top = top
+    def __init__(self, top: os.stat_result, mount: int) -> None:
+        self.top, self.mount = top, mount
         self.entries_left = ENTRIES_MAX
         self.deadline = time.monotonic() + REMOVE_TIMEOUT_S
 
     def empty(self, parent_fd: int, name: str, depth: int) -> None:
         if depth == 0:
             raise JobDirError(f"leftover is deeper than {DEPTH_MAX} directories")
-        fd = os.open(name, _DIRECTORY, dir_fd=parent_fd)
+        fd = self._open(parent_fd, name)
         try:
             info = os.fstat(fd)
             if (info.st_dev, info.st_uid) != (self.top.st_dev, self.top.st_uid):
@@ -176,6 +198,16 @@ class _Removal:
                 self._remove(fd, entry, depth)
         finally:
             os.close(fd)
+
+    def _open(self, parent_fd: int, name: str) -> int:
+        """A directory of the file system that the removal is in; another one's server may hang: not asked."""
+        path = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd)
+        try:
+            if mounts.number(path) != self.mount:
+                raise JobDirError("leftover holds a directory of another owner or file system")
+            return os.open(f"/proc/self/fd/{path}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        finally:
+            os.close(path)
 
     def _remove(self, fd: int, name: str, depth: int) -> None:
         try:

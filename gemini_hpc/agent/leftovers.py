@@ -37,22 +37,20 @@ def remove(run_fd: int, run_dir: str, except_job: int) -> list[str]:
     for name in candidates[first:] + candidates[:first]:
         if removed >= REMOVED_MAX or time.monotonic() > deadline:
             break
-        if name == str(except_job) or not _is_leftover(run_fd, run_dir, name):
+        if name == str(except_job):
             continue
-        removed += 1
         try:
-            jobdir.remove(run_fd, name)
+            if _is_leftover(run_fd, run_dir, name):
+                removed += 1
+                jobdir.remove(run_fd, name)
         except jobdir.JobDirError as exc:
             problems.append(f"{run_dir}/{name}: {exc}")
     return problems
 
 
 def _is_leftover(run_fd: int, run_dir: str, name: str) -> bool:
-    try:
-        info = os.stat(name, dir_fd=run_fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    if not stat.S_ISDIR(info.st_mode) or time.time() - info.st_mtime < AGE_MIN_S:
+    info = jobdir.look(run_fd, name)
+    if info is None or not stat.S_ISDIR(info.st_mode) or time.time() - info.st_mtime < AGE_MIN_S:
         return False
     return not _answers(f"{run_dir}/{name}", info.st_uid) and not _has_step(name)
 

@@ -1,12 +1,15 @@
-"""Becoming the job's owner, for good."""
+"""Becoming the job's owner, for good, as a process that the owner cannot trace."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pwd
 import select
 import signal
 from collections.abc import Callable
+
+_PR_GET_DUMPABLE, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 3, 4, 38
 
 
 class PrivilegeError(Exception):
@@ -23,7 +26,8 @@ def owner(uid: int) -> pwd.struct_passwd:
 
 
 def drop_to(entry: pwd.struct_passwd) -> None:
-    """Gives up root for `entry`'s uid, gid and groups in real, effective and saved form, and verifies it.
+    """Gives up root for `entry`'s uid, gid and groups in real, effective and saved form, and verifies it; the process
+    is shut then (`shut`), until it executes something.
 
     Raises `PrivilegeError`; the caller must not go on then (CVE-2019-19728 is a daemon that did).
     """
@@ -41,8 +45,24 @@ def drop_to(entry: pwd.struct_passwd) -> None:
     try:
         os.setresuid(0, 0, 0)
     except PermissionError:
+        shut()
         return
     raise PrivilegeError(f"became uid {uid}, but could become root again")
+
+
+def shut() -> None:
+    """Keep this process, and what it forks, out of its owner's reach: not to be traced, its memory and descriptors
+    not to be read through /proc, no core file, and nothing that it executes gains rights. Its owner can still stop
+    and end it. Raises `PrivilegeError` where the kernel does not do so."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) or traceable():
+        raise PrivilegeError(f"could not be shut: {os.strerror(ctypes.get_errno())}")
+
+
+def traceable() -> bool:
+    """Whether other processes of this one's owner may trace it."""
+    return bool(ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1)
 
 
 def fork_as(
@@ -50,32 +70,22 @@ def fork_as(
     work: Callable[[], int],
     failed: int,
     complain: Callable[[str], None],
-    first: Callable[[int], None] = lambda _: None,
 ) -> int:
     """Runs `work` in a child that has become `entry`'s user; returns its pid, for `outcome`.
 
     The child's exit status is what `work` returns, or `failed`, after a word to `complain`, if it raises or the
-    change of user fails. It begins when `first` has been called, here, with its pid.
+    change of user fails.
     """
-    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         status = failed
         try:
-            os.close(writer)
-            os.read(reader, 1)  # ends when the other end is closed
-            os.close(reader)
             drop_to(entry)
             status = work()
         except Exception as exc:
             complain(str(exc) if isinstance(exc, PrivilegeError) else f"{type(exc).__name__}: {exc}")
         finally:
             os._exit(status)
-    os.close(reader)
-    try:
-        first(child)
-    finally:
-        os.close(writer)
     return child
 
 

@@ -3,8 +3,8 @@
     python3 -I -m gemini_hpc.agent.prolog JOB UID RESTART REPLICAS NODE NODELIST TIER TIER_INTERVAL
 
 Runs as root, called by `prolog_epilog/prolog`, which has checked the integers; TIER and TIER_INTERVAL may be empty.
-Root makes the job's directory and clears leftovers of dead jobs; whatever touches the inside of the job's directory
-is done by a child that has become the job's owner for good.
+Root clears leftovers of dead jobs, makes the job's directory, and starts the agent, in a cgroup of its own; whatever
+touches the inside of the job's directory is done by a child that has become the job's owner for good.
 
 Exit status: 0; or `EXIT_STRICT` where gemini.toml says strict_prolog = true and no agent can be started here.
 """
@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from gemini_hpc.agent import ask, cgroup, jobdir, launch, leftovers, privileges
+from gemini_hpc.agent import ask, cgroup, jobdir, launch, ledger, leftovers, privileges, reaper
 from gemini_hpc.agent.node import meminfo
 from gemini_hpc.agent.report import complain
 from gemini_hpc.config import ConfigError, Settings, load
@@ -113,22 +113,55 @@ def main(argv: list[str]) -> int:
 def _protect(inc: Incarnation, settings: Settings) -> int:
     owner = privileges.owner(inc.uid)
     run_fd = jobdir.open_run_dir(settings.run_dir, create=True)
-    jobdir.make(run_fd, inc.job, inc.uid, owner.pw_gid)
-    _offer_to_oom_killer()
-    child = privileges.fork_as(
-        owner,
-        lambda: _as_owner(inc, settings),
-        _NOT_STARTED,
-        partial(_unprotected, inc.job),
-        partial(_leave_slurmds_cgroup, inc.job, settings),
-    )
-    # While the owner's side waits for the agent.
+    # Before anything is made: what is full may be so of these.
     for problem in leftovers.remove(run_fd, settings.run_dir, except_job=inc.job):
         complain("prolog", inc.job, problem)
-    outcome = privileges.outcome(child, settings.attach_timeout_s + OWNER_GRACE_S)
+    try:
+        shared = jobdir.make(run_fd, inc.job, inc.uid, owner.pw_gid)
+    except jobdir.JobDirError as exc:  # what lies there is a user's doing, or what users have filled
+        _unprotected(inc.job, f"{exc}")
+        return _UNPROTECTED
+    if shared:
+        complain("prolog", inc.job, f"its directory is no file system of its own ({shared}): others can fill it")
+    _note(run_fd, inc)
+    _offer_to_oom_killer()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    deadline = time.monotonic() + settings.attach_timeout_s + OWNER_GRACE_S
+    child = privileges.fork_as(
+        owner, lambda: _as_owner(inc, settings, theirs), _NOT_STARTED, partial(_unprotected, inc.job)
+    )
+    theirs.close()
+    _start_if_asked(inc, settings, run_fd, ours, deadline)
+    outcome = privileges.outcome(child, deadline - time.monotonic())
+    reaper.ensure(run_fd, settings, "prolog")
     if outcome == _NOT_STARTED and settings.strict_prolog and _installed():
         return _UNPROTECTED
     return outcome
+
+
+def _note(run_fd: int, inc: Incarnation) -> None:
+    try:
+        with ledger.opened(run_fd) as entries:
+            entries.started(inc.job, inc.uid, inc.restart)
+    except OSError as exc:
+        complain("prolog", inc.job, f"not entered in the ledger of this node: {exc.strerror or exc}")
+
+
+def _start_if_asked(inc: Incarnation, settings: Settings, run_fd: int, sock: socket.socket, deadline: float) -> None:
+    """The owner's side finds out whether there is an agent; it is root that starts one, once."""
+    with sock:
+        sock.settimeout(max(0.01, deadline - time.monotonic()))
+        with contextlib.suppress(OSError):
+            if not sock.recv(1):
+                return  # it has ended
+            try:
+                first = partial(_leave_slurmds_cgroup, inc, settings, run_fd)
+                process = launch.start(f"{settings.run_dir}/{inc.job}", inc.job, inc.uid, inc.node, first)
+            except launch.LaunchError as exc:
+                sock.send(f"{exc}".encode())
+                return
+            socket.send_fds(sock, [b"started"], [process])
+            os.close(process)
 
 
 def _installed() -> bool:
@@ -151,24 +184,27 @@ def _offer_to_oom_killer() -> None:
         f.write("1000")
 
 
-def _leave_slurmds_cgroup(job: int, settings: Settings, child: int) -> None:
-    """Puts the owner's side, and with it the agent that it may start, where filling memory harms no slurmd."""
+def _leave_slurmds_cgroup(inc: Incarnation, settings: Settings, run_fd: int, agent: int) -> None:
+    """Puts the process that is to become the agent where filling memory harms no slurmd, and where root can end it
+    with all that comes of it."""
     try:
         total = meminfo()["MemTotal"]
         choice = cgroup.prepare(settings, total)
-        problem = cgroup.admit(choice, job, child, cgroup.limit_bytes(settings, total))
+        group, problem = cgroup.admit(choice, inc.job, agent, cgroup.limit_bytes(settings, total))
+        with ledger.opened(run_fd) as entries:
+            entries.put(ledger.Entry(inc.job, inc.uid, inc.restart, group))
     except (OSError, ValueError, KeyError) as exc:
         problem = f"{exc}"
     if problem:
-        complain("prolog", job, f"the agent stays in slurmd's cgroup: {problem}")
+        complain("prolog", inc.job, f"the agent stays in slurmd's cgroup: {problem}")
 
 
-def _as_owner(inc: Incarnation, settings: Settings) -> int:
+def _as_owner(inc: Incarnation, settings: Settings, root: socket.socket) -> int:
     """The part that root must not do. A status of `_PROTECTED`, `_UNPROTECTED` (an agent is there, but said no or
     nothing: perhaps the user's doing, so never an error of the node) or `_NOT_STARTED`."""
     directory = f"{settings.run_dir}/{inc.job}"
     try:
-        answer = _attach(directory, inc, time.monotonic() + settings.attach_timeout_s)
+        answer = _attach(directory, inc, time.monotonic() + settings.attach_timeout_s, root)
         if answer != "ready":
             raise ask.AskError(f"wanted 'ready', the agent said {answer[:80]!r}")
     except ask.AskError as exc:
@@ -180,8 +216,21 @@ def _as_owner(inc: Incarnation, settings: Settings) -> int:
     return _PROTECTED
 
 
-def _attach(directory: str, inc: Incarnation, deadline: float) -> str:
-    """Finds the agent, or starts it once, and announces this incarnation; returns what it answered."""
+def _ask_root_to_start(root: socket.socket, deadline: float) -> int:
+    """A pidfd of the agent that root has started. Raises `LaunchError`."""
+    try:
+        root.settimeout(max(0.01, deadline - time.monotonic()))
+        root.send(b"!")
+        said, got, _, _ = socket.recv_fds(root, 512, 1)
+    except OSError as exc:
+        raise launch.LaunchError(f"root did not start it: {exc.strerror or exc}") from None
+    if not got:
+        raise launch.LaunchError(said.decode(errors="replace") or "root did not start it")
+    return got[0]
+
+
+def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.socket) -> str:
+    """Finds the agent, or has it started once, and announces this incarnation; returns what it answered."""
     question = {
         "op": "attach",
         "job": inc.job,
@@ -204,7 +253,7 @@ def _attach(directory: str, inc: Incarnation, deadline: float) -> str:
         except ask.NobodyAnswersError:
             if process is None:
                 _clear_way(f"{directory}/{ask.SOCKET_NAME}")
-                process = launch.start(directory, inc.job, inc.uid, inc.node)
+                process = _ask_root_to_start(root, deadline)
             elif not ended and select.select([process], [], [], 0)[0]:
                 ended = True
                 deadline = min(deadline, time.monotonic() + EXITED_GRACE_S)

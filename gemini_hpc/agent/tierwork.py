@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import msgspec
 
-from gemini_hpc.agent.launch import ENVIRONMENT
+from gemini_hpc.agent.workers import Channel, NoWorker
 from gemini_hpc.tier import orders
 
 _LINE_BYTES = 64 << 20
@@ -19,6 +19,76 @@ STUCK_S = 120.0  # without a sign of life: the file system hangs
 
 class TierFailed(Exception):
     """An order was not carried out; one sentence."""
+
+
+_supervisor: list[Channel] = []
+
+
+def use(channel: Channel) -> None:
+    """From now on this agent's workers are forked by the supervisor at the other end."""
+    _supervisor[:] = [channel]
+
+
+async def _to_the_end(call: Callable[[dict[int, int]], int], fds: dict[int, int]) -> int:
+    """In a thread; whoever is cancelled meanwhile waits for it nevertheless, since it uses descriptors by number."""
+    task = asyncio.ensure_future(asyncio.to_thread(call, fds))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        with suppress(NoWorker):
+            pidfd = await task
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+        raise
+
+
+class _Process:
+    """A worker, its orders' way in and its answers' way out."""
+
+    def __init__(self, pidfd: int, reader: asyncio.StreamReader, ways: Sequence[asyncio.BaseTransport]) -> None:
+        self._pidfd, self.answers, self._ways = pidfd, reader, ways
+
+    @classmethod
+    async def start(cls, channel: Channel, order: bytes, fds: Sequence[int]) -> _Process:
+        """With the order on its way. Raises `NoWorker` and OSError."""
+        loop = asyncio.get_running_loop()
+        theirs_in, ours_out = os.pipe()
+        ours_in, theirs_out = os.pipe()
+        try:
+            numbers = {0: theirs_in, 1: theirs_out, **{fd: fd for fd in fds}}
+            pidfd = await _to_the_end(channel.start, numbers)
+        except BaseException:
+            os.close(ours_in)
+            os.close(ours_out)
+            raise
+        finally:
+            os.close(theirs_in)
+            os.close(theirs_out)
+        out, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(ours_out, "wb", 0))
+        reader = asyncio.StreamReader(limit=_LINE_BYTES)
+        into, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ours_in, "rb", 0)
+        )
+        out.write(order)
+        out.close()
+        return cls(pidfd, reader, (out, into))
+
+    async def end(self) -> None:
+        """Killed, if it has not ended; one that hangs in the kernel is left to end when it can."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        gone = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._pidfd, gone.set)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await gone.wait()
+        finally:
+            loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            for way in self._ways:
+                way.close()
 
 
 async def carry_out(
@@ -31,26 +101,18 @@ async def carry_out(
     """Have an order carried out and return its last answer. fds: descriptors that it names. Raises `TierFailed`,
     also where nothing is heard for `stuck_s`; a process that hangs in the kernel is then left to end when it can.
     Cancelled, it ends the process."""
-    argv = [sys.executable, "-I", "-m", "gemini_hpc.tier.worker", str(os.getpid())]
+    if not _supervisor:
+        raise TierFailed("this agent has no supervisor that could start a process for it")
     try:
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            pass_fds=tuple(fds),
-            env=ENVIRONMENT,
-            limit=_LINE_BYTES,
-        )
+        process = await _Process.start(_supervisor[0], orders.encode(order) + b"\n", fds)
+    except NoWorker as error:
+        raise TierFailed(str(error)) from None
     except OSError as error:
         raise TierFailed(f"no process for it could be started: {error.strerror}") from None
-    assert process.stdin is not None and process.stdout is not None
     try:
-        process.stdin.write(orders.encode(order) + b"\n")
-        process.stdin.close()
         while True:
             async with asyncio.timeout(stuck_s):
-                line = await process.stdout.readline()
+                line = await process.answers.readline()
             if not line:
                 raise TierFailed("its process has ended without a word")
             answer = orders.answer_decoder.decode(line)
@@ -64,8 +126,4 @@ async def carry_out(
     except (msgspec.MsgspecError, ValueError, OSError) as error:
         raise TierFailed(f"its process does not make itself understood: {str(error)[:100]}") from None
     finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await process.wait()
+        await process.end()

@@ -4,6 +4,7 @@ still knows on which nodes each incarnation ran (Slurm forgets them at the reque
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from contextlib import suppress
@@ -37,6 +38,7 @@ class Agent:
     state: str
     verified: bool = False
     told_end: float = 0.0  # of its job, as it has been told (Unix time)
+    told_release_s: float = -math.inf  # when the log has last said that it is to let go (monotonic)
     since: float = field(default_factory=time.time)
 
     @property

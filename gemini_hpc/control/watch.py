@@ -28,6 +28,7 @@ INTERVAL_S = 1.0
 MAX_INTERVAL_S = 10.0
 ELSEWHERE_S = 30.0
 PARTLY_S = 10.0
+RELEASE_TOLD_S = 60.0
 _SAME_END_S = 1.5
 
 
@@ -154,7 +155,10 @@ class Watcher:
 
     @staticmethod
     def _release(agent: Agent, reason: str, *, save: bool = False) -> None:
-        log.info("job=%d event=release host=%s reason=%s", agent.job, agent.host, reason)
+        # Whoever has stopped an agent has not earned a line a second.
+        if time.monotonic() - agent.told_release_s > RELEASE_TOLD_S:
+            agent.told_release_s = time.monotonic()
+            log.info("job=%d event=release host=%s reason=%s", agent.job, agent.host, reason)
         agent.link.send(Release(agent.job, reason, save))
 
 

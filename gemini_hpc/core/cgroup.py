@@ -2,7 +2,9 @@
 
 The prolog is a child of slurmd, and so would be the agent. slurmd's cgroup may be limited to MemSpecLimit: replicas
 in it would get slurmd killed. So the agents of a node have a cgroup of their own, beside slurmd's, with the site's
-cap as its limit. Which files that takes depends on cgroup v1, v2 and systemd; here is only the choosing.
+cap as its limit, and in it one for each job: what runs there is outside of Slurm's limits, so it has some of its own,
+and root can end it as a whole. Which files that takes depends on cgroup v1, v2 and systemd; here is only the
+choosing.
 """
 
 from __future__ import annotations
@@ -19,6 +21,12 @@ SLICE = "geminihpc.slice"  # systemd reads "-" in a slice's name as a level
 # with numbers, before the kernel ends somebody.
 AGENTS_ROOM_BYTES = 64 << 20
 _UNLIMITED = 1 << 60
+# All processes and threads of one job's agent: some 50 of the agent's, and its workers'.
+TASKS_MAX = 512
+_WEIGHT = "100"  # cpu.weight of v2, as has a group of which nobody says anything; shares of v1: 1024
+_SHARES = "1024"
+# null, zero, full, random, urandom, the controlling terminal: nothing that computes, stores or reaches a network.
+_DEVICES = ("c 1:3 rwm", "c 1:5 rwm", "c 1:7 rwm", "c 1:8 rwm", "c 1:9 rwm", "c 5:0 rwm")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
@@ -94,8 +102,8 @@ def _memory_paths(cgroup: str) -> list[tuple[int, str]]:
     return found
 
 
-def _mount(mountinfo: str, version: int) -> tuple[str, str, bool] | None:
-    """(mount point, root within the hierarchy, writable) of the mount that is on top."""
+def _mount(mountinfo: str, version: int, controller: str = "memory") -> tuple[str, str, bool] | None:
+    """(mount point, root within the hierarchy, writable) of the mount that is on top; v1: of that controller."""
     found: tuple[str, str, bool] | None = None
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
@@ -103,7 +111,7 @@ def _mount(mountinfo: str, version: int) -> tuple[str, str, bool] | None:
         if len(fields) < 6 or len(source) < 3:
             continue
         wanted = (
-            source[0] == "cgroup2" if version == 2 else source[0] == "cgroup" and "memory" in source[2].split(",")
+            source[0] == "cgroup2" if version == 2 else source[0] == "cgroup" and controller in source[2].split(",")
         )
         if wanted:
             point, root = _plain(fields[4]), _plain(fields[3])
@@ -155,6 +163,52 @@ def preparation(here: Place, choice: Choice, limit_bytes: int, used_bytes: int) 
     return steps
 
 
+def of_job(here: Place, choice: Choice, job: int, limit_bytes: int) -> list[Step]:
+    """What makes the cgroup of one job's agent in that of all agents, the memory's; limit_bytes: of this one."""
+    directory = job_directory(choice, job)
+    if here.version == 1:
+        return [
+            Step(directory),
+            Step(f"{directory}/memory.swappiness", "0", needed=False),
+            Step(f"{directory}/memory.limit_in_bytes", str(limit_bytes), needed=False),  # refused below what is taken
+        ]
+    controllers = (("memory", True), ("cpu", False), ("pids", False))
+    return [
+        *(Step(f"{choice.directory}/cgroup.subtree_control", f"+{name}", needed) for name, needed in controllers),
+        Step(directory),
+        Step(f"{directory}/memory.max", str(limit_bytes)),
+        Step(f"{directory}/memory.swap.max", "0", needed=False),
+        Step(f"{directory}/cpu.weight", _WEIGHT, needed=False),
+        Step(f"{directory}/pids.max", str(TASKS_MAX), needed=False),
+    ]
+
+
+def job_directory(choice: Choice, job: int) -> str:
+    """Where the memory of one job's agent is counted."""
+    return f"{choice.directory}/{job}"
+
+
+def beside(mountinfo: str, below: str, job: int) -> dict[str, list[Step]]:
+    """v1 has a hierarchy for each controller: by directory, what makes the job's cgroups in those that are mounted.
+    below: path of the agents' cgroup in each. A hierarchy that cannot be written to is left out."""
+    settings = {
+        "devices": [("devices.deny", "a"), *(("devices.allow", device) for device in _DEVICES)],
+        "cpu": [("cpu.shares", _SHARES)],
+        "pids": [("pids.max", str(TASKS_MAX))],
+        "freezer": [],
+    }
+    made: dict[str, list[Step]] = {}
+    for controller, values in settings.items():
+        mount = _mount(mountinfo, 1, controller)
+        if mount is None or not mount[2]:
+            continue
+        parts = [*below.strip("/").split("/"), str(job)]
+        each = ["/".join([mount[0], *parts[: n + 1]]) for n in range(len(parts))]
+        steps = [Step(path) for path in each] if each[-1] not in made else made[each[-1]]
+        made[each[-1]] = [*steps, *(Step(f"{each[-1]}/{name}", text, needed=False) for name, text in values)]
+    return made
+
+
 def usage_file(version: int) -> str:
     """Name of the file with the bytes that a cgroup takes now."""
     return "memory.current" if version == 2 else "memory.usage_in_bytes"
@@ -192,6 +246,9 @@ def scope_call(busctl: str, job: int, pid: int, limit_bytes: int) -> list[str]:
         *("Slice", "s", SLICE),
         *("MemoryMax", "t", str(limit_bytes)),
         *("MemorySwapMax", "t", "0"),
+        *("CPUWeight", "t", _WEIGHT),
+        *("TasksMax", "t", str(TASKS_MAX)),
+        *("DevicePolicy", "s", "closed"),
     ]
-    call = [scope_name(job, pid), "fail", "4", *properties, "0"]
+    call = [scope_name(job, pid), "fail", "7", *properties, "0"]
     return [busctl, "--timeout=2", "call", *manager, "StartTransientUnit", "ssa(sv)a(sa(sv))", *call]

@@ -1,4 +1,5 @@
-"""A memory cgroup for each node, with slurmd's inside it, where this machine has cgroup v1.
+"""A memory cgroup for each node, with slurmd's inside it, where this machine has cgroup v1; and one in each other
+hierarchy that agents are put in.
 
 A node sees its own part as the whole hierarchy. It never leaves a memory limit that the cluster's maker has.
 """
@@ -16,6 +17,7 @@ from gemini_hpc.devcluster.layout import Layout
 
 MOUNT = "/sys/fs/cgroup/memory"
 SLURMD = "slurmd"
+BESIDE = tuple(f"/sys/fs/cgroup/{controller}" for controller in ("cpu", "devices", "freezer", "pids"))
 REMOVE_TIMEOUT_S = 5.0
 
 
@@ -32,9 +34,13 @@ def _base() -> Path | None:
     return Path(here.mount)
 
 
-def _cluster(layout: Layout) -> Path | None:
+def _clusters(layout: Layout) -> dict[str, Path]:
+    """By mount point, where the cluster's are; nothing where memory has none."""
     base = _base()
-    return None if base is None else base / f"gemini-devcluster-{layout.name}"
+    if base is None:
+        return {}
+    name = f"gemini-devcluster-{layout.name}"
+    return {MOUNT: base / name, **{at: Path(at, name) for at in BESIDE if os.access(f"{at}/cgroup.procs", os.W_OK)}}
 
 
 def possible() -> bool:
@@ -42,26 +48,23 @@ def possible() -> bool:
     return _base() is not None
 
 
-def node(layout: Layout, name: str) -> Path | None:
-    """What the node sees as `MOUNT`; None where it has nothing of its own."""
-    top = _cluster(layout)
-    return top / name if top is not None and (top / name).is_dir() else None
+def node(layout: Layout, name: str) -> dict[str, str]:
+    """By mount point, what the node sees there; empty where it has nothing of its own."""
+    return {at: str(top / name) for at, top in _clusters(layout).items() if (top / name).is_dir()}
 
 
 def make(layout: Layout, nodes: Sequence[str]) -> None:
     """Empty cgroups for these nodes, as after a boot."""
-    top = _cluster(layout)
-    for name in nodes if top is not None else ():
-        assert top is not None
-        _remove(top / name)
-        with contextlib.suppress(OSError):
-            (top / name / SLURMD).mkdir(parents=True)
+    for at, top in _clusters(layout).items():
+        for name in nodes:
+            _remove(top / name)
+            with contextlib.suppress(OSError):
+                (top / name / SLURMD if at == MOUNT else top / name).mkdir(parents=True)
 
 
 def remove(layout: Layout, name: str = "") -> None:
     """Of one node, or of the whole cluster; its processes have ended, or are about to."""
-    top = _cluster(layout)
-    if top is not None:
+    for top in _clusters(layout).values():
         _remove(top / name)
 
 

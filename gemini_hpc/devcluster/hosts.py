@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from gemini_hpc.agent.jobdir import RUN_OPTIONS
 from gemini_hpc.devcluster import cgroups, enter, environment, munge, network, processes, record
 from gemini_hpc.devcluster.boot import Boot, Mount
 from gemini_hpc.devcluster.errors import DevclusterError
@@ -61,7 +62,7 @@ def boot_controller(layout: Layout, python: list[Mount]) -> tuple[Boot, ProcessI
 def _node_mounts(layout: Layout, profile: Profile, node: str) -> list[Mount]:
     mounts: list[Mount] = [
         *_TMPFS,
-        ["tmpfs", "/run/gemini-hpc", 0o755],
+        ["run", "/run/gemini-hpc", RUN_OPTIONS],  # as the prolog mounts it where nobody has
         ["tmpfs", str(layout.spool), 0o755],
     ]
     if profile.munge_per_node:
@@ -91,8 +92,7 @@ def boot_nodes(layout: Layout, outer: ProcessId, profile: Profile, nodes: Sequen
             layout.boot_id(node).write_text(f"{uuid.uuid4()}\n")
             argv, env = enter.command(layout, outer.pid, [python, "-I", "-S", str(init), layout.name])
             mounts = _node_mounts(layout, profile, node)
-            if own := cgroups.node(layout, node):
-                mounts.append(["bind", str(own), cgroups.MOUNT, False])
+            mounts += [["bind", own, point, False] for point, own in cgroups.node(layout, node).items()]
             boots[node] = Boot(argv, node, mounts, environment=env, log=layout.log / "init.log")
         for node, boot in boots.items():
             found[node] = boot.wait_ready()

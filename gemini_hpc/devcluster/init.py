@@ -55,12 +55,15 @@ def boot_now() -> None:
 
 
 def apply(step: list[Any]) -> None:
-    """One line of the specification: proc | tmpfs TARGET MODE | bind SOURCE TARGET READONLY | mkdir PATH MODE."""
+    """One line of the specification: proc | tmpfs TARGET MODE | run TARGET OPTIONS | bind SOURCE TARGET READONLY |
+    mkdir PATH MODE."""
     match step:
         case ["proc"]:
             mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
         case ["tmpfs", target, mode]:
             mount("tmpfs", target, "tmpfs", MS_NOSUID | MS_NODEV, f"mode={mode:o}")
+        case ["run", target, options]:
+            mount("gemini-hpc", target, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
         case ["bind", source, target, readonly]:
             mount(source, target, "", MS_BIND | MS_REC)
             if readonly:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 
 from gemini_hpc.doctor import (
     access,
+    agents,
     controller,
     files,
     installation,
@@ -37,6 +38,7 @@ CHECKS: tuple[Check, ...] = (
     *memory.CHECKS,
     *controller.CHECKS,
     *jobs.CHECKS,
+    *agents.CHECKS,
     *leftovers.CHECKS,
 )
 CHECK_TIMEOUT_S = 20.0

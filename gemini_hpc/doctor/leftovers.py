@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import calendar
+import errno
 import json
 import os
 import re
@@ -11,6 +12,8 @@ from contextlib import suppress
 
 import msgspec
 
+from gemini_hpc.agent import mounts
+from gemini_hpc.agent.ledger import NAME as LEDGER
 from gemini_hpc.control.registry import Stored
 from gemini_hpc.control.slurm.facts import PENDING, RUNNING
 from gemini_hpc.doctor.check import ANYWHERE, ON_CONTROLLER, ON_NODE, Check
@@ -81,6 +84,21 @@ def nodes(facts: Facts) -> Outcome:
     return ok(f"none of {len(facts.nodes)} nodes is down or drained with our reason")
 
 
+def changed(path: str) -> float:
+    """When a job's directory was last changed. Raises OSError where a user has mounted something over it, whose
+    server need not answer."""
+    fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    above = os.open(os.path.dirname(path), os.O_PATH | os.O_CLOEXEC)
+    try:
+        mount = mounts.own(fd)
+        if mounts.number(fd) != mounts.number(above) and (mount is None or not mount.ours):
+            raise OSError(errno.EBUSY, "its owner has mounted something over it")
+        return os.fstat(fd).st_mtime
+    finally:
+        os.close(fd)
+        os.close(above)
+
+
 def directories(facts: Facts) -> Outcome:
     """Directories of jobs that are over, and agents that outstay their retention (SITE 16)."""
     run_dir, now = facts.settings.run_dir, time.time()
@@ -93,12 +111,17 @@ def directories(facts: Facts) -> Outcome:
     told = []
     for name in names:
         path = os.path.join(run_dir, name)
+        if name == LEDGER:
+            continue
         if not (name.isascii() and name.isdecimal() and len(name) <= 10):
             told.append(f"{path} is nothing of ours")
             continue
         try:
-            quiet_s = now - os.lstat(path).st_mtime
+            quiet_s = now - changed(path)
         except FileNotFoundError:
+            continue
+        except OSError as exc:
+            told.append(f"{path}: {exc.strerror}")
             continue
         if int(name) in live or quiet_s < YOUNG_S:
             continue

@@ -42,6 +42,12 @@ def _read(pid: str, name: str) -> bytes:
         return f.read(_MAX_BYTES)
 
 
+def _uid(pid: str) -> int:
+    """Its effective uid: the files of a process that may not be traced, as the agents', belong to root."""
+    line = next(line for line in _read(pid, "status").splitlines() if line.startswith(b"Uid:"))
+    return int(line.split()[2])
+
+
 def _each() -> Iterator[Process]:
     for pid in os.listdir("/proc"):
         if not pid.isdecimal():
@@ -50,7 +56,7 @@ def _each() -> Iterator[Process]:
             before, _, after = _read(pid, "stat").rpartition(b")")
             name = before.partition(b"(")[2].decode(errors="replace")
             arguments = tuple(a for a in _read(pid, "cmdline").split(b"\0") if a)
-            yield Process(int(pid), int(after.split()[1]), os.stat(f"/proc/{pid}").st_uid, name, arguments)
+            yield Process(int(pid), int(after.split()[1]), _uid(pid), name, arguments)
 
 
 def processes() -> list[Process]:

@@ -288,3 +288,42 @@ def test_site_5_a_backup_slurmctld_takes_over(two_controllers: Cluster) -> None:
     report = patient.doctor("--only", "controller")
     assert "n2 has taken over" in report["controller.primary"]["found"]
     assert report["controller.runs"]["status"] == "ok" and "none acts here" in report["controller.runs"]["found"]
+
+
+# ---- who else is where the agents are, and what is full ------------------------------------------------
+
+
+def test_strangers_in_the_agents_cgroup(patient: Patient) -> None:
+    """As root's ledger has it: a process that no prolog has put there."""
+    group = "/sys/fs/cgroup/memory/gemini-hpc/4000000"
+    entry = {"job": 4000000, "uid": 5001, "restart": 0, "ended_s": None}
+    text = json.dumps(entry | {"group": {"version": 1, "directories": [group]}})
+    top = "/run/gemini-hpc/.agents"
+    made = patient.cluster.exec(
+        "n1",
+        ["bash", "-c", f"mkdir -p {group} {top}; chmod 700 {top}; echo '{text}' >{top}/4000000; "
+         f"(echo 0 >{group}/cgroup.procs; exec sleep 100) >/dev/null 2>&1 & sleep 0.3"],
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    try:
+        report = patient.doctor(node="n1")
+    finally:
+        patient.cluster.exec("n1", ["bash", "-c", f"kill $(cat {group}/cgroup.procs); rm {top}/4000000; sleep 0.3"])
+        patient.cluster.exec("n1", ["rmdir", group])
+    assert report.news == {"agents.strangers": "wrong"} and "'sleep'" in report["agents.strangers"]["found"]
+    assert (
+        patient.doctor("--only", "agents.strangers", node="n1", user="alice")["agents.strangers"]["status"]
+        == "skipped"
+    )
+    assert patient.doctor(node="n1").news == {}
+
+
+def test_directories_without_room(patient: Patient) -> None:
+    fill = "i=0; while : >/run/gemini-hpc/full.$i; do i=$((i+1)); done 2>/dev/null; ls /run/gemini-hpc | wc -l"
+    assert int(patient.cluster.exec("n1", ["bash", "-c", fill], timeout_s=60).stdout) > 16000
+    try:
+        report = patient.doctor("--only", "agents.room", node="n1")
+    finally:
+        patient.cluster.exec("n1", ["bash", "-c", "find /run/gemini-hpc -name 'full.*' -delete"])
+    assert report["agents.room"]["status"] == "warning" and "files left" in report["agents.room"]["found"]
+    assert patient.doctor("--only", "agents.room", node="n1")["agents.room"]["status"] == "ok"

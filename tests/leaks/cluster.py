@@ -24,8 +24,8 @@ PINS = ("ReqNodeList", "ExcNodeList", "Reservation")
 CHANGING = {"Priority", "LastSchedEval", "AccrueTime", "Scheduler"}
 # This release keeps a node's Reason when the node is idle again after RESUME; the others seen clear it.
 KEEPS_REASON = (24, 11)
-# An agent that has let go leaves its log for its owner, at most.
-JOB_FILES = {"agent.log"}
+# An agent that has let go leaves its log for its owner, at most, and the node's reaper its lock.
+JOB_FILES = {"agent.log", "reaper.lock"}
 
 
 @contextmanager

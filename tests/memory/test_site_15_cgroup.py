@@ -30,14 +30,16 @@ def test_site_15_agent_has_left_slurmds_cgroup(site: Site) -> None:
         assert site.cgroup(node, site.slurmd(node)) == "slurmd"
         (task,) = site.sh(node, f"pgrep -f '^[^ ]*python {job.directory}/lite'").split()[-1:]
         assert site.cgroup(node, task) == "slurmd"
-        assert {site.cgroup(node, pid) for pid in agents(job, node)} == {OWN}
+        own = f"{OWN}/{job.id}"
+        assert {site.cgroup(node, pid) for pid in agents(job, node)} == {own}
         assert {site.sh(node, f"cat /proc/{pid}/oom_score_adj") for pid in agents(job, node)} == {"1000"}
-        assert site.memory(node, OWN, "limit_in_bytes") == CAP_BYTES + AGENTS_ROOM_BYTES
-        assert f"memory counted in /{OWN}" in job.agent_log(node)
+        for group in (OWN, own):
+            assert site.memory(node, group, "limit_in_bytes") == CAP_BYTES + AGENTS_ROOM_BYTES
+        assert f"memory counted in /{own}" in job.agent_log(node)
     node = job.hosts()[1]
     site.sh(node, f"kill -9 {job.agent_pid(node)}")
     until(lambda: job.lines("rejoined"), 20, what="hand-back")
-    assert {site.cgroup(node, pid) for pid in agents(job, node)} == {OWN}, "its successor is there too"
+    assert {site.cgroup(node, pid) for pid in agents(job, node)} == {own}, "its successor is there too"
 
 
 def test_site_15_replicas_are_not_charged_to_slurmd(site: Site) -> None:
@@ -71,7 +73,7 @@ def test_site_15_agents_of_a_node_share_the_cap(site: Site) -> None:
     first.reach(2)
     second = site.job(nodes=2, steps=5, size=30 * MIB, options=("-wn1,n2", "-c1"))
     until(lambda: "left for all agents of this node" in second.output(), 30, what="the refusal")
-    assert f"the memory cgroup /{OWN} has" in second.output()
+    assert f"the memory cgroup /{OWN}/{second.id} has" in second.output()
     at = max(line["version"] for line in first.lines("sealed"))
     first.reach(at + 3)
 
@@ -137,7 +139,7 @@ def test_site_15_settings_say_where(site: Site) -> None:
     job = site.job(nodes=2, steps=1000)
     job.reach(2)
     node = job.hosts()[0]
-    assert site.cgroup(node, job.agent_pid(node)) == "site/agents"
+    assert site.cgroup(node, job.agent_pid(node)) == f"site/agents/{job.id}"
     site.cluster.run(["scancel", str(job.id)])
     until(lambda: not agents(job, node), 30, what="agents gone")
     site.configure(agent_cgroup="none")

@@ -16,6 +16,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from gemini_hpc.agent import launch, privileges
+
 
 def open_files() -> dict[str, str]:
     found = {}
@@ -39,6 +41,7 @@ def facts(directory: str) -> dict[str, object]:
         "env": dict(os.environ),
         "fds": open_files(),
         "mode": oct(os.stat(directory).st_mode & 0o7777),
+        "traceable": privileges.traceable(),
     }
 
 
@@ -64,6 +67,10 @@ def write_map(directory: str, attach: dict[str, object]) -> None:
 def main() -> None:
     options = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
     directory = options["--dir"]
+    launch.settle(int(options["--uid"]), directory)
+    if os.fork() == 0:  # as the real one's supervisor does
+        os._exit(0)
+    os.wait()
     mode = Path(__file__).with_name("fake_mode").read_text().strip()
     if mode == "exit":
         sys.exit("fake agent: exits on purpose")

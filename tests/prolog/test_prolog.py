@@ -68,6 +68,7 @@ def test_agent_is_started_as_the_jobs_owner(node: Node) -> None:
     assert agent["gids"] == [ALICE_GID] * 3
     assert agent["groups"] == [ALICE_GID, ALICE_EXTRA_GID]
     assert agent["flags"] == {"isolated": 1}
+    assert not agent["traceable"]
     assert agent["cwd"] == "/"
     assert set(agent["env"]) <= {"PATH", "LC_ALL"}
     assert agent["oom_score_adj"] == "1000"

@@ -1,0 +1,117 @@
+"""What root knows of the agents on this node: a small file for each job, in a directory that only root can enter.
+
+The prolog enters a job with the cgroup of its agent, the epilog notes when its incarnation has ended here, and
+whoever ends the agent (`reaper`) strikes it out. Nothing in it comes from the agent. Times are those of
+CLOCK_BOOTTIME: the run directory does not outlive a boot.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+
+from gemini_hpc.agent.cgroup import NO_GROUP, Group
+
+NAME = ".agents"
+LOCK_TIMEOUT_S = 4.0
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ENTRY_BYTES = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One job. restart: of the incarnation that the prolog has announced last; ended_s: when the epilog of that one
+    came, None while it runs here."""
+
+    job: int
+    uid: int
+    restart: int
+    group: Group = NO_GROUP
+    ended_s: float | None = None
+
+
+def now_s() -> float:
+    """The clock of `Entry.ended_s`."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Ledger:
+    """All entries, for one process at a time."""
+
+    def __init__(self, directory_fd: int) -> None:
+        self._fd = directory_fd
+
+    def get(self, job: int) -> Entry | None:
+        """The entry of a job; None: there is none that can be read."""
+        try:
+            fd = os.open(str(job), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
+            with os.fdopen(fd, "rb") as f:
+                text = json.loads(f.read(_ENTRY_BYTES))
+            group = Group(int(text["group"]["version"]), tuple(map(str, text["group"]["directories"])))
+            ended = None if text["ended_s"] is None else float(text["ended_s"])
+            return Entry(job, int(text["uid"]), int(text["restart"]), group, ended)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def put(self, entry: Entry) -> None:
+        """Write an entry, in one step. Raises OSError."""
+        temporary = f"new.{os.getpid()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=self._fd), "w") as f:
+            json.dump(asdict(entry), f)
+        os.rename(temporary, str(entry.job), src_dir_fd=self._fd, dst_dir_fd=self._fd)
+
+    def strike(self, job: int) -> None:
+        """No agent of this job is here any more."""
+        with suppress(OSError):
+            os.unlink(str(job), dir_fd=self._fd)
+
+    def __iter__(self) -> Iterator[Entry]:
+        for name in sorted(os.listdir(self._fd)):
+            if name.isascii() and name.isdecimal() and (entry := self.get(int(name))) is not None:
+                yield entry
+
+    def started(self, job: int, uid: int, restart: int) -> None:
+        """An incarnation begins here: what is kept for it is not ended. Raises OSError."""
+        known = self.get(job)
+        if known is None or known.uid != uid:
+            self.put(Entry(job, uid, restart))
+        else:
+            self.put(replace(known, restart=max(restart, known.restart), ended_s=None))
+
+    def ended(self, job: int, uid: int, restart: int) -> None:
+        """The epilog of an incarnation: the agent may stay, but not for ever. Raises OSError."""
+        known = self.get(job)
+        if known is None or known.uid != uid:
+            self.put(Entry(job, uid, restart, ended_s=now_s()))
+        elif restart >= known.restart and known.ended_s is None:
+            self.put(replace(known, ended_s=now_s()))
+
+
+@contextmanager
+def opened(run_fd: int) -> Iterator[Ledger]:
+    """The ledger of a run directory, locked; made where missing. Raises OSError, TimeoutError after 4 s."""
+    with suppress(FileExistsError):
+        os.mkdir(NAME, 0o700, dir_fd=run_fd)
+    fd = os.open(NAME, _DIRECTORY, dir_fd=run_fd)
+    try:
+        info = os.fstat(fd)
+        if info.st_uid != 0 or info.st_mode & 0o077:
+            raise OSError(1, f"{NAME} in the run directory is not root's alone")
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{NAME} in the run directory is locked") from None
+                time.sleep(0.01)
+        yield Ledger(fd)
+    finally:
+        os.close(fd)

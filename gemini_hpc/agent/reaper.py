@@ -1,0 +1,223 @@
+"""`python3 -I -m gemini_hpc.agent.reaper`: ends, as root, what an agent whose job is over still holds on this node.
+
+An agent lets go by itself when its retention is over. One that its owner has stopped does not, nor would a process
+that somebody has smuggled in beside it: what is in the cgroup of a job that has ended is killed as a whole, a grace
+after the last moment at which the agent would have let go. Epilog and prolog start the one reaper of a node where
+jobs have ended; it waits, and ends when nothing is left to wait for.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+
+from gemini_hpc.agent import ask, cgroup, jobdir, launch, ledger, privileges
+from gemini_hpc.agent.node import meminfo
+from gemini_hpc.agent.report import complain
+from gemini_hpc.config import ConfigError, Settings, load
+
+GRACE_S = 30.0
+LOOK_S = 1.0
+LOOK_MOST_S = 30.0
+ANSWER_S = 1.0
+LOCK = "reaper.lock"
+_WATCHED_MAX = 512
+_SILENT, _ANSWERS = 11, 10
+
+
+def ensure(run_fd: int, settings: Settings, where: str) -> None:
+    """By root, in prolog and epilog: see that a reaper runs if a job has ended here. Never raises."""
+    try:
+        with ledger.opened(run_fd) as entries:
+            if all(entry.ended_s is None for entry in entries) or not _idle(run_fd):
+                return
+            _start(settings)
+    except OSError as exc:
+        complain(where, 0, f"no reaper could be started: {exc.strerror or exc}")
+
+
+def _idle(run_fd: int) -> bool:
+    lock = _lock(run_fd)
+    if lock >= 0:
+        os.close(lock)
+    return lock >= 0
+
+
+def _lock(run_fd: int) -> int:
+    """The one reaper's lock; -1: another one has it."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(f"{ledger.NAME}/{LOCK}", flags, 0o600, dir_fd=run_fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return -1
+    return fd
+
+
+def _start(settings: Settings) -> None:
+    """Outside of slurmd's cgroup, like the agents: prolog and epilog may run in one that ends with the job."""
+
+    def first(pid: int) -> None:
+        with suppress(OSError, ValueError, KeyError):
+            total = meminfo()["MemTotal"]
+            cgroup.admit(cgroup.prepare(settings, total), 0, pid, cgroup.limit_bytes(settings, total))
+
+    with suppress(launch.LaunchError):
+        os.close(launch.daemon([sys.executable, "-I", "-m", "gemini_hpc.agent.reaper"], first))
+
+
+def due_s(settings: Settings) -> tuple[float, float]:
+    """How long after its job's end an agent is ended that does not answer, and one that does."""
+    after_s = settings.tier_flush_s + GRACE_S
+    held_s = getattr(settings, "held_retention_s", 0.0)  # of jobs that have not ended for good: the agent knows
+    return settings.retention_s + after_s, max(settings.retention_s, held_s) + after_s
+
+
+def look(run_fd: int, settings: Settings) -> bool:
+    """Once over all entries; whether there is one to wait for."""
+    silent_s, answering_s = due_s(settings)
+    with ledger.opened(run_fd) as entries:
+        known = [entry for entry in entries if entry.ended_s is not None]
+    waits = False
+    for entry in known:
+        assert entry.ended_s is not None
+        since_s = ledger.now_s() - entry.ended_s
+        over = since_s > answering_s or (since_s > silent_s and not _answers(settings.run_dir, entry))
+        gone = not _inside(entry)
+        if over or gone:
+            # One that has let go by itself leaves its log for its owner, until the next prolog's sweep.
+            waits |= not end(run_fd, entry, f"its job ended {since_s:.0f} s ago", remove=not gone)
+        else:
+            waits = True
+    return waits
+
+
+def end(run_fd: int, entry: ledger.Entry, why: str, *, remove: bool = True) -> bool:
+    """End what an agent has left, unless its job runs here again; whether nothing is left. `why`: told where a
+    process had to be killed. remove: the directory too."""
+    with ledger.opened(run_fd) as entries:
+        now = entries.get(entry.job)
+        if now is None or now.ended_s is None or now.uid != entry.uid:
+            return True
+        try:
+            killed = _kill(now)
+            if remove:
+                jobdir.remove(run_fd, str(now.job))
+        except (OSError, jobdir.JobDirError) as exc:
+            complain("reaper", now.job, f"not ended: {exc}")
+            return False
+        if killed and why:
+            complain("reaper", now.job, f"{why}, and {killed} processes of its agent did not let go: killed")
+        entries.strike(now.job)
+    return True
+
+
+def _inside(entry: ledger.Entry) -> list[int]:
+    """Pids of what there is of a job's agent."""
+    return cgroup.members(entry.group) if entry.group.version else by_name(entry.job, entry.uid)
+
+
+def _wait(run_fd: int, timeout_s: float) -> None:
+    """Until one of those that are waited for ends, for a bounded time."""
+    with ledger.opened(run_fd) as entries:
+        pids = [pid for entry in entries if entry.ended_s is not None for pid in _inside(entry)]
+    poll, opened = select.poll(), []
+    try:
+        for pid in pids[:_WATCHED_MAX]:
+            with suppress(OSError):
+                opened.append(os.pidfd_open(pid))
+                poll.register(opened[-1], select.POLLIN)
+        poll.poll(timeout_s * 1000)
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
+def _kill(entry: ledger.Entry) -> int:
+    """How many processes had to be."""
+    if entry.group.version:
+        return cgroup.end(entry.group)
+    pids = by_name(entry.job, entry.uid)
+    for pid in pids:
+        with suppress(OSError):
+            process = os.pidfd_open(pid)
+            try:
+                if pid in by_name(entry.job, entry.uid):
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+            finally:
+                os.close(process)
+    return len(pids)
+
+
+def by_name(job: int, uid: int) -> list[int]:
+    """Where an agent has no cgroup of its own: processes of the owner's that call themselves this job's agent."""
+    wanted = b"\0".join((b"gemini_hpc.agent", b"--job", b"%d" % job, b"--uid", b"%d" % uid)) + b"\0"
+    found = []
+    for pid in os.listdir("/proc"):
+        if not pid.isdecimal():
+            continue
+        with suppress(OSError):
+            with open(f"/proc/{pid}/cmdline", "rb") as f:
+                called = wanted in f.read(4096)
+            if not called:
+                continue
+            with open(f"/proc/{pid}/status", "rb") as f:
+                if re.search(rb"^Uid:\t%d\t" % uid, f.read(4096), re.MULTILINE):
+                    found.append(int(pid))
+    return found
+
+
+def _answers(run_dir: str, entry: ledger.Entry) -> bool:
+    """Whether the agent itself does: nobody else's word counts."""
+    inside = _inside(entry)
+
+    def probe() -> int:
+        deadline = time.monotonic() + ANSWER_S
+        try:
+            with ask.connect(f"{run_dir}/{entry.job}", entry.uid, deadline) as sock:
+                if ask.peer_pid(sock) not in inside:
+                    return _SILENT
+                ask.ask(sock, {"op": "verdict?"}, deadline)
+        except (ask.NobodyAnswersError, ask.AskError):
+            return _SILENT
+        return _ANSWERS
+
+    try:
+        child = privileges.fork_as(privileges.owner(entry.uid), probe, _SILENT, lambda _: None)
+    except privileges.PrivilegeError:
+        return False
+    return privileges.outcome(child, 2 * ANSWER_S) == _ANSWERS
+
+
+def main() -> int:
+    """Wait and end until there is nothing to wait for; the exit status."""
+    try:
+        settings = load()
+        run_fd = jobdir.open_run_dir(settings.run_dir, create=False)
+        lock = _lock(run_fd)
+        if lock < 0:
+            return 0
+        wait_s = LOOK_S
+        while True:
+            if look(run_fd, settings):
+                _wait(run_fd, wait_s)
+                wait_s = min(2 * wait_s, LOOK_MOST_S)
+                continue
+            with ledger.opened(run_fd) as entries:  # an epilog that comes now starts the next reaper
+                if all(entry.ended_s is None for entry in entries):
+                    os.close(lock)
+                    return 0
+    except (ConfigError, jobdir.JobDirError, OSError) as exc:
+        complain("reaper", 0, f"{exc}")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

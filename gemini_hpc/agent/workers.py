@@ -1,0 +1,174 @@
+"""Processes that an agent's supervisor forks for it, to work on the tier.
+
+An agent's memory must not be its owner's to trace (`privileges.shut`), and the kernel lets the owner trace whatever
+the owner's process executes. So nobody here executes anything: the supervisor, which has one thread, forks. The agent
+asks on a socket of their own; what comes back is a descriptor of the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+WORKERS_MAX = 64
+_FDS_A_PACKET = 200  # the kernel takes 253
+_FDS_MAX = 8192
+_PACKET_BYTES = 8192
+_ANSWER_S = 10.0
+_TITLE = b"gemini_hpc.tier.worker"
+
+
+class NoWorker(Exception):
+    """No process was started; one sentence."""
+
+
+class Channel:
+    """The agent's end."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._lock = sock, threading.Lock()
+        sock.settimeout(_ANSWER_S)
+
+    def start(self, fds: dict[int, int]) -> int:
+        """Have a worker forked, with these descriptors: by its number there, ours. Returns a pidfd. Blocking, for
+        10 s at most. Raises `NoWorker`."""
+        numbers = list(fds)
+        with self._lock:
+            try:
+                for at in range(0, max(1, len(numbers)), _FDS_A_PACKET):
+                    part = numbers[at : at + _FDS_A_PACKET]
+                    last = at + _FDS_A_PACKET >= len(numbers)
+                    packet = json.dumps({"numbers": part, "last": last}).encode()
+                    socket.send_fds(self._sock, [packet], [fds[number] for number in part])
+                said, got, _, _ = socket.recv_fds(self._sock, _PACKET_BYTES, 1)
+            except OSError as error:
+                # What it may still answer would be taken for the answer to the next request.
+                self._sock.close()
+                raise NoWorker(f"the agent's supervisor does not answer: {error.strerror or error}") from None
+        if got:
+            os.set_inheritable(got[0], False)
+            return got[0]
+        raise NoWorker(said.decode(errors="replace")[:200] or "the agent's supervisor is gone")
+
+
+class Workers:
+    """The supervisor's end: all workers of one agent."""
+
+    def __init__(self, work: Callable[[int], int]) -> None:
+        """work: what a worker does, with the descriptors in place, given its parent's pid; its exit status."""
+        self.sock, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._work = work
+        self._pidfds: dict[int, int] = {}
+        self._fds: dict[int, int] = {}
+
+    def serve(self) -> bool:
+        """Take the packet that has come; False: the agent's end is closed."""
+        try:
+            data, got, flags, _ = socket.recv_fds(self.sock, _PACKET_BYTES, _FDS_A_PACKET)
+        except OSError:
+            return False
+        if not data:
+            return False
+        try:
+            asked = json.loads(data)
+            self._fds |= dict(zip(map(int, asked["numbers"]), got, strict=True))
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(self._fds) > _FDS_MAX:
+                raise ValueError
+        except (ValueError, KeyError, TypeError, RecursionError):
+            for fd in {*got, *self._fds.values()}:
+                os.close(fd)
+            self._fds = {}
+            return False
+        if asked["last"]:
+            self._fork()
+        return True
+
+    def _fork(self) -> None:
+        fds, self._fds = self._fds, {}
+        answer, pidfd, parent = b"", -1, os.getpid()
+        try:
+            if len(self._pidfds) >= WORKERS_MAX:
+                raise OSError(f"{WORKERS_MAX} of its processes work already")
+            pid = os.fork()
+            if pid == 0:
+                self._become(fds, parent)
+            pidfd = self._pidfds[pid] = os.pidfd_open(pid)
+            answer = b"started"
+        except OSError as error:
+            answer = f"no process for it could be started: {error.strerror or error}".encode()
+        finally:
+            for fd in fds.values():
+                os.close(fd)
+        with suppress(OSError):
+            socket.send_fds(self.sock, [answer], [pidfd] if pidfd >= 0 else [])
+
+    def _become(self, fds: dict[int, int], parent: int) -> None:
+        status = 1
+        try:
+            _title()
+            above = max(fds, default=2) + 1
+            # First all out of each other's way, then each to its number; nothing else stays open.
+            high = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for number, fd in fds.items()}
+            for number, fd in high.items():
+                os.dup2(fd, number)
+            null = os.open("/dev/null", os.O_RDWR)
+            os.dup2(null, 2)
+            kept = sorted({0, 1, 2, *fds})
+            for one, following in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+                os.closerange(one + 1, following)
+            for number in (signal.SIGTERM, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            status = self._work(parent)
+        except BaseException:
+            status = 1
+        finally:
+            os._exit(status)
+
+    def pidfds(self) -> list[int]:
+        """Readable where a worker has ended."""
+        return list(self._pidfds.values())
+
+    def ended(self, pid: int) -> None:
+        """A child has been reaped."""
+        pidfd = self._pidfds.pop(pid, -1)
+        if pidfd >= 0:
+            os.close(pidfd)
+
+    def close(self) -> None:
+        """End all of them: their agent has gone."""
+        self.sock.close()
+        for pidfd in self._pidfds.values():
+            with suppress(OSError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+        self._pidfds = {}
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds = {}
+
+
+def _title() -> None:
+    """What `ps` shows: not one more agent."""
+    with suppress(OSError, ValueError, IndexError):
+        with open("/proc/self/stat", encoding="ascii", errors="replace") as f:
+            fields = f.read().rpartition(")")[2].split()
+        begin, end = int(fields[45]), int(fields[46])  # arg_start, arg_end
+        room = end - begin
+        if room > len(_TITLE):
+            ctypes.memmove(begin, _TITLE + b"\0" * (room - len(_TITLE)), room)
+
+
+def tier(parent: int) -> int:
+    """Carry out one order of the agent's; the exit status. Loaded in the worker alone."""
+    sys.argv = [_TITLE.decode(), str(parent)]
+    from gemini_hpc.tier import worker
+
+    return worker.main()

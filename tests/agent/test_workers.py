@@ -1,0 +1,121 @@
+"""Processes that the supervisor forks for an agent: with the right descriptors, out of reach, gone with the agent."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from gemini_hpc.agent.workers import WORKERS_MAX, Channel, NoWorker, Workers
+
+
+@contextmanager
+def supervisor(work: Callable[[int], int]) -> Iterator[tuple[Channel, Workers]]:
+    """Serves in a thread of this process, which it would otherwise have to itself."""
+    workers = Workers(work)
+    channel = Channel(workers.theirs)
+
+    def serve() -> None:
+        while workers.serve():
+            pass
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield channel, workers
+    finally:
+        workers.theirs.close()
+        thread.join(10)
+        pids = list(workers._pidfds)
+        workers.close()
+        for pid in pids:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def ended(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], 10)[0])
+
+
+def test_descriptors_have_the_numbers_that_were_asked_for() -> None:
+    """More than the kernel passes at once, in an order that would overwrite each other."""
+    own = [os.memfd_create(f"part {n}") for n in range(450)]
+    for n, fd in enumerate(own):
+        os.write(fd, str(n).encode())
+    out, into = os.pipe()
+    numbers = {1: into, **{100 + n: fd for n, fd in enumerate(reversed(own))}}
+
+    def work(_: int) -> int:
+        found = [os.pread(100 + n, 10, 0).decode() for n in range(450)]
+        others = [n for n in range(3, 2000) if n not in numbers and _is_open(n)]
+        os.write(1, f"{found == [str(n) for n in reversed(range(450))]} {others}".encode())
+        return 0
+
+    with supervisor(work) as (channel, _):
+        pidfd = channel.start(numbers)
+        assert ended(pidfd)
+        assert os.read(out, 1000) == b"True []"
+        os.close(pidfd)
+    for fd in (*own, out, into):
+        os.close(fd)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def test_worker_ends_with_its_agent() -> None:
+    with supervisor(lambda _: signal.pause() or 0) as (channel, workers):
+        pidfds = [channel.start({}) for _ in range(3)]
+        assert not select.select(pidfds, [], [], 0.1)[0]
+        workers.close()
+        assert all(ended(pidfd) for pidfd in pidfds)
+        for pidfd in pidfds:
+            os.close(pidfd)
+
+
+def test_too_many_at_once_are_refused() -> None:
+    with supervisor(lambda _: signal.pause() or 0) as (channel, _):
+        pidfds = [channel.start({}) for _ in range(WORKERS_MAX)]
+        with pytest.raises(NoWorker, match="work already"):
+            channel.start({})
+        for pidfd in pidfds:
+            os.close(pidfd)
+
+
+def test_supervisor_that_is_gone_is_said() -> None:
+    with supervisor(lambda _: 0) as (channel, workers):
+        workers.sock.close()
+        with pytest.raises(NoWorker):
+            channel.start({})
+
+
+SHUT = """
+import os, sys
+from gemini_hpc.agent import privileges
+from gemini_hpc.agent.workers import Workers, Channel
+os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
+privileges.shut()
+workers = Workers(lambda _: os.write(1, f"traceable={privileges.traceable()} {sys.argv[0]}".encode()) and 0)
+import threading
+threading.Thread(target=workers.serve, daemon=True).start()
+pidfd = Channel(workers.theirs).start({1: 1})
+os.waitpid(-1, 0)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_worker_is_as_shut_as_who_forked_it() -> None:
+    done = subprocess.run([sys.executable, "-c", SHUT], capture_output=True, text=True, timeout=30, check=False)
+    assert done.stdout.startswith("traceable=False"), done
