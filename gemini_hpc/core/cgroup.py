@@ -23,6 +23,7 @@ AGENTS_ROOM_BYTES = 64 << 20
 _UNLIMITED = 1 << 60
 # All processes and threads of one job's agent: some 50 of the agent's, and its workers'.
 TASKS_MAX = 512
+_CONTROLLERS = ("memory", "cpu", "pids")  # of v2, one at a time: those that a kernel lacks are done without
 _WEIGHT = "100"  # cpu.weight of v2, as has a group of which nobody says anything; shares of v1: 1024
 _SHARES = "1024"
 # null, zero, full, random, urandom, the controlling terminal: nothing that computes, stores or reaches a network.
@@ -152,7 +153,7 @@ def preparation(here: Place, choice: Choice, limit_bytes: int, used_bytes: int) 
     steps = []
     for parent, name in zip(above, below, strict=True):
         if here.version == 2:  # perhaps on already; if it cannot be, the limit's file will be missing
-            steps.append(Step(f"{parent}/cgroup.subtree_control", "+memory", needed=False))
+            steps += [Step(f"{parent}/cgroup.subtree_control", f"+{name}", needed=False) for name in _CONTROLLERS]
         steps.append(Step(f"{parent}/{name}"))
     limit, swap = ("memory.limit_in_bytes", ("memory.swappiness", "0"))
     if here.version == 2:
@@ -172,9 +173,9 @@ def of_job(here: Place, choice: Choice, job: int, limit_bytes: int) -> list[Step
             Step(f"{directory}/memory.swappiness", "0", needed=False),
             Step(f"{directory}/memory.limit_in_bytes", str(limit_bytes), needed=False),  # refused below what is taken
         ]
-    controllers = (("memory", True), ("cpu", False), ("pids", False))
+    control = f"{choice.directory}/cgroup.subtree_control"
     return [
-        *(Step(f"{choice.directory}/cgroup.subtree_control", f"+{name}", needed) for name, needed in controllers),
+        *(Step(control, f"+{name}", needed=name == "memory") for name in _CONTROLLERS),
         Step(directory),
         Step(f"{directory}/memory.max", str(limit_bytes)),
         Step(f"{directory}/memory.swap.max", "0", needed=False),

@@ -50,9 +50,10 @@ def test_site_15_v2_under_systemd_is_asked_of_systemd() -> None:
     assert argv == [
         *("/usr/bin/busctl", "--timeout=2", "call", "org.freedesktop.systemd1", "/org/freedesktop/systemd1"),
         *("org.freedesktop.systemd1.Manager", "StartTransientUnit", "ssa(sv)a(sa(sv))"),
-        *("geminihpc-7-4711.scope", "fail", "4"),
+        *("geminihpc-7-4711.scope", "fail", "7"),
         *("PIDs", "au", "1", "4711", "Slice", "s", "geminihpc.slice"),  # a dash in the name would nest it
         *("MemoryMax", "t", str(1 << 30), "MemorySwapMax", "t", "0"),
+        *("CPUWeight", "t", "100", "TasksMax", "t", "512", "DevicePolicy", "s", "closed"),
         "0",
     ]
 
@@ -64,13 +65,44 @@ def test_site_15_v2_without_systemd_is_made_of_files() -> None:
     assert choice == Choice("v2", "/sys/fs/cgroup/site/gemini")
     steps = [(s.path.removeprefix("/sys/fs/cgroup"), s.text) for s in cgroup.preparation(here, choice, 1000, 0)]
     assert steps == [
-        ("/cgroup.subtree_control", "+memory"),
+        *(("/cgroup.subtree_control", f"+{name}") for name in ("memory", "cpu", "pids")),
         ("/site", None),
-        ("/site/cgroup.subtree_control", "+memory"),
+        *(("/site/cgroup.subtree_control", f"+{name}") for name in ("memory", "cpu", "pids")),
         ("/site/gemini", None),
         ("/site/gemini/memory.swap.max", "0"),
         ("/site/gemini/memory.max", "1000"),
     ]
+    of_job = cgroup.of_job(here, choice, 7, 900)
+    steps = [(s.path.removeprefix("/sys/fs/cgroup/site/gemini"), s.text) for s in of_job]
+    assert steps == [
+        *(("/cgroup.subtree_control", f"+{name}") for name in ("memory", "cpu", "pids")),
+        ("/7", None),
+        ("/7/memory.max", "900"),
+        ("/7/memory.swap.max", "0"),
+        ("/7/cpu.weight", "100"),
+        ("/7/pids.max", "512"),
+    ]
+    needed = [s.path.rpartition("/")[2] for s in of_job if s.needed]
+    assert needed == ["cgroup.subtree_control", "7", "memory.max"], "without CPU or tasks it is a cgroup all the same"
+
+
+def test_job_has_a_cgroup_in_each_hierarchy_of_v1_that_is_there() -> None:
+    found = cgroup.beside(V1_MOUNTS, "/gemini-hpc", 7)
+    (at,) = found
+    assert at == "/sys/fs/cgroup/cpu,cpuacct/gemini-hpc/7", "neither devices nor pids are mounted there"
+    assert [(s.path.removeprefix("/sys/fs/cgroup/cpu,cpuacct"), s.text, s.needed) for s in found[at]] == [
+        ("/gemini-hpc", None, True),
+        ("/gemini-hpc/7", None, True),
+        ("/gemini-hpc/7/cpu.shares", "1024", False),
+    ]
+    more = "50 25 0:40 / /sys/fs/cgroup/{0} {1} shared:20 - cgroup cgroup rw,{0}\n"
+    both = V1_MOUNTS + more.format("devices", "rw") + more.format("pids", "ro")
+    steps = [s.text for s in cgroup.beside(both, "/site/agents", 7)["/sys/fs/cgroup/devices/site/agents/7"]]
+    assert steps[:4] == [None, None, None, "a"] and "c 1:3 rwm" in steps and len(steps) == 10, "denied first"
+    assert not [at for at in cgroup.beside(both, "/site/agents", 7) if "pids" in at], "read-only"
+    joint = V1_MOUNTS.replace("cpu,cpuacct", "cpu,pids")
+    steps = [s.text for s in cgroup.beside(joint, "/gemini-hpc", 7)["/sys/fs/cgroup/cpu,pids/gemini-hpc/7"]]
+    assert steps == [None, None, "1024", "512"], "two controllers in one hierarchy"
 
 
 def test_site_15_a_limit_is_never_put_below_what_is_taken() -> None:
