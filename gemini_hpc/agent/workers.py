@@ -169,6 +169,7 @@ def _title() -> None:
 def tier(parent: int) -> int:
     """Carry out one order of the agent's; the exit status. Loaded in the worker alone."""
     sys.argv = [_TITLE.decode(), str(parent)]
+    sys.stdin = os.fdopen(0, closefd=False)  # with nothing in its buffer that is the supervisor's
     from gemini_hpc.tier import worker
 
     return worker.main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
@@ -10,31 +11,35 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
+from gemini_hpc.agent import tierwork, workers
+from gemini_hpc.agent.tierwork import TierFailed
 from gemini_hpc.agent.workers import WORKERS_MAX, Channel, NoWorker, Workers
+from gemini_hpc.tier import orders
 
 
 @contextmanager
 def supervisor(work: Callable[[int], int]) -> Iterator[tuple[Channel, Workers]]:
     """Serves in a thread of this process, which it would otherwise have to itself."""
-    workers = Workers(work)
-    channel = Channel(workers.theirs)
+    mine = Workers(work)
+    channel = Channel(mine.theirs)
 
     def serve() -> None:
-        while workers.serve():
+        while mine.serve():
             pass
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     try:
-        yield channel, workers
+        yield channel, mine
     finally:
-        workers.theirs.close()
+        mine.theirs.close()
         thread.join(10)
-        pids = list(workers._pidfds)
-        workers.close()
+        pids = list(mine._pidfds)
+        mine.close()
         for pid in pids:
             with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
@@ -76,10 +81,10 @@ def _is_open(fd: int) -> bool:
 
 
 def test_worker_ends_with_its_agent() -> None:
-    with supervisor(lambda _: signal.pause() or 0) as (channel, workers):
+    with supervisor(lambda _: signal.pause() or 0) as (channel, mine):
         pidfds = [channel.start({}) for _ in range(3)]
         assert not select.select(pidfds, [], [], 0.1)[0]
-        workers.close()
+        mine.close()
         assert all(ended(pidfd) for pidfd in pidfds)
         for pidfd in pidfds:
             os.close(pidfd)
@@ -95,8 +100,8 @@ def test_too_many_at_once_are_refused() -> None:
 
 
 def test_supervisor_that_is_gone_is_said() -> None:
-    with supervisor(lambda _: 0) as (channel, workers):
-        workers.sock.close()
+    with supervisor(lambda _: 0) as (channel, mine):
+        mine.sock.close()
         with pytest.raises(NoWorker):
             channel.start({})
 
@@ -119,3 +124,33 @@ os.waitpid(-1, 0)
 def test_worker_is_as_shut_as_who_forked_it() -> None:
     done = subprocess.run([sys.executable, "-c", SHUT], capture_output=True, text=True, timeout=30, check=False)
     assert done.stdout.startswith("traceable=False"), done
+
+
+def test_orders_for_the_tier(tmp_path: Path) -> None:
+    """From the agent to the worker and back: an answer, a failure, and a worker that is ended while it works."""
+
+    async def run() -> None:
+        with supervisor(workers.tier) as (channel, mine):
+            tierwork.use(channel)
+            found = await tierwork.carry_out(orders.Look(str(tmp_path), 5, "", (), begin=True, make=False))
+            assert found == orders.Found(())
+            with pytest.raises(TierFailed, match="nowhere"):
+                await tierwork.carry_out(orders.Look(f"{tmp_path}/nowhere", 5, "", (), begin=False, make=False))
+            task = asyncio.ensure_future(tierwork.carry_out(orders.Clean(str(tmp_path / "slow"), 5, "default")))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert all(ended(pidfd) for pidfd in mine.pidfds())
+
+    before = len(os.listdir("/proc/self/fd"))
+    asyncio.run(run())
+    with pytest.raises(TierFailed, match="supervisor"):
+        asyncio.run(tierwork.carry_out(orders.Look(str(tmp_path), 5, "", (), begin=False, make=False)))
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.fixture(autouse=True)
+def _no_supervisor_afterwards() -> Iterator[None]:
+    yield
+    tierwork._supervisor.clear()
