@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 CONFIG_PATH = "/etc/gemini-hpc/gemini.toml"
+SLURM_APIS = ("auto", "pyslurm", "json", "commands")
 
 
 class ConfigError(ValueError):
@@ -100,6 +101,11 @@ class Settings:
     operators: tuple[str, ...] = _setting(
         (), "Users, and groups written as @group, that may inspect every job, besides root and SlurmUser."
     )
+    slurm_api: str = _setting(
+        "auto",
+        'How the controller asks Slurm for jobs and nodes: "commands" (squeue, scontrol), "json" (scontrol --json), '
+        '"pyslurm" (where it fits Slurm\'s release); "auto": pyslurm where it is installed and fits, else commands.',
+    )
     node_max_jobs_guard: bool = _setting(True, "Never fence a node on which another owner's job runs.")
 
     def heartbeat_timeout_s(self) -> float:
@@ -183,6 +189,9 @@ def parse(text: str, where: str = CONFIG_PATH) -> Settings:
         except ConfigError as exc:
             raise ConfigError(f"{where}: {exc}") from None
     settings = Settings(**values)
+    if settings.slurm_api not in SLURM_APIS:
+        names = ", ".join(SLURM_APIS)
+        raise ConfigError(f"{where}: slurm_api: wanted one of {names}, found {_shown(settings.slurm_api)}")
     if settings.agent_port_base + settings.agent_port_count > 65536:
         raise ConfigError(
             f"{where}: agent_port_base + agent_port_count: wanted at most 65536, found "

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
+import time
 from contextlib import suppress
+
+import msgspec
 
 from gemini_hpc.config import Settings
 from gemini_hpc.control import daemon
@@ -14,12 +18,38 @@ from gemini_hpc.control.daemon import ServiceError
 from gemini_hpc.control.primary import LockTakenError, Primary
 from gemini_hpc.control.server import Controller
 from gemini_hpc.control.slurm import Slurm, SlurmError, find_tool
+from gemini_hpc.control.slurm.ways import FILE, Told, Way
 
 log = logging.getLogger("gemini_hpc.control")
 
 
+def _tell_way(settings: Settings, way: Way) -> None:
+    """In the log, and for `doctor` on disk."""
+    log.log(logging.WARNING if way.left else logging.INFO, "event=slurm-api used=%s why=%s", way.name, way.why)
+    told = Told(settings.slurm_api, way.name, way.why, way.left, time.time())
+    path = os.path.join(settings.state_dir, FILE)
+    try:
+        os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)
+        with open(path + ".new", "wb") as f:
+            f.write(msgspec.json.encode(told))
+        os.replace(path + ".new", path)
+    except OSError as exc:
+        log.warning("event=slurm-api-not-kept path=%s %s", path, exc.strerror)
+
+
 async def _serve(settings: Settings) -> None:
-    slurm = Slurm(on_call=lambda what, took: log.debug("slurm=%r ms=%.0f", what, took * 1000))
+    slurm = Slurm(
+        on_call=lambda what, took: log.debug("slurm=%r ms=%.0f", what, took * 1000),
+        api=settings.slurm_api,
+        on_way=lambda way: _tell_way(settings, way),
+    )
+    try:
+        await _act(settings, slurm)
+    finally:
+        await slurm.close()
+
+
+async def _act(settings: Settings, slurm: Slurm) -> None:
     first = True
     while True:
         primary = Primary(slurm)

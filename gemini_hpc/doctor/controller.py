@@ -8,8 +8,11 @@ import stat
 import time
 from contextlib import suppress
 
+import msgspec
+
 from gemini_hpc.control.primary import LOCK
 from gemini_hpc.control.slurm import Slurm
+from gemini_hpc.control.slurm.ways import FILE, Told
 from gemini_hpc.doctor import locks
 from gemini_hpc.doctor.check import ON_CONTROLLER, Check
 from gemini_hpc.doctor.facts import Facts
@@ -180,10 +183,34 @@ def lock(facts: Facts) -> Outcome:
     return ok(f"{state} is on the file system of {save}")
 
 
+def slurm_api(facts: Facts) -> Outcome:
+    """How the controller asks Slurm, and why so; a way that was asked for and is not used is told."""
+    facts.need_slurm_user("the way in which the controller asks Slurm")
+    setting = facts.settings.slurm_api
+    wanted = f'slurm_api = "{setting}" in use'
+    fix = 'mend the reason and restart the controller, or set slurm_api = "commands"'
+    told = None
+    if _running(facts) is not None:
+        with suppress(OSError, msgspec.MsgspecError), open(os.path.join(facts.settings.state_dir, FILE), "rb") as f:
+            told = msgspec.json.decode(f.read(1 << 16), type=Told)
+    if told is None:
+        way = facts.ask_slurm(lambda _: Slurm(api=setting).way())
+        told = Told(setting, way.name, way.why, way.left, 0.0)
+        text = f"a controller that is started here asks by {told.used}: {told.why}"
+    else:
+        text = f"the controller asks by {told.used}: {told.why}"
+        if told.setting != setting:
+            return warning(f"{text} (it was started with {told.setting})", wanted, "restart the controller")
+    if told.left or setting not in ("auto", told.used):
+        return warning(text, wanted, fix)
+    return ok(text)
+
+
 CHECKS = (
     Check("controller.runs", "SITE 5", ON_CONTROLLER, runs),
     Check("controller.journal", "SITE 5", ON_CONTROLLER, journal),
     Check("controller.alerts", "", ON_CONTROLLER, alerts),
     Check("controller.primary", "SITE 5", ON_CONTROLLER, primary),
     Check("controller.lock", "SITE 5", ON_CONTROLLER, lock),
+    Check("controller.slurm-api", "asking Slurm", ON_CONTROLLER, slurm_api),
 )

@@ -17,7 +17,7 @@ def parse_job(line: str) -> Job:
     owner = re.fullmatch(r"(.*)\(([0-9]+)\)", fields["UserId"])
     assert owner is not None, line
     array = int(fields["ArrayJobId"]) if "ArrayJobId" in fields else None
-    task = fields.get("ArrayTaskId", "")
+    task = fields.get("ArrayTaskId", "").partition("%")[0]
     return Job(
         id=f"{array}_{task}" if array is not None else fields["JobId"],
         raw_id=int(fields["JobId"]),

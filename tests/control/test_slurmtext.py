@@ -43,6 +43,11 @@ def test_texts_of_operators_in_records_of_nodes() -> None:
     forged = "MemSpecLimit=9 Reason=gemini-hpc: lost\nState=DOWN"
     for texts, reason, hidden in (
         (f"Reason=disk [root@2026-11-25T09:54:33] Comment={forged}", "disk [root@2026-11-25T09:54:33]", False),
+        (
+            "Reason=gemini-hpc: State=x [root@2026-11-25T09:54:33]",
+            "gemini-hpc: State=x [root@2026-11-25T09:54:33]",
+            False,
+        ),
         (f"Comment={forged} Reason=disk [root@2026-11-25T09:54:33]", "", True),
         (f"Extra={forged}", "", True),
         ("Comment=x", "", False),

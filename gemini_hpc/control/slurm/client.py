@@ -1,25 +1,29 @@
 """The one Slurm client: every Slurm command of this package is run here, and nowhere else.
 
 Commands are run by absolute path, as argument vectors, with a fixed environment and a hard time-out; after every
-change the object is read again. (pyslurm fits exactly one Slurm release and can exit the process on import; it is
-not used and may become an option later.)
+change the object is read again. Jobs and nodes may be read another way (`ways`), and few things changed by it; the
+first surprise ends that, and the commands are asked again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeVar
 
 from gemini_hpc.control.fairness import FairGate
-from gemini_hpc.control.slurm import fields
+from gemini_hpc.control.slurm import fields, ways
 from gemini_hpc.control.slurm.errors import SlurmError, SlurmUnreachable, UnknownJob
-from gemini_hpc.control.slurm.facts import Config, Job, Node, Reservation, Row
+from gemini_hpc.control.slurm.facts import COMPLETING, PENDING, Config, Job, Node, Reservation, Row
+from gemini_hpc.control.slurm.jsonform import JsonReader
+from gemini_hpc.control.slurm.pyslurm_reader import PyslurmReader
 from gemini_hpc.control.slurm.text import (
     ROW_FORMAT,
     ParseError,
@@ -33,7 +37,10 @@ from gemini_hpc.control.slurm.text import (
     parse_row,
     reason_is_hidden,
 )
+from gemini_hpc.control.slurm.ways import Reader, Surprise, Unreadable, Way
 
+log = logging.getLogger("gemini_hpc.control")
+T = TypeVar("T")
 TIMEOUT_S = 10.0
 PARALLEL_COMMANDS = 4
 _DIRECTORIES = ("/usr/bin", "/usr/local/bin", "/opt/slurm/bin", "/usr/local/slurm/bin")
@@ -63,6 +70,10 @@ def _environment() -> dict[str, str]:
     return {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "TZ": "UTC", **kept}
 
 
+def _pyslurm(timeout_s: float, on_call: Callable[[str, float], None] | None) -> PyslurmReader:
+    return PyslurmReader(_environment(), timeout_s, _error, on_call)
+
+
 def _error(text: str, command: str) -> SlurmError:
     message = " ".join(text.split())[:300] or f"{command} failed without a word"
     low = message.lower()
@@ -90,10 +101,25 @@ def _checked(pattern: re.Pattern[str], value: str, what: str) -> str:
 
 
 class Slurm:
-    """Slurm, as seen by an operator. `on_call` hears of every command: its words and its duration in seconds."""
+    """Slurm, as seen by an operator. `on_call` hears of every command: its words and its duration in seconds.
 
-    def __init__(self, timeout_s: float = TIMEOUT_S, on_call: Callable[[str, float], None] | None = None) -> None:
+    `close` ends what may run beside it; one that asks by commands alone needs none.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float = TIMEOUT_S,
+        on_call: Callable[[str, float], None] | None = None,
+        *,
+        api: str = ways.COMMANDS,
+        on_way: Callable[[Way], None] = lambda way: None,
+    ) -> None:
+        """api: `slurm_api` of the settings. on_way: hears which way is used and why, first and after each change."""
         self._timeout_s = timeout_s
+        self._api, self._on_way = api, on_way
+        self._way: Way | None = None
+        self._reader: Reader | None = None
+        self._choosing = asyncio.Lock()
         self._on_call = on_call
         self._gate = FairGate(PARALLEL_COMMANDS)
         self._accounting_gate = FairGate(1)  # a database that hangs must not keep scontrol waiting
@@ -149,8 +175,64 @@ class Slurm:
     async def _squeue(self, *args: str) -> bytes:
         return await self._run_bytes("squeue", "-h", "-a", "-t", "all", *args)
 
+    async def way(self) -> Way:
+        """How jobs and nodes are asked for, and why so."""
+        if self._way is None:
+            async with self._choosing:
+                if self._way is None:
+                    self._use(await self._choose())
+        assert self._way is not None
+        return self._way
+
+    async def _choose(self) -> Way:
+        if self._api == ways.COMMANDS:
+            return ways.choose(self._api, "", "")
+        return ways.choose(self._api, await self.release(), ways.installed_pyslurm())
+
+    def _use(self, way: Way) -> None:
+        self._way = way
+        if way.name == ways.JSON:
+            self._reader = JsonReader(self._run_bytes)
+        elif way.name == ways.PYSLURM:
+            self._reader = _pyslurm(self._timeout_s, self._on_call)
+        else:
+            self._reader = None
+        self._on_way(way)
+
+    async def _either(self, fast: Callable[[Reader], Awaitable[T]], commands: Callable[[], Awaitable[T]]) -> T:
+        """The same by the way that is used, or by commands where that is none or does not work."""
+        await self.way()
+        reader = self._reader
+        if reader is not None:
+            try:
+                return await fast(reader)
+            except Unreadable as exc:
+                log.warning("slurm_api=%s event=asked-by-commands %s", reader.name, exc)
+            except Surprise as exc:
+                await self._leave(reader, exc)
+            except SlurmUnreachable:
+                self.unreachable_at = time.monotonic()
+                raise
+        return await commands()
+
+    async def _leave(self, reader: Reader, why: Surprise) -> None:
+        """Commands from now on."""
+        log.warning("slurm_api=%s event=left-for-commands %s", reader.name, why)
+        if self._reader is reader:
+            self._use(Way(ways.COMMANDS, f"{reader.name} was given up: {why}", left=True))
+        await reader.close()
+
+    async def close(self) -> None:
+        """End what runs beside this client."""
+        reader, self._reader, self._way = self._reader, None, None
+        if reader is not None:
+            await reader.close()
+
     async def job(self, raw_id: int) -> Job:
         """One job by its raw id. Raises `UnknownJob`, `SlurmUnreachable`, `SlurmError`."""
+        return await self._either(lambda reader: reader.job(raw_id), lambda: self._job(raw_id))
+
+    async def _job(self, raw_id: int) -> Job:
         out = await self._squeue("-j", str(int(raw_id)), "-O", fields.FORMAT)
         try:
             found = [row for row in fields.split_rows(out) if row["JobID"] == str(raw_id)]
@@ -164,6 +246,9 @@ class Slurm:
 
     async def excluded(self, raw_id: int) -> tuple[str, ...]:
         """The nodes that the job's owner does not want. Raises as `job`."""
+        return await self._either(lambda reader: reader.excluded(raw_id), lambda: self._excluded(raw_id))
+
+    async def _excluded(self, raw_id: int) -> tuple[str, ...]:
         out = await self._squeue("-j", str(int(raw_id)), "-o", fields.EXCLUDED_FORMAT)
         try:
             return fields.parse_excluded(out.decode(errors="replace"), raw_id)
@@ -203,6 +288,11 @@ class Slurm:
 
     async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
         """These nodes, or all."""
+        wanted = tuple(names)
+        _names(wanted)
+        return await self._either(lambda reader: reader.nodes(wanted), lambda: self._nodes(wanted))
+
+    async def _nodes(self, names: tuple[str, ...]) -> dict[str, Node]:
         wanted = _names(names)
         try:
             records = node_records(await self._run("scontrol", "show", "node", "-o", *([wanted] if wanted else [])))
@@ -326,16 +416,32 @@ class Slurm:
     async def node_down(self, name: str, reason: str) -> Node:
         """DOWN and drained: without the drain a stale reply of a dead node makes it idle again (ReturnToService)."""
         words = " ".join(reason.replace('"', "'").split())
-        await self._run("scontrol", "update", f"NodeName={_names([name])}", "State=DRAIN", f"Reason={words}")
-        await self._run("scontrol", "update", f"NodeName={name}", "State=DOWN", f"Reason={words}")
-        node = (await self.nodes([name]))[name]
+        _names([name])
+        for state in ("DRAIN", "DOWN"):
+            await self._node_state(name, state, words)
+        node = (await self._nodes((name,)))[name]
         if not node.down:
             raise SlurmError(f"node {name} was set DOWN and is {node.state}")
         return node
 
     async def node_resume(self, name: str) -> None:
         """Give a node back that was drained in error."""
-        await self._run("scontrol", "update", f"NodeName={_names([name])}", "State=RESUME")
+        _names([name])
+        await self._node_state(name, "RESUME")
+
+    async def _node_state(self, name: str, state: str, reason: str = "") -> None:
+        """Once more by commands where another way fails: the same state set twice is set once."""
+        words = [f"NodeName={name}", f"State={state}", *([f"Reason={reason}"] if reason else [])]
+
+        async def by_commands() -> None:
+            await self._run("scontrol", "update", *words)
+
+        async def fast(reader: Reader) -> None:
+            if not isinstance(reader, PyslurmReader):
+                return await by_commands()
+            return await reader.node_state(name, state, reason)
+
+        await self._either(fast, by_commands)
 
     async def create_reservation(self, name: str, nodes: Sequence[str], user_id: int, minutes: int = 10) -> None:
         """Hold nodes for one user, past the jobs that run there. Raises `SlurmError` (an overlap with another)."""
@@ -399,6 +505,18 @@ class Slurm:
 
     async def requeue(self, job: Job) -> None:
         """Send a running or ended job back to pending."""
+        reader = self._reader
+        # By raw id an array's last task would be all of the array.
+        if isinstance(reader, PyslurmReader) and job.array_job_id is None and job.actable:
+            try:
+                await reader.requeue(job.raw_id)
+            except Surprise as exc:
+                await self._leave(reader, exc)
+            except Unreadable:
+                pass
+            after = await self._job(job.raw_id)
+            if after.restarts > job.restarts or after.state in (PENDING, COMPLETING):
+                return
         await self._run("scontrol", "requeue", _checked(_JOB_ID, job.id, "a job id"))
 
     async def _update(self, job: Job, *changes: str) -> None:

@@ -102,7 +102,7 @@ def job_of(row: dict[str, str]) -> Job:
     if not row["JobID"].isdigit() or not row["UserID"].isdigit() or not row["State"]:
         raise ParseError(f"not a job: {row['JobID'][:40]!r} of user {row['UserID'][:40]!r}")
     raw_id = int(row["JobID"])
-    task = text_of(row["ArrayTaskID"])
+    task = text_of(row["ArrayTaskID"]).partition("%")[0]
     array = number(row["ArrayJobID"]) if task else None
     return Job(
         id=f"{array}_{task}" if array is not None else str(raw_id),

@@ -114,6 +114,22 @@ def reason_is_hidden(record: str) -> bool:
     return "Reason" not in own and "Reason=" in record and bool(own.keys() & _NODE_TEXTS)
 
 
+def node_state(word: str) -> tuple[str, frozenset[str]]:
+    """`DOWN*+DRAIN` as DOWN and its flags; the star of a node that does not answer is one of them."""
+    base, *extra = word.upper().split("+")
+    flags = {flag.rstrip(_STATE_MARKS) for flag in extra}
+    if "*" in word:
+        flags.add("NOT_RESPONDING")
+    return base.rstrip(_STATE_MARKS), frozenset(flags)
+
+
+def _reason(record: str) -> str:
+    """The whole of it, whatever words it has, as far as who has set it and when."""
+    text = record.partition("Reason=")[2]
+    stamped = re.match(r".*?\[[^][\s]+@[0-9-]{10}T[0-9:]{8}\]", text, re.DOTALL)
+    return text_of((stamped[0] if stamped else text).strip())
+
+
 def parse_node(record: str) -> Node:
     """One record of `scontrol show node -o`. Raises `ParseError`."""
     fields = _slurms_own(record, _NODE_TEXTS)
@@ -121,22 +137,19 @@ def parse_node(record: str) -> Node:
     if not fields.get("NodeName") or not state:
         raise ParseError(f"not a node record: {record[:80]!r}")
     name = fields["NodeName"]
-    base, *extra = state[0].upper().split("+")
-    flags = {f.rstrip(_STATE_MARKS) for f in extra}
-    if "*" in state[0]:
-        flags.add("NOT_RESPONDING")
+    base, flags = node_state(state[0])
     active = text_of(fields.get("ActiveFeatures", "")) or text_of(fields.get("AvailableFeatures", ""))
     return Node(
         name=name,
-        state=base.rstrip(_STATE_MARKS),
-        flags=frozenset(flags),
+        state=base,
+        flags=flags,
         address=text_of(fields.get("NodeAddr", "")) or name,
         port=number(fields.get("Port", "0")),
         partitions=tuple(p for p in text_of(fields.get("Partitions", "")).split(",") if p),
         features=frozenset(f for f in active.split(",") if f),
         cpus=number(fields.get("CPUTot", "0")),
         memory_mb=number(fields.get("RealMemory", "0")),
-        reason=text_of(fields.get("Reason", "")),
+        reason=_reason(record) if "Reason" in fields else "",
         boot_time=unix_time(fields.get("BootTime", "")),
         slurmd_start=unix_time(fields.get("SlurmdStartTime", "")),
         gres=gres_counts(fields.get("Gres", "")),

@@ -1,0 +1,122 @@
+"""A program of its own: answers questions on its standard input with pyslurm, one line of JSON each.
+
+Started by `pyslurm_reader` alone, as a file, so that nothing else of gemini-hpc is loaded beside pyslurm. pyslurm's
+import may end a process, and its calls hold the interpreter until slurmctld answers: whoever asks has a time-out and
+kills this process. What Slurm's library prints does not get among the answers.
+
+    {"id": 1, "call": "job", "args": [41]}
+    {"id": 1, "value": {...}}   or   {"id": 1, "error": "Invalid job id specified", "kind": "refused"}
+
+kind: "refused" by Slurm, "unreadable" (a text that is not UTF-8), "surprise" (anything else).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+JOB = (
+    "id",
+    "array_id",
+    "array_task_id",
+    "array_tasks_waiting",
+    "heterogeneous_id",
+    "state",
+    "state_reason",
+    "user_id",
+    "user_name",
+    "allocated_nodes",
+    "required_nodes",
+    "excluded_nodes",
+    "num_nodes",
+    "requeue_count",
+    "is_requeueable",
+    "is_batch_job",
+    "batch_host",
+    "partition",
+    "reservation",
+    "constraints",
+    "min_cpus_per_node",
+    "memory_per_node",
+    "memory_per_cpu",
+    "start_time",
+    "end_time",
+    "exit_code",
+    "exit_code_signal",
+    "gres_per_node",
+)
+# Not in all releases.
+JOB_MAY = ("tres_per_job", "tres_per_socket", "tres_per_task")
+NODE = (
+    "name",
+    "state",
+    "address",
+    "hostname",
+    "slurmd_port",
+    "partitions",
+    "available_features",
+    "active_features",
+    "total_cpus",
+    "real_memory",
+    "memory_reserved_for_system",
+    "reason",
+    "reason_user",
+    "reason_time",
+    "boot_time",
+    "slurmd_start_time",
+    "configured_gres",
+)
+
+
+def calls(pyslurm: Any) -> dict[str, Callable[..., Any]]:
+    """What may be asked."""
+
+    def job(raw_id: int) -> dict[str, Any]:
+        found = pyslurm.Job.load(raw_id)
+        value = {name: getattr(found, name) for name in JOB}
+        return value | {name: str(getattr(found, name, None) or "") for name in JOB_MAY}
+
+    def nodes(names: list[str]) -> list[dict[str, Any]]:
+        found = [pyslurm.Node.load(name) for name in names] if names else list(pyslurm.Nodes.load().values())
+        return [{name: getattr(node, name) for name in NODE} for node in found]
+
+    def node_state(name: str, state: str, reason: str) -> None:
+        change = pyslurm.Node(state=state, reason=reason) if reason else pyslurm.Node(state=state)
+        pyslurm.Node(name).modify(change)
+
+    def requeue(raw_id: int) -> None:
+        pyslurm.Job(raw_id).requeue()
+
+    return {"version": lambda: pyslurm.__version__, **{f.__name__: f for f in (job, nodes, node_state, requeue)}}
+
+
+def answer(pyslurm: Any, known: dict[str, Callable[..., Any]], line: str) -> dict[str, Any]:
+    """The answer to one line."""
+    asked = json.loads(line)
+    try:
+        return {"id": asked["id"], "value": known[asked["call"]](*asked["args"])}
+    except pyslurm.RPCError as exc:
+        return {"id": asked["id"], "error": str(exc), "kind": "refused"}
+    except UnicodeDecodeError as exc:
+        return {"id": asked["id"], "error": str(exc), "kind": "unreadable"}
+    except Exception as exc:  # whatever it is, this process is not asked again
+        return {"id": asked["id"], "error": f"{type(exc).__name__}: {exc}", "kind": "surprise"}
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what the library prints
+    import pyslurm  # type: ignore[import-not-found]  # in no other process than this one
+
+    known = calls(pyslurm)
+    for line in sys.stdin:
+        answers.write(json.dumps(answer(pyslurm, known, line), default=str) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
