@@ -44,6 +44,8 @@ async def _serve(settings: Settings) -> None:
         on_way=lambda way: _tell_way(settings, way),
     )
     try:
+        with suppress(SlurmError):  # the first question to Slurm chooses it then
+            await slurm.way()
         await _act(settings, slurm)
     finally:
         await slurm.close()

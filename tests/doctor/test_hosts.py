@@ -260,6 +260,20 @@ def test_site_5_journal_on_a_full_disk(patient: Patient) -> None:
     assert report.news == {"controller.journal": "wrong"} and "free" in report["controller.journal"]["found"]
 
 
+def test_the_way_in_which_slurm_is_asked(patient: Patient) -> None:
+    report = patient.doctor("--only", "controller")
+    assert report["controller.slurm-api"]["found"] == "the controller asks by commands: pyslurm is not installed"
+    with patient.with_settings(slurm_api="pyslurm") as path:
+        report = patient.doctor("--config", str(path), "--only", "controller.slurm-api")
+    assert report.news == {"controller.slurm-api": "warning"}
+    assert "it was started with auto" in report["controller.slurm-api"]["found"]
+    left = '{"setting":"auto","used":"commands","why":"pyslurm was given up: x","left":true,"at":1.0}'
+    with patient.file(patient.state / "slurm-api.json", left):
+        report = patient.doctor("--only", "controller.slurm-api")
+    assert report.news == {"controller.slurm-api": "warning"}
+    assert "given up: x" in report["controller.slurm-api"]["found"]
+
+
 @pytest.fixture
 def two_controllers() -> Iterator[Cluster]:
     name = f"doctor2-{os.getpid()}"
