@@ -48,6 +48,19 @@ class Agent:
         return local.reply_decoder.decode(data), list(got)
 
 
+def greet(path: str, hello: local.Hello, patience_s: float = 10.0) -> tuple[Agent, local.Message, list[int]]:
+    """As `client.agent` does: an agent that is dead, or dies over it, is asked again: another is being started."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            agent = Agent(path)
+            return agent, *agent.ask(hello)
+        except (ConnectionError, FileNotFoundError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
 def link(state: str, rank: int, epoch: int, version: int) -> str:
     return hashlib.blake2b(f"{state} {rank} {epoch} {version}".encode(), digest_size=16).hexdigest()
 
@@ -115,9 +128,8 @@ def main() -> int:
         os.write(log, (json.dumps({**line, "t": time.time(), **more}) + "\n").encode())
 
     path = os.environ["GEMINI_SOCKET"]
-    agent = Agent(path)
     hello = local.Hello(1, SET, rank, world, 0, step_id, os.getpid(), most=MOST)
-    welcome, fds = agent.ask(hello)
+    agent, welcome, fds = greet(path, hello)
     if not isinstance(welcome, local.Welcome):
         print(f"lite: rank {rank}: {welcome}", file=sys.stderr)
         return 3
