@@ -17,6 +17,7 @@ from gemini_hpc.cli.main import build_parser
 from gemini_hpc.control.picture import picture
 from gemini_hpc.wire.picture import EventRecord, HeldSlot, InspectPart, SetState
 from gemini_hpc.wire.traffic import TrafficState
+from tests.releases import __main__ as releases
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -152,7 +153,12 @@ def test_wrong_commands_are_noticed(command: str, wrong: str) -> None:
 
 def test_lone_options(page: Path) -> None:
     ours = set(re.findall(r'"(gemini-[a-z-]+)"', (ROOT / "slurm" / "options.c").read_text()))
-    known = every_option(build_parser()) | FOREIGN | {f"--{name}" for name in ours}
+    known = (
+        every_option(build_parser())
+        | every_option(releases.build_parser())
+        | FOREIGN
+        | {f"--{name}" for name in ours}
+    )
     named = {found for line in code(page.read_text()) for found in re.findall(LONE, line)}
     assert named <= known
 

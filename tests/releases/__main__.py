@@ -26,7 +26,7 @@ examples:
 """
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.releases",
         usage="%(prog)s RELEASE [options] [-- CMD...]   (without CMD the root is only made)",
@@ -55,7 +55,7 @@ def main() -> int:
     words, command = sys.argv[1:], []
     if "--" in words:
         words, command = words[: words.index("--")], words[words.index("--") + 1 :]
-    arguments = _parser().parse_args(words)
+    arguments = build_parser().parse_args(words)
     try:
         if os.geteuid() != 0:
             raise ReleaseError(f"roots and namespaces need root, this is uid {os.geteuid()}: use sudo")
