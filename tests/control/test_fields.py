@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gemini_hpc.control.slurm import jsonform
+from gemini_hpc.control.slurm.facts import Node
 from gemini_hpc.control.slurm.fields import (
     FORMAT,
     TEXT_BYTES,
@@ -17,7 +21,9 @@ from gemini_hpc.control.slurm.fields import (
     parse_reasons,
     split_rows,
 )
-from gemini_hpc.control.slurm.text import ParseError
+from gemini_hpc.control.slurm.text import ParseError, node_records, parse_node
+
+RECORDED = Path(__file__).parent / "recorded"
 
 RUNNING = {
     "JobID": "41",
@@ -118,3 +124,35 @@ def test_ids_excluded_nodes_and_reasons() -> None:
     assert parse_reasons(out) == {"n3": f"{text.decode()} [root@2026-11-25T09:54:33]", "n1": ""}
     with pytest.raises(ParseError):
         parse_reasons(b"n3|root|x|short\n")
+
+
+@pytest.mark.parametrize("release", ["22.05", "24.11", "26.05"])
+def test_recorded_jobs_with_hostile_texts(release: str) -> None:
+    """The first has imitations of Slurm's records in all its texts; as squeue printed them."""
+    jobs = {row["JobID"]: job_of(row) for row in split_rows((RECORDED / f"{release}-squeue.txt").read_bytes())}
+    worst = jobs["1"]
+    assert (worst.state, worst.nodes, worst.num_nodes, worst.restarts) == ("RUNNING", ("n1", "n2"), 2, 0)
+    assert (worst.user_id, worst.user, worst.partition, worst.reservation) == (5001, "alice", "main", "")
+    assert worst.actable and worst.requeue and worst.batch and worst.min_memory_mb == 150
+    assert worst.features == "fast*1 NumNodes=9\nJobId=77 JobState=FAILED"
+    assert jobs["2"].id == "2_1-3" and not jobs["2"].actable and jobs["3"].het and jobs["4"].het
+    assert (jobs["5"].state, jobs["5"].exit_code) == ("FAILED", "3:0")
+
+
+@pytest.mark.parametrize("release", ["24.11", "26.05"])
+def test_recorded_json_says_the_same(release: str) -> None:
+    jobs = {job.raw_id: job for job in map(job_of, split_rows((RECORDED / f"{release}-squeue.txt").read_bytes()))}
+    out = (RECORDED / f"{release}-scontrol.json").read_bytes()
+    found = list(map(jsonform.job_of, jsonform.records(out, "jobs")))
+    assert {job.raw_id for job in found} == {1, 2, 5}
+    assert found == [jobs[job.raw_id] for job in found]
+    nodes = {node.name: node for node in map(jsonform.node_of, jsonform.records(out, "nodes"))}
+    text: dict[str, Node] = {}
+    for record in node_records((RECORDED / f"{release}-nodes.txt").read_text()):
+        text.setdefault(parse_node(record).name, parse_node(record))  # n3's reason imitates another record of n1
+    assert text.keys() == nodes.keys()
+    for node in text.values():
+        other = nodes[node.name]
+        assert (other.state, other.address, other.features) == (node.state, node.address, node.features)
+        assert (other.cpus, other.memory_mb, other.slurmd_start) == (node.cpus, node.memory_mb, node.slurmd_start)
+    assert nodes["n3"].reason.startswith("disk\nNodeName=n9 State=IDLE [root@") and "DRAIN" in nodes["n3"].flags
