@@ -92,6 +92,7 @@ class Agent:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._callers = Callers(self)
         self.detached_at = time.monotonic()
+        self.waits = False  # detached, and the job is pending
         self._unwanted_since: float | None = None  # its memory is to be freed
         self._leaving = False
         self._stopped = asyncio.Event()
@@ -119,6 +120,7 @@ class Agent:
         self.reporter.start()
         self.spawn(self._tick())
         await self._stopped.wait()
+        await self.reporter.told()
         server.close()
         self._local.close()
         self.reporter.close()
@@ -167,10 +169,17 @@ class Agent:
                 self.release("the node's free memory has fallen far below the floor")
             elif short:
                 self._let_go("the node's free memory has fallen below the floor")
-            elif alone_s > self.settings.retention_s and not flushing:
-                self._let_go("the retention time is over")
+            elif alone_s > self.kept_s and not flushing:
+                waited = f"the job has been held, or has waited, for {self.kept_s:g} s" if self.waits else ""
+                self._let_go(waited or f"the retention time of {self.kept_s:g} s is over")
             elif alone_s > self.settings.tier_scavenge_s > 0 and self.scavenge.due():
                 self.scavenge.begin()
+
+    @property
+    def kept_s(self) -> float:
+        """For how long what is held stays after the job's end here."""
+        settings = self.settings
+        return max(settings.retention_s, settings.held_retention_s) if self.waits else settings.retention_s
 
     def _let_go(self, reason: str) -> None:
         """Free everything, unless it has first to be saved."""
@@ -315,7 +324,7 @@ class Agent:
         self.restart, self.hosts, self.nodelist = m.restart, hosts, m.nodelist
         self.replicas = max(1, min(m.replicas, len(hosts)))
         self.attached_as = m
-        self.detached = False
+        self.detached = self.waits = False
         self.mesh = Mesh(
             self.settings,
             job=self.job,

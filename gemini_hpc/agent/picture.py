@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -63,7 +64,8 @@ def inspect_part(agent: Agent, request: int, record: picture.RecordAsk | None = 
                 )
             )
     rounds, mesh = agent.rounds, agent.mesh
-    kept = f"its recovery state cannot be written: {agent.state.problem}" if agent.state.problem else ""
+    unwritten = f"its recovery state cannot be written: {agent.state.problem}" if agent.state.problem else ""
+    kept = agent.detached and agent.budget.taken_bytes > 0
     return picture.InspectPart(
         host=agent.node,
         job=agent.job,
@@ -87,6 +89,7 @@ def inspect_part(agent: Agent, request: int, record: picture.RecordAsk | None = 
         dead=tuple(sorted(mesh.dead)) if mesh is not None else (),
         request=request,
         record=None if record is None else agent.tellings.record(record),
-        problem="; ".join(filter(None, (kept, agent.drains.problem))),
+        problem="; ".join(filter(None, (unwritten, agent.drains.problem))),
         unprotected=rounds.trouble if rounds is not None and not agent.detached else "",
+        kept_until=time.time() + max(0.0, agent.detached_at + agent.kept_s - time.monotonic()) if kept else 0.0,
     )

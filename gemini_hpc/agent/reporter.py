@@ -22,6 +22,7 @@ _BACKLOG = 500
 _REPEAT_S = 2.0
 _LOOK_S = 0.02
 _SILENT_S = 5.0
+_LAST_WORD_S = 1.0
 _NOTICE_CHARS = 300
 _LASTED_S = 20.0  # a line that was no mere refusal
 
@@ -94,6 +95,15 @@ class Reporter:
         if self._link is not None and self._backlog:
             self._link.send(controller.EventsUp(self._agent.job, tuple(self._backlog)))
             self._backlog.clear()
+
+    async def told(self) -> None:
+        """Wait, for a moment, until what was told has left: the last thing that an agent tells is that it frees its
+        memory."""
+        link = self._link
+        if link is not None and not link.closed:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORD_S):
+                    await link.flush(peer.Ping())
 
     def report(self, host: str, witnesses: tuple[str, ...]) -> None:
         """A peer is silent."""
@@ -183,6 +193,8 @@ class Reporter:
                     agent.drains.ends_in(message.left_s)
                 elif isinstance(message, controller.Draining) and message.job == agent.job:
                     agent.drains.leaving(message.hosts, message.partition)
+                elif isinstance(message, controller.Waits) and message.job == agent.job:
+                    agent.waits = agent.detached
                 elif isinstance(message, controller.Release) and message.job == agent.job:
                     await agent.release_on_word(f"controller: {message.reason}", save=message.save)
         finally:

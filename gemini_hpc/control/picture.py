@@ -3,7 +3,7 @@
 Schema 1 (`gemini-hpc inspect --json`; keys are only ever added to it). Times are Unix seconds, ages seconds, sizes
 bytes, a version is [epoch, version] or null:
 
-  schema, job, asked ("controller" or "agents"), t, state, replicas, epoch, restart
+  schema, job, asked ("controller" or "agents"), t, state, replicas, epoch, restart, kept_until (or null)
   slurm       {state, nodes, restarts, reason, requeue, user, partition, note, ...}: strings, as Slurm has them
   nodes       [{node_rank, host, group, state, agent, address, interface, port, memory_bytes, memory_cap_bytes,
                 suspects, dead, member}]
@@ -20,12 +20,14 @@ bytes, a version is [epoch, version] or null:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from gemini_hpc.control import past
+from gemini_hpc.control.freed import freed
 from gemini_hpc.control.stall import stall
 from gemini_hpc.control.survival import survival
 from gemini_hpc.wire.bounds import Stamp
@@ -75,6 +77,7 @@ def picture(
         "nodes": _nodes(parts, members, absent, ranks, _groups(parts, ranks)),
         "sets": sets,
         "missing": absent,
+        "notes": [],
     }
     log = merge_events([*events, *(e for p in parts for e in p.events)])
     if (how := past.ending(log, slurm)) is not None:
@@ -84,9 +87,13 @@ def picture(
             document["missing"], document["nodes"] = [], []
     document["recoveries"] = recoveries(log)
     document["events"] = [_event(e) for e in log]
+    document["kept_until"] = min((p.kept_until for p in parts if p.kept_until), default=None)
+    if not document["kept_until"] and document["ended"] is None and slurm.get("state") != "RUNNING":
+        # Slurm counts a requeue at once: what was held is then of the incarnation before.
+        document["notes"] += [lost for lost in (freed(log, restart) or freed(log, restart - 1),) if lost]
     waiting = [f"unprotected, because {p.host}'s {p.unprotected[:500]}" for p in parts if p.unprotected]
     troubled = [f"{p.host}: {p.problem[:500]}" for p in parts if p.problem]
-    document["notes"] = [*_notes(document, document["missing"], slurm), *waiting, *troubled]
+    document["notes"] += [*_notes(document, document["missing"], slurm), *waiting, *troubled]
     if unshown := len({s.name for p in parts for s in p.sets}) - len(names):
         document["notes"].append(f"{unshown} sets are not shown: the agents tell of more ranks than can be")
     return document
@@ -337,8 +344,16 @@ def recoveries(events: Sequence[EventRecord]) -> list[Document]:
     return documents
 
 
+def _clock(t: float, now: float) -> str:
+    """Time of day; with its date where that is another day's."""
+    same = time.localtime(t)[:3] == time.localtime(now)[:3]
+    return time.strftime("%H:%M" if same else "%b %d %H:%M", time.localtime(t))
+
+
 def _notes(document: Document, absent: Sequence[str], slurm: dict[str, str]) -> list[str]:
     notes = [slurm["note"]] if slurm.get("note") else []
+    if document["kept_until"]:
+        notes.append(f"copies are kept until {_clock(document['kept_until'], document['t'])}")
     if absent and document["nodes"]:
         notes.append(f"partly protected: no agent on {', '.join(absent)}")
     for s in document["sets"]:

@@ -7,17 +7,19 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
 
+from gemini_hpc.control.freed import freed
 from gemini_hpc.control.reservation import PREFIX
 from gemini_hpc.control.slurm import SlurmError
 from gemini_hpc.control.slurm.api import SlurmApi
 from gemini_hpc.control.slurm.facts import COMPLETING, CONFIGURING, RUNNING, Job
 from gemini_hpc.wire.link import Link
-from gemini_hpc.wire.picture import InspectAsk
+from gemini_hpc.wire.picture import EventRecord, InspectAsk
 
 _KEPT_INCARNATIONS = 4
 FRESH_S = 1.0
@@ -39,6 +41,7 @@ class Agent:
     verified: bool = False
     told_end: float = 0.0  # of its job, as it has been told (Unix time)
     told_release_s: float = -math.inf  # when the log has last said that it is to let go (monotonic)
+    told_waits: bool = False  # that its job is pending
     since: float = field(default_factory=time.time)
 
     @property
@@ -80,6 +83,7 @@ class Track:
         self.running_since: tuple[int, float] | None = None
         self.noticed = -1  # the last incarnation that has been looked at for this
         self.looked = -1
+        self._freed: tuple[int, str] | None = None  # an incarnation, and what is told of its copies
         self._stood_at: float | None = None  # when it was last seen not to run (monotonic)
 
     @property
@@ -96,6 +100,12 @@ class Track:
     def running_s(self) -> float | None:
         """For how long it has been seen to run without a pause; None where none was ever seen."""
         return None if self._stood_at is None else time.monotonic() - self._stood_at
+
+    def freed(self, restart: int, read: Callable[[], Iterable[EventRecord]]) -> str:
+        """What was freed of an incarnation; `read` is asked for the events once."""
+        if self._freed is None or self._freed[0] != restart:
+            self._freed = (restart, freed(read(), restart))
+        return self._freed[1]
 
     def members(self, restart: int) -> tuple[str, ...]:
         """The nodes of an incarnation, as Slurm had them; empty if they were never seen."""

@@ -273,8 +273,11 @@ class Controller:
         if old is not None and old.link is not link:
             old.link.close()
         self._tell(uid, "job=%d restart=%d event=registered host=%s", raw_id, agent.restart, agent.host)
-        if why := never_requeued(job):
-            link.send(controller.Notice(raw_id, f"{why}: the loss of a node ends it"))
+        notices = [f"{why}: the loss of a node ends it"] if (why := never_requeued(job)) else []
+        if 0 < agent.restart == job.restarts:
+            notices.append(track.freed(agent.restart - 1, lambda: self.logs.read(raw_id, uid)))
+        if text := "; ".join(filter(None, notices)):
+            link.send(controller.Notice(raw_id, text))
         return agent
 
     async def _is_there(self, track: Track, host: str, address: str) -> bool:

@@ -20,7 +20,7 @@ from gemini_hpc.control.registry import Agent, Registry, Track
 from gemini_hpc.control.slurm import SlurmError, UnknownJob
 from gemini_hpc.control.slurm.api import SlurmApi
 from gemini_hpc.control.slurm.facts import LIVE, PENDING, RUNNING, Job
-from gemini_hpc.wire.controller import Ending, Release
+from gemini_hpc.wire.controller import Ending, Release, Waits
 
 log = logging.getLogger("gemini_hpc.control")
 
@@ -74,6 +74,7 @@ class Watcher:
                 elif track.job is not None and row.state != track.job.state:
                     with suppress(UnknownJob):
                         track.learn(await self._slurm.job(raw_id))
+            _tell_waits(track, state == PENDING)
             if self._recoveries.active(raw_id):
                 continue
             self._tell_ended(track, forgotten=row is None)
@@ -168,6 +169,15 @@ def _tell_end(track: Track, end_time: float) -> None:
         if agent.connected and abs(agent.told_end - end_time) > _SAME_END_S:
             agent.told_end = end_time
             agent.link.send(Ending(track.raw_id, max(0, int(end_time - time.time())) if end_time else None))
+
+
+def _tell_waits(track: Track, pending: bool) -> None:
+    """Agents of a job that is held, or waits in the queue, keep their memory for longer than those of one that has
+    ended."""
+    for agent in track.agents.values():
+        if pending and agent.connected and not agent.told_waits:
+            agent.link.send(Waits(track.raw_id))
+        agent.told_waits = pending and agent.connected
 
 
 def never_requeued(job: Job) -> str:

@@ -68,6 +68,13 @@ class Draining(Message, frozen=True, tag="draining"):
     partition: str = ""
 
 
+class Waits(Message, frozen=True, tag="waits"):
+    """Controller -> agent: the job is pending in Slurm, held or in the queue, and has not ended: what is held for it
+    stays for `held_retention_s` instead of `retention_s`."""
+
+    job: Job
+
+
 class HoldersAsk(Message, frozen=True, tag="holders?"):
     """Agent -> controller: which other agents of my job are there, on nodes that the job has left?"""
 

@@ -101,7 +101,8 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class InspectPart(Message, frozen=True, tag="inspect"):
-    """One agent's part of the picture. unprotected: why its recovery round is not over, when that takes long."""
+    """One agent's part of the picture. unprotected: why its recovery round is not over, when that takes long.
+    kept_until: Unix time at which a detached agent frees what it holds, 0.0: it does not."""
 
     host: str
     job: Job
@@ -127,6 +128,7 @@ class InspectPart(Message, frozen=True, tag="inspect"):
     record: Record | None = None
     problem: str = ""
     unprotected: str = ""
+    kept_until: Time = 0.0
 
 
 class JobAsk(Message, frozen=True, tag="job?"):

@@ -48,6 +48,7 @@ AnyMessage = (
     | controller.Notice
     | controller.Ending
     | controller.Draining
+    | controller.Waits
     | controller.HoldersAsk
     | controller.Holders
     | picture.JobAsk
@@ -71,6 +72,7 @@ SINCE: dict[type[Message], int] = {
     controller.Notice: 2,
     controller.Ending: 2,
     controller.Draining: 2,
+    controller.Waits: 2,
     picture.JobsAsk: 2,
     picture.JobsAnswer: 2,
     **dict.fromkeys((*_PUSHES, *_DRAINS, *_SCAVENGES), 2),

@@ -152,6 +152,8 @@ def main() -> int:
             lineage, states[r] = head["lineage"], head["state"]
     for line in welcome.lost:
         say("lost", version, reason=line)
+    if welcome.notice:
+        say("notice", version, text=welcome.notice)
     say("resumed", version, epoch=welcome.epoch, lineage=lineage, node_rank=welcome.node_rank)
     expect = ""
     for v, e in enumerate(lineage, 1):
