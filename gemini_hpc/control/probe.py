@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from gemini_hpc.config import Settings
 from gemini_hpc.control import tasks
 from gemini_hpc.control.fencing import Port
+from gemini_hpc.wire.hostname import dialled_beside
 
 CONNECT_TIMEOUT_S = 0.4
 ANSWER_TIMEOUT_S = 1.5
@@ -33,7 +34,7 @@ async def probe(address: str, port: int, timeout_s: float = CONNECT_TIMEOUT_S) -
     """One connect, and what the process behind it makes of a connection that ends at once."""
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(address, port)
+            reader, writer = await asyncio.open_connection(await dialled_beside(address), port)
     except (ConnectionRefusedError, ConnectionResetError):
         return Port.REFUSES
     except (OSError, TimeoutError):

@@ -30,6 +30,7 @@ from gemini_hpc.wire import controller, picture, protocol
 from gemini_hpc.wire.allowance import Allowance
 from gemini_hpc.wire.frames import FrameError
 from gemini_hpc.wire.handshake import Greeting, HandshakeError
+from gemini_hpc.wire.hostname import dialled_beside
 from gemini_hpc.wire.link import Link, LinkClosed, accept
 from gemini_hpc.wire.lobby import Lobby
 
@@ -289,7 +290,7 @@ class Controller:
                     name = (await self.slurm.nodes([host]))[host].address
                 if not name:
                     return False
-                found = await asyncio.get_running_loop().getaddrinfo(name, None)
+                found = await asyncio.get_running_loop().getaddrinfo(await dialled_beside(name), None)
         except (SlurmError, KeyError, OSError, ValueError):
             return False
         return address in {str(entry[4][0]) for entry in found}

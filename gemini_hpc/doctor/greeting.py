@@ -9,7 +9,7 @@ from contextlib import suppress
 import msgspec
 
 from gemini_hpc.config import Settings
-from gemini_hpc.wire import endpoint, munge
+from gemini_hpc.wire import endpoint, hostname, munge
 from gemini_hpc.wire.frames import FrameError, bare, read_bare
 from gemini_hpc.wire.handshake import MAX_HELLO_BYTES, Client, Envelope, HandshakeError
 
@@ -45,7 +45,7 @@ def _greet(settings: Settings, host: str, slurm_uid: int) -> int:
     )
     where = f"{host}:{port}"
     try:
-        with socket.create_connection((host, port), timeout=TIMEOUT_S) as sock:
+        with socket.create_connection((hostname.dialled(host), port), timeout=TIMEOUT_S) as sock:
             sock.sendall(bare(client.greeting(endpoint.dialled(sock))))
             envelope = msgspec.msgpack.decode(read_bare(sock, MAX_HELLO_BYTES), type=Envelope)
         if envelope.refusal:

@@ -14,6 +14,7 @@ from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check
 from gemini_hpc.doctor.facts import CONTROLLER, NODE, Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, worst, wrong
 from gemini_hpc.doctor.processes import sockets
+from gemini_hpc.wire import hostname
 
 MASTER_PORTS = (24000, 31999)
 _EPHEMERAL = "/proc/sys/net/ipv4/ip_local_port_range"
@@ -186,7 +187,7 @@ def addresses(facts: Facts) -> Outcome:
             )
     dialled = s.address_of(name)
     try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(dialled, None, socket.AF_INET)}
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(hostname.dialled(dialled), None, socket.AF_INET)}
     except OSError as exc:
         text = f"peers dial {dialled!r}, which has no IPv4 address: {exc.strerror or exc}"
         return wrong(text, "a name that leads here", "peer_address in gemini.toml, or the name service")

@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 
 import msgspec
 
-from gemini_hpc.wire import endpoint, handshake, protocol, version
+from gemini_hpc.wire import endpoint, handshake, hostname, protocol, version
 from gemini_hpc.wire.frames import (
     LENGTH_BYTES,
     MAX_FRAME_BYTES,
@@ -157,7 +157,7 @@ async def connect(
     """Dial and authenticate; `opened` is set when there is a connection. Raises OSError, TimeoutError or
     `HandshakeError`."""
     async with asyncio.timeout(timeout_s):
-        reader, writer = await asyncio.open_connection(address, port)
+        reader, writer = await asyncio.open_connection(await hostname.dialled_beside(address), port)
         if opened is not None:
             opened.set()
         try:
@@ -278,7 +278,7 @@ class BlockingLink:
     @classmethod
     def connect(cls, address: str, port: int, client: Client, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> BlockingLink:
         """Dial and authenticate. Raises OSError or `HandshakeError`."""
-        sock = socket.create_connection((address, port), timeout=timeout_s)
+        sock = socket.create_connection((hostname.dialled(address), port), timeout=timeout_s)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.sendall(bare(client.greeting(endpoint.dialled(sock))))
