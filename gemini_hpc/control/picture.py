@@ -244,6 +244,9 @@ def _set(
     paces = [s.pace for s in states if s.pace is not None]
     every = max((state.j for _, state in told.values()), default=1)
     least_s = max((pace.stalled_s for pace in paces), default=0.0)
+    if slurm.get("shrunk") and state in ("arming", "protected") and world > len(members):
+        # Ranks of this launch were on nodes that the job has no more: no newer version will ever be sealed.
+        state = "degraded"
     still = stall(paces, every, _running_s(slurm), least_s) if state in ("arming", "protected") else None
     return {
         "name": name,

@@ -95,6 +95,10 @@ class Questions:
         facts = slurm_facts(job) if job is not None or not silent else dict(SILENT)
         if track is not None and track.running_s is not None:
             facts["running_s"] = str(int(track.running_s))
+        if track is not None and job is not None:
+            facts |= {"shrunk": ",".join(track.stored.shrunk.get(job.restarts, ()))} if track.stored.shrunk else {}
+            if note := "; ".join(filter(None, (facts.get("note", ""), track.note()))):
+                facts["note"] = note
         return picture.JobAnswer(
             parts=tuple(parts.values()),
             events=self._logs.read(raw_id, owner),

@@ -55,7 +55,8 @@ class Stored(msgspec.Struct):
 
     `original`, `reservation`: the user's own ReqNodeList and reservation, before any pin of ours; `pinned`: whether
     the job's record has a pin of ours. `slurmds`: when slurmd had been started on the nodes of incarnation
-    `slurmds_of`, to tell a rebooted node by. `addresses`: of the nodes of all incarnations, as Slurm has them.
+    `slurmds_of`, to tell a rebooted node by. `shrunk`: nodes that an incarnation
+    was made to leave while it ran. `addresses`: of the nodes of all incarnations, as Slurm has them.
     """
 
     raw_id: int
@@ -67,6 +68,7 @@ class Stored(msgspec.Struct):
     slurmds: dict[str, float] = {}
     addresses: dict[str, str] = {}
     slurmds_of: int = -1
+    shrunk: dict[int, list[str]] = {}
     ended_at: float = 0.0
     ended_state: str = ""
     ended_told: bool = False  # in the job's log
@@ -110,6 +112,25 @@ class Track:
     def members(self, restart: int) -> tuple[str, ...]:
         """The nodes of an incarnation, as Slurm had them; empty if they were never seen."""
         return tuple(self.stored.allocations.get(restart, ()))
+
+    def give_up(self, restart: int, hosts: Iterable[str]) -> None:
+        """These healthy nodes were taken from a running incarnation: what becomes of them is no failure of it."""
+        gone = set(hosts)
+        self.stored.allocations[restart] = [h for h in self.members(restart) if h not in gone]
+        self.stored.shrunk = {restart: sorted(gone | set(self.stored.shrunk.get(restart, ())))}
+        self.save()
+
+    def note(self) -> str:
+        """What the job's owner should know of its nodes; "" where there is nothing."""
+        job, notes = self.job, []
+        if job is None or job.state != RUNNING:
+            return ""
+        if left := self.stored.shrunk.get(job.restarts):
+            now = ",".join(job.nodes[:16])
+            notes.append(f"the job was made smaller while it ran: without {','.join(left[:16])}, now on {now}")
+        if missing := sorted(set(self.stored.original) - set(job.nodes)):
+            notes.append(f"submitted for {','.join(self.stored.original[:16])}, not on {','.join(missing[:16])} now")
+        return "; ".join(notes)
 
     def hosts(self) -> set[str]:
         """The nodes of all incarnations that are remembered."""

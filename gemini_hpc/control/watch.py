@@ -86,6 +86,8 @@ class Watcher:
                 running.append(track)
                 self._release_elsewhere(track)
                 self._look_at_agents(track)
+                if row is not None and set(row.nodes) < set(track.members(track.job.restarts if track.job else 0)):
+                    await self._look_at_shrunk(track)
                 if row is not None:
                     _tell_end(track, row.end_time)
             elif state == PENDING and track.stored.pinned:
@@ -121,6 +123,22 @@ class Watcher:
         for agent in list(track.agents.values()):
             if agent.connected and agent.restart < restart and agent.host not in track.members(restart):
                 self._release(agent, "the job runs elsewhere")
+
+    async def _look_at_shrunk(self, track: Track) -> None:
+        """A running job that has fewer nodes than it began with: made smaller by hand (`scontrol update`), unless the
+        others are down (--no-kill), which is a failure like any other."""
+        job = await self._slurm.job(track.raw_id)
+        members = track.members(job.restarts)
+        left = [host for host in members if host not in job.nodes]
+        if job.state != RUNNING or not job.nodes or not left:
+            return
+        nodes = await self._slurm.nodes(left)
+        track.learn(job)
+        taken = [host for host in left if host in nodes and not nodes[host].down]
+        if taken:
+            track.give_up(job.restarts, taken)
+            told = f"made smaller while it ran: without {','.join(taken[:16])}"
+            self._recoveries.say(track.raw_id, job.restarts, "shrunk", "", told)
 
     def _look_at_agents(self, track: Track) -> None:
         """What the user should know of a job that has begun to run (SITE 13, 22), once for each incarnation."""
