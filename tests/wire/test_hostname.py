@@ -29,7 +29,7 @@ def test_a_name_without_an_address_is_an_error() -> None:
 
 DIAL = """
 import asyncio, socket
-from gemini_hpc.control.decide import Port
+from gemini_hpc.control.fencing import Port
 from gemini_hpc.control.probe import probe
 from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import connect
