@@ -34,6 +34,7 @@ static void forget_inherited(spank_t sp)
 	}
 	for (size_t i = 0; job_env_place[i]; i++)
 		(void)unsetenv(job_env_place[i]);
+	(void)unsetenv(ENV_UNPROTECTED);
 	if (getenv(ENV_RANKS_OF)) {
 		(void)unsetenv(ENV_RANKS_OF);
 		for (size_t i = 0; job_env_ranks[i]; i++)

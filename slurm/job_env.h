@@ -23,6 +23,9 @@
 #define ENV_EPOCH "GEMINI_EPOCH"
 #define ENV_RESTART "GEMINI_RESTART"
 
+/* Why there is no agent, where the prolog has said so. */
+#define ENV_UNPROTECTED "GEMINI_UNPROTECTED"
+
 /*
  * "job.restart.step" of the step that RANK and its kin were exported for: what
  * a nested srun or sbatch inherits is known as ours and not as the user's.

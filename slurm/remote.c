@@ -15,6 +15,7 @@
 #include "message.h"
 #include "number.h"
 #include "options.h"
+#include "unprotected.h"
 
 enum { ENV_VALUE_MAX = 1 << 20, NODES_MAX = 1 << 20, TASKS_MAX = 1 << 30, MAP_WAIT_MS = 10000 };
 
@@ -179,6 +180,27 @@ static void export_ranks(spank_t sp, const struct map *map, uint32_t step, const
 	free(tasks);
 }
 
+/*
+ * The job's output says it once for each node that has its own reason: the
+ * batch script's node there, the others where a step's first task begins.
+ */
+static void tell_why(spank_t sp, const struct config *config, uint32_t job, uint32_t restart)
+{
+	char why[UNPROTECTED_SIZE];
+	uint32_t local_id;
+	char *node;
+
+	if (!unprotected_why(config->run_dir, job, restart, why))
+		return;
+	if (!env_is(sp, ENV_UNPROTECTED, why) && env_number(sp, "SLURM_LOCALID", 0, TASKS_MAX, &local_id) &&
+	    local_id == 0) {
+		node = env_get(sp, "SLURMD_NODENAME");
+		slurm_error(MESSAGE_PREFIX "this job is not protected on %s: %s", node ? node : "this node", why);
+		free(node);
+	}
+	(void)spank_setenv(sp, ENV_UNPROTECTED, why, 1);
+}
+
 static void end_if_unprotectable(spank_t sp, uint32_t replicas)
 {
 	uint32_t nodes;
@@ -216,8 +238,11 @@ int remote_task_init(spank_t sp, const struct config *config)
 	if (env_has(sp, "SLURM_RESTART_COUNT") &&
 	    !env_number(sp, "SLURM_RESTART_COUNT", 0, UINT32_MAX, &restart))
 		return 0;
-	if (!map_await(config->run_dir, job, restart, geteuid(), MAP_WAIT_MS, &map))
+	if (!map_await(config->run_dir, job, restart, geteuid(), MAP_WAIT_MS, &map)) {
+		tell_why(sp, config, job, restart);
 		return 0;
+	}
+	(void)spank_unsetenv(sp, ENV_UNPROTECTED);
 	export_place(sp, &map);
 	(void)snprintf(ranks_of, sizeof(ranks_of), "%" PRIu32 ".%" PRIu32 ".%" PRIu32, job, restart, step);
 	if (step <= SLURM_MAX_NORMAL_STEP_ID)

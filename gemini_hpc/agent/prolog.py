@@ -27,6 +27,7 @@ from functools import partial
 from gemini_hpc.agent import ask, cgroup, jobdir, launch, ledger, leftovers, privileges, reaper
 from gemini_hpc.agent.node import meminfo
 from gemini_hpc.agent.report import complain
+from gemini_hpc.agent.unprotected import Note
 from gemini_hpc.config import ConfigError, Settings, load
 
 EXIT_STRICT = 3
@@ -86,8 +87,13 @@ def _text(what: str, text: str, pattern: str, banned: str = "") -> str:
     raise ValueError(f"{what}: found {text[:80]!r}, which cannot be one")
 
 
+_notes: list[Note] = []  # of the incarnation that this process is for
+
+
 def _unprotected(job: int, why: str) -> None:
     complain("prolog", job, f"not protected: {why}")
+    for note in _notes:
+        note.tell(why)
 
 
 def main(argv: list[str]) -> int:
@@ -100,13 +106,17 @@ def main(argv: list[str]) -> int:
     try:
         settings = load()
     except ConfigError as exc:
+        _notes.append(Note(Settings().run_dir, inc.job, inc.restart))
         _unprotected(inc.job, f"{exc}")
+        _notes[-1].settle()
         return 0
+    _notes.append(Note(settings.run_dir, inc.job, inc.restart))
     try:
         outcome = _protect(inc, settings)
     except (jobdir.JobDirError, privileges.PrivilegeError, OSError) as exc:
         _unprotected(inc.job, f"{exc}")
         outcome = _NOT_STARTED
+    _notes[-1].settle()
     return EXIT_STRICT if settings.strict_prolog and outcome == _NOT_STARTED else 0
 
 

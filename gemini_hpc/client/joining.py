@@ -12,6 +12,7 @@ from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 
 SOCKET_ENV = "GEMINI_SOCKET"  # set by the SPANK plugin where the job has an agent
+UNPROTECTED_ENV = "GEMINI_UNPROTECTED"  # by the plugin, where the prolog has said why the job has none
 STEP_ENV = "GEMINI_STEP"  # names this launch where Slurm's step id does not
 TRY_AGAIN_EXIT = 75  # EX_TEMPFAIL: `gemini-hpc run` starts the step again
 
@@ -40,6 +41,12 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
             chosen=(welcome.chosen_epoch, welcome.chosen_version, welcome.chosen_world),
             protocol=welcome.proto,
         )
+
+
+def no_agent() -> str:
+    """Why there is no agent for this process, as far as the plugin has been told."""
+    why = os.environ.get(UNPROTECTED_ENV, "")
+    return f"no agent here ({why[:300] or f'{SOCKET_ENV} is not set'})"
 
 
 def hello(set_name: str, rank: int, world: int, local_rank: int, tier: Tier) -> local.Hello:

@@ -95,7 +95,7 @@ class Checkpointer:
     def _greet(self) -> Notice:
         path = os.environ.get(joining.SOCKET_ENV, "")
         if not path:
-            return Notice(problem=f"no agent here ({joining.SOCKET_ENV} is not set)")
+            return Notice(problem=joining.no_agent())
         local_rank = int(os.environ.get("SLURM_LOCALID", "0") or "0")
         hello = joining.hello(self._name, self._rank, self._world, local_rank, self._tier)
         try:

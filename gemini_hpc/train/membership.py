@@ -128,7 +128,7 @@ class Membership:
 
     def _greet(self) -> Notice:
         if not self._path:
-            return Notice(problem=f"no agent here ({SOCKET_ENV} is not set)")
+            return Notice(problem=joining.no_agent())
         if self._world == 1 and int(os.environ.get("WORLD_SIZE", "1") or "1") > 1:
             return Notice(problem="WORLD_SIZE says several ranks: call torch.distributed.init_process_group first")
         hello = joining.hello(

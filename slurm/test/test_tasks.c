@@ -101,6 +101,75 @@ static void test_ranks(void)
 	CHECK_STRING(stub_getenv("SLURM_PROCID"), "3");
 }
 
+static void note(const char *text)
+{
+	char directory[PATH_MAX], path[PATH_MAX + 16];
+	FILE *file;
+
+	(void)snprintf(directory, sizeof(directory), "%s.unprotected", run_dir);
+	(void)mkdir(directory, 0755);
+	(void)snprintf(path, sizeof(path), "%s/%d", directory, JOB);
+	if (!text) {
+		CHECK(unlink(path) == 0 && rmdir(directory) == 0);
+		return;
+	}
+	file = fopen(path, "w");
+	CHECK(file && fputs(text, file) >= 0 && fclose(file) == 0);
+}
+
+static void says(const char *local_id, const char *inherited, const char *message, const char *why)
+{
+	remove_map();
+	a_task(0);
+	stub_setenv("SLURM_LOCALID", local_id);
+	stub_setenv("SLURMD_NODENAME", "n2");
+	if (inherited)
+		stub_setenv("GEMINI_UNPROTECTED", inherited);
+	CHECK(slurm_spank_task_init(&handle, 0, NULL) == 0);
+	CHECK(stub_message_count() == (message ? 1 : 0));
+	if (message)
+		CHECK(strstr(stub_messages(), message) != NULL);
+	CHECK_STRING(stub_getenv("GEMINI_UNPROTECTED"), why);
+	check_place(false);
+}
+
+static void test_why(void)
+{
+	static const char long_one[] = "0 xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
+				       "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
+				       "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
+				       "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx\n";
+
+	if (geteuid() != 0)	/* only root's word counts */
+		return;
+	note("0 python3 is missing on this node\n");
+	says("0", NULL, "this job is not protected on n2: python3 is missing on this node",
+	     "python3 is missing on this node");
+	says("1", NULL, NULL, "python3 is missing on this node");
+	says("0", "python3 is missing on this node", NULL, "python3 is missing on this node");
+	note("0 \033[2Jx\ty\nsecond line\n");
+	says("0", NULL, "n2: ?[2Jx?y", "?[2Jx?y");
+	note("1 of another incarnation\n");
+	says("0", NULL, NULL, NULL);
+	note("0\n");
+	says("0", NULL, NULL, NULL);
+	note("");
+	says("0", NULL, NULL, NULL);
+	note(long_one);
+	remove_map();
+	a_task(0);
+	stub_setenv("SLURM_LOCALID", "0");
+	CHECK(slurm_spank_task_init(&handle, 0, NULL) == 0);
+	CHECK(strlen(stub_getenv("GEMINI_UNPROTECTED")) == 255);
+	note("0 stale\n");
+	write_map(good_map);
+	a_task(0);
+	stub_setenv("GEMINI_UNPROTECTED", "inherited");
+	run();
+	CHECK_STRING(stub_getenv("GEMINI_UNPROTECTED"), NULL);
+	note(NULL);
+}
+
 static void test_unprotected_job(void)
 {
 	write_map(good_map);
@@ -432,6 +501,7 @@ int main(void)
 	CHECK(mkdir(job_dir, 0700) == 0);
 	test_ranks();
 	test_unprotected_job();
+	test_why();
 	test_scripts();
 	test_other_steps();
 	test_nested_step();

@@ -178,3 +178,21 @@ def test_bad_settings_cost_protection_and_not_the_job(site: Site, settings_file:
     assert site.cluster.job(job)["JobState"] == "COMPLETED"
     assert out.read_text().count("socket= ran") == 2 and "step 0" in out.read_text()
     assert not any("drain" in s or "down" in s for s in site.cluster.node_states().values())
+
+
+def test_a_prolog_that_cannot_protect_says_so_in_the_jobs_output(site: Site) -> None:
+    """The installation is missing on one node: its reason, and what its peers made of it."""
+    cluster, out = site.cluster, site.cluster.home("alice") / "unprotected-out"
+    assert cluster.exec("n2", ["mount", "-t", "tmpfs", "none", "/opt/gemini-hpc"]).returncode == 0
+    try:
+        script = "#!/bin/sh\nsrun sh -c 'echo $SLURMD_NODENAME has: $GEMINI_UNPROTECTED'\n"
+        job = cluster.sbatch(["-N2", "-wn1,n2", "--gemini-replicas=2", f"--output={out}"], script=script)
+        until(lambda: _over(site, job), 60, 0.1, what="the job ends")
+        log = cluster.exec("n2", ["cat", "/run/gemini-hpc.unprotected/log"]).stdout
+    finally:
+        cluster.exec("n2", ["umount", "/opt/gemini-hpc"])
+    text = out.read_text()
+    assert "this job is not protected on n2: /opt/gemini-hpc/venv/bin/python3 is missing on this node" in text
+    assert text.count("this job is not protected on n1: ") == 1
+    assert "n2 has: /opt/gemini-hpc/venv/bin/python3 is missing" in text and "n1 has: the agent" in text
+    assert f"job={job} restart=0 /opt/gemini-hpc/venv/bin/python3 is missing on this node" in log

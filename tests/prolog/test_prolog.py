@@ -419,3 +419,45 @@ def _make_job_dir(node: Node, make: str) -> None:
         f"mkdir -p /run/gemini-hpc/7; cd /run/gemini-hpc/7; {make}; "
         f"chown -hR {ALICE}:{ALICE_GID} /run/gemini-hpc/7; chmod 700 /run/gemini-hpc/7"
     )
+
+
+NOTES = "/run/gemini-hpc.unprotected"
+
+
+def test_why_is_left_for_the_jobs_user(tattling_node: Node) -> None:
+    """By the script alone, and gone with the epilog."""
+    tattling_node.sh("umount /opt/gemini-hpc/venv")
+    tattling_node.prolog(job=71)
+    assert tattling_node.sh(f"cat {NOTES}/71").startswith("0 /opt/gemini-hpc/venv/bin/python3 is missing")
+    assert " job=71 restart=0 /opt/gemini-hpc/venv/bin/python3 is missing" in tattling_node.sh(f"cat {NOTES}/log")
+    assert tattling_node.sh(f"stat -c %u:%a {NOTES} {NOTES}/71").split() == ["0:755", "0:644"]
+    tattling_node.epilog(job=71)
+    assert not tattling_node.exists(f"{NOTES}/71")
+
+
+def test_why_is_left_by_the_owners_side_too(node: Node) -> None:
+    """It is the job's owner there, and cannot write where root's words stand."""
+    node.site("attach_timeout_s = 0.5\n")
+    node.mode("silent")
+    node.prolog()
+    note = node.sh(f"cat {NOTES}/7")
+    assert note.startswith("0 ") and note.count("\n") == 1 and len(note) < 260
+    assert node.sh(f"stat -c %u:%a {NOTES}/7").strip() == "0:644"
+    assert "ermission denied" in node.as_user(ALICE, f"echo x >{NOTES}/7")
+
+
+def test_what_an_earlier_incarnation_left_goes(node: Node) -> None:
+    node.sh(f"mkdir -m 755 {NOTES}; echo '0 of before' >{NOTES}/7; ln -s /etc/passwd {NOTES}/.7")
+    assert node.prolog().returncode == 0
+    assert not node.exists(f"{NOTES}/7") and not node.exists(f"{NOTES}/.7")
+    assert "root" in node.sh("head -1 /etc/passwd")
+
+
+@pytest.mark.parametrize(
+    "make", ["mkdir -m 777 {}", f"mkdir {{0}}; chown {ALICE} {{0}}", "ln -s /etc {}", "touch {}"]
+)
+def test_a_place_for_reasons_that_is_not_roots_is_left_alone(node: Node, make: str) -> None:
+    node.sh(make.format(NOTES))
+    done = node.prolog(uid=61234)
+    assert done.returncode == 0 and "uid 61234 is not known" in done.stderr
+    assert not node.exists("/etc/7") and not node.exists("/etc/log")

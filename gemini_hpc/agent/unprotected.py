@@ -1,0 +1,98 @@
+"""Why a job is not protected on this node, where its user and the administrator meet it.
+
+slurmd keeps nothing of what a prolog that succeeds prints. So root leaves one line for each such job in a directory
+of its own beside the run directory: the SPANK plugin tells it in the job's output, and the file `log` has them all.
+The prolog's shell script writes the same way.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from contextlib import suppress
+
+DIRECTORY_SUFFIX = ".unprotected"
+LOG = "log"
+MAX_CHARS = 240
+MAX_LOG_BYTES = 256 << 10
+KEPT_S = 86400.0
+_MAX_ENTRIES = 4096
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Note:
+    """The line of one incarnation. `tell` works after a fork, too, as another user; all else is root's."""
+
+    def __init__(self, run_dir: str, job: int, restart: int) -> None:
+        """Forget what an earlier incarnation left. Raises nothing: without a place nothing is left."""
+        self._job, self._restart = job, restart
+        self._dir = self._file = -1
+        with suppress(OSError):
+            path = run_dir.rstrip("/") + DIRECTORY_SUFFIX
+            with suppress(FileExistsError):
+                os.mkdir(path, 0o755)
+            self._dir = _roots(path)
+            self._sweep()
+            for name in (self._draft, str(job)):
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=self._dir)
+            self._file = os.open(self._draft, _NEW, 0o644, dir_fd=self._dir)
+
+    @property
+    def _draft(self) -> str:
+        return f".{self._job}"
+
+    def tell(self, why: str) -> None:
+        """Why; the first word counts."""
+        shown = "".join(c if c.isascii() and c.isprintable() else "?" for c in " ".join(why.split()))[:MAX_CHARS]
+        with suppress(OSError):
+            if self._file >= 0 and os.fstat(self._file).st_size == 0:
+                os.write(self._file, f"{self._restart} {shown}\n".encode())
+
+    def settle(self) -> None:
+        """Put what was told where the plugin finds it, and into the log."""
+        with suppress(OSError):
+            if self._file < 0:
+                return
+            line = os.pread(self._file, MAX_CHARS + 16, 0)
+            if line:
+                os.fchmod(self._file, 0o644)
+                os.rename(self._draft, str(self._job), src_dir_fd=self._dir, dst_dir_fd=self._dir)
+                self._log(line)
+            else:
+                os.unlink(self._draft, dir_fd=self._dir)
+        for fd in (self._file, self._dir):
+            with suppress(OSError):
+                os.close(fd)
+        self._dir = self._file = -1
+
+    def _log(self, line: bytes) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(LOG, flags, 0o644, dir_fd=self._dir)
+        try:
+            if os.fstat(fd).st_size > MAX_LOG_BYTES:
+                os.ftruncate(fd, 0)
+            stamp = time.strftime("%Y-%m-%dT%H:%M:%S")
+            text = line.decode("ascii", "replace").partition(" ")[2].strip()
+            os.write(fd, f"{stamp} job={self._job} restart={self._restart} {text}\n".encode())
+        finally:
+            os.close(fd)
+
+    def _sweep(self) -> None:
+        """Of jobs whose epilog has not come."""
+        old = time.time() - KEPT_S
+        with os.scandir(self._dir) as entries:
+            for entry, _ in zip(entries, range(_MAX_ENTRIES), strict=False):
+                if entry.name != LOG and entry.stat(follow_symlinks=False).st_mtime < old:
+                    os.unlink(entry.name, dir_fd=self._dir)
+
+
+def _roots(path: str) -> int:
+    fd = os.open(path, _DIRECTORY)
+    info = os.fstat(fd)
+    if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        os.close(fd)
+        raise PermissionError(f"{path} is not root's alone")
+    return fd

@@ -1,0 +1,54 @@
+#include "unprotected.h"
+
+#include <fcntl.h>
+#include <inttypes.h>
+#include <limits.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "number.h"
+
+static const char usual[] = "/run/gemini-hpc";	/* where prologs without settings leave it */
+
+static bool read_note(const char *run_dir, uint32_t job, char *text, size_t size)
+{
+	char path[PATH_MAX];
+	struct stat st;
+	ssize_t got = -1;
+	int fd;
+
+	(void)snprintf(path, sizeof(path), "%s.unprotected/%" PRIu32, run_dir, job);
+	fd = open(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+	if (fd < 0)
+		return false;
+	if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == 0)
+		got = read(fd, text, size - 1);
+	(void)close(fd);
+	if (got <= 0)
+		return false;
+	text[got] = '\0';
+	return true;
+}
+
+/* "RESTART REASON" */
+bool unprotected_why(const char *run_dir, uint32_t job, uint32_t restart, char why[UNPROTECTED_SIZE])
+{
+	char text[UNPROTECTED_SIZE + 16];
+	uint64_t of;
+	char *reason;
+
+	if (!read_note(run_dir, job, text, sizeof(text)) &&
+	    (strcmp(run_dir, usual) == 0 || !read_note(usual, job, text, sizeof(text))))
+		return false;
+	text[strcspn(text, "\n")] = '\0';
+	reason = strchr(text, ' ');
+	if (!reason || !number_parse(text, (size_t)(reason - text), 0, UINT32_MAX, &of) || of != restart || !reason[1])
+		return false;
+	(void)snprintf(why, UNPROTECTED_SIZE, "%.*s", UNPROTECTED_SIZE - 1, reason + 1);
+	for (char *c = why; *c; c++)
+		if (*c < ' ' || *c > '~')
+			*c = '?';
+	return true;
+}

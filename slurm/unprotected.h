@@ -1,0 +1,17 @@
+/* What root's prolog has left on this node for a job that it could not protect. */
+#ifndef GEMINI_UNPROTECTED_H
+#define GEMINI_UNPROTECTED_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+enum { UNPROTECTED_SIZE = 256 };
+
+/*
+ * The reason, on one line of printable ASCII; false where none was left for
+ * this job and incarnation. The file belongs to root and lies in a directory
+ * of root's; its words may be an agent's.
+ */
+bool unprotected_why(const char *run_dir, uint32_t job, uint32_t restart, char why[UNPROTECTED_SIZE]);
+
+#endif
