@@ -41,8 +41,9 @@ def ask(job: Training | Heat, user: str, *options: str) -> subprocess.CompletedP
     return job.cluster.run(["gemini-hpc", "flush", *options, str(job.id)], user=user)
 
 
-def inspect(job: Training, *options: str) -> str:
-    return job.cluster.run(["gemini-hpc", "inspect", *options, str(job.id)], user="alice").stdout
+def inspect(job: Training | Heat, *options: str) -> str:
+    """What it prints, as one line: sentences are wrapped to the terminal's width."""
+    return " ".join(job.cluster.run(["gemini-hpc", "inspect", *options, str(job.id)], user="alice").stdout.split())
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
@@ -168,7 +169,7 @@ def test_the_tier_is_away_when_it_is_wanted(cluster: Cluster, tier: Path) -> Non
         cluster.restore(0)
         reason = f"what is on the tier cannot be seen: {tier}: the directory is not there"
         until(lambda: f"waiting: {reason}" in job.said(), 90, what=f"it says: {reason}")
-        assert reason in cluster.run(["gemini-hpc", "inspect", str(job.id)], user="alice").stdout
+        assert reason in inspect(job)
         time.sleep(25)  # it asks again, and again in vain
         assert len(job.lines("start")) == 1, "it has not begun anew"
         away.rename(tier)

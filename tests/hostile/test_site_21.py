@@ -78,5 +78,5 @@ def test_report_of_a_running_job(site: Site) -> None:
         assert {path.suffix for path in directory.iterdir()} == {".html", ".png"}
     finally:
         shutil.rmtree(directory)
-    shown = site.gemini("inspect", str(site.job.id)).stdout
-    assert "  traffic: gemini over gloo: " in shown and "overhead 2.0 % (rank 1)" in shown
+    shown = " ".join(site.gemini("inspect", str(site.job.id)).stdout.split())
+    assert " traffic: gemini over gloo: " in shown and "overhead 2.0 % (rank 1)" in shown
