@@ -58,7 +58,7 @@ class Settings:
     strict_prolog: bool = _setting(False, "Fail the prolog when the agent cannot be started (drains the node).")
     retention_s: float = _setting(900.0, "How long replicas outlive a job's end without success.")
     held_retention_s: float = _setting(
-        86400.0, "The same for a job that is held, or waits in the queue, and has not ended.", 0
+        86400.0, "The same for a job without a tier that is held, or waits in the queue, and has not ended.", 0
     )
     memory_fraction: float = _setting(0.5, "Share of a node's memory that agents may use for replicas.", 0, 1)
     memory_cap_bytes: int = _setting(0, "The same in bytes; 0: by memory_fraction.")

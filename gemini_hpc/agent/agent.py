@@ -177,9 +177,10 @@ class Agent:
 
     @property
     def kept_s(self) -> float:
-        """For how long what is held stays after the job's end here."""
+        """For how long what is held stays after the job's end here. With a tier the last version is saved there."""
         settings = self.settings
-        return max(settings.retention_s, settings.held_retention_s) if self.waits else settings.retention_s
+        longer = self.waits and not self.drains.tier
+        return max(settings.retention_s, settings.held_retention_s) if longer else settings.retention_s
 
     def _let_go(self, reason: str) -> None:
         """Free everything, unless it has first to be saved."""

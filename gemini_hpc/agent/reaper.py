@@ -76,7 +76,7 @@ def _start(settings: Settings) -> None:
 def due_s(settings: Settings) -> tuple[float, float]:
     """How long after its job's end an agent is ended that does not answer, and one that does."""
     after_s = settings.tier_flush_s + GRACE_S
-    held_s = getattr(settings, "held_retention_s", 0.0)  # of jobs that have not ended for good: the agent knows
+    held_s = settings.held_retention_s  # of jobs that have not ended for good: the agent knows
     return settings.retention_s + after_s, max(settings.retention_s, held_s) + after_s
 
 
