@@ -92,6 +92,10 @@ _notes: list[Note] = []  # of the incarnation that this process is for
 
 def _unprotected(job: int, why: str) -> None:
     complain("prolog", job, f"not protected: {why}")
+    _tell(why)
+
+
+def _tell(why: str) -> None:
     for note in _notes:
         note.tell(why)
 
@@ -259,7 +263,10 @@ def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.sock
                 if process is None:
                     _ensure_awake(sock, f"{directory}/{ask.SOCKET_NAME}")
                 heard = True
-                return str(ask.ask(sock, question, deadline)["op"])
+                answer = ask.ask(sock, question, deadline)
+                if answer.get("state") == "unmapped":  # the node is in order: nothing for its administrator
+                    _tell("the agent here and those of the job's other nodes did not agree in time")
+                return str(answer["op"])
         except ask.NobodyAnswersError:
             if process is None:
                 _clear_way(f"{directory}/{ask.SOCKET_NAME}")
