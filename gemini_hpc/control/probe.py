@@ -131,14 +131,16 @@ PORTS = ("slurmd", "agent", "kernel")
 class Seen:
     """What the looks at one node have found so far.
 
-    A port that gave a sign of life once counts as alive (a veto) until `FORGET_S` later; silence is counted from the
+    A sign of life of a port is a veto until `FORGET_S`, or `confirm_s` if less, later; silence is counted from the
     start of the first look after the last sign of life. Where nobody looks any more there is no silence.
     """
 
     FORGET_S = 2.0
     STALE_S = 4.0
 
-    def __init__(self) -> None:
+    def __init__(self, confirm_s: float = FORGET_S) -> None:
+        # No sign of life may outlast the silence that is asked for.
+        self._forget_s = min(self.FORGET_S, confirm_s)
         self._life: dict[str, tuple[float, Port]] = {}
         self._silent_since: dict[str, float | None] = dict.fromkeys(PORTS)
         self._no_agent_since: float | None = None
@@ -175,7 +177,7 @@ class Seen:
         """What `slurmd`, `agent` or `kernel` does."""
         last, now = self._life.get(what), time.monotonic()
         unbroken = self._silent_since[what] is None and now - self._looked_at < self.STALE_S
-        if last is not None and (unbroken or now - last[0] < self.FORGET_S):
+        if last is not None and (unbroken or now - last[0] < self._forget_s):
             return last[1]
         return Port.SILENT
 

@@ -63,7 +63,7 @@ class Survivors:
             elif name in nodes:
                 targets[name] = self.target(nodes[name])
         for name, found in (await probe.looks(targets)).items():
-            self._seen.setdefault(name, Seen()).add(found, began)
+            self._seen.setdefault(name, Seen(self.confirm_s)).add(found, began)
             if found.slurmd is Port.ANSWERS:
                 self._fine.add(name)
         self.surveyed = True

@@ -83,6 +83,17 @@ def test_what_counts_as_a_sign_of_life() -> None:
     assert Seen().silent_s == 0.0
 
 
+def test_what_has_been_silent_long_enough_does_not_answer_any_more() -> None:
+    """A survivor that has just died is judged by its silence, not by what it said before."""
+    seen, now = Seen(confirm_s=0.05), time.monotonic()
+    seen.add(Look(Port.ANSWERS, Port.ANSWERS, Port.ANSWERS), now)
+    assert seen.found("slurmd") is Port.ANSWERS
+    time.sleep(0.02)
+    seen.add(Look(Port.SILENT, Port.SILENT, Port.SILENT), time.monotonic())
+    time.sleep(0.06)
+    assert seen.silent_s >= 0.05 and {seen.found(what) for what in probe.PORTS} == {Port.SILENT}
+
+
 def test_a_kernel_refuses_where_nobody_listens() -> None:
     found = asyncio.run(probe.look(Target("127.0.0.1", 61000, (61001,), range(61002, 61064))))
     assert {found.slurmd, found.agent, found.kernel} == {Port.REFUSES}
