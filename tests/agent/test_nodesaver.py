@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from gemini_hpc.agent import tierwork, workers
 from gemini_hpc.agent.memory import Budget
 from gemini_hpc.agent.nodesaver import NodeSaver, Wanted
 from gemini_hpc.agent.store import Shard, Store
@@ -18,6 +19,7 @@ from gemini_hpc.core.directory import Row
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import version
 from gemini_hpc.wire.stored import NodeFile
+from tests.agent.supervising import supervisor
 from tests.tier import slots
 
 ROWS = (Row("model.w", "float32", (64, 16), True, "cpu"),)
@@ -66,6 +68,15 @@ class Node:
             while len(self.told) == before:
                 await asyncio.sleep(0.01)
         return self.told[-1]
+
+
+@pytest.fixture(autouse=True)
+def _supervised() -> Iterator[None]:
+    """What writes is forked, as for an agent."""
+    with supervisor(workers.tier) as (channel, _):
+        tierwork.use(channel)
+        yield
+    tierwork._supervisor.clear()
 
 
 def run(tier: Path, test: Callable[[Node], Awaitable[None]]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc.agent import cgroup
+from gemini_hpc.agent.cgroup import Group
 from gemini_hpc.agent.memory import Budget, Memfd, NoMemory
 from gemini_hpc.config import Settings
 from gemini_hpc.core.cgroup import Choice, Place, scope_name
@@ -53,7 +54,7 @@ def test_site_15_systemd_moves_and_is_waited_for(
     scope = top / scope_name(7, sleeper)
     move = f"(sleep 0.2; mkdir {scope}; echo {sleeper} >{scope}/cgroup.procs) >/dev/null 2>&1 &"
     said = busctl(monkeypatch, tmp_path, move)
-    assert cgroup.admit(Choice("systemd"), 7, sleeper, 100 * MIB) == ""
+    assert cgroup.admit(Choice("systemd"), 7, sleeper, 100 * MIB)[1] == ""
     found = cgroup.place(sleeper)
     assert found is not None and found.path.endswith(scope.name)
     assert f"PIDs au 1 {sleeper} Slice s geminihpc.slice MemoryMax t {100 * MIB}" in said.read_text()
@@ -73,25 +74,33 @@ def test_site_15_systemd_that_does_not_do_it_is_one_line(
     monkeypatch.setattr(cgroup, "SYSTEMD_TIMEOUT_S", 0.3)
     busctl(monkeypatch, tmp_path, script)
     began = time.monotonic()
-    problem = cgroup.admit(Choice("systemd"), 7, sleeper, 100 * MIB)
+    problem = cgroup.admit(Choice("systemd"), 7, sleeper, 100 * MIB)[1]
     assert words in problem and "\n" not in problem and time.monotonic() - began < 3
     monkeypatch.setattr(cgroup, "BUSCTL", str(tmp_path / "missing"))
-    assert cgroup.admit(Choice("systemd"), 7, sleeper, 100 * MIB) == "systemd: No such file or directory"
+    assert cgroup.admit(Choice("systemd"), 7, sleeper, 100 * MIB)[1] == "systemd: No such file or directory"
 
 
 def test_site_15_v2_is_written_as_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No v2 memory controller can be had here: the files are ordinary ones."""
-    (tmp_path / "gemini-hpc").mkdir()
-    for name in ("cgroup.subtree_control", "gemini-hpc/memory.max", "gemini-hpc/cgroup.procs"):
-        (tmp_path / name).touch()
+    """No v2 memory controller can be had here: what would be written, in this order."""
+    written: list[tuple[str, str]] = []
+
+    def write(path: str, text: str) -> None:
+        assert Path(path).parent.is_dir()
+        written.append((str(Path(path).relative_to(tmp_path)), text))
+
+    monkeypatch.setattr(cgroup, "_write", write)
     monkeypatch.setattr(cgroup, "place", lambda pid="self": Place(2, str(tmp_path), "/slurmd", True))
     monkeypatch.setattr(cgroup, "SYSTEMD_BOOTED", str(tmp_path / "no-systemd"))
     choice = cgroup.prepare(Settings(memory_cap_bytes=100 * MIB), 1 << 40)
     assert choice == Choice("v2", f"{tmp_path}/gemini-hpc")
-    assert (tmp_path / "cgroup.subtree_control").read_text() == "+memory"
-    assert (tmp_path / "gemini-hpc/memory.max").read_text() == str(164 * MIB)
-    assert cgroup.admit(choice, 7, 4711, 0) == ""
-    assert (tmp_path / "gemini-hpc/cgroup.procs").read_text() == "4711"
+    controllers = [("cgroup.subtree_control", f"+{name}") for name in ("memory", "cpu", "pids")]
+    assert [step for step in written if step[0] == "cgroup.subtree_control"] == controllers
+    assert ("gemini-hpc/memory.max", str(164 * MIB)) in written
+    written.clear()
+    assert cgroup.admit(choice, 7, 4711, 50 * MIB) == (Group(2, (f"{tmp_path}/gemini-hpc/7",)), "")
+    assert written[:3] == [(f"gemini-hpc/{at}", what) for at, what in controllers]
+    assert ("gemini-hpc/7/memory.max", str(50 * MIB)) in written
+    assert written[-1] == ("gemini-hpc/7/cgroup.procs", "4711"), "entered when its limits stand"
 
 
 def test_site_15_a_controller_that_is_not_there_is_no_failure(

@@ -8,41 +8,16 @@ import select
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gemini_hpc.agent import tierwork, workers
 from gemini_hpc.agent.tierwork import TierFailed
-from gemini_hpc.agent.workers import WORKERS_MAX, Channel, NoWorker, Workers
+from gemini_hpc.agent.workers import WORKERS_MAX, NoWorker
 from gemini_hpc.tier import orders
-
-
-@contextmanager
-def supervisor(work: Callable[[int], int]) -> Iterator[tuple[Channel, Workers]]:
-    """Serves in a thread of this process, which it would otherwise have to itself."""
-    mine = Workers(work)
-    channel = Channel(mine.theirs)
-
-    def serve() -> None:
-        while mine.serve():
-            pass
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    try:
-        yield channel, mine
-    finally:
-        mine.theirs.close()
-        thread.join(10)
-        pids = list(mine._pidfds)
-        mine.close()
-        for pid in pids:
-            with suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+from tests.agent.supervising import supervisor
 
 
 def ended(pidfd: int) -> bool:

@@ -159,7 +159,7 @@ def test_site_16_leftover_directories(patient: Patient) -> None:
         assert done.returncode == 0, done.stderr
 
     # A job that is cancelled while it waits to run again gets no epilog: the stale pin's is such a one.
-    run("sh", "-c", "rm -rf /run/gemini-hpc/*")
+    run("sh", "-c", "umount /run/gemini-hpc/*; rm -rf /run/gemini-hpc/*")
     run("mkdir", "/run/gemini-hpc/4242")
     assert patient.doctor(node="n1").news == {}, "too young to be told"
     run("touch", "-d", "5 minutes ago", "/run/gemini-hpc/4242")

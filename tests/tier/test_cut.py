@@ -104,7 +104,7 @@ def watched(where: Path, what: str) -> list[tuple[str, int]]:
     drain = Drain(where / "tier", NEW)
     drain.until(what)
     order, fds = drain.order(what)
-    [answer] = traced(order, fds, where / "trace")
+    *_, answer = traced(order, fds, where / "trace")
     assert isinstance(answer, orders.Written | orders.Finished)
     drain.node.close()
     return list(changes(where / "trace", str(where / "tier")))
