@@ -152,6 +152,13 @@ def end(group: Group, timeout_s: float = _END_S) -> int:
     return first
 
 
+def remove_empty(group: Group) -> None:
+    """By root: remove it if nobody is in it."""
+    for directory in group.directories:
+        with suppress(OSError):
+            os.rmdir(directory)
+
+
 def _kill(group: Group, inside: list[int]) -> None:
     """Every process that is in it. Nobody may fork meanwhile, and where there is a freezer all stand still until each
     has been told to die."""

@@ -83,7 +83,7 @@ def _end(
     child = privileges.fork_as(privileges.owner(uid), as_owner, _FAILED, partial(complain, "epilog", job))
     outcome = privileges.outcome(child, ANSWER_TIMEOUT_S + GONE_TIMEOUT_S + OWNER_GRACE_S)
     _note(run_fd, job, uid, restart, released=outcome == _RELEASED)
-    reaper.ensure(run_fd, settings, "epilog")
+    reaper.ensure(run_fd, settings, "epilog", job)
     if outcome in (_HOLD_THIS, _HOLD_FORMER):
         _hold(job, restart - (outcome == _HOLD_FORMER), place, deadline)
 

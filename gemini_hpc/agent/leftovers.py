@@ -7,11 +7,10 @@ stay until the node reboots. (Its memory is gone with the agent's process.)
 from __future__ import annotations
 
 import os
-import re
 import stat
 import time
 
-from gemini_hpc.agent import ask, jobdir, privileges
+from gemini_hpc.agent import ask, jobdir, privileges, steps
 
 AGE_MIN_S = 60.0
 REMOVED_MAX = 8
@@ -52,7 +51,7 @@ def _is_leftover(run_fd: int, run_dir: str, name: str) -> bool:
     info = jobdir.look(run_fd, name)
     if info is None or not stat.S_ISDIR(info.st_mode) or time.time() - info.st_mtime < AGE_MIN_S:
         return False
-    return not _answers(f"{run_dir}/{name}", info.st_uid) and not _has_step(name)
+    return not _answers(f"{run_dir}/{name}", info.st_uid) and int(name) not in steps.jobs_with_steps()
 
 
 def _answers(directory: str, uid: int) -> bool:
@@ -71,25 +70,3 @@ def _answers(directory: str, uid: int) -> bool:
         return False  # its user is gone, so nobody could have started an agent again
     child = privileges.fork_as(owner, probe, _SOMEBODY, lambda _: None)
     return privileges.outcome(child, 2 * PROBE_TIMEOUT_S) != _NOBODY
-
-
-def _has_step(job: str) -> bool:
-    """Whether a slurmstepd of this job runs here: a process of root's with the title `slurmstepd: [JOB.STEP]`."""
-    wanted = f"slurmstepd: [{job}.".encode()
-    for pid in os.listdir("/proc"):
-        if not pid.isdecimal():
-            continue
-        try:
-            with open(f"/proc/{pid}/cmdline", "rb") as f:
-                titled = f.read(64).startswith(wanted)
-            if titled and _started_by_root(pid):
-                return True
-        except OSError:
-            continue
-    return False
-
-
-def _started_by_root(pid: str) -> bool:
-    """Its real uid: anybody can give a process any title, and slurmstepd is its job's owner for moments."""
-    with open(f"/proc/{pid}/status", "rb") as f:
-        return re.search(rb"^Uid:\t0\t", f.read(4096), re.MULTILINE) is not None

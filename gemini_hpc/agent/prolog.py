@@ -147,7 +147,7 @@ def _protect(inc: Incarnation, settings: Settings) -> int:
     theirs.close()
     _start_if_asked(inc, settings, run_fd, ours, deadline)
     outcome = privileges.outcome(child, deadline - time.monotonic())
-    reaper.ensure(run_fd, settings, "prolog")
+    reaper.ensure(run_fd, settings, "prolog", inc.job)
     if outcome == _NOT_STARTED and settings.strict_prolog and _installed():
         return _UNPROTECTED
     return outcome

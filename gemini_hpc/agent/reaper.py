@@ -4,6 +4,9 @@ An agent lets go by itself when its retention is over. One that its owner has st
 that somebody has smuggled in beside it: what is in the cgroup of a job that has ended is killed as a whole, a grace
 after the last moment at which the agent would have let go. Epilog and prolog start the one reaper of a node where
 jobs have ended; it waits, and ends when nothing is left to wait for.
+
+A node that was cut off while its job went on elsewhere gets no epilog for it. So the time also runs for an agent that
+does not answer and whose job has no step here, from the first time that it is found so.
 """
 
 from __future__ import annotations
@@ -17,25 +20,29 @@ import sys
 import time
 from contextlib import suppress
 
-from gemini_hpc.agent import ask, cgroup, jobdir, launch, ledger, privileges
+from gemini_hpc.agent import ask, cgroup, jobdir, launch, ledger, privileges, steps
 from gemini_hpc.agent.node import meminfo
 from gemini_hpc.agent.report import complain
 from gemini_hpc.config import ConfigError, Settings, load
 
 GRACE_S = 30.0
-LOOK_S = 1.0
-LOOK_MOST_S = 30.0
+LOOK_LEAST_S, LOOK_S = 0.1, 1.0
+LOOK_MOST_S = 30.0  # never later than the next that is due
 ANSWER_S = 1.0
 LOCK = "reaper.lock"
 _WATCHED_MAX = 512
 _SILENT, _ANSWERS = 11, 10
 
 
-def ensure(run_fd: int, settings: Settings, where: str) -> None:
-    """By root, in prolog and epilog: see that a reaper runs if a job has ended here. Never raises."""
+def ensure(run_fd: int, settings: Settings, where: str, job: int) -> None:
+    """By root, in prolog and epilog of `job`: see that a reaper runs if jobs have ended here, or seem to. Never
+    raises."""
     try:
         with ledger.opened(run_fd) as entries:
-            if all(entry.ended_s is None for entry in entries) or not _idle(run_fd):
+            known = list(entries)
+            ended = any(entry.ended_s is not None for entry in known)
+            silent = {entry.job for entry in known} - {job}
+            if not (ended or silent - steps.jobs_with_steps()) or not _idle(run_fd):
                 return
             _start(settings)
     except OSError as exc:
@@ -80,23 +87,43 @@ def due_s(settings: Settings) -> tuple[float, float]:
     return settings.retention_s + after_s, max(settings.retention_s, held_s) + after_s
 
 
-def look(run_fd: int, settings: Settings) -> bool:
-    """Once over all entries; whether there is one to wait for."""
+def look(run_fd: int, settings: Settings) -> float | None:
+    """Once over all entries; seconds until the next is due, None: there is none to wait for."""
     silent_s, answering_s = due_s(settings)
     with ledger.opened(run_fd) as entries:
-        known = [entry for entry in entries if entry.ended_s is not None]
-    waits = False
+        known = list(entries)
+    running = steps.jobs_with_steps()
+    waits: list[float] = []
     for entry in known:
-        assert entry.ended_s is not None
+        if entry.ended_s is None:
+            if entry.job not in running:
+                _doubt(run_fd, settings, entry)
+            continue
         since_s = ledger.now_s() - entry.ended_s
         over = since_s > answering_s or (since_s > silent_s and not _answers(settings.run_dir, entry))
         gone = not _inside(entry)
-        if over or gone:
-            # One that has let go by itself leaves its log for its owner, until the next prolog's sweep.
-            waits |= not end(run_fd, entry, f"its job ended {since_s:.0f} s ago", remove=not gone)
+        # One that has let go by itself leaves its log for its owner, until the next prolog's sweep.
+        if (over and entry.job not in running) or gone:
+            why = f"its job ended {since_s:.0f} s ago"
+            if end(run_fd, entry, why, remove=not gone):
+                continue
+        waits += [due_in_s for due in (silent_s, answering_s) if (due_in_s := due - since_s) > 0] or [LOOK_MOST_S]
+    return min(waits, default=None)
+
+
+def _doubt(run_fd: int, settings: Settings, entry: ledger.Entry) -> None:
+    """No epilog has told that this job ended, and it has no step here. It may be between two steps."""
+    gone = not _inside(entry)
+    if not gone and _answers(settings.run_dir, entry):
+        return
+    with ledger.opened(run_fd) as entries:
+        if entries.get(entry.job) != entry:
+            return  # its prolog has come meanwhile
+        if gone:
+            cgroup.remove_empty(entry.group)
+            entries.strike(entry.job)
         else:
-            waits = True
-    return waits
+            entries.ended(entry.job, entry.uid, entry.restart)
 
 
 def end(run_fd: int, entry: ledger.Entry, why: str, *, remove: bool = True) -> bool:
@@ -206,8 +233,8 @@ def main() -> int:
             return 0
         wait_s = LOOK_S
         while True:
-            if look(run_fd, settings):
-                _wait(run_fd, wait_s)
+            if (due_in_s := look(run_fd, settings)) is not None:
+                _wait(run_fd, max(LOOK_LEAST_S, min(wait_s, due_in_s)))
                 wait_s = min(2 * wait_s, LOOK_MOST_S)
                 continue
             with ledger.opened(run_fd) as entries:  # an epilog that comes now starts the next reaper

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from gemini_hpc.agent import ledger
 from gemini_hpc.devcluster import slurm
 from gemini_hpc.devcluster.cluster import Cluster
 
@@ -19,13 +20,15 @@ from .machine import charged
 
 ENDED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 # What ties a job to nodes or to a time; only its owner may have left these.
-PINS = ("ReqNodeList", "ExcNodeList", "Reservation")
+PINS = {"ReqNodeList": "ReqNodes", "ExcNodeList": "ExcNodes", "Reservation": "Reservation"}
+NO_PIN = ("", "(null)", "N/A")
+_WIDTH = 120
 # What Slurm changes of a job that waits.
 CHANGING = {"Priority", "LastSchedEval", "AccrueTime", "Scheduler"}
 # This release keeps a node's Reason when the node is idle again after RESUME; the others seen clear it.
 KEEPS_REASON = (24, 11)
-# An agent that has let go leaves its log for its owner, at most, and the node's reaper its lock.
-JOB_FILES = {"agent.log", "reaper.lock"}
+# An agent that has let go leaves its log for its owner, at most.
+JOB_FILES = {"agent.log"}
 
 
 @contextmanager
@@ -133,13 +136,15 @@ def _reservations(cluster: Cluster) -> Found:
 
 def _jobs(cluster: Cluster) -> Found:
     found: Found = {}
-    for job in _show(cluster, "job"):
-        state = job.get("JobState", "")
-        if state and state not in ENDED:
-            pins = [f"{key}={job[key]}" for key in PINS if job.get(key, "(null)") not in ("", "(null)")]
+    fields = ",".join(f"{field}:{_WIDTH}" for field in ("JobID", "State", "StartTime", *PINS.values()))
+    # By width: no text of an owner's can pass for a field.
+    for line in cluster.run(["squeue", "-h", "-t", "all", "-O", fields]).stdout.splitlines():
+        job, state, start, *values = (line[at : at + _WIDTH].strip() for at in range(0, len(line), _WIDTH))
+        if state not in ENDED:
+            pins = [f"{name}={value}" for name, value in zip(PINS, values, strict=False) if value not in NO_PIN]
             if state == "PENDING":
-                pins.append(f"StartTime={job.get('StartTime')}")
-            found["job", job["JobId"], *pins] = f"job {job['JobId']} is {state} {' '.join(pins)}".rstrip()
+                pins.append(f"StartTime={start}")
+            found["job", job, *pins] = f"job {job} is {state} {' '.join(pins)}".rstrip()
     return found
 
 
@@ -158,7 +163,9 @@ def _job_directories(inits: dict[str, int]) -> Found:
     found: Found = {}
     for node, init in inits.items():
         run = f"/proc/{init}/root/run/gemini-hpc"
-        for directory, _, files in os.walk(run):  # what goes meanwhile is passed over
+        for directory, below, files in os.walk(run):  # what goes meanwhile is passed over
+            # Root's notes: a node that got no epilog keeps one until the next prolog there. Agents themselves: above.
+            below[:] = [name for name in below if name != ledger.NAME]
             for name in files:
                 if name not in JOB_FILES:
                     inside = os.path.join(directory, name).replace(run, "/run/gemini-hpc", 1)

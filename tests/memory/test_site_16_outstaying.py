@@ -126,3 +126,26 @@ def test_site_16_an_agent_that_answers_is_left_its_time(site: Site) -> None:
         assert job.agent_pid(node) == before[node]
         ended = f"grep -o '\"ended_s\".*' /run/gemini-hpc/.agents/{job.id}"
         until(lambda node=node, ended=ended: "null" in site.sh(node, ended), 10, 0.2, what="entered again")
+
+
+def test_site_16_nothing_outstays_a_job_that_got_no_epilog(site: Site) -> None:
+    """The node was cut off while its job was ended elsewhere, and its owner has stopped the agent there."""
+    site.configure(retention_s=1.0, tier_flush_s=0.0)
+    job = site.job(nodes=2, steps=1000, options=("-wn3,n4",))
+    job.reach(3)
+    agent = job.agent_pid("n3")
+    site.sh("n3", f"kill -STOP {agent}; ip link set eth0 down")
+    try:
+        until(lambda: "drain" in site.cluster.node_states()["n3"], 60, what="n3 is fenced")
+        site.cluster.run(["scancel", str(job.id)])
+        site.sh("n3", "pkill -KILL slurmstepd; pkill -KILL -u alice -f lite.py")
+    finally:
+        site.sh("n3", "ip link set eth0 up")
+    site.cluster.restore()
+    assert site.sh("n3", f"grep -o '\"ended_s\".*' /run/gemini-hpc/.agents/{job.id}") == '"ended_s": null}'
+    assert job.agent_pid("n3") == agent
+    other = site.job(nodes=2, steps=1000, options=("-wn3,n4",))
+    other.reach(3)
+    until(lambda: not job.agent_pid("n3"), 2 * reaper.GRACE_S, what="the stopped agent is ended")
+    until(lambda: not site.sh("n3", f"ls /run/gemini-hpc/.agents/{job.id} 2>&- || :"), 10, what="struck out")
+    assert other.agent_pid("n3"), "who trains keeps what it has"
