@@ -80,7 +80,7 @@ def test_site_16_kept_after_a_failure_for_the_retention_time(site: Site) -> None
     assert all(job.agent_pid(h) for h in hosts)
     until(lambda: not any(job.agent_pid(h) for h in hosts), 15, what="retention over")
     assert time.monotonic() - gone_at > 2.0
-    assert "the retention time is over" in job.agent_log(hosts[0])
+    assert "the retention time of 4 s is over" in job.agent_log(hosts[0])
 
 
 @pytest.mark.parametrize("how", ["COMPLETED", "CANCELLED", "TIMEOUT"])
