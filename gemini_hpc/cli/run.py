@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import MutableMapping
 
+from gemini_hpc.cli import sendback
 from gemini_hpc.cli.attempts import Attempts, Reached
 from gemini_hpc.client.agent import ask_verdict
 
@@ -20,6 +21,8 @@ HEALTHY_FOR_S = 2.0
 # no srun any more retries for 3 s, in which the job stays COMPLETING.
 LOST_GRACE_S = 1.6
 REQUEUE_WAIT_S = 60.0
+LOOK_EVERY_S = 5.0
+SENT_BACK_WAIT_S = 30.0
 EXIT_NOT_REQUEUED = 75
 # Sent by people, batch systems and time limits, not by faults.
 SENT: tuple[signal.Signals, ...] = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -35,7 +38,8 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         description="Runs COMMAND (usually srun ...) in a batch script. When it fails although all nodes of the job "
         "are healthy, it is started again at once and every rank resumes from the replicas in memory; once only "
         "where it has failed without a newer version being sealed. When a node is dead, the command is not repeated: "
-        "Slurm requeues the job. A command that is ended by a signal which somebody has sent is not repeated.",
+        "Slurm requeues the job, or is asked to where nobody has done so in 60 s. A command that is ended by a "
+        "signal which somebody has sent is not repeated.",
         epilog="Exit status: that of the last COMMAND; 75 for a dead node and no requeue in time.",
     )
     parser.add_argument(
@@ -58,13 +62,19 @@ def _count(text: str) -> int:
 def _nodes_healthy(path: str, ended: threading.Event) -> bool:
     """Wait until no node has been dead or suspect for a while; False where Slurm does not requeue the job in time, or
     has (`ended`)."""
-    began = time.monotonic()
+    began = looked = time.monotonic()
     healthy_since: float | None = None
-    waits = False
+    waits = dead = False
     while time.monotonic() - began < REQUEUE_WAIT_S and not ended.is_set():
         verdict = ask_verdict(path)
         if verdict is None:
             return True
+        dead = bool(verdict.dead)
+        if dead and time.monotonic() - looked > LOOK_EVERY_S:
+            looked = time.monotonic()
+            if sendback.is_smaller():
+                _send_back("Slurm lets this job run on without its lost node (--no-kill)", ended)
+                return False
         if verdict.dead or verdict.suspect:
             healthy_since = None
             if not waits and (verdict.dead or time.monotonic() - began > VERDICT_WAIT_S):
@@ -75,7 +85,18 @@ def _nodes_healthy(path: str, ended: threading.Event) -> bool:
             if time.monotonic() - healthy_since >= HEALTHY_FOR_S:
                 return True
         ended.wait(0.1)
+    if dead and not ended.is_set():
+        _send_back(f"nobody has requeued this job in {REQUEUE_WAIT_S:g} s", ended)
     return False
+
+
+def _send_back(why: str, ended: threading.Event) -> None:
+    """Requeue it, and wait for Slurm to end it."""
+    if problem := sendback.requeue():
+        _say(f"{why}, and Slurm does not requeue it: {problem}")
+        return
+    _say(f"{why}: requeued")
+    ended.wait(SENT_BACK_WAIT_S)
 
 
 def _say(text: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from gemini_hpc.cli import run as verb
 from gemini_hpc.wire import local
 
 Attempt = Callable[..., tuple[int, int, str]]
@@ -174,3 +175,20 @@ def test_a_signal_that_was_passed_on_ends_the_step_whatever_its_status(tmp_path:
             process.kill()
             agent.close()
     assert process.returncode == 9 and "restart 1" not in said, said
+
+
+@pytest.mark.parametrize(("scontrol", "words"), [("exit 0", ": requeued"), ("echo no >&2; exit 1", "requeue it: no")])
+def test_where_nobody_requeues_the_job_it_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], scontrol: str, words: str
+) -> None:
+    """A stand-in for `scontrol`: what it is asked, and what is said of its answer."""
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/asked\n{scontrol}\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    for name, value in (("REQUEUE_WAIT_S", 0.3), ("SENT_BACK_WAIT_S", 0.1)):
+        monkeypatch.setattr(verb, name, value)
+    monkeypatch.setattr(verb, "ask_verdict", lambda _: local.Verdict(dead=("b",), alive=("a",)))
+    assert not verb._nodes_healthy("", threading.Event())
+    assert (tmp_path / "asked").read_text() == "requeue 42\n"
+    assert words in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""`sbatch --no-kill`: Slurm lets the job run on without its lost node, and the controller requeues it."""
+"""`sbatch --no-kill`: Slurm lets the job run on without its lost node, and the controller requeues it; or the job
+itself."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from typing import Any
 
 import pytest
 from waiting import until
+
+from gemini_hpc.devcluster.cluster import Cluster
 
 Lite = Any
 RUN = "gemini-hpc run -- srun --kill-on-bad-exit=1"
@@ -28,3 +31,19 @@ def test_a_lost_node_is_replaced_and_nothing_is_lost(lite: Lite, lost: int, by: 
     assert victim not in job.hosts() and job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
     sent = [e for e in job.events() if e["name"] == "sent_back"]
     assert len(sent) == 1 and "--no-kill" in sent[0]["detail"], sent
+
+
+def test_without_a_controller_the_job_sends_itself_back(lite: Lite, cluster: Cluster) -> None:
+    cluster.controller_stop()
+    try:
+        job = lite(run=RUN, options=("--no-kill",))
+        job.reach(10)
+        victim = job.hosts()[1]
+        cluster.power_off(victim)
+        cluster.run(["scontrol", "update", f"nodename={victim}", "state=down", "reason=test"])
+        until(lambda: job.slurm().get("Restarts") == "1", REQUEUED_WITHIN_S, what=f"requeued\n{job.story()}")
+        job.finish(120)
+    finally:
+        cluster.controller_start()
+    assert victim not in job.hosts() and job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
+    assert "run on without its lost node (--no-kill): requeued" in job.story()
