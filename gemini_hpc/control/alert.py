@@ -40,7 +40,10 @@ class Alerts:
             self._told.clear()
         self._told[key] = now
         log.error("event=alert kind=%s job=%d host=%s detail=%s", kind, job, host or "-", text)
-        self._journal.write(NODES, "alert", "after", kind=kind, job=job, node=host, why=text[:300])
+        try:
+            self._journal.write(NODES, "alert", "after", kind=kind, job=job, node=host, why=text[:300])
+        except (OSError, ValueError) as exc:  # a full disk must not keep the site from hearing of it
+            log.error("event=alert-not-kept kind=%s job=%d detail=%s", kind, job, exc)
         if self._settings.alert_program and now - self._called.get(kind, -SAME_S) >= SAME_S:
             self._called[kind] = now
             task = asyncio.ensure_future(self._call(kind, str(job), host or "-", text[:300]))

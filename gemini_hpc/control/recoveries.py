@@ -140,7 +140,7 @@ class Recoveries:
             await recovery.run()
         except Exception as exc:
             log.exception("event=task-died task=recovery %s", recovery.key)
-            recovery.died(f"recovery: {type(exc).__name__}")
+            tasks.tell(recovery.died, f"recovery: {type(exc).__name__}")
             if recovery.key in self.journal.left_open():
                 self._take_over(recovery.key)
         finally:

@@ -14,6 +14,14 @@ LASTED_S = 60.0  # a life so long was a good one: the next pause is short again
 Died = Callable[[str], None]
 
 
+def tell(died: Died, why: str) -> None:
+    """Where a death cannot be told (a full disk) the log has it; that ends nothing else."""
+    try:
+        died(why)
+    except Exception:
+        log.exception("event=task-death-not-told detail=%s", why)
+
+
 async def keep(name: str, work: Callable[[], Awaitable[None]], died: Died) -> None:
     """Run `work` until it returns; where it raises, tell `died` and begin again after a pause that doubles."""
     pause_s = FIRST_PAUSE_S
@@ -23,7 +31,7 @@ async def keep(name: str, work: Callable[[], Awaitable[None]], died: Died) -> No
             return await work()
         except Exception as exc:
             log.exception("event=task-died task=%s", name)
-            died(f"{name}: {type(exc).__name__}")  # its own text may be a user's
+            tell(died, f"{name}: {type(exc).__name__}")  # its own text may be a user's
         if time.monotonic() - began > LASTED_S:
             pause_s = FIRST_PAUSE_S
         await asyncio.sleep(pause_s)

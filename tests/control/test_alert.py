@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import time
 from pathlib import Path
@@ -93,3 +94,15 @@ def test_what_is_not_run(tmp_path: Path) -> None:
 def test_one_that_is_not_fit_is_logged_and_harms_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tell(tmp_path, "relative", ("budget", 7, "n2", "x"))
     assert "event=alert-failed" in caplog.text and "absolute" in caplog.text
+
+
+def test_a_journal_that_cannot_be_written_does_not_keep_the_program_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Journal, "write", full)
+    path = program(tmp_path, f"echo $1 $2 >>{tmp_path}/said")
+    tell(tmp_path, path, ("task died", 0, "", "watcher: OSError"), wait_s=10)
+    assert (tmp_path / "said").read_text() == "task died 0\n" and "event=alert-not-kept" in caplog.text

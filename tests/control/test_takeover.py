@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from gemini_hpc.control.journal import Journal
 from gemini_hpc.control.primary import Primary
 from gemini_hpc.control.probe import Look, Target
 from gemini_hpc.control.recoveries import Recoveries
+from gemini_hpc.control.recovery import Recovery
 from gemini_hpc.control.registry import Registry
 from gemini_hpc.control.slurm import UnknownJob
 from gemini_hpc.control.slurm.facts import Config, Job, Node, Reservation
@@ -173,3 +175,53 @@ def test_a_takeover_that_fails_is_told_and_tried_again(tmp_path: Path, monkeypat
     assert take_over(HalfDone(), tmp_path) == ["down n2"] and len(calls) == 3
     events = (tmp_path / "jobs" / f"{JOB.raw_id}.jsonl").read_text()
     assert events.count("task_died") == 2
+
+
+# ---- faults and ends of the controller's own --------------------------------------------------------------
+
+KEY = f"{JOB.raw_id}.{JOB.restarts}"
+
+
+def make(path: Path, slurm: HalfDone, **settings: float) -> Recoveries:
+    given = {"fence_confirm_s": 0.3, "slurm_settle_s": 0.1} | settings
+    whole = Settings(**given, state_dir=str(path))  # type: ignore[arg-type]
+    logs, registry = EventLogs(str(path / "jobs")), Registry(str(path / "jobs"))
+    return Recoveries(whole, slurm, Journal(str(path / "journal")), logs, registry, Primary(slurm))
+
+
+def opened(home: Recoveries, **more: int) -> None:
+    """A recovery has begun."""
+    data = {"members": ["n1", "n2", "n3"], "dead": ["n2"], "survivors": ["n1", "n3"]}
+    home.journal.write(KEY, "open", "before", job=JOB.raw_id, restart=JOB.restarts, **data, **more)
+
+
+async def until(said: Callable[[], object], limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not said():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        await asyncio.sleep(0.02)
+
+
+def test_a_recovery_whose_death_cannot_be_told_is_still_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def work() -> None:
+        home = make(tmp_path, HalfDone())
+        track = home.registry.track(JOB)
+        recovery = Recovery(home, track, JOB.restarts)
+        opened(home)
+
+        async def run() -> None:
+            raise ValueError("a fault of ours")
+
+        recovery.run = run  # type: ignore[method-assign]
+        with monkeypatch.context() as patched:
+            patched.setattr(EventLogs, "add", full)
+            await home._run((JOB.raw_id, JOB.restarts), recovery)
+        await until(lambda: not home.journal.left_open() and not home.active(JOB.raw_id))
+        home.cancel()
+
+    asyncio.run(work())

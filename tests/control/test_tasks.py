@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from itertools import pairwise
 
@@ -27,6 +28,24 @@ def test_a_task_that_dies_is_told_and_started_again_at_a_bounded_rate(monkeypatc
     assert told == ["work: ValueError"] * 5
     pauses = [b - a for a, b in pairwise(starts)]
     assert all(pause >= least for pause, least in zip(pauses, (0.02, 0.04, 0.08, 0.1, 0.1), strict=True))
+
+
+def test_a_death_that_cannot_be_told_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.02)
+    starts = list[int]()
+
+    async def work() -> None:
+        starts.append(1)
+        if len(starts) < 4:
+            raise ValueError("a fault of ours")
+
+    def full(why: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    asyncio.run(tasks.keep("work", work, full))
+    assert len(starts) == 4 and caplog.text.count("event=task-death-not-told detail=work: ValueError") == 3
 
 
 def test_cancelled_is_not_dead() -> None:
