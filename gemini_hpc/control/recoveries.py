@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from typing import Any
 
 from gemini_hpc.config import Settings
@@ -22,7 +21,7 @@ from gemini_hpc.control.reach import Reach
 from gemini_hpc.control.recovery import Recovery
 from gemini_hpc.control.registry import Registry, Track
 from gemini_hpc.control.reservation import PREFIX, RESERVED_MINUTES
-from gemini_hpc.control.slurm import SlurmError, UnknownJob
+from gemini_hpc.control.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.control.slurm.api import SlurmApi
 from gemini_hpc.control.slurm.facts import COMPLETING, CONFIGURING, RUNNING, Job, Node
 from gemini_hpc.wire.controller import Report
@@ -32,6 +31,8 @@ log = logging.getLogger("gemini_hpc.control")
 
 MAX_LATER = 512  # a user
 OUTAGE_S = 120.0
+RETRY_S = 1.0
+GIVE_UP_S = 600.0  # of refusals, not of silence
 COOL_DOWN_S, MAX_COOL_DOWN_S = 1.0, 30.0
 
 
@@ -215,15 +216,42 @@ class Recoveries:
             self._take_over(key)
 
     async def _resume_until_done(self, key: str) -> None:
-        """Until it is; the key is let go of then, and not by a fault, after which it is tried again."""
+        """Until it is; the key is let go of then, and not by a fault, after which it is tried again. What Slurm
+        refuses again and again is given up: while the key is held, nobody looks after the job."""
+        refused_s, why = 0.0, ""
         while records := self.journal.left_open().get(key):
+            began = time.monotonic()
             try:
-                await self._resume_one(key, records)
+                if refused_s < GIVE_UP_S:
+                    await self._resume_one(key, records)
+                else:
+                    await self._give_up(key, records, why)
                 break
-            except SlurmError as exc:
+            except SlurmUnreachable as exc:
                 log.warning("recovery %s waits for Slurm: %s", key, exc)
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(RETRY_S)
+            except SlurmError as exc:
+                log.warning("recovery %s is refused by Slurm: %s", key, exc)
+                await asyncio.sleep(RETRY_S)
+                refused_s, why = refused_s + time.monotonic() - began, str(exc)
         self._resuming.discard(key)
+
+    async def _give_up(self, key: str, records: list[Record], why: str) -> None:
+        """Hold nothing any more, and say so: what is left to be done is an administrator's."""
+        raw_id, restart = int(str(records[0].data["job"])), int(str(records[0].data["restart"]))
+        try:
+            job: Job | None = await self.slurm.job(raw_id)
+        except SlurmUnreachable:
+            raise
+        except SlurmError:
+            job = None
+        for name in _reserved(records):
+            await self._delete(job, name)
+        self.journal.write(key, "close", "after", outcome="given up")
+        self.say(raw_id, restart, "closed", "", f"given up: {why}")
+        begun = sorted({str(r.data["node"]) for r in records if r.step == "down"})
+        text = f"what a recovery has left (restart {restart}, nodes fenced or drained: {','.join(begun) or 'none'})"
+        self.alerts.tell("recovery given up", raw_id, "", f"{text} is refused by Slurm: look at them")
 
     async def _resume_one(self, key: str, records: list[Record]) -> None:
         opened = records[0].data
@@ -233,7 +261,7 @@ class Recoveries:
             job: Job | None = await self.slurm.job(raw_id)
         except UnknownJob:
             job = None
-        reserved = [str(r.data["name"]) for r in records if r.step == "reserve" and r.phase == "after"]
+        reserved = _reserved(records)
         begun = {str(r.data["node"]) for r in records if (r.step, r.phase) == ("down", "before")}
         downed = {str(r.data["node"]) for r in records if (r.step, r.phase) == ("down", "after")}
         sent_back = any(r.step == "requeue" for r in records)
@@ -258,7 +286,10 @@ class Recoveries:
             self.say(raw_id, restart, "taken_over", "", "by a restarted controller")
             helper = recovery.rescue(job, names["survivors"], names["dead"])
             alive = {r.name for r in await self.slurm.reservations()}
-            helper.held.name = next((n for n in reversed(reserved) if n in alive), "")
+            there = [name for name in reserved if name in alive]
+            helper.held.name = there[-1] if there else ""
+            for name in there[:-1]:
+                await self._delete(job, name)
             nodes = await self.slurm.nodes()
             helper.held.wanted = recovery.wanted(job, nodes, len(names["dead"]))
             if not helper.held.name:
@@ -268,10 +299,15 @@ class Recoveries:
             self._ended((raw_id, restart))
 
     async def _delete(self, job: Job | None, name: str) -> None:
-        with suppress(SlurmError):
+        """Whether it is there or not; what Slurm refuses to delete ends by itself. Raises `SlurmUnreachable`."""
+        try:
             if job is not None and not job.over and job.reservation == name:
                 await self.slurm.detach_reservation(job)
             await self.slurm.delete_reservation(name)
+        except SlurmUnreachable:
+            raise
+        except SlurmError as exc:
+            log.warning("reservation %s is left: %s", name, exc)
 
     async def _forgotten(self, host: str, recovery: Recovery) -> None:
         """slurmctld died before it had saved that this node is DOWN; the node is no less dead for that."""
@@ -296,13 +332,18 @@ class Recoveries:
 
     async def _not_down(self, host: str) -> Node | None:
         """The node as it is now, unless it is DOWN or unknown."""
-        node = (await self.slurm.nodes([host])).get(host)
+        node = (await self.slurm.nodes()).get(host)  # to ask for one that was removed is an error
         return None if node is None or node.down else node
 
     async def _still_drained(self, host: str) -> bool:
         """Whether it is drained by us and not DOWN. The reason alone says nothing: it may outlive a RESUME."""
         node = await self._not_down(host)
         return node is not None and is_ours(node)
+
+
+def _reserved(records: list[Record]) -> list[str]:
+    """The reservations that were made, or begun: one that is not noted as made may be there all the same."""
+    return list(dict.fromkeys(str(r.data["name"]) for r in records if r.step == "reserve"))
 
 
 def _list(value: str | int | float | list[str] | None) -> list[str]:

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import errno
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,8 +21,9 @@ from gemini_hpc.control.probe import Look, Target
 from gemini_hpc.control.recoveries import Recoveries
 from gemini_hpc.control.recovery import Recovery
 from gemini_hpc.control.registry import Registry
-from gemini_hpc.control.slurm import UnknownJob
-from gemini_hpc.control.slurm.facts import Config, Job, Node, Reservation
+from gemini_hpc.control.reservation import PREFIX
+from gemini_hpc.control.slurm import SlurmError, SlurmUnreachable, UnknownJob
+from gemini_hpc.control.slurm.facts import Config, Job, Node, Reservation, Row
 from gemini_hpc.control.slurm.text import parse_node
 
 from .fake_slurm import FakeSlurm
@@ -223,5 +224,141 @@ def test_a_recovery_whose_death_cannot_be_told_is_still_taken_over(
             await home._run((JOB.raw_id, JOB.restarts), recovery)
         await until(lambda: not home.journal.left_open() and not home.active(JOB.raw_id))
         home.cancel()
+
+    asyncio.run(work())
+
+
+# ---- reservations ------------------------------------------------------------------------------------------
+
+NAME = f"{PREFIX}{JOB.raw_id}_0123456789ab"
+
+
+class Reserving(HalfDone):
+    """Knows reservations; nobody is drained."""
+
+    def __init__(self) -> None:
+        super().__init__("", frozenset())
+        self.held: dict[str, list[str]] = {}
+        self.at_create: Callable[[str], None] = lambda name: None
+
+    async def reservations(self) -> list[Reservation]:
+        return [Reservation(k, tuple(v), (), "ACTIVE", frozenset()) for k, v in self.held.items()]
+
+    async def create_reservation(self, name: str, nodes: Sequence[str], user_id: int, minutes: int = 10) -> None:
+        self.held[name] = list(nodes)
+        self.at_create(name)
+
+    async def delete_reservation(self, name: str) -> bool:
+        self.held.pop(name, None)
+        return True
+
+    async def change_reservation(self, name: str, nodes: Sequence[str]) -> None:
+        self.held[name] = list(nodes)
+
+    async def excluded(self, raw_id: int) -> tuple[str, ...]:
+        return ()
+
+    async def free_soonest(self, names: Iterable[str]) -> list[str]:
+        return list(names)
+
+    async def attached(self, reservation: str) -> list[Row]:
+        return []
+
+
+async def settled(home: Recoveries) -> None:
+    """What a restarted controller does with what is open."""
+    await home.resume()
+    await until(lambda: not home.active(JOB.raw_id))
+    home.cancel()
+    assert not home.journal.left_open()
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "RUNNING"])
+def test_a_reservation_that_was_made_and_not_noted_is_deleted(tmp_path: Path, state: str) -> None:
+    """Killed after `scontrol create`; then the job is cancelled, or its node is back."""
+
+    async def work() -> None:
+        slurm = Reserving()
+        home = make(tmp_path, slurm)
+        opened(home)
+        home.journal.write(KEY, "reserve", "before", name=NAME, nodes=["n1", "n3"])
+        slurm.held[NAME] = ["n1", "n3"]
+        slurm.current = dataclasses.replace(JOB, state=state)
+        await settled(home)
+        assert not slurm.held
+
+    asyncio.run(work())
+
+
+def test_a_reservation_is_not_forgotten_where_slurm_gives_no_answer(tmp_path: Path) -> None:
+    async def work() -> None:
+        slurm, calls = Reserving(), list[str]()
+        home = make(tmp_path, slurm)
+        opened(home)
+        home.journal.write(KEY, "reserve", "after", name=NAME)
+        slurm.held[NAME] = ["n1", "n3"]
+        good = slurm.delete_reservation
+
+        async def silent_once(name: str) -> bool:
+            calls.append(name)
+            if len(calls) == 1:
+                raise SlurmUnreachable("no answer")
+            return await good(name)
+
+        slurm.delete_reservation = silent_once  # type: ignore[method-assign]
+        await settled(home)
+        assert not slurm.held
+
+    asyncio.run(work())
+
+
+# ---- what Slurm refuses for ever ---------------------------------------------------------------------------
+
+
+def test_a_node_that_slurm_has_no_record_of_any_more_is_done_with(tmp_path: Path) -> None:
+    """`scontrol show node` of one that was removed fails: all nodes are asked for."""
+
+    class Removed(Reserving):
+        async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
+            if "n2" in list(names):
+                raise SlurmError("Node n2 not found")
+            return {n: node for n, node in self.all.items() if n != "n2"}
+
+    async def work() -> None:
+        slurm = Removed()
+        home = make(tmp_path, slurm)
+        opened(home)
+        home.journal.write(KEY, "down", "before", node="n2", user_id=JOB.user_id)
+        slurm.current = None
+        await settled(home)
+
+    asyncio.run(work())
+
+
+def test_a_takeover_that_slurm_always_refuses_is_given_up_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is open the watcher leaves the job alone, and a reservation stands."""
+    monkeypatch.setattr(recoveries, "GIVE_UP_S", 0.2)
+    monkeypatch.setattr(recoveries, "RETRY_S", 0.05)
+
+    async def work() -> None:
+        slurm, calls, told = Reserving(), list[int](), list[tuple[str, int]]()
+        home = make(tmp_path, slurm)
+        monkeypatch.setattr(home.alerts, "tell", lambda kind, job, host, text: told.append((kind, job)))
+        opened(home)
+        home.journal.write(KEY, "reserve", "after", name=NAME)
+        home.journal.write(KEY, "down", "before", node="n2", user_id=JOB.user_id)
+        slurm.held[NAME] = ["n1", "n3"]
+
+        async def refused(*_: object) -> None:
+            calls.append(1)
+            # No answer is no refusal, however often.
+            raise SlurmUnreachable("no answer") if len(calls) < 10 else SlurmError("no")
+
+        monkeypatch.setattr(home, "_resume_one", refused)
+        await settled(home)
+        assert len(calls) > 11 and not slurm.held and told == [("recovery given up", JOB.raw_id)]
+        assert '"given up"' in (tmp_path / "journal").read_text()
 
     asyncio.run(work())
