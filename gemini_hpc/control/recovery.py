@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from gemini_hpc.agent.ports import candidates as agent_ports
@@ -37,6 +37,7 @@ log = logging.getLogger("gemini_hpc.control")
 TICK_S, SLOW_TICK_S = 0.05, 0.5
 REFRESH_S, SLOW_REFRESH_S = 0.5, 2.0
 FRESH_S = 0.25
+AGAIN_S = 2.0  # so long a passing doubt of our own sight, or a Slurm that does not answer, is waited out before DOWN
 COLLECT_S = 0.3
 WATCH_S = 60.0
 LEFT_S = 600.0  # what is left to Slurm is watched so long: SlurmdTimeout is 300 s by default
@@ -360,18 +361,65 @@ class Recovery:
             helper.held.name, helper.held.own = self._ahead.held.name, self._ahead.held.own
         await helper.reserve(job, facts.nodes, self.wanted(job, facts.nodes, len(dead)))
         try:
+            spared: list[str] = []
             for host in dead:
-                if chosen[host].act is Act.FENCE:
+                verdict = chosen[host]
+                if verdict.act is Act.FENCE:
+                    verdict = await self._judge_again(self.suspects[host], facts)
+                # Nothing is awaited between this judgement and what it leads to.
+                if verdict.act is Act.FENCE:
                     await self.fence(host)
-                else:
+                elif verdict.act is Act.ADOPT:
                     self.say("down", host, "by Slurm itself")
+                else:
+                    spared.append(host)
+            self._spare(spared, helper)
+            dead = helper.survivors.dead
             if rebooted and not dead and job.state not in (PENDING,):
                 await self._send_back(job)
         except BaseException:
             with suppress(SlurmError):
                 await helper.clean()
             raise
+        if not dead and not rebooted:
+            with suppress(SlurmError):
+                await helper.clean()
+            self.note("close", "after", outcome="nobody dead")
+            self.say("closed", "", "no node is dead any more")
+            return
         await self.finish(helper)
+
+    async def _judge_again(self, suspect: Suspect, facts: Facts) -> Verdict:
+        """The same judgement right before a node is set DOWN: it may have come back while others were reserved, or
+        while another one was set DOWN. Raises `SlurmError`."""
+        began = time.monotonic()
+        while True:
+            in_time = time.monotonic() - began < AGAIN_S
+            try:
+                if time.monotonic() - facts.at > FRESH_S:
+                    facts = await self._read()
+                await self._look_around(facts)
+            except UnknownJob:
+                facts = replace(facts, job=None)
+            except SlurmError:
+                if not in_time:
+                    raise
+                await asyncio.sleep(REFRESH_S)
+                continue
+            verdict = self._judge(suspect, facts)
+            if verdict.veto is not Veto.REACH or not in_time:
+                return verdict
+            await asyncio.sleep(TICK_S)
+
+    def _spare(self, hosts: list[str], helper: Rescue) -> None:
+        """These were confirmed, and are not dead now: nodes of the job like others."""
+        for host in hosts:
+            suspect = self.suspects.pop(host)
+            suspect.stop()
+            helper.survivors.dead.remove(host)
+            helper.survivors.names.append(host)
+            if suspect.verdict.act is Act.WAIT:
+                self.say("dismissed", host, suspect.verdict.why)
 
     def wanted(self, job: Job, nodes: dict[str, Node], dead: int) -> int:
         """How many nodes to hold beside the survivors."""

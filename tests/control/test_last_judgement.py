@@ -1,0 +1,194 @@
+"""What a recovery does between "confirmed" and DOWN, when things change meanwhile, against a scripted Slurm."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+from gemini_hpc.config import Settings
+from gemini_hpc.control import probe
+from gemini_hpc.control.eventlog import EventLogs
+from gemini_hpc.control.fencing import Port
+from gemini_hpc.control.journal import Journal
+from gemini_hpc.control.primary import Primary
+from gemini_hpc.control.probe import Look, Target
+from gemini_hpc.control.recoveries import Recoveries
+from gemini_hpc.control.registry import Registry, Track
+from gemini_hpc.control.slurm.facts import Job, Node, Reservation, Row
+from gemini_hpc.wire.controller import Report
+
+from .test_takeover import JOB, HalfDone
+
+OTHER = dataclasses.replace(JOB, raw_id=JOB.raw_id + 1, nodes=("m1", "m2", "m3"))
+SILENT, ALIVE = (Look(port, port, port) for port in (Port.SILENT, Port.ANSWERS))
+
+
+class TwoJobs(HalfDone):
+    """Two jobs on three nodes each. `reserving`, `setting_down`: what happens while Slurm does that."""
+
+    def __init__(self) -> None:
+        super().__init__("", frozenset())
+        self.all |= {n: dataclasses.replace(self.all["n1"], name=n, address=n) for n in OTHER.nodes}
+        self.jobs = {JOB.raw_id: JOB, OTHER.raw_id: OTHER}
+        self.held: dict[str, list[str]] = {}
+        self.reserving: Callable[[], Awaitable[None]] | None = None
+        self.setting_down: Callable[[], None] = lambda: None
+
+    async def job(self, raw_id: int) -> Job:
+        return self.jobs[raw_id]
+
+    async def node_down(self, name: str, reason: str) -> Node:
+        self.setting_down()
+        await asyncio.sleep(0.3)
+        self.done.append(f"down {name}")
+        self.all[name] = dataclasses.replace(self.all[name], state="DOWN", reason=reason)
+        for job in self.jobs.values():
+            if name in job.nodes:
+                self.jobs[job.raw_id] = dataclasses.replace(job, state="COMPLETING")
+        return self.all[name]
+
+    async def reservations(self) -> list[Reservation]:
+        return [Reservation(n, tuple(nodes), ("u",), "ACTIVE", frozenset()) for n, nodes in self.held.items()]
+
+    async def create_reservation(self, name: str, nodes: Sequence[str], user_id: int, minutes: int = 10) -> None:
+        if self.reserving is not None:
+            reserving, self.reserving = self.reserving, None
+            await reserving()
+        self.held[name] = list(nodes)
+
+    async def change_reservation(self, name: str, nodes: Sequence[str]) -> None:
+        self.held[name] = list(nodes)
+
+    async def delete_reservation(self, name: str) -> bool:
+        return self.held.pop(name, None) is not None
+
+    async def excluded(self, raw_id: int) -> tuple[str, ...]:
+        return ()
+
+    async def free_soonest(self, names: Iterable[str]) -> list[str]:
+        return list(names)
+
+    async def attached(self, reservation: str) -> list[Row]:
+        return []
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, Look]:
+    """What the probes see of nodes that are not alive."""
+    found: dict[str, Look] = {}
+
+    async def look(target: Target) -> Look:
+        await asyncio.sleep(0.01)
+        return found.get(target.address, ALIVE)
+
+    async def looks(targets: dict[str, Target]) -> dict[str, Look]:
+        return {n: await look(t) for n, t in targets.items()}
+
+    async def reached(targets: dict[str, tuple[str, int]]) -> dict[str, Port]:
+        return {n: found.get(n, ALIVE).slurmd for n in targets}
+
+    monkeypatch.setattr(probe, "look", look)
+    monkeypatch.setattr(probe, "looks", looks)
+    monkeypatch.setattr(probe, "reached", reached)
+    return found
+
+
+class Controller:
+    """The recoveries of a controller that has just been told of dead nodes."""
+
+    def __init__(self, slurm: TwoJobs, path: Path, **settings: float) -> None:
+        given = {"fence_confirm_s": 0.4, "slurm_settle_s": 0.1} | settings
+        whole = Settings(**given, state_dir=str(path))  # type: ignore[arg-type]
+        self.slurm, self.path = slurm, path
+        self.journal, registry = Journal(str(path / "journal")), Registry(str(path / "jobs"))
+        logs = EventLogs(str(path / "jobs"))
+        self.home = Recoveries(whole, slurm, self.journal, logs, registry, Primary(slurm))
+        self._tracks = {raw_id: registry.track(job) for raw_id, job in slurm.jobs.items()}
+        for track, job in zip(self._tracks.values(), slurm.jobs.values(), strict=True):
+            track.stored.allocations[job.restarts] = list(job.nodes)
+
+    def track(self, job: Job) -> Track:
+        return self._tracks[job.raw_id]
+
+    def report(self, job: Job, *dead: str) -> None:
+        alive = tuple(n for n in job.nodes if n not in dead)
+        for host in dead:
+            message = Report(job.raw_id, job.restarts, host, alive, time.time())
+            self.home.report(self.track(job), alive[0], message)
+
+    def events(self, job: Job) -> str:
+        return (self.path / "jobs" / f"{job.raw_id}.jsonl").read_text()
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not true():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+
+    def end(self) -> None:
+        self.home.cancel()
+        self.journal.close()
+
+
+def test_a_node_that_comes_back_while_others_are_reserved_is_not_set_down(
+    tmp_path: Path, found: dict[str, Look]
+) -> None:
+    slurm, found["n2"] = TwoJobs(), SILENT
+
+    async def back() -> None:
+        del found["n2"]
+        await asyncio.sleep(0.5)
+
+    async def work() -> None:
+        controller = Controller(slurm, tmp_path)
+        slurm.reserving = back
+        controller.report(JOB, "n2")
+        await controller.until(lambda: not controller.home.active(JOB.raw_id))
+        assert '"confirmed"' in controller.events(JOB) and slurm.done == []
+        assert not slurm.held and not controller.journal.left_open(), "let go of, and closed"
+        controller.end()
+
+    asyncio.run(work())
+
+
+def test_a_second_node_that_comes_back_while_the_first_is_set_down_is_a_survivor_again(
+    tmp_path: Path, found: dict[str, Look]
+) -> None:
+    slurm = TwoJobs()
+    found |= {"n2": SILENT, "n3": SILENT}
+
+    def back() -> None:
+        del found["n3"]
+
+    slurm.setting_down = back
+
+    async def work() -> None:
+        controller = Controller(slurm, tmp_path)
+        controller.report(JOB, "n2", "n3")
+        await controller.until(lambda: bool(slurm.done))
+        await asyncio.sleep(1.0)
+        assert slurm.done == ["down n2"]
+        recovery = controller.home._active[JOB.raw_id, JOB.restarts]
+        assert recovery.survivors is not None and recovery.survivors.dead == ["n2"]
+        assert recovery.survivors.names == ["n1", "n3"] and recovery.acting
+        controller.end()
+
+    asyncio.run(work())
+
+
+def test_a_confirmed_node_that_stays_dead_is_set_down(tmp_path: Path, found: dict[str, Look]) -> None:
+    slurm, found["n2"] = TwoJobs(), SILENT
+
+    async def work() -> None:
+        controller = Controller(slurm, tmp_path)
+        controller.report(JOB, "n2")
+        await controller.until(lambda: bool(slurm.done))
+        assert slurm.done == ["down n2"] and slurm.held
+        controller.end()
+
+    asyncio.run(work())
