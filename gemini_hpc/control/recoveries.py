@@ -13,7 +13,7 @@ from gemini_hpc.config import Settings
 from gemini_hpc.control import reservation, tasks
 from gemini_hpc.control.alert import Alerts
 from gemini_hpc.control.eventlog import EventLogs
-from gemini_hpc.control.fencing import Act, Claim
+from gemini_hpc.control.fencing import Act
 from gemini_hpc.control.giveback import is_ours
 from gemini_hpc.control.journal import Journal, Record
 from gemini_hpc.control.primary import Primary
@@ -94,8 +94,7 @@ class Recoveries:
         found = {host for uid, host in self._outage if user_id in (None, uid)}
         for recovery in self._active.values():
             if user_id in (None, recovery.user_id):
-                open_ = (s for s in recovery.suspects.values() if not recovery.acting or s.claim is Claim.SURVIVOR)
-                found |= {s.host for s in open_ if s.silent_s > 0}
+                found |= recovery.silent()
         return hosts | found
 
     def protected_of_others(self, user_id: int) -> set[str]:

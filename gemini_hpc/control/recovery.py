@@ -59,6 +59,7 @@ class Suspect:
     witnesses: set[str] = field(default_factory=set)
     seen: probe.Seen | None = None
     left: Veto | None = None  # the last reason for leaving it to Slurm that was told
+    down: bool = False  # the journal has that it is being set DOWN
     verdict: Verdict = field(default_factory=lambda: Verdict(Act.WAIT, "just reported"))
 
     @property
@@ -94,6 +95,12 @@ class Recovery:
         self.survivors: Survivors | None = None
         self.acting = False
         self._ahead: Rescue | None = None
+
+    def silent(self) -> set[str]:
+        """Suspects that are silent, and that no journal counts as fenced: until one is really being set DOWN, a mass
+        outage has to show in it. What Slurm itself holds for DOWN counts until that is acted on."""
+        adopted = {h for h, s in self.suspects.items() if self.acting and s.verdict.act is Act.ADOPT}
+        return {h for h, s in self.suspects.items() if s.silent_s > 0 and not s.down} - adopted
 
     @property
     def key(self) -> str:
@@ -488,6 +495,8 @@ class Recovery:
         began = time.monotonic()
         reason = f"{REASON}, job {self._track.raw_id} restart {self.restart}"
         self.note("down", "before", node=host, user_id=self._track.user_id)
+        if host in self.suspects:
+            self.suspects[host].down = True  # counted as fenced from here on
         await self._home.slurm.node_down(host, reason)
         self.note("down", "after", node=host)
         self.say("down", host, f"[{(time.monotonic() - began) * 1000:.0f} ms]")

@@ -192,3 +192,47 @@ def test_a_confirmed_node_that_stays_dead_is_set_down(tmp_path: Path, found: dic
         controller.end()
 
     asyncio.run(work())
+
+
+def test_nodes_that_are_confirmed_and_not_yet_down_count_as_silent(tmp_path: Path, found: dict[str, Look]) -> None:
+    """While one recovery reserves, another one's node falls silent: both are more than the budget has room for."""
+    slurm = TwoJobs()
+    found |= {"n2": SILENT, "m2": SILENT}
+
+    async def work() -> None:
+        controller = Controller(slurm, tmp_path, fence_budget_nodes=1)
+        home = controller.home
+
+        async def the_other() -> None:
+            assert home.silent({"x"}) == home.silent({"x"}, JOB.user_id) == {"x", "n2"}
+            controller.report(OTHER, "m2")
+            await asyncio.sleep(1.2)
+
+        slurm.reserving = the_other
+        controller.report(JOB, "n2")
+        await controller.until(lambda: not home.active(JOB.raw_id))
+        await asyncio.sleep(0.5)
+        assert slurm.done == [], "a mass outage: nobody is fenced"
+        assert '"not_fenced"' in controller.events(JOB) and '"not_fenced"' in controller.events(OTHER)
+        controller.end()
+
+    asyncio.run(work())
+
+
+def test_a_node_that_is_being_set_down_counts_once(tmp_path: Path, found: dict[str, Look]) -> None:
+    slurm, found["n2"] = TwoJobs(), SILENT
+    counted: list[tuple[set[str], int]] = []
+
+    async def work() -> None:
+        controller = Controller(slurm, tmp_path)
+
+        def count() -> None:
+            counted.append((controller.home.silent({"x"}), controller.journal.fenced(600.0)))
+
+        slurm.setting_down = count
+        controller.report(JOB, "n2")
+        await controller.until(lambda: bool(slurm.done))
+        controller.end()
+
+    asyncio.run(work())
+    assert counted == [({"x"}, 1)]
