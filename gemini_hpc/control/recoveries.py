@@ -60,6 +60,7 @@ class Recoveries:
         self._later: set[tuple[int, int, int, str, str]] = set()
         self._resuming = set(journal.left_open())
         self.reserving = asyncio.Lock()
+        self._over = False  # this controller has stepped down
         # The longest that a job was seen COMPLETING: its epilogs, mostly.
         self.longest_epilog_s = 0.0
 
@@ -67,11 +68,15 @@ class Recoveries:
         """How long a reservation of ours lasts if nobody ends it (SITE 11)."""
         return max(RESERVED_MINUTES, math.ceil(3 * self.longest_epilog_s / 60))
 
-    def cancel(self) -> None:
-        """Stop all work at once, as a crash would: another controller takes over from the journal."""
-        for task in list(self._tasks):
+    def cancel(self) -> list[asyncio.Task[None]]:
+        """Stop all work at once, as a crash would, and begin none: another controller takes over from the journal.
+        Returns what is about to end, which may still write to the journal."""
+        self._over = True
+        ending = list(self._tasks)
+        for task in ending:
             task.cancel()
         self.alerts.close()
+        return ending
 
     def say(self, raw_id: int, restart: int, event: str, host: str = "", detail: str = "") -> None:
         """One line of a job's event log, and of the service's own log."""
@@ -80,6 +85,8 @@ class Recoveries:
 
     def died(self, why: str) -> None:
         """A task of the service's own has died of a fault of ours; it is started again."""
+        if self._over:
+            return
         self.alerts.tell("task died", 0, "", why)
 
     def accused(self) -> set[str]:
@@ -130,6 +137,8 @@ class Recoveries:
 
     def _start(self, name: str, work: Callable[[], Coroutine[Any, Any, None]], died: tasks.Died) -> None:
         """Run to the end; after a fault of ours tell it and begin again."""
+        if self._over:
+            return
         task = tasks.start(name, work, died)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -139,6 +148,8 @@ class Recoveries:
         try:
             await recovery.run()
         except Exception as exc:
+            if self._over:
+                raise asyncio.CancelledError from exc
             log.exception("event=task-died task=recovery %s", recovery.key)
             tasks.tell(recovery.died, f"recovery: {type(exc).__name__}")
             if recovery.key in self.journal.left_open():
@@ -147,6 +158,8 @@ class Recoveries:
             self._ended(key)
 
     def _take_over(self, key: str) -> None:
+        if self._over:
+            return
         self._resuming.add(key)
         raw_id, _, restart = key.partition(".")
 
@@ -157,6 +170,8 @@ class Recoveries:
 
     def report(self, track: Track, reporter: str, message: Report) -> None:
         """A report from an authenticated agent on `reporter`; anything that is not plausible is dropped here."""
+        if self._over:
+            return
         members = track.members(message.restart)
         if message.host not in members or reporter not in members or message.host == reporter:
             log.info("job=%d reporter=%s host=%s: not plausible", track.raw_id, reporter, message.host[:64])

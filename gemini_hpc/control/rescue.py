@@ -110,7 +110,7 @@ class Rescue:
         leave_held: when the time is over, the reservation stays until it ends by itself.
         """
         survey = tasks.start("survey", self._survey, lambda why: self.say("task_died", "", why))
-        began = time.monotonic()
+        began, stopped = time.monotonic(), False
         try:
             outcome = ""
             while not outcome and time.monotonic() - began < limit_s:
@@ -129,9 +129,13 @@ class Rescue:
             elif not outcome:
                 await self._unpin("given up")
             return outcome or "given up"
+        except asyncio.CancelledError:
+            stopped = True  # the controller steps down: what is held is for the one that goes on from its journal
+            raise
         finally:
             survey.cancel()
-            await self.clean()
+            if not stopped:
+                await self.clean()
 
     async def _step(self, began: float) -> str:
         try:

@@ -43,6 +43,7 @@ MAX_STRANGERS_PER_UID = 512  # links that have not registered yet
 REGISTER_TIMEOUT_S = 15.0  # an agent dials while its prolog still waits for the peers
 EARLY_EVENTS = 64
 GOODBYE_S = 5.0
+STEP_DOWN_S = 5.0  # what is cancelled has ended by then
 RESOLVE_S = 2.0
 MESSAGES_PER_S, MESSAGES_BURST = 200.0, 2000.0
 JOB_CACHE_S, FRESH_JOB_S = 0.5, 0.1
@@ -108,15 +109,19 @@ class Controller:
             async with server:
                 log.warning("event=stepping-down slurmctld=%s", await self._primary.lost())
         finally:
-            watcher.cancel()
-            resume.cancel()
-            give_back.cancel()
-            self.recoveries.cancel()
+            ending = [watcher, resume, give_back]
+            for task in ending:
+                task.cancel()
+            ending += self.recoveries.cancel()
             for open_link in list(self._links):
                 open_link.close()
-            self.journal.close()
-            for lock in self._locks:
-                lock.close()
+            # The locks are let go, and another controller acts, only when nothing of this one's does.
+            try:
+                await asyncio.wait(ending, timeout=STEP_DOWN_S)
+            finally:
+                self.journal.close()
+                for lock in self._locks:
+                    lock.close()
 
     # ---- connections -----------------------------------------------------------------------------------
 

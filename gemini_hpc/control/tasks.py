@@ -30,6 +30,8 @@ async def keep(name: str, work: Callable[[], Awaitable[None]], died: Died) -> No
         try:
             return await work()
         except Exception as exc:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError from exc  # a fault on the way out is no reason to begin again
             log.exception("event=task-died task=%s", name)
             tell(died, f"{name}: {type(exc).__name__}")  # its own text may be a user's
         if time.monotonic() - began > LASTED_S:

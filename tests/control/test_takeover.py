@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,15 +17,17 @@ from gemini_hpc.control import probe, recoveries, tasks
 from gemini_hpc.control.eventlog import EventLogs
 from gemini_hpc.control.fencing import REASON, Port
 from gemini_hpc.control.journal import Journal
-from gemini_hpc.control.primary import Primary
+from gemini_hpc.control.primary import LOCK, LockTakenError, Primary, take_lock
 from gemini_hpc.control.probe import Look, Target
 from gemini_hpc.control.recoveries import Recoveries
 from gemini_hpc.control.recovery import Recovery
 from gemini_hpc.control.registry import Registry
 from gemini_hpc.control.reservation import PREFIX
+from gemini_hpc.control.server import Controller
 from gemini_hpc.control.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.control.slurm.facts import Config, Job, Node, Reservation, Row
 from gemini_hpc.control.slurm.text import parse_node
+from gemini_hpc.wire.controller import Report
 
 from .fake_slurm import FakeSlurm
 from .scontrol_line import parse_job
@@ -360,5 +363,96 @@ def test_a_takeover_that_slurm_always_refuses_is_given_up_and_told(
         await settled(home)
         assert len(calls) > 11 and not slurm.held and told == [("recovery given up", JOB.raw_id)]
         assert '"given up"' in (tmp_path / "journal").read_text()
+
+    asyncio.run(work())
+
+
+# ---- a controller that steps down --------------------------------------------------------------------------
+
+
+class Waiting(Reserving):
+    """The job waits for its second start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = dataclasses.replace(JOB, state="PENDING", restarts=JOB.restarts + 1, nodes=())
+        self.held[NAME] = ["n1", "n3"]
+
+    async def pin(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
+        self.done.append(f"pin {','.join(nodes)}")
+        return job
+
+    async def set_start_time(self, job: Job, start: str) -> None:
+        self.done.append("start")
+
+
+def steering(home: Recoveries) -> Recovery:
+    """A recovery that is about to steer the job to the end."""
+    track = home.registry.track(JOB)
+    recovery = home._active[JOB.raw_id, JOB.restarts] = Recovery(home, track, JOB.restarts)
+    opened(home)
+    home.journal.write(KEY, "reserve", "after", name=NAME)
+    helper = recovery.rescue(JOB, ["n1", "n3"], ["n2"])
+    helper.held.name = NAME
+
+    async def run() -> None:
+        await recovery.finish(helper)
+
+    recovery.run = run  # type: ignore[method-assign]
+    home._start(f"recovery {KEY}", lambda: home._run((JOB.raw_id, JOB.restarts), recovery), recovery.died)
+    return recovery
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["the journal is closed at once", "the journal stays open"])
+def test_a_controller_that_steps_down_begins_nothing_and_leaves_what_is_held(tmp_path: Path, at_once: bool) -> None:
+    async def work() -> None:
+        slurm = Waiting()
+        home = make(tmp_path, slurm)
+        steering(home)
+        await until(lambda: slurm.done)
+        home.cancel()
+        before = list(slurm.done)
+        if at_once:
+            home.journal.close()
+        await asyncio.sleep(0.5)
+        assert not home._tasks and slurm.done == before
+        assert list(slurm.held) == [NAME], "the next controller goes on with it"
+        track = home.registry.track(JOB)
+        home.report(track, "n1", Report(JOB.raw_id, JOB.restarts, "n2", ("n3",), time.time()))
+        home._take_over(KEY)
+        assert not home._tasks
+
+    asyncio.run(work())
+
+
+def test_the_locks_are_kept_until_all_work_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(state_dir=str(tmp_path / "state"), controller_host="localhost")
+    object.__setattr__(settings, "controller_port", 0)
+    slurm = Waiting()
+    ended = list[bool]()
+
+    async def work() -> None:
+        controller = Controller(settings, slurm, Primary(slurm), str(tmp_path))
+        lock = os.path.join(str(tmp_path), LOCK)
+
+        async def slow() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0.2)
+                controller.journal.write(KEY, "close", "after", outcome="test")
+                with pytest.raises(LockTakenError):
+                    take_lock(lock)
+                ended.append(True)
+
+        serving = asyncio.create_task(controller.serve())
+        await asyncio.sleep(0.1)
+        controller.recoveries._start("slow", slow, lambda why: None)
+        await asyncio.sleep(0.05)
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+        assert ended
+        take_lock(lock).close()
 
     asyncio.run(work())

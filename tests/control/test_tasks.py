@@ -62,6 +62,27 @@ def test_cancelled_is_not_dead() -> None:
     assert not told
 
 
+def test_a_fault_on_the_way_out_is_no_reason_to_begin_again() -> None:
+    told, starts = list[str](), list[int]()
+
+    async def work() -> None:
+        starts.append(1)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise ValueError("I/O operation on closed file")
+
+    async def run() -> None:
+        task = tasks.start("work", work, told.append)
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait([task], timeout=1.0)
+        assert task.cancelled()
+
+    asyncio.run(run())
+    assert not told and len(starts) == 1
+
+
 def test_probes_that_die_are_told_and_what_nobody_looks_at_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A silence that grows by itself while nobody probes would fence a node that has come back."""
     monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.05)
