@@ -86,7 +86,8 @@ class Journal:
 
     def _follow(self, record: Record) -> None:
         if record.step == "open":
-            self._open[record.key] = [record]
+            # Opened anew, now to act: what was held ahead is still to be let go of.
+            self._open[record.key] = [record, *self._open.get(record.key, ())]
         elif record.step == "close":
             self._open.pop(record.key, None)
         elif record.key in self._open:

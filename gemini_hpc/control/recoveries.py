@@ -289,6 +289,11 @@ class Recoveries:
             for host in downed:
                 await self._forgotten(host, judging)
         in_flight = job is not None and not job.over and (job.state != RUNNING or bool(downed) or sent_back)
+        if in_flight and opened.get("ahead"):
+            # Nodes were only held until Slurm finds the others dead: has it, and requeued the job for that?
+            nodes = await self.slurm.nodes()
+            found = any(n in nodes and nodes[n].down for n in names["dead"])
+            in_flight = found and job is not None and job.restarts > restart
         if job is None or track is None or not in_flight or (job.state == RUNNING and job.restarts > restart):
             for name in reserved:
                 await self._delete(job, name)

@@ -143,6 +143,7 @@ class Recovery:
                 await self._act(facts)
             elif self._ahead is not None:
                 await self._ahead.clean()
+                self.note("close", "after", outcome="not acted on")
         finally:
             for suspect in self.suspects.values():
                 suspect.stop()
@@ -283,11 +284,28 @@ class Recovery:
         left = [s.host for s in self.suspects.values() if s.verdict.veto in DEAD_BUT_NOT_OURS]
         if self._ahead is not None or facts.job is None or not left:
             return
-        self._ahead = self.rescue(facts.job, self._alive(left, facts), left)
+        alive = self._alive(left, facts)
+        self._ahead = self.rescue(facts.job, alive, left)
+        self._open(facts.job, left, alive, ahead=1)
         try:
             await self._ahead.reserve(facts.job, facts.nodes, 0)
         except SlurmError as exc:
             log.warning("job=%s restart=%d slurm=%s", self._track.raw_id, self.restart, exc)
+
+    def _open(self, job: Job, dead: list[str], alive: list[str], **more: int) -> None:
+        """Begin the journal's entry. ahead=1: nodes are held, and nothing else is done yet."""
+        self.note(
+            "open",
+            "before",
+            job=job.raw_id,
+            restart=self.restart,
+            user_id=job.user_id,
+            members=list(self._track.members(self.restart)),
+            dead=dead,
+            survivors=alive,
+            original=self._track.stored.original,
+            **more,
+        )
 
     def _alive(self, dead: list[str], facts: Facts) -> list[str]:
         """All other nodes of the job that Slurm does not hold for DOWN; the survey finds out which answer."""
@@ -343,26 +361,15 @@ class Recovery:
     # ---- acting ----------------------------------------------------------------------------------------
 
     async def _act(self, facts: Facts) -> None:
-        job, track, chosen = facts.job, self._track, {s.host: s.verdict for s in self.suspects.values()}
+        job, chosen = facts.job, {s.host: s.verdict for s in self.suspects.values()}
         if job is None:
             return
         dead = [h for h, v in chosen.items() if v.act in (Act.FENCE, Act.ADOPT)]
         rebooted = [h for h, v in chosen.items() if v.act is Act.REQUEUE]
-        members = track.members(self.restart)
         for host in [*dead, *rebooted]:
             self.say("confirmed", host, chosen[host].why)
         alive = self._alive(dead, facts)
-        self.note(
-            "open",
-            "before",
-            job=job.raw_id,
-            restart=self.restart,
-            user_id=job.user_id,
-            members=list(members),
-            dead=dead,
-            survivors=alive,
-            original=track.stored.original,
-        )
+        self._open(job, dead, alive)
         helper = self.rescue(job, alive, dead)
         if self._ahead is not None:
             helper.held.name, helper.held.own = self._ahead.held.name, self._ahead.held.own
@@ -384,13 +391,12 @@ class Recovery:
             dead = helper.survivors.dead
             if rebooted and not dead and job.state not in (PENDING,):
                 await self._send_back(job)
-        except BaseException:
+        except Exception:
             with suppress(SlurmError):
                 await helper.clean()
             raise
         if not dead and not rebooted:
-            with suppress(SlurmError):
-                await helper.clean()
+            await helper.clean()
             self.note("close", "after", outcome="nobody dead")
             self.say("closed", "", "no node is dead any more")
             return

@@ -53,6 +53,7 @@ class Held:
     own: bool = False  # the job's own, which is neither changed nor dropped
     wanted: int = 0
     _said: set[str] = field(default_factory=set)
+    _doubtful: str = ""  # one that may be there: Slurm has not answered
 
     async def reserve(
         self,
@@ -97,6 +98,7 @@ class Held:
             try:
                 await self.slurm.create_reservation(name, chosen, self.user_id, self.minutes)
             except SlurmUnreachable:
+                self._doubtful = name
                 raise
             except SlurmError as exc:
                 self.note("reserve", "failed", name=name, error=str(exc))
@@ -226,6 +228,9 @@ class Held:
             name, self.name = self.name, ""
             await self.drop(name)
             self.say("released", "", f"reservation {name} {ms(began)}")
+        if self._doubtful:
+            name, self._doubtful = self._doubtful, ""
+            await self.drop(name)
 
     def once(self, event: str, host: str, detail: str) -> None:
         """Say it the first time only."""

@@ -315,6 +315,77 @@ def test_a_reservation_is_not_forgotten_where_slurm_gives_no_answer(tmp_path: Pa
     asyncio.run(work())
 
 
+async def held_ahead(home: Recoveries, slurm: Reserving) -> None:
+    """n2 is silent, and somebody else's job runs there: its fencing is left to Slurm, the other nodes are held."""
+    slurm.strangers = {(4242, 9)}
+    track = home.registry.track(JOB)
+    home.report(track, "n1", Report(JOB.raw_id, JOB.restarts, "n2", ("n1", "n3"), time.time()))
+    await until(lambda: slurm.held)
+    assert [sorted(nodes) for nodes in slurm.held.values()] == [["n1", "n3"]]
+
+
+@pytest.mark.parametrize("unanswered", [False, True])
+def test_what_was_held_ahead_is_let_go_of_where_nothing_comes_of_it(
+    tmp_path: Path, seen: dict[str, Look], unanswered: bool
+) -> None:
+    """Also where `scontrol create` had no answer, and took effect."""
+
+    async def work() -> None:
+        slurm = Reserving()
+
+        def no_answer(name: str) -> None:
+            raise SlurmUnreachable("no answer")
+
+        if unanswered:
+            slurm.at_create = no_answer
+        home = make(tmp_path, slurm)
+        await held_ahead(home, slurm)
+        del seen["n2"]
+        await until(lambda: not home.active(JOB.raw_id))
+        assert not slurm.held and not home.journal.left_open() and not slurm.done
+        home.cancel()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("node", ["DOWN", "ALLOCATED"])
+def test_what_was_held_ahead_when_the_controller_died(tmp_path: Path, node: str) -> None:
+    """Slurm has requeued the job meanwhile: because it found the node dead, or for a reason of somebody else's."""
+
+    async def work() -> None:
+        slurm = Waiting()
+        slurm.held, slurm.current = {}, JOB
+        home = make(tmp_path, slurm)
+        await held_ahead(home, slurm)
+        home.cancel()
+        await asyncio.sleep(0.1)
+        home.journal.close()
+        slurm.current = dataclasses.replace(JOB, state="PENDING", restarts=JOB.restarts + 1, nodes=())
+        slurm.all["n2"] = dataclasses.replace(slurm.all["n2"], state=node)
+        after = make(tmp_path, slurm)
+        await after.resume()
+        if node == "DOWN":
+            await until(lambda: "start" in slurm.done)
+            assert "pin n1,n3" in slurm.done and slurm.held
+            slurm.current = dataclasses.replace(slurm.current, state="RUNNING", nodes=("n1", "n3", "n4"))
+        await until(lambda: not after.active(JOB.raw_id))
+        assert not slurm.held and not after.journal.left_open()
+        assert slurm.done == ([] if node == "ALLOCATED" else ["pin n1,n3", "start"])
+        after.cancel()
+
+    asyncio.run(work())
+
+
+def test_what_was_held_ahead_is_known_when_the_recovery_acts(tmp_path: Path) -> None:
+    home = make(tmp_path, Reserving())
+    opened(home, ahead=1)
+    home.journal.write(KEY, "reserve", "after", name=NAME)
+    opened(home)
+    for journal in (home.journal, Journal(str(tmp_path / "journal"))):
+        first, *rest = journal.left_open()[KEY]
+        assert "ahead" not in first.data and NAME in [r.data.get("name") for r in rest]
+
+
 # ---- what Slurm refuses for ever ---------------------------------------------------------------------------
 
 
