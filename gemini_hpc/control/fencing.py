@@ -27,6 +27,7 @@ class Port(Enum):
     REFUSES = "refuses"
     HANGS = "hangs"  # the kernel accepts, and no process takes it up
     SILENT = "silent"
+    UNKNOWN = "unknown"  # the controller could not ask: no proof of anything
 
 
 class Claim(Enum):
@@ -55,6 +56,7 @@ class Veto(Enum):
     JOB = "job"
     WITNESSES = "witnesses"
     KERNEL = "kernel"
+    SIGHT = "sight"
     SILENCE = "silence"
     SETTLING = "settling"
     REACH = "reach"
@@ -181,6 +183,8 @@ def _slurmd_answers(case: Case, job: Job) -> Verdict:
         return _dismiss(Veto.KERNEL, "slurmd and agent answer: false suspicion")
     if case.claim is not Claim.REPORTED:
         return _dismiss(Veto.KERNEL, "slurmd answers")
+    if case.agent is Port.UNKNOWN:
+        return _wait(Veto.SIGHT, "slurmd answers; the controller itself fails to probe the agent")
     if not _rebooted(case, job):
         return _wait(Veto.KERNEL, "slurmd answers and has not been restarted: only the agent is gone")
     if case.agent_silent_s < case.confirm_s:
@@ -222,6 +226,8 @@ def judge(case: Case) -> Verdict:
         return _wait(Veto.WITNESSES, f"{len(witnesses)} of {witnesses_needed(case)} witnesses")
     if case.slurmd is Port.ANSWERS:
         return _slurmd_answers(case, job)
+    if Port.UNKNOWN in (case.slurmd, case.agent, case.kernel):
+        return _wait(Veto.SIGHT, "the controller itself fails to probe the node (name resolution, resources, routes)")
     if {case.slurmd, case.agent, case.kernel} != {Port.SILENT} or case.agent_linked:
         return _kernel_lives(case)
     if case.silent_s > 0 and case.slurm_node is not None and case.slurm_node.down:

@@ -172,9 +172,20 @@ class Recovery:
         ports = [agent.port] if agent and agent.port else agent_ports(settings, self._track.raw_id)[:2]
         return probe.Target.of(settings, node.address, node.port, ports)
 
-    async def _look_around(self, facts: Facts) -> None:
+    async def _look_around(self, facts: Facts, *, sure: bool = False) -> None:
         accused = self._home.accused() | self.suspects.keys()
-        await self._home.reach.look(self._track.members(self.restart), accused, facts.nodes)
+        await self._home.reach.look(self._track.members(self.restart), accused, facts.nodes, sure=sure)
+
+    async def _sure(self, facts: Facts) -> Facts:
+        """What an action may be based on: fresh facts, and a proof that this host still reaches others."""
+        for _ in range(2):
+            if time.monotonic() - facts.at > FRESH_S:
+                facts = await self._read()
+                self._start_probes(facts)
+            await self._look_around(facts, sure=True)
+            if time.monotonic() - facts.at <= FRESH_S:
+                break
+        return facts
 
     def _case(self, suspect: Suspect, facts: Facts) -> Case:
         home, settings, track = self._home, self._home.settings, self._track
@@ -253,9 +264,8 @@ class Recovery:
                 self._start_probes(facts)
                 await self._look_around(facts)
                 found = self._decide(facts)
-                if found and time.monotonic() - facts.at > FRESH_S:
-                    facts = await self._read()
-                    self._start_probes(facts)
+                if found:
+                    facts = await self._sure(facts)
                     found = self._decide(facts)
             except UnknownJob:
                 return None
@@ -331,7 +341,10 @@ class Recovery:
                 facts = await self._read()
                 self._start_probes(facts)
                 await self._look_around(facts)
-                if self._judge(suspect, facts).act is not Act.WAIT:
+                verdict = self._judge(suspect, facts)
+                if verdict.act is Act.FENCE:
+                    verdict = self._judge(suspect, await self._sure(facts))
+                if verdict.act is not Act.WAIT:
                     break
                 await asyncio.sleep(FRESH_S)
         finally:
@@ -347,6 +360,11 @@ class Recovery:
             facts = await self._read()
             await self._look_around(facts)
             verdict = self._judge(suspect, facts)
+            if verdict.act is Act.FENCE:
+                facts, began = await self._sure(facts), time.monotonic()
+                if host in facts.nodes:
+                    seen.add(await probe.look(self._target(facts.nodes[host])), began)
+                verdict = self._judge(suspect, facts)
             if verdict.act is Act.FENCE:
                 self.say("confirmed", host, verdict.why)
                 await self.fence(host)
@@ -409,9 +427,7 @@ class Recovery:
         while True:
             in_time = time.monotonic() - began < AGAIN_S
             try:
-                if time.monotonic() - facts.at > FRESH_S:
-                    facts = await self._read()
-                await self._look_around(facts)
+                facts = await self._sure(facts)
             except UnknownJob:
                 facts = replace(facts, job=None)
             except SlurmError:

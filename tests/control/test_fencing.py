@@ -73,7 +73,7 @@ FACTS: dict[str, tuple[Any, ...]] = {
     "claim": tuple(Claim),
     "slurmd": tuple(Port),
     "agent": tuple(Port),
-    "kernel": (Port.SILENT, Port.REFUSES),
+    "kernel": (Port.SILENT, Port.REFUSES, Port.UNKNOWN),
     "agent_linked": (False, True),
     "silent_s": (0.0, 4.9, 5.0),
     "slurm_node": (NODE, DOWN, REBOOTED),
@@ -110,6 +110,10 @@ def check(c: Case, verdict: Verdict) -> None:
         assert not alive and verdict.veto is Veto.NONE
     if alive:
         assert verdict.act is not Act.FENCE, "what gives any sign of life is never set DOWN"
+    blind = {c.agent} if c.slurmd is Port.ANSWERS else {c.slurmd, c.agent, c.kernel}
+    if Port.UNKNOWN in blind:
+        assert verdict.act in (Act.WAIT, Act.DISMISS), "what could not be asked is no ground for anything"
+        assert verdict.act is Act.WAIT or c.slurmd is Port.ANSWERS or verdict.veto is Veto.JOB
     if verdict.act is Act.ADOPT:
         assert c.slurm_node is not None and c.slurm_node.down and c.slurmd is not Port.ANSWERS
     if verdict.act is Act.REQUEUE:
@@ -136,7 +140,7 @@ def test_every_combination_of_what_is_seen() -> None:
         check(tried_case, verdict)
         assert (verdict.act is Act.FENCE) is everything_holds(tried_case), (tried_case, verdict)
         tried, fenced = tried + 1, fenced + (verdict.act is Act.FENCE)
-    assert (tried, fenced) == (207_360, 14)
+    assert (tried, fenced) == (486_000, 14)
 
 
 STATES = ("RUNNING", "CONFIGURING", "COMPLETING", "PENDING", "FAILED", "NODE_FAIL", "COMPLETED", "CANCELLED",
@@ -153,7 +157,7 @@ ODD: tuple[dict[str, Any], ...] = (
 def test_every_combination_of_what_slurm_says_of_the_job() -> None:
     acted: set[tuple[Claim, str, int]] = set()
     for claim, state, restarts, odd, member, known, port in product(
-        Claim, STATES, range(4), ODD, (True, False), (NODE, DOWN, None), (Port.SILENT, Port.HANGS)
+        Claim, STATES, range(4), ODD, (True, False), (NODE, DOWN, None), (Port.SILENT, Port.HANGS, Port.UNKNOWN)
     ):
         tried = case(
             claim=claim,
@@ -198,6 +202,10 @@ def test_every_combination_of_what_slurm_says_of_the_job() -> None:
         (Act.LEAVE, "agent", {"agent": Port.REFUSES}),
         (Act.LEAVE, "agent", {"agent": Port.ANSWERS}),
         (Act.LEAVE, "kernel answers", {"kernel": Port.REFUSES, "claim": Claim.TAKEN_OVER}),
+        (Act.WAIT, "fails to probe", {"slurmd": Port.UNKNOWN}),
+        (Act.WAIT, "fails to probe", {"agent": Port.UNKNOWN, "slurm_node": DOWN}),
+        (Act.WAIT, "fails to probe", {"kernel": Port.UNKNOWN, "claim": Claim.TAKEN_OVER}),
+        (Act.WAIT, "fails to probe", {"slurmd": Port.ANSWERS, "agent": Port.UNKNOWN, "slurm_node": REBOOTED}),
         (Act.WAIT, "silent for", {"silent_s": 4.9, "claim": Claim.SURVIVOR}),
         (Act.WAIT, "1 of 2 witnesses", {"witnesses": frozenset(("n1",))}),
         (Act.WAIT, "0 of 2 witnesses", {"witnesses": frozenset(("n2", "n9", "n8"))}),

@@ -236,3 +236,25 @@ def test_a_node_that_is_being_set_down_counts_once(tmp_path: Path, found: dict[s
 
     asyncio.run(work())
     assert counted == [({"x"}, 1)]
+
+
+@pytest.mark.parametrize("sight", [SILENT, Look(Port.UNKNOWN, Port.UNKNOWN, Port.UNKNOWN)])
+def test_who_cannot_reach_nodes_whose_agents_speak_fences_nobody(
+    tmp_path: Path, found: dict[str, Look], monkeypatch: pytest.MonkeyPatch, sight: Look
+) -> None:
+    """What agents send comes in, and no connect of the controller's gets out."""
+    slurm, found["n2"] = TwoJobs(), SILENT
+    found |= {"n1": sight, "n3": sight}
+
+    async def work() -> None:
+        controller = Controller(slurm, tmp_path)
+        monkeypatch.setattr(controller.home.registry, "vouched", lambda host: True)
+        controller.report(JOB, "n2")
+        await asyncio.sleep(2.0)
+        assert slurm.done == [] and not slurm.held and '"confirmed"' not in controller.events(JOB)
+        del found["n1"], found["n3"]
+        await controller.until(lambda: bool(slurm.done))
+        assert slurm.done == ["down n2"]
+        controller.end()
+
+    asyncio.run(work())
