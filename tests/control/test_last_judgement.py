@@ -38,6 +38,7 @@ class TwoJobs(HalfDone):
         self.held: dict[str, list[str]] = {}
         self.reserving: Callable[[], Awaitable[None]] | None = None
         self.setting_down: Callable[[], None] = lambda: None
+        self.asked: Callable[[set[str]], None] = lambda names: None
 
     async def job(self, raw_id: int) -> Job:
         return self.jobs[raw_id]
@@ -51,6 +52,10 @@ class TwoJobs(HalfDone):
             if name in job.nodes:
                 self.jobs[job.raw_id] = dataclasses.replace(job, state="COMPLETING")
         return self.all[name]
+
+    async def owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
+        self.asked(set(names))
+        return await super().owners(names)
 
     async def reservations(self) -> list[Reservation]:
         return [Reservation(n, tuple(nodes), ("u",), "ACTIVE", frozenset()) for n, nodes in self.held.items()]
@@ -176,6 +181,29 @@ def test_a_second_node_that_comes_back_while_the_first_is_set_down_is_a_survivor
         recovery = controller.home._active[JOB.raw_id, JOB.restarts]
         assert recovery.survivors is not None and recovery.survivors.dead == ["n2"]
         assert recovery.survivors.names == ["n1", "n3"] and recovery.acting
+        controller.end()
+
+    asyncio.run(work())
+
+
+def test_a_survivor_is_looked_at_once_more_before_it_is_set_down(tmp_path: Path, found: dict[str, Look]) -> None:
+    """It has been silent, and is back when Slurm has said what it knows of it."""
+    slurm, found["n2"] = TwoJobs(), SILENT
+    judged = list[set[str]]()
+
+    def back(names: set[str]) -> None:
+        if "n3" in names:
+            judged.append(names)
+            found.pop("n3", None)
+
+    async def work() -> None:
+        controller = Controller(slurm, tmp_path)
+        controller.report(JOB, "n2")
+        await controller.until(lambda: bool(slurm.done))
+        slurm.asked, found["n3"] = back, SILENT
+        await controller.until(lambda: bool(judged))
+        await asyncio.sleep(1.0)
+        assert slurm.done == ["down n2"]
         controller.end()
 
     asyncio.run(work())
