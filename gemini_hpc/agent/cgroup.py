@@ -5,6 +5,7 @@ Nothing here ever fails a prolog: an agent that cannot be moved stays in slurmd'
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -138,7 +139,7 @@ def end(group: Group, timeout_s: float = _END_S) -> int:
     while inside := members(group):
         if time.monotonic() > deadline:
             raise OSError(16, f"{len(inside)} processes in {group.directories[0]} do not end")
-        _kill(group, inside)
+        kill(group, inside)
         time.sleep(_POLL_S)
     for directory in group.directories:
         while time.monotonic() < deadline:
@@ -152,16 +153,20 @@ def end(group: Group, timeout_s: float = _END_S) -> int:
     return first
 
 
-def remove_empty(group: Group) -> None:
-    """By root: remove it if nobody is in it."""
+def remove_empty(group: Group) -> bool:
+    """By root: remove it if nobody is in it; whether nothing of it is left. A process that is just dying is in it."""
     for directory in group.directories:
-        with suppress(OSError):
+        try:
             os.rmdir(directory)
+        except OSError as error:
+            if error.errno in (errno.EBUSY, errno.ENOTEMPTY):
+                return False
+    return True
 
 
-def _kill(group: Group, inside: list[int]) -> None:
-    """Every process that is in it. Nobody may fork meanwhile, and where there is a freezer all stand still until each
-    has been told to die."""
+def kill(group: Group, inside: list[int]) -> None:
+    """By root: every process that is in it. Nobody may fork meanwhile, and where there is a freezer all stand still
+    until each has been told to die."""
     for directory in group.directories:
         with suppress(OSError):
             _write(f"{directory}/pids.max", "0")

@@ -11,6 +11,7 @@ Exit status: 0, always.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -23,7 +24,8 @@ from gemini_hpc.config import ConfigError, Settings, load
 
 ANSWER_TIMEOUT_S = 3.0
 GONE_TIMEOUT_S = 1.0
-OWNER_GRACE_S = 0.5
+OWNER_GRACE_S = 0.2
+LEDGER_S = 1.0
 TOTAL_S = 4.7  # of the 5 s that an epilog may take (SITE 19); the interpreter has started by then
 
 # How the child that is the job's owner tells root how it went.
@@ -56,10 +58,22 @@ def _end(
     run_dir = settings.run_dir
     try:
         run_fd = jobdir.open_run_dir(run_dir, create=False)
-        if not jobdir.exists(run_fd, job, uid):
-            return
     except FileNotFoundError:
         return
+    # First of all: whatever comes then, or does not, what is left of the agent is on borrowed time.
+    _note(run_fd, job, uid, restart)
+    try:
+        outcome = _tell(run_dir, job, uid, restart, exit_code) if jobdir.exists(run_fd, job, uid) else _FAILED
+        if outcome == _RELEASED:
+            _released(run_fd, job)
+    finally:
+        reaper.ensure(run_fd, settings, "epilog", job)
+    if outcome in (_HOLD_THIS, _HOLD_FORMER):
+        _hold(job, restart - (outcome == _HOLD_FORMER), place, deadline)
+
+
+def _tell(run_dir: str, job: int, uid: int, restart: int, exit_code: int) -> int:
+    """What the agent says to it."""
     question = {"op": "epilog", "job": job, "restart": restart, "exit_code": str(exit_code)}
 
     def as_owner() -> int:
@@ -81,25 +95,25 @@ def _end(
             return _FAILED
 
     child = privileges.fork_as(privileges.owner(uid), as_owner, _FAILED, partial(complain, "epilog", job))
-    outcome = privileges.outcome(child, ANSWER_TIMEOUT_S + GONE_TIMEOUT_S + OWNER_GRACE_S)
-    _note(run_fd, job, uid, restart, released=outcome == _RELEASED)
-    reaper.ensure(run_fd, settings, "epilog", job)
-    if outcome in (_HOLD_THIS, _HOLD_FORMER):
-        _hold(job, restart - (outcome == _HOLD_FORMER), place, deadline)
+    return privileges.outcome(child, ANSWER_TIMEOUT_S + GONE_TIMEOUT_S + OWNER_GRACE_S)
 
 
-def _note(run_fd: int, job: int, uid: int, restart: int, *, released: bool) -> None:
-    """From here on whatever is left of the agent is on borrowed time; of one that has let go, nothing is."""
+def _note(run_fd: int, job: int, uid: int, restart: int) -> None:
     try:
-        with ledger.opened(run_fd) as entries:
-            entries.ended(job, uid, restart)
-            entry = entries.get(job)
+        with ledger.opened(run_fd, LEDGER_S) as entries:
+            if entries.get(job) is not None or os.access(str(job), os.F_OK, dir_fd=run_fd, follow_symlinks=False):
+                entries.ended(job, uid, restart)
     except OSError as exc:
         complain("epilog", job, f"not entered in the ledger of this node: {exc.strerror or exc}")
-        entry = None
-    if released and entry is not None:
+
+
+def _released(run_fd: int, job: int) -> None:
+    """Nothing is left of the agent but its directory."""
+    with ledger.opened(run_fd) as entries:
+        entry = entries.get(job)
+    if entry is not None:
         reaper.end(run_fd, entry, "")
-    elif released:
+    else:
         jobdir.remove(run_fd, str(job))
 
 

@@ -157,11 +157,11 @@ def remove(run_fd: int, name: str) -> None:
             fd = mounts.uncover(run_fd, name)
             try:
                 if mounts.number(fd) == mounts.number(run_fd):
+                    info = os.fstat(fd)
                     break
                 mounts.detach(fd)
             finally:
                 os.close(fd)
-        info = os.stat(name, dir_fd=run_fd, follow_symlinks=False)
         if not stat.S_ISDIR(info.st_mode):
             os.unlink(name, dir_fd=run_fd)
             return

@@ -25,14 +25,17 @@ _ENTRY_BYTES = 16384
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One job. restart: of the incarnation that the prolog has announced last; ended_s: when the epilog of that one
-    came, None while it runs here."""
+    """One job. restart: of the incarnation that the prolog has announced last; started_s: when it did; ended_s: when
+    the epilog of that one came, None while it runs here; doubted_s: since when nobody has answered for it although no
+    epilog came, None where somebody does."""
 
     job: int
     uid: int
     restart: int
     group: Group = NO_GROUP
     ended_s: float | None = None
+    started_s: float = 0.0
+    doubted_s: float | None = None
 
 
 def now_s() -> float:
@@ -53,8 +56,9 @@ class Ledger:
             with os.fdopen(fd, "rb") as f:
                 text = json.loads(f.read(_ENTRY_BYTES))
             group = Group(int(text["group"]["version"]), tuple(map(str, text["group"]["directories"])))
-            ended = None if text["ended_s"] is None else float(text["ended_s"])
-            return Entry(job, int(text["uid"]), int(text["restart"]), group, ended)
+            ended, doubted = (None if text.get(at) is None else float(text[at]) for at in ("ended_s", "doubted_s"))
+            uid, restart, started = int(text["uid"]), int(text["restart"]), float(text.get("started_s", 0.0))
+            return Entry(job, uid, restart, group, ended, started, doubted)
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -80,9 +84,9 @@ class Ledger:
         """An incarnation begins here: what is kept for it is not ended. Raises OSError."""
         known = self.get(job)
         if known is None or known.uid != uid:
-            self.put(Entry(job, uid, restart))
-        else:
-            self.put(replace(known, restart=max(restart, known.restart), ended_s=None))
+            known = Entry(job, uid, restart)
+        restart = max(restart, known.restart)
+        self.put(replace(known, restart=restart, started_s=now_s(), ended_s=None, doubted_s=None))
 
     def ended(self, job: int, uid: int, restart: int) -> None:
         """The epilog of an incarnation: the agent may stay, but not for ever. Raises OSError."""
@@ -90,12 +94,19 @@ class Ledger:
         if known is None or known.uid != uid:
             self.put(Entry(job, uid, restart, ended_s=now_s()))
         elif restart >= known.restart and known.ended_s is None:
-            self.put(replace(known, ended_s=now_s()))
+            self.put(replace(known, ended_s=now_s(), doubted_s=None))
+
+    def doubt(self, known: Entry, since_s: float | None) -> None:
+        """Nobody answers for a job since then, or somebody does again (None); nothing is changed where its entry is
+        another one by now. Raises OSError."""
+        if self.get(known.job) == known:
+            self.put(replace(known, doubted_s=since_s))
 
 
 @contextmanager
-def opened(run_fd: int) -> Iterator[Ledger]:
-    """The ledger of a run directory, locked; made where missing. Raises OSError, TimeoutError after 4 s."""
+def opened(run_fd: int, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[Ledger]:
+    """The ledger of a run directory, locked; made where missing. Nobody holds it while waiting for a process. Raises
+    OSError, TimeoutError."""
     with suppress(FileExistsError):
         os.mkdir(NAME, 0o700, dir_fd=run_fd)
     fd = os.open(NAME, _DIRECTORY, dir_fd=run_fd)
@@ -103,7 +114,7 @@ def opened(run_fd: int) -> Iterator[Ledger]:
         info = os.fstat(fd)
         if info.st_uid != 0 or info.st_mode & 0o077:
             raise OSError(1, f"{NAME} in the run directory is not root's alone")
-        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

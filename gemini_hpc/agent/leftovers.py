@@ -30,13 +30,14 @@ def remove(run_fd: int, run_dir: str, except_job: int) -> list[str]:
     deadline = time.monotonic() + TIMEOUT_S
     problems: list[str] = []
     candidates = sorted(name for name in os.listdir(run_fd) if name.isascii() and name.isdecimal())
+    running = steps.jobs_with_steps()
     # Another one first each time: agents that are stopped use up the time, and their owner might like that.
     first = time.monotonic_ns() // 1000 % max(1, len(candidates))
     removed = 0
     for name in candidates[first:] + candidates[:first]:
         if removed >= REMOVED_MAX or time.monotonic() > deadline:
             break
-        if name == str(except_job):
+        if name == str(except_job) or int(name) in running:
             continue
         try:
             if _is_leftover(run_fd, run_dir, name):
@@ -51,11 +52,12 @@ def _is_leftover(run_fd: int, run_dir: str, name: str) -> bool:
     info = jobdir.look(run_fd, name)
     if info is None or not stat.S_ISDIR(info.st_mode) or time.time() - info.st_mtime < AGE_MIN_S:
         return False
-    return not _answers(f"{run_dir}/{name}", info.st_uid) and int(name) not in steps.jobs_with_steps()
+    return not _answers(f"{run_dir}/{name}", info.st_uid)
 
 
 def _answers(directory: str, uid: int) -> bool:
-    """Asked as the directory's owner: what lies in it must not lead root anywhere. In doubt, yes."""
+    """Asked as the directory's owner: what lies in it must not lead root anywhere. In doubt, yes; where a file system
+    of the owner's in there makes whoever looks hang for ever, no."""
 
     def probe() -> int:
         try:
@@ -69,4 +71,4 @@ def _answers(directory: str, uid: int) -> bool:
     except privileges.PrivilegeError:
         return False  # its user is gone, so nobody could have started an agent again
     child = privileges.fork_as(owner, probe, _SOMEBODY, lambda _: None)
-    return privileges.outcome(child, 2 * PROBE_TIMEOUT_S) != _NOBODY
+    return privileges.outcome(child, 2 * PROBE_TIMEOUT_S) not in (_NOBODY, privileges.HANGS)

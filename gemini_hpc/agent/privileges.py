@@ -7,9 +7,17 @@ import os
 import pwd
 import select
 import signal
-from collections.abc import Callable
+import sys
+import syslog
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 _PR_GET_DUMPABLE, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 3, 4, 38
+
+
+KILLED_S = 0.3
+HANGS = -256  # the outcome of a child that not even SIGKILL has ended in that time
+_SAID_BYTES = 4096
 
 
 class PrivilegeError(Exception):
@@ -65,37 +73,70 @@ def traceable() -> bool:
     return bool(ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Child:
+    """One of `fork_as`. said: where its stderr can be read."""
+
+    pid: int
+    said: int
+
+
 def fork_as(
     entry: pwd.struct_passwd,
     work: Callable[[], int],
     failed: int,
     complain: Callable[[str], None],
-) -> int:
-    """Runs `work` in a child that has become `entry`'s user; returns its pid, for `outcome`.
+    keep: Collection[int] = (),
+) -> Child:
+    """Runs `work` in a child that has become `entry`'s user; for `outcome`.
 
     The child's exit status is what `work` returns, or `failed`, after a word to `complain`, if it raises or the
-    change of user fails.
+    change of user fails. Of root's descriptors it has `keep` only: a user's file system can make it hang for ever,
+    with whatever lock or output of slurmd's it holds.
     """
-    child = os.fork()
-    if child == 0:
+    said, says = os.pipe()
+    pid = os.fork()
+    if pid == 0:
         status = failed
         try:
+            _leave(says, keep)
             drop_to(entry)
             status = work()
         except Exception as exc:
             complain(str(exc) if isinstance(exc, PrivilegeError) else f"{type(exc).__name__}: {exc}")
         finally:
             os._exit(status)
-    return child
+    os.close(says)
+    return Child(pid, said)
 
 
-def outcome(child: int, timeout_s: float) -> int:
-    """Exit status of a child of `fork_as`, negative if a signal ended it. The child is its user's to stop or kill,
-    so root waits for at most `timeout_s` and then kills it."""
-    process = os.pidfd_open(child)
+def _leave(says: int, keep: Collection[int]) -> None:
+    syslog.closelog()
+    null = os.open(os.devnull, os.O_RDWR)
+    for number, fd in ((0, null), (1, null), (2, says)):
+        os.dup2(fd, number)
+    kept = sorted({2, *keep})
+    for one, following in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+        os.closerange(one + 1, following)
+
+
+def outcome(child: Child, timeout_s: float) -> int:
+    """Exit status of a child, negative if a signal ended it; what it has said goes to stderr. The child is its user's
+    to stop, to kill, or to let hang in a file system of theirs: root waits for at most `timeout_s`, kills it, and
+    waits `KILLED_S` more. `HANGS`: it is there still."""
+    process = os.pidfd_open(child.pid)
     try:
         if not select.select([process], [], [], max(0.0, timeout_s))[0]:
-            os.kill(child, signal.SIGKILL)
+            os.kill(child.pid, signal.SIGKILL)
+            if not select.select([process], [], [], KILLED_S)[0]:
+                return HANGS
+        return os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
     finally:
         os.close(process)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.set_blocking(child.said, False)
+        try:
+            sys.stderr.write(os.read(child.said, _SAID_BYTES).decode(errors="replace"))
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            pass  # nothing said, or slurmd has closed its end
+        os.close(child.said)

@@ -36,6 +36,7 @@ AWAKE_S = 1.5
 EXITED_GRACE_S = 0.5  # it may have left a daemon of its own behind
 OWNER_GRACE_S = 1.0
 INSTALLED_S = 5.0
+FORMER_END_S = 0.5
 REPLICAS_MAX = 32
 TIER_INTERVAL_MAX_S = 604800
 
@@ -141,8 +142,9 @@ def _protect(inc: Incarnation, settings: Settings) -> int:
     _offer_to_oom_killer()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     deadline = time.monotonic() + settings.attach_timeout_s + OWNER_GRACE_S
+    keep = [theirs.fileno(), *(fd for note in _notes for fd in note.fds)]
     child = privileges.fork_as(
-        owner, lambda: _as_owner(inc, settings, theirs), _NOT_STARTED, partial(_unprotected, inc.job)
+        owner, lambda: _as_owner(inc, settings, theirs), _NOT_STARTED, partial(_unprotected, inc.job), keep
     )
     theirs.close()
     _start_if_asked(inc, settings, run_fd, ours, deadline)
@@ -156,9 +158,19 @@ def _protect(inc: Incarnation, settings: Settings) -> int:
 def _note(run_fd: int, inc: Incarnation) -> None:
     try:
         with ledger.opened(run_fd) as entries:
+            known = entries.get(inc.job)
+            if known is not None and known.uid != inc.uid:  # the number is used again, and its agent is another's
+                _end_former(inc, known.group)
             entries.started(inc.job, inc.uid, inc.restart)
     except OSError as exc:
         complain("prolog", inc.job, f"not entered in the ledger of this node: {exc.strerror or exc}")
+
+
+def _end_former(inc: Incarnation, group: cgroup.Group) -> None:
+    try:
+        cgroup.end(group, FORMER_END_S)
+    except OSError as exc:
+        complain("prolog", inc.job, f"an earlier agent is not ended: {exc.strerror or exc}")
 
 
 def _start_if_asked(inc: Incarnation, settings: Settings, run_fd: int, sock: socket.socket, deadline: float) -> None:
@@ -206,7 +218,11 @@ def _leave_slurmds_cgroup(inc: Incarnation, settings: Settings, run_fd: int, age
         choice = cgroup.prepare(settings, total)
         group, problem = cgroup.admit(choice, inc.job, agent, cgroup.limit_bytes(settings, total))
         with ledger.opened(run_fd) as entries:
-            entries.put(ledger.Entry(inc.job, inc.uid, inc.restart, group))
+            known = entries.get(inc.job)
+            if known is not None and not set(known.group.directories) <= set(group.directories):
+                # One that no longer answers, in a scope of its own, which nobody would look into any more.
+                _end_former(inc, known.group)
+            entries.put(ledger.Entry(inc.job, inc.uid, inc.restart, group, started_s=ledger.now_s()))
     except (OSError, ValueError, KeyError) as exc:
         problem = f"{exc}"
     if problem:

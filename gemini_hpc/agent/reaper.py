@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import select
 import signal
 import sys
@@ -26,9 +25,13 @@ from gemini_hpc.agent.report import complain
 from gemini_hpc.config import ConfigError, Settings, load
 
 GRACE_S = 30.0
+YOUNG_S = 5.0
 LOOK_LEAST_S, LOOK_S = 0.1, 1.0
 LOOK_MOST_S = 30.0  # never later than the next that is due
 ANSWER_S = 1.0
+END_S, POLL_S = 2.0, 0.02
+AGAIN_S = (2.0, 4.0)
+BY_NAME_S = 1.0
 LOCK = "reaper.lock"
 _WATCHED_MAX = 512
 _SILENT, _ANSWERS = 11, 10
@@ -96,53 +99,70 @@ def look(run_fd: int, settings: Settings) -> float | None:
     waits: list[float] = []
     for entry in known:
         if entry.ended_s is None:
-            if entry.job not in running:
-                _doubt(run_fd, settings, entry)
-            continue
-        since_s = ledger.now_s() - entry.ended_s
-        over = since_s > answering_s or (since_s > silent_s and not _answers(settings.run_dir, entry))
+            if entry.job not in running and (young_s := _young_s(settings, entry)) > 0:
+                waits.append(young_s)
+                continue
+            since_s = _doubted_s(run_fd, settings, entry, entry.job in running)
+            if since_s is None:
+                continue
+            over = since_s > silent_s
+        else:
+            since_s = ledger.now_s() - entry.ended_s
+            over = since_s > answering_s or (since_s > silent_s and not _answers_at_last(settings.run_dir, entry))
         gone = not _inside(entry)
         # One that has let go by itself leaves its log for its owner, until the next prolog's sweep.
-        if (over and entry.job not in running) or gone:
-            why = f"its job ended {since_s:.0f} s ago"
-            if end(run_fd, entry, why, remove=not gone):
-                continue
+        if (over or gone) and end(run_fd, entry, f"its job ended {since_s:.0f} s ago", remove=not gone):
+            continue
         waits += [due_in_s for due in (silent_s, answering_s) if (due_in_s := due - since_s) > 0] or [LOOK_MOST_S]
     return min(waits, default=None)
 
 
-def _doubt(run_fd: int, settings: Settings, entry: ledger.Entry) -> None:
-    """No epilog has told that this job ended, and it has no step here. It may be between two steps."""
-    gone = not _inside(entry)
-    if not gone and _answers(settings.run_dir, entry):
-        return
-    with ledger.opened(run_fd) as entries:
-        if entries.get(entry.job) != entry:
-            return  # its prolog has come meanwhile
-        if gone:
-            cgroup.remove_empty(entry.group)
-            entries.strike(entry.job)
-        else:
-            entries.ended(entry.job, entry.uid, entry.restart)
+def _young_s(settings: Settings, entry: ledger.Entry) -> float:
+    """For how long an agent may still be about to start."""
+    return entry.started_s + settings.attach_timeout_s + YOUNG_S - ledger.now_s()
+
+
+def _doubted_s(run_fd: int, settings: Settings, entry: ledger.Entry, running: bool) -> float | None:
+    """No epilog has told that this job ended. For how long it has had no step here and its agent has been silent, or
+    gone; None: it may be between two steps."""
+    now_s = ledger.now_s()
+    alive = running or (bool(_inside(entry)) and _answers_at_last(settings.run_dir, entry))
+    since_s = None if alive else now_s if entry.doubted_s is None else entry.doubted_s
+    if since_s != entry.doubted_s:
+        with ledger.opened(run_fd) as entries:
+            entries.doubt(entry, since_s)
+    return None if since_s is None else now_s - since_s
 
 
 def end(run_fd: int, entry: ledger.Entry, why: str, *, remove: bool = True) -> bool:
     """End what an agent has left, unless its job runs here again; whether nothing is left. `why`: told where a
-    process had to be killed. remove: the directory too."""
-    with ledger.opened(run_fd) as entries:
-        now = entries.get(entry.job)
-        if now is None or now.ended_s is None or now.uid != entry.uid:
-            return True
-        try:
-            killed = _kill(now)
-            if remove:
-                jobdir.remove(run_fd, str(now.job))
-        except (OSError, jobdir.JobDirError) as exc:
-            complain("reaper", now.job, f"not ended: {exc}")
+    process had to be killed. remove: the directory too. Takes `END_S` at most."""
+    deadline, first = time.monotonic() + END_S, -1
+    now: ledger.Entry | None = None
+    while True:
+        with ledger.opened(run_fd) as entries:
+            before, now = now, entries.get(entry.job)
+            if now is None or now.uid != entry.uid or (now.ended_s is None and now.doubted_s is None):
+                return True
+            if before is not None and before != now:
+                return False  # its prolog has come, and its epilog again
+            inside = _inside(now)
+            first = len(inside) if first < 0 else first
+            if not inside and cgroup.remove_empty(now.group):
+                entries.strike(now.job)
+                break
+            _kill(now, inside)
+        if time.monotonic() > deadline:
+            complain("reaper", entry.job, f"not ended: {len(inside)} processes of its agent hang in the kernel")
             return False
-        if killed and why:
-            complain("reaper", now.job, f"{why}, and {killed} processes of its agent did not let go: killed")
-        entries.strike(now.job)
+        time.sleep(POLL_S)
+    if first and why:
+        complain("reaper", entry.job, f"{why}, and {first} processes of its agent did not let go: killed")
+    if remove:
+        try:
+            jobdir.remove(run_fd, str(entry.job))
+        except jobdir.JobDirError as exc:
+            complain("reaper", entry.job, f"{exc}")
     return True
 
 
@@ -154,7 +174,8 @@ def _inside(entry: ledger.Entry) -> list[int]:
 def _wait(run_fd: int, timeout_s: float) -> None:
     """Until one of those that are waited for ends, for a bounded time."""
     with ledger.opened(run_fd) as entries:
-        pids = [pid for entry in entries if entry.ended_s is not None for pid in _inside(entry)]
+        waited = [entry for entry in entries if entry.ended_s is not None or entry.doubted_s is not None]
+    pids = [pid for entry in waited for pid in _inside(entry)]
     poll, opened = select.poll(), []
     try:
         for pid in pids[:_WATCHED_MAX]:
@@ -167,38 +188,69 @@ def _wait(run_fd: int, timeout_s: float) -> None:
             os.close(fd)
 
 
-def _kill(entry: ledger.Entry) -> int:
-    """How many processes had to be."""
+def _kill(entry: ledger.Entry, inside: list[int]) -> None:
     if entry.group.version:
-        return cgroup.end(entry.group)
-    pids = by_name(entry.job, entry.uid)
-    for pid in pids:
-        with suppress(OSError):
-            process = os.pidfd_open(pid)
-            try:
-                if pid in by_name(entry.job, entry.uid):
-                    signal.pidfd_send_signal(process, signal.SIGKILL)
-            finally:
-                os.close(process)
-    return len(pids)
+        cgroup.kill(entry.group, inside)
+        return
+    opened: dict[int, int] = {}
+    try:
+        for pid in inside[:_WATCHED_MAX]:
+            with suppress(OSError):
+                opened[pid] = os.pidfd_open(pid)
+        called = by_name(entry.job, entry.uid) if opened else []  # a number may have become another process's
+        for pid in set(opened) & set(called):
+            with suppress(OSError):
+                signal.pidfd_send_signal(opened[pid], signal.SIGKILL)
+    finally:
+        for process in opened.values():
+            os.close(process)
 
 
 def by_name(job: int, uid: int) -> list[int]:
-    """Where an agent has no cgroup of its own: processes of the owner's that call themselves this job's agent."""
+    """Where an agent has no cgroup of its own: processes of the owner's that call themselves this job's agent. They
+    are looked at by a child, for a second at most: whoever reads a hostile command line may have to be killed."""
+    got, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _tell_by_name(job, uid, told)
+        finally:
+            os._exit(0)
+    os.close(told)
+    found = b""
+    deadline = time.monotonic() + BY_NAME_S
+    try:
+        while select.select([got], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not (more := os.read(got, 4096)):
+                break
+            found += more
+    finally:
+        os.close(got)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return [int(line) for line in found.splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def _tell_by_name(job: int, uid: int, told: int) -> None:
     wanted = b"\0".join((b"gemini_hpc.agent", b"--job", b"%d" % job, b"--uid", b"%d" % uid)) + b"\0"
-    found = []
     for pid in os.listdir("/proc"):
         if not pid.isdecimal():
             continue
         with suppress(OSError):
-            with open(f"/proc/{pid}/cmdline", "rb") as f:
-                called = wanted in f.read(4096)
-            if not called:
+            if not steps.started_by(pid, uid):
                 continue
-            with open(f"/proc/{pid}/status", "rb") as f:
-                if re.search(rb"^Uid:\t%d\t" % uid, f.read(4096), re.MULTILINE):
-                    found.append(int(pid))
-    return found
+            with open(f"/proc/{pid}/cmdline", "rb") as f:
+                if wanted in f.read(4096):
+                    os.write(told, b"%s\n" % pid.encode())
+
+
+def _answers_at_last(run_dir: str, entry: ledger.Entry) -> bool:
+    """Asked again after a while, twice: it may be slow, or about to be started again by its supervisor."""
+    for wait_s in (*AGAIN_S, 0.0):
+        if _answers(run_dir, entry):
+            return True
+        time.sleep(wait_s)
+    return False
 
 
 def _answers(run_dir: str, entry: ledger.Entry) -> bool:
@@ -238,7 +290,7 @@ def main() -> int:
                 wait_s = min(2 * wait_s, LOOK_MOST_S)
                 continue
             with ledger.opened(run_fd) as entries:  # an epilog that comes now starts the next reaper
-                if all(entry.ended_s is None for entry in entries):
+                if all(entry.ended_s is None and entry.doubted_s is None for entry in entries):
                     os.close(lock)
                     return 0
     except (ConfigError, jobdir.JobDirError, OSError) as exc:

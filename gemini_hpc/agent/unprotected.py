@@ -41,6 +41,11 @@ class Note:
             self._file = os.open(self._draft, _NEW, 0o644, dir_fd=self._dir)
 
     @property
+    def fds(self) -> list[int]:
+        """What `tell` needs after a fork."""
+        return [self._file] if self._file >= 0 else []
+
+    @property
     def _draft(self) -> str:
         return f".{self._job}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.agent import cgroup
+from gemini_hpc.agent import cgroup, ledger, prolog
 from gemini_hpc.agent.cgroup import Group
 from gemini_hpc.agent.memory import Budget, Memfd, NoMemory
 from gemini_hpc.config import Settings
@@ -101,6 +102,32 @@ def test_site_15_v2_is_written_as_files(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert written[:3] == [(f"gemini-hpc/{at}", what) for at, what in controllers]
     assert ("gemini-hpc/7/memory.max", str(50 * MIB)) in written
     assert written[-1] == ("gemini-hpc/7/cgroup.procs", "4711"), "entered when its limits stand"
+
+
+def test_earlier_agent_in_a_scope_of_its_own_is_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, top: Path, sleeper: int
+) -> None:
+    """Stopped by its owner, who has another one started beside it: nobody would look into the first one's scope."""
+    former = top / "former.scope"
+    former.mkdir()
+    (former / "cgroup.procs").write_text(str(sleeper))
+    os.kill(sleeper, signal.SIGSTOP)
+    tmp_path.chmod(0o755)
+    run_fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    known = ledger.Entry(7, 65534, 0, Group(1, (str(former),)))
+    with ledger.opened(run_fd) as entries:
+        entries.put(known)
+    now = Group(1, (str(top / "now.scope"),))
+    monkeypatch.setattr(cgroup, "prepare", lambda settings, total: Choice("systemd"))
+    monkeypatch.setattr(cgroup, "admit", lambda choice, job, pid, limit: (now, ""))
+    again = prolog.Incarnation(7, 65534, 1, 2, "n1", "n[1-2]", "", 0)
+    prolog._leave_slurmds_cgroup(again, Settings(), run_fd, os.getpid())
+    assert os.waitid(os.P_PID, sleeper, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None, "ended"
+    assert not former.exists()
+    with ledger.opened(run_fd) as entries:
+        entry = entries.get(7)
+    assert entry is not None and (entry.group, entry.restart) == (now, 1)
+    os.close(run_fd)
 
 
 def test_site_15_a_controller_that_is_not_there_is_no_failure(

@@ -103,6 +103,16 @@ def test_epilog_never_fails_even_strict(node: Node) -> None:
     one_line(node.epilog())
 
 
+def test_end_is_entered_whatever_its_owner_has_done_to_the_directory(node: Node) -> None:
+    """Or the stopped agent would stay for as long as the node."""
+    assert silent(node.prolog())
+    (agent,) = node.agents()
+    node.sh(f"kill -STOP {agent}; umount -l /run/gemini-hpc/7; rmdir /run/gemini-hpc/7")
+    assert silent(node.epilog())
+    assert '"ended_s": null' not in node.sh("cat /run/gemini-hpc/.agents/7")
+    node.sh(f"kill -KILL {agent}")
+
+
 @pytest.mark.parametrize(("takes", "words"), [("60", "not held yet"), ("0", "")])
 def test_site_19_a_hold_never_keeps_the_epilog(node: Node, takes: str, words: str) -> None:
     """Five seconds for everything, also on the one survivor that holds the others."""

@@ -230,6 +230,50 @@ def test_file_system_that_never_answers(node: Node, where: str, mounted: bool) -
             node.sh(f"umount -l {where} 2>/dev/null || :")
 
 
+# As FUSE, but it says what it can do: who has asked it for a file after that cannot be killed.
+FUSE_ONCE = FUSE.replace(
+    "os.read(fd, 65536)\n",
+    """
+import struct
+asked = os.read(fd, 65536)
+number = struct.unpack_from("<Q", asked, 8)[0]
+can = struct.pack("<IIIIHHIIHHI28x", 7, 31, 65536, 0, 12, 9, 65536, 1, 32, 0, 0)
+os.write(fd, struct.pack("<IiQ", 16 + len(can), 0, number) + can)
+""",
+).replace("time.sleep(100)", "os.read(fd, 65536)\ntime.sleep(100)")
+
+
+@pytest.mark.parametrize("step", [True, False], ids=["of a running job", "of one that has ended"])
+def test_file_system_that_lets_root_hang_for_good(node: Node, step: bool) -> None:
+    """Mounted in the job's directory, where the agent's socket was. Neither another job's prolog nor the own job's
+    epilog waits for it, and who hangs there holds no lock and no output of slurmd's."""
+    assert silent(node.prolog())
+    where = f"{DIRECTORY}/agent.sock"
+    (agent,) = node.agents()
+    node.sh(f"kill -STOP {agent}; rm {where}; mkdir {where}; chown {ALICE} {where}")
+    node.sh(f"test -e /dev/fuse || mknod /dev/fuse c 10 229; touch -d '10 minutes ago' {DIRECTORY}")
+    enter = ["nsenter", "-t", str(node.pid), "-m", "-p", "-w/", "--"]
+    argv = [*enter, "/usr/bin/python3", "-c", FUSE_ONCE, where, str(ALICE)]
+    title = ["sh", "-c", "exec -a 'slurmstepd: [7.0]' sleep 60"]
+    stepd = subprocess.Popen([*enter, "bash", *title[1:]]) if step else None
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None and server.stdout.readline() == "mounted\n"
+            began = time.monotonic()
+            assert silent(node.prolog(job=8, uid=BOB)) and len(node.records(8)) == 1
+            assert time.monotonic() - began < 5.0
+            began = time.monotonic()
+            assert node.epilog().returncode == 0 and time.monotonic() - began < 5.5
+            assert silent(node.epilog(job=8, uid=BOB))
+            assert time.monotonic() - began < 10.0
+        finally:
+            server.kill()
+            if stepd is not None:
+                stepd.kill()
+                stepd.wait()
+            node.sh(f"umount -l {where} 2>/dev/null || :; kill -KILL {agent} 2>/dev/null || :")
+
+
 def test_first_jobs_of_a_node_at_the_same_time(node: Node) -> None:
     """None of them makes its directory below a mount that comes a moment later."""
     enter = ["nsenter", "-t", str(node.pid), "-m", "-p", "-w/", "--"]

@@ -1,0 +1,147 @@
+"""Whom the reaper ends, and when: its rules over a real ledger, with steps and answers as a test has them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gemini_hpc.agent import ledger, reaper, steps
+from gemini_hpc.agent.ledger import Entry
+from gemini_hpc.config import Settings
+
+SETTINGS = Settings(retention_s=10.0, held_retention_s=1000.0, tier_flush_s=0.0, attach_timeout_s=1.0)
+SILENT_S, ANSWERING_S = reaper.due_s(SETTINGS)
+JOB = 7
+
+
+class Node:
+    """One job's agent: whether its job has a step, whether it answers, how long ago things were."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path.chmod(0o755)
+        self.run_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        self.inside, self.answers, self.step = [4711], False, False
+        self.killed = 0
+        self.now_s = 100_000.0
+        monkeypatch.setattr(ledger, "now_s", lambda: self.now_s)
+        monkeypatch.setattr(reaper, "_inside", lambda entry: self.inside)
+        monkeypatch.setattr(reaper, "_answers", lambda run_dir, entry: self.answers)
+        monkeypatch.setattr(reaper, "_kill", self._kill)
+        monkeypatch.setattr(reaper, "AGAIN_S", ())
+        monkeypatch.setattr(steps, "jobs_with_steps", lambda: {JOB} if self.step else set())
+        with ledger.opened(self.run_fd) as entries:
+            entries.started(JOB, 65534, 0)
+
+    def _kill(self, entry: Entry, inside: list[int]) -> None:
+        self.killed += 1
+        self.inside = []
+
+    def entry(self) -> Entry | None:
+        with ledger.opened(self.run_fd) as entries:
+            return entries.get(JOB)
+
+    def after(self, seconds: float) -> float | None:
+        """A look so much later."""
+        self.now_s += seconds
+        return reaper.look(self.run_fd, SETTINGS)
+
+    def ended(self) -> None:
+        with ledger.opened(self.run_fd) as entries:
+            entries.ended(JOB, 65534, 0)
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    if os.geteuid() != 0:
+        pytest.skip("the ledger is root's")
+    made = Node(tmp_path, monkeypatch)
+    yield made
+    os.close(made.run_fd)
+
+
+def test_silent_one_is_ended_after_the_retention(node: Node) -> None:
+    node.ended()
+    assert node.after(1.0) == pytest.approx(SILENT_S - 1.0), "the next look is when it is due"
+    assert node.after(SILENT_S - 2.0) is not None and not node.killed
+    assert node.after(2.0) is None and node.killed and node.entry() is None
+
+
+def test_one_that_answers_has_the_time_of_held_jobs(node: Node) -> None:
+    node.answers = True
+    node.ended()
+    assert node.after(ANSWERING_S - 1.0) is not None and not node.killed
+    assert node.after(2.0) is None and node.killed
+
+
+def test_one_that_has_let_go_is_struck_out(node: Node) -> None:
+    node.ended()
+    node.inside = []
+    assert node.after(0.1) is None and not node.killed and node.entry() is None
+
+
+def test_one_that_just_starts_is_not_doubted(node: Node) -> None:
+    """Its socket is not there yet, nor has its job a step."""
+    assert node.after(0.5) == pytest.approx(SETTINGS.attach_timeout_s + reaper.YOUNG_S - 0.5), "looked at again"
+    entry = node.entry()
+    assert entry is not None and entry.doubted_s is None and not node.killed
+
+
+@pytest.mark.parametrize("way", ["answers", "step"])
+def test_a_doubt_is_taken_back(node: Node, way: str) -> None:
+    """Silent between two steps for a while, a day ago: then neither its silence nor its epilog is an old one."""
+    assert node.after(60.0) is not None
+    entry = node.entry()
+    assert entry is not None and entry.doubted_s is not None
+    setattr(node, way, True)
+    assert node.after(1.0) is None
+    assert node.entry() == replace(entry, doubted_s=None)
+    node.answers, node.step = False, False
+    assert node.after(86_400.0) is not None and not node.killed, "a doubt of its own"
+    node.answers = True
+    node.ended()
+    entry = node.entry()
+    assert entry is not None and entry.ended_s == node.now_s and entry.doubted_s is None
+    assert node.after(SILENT_S + 1.0) is not None and not node.killed
+
+
+def test_doubt_for_as_long_as_the_retention_ends_it(node: Node) -> None:
+    node.after(60.0)
+    assert node.after(SILENT_S - 1.0) is not None and not node.killed
+    assert node.after(2.0) is None and node.killed and node.entry() is None
+
+
+def test_gone_without_an_epilog_is_struck_out(node: Node) -> None:
+    node.inside = []
+    node.step = True
+    assert node.after(60.0) is None and node.entry() is not None, "its supervisor has it started again"
+    node.step = False
+    assert node.after(1.0) is None and node.entry() is None and not node.killed
+
+
+def test_job_that_runs_here_again_is_out_of_its_hands(node: Node) -> None:
+    node.ended()
+    with ledger.opened(node.run_fd) as entries:
+        entries.started(JOB, 65534, 1)
+    node.step = True
+    assert node.after(10 * ANSWERING_S) is None and not node.killed
+    entry = node.entry()
+    assert entry is not None and (entry.restart, entry.ended_s) == (1, None)
+
+
+def test_command_lines_of_users_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie in memory that a user can make hang."""
+    read: list[str] = []
+    usual = open
+
+    def opened(path: str, mode: str = "r") -> object:
+        read.append(path)
+        return usual(path, mode)
+
+    monkeypatch.setattr(steps, "open", opened, raising=False)
+    monkeypatch.setattr(steps, "started_by", lambda pid, uid: pid == str(os.getpid()))
+    steps.jobs_with_steps()
+    assert read == [f"/proc/{os.getpid()}/cmdline"]
