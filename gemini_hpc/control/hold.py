@@ -5,8 +5,9 @@
 Runs as root or SlurmUser on one elected survivor. Slurm alone is believed: the job must be on its way back to
 pending (Restarts > R) because a node of it is DOWN. Returns when survivors are reserved and pinned, which is before
 the job leaves COMPLETING (it waits for this epilog), after 5 s at most; a child of at most 60 s sets the start time
-and lets go. `--nodes` is the incarnation's node list as slurmd gave it to the epilog (default: $SLURM_NODELIST);
-Slurm's own record has lost the dead node by then. Exit status: 0, always.
+and lets go: of the pin in any case, of the reservation once the job runs. `--nodes` is the incarnation's node list as
+slurmd gave it to the epilog (default: $SLURM_NODELIST); Slurm's own record has lost the dead node by then. Exit
+status: 0, always.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ from gemini_hpc.control import probe
 from gemini_hpc.control.fencing import Port
 from gemini_hpc.control.probe import Target
 from gemini_hpc.control.rescue import Rescue
-from gemini_hpc.control.reservation import PREFIX, Held
+from gemini_hpc.control.reservation import HOLD_S, PREFIX, Held
 from gemini_hpc.control.slurm import Slurm, SlurmError
 from gemini_hpc.control.slurm.facts import COMPLETING, PENDING, Job
 from gemini_hpc.control.survivors import Survivors
 from gemini_hpc.core import hostlist
 
 LIMIT_S = 4.5
-FINISHER_S = 60
 SLURM_TIMEOUT_S = 4.0
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 
@@ -122,7 +122,7 @@ async def _hold(settings: Settings, args: argparse.Namespace, members: list[str]
             os.write(ready, b"p")
 
     rescue.say = tell
-    outcome = await rescue.follow(FINISHER_S - 5.0, leave_held=True)
+    outcome = await rescue.follow(HOLD_S - 5.0, leave_held=True)
     _log(f"job={args.job} outcome={outcome}")
 
 
@@ -131,7 +131,7 @@ def _finisher(settings: Settings, args: argparse.Namespace, members: list[str], 
     os.setsid()
     if os.fork():
         os._exit(0)
-    signal.alarm(FINISHER_S)
+    signal.alarm(HOLD_S)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)

@@ -107,7 +107,8 @@ class Rescue:
     async def follow(self, limit_s: float = 600.0, *, leave_held: bool = False) -> str:
         """Steer until the job runs again, has ended, or is given up; returns which. Nothing is held then.
 
-        leave_held: when the time is over, the reservation stays until it ends by itself.
+        leave_held: when the time is over, the job waits on in the reservation, which ends by itself. The pin goes: a
+        survivor that is drained later would keep the job from starting, and nobody would take it off.
         """
         survey = tasks.start("survey", self._survey, lambda why: self.say("task_died", "", why))
         began, stopped = time.monotonic(), False
@@ -125,7 +126,8 @@ class Rescue:
                 if not outcome:
                     await asyncio.sleep(FAST_POLL_S if time.monotonic() - began < 15 else SLOW_POLL_S)
             if not outcome and leave_held:
-                self.held.name = ""
+                reservation, self.held.name = self.held.name or self.own_request, ""
+                await self._unpin("given up", reservation)
             elif not outcome:
                 await self._unpin("given up")
             return outcome or "given up"
@@ -221,15 +223,17 @@ class Rescue:
             await self.slurm.nudge(job)
         return ""
 
-    async def _unpin(self, why: str) -> None:
-        """The original request again, if the job waits and its record has another."""
+    async def _unpin(self, why: str, reservation: str | None = None) -> None:
+        """The original request again, if the job waits and its record has another; in this reservation, if given."""
         job = await self.slurm.job(self.raw_id)
-        if job.state != PENDING or not job.actable:
+        wanted = self.own_request if reservation is None else reservation
+        states = (PENDING,) if reservation is None else (PENDING, COMPLETING)
+        if job.state not in states or not job.actable:
             return
-        if set(job.req_nodes) == set(self.original) and job.reservation == self.own_request:
+        if set(job.req_nodes) == set(self.original) and job.reservation == wanted:
             return
         self.note("pin", "before", nodes=self.original)
-        await self.slurm.pin(job, self.original, self.own_request)
+        await self.slurm.pin(job, self.original, wanted)
         self.pinned(False)
         self._pinned = None
         self.say("unpinned", "", f"{why}: the original request is back")

@@ -19,6 +19,7 @@ from gemini_hpc.control.slurm.facts import RUNNING, Job, Node, Reservation
 
 PREFIX = "gemini_"  # of the names of our reservations
 RESERVED_MINUTES = 10
+HOLD_S = 60  # a survivor's epilog steers a job for so long at most
 Say = Callable[[str, str, str], None]
 Note = Callable[..., None]
 

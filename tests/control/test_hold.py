@@ -76,3 +76,33 @@ def test_site_12_nothing_is_held_when_no_node_is_dead(place: Path, make_site: Ca
     until(lambda: site.cluster.job(job)["JobState"] == "PENDING", 15)
     assert site.cluster.job(job)["ReqNodeList"] == "(null)"
     assert site.reservations() == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+def test_site_12_a_hold_that_ends_before_the_job_can_start_leaves_no_pin(
+    place: Path, make_site: Callable[..., Site]
+) -> None:
+    """The replacement comes after the hold's minute, when a survivor has been drained."""
+    site = make_site(controller=False, nodes=6, slurm_conf=[f"Epilog={install(place)}"])
+    cluster = site.cluster
+    job = site.submit("-N3", "--requeue", "--exclusive")
+    site.running(job)
+    hosts = site.nodes(job)
+    others = [n for n in cluster.node_names if n not in hosts]
+    cluster.run(["scontrol", "update", f"nodename={','.join(others)}", "state=drain", "reason=test"])
+    cluster.power_off(hosts[1])
+    time.sleep(SPOKEN_S)
+    cluster.run(["scontrol", "update", f"nodename={hosts[1]}", "state=down", "reason=slurm"])
+    until(lambda: cluster.job(job)["ReqNodeList"] != "(null)", 20)
+    until(lambda: cluster.job(job)["ReqNodeList"] == "(null)", 80)
+    facts = cluster.job(job)
+    assert facts["JobState"] == "PENDING" and site.reservations() == [facts["Reservation"]], facts
+    cluster.run(["scontrol", "update", f"nodename={hosts[0]}", "state=drain", "reason=test"])
+    for node in others:
+        cluster.resume(node)
+    site.running(job, restart=1, timeout_s=60)
+    assert hosts[2] in site.nodes(job) and hosts[0] not in site.nodes(job)
+    cluster.run(["scontrol", "update", f"JobId={job}", "ReservationName="])
+    for name in site.reservations():
+        cluster.run(["scontrol", "delete", f"ReservationName={name}"])

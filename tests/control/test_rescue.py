@@ -215,6 +215,22 @@ def test_the_jobs_own_reservation_is_kept() -> None:
     assert slurm.done == ["pin n1,n3 held", "start now+2"] and slurm.current.reservation == "weekly"
 
 
+@pytest.mark.parametrize("state", ["PENDING", "COMPLETING"])
+def test_an_epilogs_hold_leaves_no_pin_behind(state: str) -> None:
+    """Its time is over and the job waits: in the reservation, but for no node in particular."""
+    slurm = ScriptedSlurm()
+    slurm.current = dataclasses.replace(PENDING, state=state)
+
+    async def work() -> str:
+        made = make(slurm, [])
+        await made.reserve(slurm.current, await slurm.nodes(), 3)
+        return await made.follow(0.4, leave_held=True)
+
+    assert asyncio.run(work()) == "given up" and "pin n1,n3 held" in slurm.done
+    assert slurm.current.req_nodes == ("n3",), "the user's own request is back"
+    assert list(slurm.held) == [slurm.current.reservation] and "delete" not in slurm.done
+
+
 # ---- survivors that cannot be pinned ---------------------------------------------------------------------
 
 
