@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gemini_hpc.control.freed import freed
-from gemini_hpc.control.reservation import PREFIX
+from gemini_hpc.control.reservation import HOLD_S, PREFIX
 from gemini_hpc.control.slurm import SlurmError
 from gemini_hpc.control.slurm.api import SlurmApi
-from gemini_hpc.control.slurm.facts import COMPLETING, CONFIGURING, RUNNING, Job
+from gemini_hpc.control.slurm.facts import COMPLETING, CONFIGURING, PENDING, RUNNING, Job
 from gemini_hpc.wire.link import Link
 from gemini_hpc.wire.picture import EventRecord, InspectAsk
 
@@ -65,6 +65,7 @@ class Stored(msgspec.Struct):
     original: list[str] = []
     reservation: str = ""
     pinned: bool = False
+    first_seen: bool = False  # `original` was read from the first incarnation, which no pin can be in
     slurmds: dict[str, float] = {}
     addresses: dict[str, str] = {}
     slurmds_of: int = -1
@@ -87,6 +88,8 @@ class Track:
         self.looked = -1
         self._freed: tuple[int, str] | None = None  # an incarnation, and what is told of its copies
         self._stood_at: float | None = None  # when it was last seen not to run (monotonic)
+        self._waits_since: float | None = None  # when it was first seen PENDING this time (monotonic)
+        self._asked_of_wait: float | None = None
 
     @property
     def raw_id(self) -> int:
@@ -153,7 +156,7 @@ class Track:
             # A job that Slurm lets run on without a lost node (--no-kill) still has to come back with another one.
             if tuple(known) != job.nodes and not set(job.nodes) < set(known):
                 if job.restarts == 0:
-                    self.stored.original = list(job.req_nodes)
+                    self.stored.original, self.stored.first_seen = list(job.req_nodes), True
                 if not job.reservation.startswith(PREFIX):
                     self.stored.reservation = job.reservation
                 self.stored.allocations[job.restarts] = list(job.nodes)
@@ -163,6 +166,11 @@ class Track:
             if job.state == RUNNING and (self.running_since is None or self.running_since[0] != job.restarts):
                 self.running_since = (job.restarts, time.monotonic())
         changed = self._ended(job.state, job.over) or changed
+        self._waits(job.state)
+        if self._held_long_ago():
+            self._asked_of_wait = self._waits_since
+            if not self.stored.pinned and self._has_pin(job):
+                self.stored.pinned = changed = True
         if changed:
             self.save()
 
@@ -193,10 +201,34 @@ class Track:
             self.stored.pinned = pinned
             self.save()
 
+    def _waits(self, state: str) -> None:
+        if state != PENDING:
+            self._waits_since = None
+        elif self._waits_since is None:
+            self._waits_since = time.monotonic()
+
+    def _held_long_ago(self) -> bool:
+        """Whether it waits, and no survivor's epilog can still be at work for it."""
+        return self._waits_since is not None and time.monotonic() - self._waits_since > HOLD_S
+
+    def should_ask(self) -> bool:
+        """Once for each wait: whether to look for what an epilog's hold, which had no controller, may have left."""
+        return self._held_long_ago() and not self.stored.pinned and self._asked_of_wait != self._waits_since
+
+    def _has_pin(self, job: Job) -> bool:
+        """Whether the record of a job that waits has a reservation of ours, or a pin to nodes that it has had."""
+        if job.reservation.startswith(f"{PREFIX}{job.raw_id}_"):
+            return True
+        nodes, known = set(job.req_nodes), self.stored.first_seen or 0 in self.stored.allocations
+        if not known or not nodes or nodes == set(self.stored.original):
+            return False
+        return any(nodes <= set(had) for restart, had in self.stored.allocations.items() if restart < job.restarts)
+
     def see(self, state: str, over: bool) -> None:
         """Take over a state from the watcher's table."""
         if state != RUNNING:
             self._stood_at = time.monotonic()
+        self._waits(state)
         if self._ended(state, over):
             self.save()
 

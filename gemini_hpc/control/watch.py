@@ -17,6 +17,7 @@ from gemini_hpc.control.decide import release_reason
 from gemini_hpc.control.draining import DrainWatch
 from gemini_hpc.control.recoveries import Recoveries
 from gemini_hpc.control.registry import Agent, Registry, Track
+from gemini_hpc.control.reservation import PREFIX
 from gemini_hpc.control.slurm import SlurmError, UnknownJob
 from gemini_hpc.control.slurm.api import SlurmApi
 from gemini_hpc.control.slurm.facts import LIVE, PENDING, RUNNING, Job
@@ -92,6 +93,9 @@ class Watcher:
                     _tell_end(track, row.end_time)
             elif state == PENDING and track.stored.pinned:
                 await self._unpin(track)
+            elif state == PENDING and track.should_ask():
+                with suppress(UnknownJob):
+                    track.learn(await self._slurm.job(raw_id))
         await self._drains.look(running)
 
     def _tell_ended(self, track: Track, *, forgotten: bool) -> None:
@@ -158,19 +162,23 @@ class Watcher:
             self._recoveries.say(track.raw_id, job.restarts, "partly_protected", "", f"no agent on {shown}")
 
     async def _unpin(self, track: Track) -> None:
-        """A job with a pin of ours waits again, and no node of it has failed: preempted, or requeued by hand."""
+        """A job with a pin of ours waits again, and no node of it has failed: preempted, or requeued by hand. Or it
+        was pinned by a survivor's epilog, and no controller was there to take that off."""
         job = await self._slurm.job(track.raw_id)
         if job.state != PENDING or not job.actable or self._recoveries.active(track.raw_id):
             return
+        if set(job.req_nodes) == set(track.stored.original) and job.reservation == track.stored.reservation:
+            track.remember_pin(False)
+            return
         try:
             await self._slurm.pin(job, track.stored.original, track.stored.reservation)
+            if job.reservation.startswith(f"{PREFIX}{track.raw_id}_"):
+                await self._slurm.delete_reservation(job.reservation)
         except SlurmError as exc:
             log.warning("job=%d event=pin-left %s", track.raw_id, exc)
             return
         track.remember_pin(False)
-        self._recoveries.say(
-            track.raw_id, job.restarts, "unpinned", "", "requeued for another reason than a dead node"
-        )
+        self._recoveries.say(track.raw_id, job.restarts, "unpinned", "", "it waits, and no recovery is under way")
 
     @staticmethod
     def _release(agent: Agent, reason: str, *, save: bool = False) -> None:

@@ -1,0 +1,107 @@
+"""Pins that a survivor's epilog has left, as no controller was there: what one that comes up makes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from gemini_hpc.config import Settings
+from gemini_hpc.control import registry
+from gemini_hpc.control.eventlog import EventLogs
+from gemini_hpc.control.journal import Journal
+from gemini_hpc.control.primary import Primary
+from gemini_hpc.control.recoveries import Recoveries
+from gemini_hpc.control.registry import Registry
+from gemini_hpc.control.slurm.facts import Job, Row
+from gemini_hpc.control.watch import Watcher
+
+from .fake_slurm import FakeSlurm
+from .scontrol_line import parse_job
+
+RECORDED = Path(__file__).parent / "recorded"
+LINE = (RECORDED / "22.05-job-running.txt").read_text().splitlines()[0]
+FIRST = dataclasses.replace(parse_job(LINE), nodes=("n1", "n2", "n3"), req_nodes=("n2",), reservation="")
+HELD = f"gemini_{FIRST.raw_id}_0123456789ab"
+
+
+def again(*nodes: str, reservation: str = "") -> Job:
+    """The same job, on its way back."""
+    return dataclasses.replace(FIRST, state="PENDING", restarts=1, nodes=(), req_nodes=nodes, reservation=reservation)
+
+
+class Waits(FakeSlurm):
+    """One job that waits; what is changed is noted."""
+
+    def __init__(self, job: Job) -> None:
+        self.current, self.done = job, list[str]()
+
+    async def job(self, raw_id: int) -> Job:
+        return self.current
+
+    async def rows(self, raw_ids: Sequence[int]) -> dict[int, Row]:
+        return {FIRST.raw_id: Row(FIRST.raw_id, self.current.state, FIRST.user_id, self.current.nodes)}
+
+    async def pin(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
+        self.done.append(f"pin {','.join(nodes)} in {reservation or 'none'}")
+        self.current = dataclasses.replace(self.current, req_nodes=tuple(nodes), reservation=reservation)
+        return self.current
+
+    async def delete_reservation(self, name: str) -> bool:
+        self.done.append(f"delete {name}")
+        return True
+
+
+def watched(path: Path, slurm: Waits, wait_s: float, first: Job | None = FIRST) -> list[str]:
+    """What the watcher changes in some rounds after `wait_s`; `first`: what the controller had seen before."""
+    known = Registry(str(path / "jobs"))
+    track = known.track(first or slurm.current)
+    if first is not None:
+        track.save()
+        known = Registry(str(path / "jobs"))  # it was started anew since
+    settings = Settings(state_dir=str(path))
+    logs, journal = EventLogs(str(path / "jobs")), Journal(str(path / "journal"))
+    home = Recoveries(settings, slurm, journal, logs, known, Primary(slurm))
+    watcher = Watcher(settings, slurm, known, home)
+
+    async def work() -> None:
+        for pause_s in (0.0, wait_s, 0.0, 0.0):
+            await asyncio.sleep(pause_s)
+            await watcher.look()
+
+    asyncio.run(work())
+    return slurm.done
+
+
+@pytest.fixture(autouse=True)
+def minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "HOLD_S", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("job", "done"),
+    [
+        (again("n1", "n3"), ["pin n2 in none"]),
+        (again("n2", reservation=HELD), ["pin n2 in none", f"delete {HELD}"]),
+        (again("n1", "n3", reservation=HELD), ["pin n2 in none", f"delete {HELD}"]),
+        (again("n2"), []),
+        (again("n1", "n9"), []),  # not nodes that it had: its owner's wish
+        (again("n2", reservation="gemini_77_0123456789ab"), []),
+    ],
+)
+def test_a_pin_of_an_epilogs_hold_is_taken_off(tmp_path: Path, job: Job, done: list[str]) -> None:
+    assert watched(tmp_path, Waits(job), 0.3) == done
+
+
+def test_not_while_the_hold_may_still_be_at_work(tmp_path: Path) -> None:
+    assert watched(tmp_path, Waits(again("n1", "n3", reservation=HELD)), 0.05) == []
+
+
+def test_a_request_that_may_be_the_users_own_is_left(tmp_path: Path) -> None:
+    """Who has first seen the job in a later incarnation does not know what its owner asked for."""
+    later = dataclasses.replace(FIRST, restarts=1)
+    job = dataclasses.replace(again("n1", "n3"), restarts=2)
+    assert watched(tmp_path, Waits(job), 0.3, first=later) == []
