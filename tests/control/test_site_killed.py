@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -130,3 +131,20 @@ def test_site_05_controller_killed_between_any_two_actions(make_site: Callable[.
     for at in range(int(os.environ.get("GEMINI_FIRST_BOUNDARY", "1")), len(places) + 1):
         print(f"killed at {at} of {len(places)}: {places[at - 1]}", flush=True)
         trial.run(at)
+
+
+def test_site_05_controller_stopped_in_mid_recovery_leaves_what_it_holds(site: Site) -> None:
+    """SIGTERM, as at an upgrade: the reservation stands until the next controller has steered the job."""
+    job = site.submit("-N3", "--requeue", "--exclusive")
+    site.running(job)
+    hosts = site.nodes(job)
+    site.agents(job, 0, hosts)
+    site.cluster.power_off(hosts[1])
+    until(lambda: site.event(job, "completing"), 30)
+    held = site.reservations()
+    assert held and site.cluster.controller_stop(signal.SIGTERM)
+    assert site.reservations() == held
+    site.cluster.controller_start()
+    site.running(job, restart=1, timeout_s=60)
+    assert {hosts[0], hosts[2]} < set(site.nodes(job)) and site.event(job, "taken_over")
+    until(lambda: not site.reservations(), 20)
