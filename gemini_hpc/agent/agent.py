@@ -394,6 +394,7 @@ class Agent:
         dead = self.mesh is not None and bool(self.mesh.dead)  # then the job may be on its way to a new incarnation
         if trained and all(s.succeeded for s in trained) and m.exit_code in ("", "0") and not dead:
             self.drains.ended()
+            self.drains.succeeded = True
             self.release("the training succeeded")
             return local.Ok("released")
         if first:

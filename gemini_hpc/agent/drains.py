@@ -65,6 +65,7 @@ class Drains:
         self._ends_at = math.inf  # by Slurm's word (monotonic)
         self._before_end: dict[str, float] = {}  # at the root: the end before which a version has been saved
         self._took_s: dict[str, float] = {}  # the last save
+        self.succeeded = False  # the training has: nobody will complete what is half written
         self.last = False  # the job has ended here, and nobody has said that its last versions are saved
         self._ended = (-1, -1)  # restart and round in which that was said
         self.unreadable: set[tuple[str, bounds.Stamp]] = set()  # versions of which a shard could not be read
@@ -134,7 +135,8 @@ class Drains:
         self.node.close()
 
     async def leave(self) -> None:
-        """The agent ends: a version that is on its way will not become whole. For a few seconds."""
+        """The agent ends: a version that is on its way will not become whole. For a few seconds. The root removes it;
+        so does each node that was still writing, for it may have begun its file after that."""
         begun = {**self._gathering, **self._agent.scavenge.gathering}
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
@@ -143,6 +145,8 @@ class Drains:
                         await asyncio.wait([gathering.done])
                     else:  # a newer one may be another incarnation's
                         await self.clean(name, Stamp(gathering.stamp.epoch, gathering.stamp.version + 1))
+                for cut in await self.node.cut_short() if self.succeeded else ():
+                    await self.clean(cut.set, Stamp(cut.stamp.epoch, cut.stamp.version + 1))
 
     async def stored(self, without: Iterable[tuple[str, bounds.Stamp]], within_s: float) -> tuple[Manifest, ...]:
         """The newest whole version of each set on the tier, but for these. Raises `TierFailed` where that cannot be

@@ -108,10 +108,11 @@ def _note(run_fd: int, job: int, uid: int, restart: int) -> None:
 
 
 def _released(run_fd: int, job: int) -> None:
-    """Nothing is left of the agent but its directory."""
-    with ledger.opened(run_fd) as entries:
+    """The agent has let go. It is there for a moment more where it completes a version on the tier: then the reaper
+    waits for it."""
+    with ledger.opened(run_fd, LEDGER_S) as entries:
         entry = entries.get(job)
-    if entry is not None:
+    if entry is not None and not reaper.inside(entry):
         reaper.end(run_fd, entry, "")
     else:
         jobdir.remove(run_fd, str(job))

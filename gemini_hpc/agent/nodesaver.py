@@ -74,6 +74,12 @@ class NodeSaver:
         for task in self._saving.values():
             task.cancel()
 
+    async def cut_short(self) -> list[Wanted]:
+        """After `close`: what was being written then, once nobody writes any more."""
+        if self._saving:
+            await asyncio.wait(self._saving.values())
+        return [self._begun[name] for name, task in self._saving.items() if task.cancelled()]
+
     def wanted(self, what: Wanted, tier: str, told: Told) -> bool:
         """Save this version in `tier`; what has become of it is told, again where it is wanted again. False where
         there is nothing of it to be saved here."""

@@ -109,7 +109,7 @@ def look(run_fd: int, settings: Settings) -> float | None:
         else:
             since_s = ledger.now_s() - entry.ended_s
             over = since_s > answering_s or (since_s > silent_s and not _answers_at_last(settings.run_dir, entry))
-        gone = not _inside(entry)
+        gone = not inside(entry)
         # One that has let go by itself leaves its log for its owner, until the next prolog's sweep.
         if (over or gone) and end(run_fd, entry, f"its job ended {since_s:.0f} s ago", remove=not gone):
             continue
@@ -126,7 +126,7 @@ def _doubted_s(run_fd: int, settings: Settings, entry: ledger.Entry, running: bo
     """No epilog has told that this job ended. For how long it has had no step here and its agent has been silent, or
     gone; None: it may be between two steps."""
     now_s = ledger.now_s()
-    alive = running or (bool(_inside(entry)) and _answers_at_last(settings.run_dir, entry))
+    alive = running or (bool(inside(entry)) and _answers_at_last(settings.run_dir, entry))
     since_s = None if alive else now_s if entry.doubted_s is None else entry.doubted_s
     if since_s != entry.doubted_s:
         with ledger.opened(run_fd) as entries:
@@ -146,14 +146,14 @@ def end(run_fd: int, entry: ledger.Entry, why: str, *, remove: bool = True) -> b
                 return True
             if before is not None and before != now:
                 return False  # its prolog has come, and its epilog again
-            inside = _inside(now)
-            first = len(inside) if first < 0 else first
-            if not inside and cgroup.remove_empty(now.group):
+            there = inside(now)
+            first = len(there) if first < 0 else first
+            if not there and cgroup.remove_empty(now.group):
                 entries.strike(now.job)
                 break
-            _kill(now, inside)
+            _kill(now, there)
         if time.monotonic() > deadline:
-            complain("reaper", entry.job, f"not ended: {len(inside)} processes of its agent hang in the kernel")
+            complain("reaper", entry.job, f"not ended: {len(there)} processes of its agent hang in the kernel")
             return False
         time.sleep(POLL_S)
     if first and why:
@@ -166,7 +166,7 @@ def end(run_fd: int, entry: ledger.Entry, why: str, *, remove: bool = True) -> b
     return True
 
 
-def _inside(entry: ledger.Entry) -> list[int]:
+def inside(entry: ledger.Entry) -> list[int]:
     """Pids of what there is of a job's agent."""
     return cgroup.members(entry.group) if entry.group.version else by_name(entry.job, entry.uid)
 
@@ -175,7 +175,7 @@ def _wait(run_fd: int, timeout_s: float) -> None:
     """Until one of those that are waited for ends, for a bounded time."""
     with ledger.opened(run_fd) as entries:
         waited = [entry for entry in entries if entry.ended_s is not None or entry.doubted_s is not None]
-    pids = [pid for entry in waited for pid in _inside(entry)]
+    pids = [pid for entry in waited for pid in inside(entry)]
     poll, opened = select.poll(), []
     try:
         for pid in pids[:_WATCHED_MAX]:
@@ -188,13 +188,13 @@ def _wait(run_fd: int, timeout_s: float) -> None:
             os.close(fd)
 
 
-def _kill(entry: ledger.Entry, inside: list[int]) -> None:
+def _kill(entry: ledger.Entry, pids: list[int]) -> None:
     if entry.group.version:
-        cgroup.kill(entry.group, inside)
+        cgroup.kill(entry.group, pids)
         return
     opened: dict[int, int] = {}
     try:
-        for pid in inside[:_WATCHED_MAX]:
+        for pid in pids[:_WATCHED_MAX]:
             with suppress(OSError):
                 opened[pid] = os.pidfd_open(pid)
         called = by_name(entry.job, entry.uid) if opened else []  # a number may have become another process's
@@ -255,13 +255,13 @@ def _answers_at_last(run_dir: str, entry: ledger.Entry) -> bool:
 
 def _answers(run_dir: str, entry: ledger.Entry) -> bool:
     """Whether the agent itself does: nobody else's word counts."""
-    inside = _inside(entry)
+    pids = inside(entry)
 
     def probe() -> int:
         deadline = time.monotonic() + ANSWER_S
         try:
             with ask.connect(f"{run_dir}/{entry.job}", entry.uid, deadline) as sock:
-                if ask.peer_pid(sock) not in inside:
+                if ask.peer_pid(sock) not in pids:
                     return _SILENT
                 ask.ask(sock, {"op": "verdict?"}, deadline)
         except (ask.NobodyAnswersError, ask.AskError):

@@ -28,7 +28,7 @@ class Node:
         self.killed = 0
         self.now_s = 100_000.0
         monkeypatch.setattr(ledger, "now_s", lambda: self.now_s)
-        monkeypatch.setattr(reaper, "_inside", lambda entry: self.inside)
+        monkeypatch.setattr(reaper, "inside", lambda entry: self.inside)
         monkeypatch.setattr(reaper, "_answers", lambda run_dir, entry: self.answers)
         monkeypatch.setattr(reaper, "_kill", self._kill)
         monkeypatch.setattr(reaper, "AGAIN_S", ())

@@ -345,8 +345,10 @@ def test_the_job_comes_back_in_the_middle() -> None:
         await asyncio.sleep(0.01)
         for agent in net.agents.values():
             agent.scavenge.reset()
-        await asyncio.sleep(0.2)
-        assert not net.published and not any(agent.scavenge.busy for agent in net.agents.values())
+        async with asyncio.timeout(10):
+            while any(agent.scavenge.busy for agent in net.agents.values()):
+                await asyncio.sleep(0.02)
+        assert not net.published
 
     run(test)
 

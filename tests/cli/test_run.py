@@ -60,7 +60,7 @@ def test_its_exit_status_is_the_commands() -> None:
 # ---- with an agent that tells what has been sealed -------------------------------------------------------
 
 JOB = """
-import os, sys
+import os, signal, sys
 tries = len(os.listdir(sys.argv[1]))
 open(os.path.join(sys.argv[1], str(tries)), "w").close()
 with open(sys.argv[2]) as f:
@@ -70,6 +70,8 @@ with open(sys.argv[3] + ".new", "w") as f:
     f.write(f"{sealed} {begun}")
 os.rename(sys.argv[3] + ".new", sys.argv[3])
 if int(status) < 0:
+    if -int(status) != signal.SIGKILL:
+        signal.signal(-int(status), signal.SIG_DFL)  # nohup ignores one of them
     os.kill(os.getpid(), -int(status))
 sys.exit(int(status))
 """

@@ -15,7 +15,8 @@ from . import run
 
 TOP = Path(__file__).resolve().parents[2]
 _CODE = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever has the tests run in the background ignores it
 from pathlib import Path
 from tests.releases import run
 stage, bound, *command = sys.argv[1:]

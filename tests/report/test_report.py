@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import os
 import re
 import struct
 import sys
@@ -66,7 +67,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def run(*words: str) -> int:
-    return main(["report", *words, "--config", "/nonexistent/gemini.toml"])
+    return main(["report", *words, "--config", os.devnull])
 
 
 # ---- what is shown -------------------------------------------------------------------------------------

@@ -178,6 +178,13 @@ def test_the_job_ends_with_a_killed_rank_and_comes_back(
     assert transports(job) == {"mpi"}
 
 
+# Who has waited says it one way or another: which comes first is a matter of moments.
+UNSEALED = (
+    r"was not sealed within 1\.5 s|no version from \d+ on was sealed"
+    r"|is not sealed when the training had to go on"
+)
+
+
 @pytest.mark.parametrize(
     ("mpi", "number", "mpiexec", "said"),
     [
@@ -187,8 +194,8 @@ def test_the_job_ends_with_a_killed_rank_and_comes_back(
             ["--with-ft", "ulfm"],
             r"the link (to|from) rank 1 broke: MPI, rank 1: MPI_ERR_PROC_FAILED",
         ),
-        (OPENMPI, signal.SIGSTOP, [], r"was not sealed within 1\.5 s|no version from \d+ on was sealed"),
-        (MPICH, signal.SIGSTOP, [], r"was not sealed within 1\.5 s|no version from \d+ on was sealed"),
+        (OPENMPI, signal.SIGSTOP, [], UNSEALED),
+        (MPICH, signal.SIGSTOP, [], UNSEALED),
     ],
     ids=["openmpi-killed", "openmpi-silent", "mpich-silent"],
     indirect=["mpi"],
