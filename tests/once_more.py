@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-MOST = 5
+MOST = 8
 ROOT = Path(__file__).resolve().parent.parent
 FAILED = ROOT / ".pytest_cache/v/cache/lastfailed"
 TESTS_FAILED = 1  # pytest's exit code

@@ -50,6 +50,7 @@ def inspect(job: Training | Heat, *options: str) -> str:
 def test_all_nodes_cut(train: Train, reference: Reference, tier: Path, parallel: str) -> None:
     wanted = reference(parallel)
     job = train("tier", "--gemini-replicas=2", f"--gemini-tier={tier}", "--gemini-tier-interval=1", parallel=parallel)
+    job.reach(8)
     until(lambda: saved(tier, job) and saved(tier, job)[0].version >= 8, 60, what="a version on the tier")
     hosts = job.hosts()
     for host in hosts[1:]:
@@ -99,7 +100,9 @@ def test_flush_by_hand(train: Train, tier: Path) -> None:
     assert 0 <= of_set["age_s"] < 60
     assert f"tier {tier}: version {first.epoch}:{first.version}, " in inspect(job)
     job.reach(first.version + 6)
-    found = json.loads(ask(job, "root", "--json").stdout)
+    asked = ask(job, "root", "--json")
+    assert asked.returncode == 0, (asked, job.state)
+    found = json.loads(asked.stdout)
     assert found["sets"][0]["version"] == list(saved(tier, job)[0]) and saved(tier, job)[0].version > first.version
     job.finish()
 

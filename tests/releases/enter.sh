@@ -7,6 +7,7 @@
 # Started by run.py in mount, pid, uts and ipc namespaces of its own. pivot_root, not chroot: the development cluster
 # enters its hosts with `nsenter -m`, which goes to the root of the mount namespace, past a chroot.
 set -eu -o pipefail
+trap 'exit 130' INT # or process 1 would not hear it between two commands
 {  # read as a whole before it runs: the file may change meanwhile
 lower=$1 stage=$2 checkout=$3 python=$4
 shift 4
