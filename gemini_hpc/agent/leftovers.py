@@ -30,14 +30,17 @@ def remove(run_fd: int, run_dir: str, except_job: int) -> list[str]:
     deadline = time.monotonic() + TIMEOUT_S
     problems: list[str] = []
     candidates = sorted(name for name in os.listdir(run_fd) if name.isascii() and name.isdecimal())
-    running = steps.jobs_with_steps()
+    running: set[int] | None = None
     # Another one first each time: agents that are stopped use up the time, and their owner might like that.
     first = time.monotonic_ns() // 1000 % max(1, len(candidates))
     removed = 0
     for name in candidates[first:] + candidates[:first]:
         if removed >= REMOVED_MAX or time.monotonic() > deadline:
             break
-        if name == str(except_job) or int(name) in running:
+        if name == str(except_job):
+            continue
+        running = steps.jobs_with_steps() if running is None else running
+        if int(name) in running:
             continue
         try:
             if _is_leftover(run_fd, run_dir, name):

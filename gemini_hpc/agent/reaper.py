@@ -45,7 +45,9 @@ def ensure(run_fd: int, settings: Settings, where: str, job: int) -> None:
             known = list(entries)
             ended = any(entry.ended_s is not None for entry in known)
             silent = {entry.job for entry in known} - {job}
-            if not (ended or silent - steps.jobs_with_steps()) or not _idle(run_fd):
+            if not ended and silent:
+                silent -= steps.jobs_with_steps()
+            if not (ended or silent) or not _idle(run_fd):
                 return
             _start(settings)
     except OSError as exc:
