@@ -10,10 +10,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
 from gemini_hpc.cli import run as verb
+from gemini_hpc.cli import sendback
+from gemini_hpc.control.slurm import SlurmError
 from gemini_hpc.wire import local
 
 Attempt = Callable[..., tuple[int, int, str]]
@@ -179,18 +183,36 @@ def test_a_signal_that_was_passed_on_ends_the_step_whatever_its_status(tmp_path:
     assert process.returncode == 9 and "restart 1" not in said, said
 
 
-@pytest.mark.parametrize(("scontrol", "words"), [("exit 0", ": requeued"), ("echo no >&2; exit 1", "requeue it: no")])
+class Asked:
+    """Stands for Slurm's client: what it is asked, and its answer."""
+
+    requeued: ClassVar[list[str]] = []
+    refuses = False
+
+    def __init__(self, timeout_s: float) -> None:
+        pass
+
+    async def job(self, raw_id: int) -> SimpleNamespace:
+        return SimpleNamespace(id=f"40_{raw_id}")
+
+    async def requeue(self, job: SimpleNamespace) -> None:
+        if self.refuses:
+            raise SlurmError("not now")
+        self.requeued.append(job.id)
+
+
+@pytest.mark.parametrize(("refuses", "words"), [(False, ": requeued"), (True, "requeue it: not now")])
 def test_where_nobody_requeues_the_job_it_asks_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], scontrol: str, words: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refuses: bool, words: str
 ) -> None:
-    """A stand-in for `scontrol`: what it is asked, and what is said of its answer."""
-    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/asked\n{scontrol}\n')
-    (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    """An array's task by its own id: by the raw one, its last task would be all of the array."""
     monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.setattr(sendback, "Slurm", Asked)
+    monkeypatch.setattr(Asked, "requeued", [])
+    monkeypatch.setattr(Asked, "refuses", refuses)
     for name, value in (("REQUEUE_WAIT_S", 0.3), ("SENT_BACK_WAIT_S", 0.1)):
         monkeypatch.setattr(verb, name, value)
     monkeypatch.setattr(verb, "ask_verdict", lambda _: local.Verdict(dead=("b",), alive=("a",)))
     assert not verb._nodes_healthy("", threading.Event())
-    assert (tmp_path / "asked").read_text() == "requeue 42\n"
+    assert Asked.requeued == ([] if refuses else ["40_42"])
     assert words in capsys.readouterr().err
