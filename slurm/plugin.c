@@ -1,7 +1,7 @@
 /*
  * gemini-hpc's SPANK plugin: which context does what.
  *
- * It says nothing when all is well: scripts parse the output of sbatch.
+ * It says nothing when all is well, and nothing at all on standard output: scripts parse that of sbatch.
  */
 #include <stdbool.h>
 

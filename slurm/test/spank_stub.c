@@ -211,19 +211,33 @@ EXPORTED spank_err_t spank_job_control_unsetenv(spank_t sp, const char *name)
 	return ESPANK_SUCCESS;
 }
 
-EXPORTED void slurm_error(const char *format, ...)
+static void say(const char *format, va_list arguments)
 {
 	const size_t used = strlen(messages);
-	va_list arguments;
-	int length;
+	const int length = vsnprintf(messages + used, MESSAGES_SIZE - used, format, arguments);
 
-	va_start(arguments, format);
-	length = vsnprintf(messages + used, MESSAGES_SIZE - used, format, arguments);
-	va_end(arguments);
 	if (length < 0 || used + (size_t)length + 2 > MESSAGES_SIZE)
 		abort();
 	strcat(messages, "\n");
 	message_count++;
 	if (stub_echo)
 		(void)!write(STDERR_FILENO, messages + used, strlen(messages + used));
+}
+
+EXPORTED void slurm_error(const char *format, ...)
+{
+	va_list arguments;
+
+	va_start(arguments, format);
+	say(format, arguments);
+	va_end(arguments);
+}
+
+EXPORTED void slurm_info(const char *format, ...)
+{
+	va_list arguments;
+
+	va_start(arguments, format);
+	say(format, arguments);
+	va_end(arguments);
 }

@@ -45,6 +45,15 @@ def test_more_replicas_than_nodes_are_refused_at_submission(site: Site, command:
     assert queued(site) == before
 
 
+def test_no_kill_is_told_at_submission(site: Site) -> None:
+    options = ["--gemini-replicas=2", "-N2", "--no-kill", "--hold", "--parsable", "--wrap=true"]
+    done = site.cluster.run(["sbatch", *options], user="alice", timeout_s=20)
+    assert done.returncode == 0, done.stderr
+    site.cluster.run(["scancel", done.stdout.strip()])
+    (line,) = done.stderr.splitlines()
+    assert "--no-kill: Slurm does not requeue such a job when it loses a node" in line
+
+
 def test_more_replicas_than_nodes(site: Site) -> None:
     out = site.cluster.home("alice") / "toomany"
     script = "#!/bin/sh\necho ran\n"

@@ -1,5 +1,5 @@
-/* How many nodes a command line asks for, and where that is not said for sure. */
-#include "nodes.h"
+/* What a command line asks for, and where that is not said for sure. */
+#include "asked.h"
 
 #include <stdarg.h>
 #include <unistd.h>
@@ -8,10 +8,11 @@
 
 enum { NOT_SAID = 0 };
 
+static struct asked everything;	/* of the last command line */
+
 static uint32_t asked(const char *first, ...)
 {
 	char *argv[32] = { (char *)(uintptr_t)first };
-	uint32_t most = NOT_SAID;
 	int argc = 1;
 	va_list more;
 
@@ -19,7 +20,8 @@ static uint32_t asked(const char *first, ...)
 	while ((argv[argc] = va_arg(more, char *)))
 		argc++;
 	va_end(more);
-	return nodes_asked(argc, argv, &most) ? most : NOT_SAID;
+	everything = asked_by(argc, argv);
+	return everything.most_nodes;
 }
 
 static char script_path[] = "/tmp/gemini-spank-nodes-XXXXXX";
@@ -66,7 +68,7 @@ static void test_nothing_for_sure(void)
 	CHECK(asked("python3", "-N2", NULL) == NOT_SAID);
 	CHECK(asked("srun", "-n2", "true", NULL) == NOT_SAID);
 	CHECK(asked("sbatch", "/dev/null", NULL) == NOT_SAID);
-	CHECK(nodes_asked(0, NULL, NULL) == false);
+	CHECK(asked_by(0, NULL).most_nodes == NOT_SAID);
 }
 
 static void test_scripts(void)
@@ -83,16 +85,38 @@ static void test_scripts(void)
 	CHECK(asked("sbatch", "-N5", script_path, NULL) == 5);
 }
 
+static bool no_kill(uint32_t nodes)
+{
+	CHECK(everything.most_nodes == nodes);
+	return everything.no_kill;
+}
+
+static void test_no_kill(void)
+{
+	CHECK(!no_kill(asked("sbatch", "-N2", "job.sh", NULL)));
+	CHECK(no_kill(asked("sbatch", "--no-kill", "-N2", "job.sh", NULL)));
+	CHECK(no_kill(asked("sbatch", "-kN2", "job.sh", NULL)));
+	CHECK(no_kill(asked("salloc", "-N2", "-k", NULL)));
+	CHECK(!no_kill(asked("sbatch", "--no-kill=off", "-N2", "job.sh", NULL)));
+	CHECK(!no_kill(asked("sbatch", "-koff", "-N2", "job.sh", NULL)));
+	CHECK(!no_kill(asked("sbatch", "-N2", "job.sh", "--no-kill", NULL)));
+	CHECK(!no_kill(asked("sbatch", "--comment", "--no-kill", "-N2", "job.sh", NULL)));
+	CHECK(no_kill(script("#!/bin/sh\n#SBATCH -N2\n#SBATCH --no-kill\nsrun true\n")));
+	CHECK(no_kill(script("#!/bin/sh\n#SBATCH -k\n#SBATCH -J 'x y'\n")));
+	CHECK(!no_kill(asked("sbatch", "--no-kill=off", script_path, NULL)));
+	CHECK(!no_kill(script("#!/bin/sh\n#SBATCH -N2\nsrun --no-kill true\n")));
+}
+
 int main(void)
 {
 	const int fd = mkstemp(script_path);
-	uint32_t most = 7;
 
 	CHECK(fd >= 0 && close(fd) == 0);
 	test_command_lines();
 	test_nothing_for_sure();
 	test_scripts();
-	CHECK(!nodes_asked_here(&most) && most == 7);	/* this is neither sbatch nor srun */
+	test_no_kill();
+	CHECK(asked_here().most_nodes == NOT_SAID);	/* this is neither sbatch nor srun */
 	CHECK(unlink(script_path) == 0);
 	PASSED();
 	return 0;

@@ -1,4 +1,4 @@
-#include "nodes.h"
+#include "asked.h"
 
 #include <fcntl.h>
 #include <stdlib.h>
@@ -62,6 +62,8 @@ static bool parse_most(const char *text, uint32_t *most)
 struct reading {
 	bool sure;	/* so far each word was understood */
 	bool said;	/* --nodes was among them, and its value understood */
+	bool kill_said;	/* --no-kill was, in either sense */
+	bool no_kill;
 	uint32_t most;
 	int next;	/* the first word that is no option */
 };
@@ -73,12 +75,20 @@ static void take(struct reading *r, const char *value)
 		r->sure = false;
 }
 
+static void take_no_kill(struct reading *r, const char *value)
+{
+	r->kill_said = true;
+	r->no_kill = !value || strcmp(value, "off") != 0;
+}
+
 static void read_long(struct reading *r, const char *word, const char *next)
 {
 	const char *equals = strchr(word, '=');
 	const size_t len = equals ? (size_t)(equals - word) : strlen(word);
 	const bool nodes = len == 5 && strncmp(word, "nodes", 5) == 0;
 
+	if (len == 7 && strncmp(word, "no-kill", 7) == 0)
+		take_no_kill(r, equals ? equals + 1 : NULL);
 	if (equals) {
 		if (nodes)
 			take(r, equals + 1);
@@ -98,6 +108,14 @@ static void read_long(struct reading *r, const char *word, const char *next)
 static void read_short(struct reading *r, const char *word, const char *next)
 {
 	for (; *word; word++) {
+		if (*word == 'k') {
+			/* Its value can only be joined to it: -k, -koff. */
+			const bool off = strcmp(word, "koff") == 0;
+
+			take_no_kill(r, off ? word + 1 : NULL);
+			if (off)
+				return;
+		}
 		if (strchr(short_flags, *word))
 			continue;
 		if (!strchr(short_with_value, *word) || (!word[1] && !next)) {
@@ -174,11 +192,11 @@ static struct reading read_line(char *line)
 	return read_options(count, words, 0);
 }
 
-/* The script's #SBATCH lines, down to its first command; later ones win. */
-static bool script_asks(char *text, uint32_t *most)
+/* What the script's #SBATCH lines add, down to its first command; later ones win. */
+static struct asked script_asks(char *text)
 {
 	static const char mark[] = "#SBATCH";
-	bool said = false;
+	struct asked asked = { 0 };
 
 	for (char *line = text, *end; line && *line; line = end ? end + 1 : NULL) {
 		end = strchr(line, '\n');
@@ -188,54 +206,49 @@ static bool script_asks(char *text, uint32_t *most)
 			const struct reading r = read_line(line + sizeof(mark) - 1);
 
 			if (strstr(line, "hetjob") || strstr(line, "packjob"))
-				return false;
-			if (r.said) {
-				*most = r.most;
-				said = r.sure;
-			} else if (!r.sure) {
-				said = false;
-			}
+				return (struct asked){ 0 };
+			if (r.kill_said)
+				asked.no_kill = r.no_kill;
+			if (r.said || !r.sure)
+				asked.most_nodes = r.sure ? r.most : 0;
 		} else if (*line != '#' && strspn(line, " \t\r") != strlen(line)) {
 			break;
 		}
 	}
-	return said;
+	return asked;
 }
 
-bool nodes_asked(int argc, char *const argv[], uint32_t *most)
+struct asked asked_by(int argc, char *const argv[])
 {
+	struct asked asked = { 0 };
 	struct reading r;
 	const char *name;
 	char *text;
-	bool said;
 
 	if (argc < 1)
-		return false;
+		return asked;
 	name = strrchr(argv[0], '/') ? strrchr(argv[0], '/') + 1 : argv[0];
 	if (strcmp(name, "sbatch") != 0 && strcmp(name, "salloc") != 0 && strcmp(name, "srun") != 0)
-		return false;
+		return asked;
 	r = read_options(argc, argv, 1);
-	if (!r.sure)
-		return false;
-	if (r.said) {
-		*most = r.most;
-		return true;
-	}
-	if (strcmp(name, "sbatch") != 0 || r.next >= argc)
-		return false;
-	text = read_head(argv[r.next]);
-	said = text && script_asks(text, most);
+	text = strcmp(name, "sbatch") == 0 && r.sure && r.next < argc ? read_head(argv[r.next]) : NULL;
+	if (text)
+		asked = script_asks(text);
 	free(text);
-	return said;
+	if (r.said || !r.sure)
+		asked.most_nodes = r.sure ? r.most : 0;
+	if (r.kill_said)
+		asked.no_kill = r.no_kill;
+	return asked;
 }
 
-bool nodes_asked_here(uint32_t *most)
+struct asked asked_here(void)
 {
 	const int fd = open("/proc/self/cmdline", O_RDONLY | O_CLOEXEC);
 	char *bytes = fd < 0 ? NULL : malloc(BYTES_MAX + 1);
 	char **words = calloc(WORDS_MAX, sizeof(*words));
+	struct asked asked = { 0 };
 	ssize_t got = 0, n = 0;
-	bool said = false;
 	int count = 0;
 
 	while (bytes && got < BYTES_MAX && (n = read(fd, bytes + got, (size_t)(BYTES_MAX - got))) > 0)
@@ -244,11 +257,12 @@ bool nodes_asked_here(uint32_t *most)
 		bytes[got] = '\0';
 		for (char *word = bytes; word < bytes + got && count < WORDS_MAX; word += strlen(word) + 1)
 			words[count++] = word;
-		said = count < WORDS_MAX && nodes_asked(count, words, most);
+		if (count < WORDS_MAX)
+			asked = asked_by(count, words);
 	}
 	if (fd >= 0)
 		(void)close(fd);
 	free(words);
 	free(bytes);
-	return said;
+	return asked;
 }
