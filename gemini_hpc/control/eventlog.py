@@ -4,6 +4,7 @@ What agents say in it is bounded and escaped."""
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterable
@@ -14,7 +15,10 @@ import msgspec
 from gemini_hpc.control.journal import end_line
 from gemini_hpc.wire.picture import EventRecord
 
+log = logging.getLogger("gemini_hpc.control")
+
 MAX_LOG_BYTES = 1 << 20
+TOLD_S = 60.0
 KEPT_S = 14 * 86400.0
 MAX_NAME = 32
 MAX_DETAIL = 240
@@ -53,10 +57,14 @@ def log_bytes(events: Iterable[EventRecord]) -> int:
 
 
 class EventLogs:
-    """All jobs' logs below one directory. The first line of each says whose job it is: ids are used again."""
+    """All jobs' logs below one directory. The first line of each says whose job it is: ids are used again.
+
+    What cannot be written is left out, and the service's own log tells of it: a full disk stops no recovery."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
+        self._foreign: set[int] = set()  # jobs whose file is an earlier job's, and could not be replaced
+        self._left_out, self._told = 0, -TOLD_S
         os.makedirs(directory, mode=0o700, exist_ok=True)
         old = time.time() - KEPT_S
         for name in os.listdir(directory):
@@ -71,9 +79,15 @@ class EventLogs:
         """Make sure that the job's log is this owner's; one of another owner is of an earlier job, and goes."""
         path = self._path(job)
         if self._owner(path) != owner:
-            with open(path + ".new", "wb") as f:
-                f.write(msgspec.json.encode(_head(owner)) + b"\n")
-            os.replace(path + ".new", path)
+            self._foreign.add(job)
+            try:
+                with open(path + ".new", "wb") as f:
+                    f.write(msgspec.json.encode(_head(owner)) + b"\n")
+                os.replace(path + ".new", path)
+            except OSError as exc:
+                self._leave_out(job, 0, exc)
+                return
+        self._foreign.discard(job)
 
     def owner(self, job: int) -> int | None:
         """Whose job the log is of; None where there is none."""
@@ -101,8 +115,22 @@ class EventLogs:
 
     def add(self, job: int, events: Iterable[EventRecord]) -> None:
         """Append; a log that has grown too long loses its older half."""
-        path = self._path(job)
-        data = b"".join(msgspec.json.encode(e) + b"\n" for e in events)
+        events = list(events)
+        if job in self._foreign:
+            return
+        try:
+            self._append(self._path(job), b"".join(msgspec.json.encode(e) + b"\n" for e in events))
+        except OSError as exc:
+            self._leave_out(job, len(events), exc)
+
+    def _leave_out(self, job: int, events: int, exc: OSError) -> None:
+        self._left_out += events
+        if time.monotonic() - self._told > TOLD_S:
+            self._told = time.monotonic()
+            log.error("job=%d event=events-not-kept so_far=%d detail=%s", job, self._left_out, exc)
+
+    @staticmethod
+    def _append(path: str, data: bytes) -> None:
         with open(path, "a+b") as f:
             end_line(f)
             f.write(data)

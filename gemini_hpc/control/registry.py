@@ -4,6 +4,7 @@ still knows on which nodes each incarnation ran (Slurm forgets them at the reque
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -20,6 +21,8 @@ from gemini_hpc.control.slurm.api import SlurmApi
 from gemini_hpc.control.slurm.facts import COMPLETING, CONFIGURING, PENDING, RUNNING, Job
 from gemini_hpc.wire.link import Link
 from gemini_hpc.wire.picture import EventRecord, InspectAsk
+
+log = logging.getLogger("gemini_hpc.control")
 
 _KEPT_INCARNATIONS = 4
 FRESH_S = 1.0
@@ -90,6 +93,7 @@ class Track:
         self._stood_at: float | None = None  # when it was last seen not to run (monotonic)
         self._waits_since: float | None = None  # when it was first seen PENDING this time (monotonic)
         self._asked_of_wait: float | None = None
+        self._unsaved = False  # the disk has an older state than this; told when that began
 
     @property
     def raw_id(self) -> int:
@@ -171,7 +175,7 @@ class Track:
             self._asked_of_wait = self._waits_since
             if not self.stored.pinned and self._has_pin(job):
                 self.stored.pinned = changed = True
-        if changed:
+        if changed or self._unsaved:
             self.save()
 
     async def remember_nodes(self, slurm: SlurmApi) -> None:
@@ -196,10 +200,19 @@ class Track:
         return self.stored.slurmds.get(host, 0.0) if self.stored.slurmds_of == restart else 0.0
 
     def remember_pin(self, pinned: bool) -> None:
-        """Keep in mind that the job's record has, or no longer has, a pin of ours."""
-        if self.stored.pinned != pinned:
-            self.stored.pinned = pinned
-            self.save()
+        """Keep in mind that the job's record has, or no longer has, a pin of ours.
+
+        Raises OSError where that is a new pin and cannot be kept: the caller must not set it then."""
+        if self.stored.pinned == pinned:
+            return
+        self.stored.pinned = pinned
+        try:
+            self._write()
+        except OSError:
+            self._unsaved = True
+            if pinned:
+                self.stored.pinned = False
+                raise
 
     def _waits(self, state: str) -> None:
         if state != PENDING:
@@ -229,7 +242,7 @@ class Track:
         if state != RUNNING:
             self._stood_at = time.monotonic()
         self._waits(state)
-        if self._ended(state, over):
+        if self._ended(state, over) or self._unsaved:
             self.save()
 
     def _ended(self, state: str, over: bool) -> bool:
@@ -242,10 +255,19 @@ class Track:
         return False
 
     def save(self) -> None:
-        """Write it to disk."""
+        """Write it to disk; where that fails (it is full), with the next thing that is learnt of the job."""
+        try:
+            self._write()
+        except OSError as exc:
+            if not self._unsaved:
+                log.error("job=%d event=job-not-kept detail=%s", self.raw_id, exc)
+            self._unsaved = True
+
+    def _write(self) -> None:
         with open(self._path + ".new", "wb") as f:
             f.write(msgspec.json.encode(self.stored))
         os.replace(self._path + ".new", self._path)
+        self._unsaved = False
 
     def forget(self) -> None:
         """Remove it from disk."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from itertools import combinations
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -201,6 +203,30 @@ def test_event_log_of_an_earlier_job_with_the_same_id_is_its_owners_alone(tmp_pa
     logs.begin(7, 5002)
     logs.add(7, [mine])
     assert logs.read(7, 5001) == () and logs.read(7, 5002) == (mine,), "no event can say whose log it is"
+
+
+def test_a_full_disk_costs_events_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logs, event = EventLogs(str(tmp_path)), EventRecord(time.time(), "resumed", "n1", 0)
+    logs.begin(7, 5001)
+    logs.add(7, [event])
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("builtins.open", full)
+        logs.add(7, [event] * 3)
+        logs.add(7, [event] * 2)
+        logs.begin(7, 5002)
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert "events-not-kept so_far=3" in line and "No space left" in line
+    logs.add(7, [event])
+    assert logs.read(7, 5001) == (event,), "what is the second owner's is not added to the first one's log"
+    logs.begin(7, 5002)
+    logs.add(7, [event])
+    assert logs.read(7, 5002) == (event,)
 
 
 def test_journal_remembers_fencing_and_open_recoveries(tmp_path: Path) -> None:

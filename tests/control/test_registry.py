@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,8 @@ from typing import Any
 import pytest
 
 from gemini_hpc.control.registry import Agent, Registry, Stored, Track
+
+from .test_takeover import JOB
 
 
 def agent(host: str, *, verified: bool, heard_s: float = 0.0, closed: bool = False) -> Agent:
@@ -39,3 +43,27 @@ def test_site_01_an_agent_vouches_for_its_node_from_there_only(
     assert registry.vouched("n1") is vouched
     assert len(one.link.asked) == asked  # type: ignore[attr-defined]
     assert not registry.vouched("n2")
+
+
+def test_a_full_disk_leaves_an_older_state_there_until_it_takes_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = Registry(str(tmp_path))
+    track = registry.track(dataclasses.replace(JOB, raw_id=7))
+    with monkeypatch.context() as patched:
+
+        def full(*_: object, **__: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patched.setattr("builtins.open", full)
+        track.give_up(0, ["n2"])
+        track.give_up(0, ["n3"])
+        with pytest.raises(OSError, match="No space left"):
+            track.remember_pin(True)
+        assert not track.stored.pinned, "what is not on disk is not set"
+    assert [r.getMessage() for r in caplog.records] == [
+        "job=7 event=job-not-kept detail=[Errno 28] No space left on device"
+    ]
+    assert not Registry(str(tmp_path)).jobs[7].stored.shrunk
+    track.see("RUNNING", False)
+    assert Registry(str(tmp_path)).jobs[7].stored.shrunk == {0: ["n2", "n3"]}
