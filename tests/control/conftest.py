@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -16,6 +17,9 @@ from leaks import Found, assert_nothing_new
 from leaks.cluster import Bystander, present
 from waiting import until
 
+from gemini_hpc.control import probe
+from gemini_hpc.control.fencing import Port
+from gemini_hpc.control.probe import Look, Target
 from gemini_hpc.devcluster import Cluster
 
 PYTHON = "/opt/gemini-hpc/venv/bin/python"
@@ -171,3 +175,25 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 @pytest.fixture
 def site(make_site: Callable[..., Site]) -> Site:
     return make_site()
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, Look]:
+    """What the controller's probes see, by address; of nodes that are not in it, that they answer."""
+    found: dict[str, Look] = {}
+    alive = Look(Port.ANSWERS, Port.ANSWERS, Port.ANSWERS)
+
+    async def look(target: Target) -> Look:
+        await asyncio.sleep(0.01)
+        return found.get(target.address, alive)
+
+    async def looks(targets: dict[str, Target]) -> dict[str, Look]:
+        return {n: await look(t) for n, t in targets.items()}
+
+    async def reached(targets: dict[str, tuple[str, int]]) -> dict[str, Port]:
+        return {n: found.get(n, alive).slurmd for n in targets}
+
+    monkeypatch.setattr(probe, "look", look)
+    monkeypatch.setattr(probe, "looks", looks)
+    monkeypatch.setattr(probe, "reached", reached)
+    return found

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc.config import Settings
-from gemini_hpc.control import probe
 from gemini_hpc.control.eventlog import EventLogs
 from gemini_hpc.control.fencing import Port
 from gemini_hpc.control.journal import Journal
 from gemini_hpc.control.primary import Primary
-from gemini_hpc.control.probe import Look, Target
+from gemini_hpc.control.probe import Look
 from gemini_hpc.control.recoveries import Recoveries
 from gemini_hpc.control.registry import Registry, Track
 from gemini_hpc.control.slurm.facts import Job, Node, Reservation, Row
@@ -80,27 +79,6 @@ class TwoJobs(HalfDone):
 
     async def attached(self, reservation: str) -> list[Row]:
         return []
-
-
-@pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, Look]:
-    """What the probes see of nodes that are not alive."""
-    found: dict[str, Look] = {}
-
-    async def look(target: Target) -> Look:
-        await asyncio.sleep(0.01)
-        return found.get(target.address, ALIVE)
-
-    async def looks(targets: dict[str, Target]) -> dict[str, Look]:
-        return {n: await look(t) for n, t in targets.items()}
-
-    async def reached(targets: dict[str, tuple[str, int]]) -> dict[str, Port]:
-        return {n: found.get(n, ALIVE).slurmd for n in targets}
-
-    monkeypatch.setattr(probe, "look", look)
-    monkeypatch.setattr(probe, "looks", looks)
-    monkeypatch.setattr(probe, "reached", reached)
-    return found
 
 
 class Controller:

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc.config import Settings
-from gemini_hpc.control import probe, recoveries, tasks
+from gemini_hpc.control import recoveries, tasks
 from gemini_hpc.control.eventlog import EventLogs
 from gemini_hpc.control.fencing import REASON, Port
 from gemini_hpc.control.journal import Journal
 from gemini_hpc.control.primary import LOCK, LockTakenError, Primary, take_lock
-from gemini_hpc.control.probe import Look, Target
+from gemini_hpc.control.probe import Look
 from gemini_hpc.control.recoveries import Recoveries
 from gemini_hpc.control.recovery import Recovery
 from gemini_hpc.control.registry import Registry
@@ -106,24 +106,9 @@ def take_over(slurm: HalfDone, path: Path, **settings: float) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Look]:
+def seen(found: dict[str, Look]) -> dict[str, Look]:
     """n2 is silent in every way, the others answer."""
-    found = {"n2": Look(Port.SILENT, Port.SILENT, Port.SILENT)}
-    alive = Look(Port.ANSWERS, Port.ANSWERS, Port.ANSWERS)
-
-    async def look(target: Target) -> Look:
-        await asyncio.sleep(0.01)
-        return found.get(target.address, alive)
-
-    async def looks(targets: dict[str, Target]) -> dict[str, Look]:
-        return {n: await look(t) for n, t in targets.items()}
-
-    async def reached(targets: dict[str, tuple[str, int]]) -> dict[str, Port]:
-        return {n: found.get(n, alive).slurmd for n in targets}
-
-    monkeypatch.setattr(probe, "look", look)
-    monkeypatch.setattr(probe, "looks", looks)
-    monkeypatch.setattr(probe, "reached", reached)
+    found["n2"] = Look(Port.SILENT, Port.SILENT, Port.SILENT)
     return found
 
 
