@@ -25,7 +25,7 @@ PINNED_S = 60.0  # pinned to all survivors, reserved
 REACHABLE_S = 60.0  # then pinned to those that answer, reserved; then the original request, nothing held
 HELD_GRACE_S = 3.0
 REQUEUE_WAIT_S = 60.0
-FAST_POLL_S, SLOW_POLL_S = 0.03, 0.2
+FAST_POLL_S, SLOW_POLL_S, PATIENT_POLL_S = 0.03, 0.2, 0.5
 SURVEY_S = 0.5
 ASK_S = 2.0  # what Slurm would allocate is asked so often
 NUDGE_AFTER_S = 0.5
@@ -124,7 +124,7 @@ class Rescue:
                     self._once("refused", "", str(exc))
                     await asyncio.sleep(SLOW_POLL_S)
                 if not outcome:
-                    await asyncio.sleep(FAST_POLL_S if time.monotonic() - began < 15 else SLOW_POLL_S)
+                    await asyncio.sleep(_pace(time.monotonic() - began))
             if not outcome and leave_held:
                 reservation, self.held.name = self.held.name or self.own_request, ""
                 await self._unpin("given up", reservation)
@@ -284,6 +284,11 @@ class Rescue:
             keep = [n for n in self.survivors.names if n not in out]
             missing = len(self.survivors.dead) + len(out)
             await self.held.widen(job, self._nodes, keep, {*self.survivors.dead, *out}, missing)
+
+
+def _pace(followed_s: float) -> float:
+    """How long to wait before Slurm is asked of the job again: what takes long may take half a second more."""
+    return FAST_POLL_S if followed_s < 15 else SLOW_POLL_S if followed_s < PINNED_S else PATIENT_POLL_S
 
 
 def given_up(job: Job, dead: Sequence[str]) -> bool:
