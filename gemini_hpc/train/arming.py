@@ -352,8 +352,9 @@ class Arming(Membership):
             quiet = self._replicator.stop(max(0.0, deadline - time.monotonic())) and quiet
         for receiver in self._receivers:
             quiet = receiver.join(max(0.0, deadline - time.monotonic())) and quiet
-        if not quiet and self._transport is not None:
-            self._transport.interrupt()
+        if not quiet:
+            if self._transport is not None:
+                self._transport.interrupt()
             if self._driver is not None:
                 self._driver.interrupt()
             if self._replicator is not None:

@@ -20,10 +20,11 @@ from gemini_hpc.train import arguments, hold, ownership
 from gemini_hpc.train.capture import Job
 from gemini_hpc.train.encode import UnknownTypeError
 from gemini_hpc.train.membership import REFUSED
+from gemini_hpc.train.modules import UnsupportedStateError
 from gemini_hpc.train.pacer import Scheme
 from gemini_hpc.train.resuming import Resuming
 from gemini_hpc.train.transport.choice import Kind
-from gemini_hpc.train.tree import Leaf, StateTree, UnsupportedStateError
+from gemini_hpc.train.tree import Leaf, StateTree
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 
@@ -128,6 +129,7 @@ class Checkpointer(Resuming):
         self._last_scale: float | None = None
         self._warned_unstepped = False
         self._times = _Times()
+        self._found_anew = 0  # as it was when these were looked at
         self._foreign: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         if self._path:
             self._tree.encode_small({}, [], self._world)  # what cannot be captured is an error now, not at step 1
@@ -361,6 +363,9 @@ class Checkpointer(Resuming):
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """Registered, or at work on registered parameters (a wrapper, an optimizer in backward)."""
+        if self._found_anew != self._tree.found_anew:
+            self._found_anew = self._tree.found_anew
+            self._foreign.clear()
         known = self._foreign.get(optimizer)
         if known is None:
             mine = {id(p.tensor) for p in self._tree.params}

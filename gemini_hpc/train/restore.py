@@ -249,6 +249,8 @@ def load(tree: StateTree, own: Saved, shards: Sequence[Saved], rank: int, same_w
                 if row.optimizer < 0 or row.owner in mine:
                     rows.setdefault(row.key, row)
     late = {row.key: (row, tensor) for row, tensor in ((Row(*fields), tensor) for fields, tensor in small["late"])}
+    if same_world and own.manifest.rank == rank:
+        _check_nothing_is_lost(tree, [*own.manifest.rows, *(row for row, _ in late.values())])
     with torch.no_grad():
         make_optimizer_state(tree, [*rows.values(), *(row for row, _ in late.values())], small)
         leaves, _ = tree.leaves()
@@ -273,6 +275,16 @@ def load(tree: StateTree, own: Saved, shards: Sequence[Saved], rank: int, same_w
                 state_dict_loader.load(targets, storage_reader=reader, no_dist=True)
         tree.restore_small(small)
     return small
+
+
+def _check_nothing_is_lost(tree: StateTree, rows: Iterable[Row]) -> None:
+    known = {p.fqn for p in tree.params} | tree.aliases.keys()
+    if unknown := sorted(row.key for row in rows if row.optimizer < 0 and row.key not in known):
+        more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+        raise ValueError(
+            f"the saved run had {unknown[0]}{more}, which this training does not have: where it was added in "
+            "mid-training, add it before resume()"
+        )
 
 
 def _fill_late(leaf: Leaf, row: Row, saved: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ Semi-private parts of torch that this needs (`_local_tensor`, wrappers' child na
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -21,16 +21,10 @@ from gemini_hpc.core.directory import Row
 from gemini_hpc.train import encode, rng
 from gemini_hpc.train.buckets import ArrivalOrder
 from gemini_hpc.train.dtypes import dtype_name
-from gemini_hpc.train.groups import Members
+from gemini_hpc.train.groups import Members, unpack
+from gemini_hpc.train.modules import Modules, UnsupportedStateError, gathered, same
 from gemini_hpc.train.ownership import Entry
 
-# wrappers whose only child carries no name of its own in the user's model
-_TRANSPARENT = {
-    "DistributedDataParallel": "module",
-    "OptimizedModule": "_orig_mod",
-    "CheckpointWrapper": "_checkpoint_wrapped_module",
-    "OffloadWrapper": "_checkpoint_wrapped_module",
-}
 _PRINT_SAMPLES = 4096
 
 
@@ -63,10 +57,6 @@ class Leaf(NamedTuple):
     name: str
 
 
-class UnsupportedStateError(TypeError):
-    """The training has state that cannot be captured; the message names it and what to do."""
-
-
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What of a tensor lies in this process."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -74,32 +64,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
-
-
-def _named(module: nn.Module, kind: str) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    def walk(m: nn.Module, prefix: str, replicated: bool) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        name = type(m).__name__
-        if name == "FullyShardedDataParallel":
-            raise UnsupportedStateError(
-                f"{prefix or 'the model'} is a FullyShardedDataParallel (FSDP1), whose flat parameters have no "
-                "stable names: shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
-            )
-        ddp = isinstance(m, DistributedDataParallel)
-        ignored: set[str] = set(m.parameters_to_ignore) if isinstance(m, DistributedDataParallel) else set()
-        direct: Mapping[str, torch.Tensor | None] = m._parameters if kind == "parameters" else m._buffers
-        if kind == "transient":
-            direct = {key: m._buffers.get(key) for key in m._non_persistent_buffers_set}
-        for key, tensor in direct.items():
-            if tensor is not None:
-                yield prefix + key, tensor, replicated
-        for key, child in m._modules.items():
-            if child is None:
-                continue
-            inner = prefix if _TRANSPARENT.get(name) == key else f"{prefix}{key}."
-            for fqn, tensor, under in walk(child, inner, replicated or ddp):
-                yield fqn, tensor, under and not (ddp and fqn.removeprefix(inner) in ignored)
-
-    yield from walk(module, "", False)
 
 
 def find_ddp(model: nn.Module) -> list[DistributedDataParallel]:
@@ -159,7 +123,7 @@ def _alike(value: Any, kept: torch.Tensor | None) -> bool:
 class StateTree:
     """Names and finds everything that a training has to get back.
 
-    Parameters are found once, at construction (an FSDP2 model is sharded then); optimizer tensors whenever asked.
+    All tensors are found anew whenever one was replaced. At construction an FSDP2 model has to be sharded.
     Raises UnsupportedStateError or TypeError for arguments that cannot work.
     """
 
@@ -174,52 +138,88 @@ class StateTree:
         self.stateful = dict(stateful)
         self.aliases: dict[str, str] = {}
         self.params: list[Param] = []
-        self.buffers: dict[str, torch.Tensor] = {}
-        self.transient: set[str] = set()  # of these, what `Module.state_dict` leaves out
+        self.outside: list[str] = []  # parameters that only an optimizer has
+        self.found_anew = 0  # how often something was replaced
         self._by_id: dict[int, Param] = {}
         self._names: dict[int, str] = {}
-        self.outside: list[str] = []
+        self._stepped: list[torch.Tensor] = []  # what the optimizers have in their groups
         self._states: list[_OptimizerState] = []
         self._leaves: list[Leaf] = []
-        self._members = [Members(optimizer) for optimizer in self.optimizers]
+        self._members: list[Members] = []
         ddps = find_ddp(model)
         root: nn.Module = model
         if ddps and ddps[0] not in set(model.modules()):
             root = ddps[0]
         self.ddps = [ArrivalOrder(ddp) for ddp in ddps]
-        for prefix, module in [("model", root), *((f"extra.{n}", m) for n, m in extra_modules.items())]:
-            for fqn, tensor, replicated in _named(module, "parameters"):
-                self._add(Param(f"{prefix}.{fqn}", tensor, replicated))
-            for fqn, tensor, _ in _named(module, "buffers"):
-                self.buffers[f"{prefix}.{fqn}"] = tensor
-            self.transient |= {f"{prefix}.{fqn}" for fqn, _, _ in _named(module, "transient")}
+        self._modules = Modules({"model.": root, **{f"extra.{n}.": m for n, m in extra_modules.items()}})
+        self._find()
+        self._built = {name: local(tensor).shape for name, tensor in self.buffers.items()}
+
+    def _find(self) -> None:
+        known = {p.fqn: p.tensor for p in self.params}
+        known |= {alias: known[name] for alias, name in self.aliases.items()}
+        params: dict[int, Param] = {}
+        aliases: dict[str, str] = {}
+        outside: list[str] = []
+
+        def add(fqn: str, tensor: torch.Tensor, replicated: bool) -> bool:
+            before = known.get(fqn)
+            if before is not None and gathered(tensor, before):
+                tensor = before
+            if (first := params.get(id(tensor))) is not None:
+                aliases[fqn] = first.fqn
+                return False
+            here = local(tensor)
+            if not _plain(here) or here.is_meta:
+                raise UnsupportedStateError(
+                    f"{fqn} is a {type(here).__qualname__} ({here.layout}, {here.device}): only dense tensors and "
+                    "DTensors of them can be captured"
+                )
+            params[id(tensor)] = Param(fqn, tensor, replicated)
+            return True
+
+        for slot in self._modules.parameters:
+            if (tensor := slot.tensor) is not None:
+                add(slot.fqn, tensor, slot.replicated)
         for i, optimizer in enumerate(self.optimizers):
             for g, group in enumerate(optimizer.param_groups):
                 for j, p in enumerate(group["params"]):
-                    if id(p) not in self._by_id:
-                        self._add(Param(f"optimizer.{i}.param.{g}.{j}", p, False))
-                        self.outside.append(f"optimizer.{i}.param.{g}.{j}")
+                    fqn = f"optimizer.{i}.param.{g}.{j}"
+                    if id(p) not in params and add(fqn, p, False):
+                        outside.append(fqn)
+        self._by_id, self.aliases, self.outside = params, aliases, outside
+        self.params = list(params.values())
+        self._names = {number: param.fqn for number, param in params.items()}
+        self._stepped = _grouped(self.optimizers)
+        self._members = [Members(optimizer) for optimizer in self.optimizers]
+        self._states, self._leaves = [], []
 
-    def _add(self, param: Param) -> None:
-        known = self._by_id.get(id(param.tensor))
-        if known is not None:
-            self.aliases[param.fqn] = known.fqn
+    def refresh(self) -> None:
+        """Find everything anew where a module, a parameter or a group of an optimizer was replaced. Raises
+        UnsupportedStateError."""
+        if self._modules.holds() and same(_grouped(self.optimizers), self._stepped):
             return
-        here = local(param.tensor)
-        if not _plain(here) or here.is_meta:
-            raise UnsupportedStateError(
-                f"{param.fqn} is a {type(here).__qualname__} ({here.layout}, {here.device}): only dense tensors and "
-                "DTensors of them can be captured"
-            )
-        self._by_id[id(param.tensor)] = param
-        self._names[id(param.tensor)] = param.fqn
-        self.params.append(param)
+        self._modules.find()
+        self._find()
+        self.found_anew += 1
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """By name, as they are now."""
+        return {slot.fqn: tensor for slot in self._modules.buffers if (tensor := slot.tensor) is not None}
+
+    @property
+    def transient(self) -> set[str]:
+        """Names of buffers that `Module.state_dict` leaves out."""
+        return self._modules.transient & self.buffers.keys()
 
     # ---- tensors ---------------------------------------------------------------------------------------
 
     def leaves(self) -> tuple[list[Leaf], dict[tuple[int, str, str], Any]]:
         """All parameters and optimizer tensors as they are now; beside them, the optimizer state that is no tensor,
-        by (optimizer, parameter, name). The list is the same as at the last call where its tensors are."""
+        by (optimizer, parameter, name). The list is the same as at the last call where its tensors are. Raises
+        UnsupportedStateError."""
+        self.refresh()
         states = self._states
         if not (self._leaves and len(states) == len(self.optimizers) and all(state.holds() for state in states)):
             states = [_OptimizerState(o, i, self._by_id) for i, o in enumerate(self.optimizers)]
@@ -272,16 +272,20 @@ class StateTree:
 
     def small(self, odd: Mapping[tuple[int, str, str], Any]) -> dict[str, Any]:
         """Everything that is captured at once: generators, buffers, groups, schedulers and the like."""
+        buffers = {name: local(tensor) for name, tensor in self.buffers.items()}
         return {
             "rng": rng.capture(),
-            "buffers": {name: local(tensor) for name, tensor in self.buffers.items()},
+            "buffers": buffers,
+            "reshaped": [
+                name for name, shape in self._built.items() if name in buffers and buffers[name].shape != shape
+            ],
             "groups": [
                 [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in o.param_groups]
                 for o in self.optimizers
             ],
             # For other programs: export.
             "members": [members.pack(self._names) for members in self._members],
-            "transient": sorted(self.transient),
+            "transient": sorted(self._modules.transient & buffers.keys()),
             "odd": dict(odd),
             "stateful": {name: item.state_dict() for name, item in self.stateful.items()},
             "buckets": [recorder.order for recorder in self.ddps],
@@ -296,27 +300,64 @@ class StateTree:
         """Put everything but the generators back. Raises ValueError where it does not fit this training."""
         if len(small["groups"]) != len(self.optimizers):
             raise ValueError(f"the saved run had {len(small['groups'])} optimizers, this one {len(self.optimizers)}")
-        for i, (optimizer, groups) in enumerate(zip(self.optimizers, small["groups"], strict=True)):
-            if len(groups) != len(optimizer.param_groups):
-                raise ValueError(
-                    f"optimizer {i} had {len(groups)} parameter groups, has {len(optimizer.param_groups)} now"
-                )
-            for group, saved in zip(optimizer.param_groups, groups, strict=True):
-                for key, value in saved.items():
-                    if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
-                        group[key].copy_(value)
-                    else:
-                        group[key] = value
+        for i, groups in enumerate(small["groups"]):
+            self._restore_groups(i, groups, small)
         missing = set(self.stateful) ^ set(small["stateful"])
         if missing:
             raise ValueError(f"the saved run and this one differ in: {', '.join(sorted(missing))}")
         for name, item in self.stateful.items():
             item.load_state_dict(small["stateful"][name])
-        for name, buffer in self.buffers.items():
+        self._restore_buffers(small)
+
+    def _restore_groups(self, number: int, groups: Sequence[Mapping[str, Any]], small: Mapping[str, Any]) -> None:
+        """Those that the saved run added in mid-training are added here."""
+        optimizer = self.optimizers[number]
+        have = len(optimizer.param_groups)
+        if len(groups) > have and "members" in small:
+            by_name = {param.fqn: param.tensor for param in self.params}
+            for saved, member in zip(groups[have:], unpack(small["members"][number])[have:], strict=True):
+                unknown = [name for name in member.params if name not in by_name]
+                if unknown or not member.params:
+                    raise ValueError(
+                        f"optimizer {number}: the saved run added a parameter group, of "
+                        f"{unknown[0] if unknown else 'parameters without a name'}, which this training does not have"
+                    )
+                added: list[Any] = [by_name[name] for name in member.params]
+                if member.param_names and "param_names" in optimizer.param_groups[0]:
+                    added = list(zip(member.param_names, added, strict=True))
+                optimizer.add_param_group({**saved, "params": added})
+        if len(groups) != len(optimizer.param_groups):
+            raise ValueError(f"optimizer {number} had {len(groups)} parameter groups, has {have} now")
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            for key, value in saved.items():
+                if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+
+    def _restore_buffers(self, small: Mapping[str, Any]) -> None:
+        """Those that the saved run made in mid-training, or made larger, are made here."""
+        reshaped, transient, here = set(small.get("reshaped", ())), set(small.get("transient", ())), self.buffers
+        device = next((local(param.tensor).device for param in self.params), torch.device("cpu"))
+        for name, buffer in here.items():
             saved = small["buffers"].get(name)
-            if saved is None or saved.shape != local(buffer).shape:
+            if saved is None or (saved.shape != local(buffer).shape and name not in reshaped):
                 raise ValueError(f"buffer {name} {tuple(buffer.shape)} is not in the saved state as such")
-            local(buffer).copy_(saved)
+        for name, saved in small["buffers"].items():
+            now = here.get(name)
+            if now is not None and local(now).shape == saved.shape:
+                local(now).copy_(saved)
+                continue
+            value = saved.to(device if now is None else now.device, copy=True)
+            if not self._modules.put(name, value, persistent=name not in transient):
+                raise ValueError(
+                    f"buffer {name} appeared in mid-training, in a module that this training does not have: build it "
+                    "before resume()"
+                )
+
+
+def _grouped(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -21,7 +21,8 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.train import ownership, rhythm
 from gemini_hpc.train.capture import Capture, StateChangedError
 from gemini_hpc.train.encode import UnknownTypeError
-from gemini_hpc.train.tree import StateTree, UnsupportedStateError
+from gemini_hpc.train.modules import UnsupportedStateError
+from gemini_hpc.train.tree import StateTree
 
 from .fake_agent import FakeJob
 

@@ -232,6 +232,9 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
             growing.data = bytes(1_500_000)
         if o.get("twice_at") == step:
             ckpt.step()
+        if o.get("evaluate_before"):
+            with torch.no_grad():
+                model(x)
         ckpt.step()
         if log is not None:
             log.write(f"{start} {step} {losses[step]}\n")

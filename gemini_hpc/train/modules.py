@@ -1,0 +1,140 @@
+"""Where a model keeps its parameters and buffers, under stable names, and whether one was replaced since.
+
+Semi-private parts of torch that this needs (a module's dicts, names of wrappers' children) are used here only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+# wrappers whose only child carries no name of its own in the user's model
+_TRANSPARENT = {
+    "DistributedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+}
+
+
+class UnsupportedStateError(TypeError):
+    """The training has state that cannot be captured; the message names it and what to do."""
+
+
+class Slot(NamedTuple):
+    """Where a module keeps a tensor: another one is there after an assignment. `replicated`: the module is DDP's."""
+
+    fqn: str
+    holder: Mapping[str, Any]
+    key: str
+    replicated: bool
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """What is there now."""
+        try:  # a script module's dict has no get()
+            found: torch.Tensor | None = self.holder[self.key]
+        except KeyError:
+            return None
+        return found
+
+
+def _walk(m: nn.Module, prefix: str, replicated: bool) -> Iterator[tuple[nn.Module, str, bool]]:
+    """(module, what stands before the names in it, whether DDP keeps it equal)."""
+    name = type(m).__name__
+    if name == "FullyShardedDataParallel":
+        raise UnsupportedStateError(
+            f"{prefix or 'the model'} is a FullyShardedDataParallel (FSDP1), whose flat parameters have no "
+            "stable names: shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
+    yield m, prefix, replicated
+    for key, child in m._modules.items():
+        if child is not None:
+            inner = prefix if _TRANSPARENT.get(name) == key else f"{prefix}{key}."
+            yield from _walk(child, inner, replicated or isinstance(m, DistributedDataParallel))
+
+
+def _ignored(root: nn.Module, prefix: str) -> set[str]:
+    """Names that DDP was told to leave alone."""
+    return {
+        f"{where}{name}"
+        for m, where, _ in _walk(root, prefix, False)
+        if isinstance(m, DistributedDataParallel)
+        for name in m.parameters_to_ignore
+    }
+
+
+class Modules:
+    """What the modules of a training have, as it was found last."""
+
+    def __init__(self, roots: Mapping[str, nn.Module]) -> None:
+        """roots: by what stands before their names. Raises UnsupportedStateError."""
+        self._roots = dict(roots)
+        self.parameters: list[Slot] = []
+        self.buffers: list[Slot] = []
+        self.transient: set[str] = set()  # of the buffers, what `Module.state_dict` leaves out
+        self._modules: dict[str, nn.Module] = {}
+        self._dicts: list[Mapping[str, Any]] = []
+        self._fixed: list[Mapping[str, Any]] = []
+        self._sizes: list[int] = []
+        self._values: list[Any] = []
+        self.find()
+
+    def find(self) -> None:
+        """Look at all of it. Raises UnsupportedStateError."""
+        self.parameters, self.buffers, self.transient, self._modules = [], [], set(), {}
+        fixed: list[Mapping[str, Any]] = []
+        dicts: list[Mapping[str, Any]] = []
+        for prefix, root in self._roots.items():
+            ignored = _ignored(root, prefix)
+            for m, where, replicated in _walk(root, prefix, False):
+                self._modules.setdefault(where, m)
+                parameters, buffers = m._parameters, m._buffers
+                for key in parameters:
+                    fqn = where + key
+                    self.parameters.append(Slot(fqn, parameters, key, replicated and fqn not in ignored))
+                self.buffers += [Slot(where + key, buffers, key, replicated) for key in buffers]
+                self.transient |= {where + key for key in m._non_persistent_buffers_set if key in buffers}
+                fixed += [parameters, m._modules]
+                dicts.append(buffers)
+        self._fixed, self._dicts = fixed, fixed + dicts
+        self._sizes = list(map(len, self._dicts))
+        self._values = [value for held in fixed for value in held.values()]
+
+    def holds(self) -> bool:
+        """Whether there are the same modules with the same parameters, and buffers under the same names: a buffer is
+        read where it is kept, so that another one may be there at any time."""
+        return list(map(len, self._dicts)) == self._sizes and all(
+            map(is_, chain.from_iterable(held.values() for held in self._fixed), self._values)
+        )
+
+    def put(self, fqn: str, value: torch.Tensor, *, persistent: bool) -> bool:
+        """Make this the buffer of that name; False where there is no module for it."""
+        where, dot, key = fqn.rpartition(".")
+        module = self._modules.get(where + dot)
+        if module is None or (hasattr(module, key) and key not in module._buffers):
+            return False
+        if key in module._buffers:
+            module._buffers[key] = value
+        else:
+            module.register_buffer(key, value, persistent=persistent)
+        return True
+
+
+def same(found: Sequence[torch.Tensor | None], known: Sequence[torch.Tensor]) -> bool:
+    """Whether these are the same tensors."""
+    return len(found) == len(known) and all(map(is_, found, known))
+
+
+def gathered(tensor: torch.Tensor, known: torch.Tensor | None) -> bool:
+    """Whether a tensor is what FSDP2 puts in the place of a sharded parameter for the time of a forward."""
+    if tensor is known or not isinstance(known, DTensor) or tensor.shape != known.shape:
+        return False
+    return not isinstance(tensor, DTensor) or tensor.placements != known.placements

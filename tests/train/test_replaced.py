@@ -1,0 +1,186 @@
+"""Tensors that are replaced, not changed, in mid-training: captured from then on, or protection ends."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gemini_hpc as gemini
+
+from .fake_agent import FakeJob
+from .launch import train
+from .test_checkpointer import wait_sealed
+
+MakeJob = Callable[[int, int], FakeJob]
+Edit = Callable[[nn.Module, torch.optim.Optimizer], None]
+
+
+@pytest.fixture
+def job(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
+    job = make_job(1, 1)
+    monkeypatch.setenv("GEMINI_SOCKET", job.nodes[0].path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    yield job
+
+
+class Running(nn.Module):
+    """A mean and a queue by assignment, a buffer that is None at first, one that comes late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 2)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("queue", torch.zeros(0, 3))
+        self.register_buffer("first", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inner(x)
+        seen = h.detach().mean(0)
+        self.mean = 0.9 * self.mean + 0.1 * seen
+        self.queue = torch.cat([self.queue, seen[None]])[-6:]
+        if self.first is None:
+            self.first = seen.clone()
+        if not hasattr(self, "late"):
+            self.register_buffer("late", seen.clone(), persistent=False)
+        out: torch.Tensor = self.head(h + self.mean + self.first + self.late)
+        return out
+
+
+def run(job: FakeJob, seed: int, stop: int, *, at: int = 0, edit: Edit | None = None, before: bool = False) -> Any:
+    """`edit` happens in step `at`; before: also before resume(), as a program does that knows of it."""
+    torch.manual_seed(seed)
+    model = Running()
+    optimizer = torch.optim.AdamW([{"params": model.head.parameters()}], lr=0.05)
+    if before and edit is not None:
+        edit(model, optimizer)
+    losses = []
+    with gemini.Checkpointer(model, optimizer) as ckpt:
+        start = ckpt.resume()
+        for step in range(start + 1, stop + 1):
+            if edit is not None and step == at:
+                edit(model, optimizer)
+            loss = (model(torch.rand(4, 3)) - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item().hex())
+            ckpt.step()
+            deadline = time.monotonic() + 5
+            while step == start + 1 and not ckpt._armed and time.monotonic() < deadline:
+                time.sleep(0.01)
+        report = ckpt.report()
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return start, losses, {name: tensor.tolist() for name, tensor in state.items()}, report
+
+
+def resumes(job: FakeJob, at: int, edit: Edit | None = None, **again: Any) -> None:
+    """Stopped after version 5 and resumed, it is the training that was never stopped."""
+    job.stop_after(5)
+    _, losses, state, report = run(job, 1, 9, at=at, edit=edit)
+    assert report["state"] == "protected"
+    wait_sealed(job, 5)
+    chosen = job.requeue()
+    assert chosen is not None and chosen.version == 5
+    start, losses2, state2, _ = run(job, 2, 9, at=at, edit=edit, **again)
+    assert start == 5
+    assert losses2 == losses[5:]
+    assert state2 == state
+
+
+def test_buffers_that_are_assigned(job: FakeJob) -> None:
+    resumes(job, 0)
+
+
+def unfreeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    inner: Any = model.inner
+    optimizer.add_param_group({"params": inner.parameters(), "lr": 0.01})
+
+
+def test_a_group_that_is_added_in_mid_training_is_there_again(job: FakeJob) -> None:
+    resumes(job, 3, unfreeze)
+
+
+def reset_head(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Another head of the same shape in the old one's place, in the model and in the optimizer."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model.head = nn.Linear(3, 2)
+    optimizer.param_groups[0]["params"] = list(model.head.parameters())
+    optimizer.state.clear()
+
+
+def test_a_module_that_is_replaced_by_one_of_the_same_shape(job: FakeJob) -> None:
+    resumes(job, 3, reset_head)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.old, self.more = head, nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.old(x) * self.more
+        return out
+
+
+def add_parameter(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    inner: Any = model.inner
+    inner.register_parameter("gain", nn.Parameter(torch.ones(3)))
+    inner.register_forward_hook(lambda m, args, out: out * m.gain)
+    optimizer.add_param_group({"params": [inner.gain], "lr": 0.1})
+
+
+def test_a_parameter_that_is_added_in_mid_training(job: FakeJob) -> None:
+    resumes(job, 3, add_parameter, before=True)
+
+
+def test_a_parameter_that_the_resumed_training_lacks_is_named(job: FakeJob) -> None:
+    job.stop_after(5)
+    run(job, 1, 9, at=3, edit=add_parameter)
+    wait_sealed(job, 5)
+    assert job.requeue() is not None
+    with pytest.raises(ValueError, match=r"model\.inner\.gain, which this training does not have.*before resume"):
+        run(job, 2, 9, at=3, edit=add_parameter)
+
+
+def widen(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.head = nn.Linear(3, 4)
+    optimizer.param_groups[0]["params"] = list(model.head.parameters())
+
+
+def rename(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.head = Wrapped(model.head)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("edit", "why"), [(widen, r"model\.head\.weight was .* now"), (rename, "model.head.weight is gone")]
+)
+def test_what_does_not_fit_the_plan_any_more_ends_protection_at_that_step(
+    job: FakeJob, capfd: pytest.CaptureFixture[str], edit: Edit, why: str
+) -> None:
+    _, _, _, report = run(job, 1, 9, at=6, edit=edit)
+    assert report["state"] == "unprotected"
+    assert job.sealed is not None and job.sealed.version <= 5
+    said = [line for line in capfd.readouterr().err.splitlines() if "head" in line]
+    assert len(said) == 1, said
+    assert re.search(why, said[0]), said
+
+
+def test_a_gathered_model_is_the_sharded_one(make_job: MakeJob) -> None:
+    """FSDP2 leaves the parameters that an evaluation has gathered in their modules."""
+    job = make_job(2, 2)
+    job.stop_after(7)
+    options = {"kind": "fsdp2", "steps": 12, "evaluate_before": True, "kwargs": {"audit": 1}}
+    whole = train(job, 2, **options)
+    assert [r["report"]["state"] for r in whole] == ["protected"] * 2, whole[0]["report"]["findings"]
+    chosen = job.requeue(lost=(1,))
+    assert chosen is not None and chosen.version == 7
+    resumed = train(job, 2, seed=5, **options)
+    assert [r["digest"] for r in resumed] == [r["digest"] for r in whole]
