@@ -501,6 +501,8 @@ class Recovery:
             own_request=track.stored.reservation,
             pinned=track.remember_pin,
             completing=completing,
+            # When the recovery is over its nodes must count as a running job's: others look for candidates then.
+            seen=track.learn,
             length_s=_length_s(job),
         )
 

@@ -47,6 +47,7 @@ class Rescue:
     own_request: str = ""  # the reservation that the user asked for
     pinned: Callable[[bool], None] = lambda pinned: None
     completing: Callable[[float], None] = lambda seconds: None
+    seen: Callable[[Job], None] = lambda job: None  # the job as Slurm has it, each time it is read
     length_s: float = math.inf  # of the job, for reservations that begin meanwhile
     _said: set[str] = field(default_factory=set)
     _pinned: tuple[str, ...] | None = None
@@ -144,6 +145,7 @@ class Rescue:
             job = await self.slurm.job(self.raw_id)
         except UnknownJob:
             return "gone"
+        self.seen(job)
         again = job.restarts > self.restart
         if job.restarts > self._at_restart:
             # Requeued once more on the way (a failed launch): Slurm has reset the start time.

@@ -164,6 +164,20 @@ def test_the_order_of_a_good_requeue() -> None:
     assert not slurm.held
 
 
+def test_the_running_job_is_known_before_its_recovery_is_over() -> None:
+    """Between the two its nodes would be candidates for another owner's recovery, which has held them (26.05)."""
+    slurm, seen = ScriptedSlurm(starts=lambda s: "start now+2" in s.done), list[str]()
+
+    async def work() -> None:
+        made = make(slurm, [])
+        made.seen = lambda job: seen.append(job.state)
+        await made.reserve(slurm.current, await slurm.nodes(), 3)
+        assert await made.follow(5.0) == "running"
+
+    asyncio.run(work())
+    assert seen[-1] == "RUNNING"
+
+
 def test_nothing_is_held_for_ever() -> None:
     slurm = ScriptedSlurm()
     outcome, said = steer(slurm)
