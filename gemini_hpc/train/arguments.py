@@ -9,6 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from gemini_hpc.train.optimizers import with_inner
 from gemini_hpc.train.ownership import Ownership
 from gemini_hpc.train.pacer import SCHEMES, Scheme
 from gemini_hpc.train.transport.choice import Kind
@@ -66,7 +67,8 @@ def _as_list(value: Any, what: str) -> list[Any]:
 def sort_out(
     model: Any, optimizer: Any, scheduler: Any, scaler: Any, loader: Any, extra: Mapping[str, Any] | None
 ) -> tuple[list[torch.optim.Optimizer], dict[str, Stateful], dict[str, nn.Module]]:
-    """Optimizers, what has state_dict and load_state_dict, further modules. Raises TypeError and ValueError."""
+    """Optimizers and those inside them, what has state_dict and load_state_dict, further modules. Raises TypeError,
+    ValueError."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, a torch.nn.Module is wanted")
     optimizers = _as_list(optimizer, "optimizer")
@@ -89,4 +91,4 @@ def sort_out(
         if not isinstance(value, Stateful):
             raise TypeError(f"{key} is a {type(value).__name__}, which has no state_dict and load_state_dict")
         stateful[key] = value
-    return optimizers, stateful, modules
+    return with_inner(optimizers), stateful, modules

@@ -21,6 +21,7 @@ from gemini_hpc.train.capture import Job
 from gemini_hpc.train.encode import UnknownTypeError
 from gemini_hpc.train.membership import REFUSED
 from gemini_hpc.train.modules import UnsupportedStateError
+from gemini_hpc.train.optimizers import shares_state
 from gemini_hpc.train.pacer import Scheme
 from gemini_hpc.train.resuming import Resuming
 from gemini_hpc.train.transport.choice import Kind
@@ -29,6 +30,7 @@ from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 
 CLOSE_TIMEOUT_S = 10.0
+_NOT_GIVEN = 3  # optimizers of which that is said
 _TOGETHER = 4  # while nothing is sealed and versions are skipped, one in so many is saved
 
 
@@ -126,6 +128,8 @@ class Checkpointer(Resuming):
         self._closed = False
         self._late = self._crowded = self._told_late = False
         self._stepped = False
+        self._owed = False  # a version that was to be saved was none: the next one that is takes its place
+        self._not_given_told = 0
         self._last_scale: float | None = None
         self._warned_unstepped = False
         self._times = _Times()
@@ -222,11 +226,14 @@ class Checkpointer(Resuming):
             self._rhythm.step(self._version, self._under_way)
         if failure is not None:
             raise failure
+        assert self._capture is not None and self._replicator is not None and self._rhythm is not None
+        saves = self._rhythm.saves(self._version)
         if not complete:
             self._unsaved["unstepped"] = self._unsaved.get("unstepped", 0) + 1
+            self._owed = self._owed or (saves and self._driver is None)
             return
-        assert self._capture is not None and self._replicator is not None and self._rhythm is not None
-        if not self._rhythm.saves(self._version):
+        owed, self._owed = self._owed, False
+        if not saves and not owed:
             return
         late = self._capture.bind(leaves)
         if late and "late" not in self._unsaved:
@@ -369,11 +376,20 @@ class Checkpointer(Resuming):
         known = self._foreign.get(optimizer)
         if known is None:
             mine = {id(p.tensor) for p in self._tree.params}
-            known = any(o is optimizer for o in self._tree.optimizers) or any(
-                id(p) in mine for group in optimizer.param_groups for p in group["params"]
-            )
+            given = shares_state(optimizer, self._tree.optimizers) or any(o is optimizer for o in self._given)
+            known = given or any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
             self._foreign[optimizer] = known
+            if not given:
+                self._tell_not_given(optimizer)
         return known
+
+    def _tell_not_given(self, optimizer: torch.optim.Optimizer) -> None:
+        self._not_given_told += 1
+        if self._path and self._not_given_told <= _NOT_GIVEN:
+            self._say(
+                f"rank {self._rank}: a {type(optimizer).__name__} steps that was not passed: its state is not "
+                "captured. Pass all optimizers of the training: Checkpointer(model, [first, second])"
+            )
 
     def fence(self) -> None:
         """Call it before changing parameters by anything but an optimizer step (an EMA swap, clipping of weights, a

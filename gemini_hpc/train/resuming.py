@@ -70,10 +70,16 @@ class Resuming(Arming):
         if self._rank == 0:
             place = "the tier" if welcome.stored else "memory"
             self._say(f"resumed at version {self._version} from {place} ({done - began:.2f} s)")
+            self._tell_data()
         assert self._client is not None
         detail = {"rank": self._rank, "began": began, "fetched": fetched, "loaded": done, "shards": len(shards)}
         self._client.event("resumed", self._version, json.dumps(detail), t=done)
         return self._version
+
+    def _tell_data(self) -> None:
+        if self._loader is None and self._version:
+            steps = "1 step" if self._version == 1 else f"{self._version} steps"
+            self._say(f"no loader was passed: the script has to skip {steps} of data by itself")
 
     def _begin_anew(self) -> int:
         """Load what `start` names; the version that it was. Collective. Raises ValueError, on all ranks alike."""
@@ -95,6 +101,7 @@ class Resuming(Arming):
                 self._loader.before_next_batch(lambda: rng.restore(states))
         if self._rank == 0:
             self._say(f"starts from {path}: {found.what} ({time.time() - began:.2f} s)")
+            self._tell_data()
         return self._version
 
     def _choose_and_fetch(self) -> list[restore.Saved]:

@@ -135,9 +135,10 @@ class Rhythm:
         return not self._planned or self._agreed.saves(version)
 
     def due(self, version: int) -> bool:
-        """Whether this version must be sealed before the next optimizer step."""
+        """Whether this version must be sealed before the next optimizer step. Later than at the step for which it was
+        due it is where step() was called without an optimizer step."""
         agreed = self._agreed if version >= self._agreed.base else self._former
-        return self._version - version + 1 == (agreed.s if self._planned else 1)
+        return self._version - version + 1 >= (agreed.s if self._planned else 1)
 
     @property
     def repeats(self) -> int:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
@@ -175,7 +176,9 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     else:
         model = net
     params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+    if o.get("zero"):
+        optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 5) * math.cos(n / 40))
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3) if o.get("scaler") else None
     loader = gemini.StatefulLoader(
@@ -193,6 +196,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     ckpt = gemini.Checkpointer(model, optimizer, scheduler, scaler, loader, extra={"growing": growing}, **kwargs)
     start = ckpt.resume()
     losses: dict[int, str] = {}
+    behind: list[int] = []
     batches = loader.forever()
     accumulate = o.get("accumulate", 1)
     log = open(f"{o['log']}.{rank}", "a", buffering=1) if "log" in o else None  # noqa: SIM115
@@ -215,6 +219,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
             else:
                 loss.backward()
             total += loss.item()
+            if o.get("micro_steps") and micro < accumulate - 1:
+                ckpt.step()
         if step == o.get("tamper_at"):
             net.blocks[0].weight.data.mul_(1.0)  # no version bump
             net.blocks[0].weight.data[0, 0] += 1.0
@@ -226,6 +232,9 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
             scaler.update()
         else:
             optimizer.step()
+        if o.get("micro_steps"):  # how far the newest sealed version was behind the one before this step
+            sealed = ckpt._client.page.sealed if ckpt._client is not None else None
+            behind.append(ckpt.version - accumulate + 1 - (sealed[1] if sealed else 0))
         scheduler.step()
         losses[step] = total.hex()
         if step == o.get("grow_at"):
@@ -282,4 +291,5 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     if gpu is not None:
         report["gpu"] = {"pinned": gpu.pinned, "exchanges": gpu.communicator.count if gpu.communicator else 0}
     told = {"start": start, "losses": losses, "digest": final, "report": report, "launches": launches}
+    told |= {"unsealed_at_gate": behind} if behind else {}
     return {"rank": rank, **told}

@@ -1,0 +1,40 @@
+"""Optimizers that work inside others, and have the state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def with_inner(given: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Those given, each followed by the optimizers inside it that have a state of their own: the `optim` of
+    ZeroRedundancyOptimizer, the base of a wrapper such as SAM. Accelerate's wrapper has that of the one inside it."""
+    found: list[torch.optim.Optimizer] = []
+
+    def take(optimizer: torch.optim.Optimizer) -> None:
+        found.append(optimizer)
+        for inner in _inside(optimizer):
+            if not shares_state(inner, found):
+                take(inner)
+
+    for optimizer in given:
+        if not any(optimizer is known for known in found):
+            take(optimizer)
+    return found
+
+
+def shares_state(optimizer: torch.optim.Optimizer, others: Iterable[torch.optim.Optimizer]) -> bool:
+    """Whether it is one of them, or has one's state."""
+    return any(optimizer is other or optimizer.state is other.state for other in others)
+
+
+def _inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    for value in vars(optimizer).values():
+        several: Iterable[Any] = [value]
+        if isinstance(value, Mapping):
+            several = value.values()
+        elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+            several = value
+        yield from (item for item in several if isinstance(item, torch.optim.Optimizer))
