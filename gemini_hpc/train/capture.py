@@ -1,8 +1,9 @@
 """What of the training state this rank keeps, and how it gets from the tensors into a slot.
 
 Between `step()` and the first optimizer pre-hook after it, parameters and optimizer tensors are expected not to
-change; in that time a background thread copies them. The expectation is checked: a tensor that changed before its
-copy was made voids the version, and is copied at `step()` from then on (it becomes eager).
+change; in that time a background thread copies them. The expectation is checked, by version counters, addresses and a
+few elements of each tensor: one that changed before its copy was made voids the version, and is copied at `step()`
+from then on (it becomes eager).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import xxhash
 
 from gemini_hpc.core.directory import Manifest
 from gemini_hpc.train.ownership import Block, Entry
+from gemini_hpc.train.sample import Places, Turns, few
 from gemini_hpc.train.tree import Leaf, local
 
 _BATCH_BYTES = 1 << 20  # pieces below this go through one _foreach_copy_
@@ -36,11 +38,14 @@ class _Source:
     first_piece: int
     shape: torch.Size
     dtype: torch.dtype
+    parameter: bool
     eager: bool = False
     ptr: int = -1
     base: torch.Tensor | None = None  # its part in this process
     whole: torch.Tensor | None = None  # the same, or the DTensor around it
     views: list[torch.Tensor] = field(default_factory=list)
+    flats: list[bool] = field(default_factory=list)  # whether each is contiguous
+    fews: list[torch.Tensor] = field(default_factory=list)  # where each is sampled
     staging: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -50,6 +55,7 @@ class Bound:
 
     def __init__(self, sources: Sequence[_Source]) -> None:
         self.eager = [source for source in sources if source.eager]
+        sampled = [source for source in sources if not source.eager]
         self.views = [source.views for source in sources]
         self.watch: list[tuple[_Source, torch.Tensor]] = []  # and what counts its changes
         self._wholes: list[Any] = []
@@ -67,12 +73,33 @@ class Bound:
                 if not source.eager:  # what changes a DTensor is counted there, not within
                     self.watch.append((source, source.whole))
         self._watched = [tensor for _, tensor in self.watch]
+        self._owners = [source for source in sampled for _ in source.views]
+        self._flats = [flat for source in sampled for flat in source.flats]
+        fews = [line for source in sampled for line in source.fews]
+        self._turns = Turns(fews, [source.parameter for source in self._owners])
+        every = [source for source in sources for _ in source.views]
+        self._pieces = [number for number, source in enumerate(every) if not source.eager]
+        self._targets: dict[int, list[torch.Tensor]] = {}
         self.device = next((tensor.device for tensor in self._bases if tensor.is_cuda), None)
 
     def holds(self) -> bool:
         """Whether each tensor still has the memory that it had."""
         parts = [whole._local_tensor for whole in self._wholes]
         return all(map(is_, parts, self._parts)) and [t.data_ptr() for t in self._bases] == self._ptrs
+
+    def places(self, version: int) -> Places:
+        """Where what is watched is sampled for this version."""
+        return self._turns.of(version)
+
+    def other(self, job: Job, copies: Sequence[torch.Tensor]) -> list[str]:
+        """Names of those that had other elements when the job was made than their copies have now."""
+        where = copies[0].data_ptr() if copies else 0
+        targets = self._targets.get(where)
+        if targets is None:
+            pairs = zip(self._pieces, self._flats, strict=True)
+            targets = self._targets[where] = [few(copies[number], flat=flat) for number, flat in pairs]
+        found = self.places(job.version).differing(job.samples, targets)
+        return [self._owners[number].key for number in found]
 
     def counts(self) -> list[int]:
         """The version counters of all that is watched."""
@@ -89,6 +116,7 @@ class Job:
     bound: Bound
     counts: list[int]  # at step()
     digests: list[str] | None
+    samples: list[torch.Tensor] = field(default_factory=list)  # at step()
     ready: torch.cuda.Event | None = None  # the device has come to step(); nothing of this is tested without a GPU
     device: torch.device | None = None
     left: threading.Event = field(default_factory=threading.Event)
@@ -161,7 +189,7 @@ class Capture:
             source = self._by_key.get(leaf.key)
             if source is None:
                 here = local(leaf.tensor)
-                source = _Source(leaf.key, [], number, here.shape, here.dtype)
+                source = _Source(leaf.key, [], number, here.shape, here.dtype, leaf.optimizer < 0)
                 self._by_key[leaf.key] = source
                 self._sources.append(source)
             source.boxes.append((offset, block.size))
@@ -207,6 +235,8 @@ class Capture:
                 if length != view.shape[dim]:
                     view = view.narrow(dim, start, length)
             source.views.append(view)
+        source.flats = [view.is_contiguous() for view in source.views]
+        source.fews = [few(view, flat=flat) for view, flat in zip(source.views, source.flats, strict=True)]
 
     def snapshot(self, version: int, small: bytes, audit: bool) -> Job:
         """Begin the capture of a version: eager tensors are copied now, the others are noted."""
@@ -221,7 +251,8 @@ class Capture:
                     stage.copy_(view)
             views = [s.staging if s.eager else s.views for s in self._sources] if bound.eager else bound.views
             digests = [_digest(each) for each in views] if audit else None
-        job = Job(version, small, views, bound, bound.counts(), digests)
+            samples = bound.places(version).read()
+        job = Job(version, small, views, bound, bound.counts(), digests, samples)
         if bound.device is not None:
             job.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             job.ready.record(torch.cuda.current_stream(bound.device))
@@ -279,7 +310,7 @@ class Capture:
         return self.make_eager(self._moved(job), "changed before its copy was made")
 
     def torn(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
-        """And when these have been made: an audited version's copies that differ."""
+        """And when these have been made: copies that differ, by their samples or, in an audited version, at all."""
         return self.make_eager(self._torn(job, index, area), "changed before its copy was made")
 
     def bases(self) -> list[torch.Tensor]:
@@ -304,9 +335,9 @@ class Capture:
         ]
 
     def _torn(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
-        bad = []
+        targets = self._target(index, area)
+        bad = job.bound.other(job, targets)
         if job.digests is not None:
-            targets = self._target(index, area)
             number = 0
             for source, views, digest in zip(self._sources, job.views, job.digests, strict=True):
                 count = len(views)
