@@ -50,8 +50,10 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
 class Arming(Membership):
     """The layer of the checkpointer that makes and ends the threads that copy, send and receive."""
 
-    def __init__(self, tree: StateTree, choices: Choices) -> None:
+    def __init__(self, tree: StateTree, choices: Choices, unsupported: str) -> None:
+        """unsupported: why this rank's state cannot be captured, or ""."""
         super().__init__(choices.name, choices.seal_timeout_s, choices.hold_s, choices.transport, choices.tier)
+        self._unsupported = unsupported
         self._tree, self._choices = tree, choices
         self._pacer = Pacer(choices.chunk_bytes, choices.buffers)
         self._rhythm: Rhythm | None = None

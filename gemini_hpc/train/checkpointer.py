@@ -76,8 +76,9 @@ class Checkpointer(Resuming):
     tier, tier_interval_s: as --gemini-tier and --gemini-tier-interval, which go before them: the directory (absolute,
     seen by all nodes) where the agents save a version every so many seconds (0: the site's interval).
 
-    Raises TypeError or ValueError for arguments and state that cannot work. Its own failures never reach the
-    training: protection ends, with one line on stderr.
+    Raises TypeError or ValueError for arguments that cannot work. With state that cannot be captured (sparse or
+    quantized tensors, modules that are still lazy, FSDP1), and after failures of its own, the training runs
+    unprotected, with one line on stderr.
     """
 
     def __init__(
@@ -122,7 +123,12 @@ class Checkpointer(Resuming):
             start=start,
             tier=Tier.of(tier, tier_interval_s),
         )
-        super().__init__(StateTree(model, optimizers, stateful, modules), loader, choices)
+        unsupported = ""
+        try:
+            tree = StateTree(model, optimizers, stateful, modules)
+        except UnsupportedStateError as error:
+            tree, unsupported = StateTree(nn.Module(), [], {}, {}), str(error)
+        super().__init__(tree, loader, choices, unsupported)
         self._given = [model, *optimizers, *stateful.values(), *modules.values()]
         self._scaler = scaler
         self._closed = False
@@ -136,7 +142,10 @@ class Checkpointer(Resuming):
         self._found_anew = 0  # as it was when these were looked at
         self._foreign: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         if self._path:
-            self._tree.encode_small({}, [], self._world)  # what cannot be captured is an error now, not at step 1
+            try:
+                self._tree.encode_small({}, [], self._world)  # what cannot be captured is told now, not at step 1
+            except UnknownTypeError as error:
+                self._unsupported = str(error)
         self._join()
         me = weakref.ref(self)
         self._hook = register_optimizer_step_pre_hook(lambda opt, args, kwargs: _pre_hook(me, opt))
@@ -150,21 +159,17 @@ class Checkpointer(Resuming):
     def step(self) -> None:
         """The state of this iteration is complete. Call it last in the loop body, once per optimizer step.
 
-        Raises only at its first call, for state that cannot be captured.
+        Where state appears that cannot be captured, protection ends, with one line that names it.
         """
         if self._closed:
             raise RuntimeError("step() after close()")
         began = time.perf_counter()
         self._version += 1
         self._gate_open = False
-        first = self._capture is None
         if self._protected:
             try:
                 self._capture_version()
             except (UnknownTypeError, UnsupportedStateError) as error:
-                if first:
-                    self._protected = False
-                    raise
                 self._lose(str(error))
             except Exception as error:  # our own failure must not stop the training
                 self._lose(f"{type(error).__name__}: {error}")

@@ -15,10 +15,11 @@ import re
 import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 MAX_DEPTH = 64
 MAX_DIMS = 64
@@ -121,6 +122,9 @@ def _put_array(out: list[bytes], tag: bytes, name: str, shape: Iterable[int], pa
 
 
 def _put_tensor(out: list[bytes], value: torch.Tensor, where: str) -> None:
+    if isinstance(value, DTensor):
+        out.append(b"P")
+        value = value._local_tensor
     if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise UnknownTypeError(
             f"{where} is a {type(value).__module__}.{type(value).__qualname__}: only plain tensors can be captured "
@@ -221,6 +225,12 @@ class GeneratorState(bytes):
         generator.set_state(torch.frombuffer(bytearray(self), dtype=torch.uint8))
 
 
+class Part(NamedTuple):
+    """What this rank had of a DTensor, as decoded; see `sharded`."""
+
+    tensor: torch.Tensor
+
+
 class _Reader:
     def __init__(self, data: memoryview, enums: bool) -> None:
         self.data = data.cast("B") if data.format != "B" or data.ndim != 1 else data
@@ -290,6 +300,12 @@ class _Reader:
         else:
             result = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(dtype).reshape(shape)
         return result.to("cuda") if cuda and torch.cuda.is_available() else result
+
+    def local(self) -> torch.Tensor:
+        part = self.value(MAX_DEPTH)
+        if not isinstance(part, torch.Tensor):
+            raise ValueError("encoded state has a part of a DTensor that is no tensor")
+        return part
 
     def ndarray(self) -> np.ndarray[Any, Any]:
         name, shape, payload = self.array()
@@ -372,6 +388,7 @@ _READ: dict[bytes, Callable[[_Reader, int], Any]] = {
     b"w": lambda r, depth: r.moment(),
     b"y": lambda r, depth: datetime.date.fromisoformat(bytes(r.sized()).decode()),
     b"e": lambda r, depth: r.timedelta(),
+    b"P": lambda r, depth: Part(r.local()),
     b"G": lambda r, depth: GeneratorState(r.sized()),
     b"a": lambda r, depth: r.scalar(),
     b"A": lambda r, depth: r.ndarray(),

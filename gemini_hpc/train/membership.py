@@ -41,6 +41,7 @@ class Membership:
         self._rank = dist.get_rank() if distributed else 0
         self._world = dist.get_world_size() if distributed else 1
         self._path = os.environ.get(SOCKET_ENV, "")
+        self._unsupported = ""  # why this rank's state cannot be captured
         self._epoch = 0
         self._version = 0
         self._protected = False
@@ -129,6 +130,8 @@ class Membership:
     def _greet(self) -> Notice:
         if not self._path:
             return Notice(problem=joining.no_agent())
+        if self._unsupported:
+            return Notice(problem=f"rank {self._rank}: {self._unsupported}")
         if self._world == 1 and int(os.environ.get("WORLD_SIZE", "1") or "1") > 1:
             return Notice(problem="WORLD_SIZE says several ranks: call torch.distributed.init_process_group first")
         hello = joining.hello(

@@ -48,16 +48,17 @@ class Slot(NamedTuple):
 
 def _walk(m: nn.Module, prefix: str, replicated: bool) -> Iterator[tuple[nn.Module, str, bool]]:
     """(module, what stands before the names in it, whether DDP keeps it equal)."""
-    name = type(m).__name__
-    if name == "FullyShardedDataParallel":
+    if type(m).__name__ == "FullyShardedDataParallel":
         raise UnsupportedStateError(
             f"{prefix or 'the model'} is a FullyShardedDataParallel (FSDP1), whose flat parameters have no "
             "stable names: shard the model with torch.distributed.fsdp.fully_shard (FSDP2)"
         )
     yield m, prefix, replicated
+    # fully_shard() makes a class of its own of a wrapper's
+    unnamed = {_TRANSPARENT.get(kind.__name__) for kind in type(m).__mro__}
     for key, child in m._modules.items():
         if child is not None:
-            inner = prefix if _TRANSPARENT.get(name) == key else f"{prefix}{key}."
+            inner = prefix if key in unnamed else f"{prefix}{key}."
             yield from _walk(child, inner, replicated or isinstance(m, DistributedDataParallel))
 
 

@@ -25,11 +25,12 @@ RESUME_ATTEMPTS = 3
 class Resuming(Arming):
     """The layer of the checkpointer that resumes."""
 
-    def __init__(self, tree: StateTree, loader: Any, choices: Choices) -> None:
-        super().__init__(tree, choices)
+    def __init__(self, tree: StateTree, loader: Any, choices: Choices, unsupported: str) -> None:
+        super().__init__(tree, choices, unsupported)
         self._loader = loader
         self._resume_called = False
         self._resumed_from: tuple[int, int] | None = None
+        self._generators: Any = None  # as they were in the version that was restored
         self._gate_open = True
         self._first_done = True
 
@@ -62,7 +63,7 @@ class Resuming(Arming):
         self._first_done = False
         if own.manifest.rank == self._rank:
             self._kept_capacity = own.header.layout.small_capacity
-            states = small["rng"]
+            self._generators = states = small["rng"]
             rng.restore(states)
             if isinstance(self._loader, StatefulLoader):
                 self._loader.before_next_batch(lambda: rng.restore(states))
@@ -76,6 +77,13 @@ class Resuming(Arming):
         self._client.event("resumed", self._version, json.dumps(detail), t=done)
         return self._version
 
+    def restore_generators(self) -> None:
+        """Set the generators of Python, NumPy, torch and CUDA once more as they were in the restored version. For a
+        script in which something draws numbers after `resume()`, a loader of its own for instance: call this right
+        before the first iteration. `StatefulLoader` does so by itself. Without a restored version nothing happens."""
+        if self._generators is not None:
+            rng.restore(self._generators)
+
     def _tell_data(self) -> None:
         if self._loader is None and self._version:
             steps = "1 step" if self._version == 1 else f"{self._version} steps"
@@ -86,6 +94,8 @@ class Resuming(Arming):
         path = self._choices.start
         if not path:
             return 0
+        if self._unsupported:
+            raise ValueError(f"cannot start from {path}: {self._unsupported}")
         began, why = time.time(), ""
         try:
             found = start.load(self._tree, path, self._name, self._rank, self._world)
@@ -94,7 +104,7 @@ class Resuming(Arming):
         if not all(self._gather(not why)):
             raise ValueError(f"cannot start from {path}: {why or 'another rank could not'}")
         self._version = found.version
-        states = found.states
+        self._generators = states = found.states
         if states is not None:
             rng.restore(states)
             if isinstance(self._loader, StatefulLoader):

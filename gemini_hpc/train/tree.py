@@ -16,9 +16,10 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from gemini_hpc.core.directory import Row
-from gemini_hpc.train import encode, rng
+from gemini_hpc.train import encode, rng, sharded
 from gemini_hpc.train.buckets import ArrivalOrder
 from gemini_hpc.train.dtypes import dtype_name
 from gemini_hpc.train.groups import Members, unpack
@@ -63,7 +64,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
+    """Whether its memory says it all. That may be so of a class of its own, unless it is made of other tensors."""
+    made_of_others = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return not made_of_others and tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def find_ddp(model: nn.Module) -> list[DistributedDataParallel]:
@@ -170,6 +173,8 @@ class StateTree:
                 aliases[fqn] = first.fqn
                 return False
             here = local(tensor)
+            if is_lazy(here):
+                raise UnsupportedStateError(f"{fqn} has no size before the first forward: make one before this")
             if not _plain(here) or here.is_meta:
                 raise UnsupportedStateError(
                     f"{fqn} is a {type(here).__qualname__} ({here.layout}, {here.device}): only dense tensors and "
@@ -306,7 +311,10 @@ class StateTree:
         if missing:
             raise ValueError(f"the saved run and this one differ in: {', '.join(sorted(missing))}")
         for name, item in self.stateful.items():
-            item.load_state_dict(small["stateful"][name])
+            saved = small["stateful"][name]
+            if sharded.has_parts(saved):
+                saved = sharded.whole(saved, item.state_dict(), name)
+            item.load_state_dict(saved)
         self._restore_buffers(small)
 
     def _restore_groups(self, number: int, groups: Sequence[Mapping[str, Any]], small: Mapping[str, Any]) -> None:
@@ -345,7 +353,7 @@ class StateTree:
                 raise ValueError(f"buffer {name} {tuple(buffer.shape)} is not in the saved state as such")
         for name, saved in small["buffers"].items():
             now = here.get(name)
-            if now is not None and local(now).shape == saved.shape:
+            if now is not None and local(now).shape == saved.shape and not _folded(local(now)):
                 local(now).copy_(saved)
                 continue
             value = saved.to(device if now is None else now.device, copy=True)
@@ -354,6 +362,11 @@ class StateTree:
                     f"buffer {name} appeared in mid-training, in a module that this training does not have: build it "
                     "before resume()"
                 )
+
+
+def _folded(tensor: torch.Tensor) -> bool:
+    """Whether several elements share their memory (`expand`): such a tensor cannot be written."""
+    return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _grouped(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:

@@ -20,8 +20,6 @@ from gemini_hpc.core.directory import Manifest, place
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.train import ownership, rhythm
 from gemini_hpc.train.capture import Capture, StateChangedError
-from gemini_hpc.train.encode import UnknownTypeError
-from gemini_hpc.train.modules import UnsupportedStateError
 from gemini_hpc.train.tree import StateTree
 
 from .fake_agent import FakeJob
@@ -277,18 +275,6 @@ def test_user_mistakes_are_errors(job: FakeJob) -> None:
         arguments: dict[str, Any] = {"model": model, "optimizer": optimizer, **wrong}
         with pytest.raises(kind, match=words):
             gemini.Checkpointer(**arguments)
-
-    class Bad:
-        def state_dict(self) -> dict[str, Any]:
-            return {"socket": object()}
-
-        def load_state_dict(self, state: Any) -> None:
-            pass
-
-    with pytest.raises(UnknownTypeError, match=r"'extra\.bad'\]\['socket'\] is a builtins\.object"):
-        gemini.Checkpointer(model, optimizer, extra={"bad": Bad()})
-    with pytest.raises(UnsupportedStateError, match="weight"):
-        gemini.Checkpointer(nn.Linear(2, 2, device="meta"), optimizer)
 
 
 def test_going_on_without_a_seal_is_said(

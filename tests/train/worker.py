@@ -12,6 +12,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
@@ -82,6 +84,32 @@ class SlowLink:
         messages.MessageOutbox.send = slow_send
 
 
+WRAPPERS: dict[str, Any] = {
+    "": lambda block: block,
+    "checkpoint": checkpoint_wrapper,
+    "compile": lambda block: torch.compile(block, backend="eager"),
+}
+
+
+class Average:
+    """Of parameters that may be sharded; no module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.shadow = [p.detach().clone() for p in model.parameters()]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for slow, p in zip(self.shadow, self.model.parameters(), strict=True):
+            slow.lerp_(p, 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = list(state["shadow"])
+
+
 class Growing:
     """Small state that outgrows its place in the slot."""
 
@@ -119,10 +147,14 @@ class Net(nn.Module):
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    hasher = xxhash.xxh3_128()
     tensors = [*model.parameters(), *model.buffers()]
     for state in optimizer.state.values():
         tensors += [v for v in state.values() if isinstance(v, torch.Tensor)]
+    return digest_of(tensors)
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> str:
+    hasher = xxhash.xxh3_128()
     for tensor in tensors:
         t = tensor.detach()
         whole = t.full_tensor() if hasattr(t, "full_tensor") else t
@@ -170,8 +202,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh("cpu", (world,))
-        for block in net.blocks:
-            fully_shard(block, mesh=mesh)
+        for i, block in enumerate(net.blocks):
+            net.blocks[i] = fully_shard(WRAPPERS[o.get("wrap", "")](block), mesh=mesh)
         model = fully_shard(net, mesh=mesh)
     else:
         model = net
@@ -193,7 +225,9 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     gpu = fake_gpu.install(o["gpu"], rank) if "gpu" in o else None
     alone = dist.new_group([1]) if o.get("alone_on") == 1 else None
     growing = Growing()
-    ckpt = gemini.Checkpointer(model, optimizer, scheduler, scaler, loader, extra={"growing": growing}, **kwargs)
+    average = Average(model) if o.get("average") else None
+    extra = {"growing": growing, **({"average": average} if average else {})}
+    ckpt = gemini.Checkpointer(model, optimizer, scheduler, scaler, loader, extra=extra, **kwargs)
     start = ckpt.resume()
     losses: dict[int, str] = {}
     behind: list[int] = []
@@ -237,6 +271,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
             behind.append(ckpt.version - accumulate + 1 - (sealed[1] if sealed else 0))
         scheduler.step()
         losses[step] = total.hex()
+        if average is not None:
+            average.update()
         if step == o.get("grow_at"):
             growing.data = bytes(1_500_000)
         if o.get("twice_at") == step:
@@ -285,6 +321,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         if slow is not None and str(step) in o.get("rates", {}):
             slow.rate = o["rates"][str(step)]
     final = digest(net, optimizer)
+    if average is not None:
+        final += digest_of(average.shadow)
     launches = list(ckpt._driver._exchange.log.newest) if o.get("launches") and ckpt._driver is not None else []
     report = ckpt.report()
     ckpt.close()
