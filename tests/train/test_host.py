@@ -98,12 +98,13 @@ def test_bitwise_equal_and_on_both_nodes(make_job: MakeJob, run: Start, undistur
 def test_a_node_is_lost(make_job: MakeJob, run: Start, undisturbed: list[str]) -> None:
     """What the replacement gets of its dead predecessor's shard is what had been pushed to the survivor."""
     job = make_job(2, 2)
-    run(job, die_at=25).wait(codes=(1,))
+    run(job, die_at=25, peek=True).wait(codes=(1,))
     job.all["n2"].die()
     job.requeue(["n1", "n3"])
     assert [node.name for node in job.nodes] == ["n1", "n3"]
-    results = run(job).wait()
+    results = run(job, peek=True).wait()
     assert {r["start"] for r in results} in ({24}, {25}), "one step repeated at most"
+    assert {r["peeked"] for r in results} == {r["start"] for r in results}
     assert [r["digest"] for r in results] == undisturbed
     assert all(r["report"]["state"] == "protected" for r in results)
 

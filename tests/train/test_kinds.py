@@ -192,3 +192,18 @@ def test_generators_are_restored_once_more_when_asked(job: FakeJob) -> None:
     ckpt.restore_generators()
     assert [torch.rand(3).tolist(), random.random(), np.random.rand()] == drawn
     ckpt.close()
+
+
+def test_peek_says_what_resume_is_about_to_restore(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert gemini.peek() == 0
+    job.stop_after(5)
+    run(model, optimizer, 9)
+    wait_sealed(job, 5)
+    assert job.requeue() is not None
+    assert gemini.peek() == gemini.peek() == 5
+    with gemini.Checkpointer(model, optimizer) as ckpt:
+        assert ckpt.resume() == 5
+    monkeypatch.delenv("GEMINI_SOCKET")
+    assert gemini.peek() == 0

@@ -190,6 +190,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     """What the process tells; None: it leaves as it is."""
     kind = o.get("kind", "plain")
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    peeked = gemini.peek() if o.get("peek") else None
     seed = o.get("seed", 0) + 100 * rank
     torch.manual_seed(seed)
     random.seed(seed)
@@ -330,4 +331,5 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         report["gpu"] = {"pinned": gpu.pinned, "exchanges": gpu.communicator.count if gpu.communicator else 0}
     told = {"start": start, "losses": losses, "digest": final, "report": report, "launches": launches}
     told |= {"unsealed_at_gate": behind} if behind else {}
+    told |= {"peeked": peeked} if peeked is not None else {}
     return {"rank": rank, **told}

@@ -1,0 +1,47 @@
+"""What a training would resume from, before anything of it is built."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch.distributed as dist
+
+from gemini_hpc.client import joining
+from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.wire.stored import Tier
+
+
+def peek(name: str = "default", *, tier: str = "", tier_interval_s: float = 0) -> int:
+    """The version that `resume()` is about to restore; 0 where there is none, or no agent.
+
+    For a script that builds something else after so many steps: further layers, another parameter group. Call it on
+    every rank, as it waits until all agents of the job agree; after `init_process_group`, or before it where the
+    environment has RANK and WORLD_SIZE (torchrun). The arguments are those of `Checkpointer`. `resume()` says the
+    final word: a copy that turns out damaged there leads to an older version.
+    """
+    path = os.environ.get(joining.SOCKET_ENV, "")
+    if not path:
+        return 0
+    distributed = dist.is_available() and dist.is_initialized()
+    rank = dist.get_rank() if distributed else _number("RANK", 0)
+    world = dist.get_world_size() if distributed else _number("WORLD_SIZE", 1)
+    local_rank = _number("LOCAL_RANK", _number("SLURM_LOCALID", 0))
+    hello = joining.hello(name, rank, world, local_rank, Tier.of(tier, tier_interval_s))
+    client = AgentClient(path, lambda welcome, exchange: False, lambda: None)
+    try:
+        return client.hello(hello, lambda waited_s, why: None).chosen_version
+    except (AgentLost, AgentRefused) as error:
+        print(
+            f"gemini-hpc: rank {rank}: what there is to resume from is not known: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 0
+    finally:
+        client.close()
+
+
+def _number(name: str, otherwise: int) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else otherwise
