@@ -115,6 +115,7 @@ class AgentClient:
         self._sock: socket.socket | None = None
         self._closed = threading.Event()
         self._hello: local.Hello | None = None
+        self.first: local.Welcome | None = None  # the welcome; an agent that comes back must be of the same round
         self._page: ControlPage | None = None
         self._events: deque[local.Event] = deque(maxlen=EVENTS_KEPT)
         self._posted: dict[type[Posted], Posted] = {}
@@ -168,6 +169,7 @@ class AgentClient:
                     raise
                 time.sleep(RETRY_FAST_S)
         self._hello = msgspec.structs.replace(hello, rejoin=True)
+        self.first = welcome
         self._sock = sock
         threading.Thread(target=self._watch, name="gemini-agent", daemon=True).start()
         threading.Thread(target=self._send_events, name="gemini-events", daemon=True).start()

@@ -82,7 +82,7 @@ class SealGate:
             if self._missed is None or newest >= self._missed[0]:
                 self._missed = (self._epoch, version), now
             (_, first), since = self._missed
-        if now - since > self._timeout_s:
+        if version > first and now - since > self._timeout_s:
             self.degrade(f"no version from {first} on was sealed")
 
     def wait(

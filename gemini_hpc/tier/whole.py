@@ -74,8 +74,11 @@ def read(where: str, manifest: version.Manifest) -> Whole:
 def _join(shards: Iterable[Saved]) -> Whole:
     whole, have = Whole(), dict[str, set[Box]]()
     for saved in shards:
-        if saved.manifest.rank == 0 and saved.small_raw:
-            whole.small, whole.aliases = saved.small(enums=False), dict(saved.manifest.aliases)
+        small = saved.small(enums=False) if saved.small_raw else {}
+        if saved.manifest.rank == 0 and small:
+            whole.small, whole.aliases = small, dict(saved.manifest.aliases)
+        for fields, tensor in small.get("late", ()):
+            _add_late(whole, saved, Row(*fields), tensor)
         for row in saved.manifest.rows:
             key = saved.key(row)
             first = whole.rows.setdefault(key, row)
@@ -96,10 +99,21 @@ def _join(shards: Iterable[Saved]) -> Whole:
             target.copy_(part)
             have[key].add((piece.offset, piece.size))
     for key, tensor in whole.tensors.items():
-        covered = _covered(have[key], tensor.ndim)
+        covered = _covered(have[key], tensor.ndim) if key in have else tensor.numel()
         if covered != tensor.numel():
             raise ValueError(f"{key} is not whole: {covered} of {tensor.numel()} elements")
     return whole
+
+
+def _add_late(whole: Whole, saved: Saved, row: Row, tensor: torch.Tensor) -> None:
+    """What appeared after the first step is in each rank's small state."""
+    if tuple(tensor.shape) != row.shape:
+        raise ValueError(
+            f"{row.key} appeared in mid-training, and this version has it in parts without places: take one that "
+            "was written after another start of the job"
+        )
+    whole.rows.setdefault(saved.key(row), row)
+    whole.tensors.setdefault(saved.key(row), tensor)
 
 
 def _covered(boxes: set[Box], ndim: int) -> int:

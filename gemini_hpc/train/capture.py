@@ -19,7 +19,7 @@ import xxhash
 
 from gemini_hpc.core.directory import Manifest
 from gemini_hpc.train.ownership import Block, Entry
-from gemini_hpc.train.sample import Places, Turns, few
+from gemini_hpc.train.sample import OTHERS, PARAMETERS, Turns, few
 from gemini_hpc.train.tree import Leaf, local
 
 _BATCH_BYTES = 1 << 20  # pieces below this go through one _foreach_copy_
@@ -76,10 +76,14 @@ class Bound:
         self._owners = [source for source in sampled for _ in source.views]
         self._flats = [flat for source in sampled for flat in source.flats]
         fews = [line for source in sampled for line in source.fews]
-        self._turns = Turns(fews, [source.parameter for source in self._owners])
+        numbers = range(len(fews))
+        parameters = [number for number in numbers if self._owners[number].parameter]
+        others = [number for number in numbers if not self._owners[number].parameter]
+        self._parameters = Turns(fews, parameters, PARAMETERS)
+        self._others = Turns(fews, others, OTHERS)
         every = [source for source in sources for _ in source.views]
         self._pieces = [number for number, source in enumerate(every) if not source.eager]
-        self._targets: dict[int, list[torch.Tensor]] = {}
+        self._targets: dict[int, tuple[int, list[torch.Tensor]]] = {}  # by slot: where it is, samples of it
         self.device = next((tensor.device for tensor in self._bases if tensor.is_cuda), None)
 
     def holds(self) -> bool:
@@ -87,18 +91,23 @@ class Bound:
         parts = [whole._local_tensor for whole in self._wholes]
         return all(map(is_, parts, self._parts)) and [t.data_ptr() for t in self._bases] == self._ptrs
 
-    def places(self, version: int) -> Places:
-        """Where what is watched is sampled for this version."""
-        return self._turns.of(version)
+    def samples(self, version: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """A few elements of what has its turn in this version: of parameters, and of optimizer tensors."""
+        return self._parameters.of(version).read(), self._others.of(version).read()
 
-    def other(self, job: Job, copies: Sequence[torch.Tensor]) -> list[str]:
-        """Names of those that had other elements when the job was made than their copies have now."""
+    def other(self, job: Job, index: int, copies: Sequence[torch.Tensor]) -> list[str]:
+        """Names of those that had other elements when the job was made than their copies in slot `index` have now. If
+        that is most of the parameters that had their turn, all of them were swapped."""
         where = copies[0].data_ptr() if copies else 0
-        targets = self._targets.get(where)
-        if targets is None:
+        known = self._targets.get(index)
+        if known is None or known[0] != where:
             pairs = zip(self._pieces, self._flats, strict=True)
-            targets = self._targets[where] = [few(copies[number], flat=flat) for number, flat in pairs]
-        found = self.places(job.version).differing(job.samples, targets)
+            known = self._targets[index] = where, [few(copies[number], flat=flat) for number, flat in pairs]
+        parameters, others = self._parameters.of(job.version), self._others.of(job.version)
+        found = parameters.differing(job.samples[0], known[1])
+        if 2 * len(found) > parameters.count:
+            found = [number for number, source in enumerate(self._owners) if source.parameter]
+        found += others.differing(job.samples[1], known[1])
         return [self._owners[number].key for number in found]
 
     def counts(self) -> list[int]:
@@ -116,7 +125,7 @@ class Job:
     bound: Bound
     counts: list[int]  # at step()
     digests: list[str] | None
-    samples: list[torch.Tensor] = field(default_factory=list)  # at step()
+    samples: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # at step()
     ready: torch.cuda.Event | None = None  # the device has come to step(); nothing of this is tested without a GPU
     device: torch.device | None = None
     left: threading.Event = field(default_factory=threading.Event)
@@ -251,7 +260,7 @@ class Capture:
                     stage.copy_(view)
             views = [s.staging if s.eager else s.views for s in self._sources] if bound.eager else bound.views
             digests = [_digest(each) for each in views] if audit else None
-            samples = bound.places(version).read()
+            samples = bound.samples(version)
         job = Job(version, small, views, bound, bound.counts(), digests, samples)
         if bound.device is not None:
             job.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -284,6 +293,7 @@ class Capture:
         if stream is not None and job.ready is not None:
             stream.wait_event(job.ready)
         with torch.no_grad(), torch.cuda.stream(stream):
+            self._fetch_samples(job)
             number = 0
             for views in job.views:
                 for view in views:
@@ -299,6 +309,12 @@ class Capture:
         if stream is not None:
             stream.synchronize()
 
+    @staticmethod
+    def _fetch_samples(job: Job) -> None:
+        """To host memory, on the current stream: the default one may have a whole iteration before it."""
+        first, second = job.samples
+        job.samples = [t.cpu() for t in first], [t.cpu() for t in second]
+
     def changed(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
         """After `copy`: names of tensors whose copy cannot be trusted. They are eager from now on."""
         bad = self._moved(job) + self._torn(job, index, area)
@@ -311,6 +327,11 @@ class Capture:
 
     def torn(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
         """And when these have been made: copies that differ, by their samples or, in an audited version, at all."""
+        if job.ready is not None:
+            stream = torch.cuda.Stream(job.device)  # type: ignore[no-untyped-call]
+            stream.wait_event(job.ready)
+            with torch.cuda.stream(stream):
+                self._fetch_samples(job)
         return self.make_eager(self._torn(job, index, area), "changed before its copy was made")
 
     def bases(self) -> list[torch.Tensor]:
@@ -336,7 +357,7 @@ class Capture:
 
     def _torn(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
         targets = self._target(index, area)
-        bad = job.bound.other(job, targets)
+        bad = job.bound.other(job, index, targets)
         if job.digests is not None:
             number = 0
             for source, views, digest in zip(self._sources, job.views, job.digests, strict=True):

@@ -146,6 +146,8 @@ class Checkpointer(Resuming):
                 self._tree.encode_small({}, [], self._world)  # what cannot be captured is told now, not at step 1
             except UnknownTypeError as error:
                 self._unsupported = str(error)
+            except Exception as error:  # of the user's own state_dict(), for instance: it may work at step 1
+                self._findings.append(f"the state could not be read yet: {type(error).__name__}: {error}")
         self._join()
         me = weakref.ref(self)
         self._hook = register_optimizer_step_pre_hook(lambda opt, args, kwargs: _pre_hook(me, opt))

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 MAX_DEPTH = 64
 MAX_DIMS = 64
@@ -41,6 +40,14 @@ _enums: dict[str, type[enum.Enum]] = {}
 
 class UnknownTypeError(TypeError):
     """A value that has no encoding; the message names where it is and what it is."""
+
+
+class Part(NamedTuple):
+    """What this rank has of a DTensor of this shape, cut like that; see `sharded`."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    placements: str
 
 
 def register_enum(cls: type[enum.Enum]) -> type[enum.Enum]:
@@ -122,9 +129,6 @@ def _put_array(out: list[bytes], tag: bytes, name: str, shape: Iterable[int], pa
 
 
 def _put_tensor(out: list[bytes], value: torch.Tensor, where: str) -> None:
-    if isinstance(value, DTensor):
-        out.append(b"P")
-        value = value._local_tensor
     if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise UnknownTypeError(
             f"{where} is a {type(value).__module__}.{type(value).__qualname__}: only plain tensors can be captured "
@@ -168,6 +172,7 @@ _EXACT: dict[type, Callable[[list[bytes], Any, str, int], None]] = {
     Counter: lambda out, value, where, depth: _put_mapping(out, b"C", value, where, depth),
     set: lambda out, value, where, depth: _put_set(out, b"S", value, len(value), where, depth),
     frozenset: lambda out, value, where, depth: _put_set(out, b"Z", value, len(value), where, depth),
+    Part: lambda out, value, where, depth: _put_items(out, b"P", value, 3, where, depth),
     torch.dtype: lambda out, value, where, depth: _sized(out, b"D", str(value).encode()),
     torch.device: lambda out, value, where, depth: _sized(out, b"v", str(value).encode()),
     datetime.datetime: lambda out, value, where, depth: _put_datetime(out, value, where),
@@ -176,6 +181,13 @@ _EXACT: dict[type, Callable[[list[bytes], Any, str, int], None]] = {
         b"e" + _TIMEDELTA.pack(value.days, value.seconds, value.microseconds)
     ),
 }
+
+
+def _has_name(value: enum.Enum) -> bool:
+    """Whether it is a member of a registered class; a combination of flags is none."""
+    cls = type(value)
+    registered = _enums.get(f"{cls.__module__}.{cls.__qualname__}") is cls
+    return registered and cls.__members__.get(value.name or "") is value
 
 
 def _put_datetime(out: list[bytes], value: datetime.datetime, where: str) -> None:
@@ -198,9 +210,7 @@ def _put(out: list[bytes], value: Any, where: str, depth: int) -> None:
         _put_ndarray(out, b"a", np.asarray(value), where)
     elif type(value) is np.ndarray:
         _put_ndarray(out, b"A", value, where)
-    elif isinstance(value, enum.Enum) and _enums.get(f"{type(value).__module__}.{type(value).__qualname__}") is type(
-        value
-    ):
+    elif isinstance(value, enum.Enum) and _has_name(value):
         out.append(b"E")
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         _put(out, (name, value.name), where, depth + 1)
@@ -223,12 +233,6 @@ class GeneratorState(bytes):
     def restore(self, generator: torch.Generator) -> None:
         """Set the generator's state."""
         generator.set_state(torch.frombuffer(bytearray(self), dtype=torch.uint8))
-
-
-class Part(NamedTuple):
-    """What this rank had of a DTensor, as decoded; see `sharded`."""
-
-    tensor: torch.Tensor
 
 
 class _Reader:
@@ -301,11 +305,12 @@ class _Reader:
             result = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(dtype).reshape(shape)
         return result.to("cuda") if cuda and torch.cuda.is_available() else result
 
-    def local(self) -> torch.Tensor:
-        part = self.value(MAX_DEPTH)
-        if not isinstance(part, torch.Tensor):
-            raise ValueError("encoded state has a part of a DTensor that is no tensor")
-        return part
+    def part(self, depth: int) -> Part:
+        found = self.items(depth)
+        kinds = (torch.Tensor, tuple, str)
+        if len(found) != 3 or not all(map(isinstance, found, kinds)):
+            raise ValueError("encoded state has a part of a DTensor that is none")
+        return Part(*found)
 
     def ndarray(self) -> np.ndarray[Any, Any]:
         name, shape, payload = self.array()
@@ -388,7 +393,7 @@ _READ: dict[bytes, Callable[[_Reader, int], Any]] = {
     b"w": lambda r, depth: r.moment(),
     b"y": lambda r, depth: datetime.date.fromisoformat(bytes(r.sized()).decode()),
     b"e": lambda r, depth: r.timedelta(),
-    b"P": lambda r, depth: Part(r.local()),
+    b"P": lambda r, depth: r.part(depth),
     b"G": lambda r, depth: GeneratorState(r.sized()),
     b"a": lambda r, depth: r.scalar(),
     b"A": lambda r, depth: r.ndarray(),

@@ -93,10 +93,10 @@ class StatefulLoader:
     @property
     def epoch(self) -> int:
         """The epoch that the next batch belongs to."""
-        return self._epoch
+        return self._epoch + (self._taken >= len(self))
 
     def before_next_batch(self, call: Callable[[], None]) -> None:
-        """Run `call` once, just before the next batch is handed out (the checkpointer restores the RNG there)."""
+        """Run `call` once, just before the next batch is made (the checkpointer restores the RNG there)."""
         self._before_batch = call
 
     def __iter__(self) -> Iterator[Any]:
@@ -105,15 +105,20 @@ class StatefulLoader:
         epoch, started = self._epoch, self._restored
         self._sampler.epoch, self._sampler.skip = epoch, self._taken * self._batch_size
         self._generator.manual_seed((self._seed * 1_000_003 + epoch) & (2**63 - 1))
+        if not self._loader.num_workers:  # then what makes the batch may draw from this process's generators
+            self._call_before_batch()
         for batch in self._loader:
             if self._restored != started:
                 raise RuntimeError("the loader's position was restored during iteration: start a new iterator")
             self._taken += 1
-            if self._before_batch is not None:
-                call, self._before_batch = self._before_batch, None
-                call()
+            self._call_before_batch()
             yield batch
         self._epoch, self._taken = epoch + 1, 0
+
+    def _call_before_batch(self) -> None:
+        if self._before_batch is not None:
+            call, self._before_batch = self._before_batch, None
+            call()
 
     def forever(self) -> Iterator[Any]:
         """All batches from the current position on, without an end."""

@@ -115,7 +115,9 @@ class Membership:
         self._targets = placement.targets(homes, notice.nodes, m)
         self._outgoing = self._targets[self._rank]
         self._incoming = [r for r, t in enumerate(self._targets) if self._rank in t and r != self._rank]
-        if self._world > 1 and m > 1 and self._transport is None:
+        if self._transport is not None:
+            self._transport.joined_anew(client)
+        elif self._world > 1 and m > 1:
             from gemini_hpc.train.transport import choice
 
             protocols = [n.protocol for n in notices]
@@ -166,13 +168,14 @@ class Membership:
 
     def _rejoin(self, welcome: local.Welcome, exchange: Exchange) -> bool:
         """From the client's thread, after a new agent has welcomed us: hand the memory back."""
-        if (welcome.epoch, welcome.restart) != (self._epoch, self._welcome.restart):
+        first = self._client.first if self._client is not None else None
+        if first is None or (welcome.epoch, welcome.restart) != (first.epoch, first.restart):
             self._lose(
-                f"the agent came back for epoch {welcome.epoch}, restart {welcome.restart}; this training is of "
-                f"epoch {self._epoch}, restart {self._welcome.restart}"
+                f"the agent came back for epoch {welcome.epoch}, restart {welcome.restart}"
+                + (f"; this training is of epoch {first.epoch}, restart {first.restart}" if first else "")
             )
             return False
-        chosen = (self._welcome.chosen_epoch, self._welcome.chosen_version)
+        chosen = (first.chosen_epoch, first.chosen_version)
         for keeper in self._keepers():
             if keeper.shard is None:
                 continue

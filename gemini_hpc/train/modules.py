@@ -5,13 +5,14 @@ Semi-private parts of torch that this needs (a module's dicts, names of wrappers
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -78,6 +79,7 @@ class Modules:
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
         """roots: by what stands before their names. Raises UnsupportedStateError."""
         self._roots = dict(roots)
+        self.reshard()
         self.parameters: list[Slot] = []
         self.buffers: list[Slot] = []
         self.transient: set[str] = set()  # of the buffers, what `Module.state_dict` leaves out
@@ -87,6 +89,10 @@ class Modules:
         self._sizes: list[int] = []
         self._values: list[Any] = []
         self.find()
+
+    def reshard(self) -> None:
+        """See the function."""
+        reshard(self._roots.values())
 
     def find(self) -> None:
         """Look at all of it. Raises UnsupportedStateError."""
@@ -98,10 +104,10 @@ class Modules:
             for m, where, replicated in _walk(root, prefix, False):
                 self._modules.setdefault(where, m)
                 parameters, buffers = m._parameters, m._buffers
-                for key in parameters:
+                for key in parameters.keys():  # noqa: SIM118 (a script module's dict cannot be iterated)
                     fqn = where + key
                     self.parameters.append(Slot(fqn, parameters, key, replicated and fqn not in ignored))
-                self.buffers += [Slot(where + key, buffers, key, replicated) for key in buffers]
+                self.buffers += [Slot(where + key, buffers, key, replicated) for key in buffers.keys()]  # noqa: SIM118
                 self.transient |= {where + key for key in m._non_persistent_buffers_set if key in buffers}
                 fixed += [parameters, m._modules]
                 dicts.append(buffers)
@@ -112,11 +118,13 @@ class Modules:
     def holds(self) -> bool:
         """Whether there are the same modules with the same parameters, and buffers under the same names: a buffer is
         read where it is kept, so that another one may be there at any time."""
-        return list(map(len, self._dicts)) == self._sizes and all(
-            map(is_, chain.from_iterable(held.values() for held in self._fixed), self._values)
+        return (
+            list(map(len, self._dicts)) == self._sizes
+            and all(map(is_, chain.from_iterable(held.values() for held in self._fixed), self._values))
+            and all(slot.key in slot.holder for slot in self.buffers)
         )
 
-    def put(self, fqn: str, value: torch.Tensor, *, persistent: bool) -> bool:
+    def put(self, fqn: str, value: torch.Tensor | None, *, persistent: bool) -> bool:
         """Make this the buffer of that name; False where there is no module for it."""
         where, dot, key = fqn.rpartition(".")
         module = self._modules.get(where + dot)
@@ -129,6 +137,15 @@ class Modules:
         return True
 
 
+def reshard(roots: Iterable[nn.Module]) -> None:
+    """Free what FSDP2 has gathered for a forward and would use again in the next: values that are loaded go into the
+    sharded parameters."""
+    for root in roots:
+        for m in root.modules():
+            if isinstance(m, FSDPModule):
+                m.reshard()
+
+
 def same(found: Sequence[torch.Tensor | None], known: Sequence[torch.Tensor]) -> bool:
     """Whether these are the same tensors."""
     return len(found) == len(known) and all(map(is_, found, known))
@@ -138,4 +155,6 @@ def gathered(tensor: torch.Tensor, known: torch.Tensor | None) -> bool:
     """Whether a tensor is what FSDP2 puts in the place of a sharded parameter for the time of a forward."""
     if tensor is known or not isinstance(known, DTensor) or tensor.shape != known.shape:
         return False
-    return not isinstance(tensor, DTensor) or tensor.placements != known.placements
+    if not isinstance(tensor, DTensor):
+        return True
+    return tensor.placements != known.placements or tensor.device_mesh != known.device_mesh

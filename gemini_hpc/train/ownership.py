@@ -17,6 +17,8 @@ import numpy as np
 Ownership = Literal["split", "full"]
 _Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 _BLOCKS_PER_RANK = 32  # a dealt block is at most 1/32 of a rank's fair share: greedy dealing ends within that of it
+# Every rank keeps what is so small, such as an optimizer's count of steps, or it would need others' shards for that.
+_EVERYWHERE_BYTES = 64
 _LEAST_BLOCK_BYTES = 4 << 10  # below this, the cost of one more copy outweighs balance
 
 
@@ -104,9 +106,10 @@ def deal(entries: Sequence[Sequence[Entry]], mode: Ownership = "split") -> list[
     for having in index.values():
         rank, i = having[0]
         entry = entries[rank][i]
-        if len(having) == 1:
-            kept[rank].append(Block(i, entry.offset, entry.size))
-            load[rank] += entry.bytes
+        if len(having) == 1 or entry.bytes <= _EVERYWHERE_BYTES:
+            for rank, i in having:
+                kept[rank].append(Block(i, entry.offset, entry.size))
+                load[rank] += entry.bytes
         else:
             holders = dict(having)
             shared.extend((size, offset, box, holders) for size, offset, box in _cut(entry, block_bytes))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from gemini_hpc.client import joining
 from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.train import collective
 from gemini_hpc.wire.stored import Tier
 
 
@@ -16,30 +17,37 @@ def peek(name: str = "default", *, tier: str = "", tier_interval_s: float = 0) -
     """The version that `resume()` is about to restore; 0 where there is none, or no agent.
 
     For a script that builds something else after so many steps: further layers, another parameter group. Call it on
-    every rank, as it waits until all agents of the job agree; after `init_process_group`, or before it where the
-    environment has RANK and WORLD_SIZE (torchrun). The arguments are those of `Checkpointer`. `resume()` says the
-    final word: a copy that turns out damaged there leads to an older version.
+    every rank, after `init_process_group` where there are several: it is collective. The arguments are those of
+    `Checkpointer`. `resume()` says the final word: a copy that turns out damaged there leads to an older version.
     """
     path = os.environ.get(joining.SOCKET_ENV, "")
-    if not path:
-        return 0
     distributed = dist.is_available() and dist.is_initialized()
     rank = dist.get_rank() if distributed else _number("RANK", 0)
     world = dist.get_world_size() if distributed else _number("WORLD_SIZE", 1)
-    local_rank = _number("LOCAL_RANK", _number("SLURM_LOCALID", 0))
-    hello = joining.hello(name, rank, world, local_rank, Tier.of(tier, tier_interval_s))
-    client = AgentClient(path, lambda welcome, exchange: False, lambda: None)
-    try:
-        return client.hello(hello, lambda waited_s, why: None).chosen_version
-    except (AgentLost, AgentRefused) as error:
-        print(
-            f"gemini-hpc: rank {rank}: what there is to resume from is not known: {error}",
-            file=sys.stderr,
-            flush=True,
-        )
+    found, why = 0, ""
+    if path:
+        local_rank = _number("LOCAL_RANK", _number("SLURM_LOCALID", 0))
+        hello = joining.hello(name, rank, world, local_rank, Tier.of(tier, tier_interval_s))
+        client = AgentClient(path, lambda welcome, exchange: False, lambda: None)
+        try:
+            found = client.hello(hello, lambda waited_s, why: None).chosen_version
+        except (AgentLost, AgentRefused) as error:
+            found, why = -1, str(error)
+        finally:
+            client.close()
+    if distributed and world > 1:  # also so that nobody begins another round before all have been answered
+        everywhere = collective.gather_word(found)
+        found = found if all(other == found for other in everywhere) else -1
+    if found < 0:
+        if why or rank == 0:
+            text = why or "the agents do not agree, or one was not reached"
+            print(
+                f"gemini-hpc: rank {rank}: what there is to resume from is not known: {text}",
+                file=sys.stderr,
+                flush=True,
+            )
         return 0
-    finally:
-        client.close()
+    return found
 
 
 def _number(name: str, otherwise: int) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -239,15 +240,16 @@ def load(tree: StateTree, own: Saved, shards: Sequence[Saved], rank: int, same_w
     the small state of `own` back, all but the generators. Returns the small state. Raises ValueError where the saved
     state does not fit this training."""
     small = own.small()
+    tree.reshard()
     for recorder, order in zip(tree.ddps, small["buckets"], strict=False):
         recorder.replay(order)
     rows = {row.key: row for row in own.manifest.rows}
     if not same_world:
-        mine = {p.fqn for p in tree.params}
+        # an optimizer that shards by parameter has other ones on other ranks
+        steps = [tree.stepped_by(number) for number in range(len(tree.optimizers))]
+        rows = {key: row for key, row in rows.items() if _is_mine(row, steps)}
         for saved in shards:
-            for row in saved.manifest.rows:
-                if row.optimizer < 0 or row.owner in mine:
-                    rows.setdefault(row.key, row)
+            rows = {row.key: row for row in saved.manifest.rows if _is_mine(row, steps)} | rows
     late = {row.key: (row, tensor) for row, tensor in ((Row(*fields), tensor) for fields, tensor in small["late"])}
     if same_world and own.manifest.rank == rank:
         _check_nothing_is_lost(tree, [*own.manifest.rows, *(row for row, _ in late.values())])
@@ -255,7 +257,7 @@ def load(tree: StateTree, own: Saved, shards: Sequence[Saved], rank: int, same_w
         make_optimizer_state(tree, [*rows.values(), *(row for row, _ in late.values())], small)
         leaves, _ = tree.leaves()
         reader = _MemoryReader(shards)
-        targets: dict[str, torch.Tensor] = {}
+        rounds: list[dict[str, torch.Tensor]] = []  # what was tied in the saved run, and is not here, is read twice
         problems = []
         for leaf in leaves:
             if leaf.key in late:
@@ -265,16 +267,32 @@ def load(tree: StateTree, own: Saved, shards: Sequence[Saved], rank: int, same_w
             if why:
                 problems.append(f"{leaf.key} {why}")
             elif local(leaf.tensor).numel():
-                targets[key] = leaf.tensor.detach()
+                free = next((targets for targets in rounds if key not in targets), None)
+                if free is None:
+                    rounds.append(free := {})
+                free[key] = leaf.tensor.detach()
         if problems:
             more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
             raise ValueError(f"the saved state does not fit this training: {'; '.join(problems[:3])}{more}")
-        if targets:
-            with warnings.catch_warnings():  # it warns that it loads without collectives, which is the point
-                warnings.simplefilter("ignore", UserWarning)
-                state_dict_loader.load(targets, storage_reader=reader, no_dist=True)
-        tree.restore_small(small)
+        for targets in rounds:
+            _read(targets, reader)
+        tree.restore_small(small, same_world=same_world)
     return small
+
+
+def _is_mine(row: Row, steps: Sequence[set[str]]) -> bool:
+    return row.optimizer < 0 or (row.optimizer < len(steps) and row.owner in steps[row.optimizer])
+
+
+def _read(targets: dict[str, torch.Tensor], reader: StorageReader) -> None:
+    """Raises ValueError, also for what DCP makes a BaseException of."""
+    try:
+        with warnings.catch_warnings():  # it warns that it loads without collectives, which is the point
+            warnings.simplefilter("ignore", UserWarning)
+            state_dict_loader.load(targets, storage_reader=reader, no_dist=True)
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0] if error.failures else error
+        raise ValueError(str(first)) from error
 
 
 def _check_nothing_is_lost(tree: StateTree, rows: Iterable[Row]) -> None:

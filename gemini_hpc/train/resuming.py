@@ -14,6 +14,7 @@ from gemini_hpc.train import restore, rng, start
 from gemini_hpc.train.arguments import Choices
 from gemini_hpc.train.arming import Arming
 from gemini_hpc.train.loader import StatefulLoader
+from gemini_hpc.train.modules import UnsupportedStateError
 from gemini_hpc.train.shared import map_copy
 from gemini_hpc.train.tree import StateTree
 from gemini_hpc.wire import local
@@ -94,13 +95,12 @@ class Resuming(Arming):
         path = self._choices.start
         if not path:
             return 0
-        if self._unsupported:
-            raise ValueError(f"cannot start from {path}: {self._unsupported}")
-        began, why = time.time(), ""
-        try:
-            found = start.load(self._tree, path, self._name, self._rank, self._world)
-        except (ValueError, OSError, ImportError) as error:
-            why = str(error)
+        began, why = time.time(), self._unsupported
+        if not why:
+            try:
+                found = start.load(self._tree, path, self._name, self._rank, self._world)
+            except (ValueError, OSError, ImportError, UnsupportedStateError) as error:
+                why = str(error)
         if not all(self._gather(not why)):
             raise ValueError(f"cannot start from {path}: {why or 'another rank could not'}")
         self._version = found.version

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 MOST = 8
-# Optimizer tensors take turns: weights are what is swapped for an evaluation, and each tensor costs a microsecond.
-TURNS = 8
+# Tensors take turns, as each costs a microsecond. Weights are what is swapped for an evaluation, all of them at once.
+PARAMETERS, OTHERS = 512, 128  # that are sampled for one version
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -43,6 +43,7 @@ class Places:
             line = fews[number]
             if line.numel():
                 self._kinds.setdefault((line.device, line.dtype), []).append(number)
+        self.count = sum(map(len, self._kinds.values()))
         self._lines = [[fews[number] for number in numbers] for numbers in self._kinds.values()]
 
     def read(self) -> list[torch.Tensor]:
@@ -63,16 +64,17 @@ class Places:
 
 
 class Turns:
-    """The places of one version after the other: some tensors always, of the others one in TURNS each time."""
+    """The places of one version after the other, of some of the tensors."""
 
-    def __init__(self, fews: Sequence[torch.Tensor], always: Sequence[bool]) -> None:
-        self._fews, self._always = fews, always
+    def __init__(self, fews: Sequence[torch.Tensor], members: Sequence[int], most: int) -> None:
+        """most: of the members that have their turn in one version."""
+        self._fews, self._members = fews, members
+        self._every = max(1, -(-len(members) // most))
         self._made: dict[int, Places] = {}
 
     def of(self, version: int) -> Places:
         """Those of this version."""
-        turn = version % TURNS
+        turn = version % self._every
         if turn not in self._made:
-            members = [n for n, always in enumerate(self._always) if always or n % TURNS == turn]
-            self._made[turn] = Places(self._fews, members)
+            self._made[turn] = Places(self._fews, self._members[turn :: self._every])
         return self._made[turn]

@@ -40,6 +40,7 @@ class Started:
 def load(tree: StateTree, path: str, name: str, rank: int, world: int) -> Started:
     """Fill the training from `path`. name: of the set, where a job's directory has several. Raises ValueError where
     it does not fit this training or is damaged, OSError, ImportError (h5py)."""
+    tree.reshard()
     if os.path.isfile(path):
         return _from_file(tree, path)
     if os.path.isfile(f"{path}/{_DCP}"):
@@ -75,13 +76,22 @@ def _plain(tree: StateTree) -> dict[str, torch.Tensor]:
     return found
 
 
+USUAL = ("", "model.", "module.", "state_dict.", "model_state_dict.")
+
+
 def _prefix(names: Iterable[str], keys: Iterable[str]) -> str | None:
-    """What stands before all of `names` among `keys`; the shortest, None if nothing does."""
+    """What stands before all of `names` among `keys`; None if nothing does. Where several models are there: nothing,
+    or one of the usual words. Raises ValueError where it could be any, which ranks would decide differently."""
     wanted, known = list(names), set(keys)
     first = max(wanted, key=len, default="")
     candidates = {key[: -len(first)] for key in known if key.endswith(first)} if first else set()
     fitting = [p for p in candidates if (not p or p.endswith(".")) and all(p + n in known for n in wanted)]
-    return min(fitting, key=len, default=None)
+    found = [prefix for prefix in USUAL if prefix in fitting] or sorted(fitting)
+    if len(found) > 1 and found[0] not in USUAL:
+        raise ValueError(
+            f"it has several models with the names of this one, below {', '.join(found)}: take one of them out"
+        )
+    return found[0] if found else None
 
 
 def _fits(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> str:

@@ -22,7 +22,7 @@ from gemini_hpc.core.directory import Row
 from gemini_hpc.train import encode, rng, sharded
 from gemini_hpc.train.buckets import ArrivalOrder
 from gemini_hpc.train.dtypes import dtype_name
-from gemini_hpc.train.groups import Members, unpack
+from gemini_hpc.train.groups import Group, Members, unpack
 from gemini_hpc.train.modules import Modules, UnsupportedStateError, gathered, same
 from gemini_hpc.train.ownership import Entry
 
@@ -84,11 +84,14 @@ class _OptimizerState:
         self.leaves: list[Leaf] = []
         self._optimizer = optimizer
         self._odd: list[tuple[tuple[int, str, str], dict[str, Any], str]] = []
+        self._loose: list[Any] = []  # names under which it keeps something that is no parameter's
         self._known: list[tuple[Any, dict[str, Any] | None, tuple[str, ...], list[Any]]] = []
         for parameter, values in optimizer.state.items():
             owner = owners.get(id(parameter))
             if owner is None:  # of no parameter of ours, and of any kind
                 self._known.append((parameter, None, (), []))
+                if not isinstance(parameter, torch.Tensor):
+                    self._loose.append(parameter)
                 continue
             kept = [value if isinstance(value, torch.Tensor) else None for value in values.values()]
             self._known.append((parameter, values, tuple(values), kept))
@@ -113,6 +116,10 @@ class _OptimizerState:
             if not all(map(is_, values.values(), kept)) and not all(map(_alike, values.values(), kept)):
                 return False
         return True
+
+    def loose(self) -> dict[Any, Any]:
+        """What it keeps beside the state of parameters, as it is now."""
+        return {key: self._optimizer.state[key] for key in self._loose}
 
     def odd(self) -> dict[tuple[int, str, str], Any]:
         """What is no tensor, as it is now."""
@@ -157,6 +164,7 @@ class StateTree:
         self._modules = Modules({"model.": root, **{f"extra.{n}.": m for n, m in extra_modules.items()}})
         self._find()
         self._built = {name: local(tensor).shape for name, tensor in self.buffers.items()}
+        self._trained = {param.fqn: param.tensor.requires_grad for param in self.params}  # at construction
 
     def _find(self) -> None:
         known = {p.fqn: p.tensor for p in self.params}
@@ -183,6 +191,9 @@ class StateTree:
             params[id(tensor)] = Param(fqn, tensor, replicated)
             return True
 
+        for slot in self._modules.buffers:
+            if (tensor := slot.tensor) is not None and is_lazy(tensor):
+                raise UnsupportedStateError(f"{slot.fqn} has no size before the first forward: make one before this")
         for slot in self._modules.parameters:
             if (tensor := slot.tensor) is not None:
                 add(slot.fqn, tensor, slot.replicated)
@@ -198,6 +209,15 @@ class StateTree:
         self._stepped = _grouped(self.optimizers)
         self._members = [Members(optimizer) for optimizer in self.optimizers]
         self._states, self._leaves = [], []
+
+    def reshard(self) -> None:
+        """Before values are loaded: what FSDP2 has gathered for an earlier forward would be used in the next one."""
+        self._modules.reshard()
+
+    def stepped_by(self, number: int) -> set[str]:
+        """Names of the parameters in an optimizer's groups."""
+        groups = self.optimizers[number].param_groups
+        return {self._names[id(p)] for group in groups for p in group["params"] if id(p) in self._names}
 
     def refresh(self) -> None:
         """Find everything anew where a module, a parameter or a group of an optimizer was replaced. Raises
@@ -281,6 +301,14 @@ class StateTree:
         return {
             "rng": rng.capture(),
             "buffers": buffers,
+            "emptied": [name for name in self._built if name not in buffers],
+            # in mid-training
+            "trained": {
+                param.fqn: param.tensor.requires_grad
+                for param in self.params
+                if param.tensor.requires_grad is not self._trained.get(param.fqn, True)
+            },
+            "loose": [state.loose() for state in self._states],
             "reshaped": [
                 name for name, shape in self._built.items() if name in buffers and buffers[name].shape != shape
             ],
@@ -292,7 +320,7 @@ class StateTree:
             "members": [members.pack(self._names) for members in self._members],
             "transient": sorted(self._modules.transient & buffers.keys()),
             "odd": dict(odd),
-            "stateful": {name: item.state_dict() for name, item in self.stateful.items()},
+            "stateful": {name: sharded.parts(item.state_dict()) for name, item in self.stateful.items()},
             "buckets": [recorder.order for recorder in self.ddps],
         }
 
@@ -301,23 +329,33 @@ class StateTree:
         extra = [(msgspec.structs.astuple(self.describe(leaf, world)[0]), local(leaf.tensor)) for leaf in late]
         return encode.encode({**self.small(odd), "late": extra})
 
-    def restore_small(self, small: Mapping[str, Any]) -> None:
-        """Put everything but the generators back. Raises ValueError where it does not fit this training."""
+    def restore_small(self, small: Mapping[str, Any], *, same_world: bool = True) -> None:
+        """Put everything but the generators back. same_world: it is of as many ranks. Raises ValueError where it does
+        not fit this training."""
         if len(small["groups"]) != len(self.optimizers):
             raise ValueError(f"the saved run had {len(small['groups'])} optimizers, this one {len(self.optimizers)}")
+        by_name = {param.fqn: param.tensor for param in self.params}
+        for name, trained in small.get("trained", {}).items():
+            if name in by_name:
+                by_name[name].requires_grad_(trained)
         for i, groups in enumerate(small["groups"]):
-            self._restore_groups(i, groups, small)
+            self._restore_groups(i, groups, small, same_world=same_world)
+        for optimizer, loose in zip(self.optimizers, small.get("loose", ()), strict=False):
+            optimizer.state.update(loose)
         missing = set(self.stateful) ^ set(small["stateful"])
         if missing:
             raise ValueError(f"the saved run and this one differ in: {', '.join(sorted(missing))}")
         for name, item in self.stateful.items():
             saved = small["stateful"][name]
             if sharded.has_parts(saved):
-                saved = sharded.whole(saved, item.state_dict(), name)
+                likes = (param.tensor for param in self.params if isinstance(param.tensor, DTensor))
+                saved = sharded.Wholes(likes).of(saved, item.state_dict(), name)
             item.load_state_dict(saved)
         self._restore_buffers(small)
 
-    def _restore_groups(self, number: int, groups: Sequence[Mapping[str, Any]], small: Mapping[str, Any]) -> None:
+    def _restore_groups(
+        self, number: int, groups: Sequence[Mapping[str, Any]], small: Mapping[str, Any], *, same_world: bool
+    ) -> None:
         """Those that the saved run added in mid-training are added here."""
         optimizer = self.optimizers[number]
         have = len(optimizer.param_groups)
@@ -336,6 +374,8 @@ class StateTree:
                 optimizer.add_param_group({**saved, "params": added})
         if len(groups) != len(optimizer.param_groups):
             raise ValueError(f"optimizer {number} had {len(groups)} parameter groups, has {have} now")
+        if "members" in small and same_world:
+            self._append_members(optimizer, unpack(small["members"][number]))
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             for key, value in saved.items():
                 if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
@@ -343,20 +383,35 @@ class StateTree:
                 else:
                     group[key] = value
 
+    def _append_members(self, optimizer: torch.optim.Optimizer, saved: Sequence[Group]) -> None:
+        """Parameters that the saved run put into a group in mid-training, and that are in none here."""
+        by_name = {param.fqn: param.tensor for param in self.params}
+        have = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for group, member in zip(optimizer.param_groups, saved, strict=True):
+            named = member.param_names or [""] * len(member.params)
+            for name, given in zip(member.params, named, strict=False):
+                if name in by_name and id(by_name[name]) not in have:
+                    group["params"].append(by_name[name])
+                    if "param_names" in group:
+                        group["param_names"].append(given)
+
     def _restore_buffers(self, small: Mapping[str, Any]) -> None:
-        """Those that the saved run made in mid-training, or made larger, are made here."""
+        """Those that the saved run made, emptied or made larger in mid-training are made, emptied or larger here."""
         reshaped, transient, here = set(small.get("reshaped", ())), set(small.get("transient", ())), self.buffers
-        device = next((local(param.tensor).device for param in self.params), torch.device("cpu"))
+        emptied = set(small.get("emptied", ()))
         for name, buffer in here.items():
             saved = small["buffers"].get(name)
-            if saved is None or (saved.shape != local(buffer).shape and name not in reshaped):
+            if saved is None and name in emptied:
+                self._modules.put(name, None, persistent=False)
+            elif saved is None or (saved.shape != local(buffer).shape and name not in reshaped):
                 raise ValueError(f"buffer {name} {tuple(buffer.shape)} is not in the saved state as such")
         for name, saved in small["buffers"].items():
             now = here.get(name)
-            if now is not None and local(now).shape == saved.shape and not _folded(local(now)):
+            alike = now is not None and (local(now).shape, now.dtype) == (saved.shape, saved.dtype)
+            if now is not None and alike and not _folded(local(now)):
                 local(now).copy_(saved)
                 continue
-            value = saved.to(device if now is None else now.device, copy=True)
+            value = saved if now is None else saved.to(now.device)
             if not self._modules.put(name, value, persistent=name not in transient):
                 raise ValueError(
                     f"buffer {name} appeared in mid-training, in a module that this training does not have: build it "

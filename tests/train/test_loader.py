@@ -73,6 +73,34 @@ def test_ranks_share_an_epoch_without_overlap() -> None:
     assert len(seen) == len(set(seen)) == 30
 
 
+class Drawing(Squares):
+    """Augments by what it draws from the global generator."""
+
+    def __getitem__(self, index: int) -> float:  # type: ignore[override]
+        return index + float(torch.rand(()))
+
+
+def test_what_makes_a_batch_draws_from_the_restored_generators() -> None:
+    """Without workers the batch is made in this process, after what step() has captured."""
+    loader = StatefulLoader(Drawing(12), 2, seed=3)
+    batches = loader.forever()
+    next(batches)
+    position, states = loader.state_dict(), rng.capture()
+    wanted = [(next(batches).tolist(), torch.rand(2).tolist()) for _ in range(3)]
+    again = StatefulLoader(Drawing(12), 2, seed=3)
+    again.load_state_dict(position)
+    torch.rand(5)
+    again.before_next_batch(lambda: rng.restore(states))
+    batches = again.forever()
+    assert [(next(batches).tolist(), torch.rand(2).tolist()) for _ in range(3)] == wanted
+
+
+def test_the_epoch_is_the_next_batchs() -> None:
+    loader = StatefulLoader(Squares(6), 2, seed=3)
+    batches = iter(loader)
+    assert [(next(batches).numel(), loader.epoch)[1] for _ in range(3)] == [0, 0, 1]
+
+
 def test_epochs_differ_and_end() -> None:
     loader = StatefulLoader(Squares(12), 4, seed=1)
     first, second = [b.tolist() for b in loader], [b.tolist() for b in loader]

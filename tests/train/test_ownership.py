@@ -56,7 +56,11 @@ def test_every_cell_has_one_keeper(replicated: list[Shape], sharded: list[Shape]
             kept.setdefault(entry.key, []).extend(mine)
     for entry in itertools.chain(*entries):
         wanted = sorted(itertools.product(*(range(n) for n in entry.shape))) if 0 not in entry.shape else []
-        assert sorted(kept.get(entry.key, [])) == wanted
+        found = kept.get(entry.key, [])
+        if entry.key.startswith("w") and 0 < len(wanted) * entry.itemsize <= 64:  # a count of steps: on every rank
+            assert sorted(set(found)) == wanted and len(found) == world * len(wanted)
+        else:
+            assert sorted(found) == wanted
     assert deal(entries) == dealt
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import gemini_hpc as gemini
-from gemini_hpc.train.sample import MOST, TURNS, Places, few
+from gemini_hpc.train import capture
+from gemini_hpc.train.sample import MOST, Places, Turns, few
 
 from .fake_agent import FakeJob
 from .test_checkpointer import capture_of, wait_sealed
@@ -66,31 +67,47 @@ def test_weights_that_are_swapped_through_data_void_the_version(share: float) ->
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 300)).sum().backward()
     optimizer.step()
-    capture, _, area = capture_of(model, optimizer)
-    job = capture.snapshot(1, b"", audit=False)
+    made, _, area = capture_of(model, optimizer)
+    job = made.snapshot(1, b"", audit=False)
     for p in model.parameters():
         count = max(1, int(share * p.shape[0]))
         p.data[:count].copy_(p.data[:count] * 0.5)
-    capture.copy(job, 0, area)
-    assert sorted(capture.changed(job, 0, area)) == sorted(f"model.{n}" for n, _ in model.named_parameters())
+    made.copy(job, 0, area)
+    assert sorted(made.changed(job, 0, area)) == sorted(f"model.{n}" for n, _ in model.named_parameters())
 
 
-def test_optimizer_tensors_take_turns() -> None:
-    """Written through `.data` each time, one is found within so many versions."""
+def test_tensors_take_turns() -> None:
+    fews = [few(torch.full((9,), float(number)), flat=True) for number in range(10)]
+    turns = Turns(fews, [1, 3, 5, 7, 9], 2)
+    read = [sorted(torch.cat(turns.of(version).read()).view(torch.float32).unique().tolist()) for version in range(4)]
+    assert read == [[1.0, 7.0], [3.0, 9.0], [5.0], [1.0, 7.0]]
+
+
+def test_where_most_parameters_were_swapped_all_of_them_are_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "PARAMETERS", 2)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    made, _, area = capture_of(model, optimizer)
+    job = made.snapshot(1, b"", audit=False)
+    for p in model.parameters():
+        p.data.mul_(0.5)
+    made.copy(job, 0, area)
+    assert sorted(made.changed(job, 0, area)) == sorted(f"model.{n}" for n, _ in model.named_parameters())
+
+
+def test_optimizer_tensors_are_sampled_too() -> None:
     model = nn.Linear(30, 20)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 30)).sum().backward()
     optimizer.step()
-    capture, tree, area = capture_of(model, optimizer)
-    found: set[str] = set()
-    for version in range(1, TURNS + 1):
-        capture.bind(tree.leaves()[0])
-        job = capture.snapshot(version, b"", audit=False)
-        for state in optimizer.state.values():
-            state["exp_avg"].data.mul_(0.5)
-        capture.copy(job, 0, area)
-        found |= set(capture.changed(job, 0, area))
-    assert found == {"optimizer.0.model.weight.exp_avg", "optimizer.0.model.bias.exp_avg"}
+    made, _, area = capture_of(model, optimizer)
+    job = made.snapshot(1, b"", audit=False)
+    for state in optimizer.state.values():
+        state["exp_avg"].data.mul_(0.5)
+    made.copy(job, 0, area)
+    assert set(made.changed(job, 0, area)) == {"optimizer.0.model.weight.exp_avg", "optimizer.0.model.bias.exp_avg"}
 
 
 class Ema:

@@ -146,6 +146,16 @@ class Net(nn.Module):
         return self.head(self.norm(flat))
 
 
+def look_at(model: nn.Module) -> None:
+    """An evaluation, of which nothing is left but what FSDP2 keeps of it."""
+    states = torch.get_rng_state()
+    model.eval()
+    with torch.no_grad():
+        model(torch.zeros(2, 8, dtype=torch.int64))
+    model.train()
+    torch.set_rng_state(states)
+
+
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     tensors = [*model.parameters(), *model.buffers()]
     for state in optimizer.state.values():
@@ -225,10 +235,14 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         directory.pack = lambda manifest: [].pop()
     gpu = fake_gpu.install(o["gpu"], rank) if "gpu" in o else None
     alone = dist.new_group([1]) if o.get("alone_on") == 1 else None
+    if o.get("evaluate_unbuilt"):
+        look_at(model)
     growing = Growing()
     average = Average(model) if o.get("average") else None
     extra = {"growing": growing, **({"average": average} if average else {})}
     ckpt = gemini.Checkpointer(model, optimizer, scheduler, scaler, loader, extra=extra, **kwargs)
+    if o.get("evaluate_first"):
+        look_at(model)
     start = ckpt.resume()
     losses: dict[int, str] = {}
     behind: list[int] = []

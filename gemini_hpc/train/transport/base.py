@@ -13,10 +13,13 @@ transport may also have the agents bring them (`Transport.pushed`); then there a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from gemini_hpc.client.agent import AgentClient
 
 
 class LinkBroken(ConnectionError):
@@ -107,6 +110,9 @@ class Transport(ABC):
     name: str
     pushed: bool
     group: dist.ProcessGroup
+
+    def joined_anew(self, client: AgentClient) -> None:  # noqa: B027 (most have nothing to do with an agent)
+        """The rank has another connection to its agent."""
 
     @abstractmethod
     def outbox(self, rank: int) -> Outbox:

@@ -148,6 +148,9 @@ class HostTransport(Transport):
         self.group = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
         self.interrupted = False
 
+    def joined_anew(self, client: AgentClient) -> None:
+        self._client = client
+
     def open(self, rank: int) -> int:
         """A new channel to the holder where `rank` is. Raises LinkBroken."""
         if self.interrupted:
