@@ -94,6 +94,7 @@ class Track:
         self._waits_since: float | None = None  # when it was first seen PENDING this time (monotonic)
         self._asked_of_wait: float | None = None
         self._unsaved = False  # the disk has an older state than this; told when that began
+        self._forgotten = False  # who still has this entry does not bring it back
 
     @property
     def raw_id(self) -> int:
@@ -264,13 +265,16 @@ class Track:
             self._unsaved = True
 
     def _write(self) -> None:
+        if self._forgotten:
+            return
         with open(self._path + ".new", "wb") as f:
             f.write(msgspec.json.encode(self.stored))
         os.replace(self._path + ".new", self._path)
         self._unsaved = False
 
     def forget(self) -> None:
-        """Remove it from disk."""
+        """Remove it from disk, for good."""
+        self._forgotten = True
         with suppress(FileNotFoundError):
             os.unlink(self._path)
 

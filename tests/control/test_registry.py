@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,3 +68,16 @@ def test_a_full_disk_leaves_an_older_state_there_until_it_takes_the_new_one(
     assert not Registry(str(tmp_path)).jobs[7].stored.shrunk
     track.see("RUNNING", False)
     assert Registry(str(tmp_path)).jobs[7].stored.shrunk == {0: ["n2", "n3"]}
+
+
+def test_a_job_that_is_forgotten_does_not_come_back(tmp_path: Path) -> None:
+    """A recovery that is still looking at it learns once more what Slurm says."""
+    registry = Registry(str(tmp_path))
+    track = registry.track(dataclasses.replace(JOB, raw_id=7))
+    registry.drop(7)
+    track.learn(dataclasses.replace(JOB, raw_id=7, restarts=1))
+    track.see("CANCELLED", True)
+    track.remember_pin(True)
+    assert os.listdir(tmp_path) == []
+    registry.track(dataclasses.replace(JOB, raw_id=7))
+    assert os.listdir(tmp_path) == ["7.job"]
