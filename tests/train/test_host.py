@@ -109,6 +109,18 @@ def test_a_node_is_lost(make_job: MakeJob, run: Start, undisturbed: list[str]) -
     assert all(r["report"]["state"] == "protected" for r in results)
 
 
+def test_ranks_that_join_twice_are_protected(make_job: MakeJob, run: Start, undisturbed: list[str]) -> None:
+    """A copy could not be had at first; then the agents bring new ones, asked over the second connection."""
+    job = make_job(2, 2)
+    run(job, die_at=25).wait(codes=(1,))
+    job.requeue(["n1", "n2"])
+    started = run(job, fetch_fails=0)
+    results = started.wait()
+    assert any("cannot be loaded: rank 0: not this time" in text for text in started.stderr)
+    assert [r["digest"] for r in results] == undisturbed
+    assert all(r["report"]["state"] == "protected" and r["report"]["sealed"][1] >= STEPS - 1 for r in results)
+
+
 @pytest.mark.parametrize("grow_at", [0, 8])
 def test_agents_die_and_get_back_what_others_had_pushed_to_them(
     make_job: MakeJob, run: Start, undisturbed: list[str], grow_at: int

@@ -148,6 +148,16 @@ def test_torch_loads_an_export_with_its_own_functions(make_job: MakeJob, tmp_pat
     assert (group["lr"], group["initial_lr"], group["weight_decay"]) == (0.01 * math.cos(4 / 40), 0.01, 0.1)
 
 
+def test_an_export_has_what_appeared_after_the_first_step(make_job: MakeJob, tmp_path: Path) -> None:
+    where, _ = left(make_job, tmp_path / "tier", "plain", 1, thaw_at=3)
+    out = tmp_path / "out"
+    assert main.main(["export", str(where), "--format", "torch", "-o", str(out)]) == 0
+    found = torch.load(out, weights_only=True)["optimizer"]
+    assert found["param_groups"][0]["params"][-1] == "frozen"
+    assert found["state"]["frozen"].keys() == found["state"]["norm.weight"].keys()
+    assert found["state"]["frozen"]["exp_avg"].shape == (32,)
+
+
 Foreign = Callable[[Net, torch.optim.Optimizer, Path], Any]
 
 

@@ -146,6 +146,19 @@ class Net(nn.Module):
         return self.head(self.norm(flat))
 
 
+def fail_once() -> None:
+    """The first copy of a resume cannot be had: all ranks join a second time."""
+    fetch, failed = gemini.Checkpointer._fetch, list[int]()
+
+    def fails(self: Any, rank: int) -> Any:
+        if not failed:
+            failed.append(rank)
+            raise agent.AgentRefused("not this time")
+        return fetch(self, rank)
+
+    gemini.Checkpointer._fetch = fails  # type: ignore[method-assign]
+
+
 def look_at(model: nn.Module) -> None:
     """An evaluation, of which nothing is left but what FSDP2 keeps of it."""
     states = torch.get_rng_state()
@@ -241,6 +254,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     average = Average(model) if o.get("average") else None
     extra = {"growing": growing, **({"average": average} if average else {})}
     ckpt = gemini.Checkpointer(model, optimizer, scheduler, scaler, loader, extra=extra, **kwargs)
+    if o.get("fetch_fails") == rank:
+        fail_once()
     if o.get("evaluate_first"):
         look_at(model)
     start = ckpt.resume()
@@ -250,6 +265,9 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     accumulate = o.get("accumulate", 1)
     log = open(f"{o['log']}.{rank}", "a", buffering=1) if "log" in o else None  # noqa: SIM115
     for step in range(start + 1, o["steps"] + 1):
+        if step == o.get("thaw_at"):
+            net.frozen.requires_grad_(True)
+            optimizer.param_groups[0]["params"].append(net.frozen)
         if step == o.get("touch_at"):
             with torch.no_grad():
                 net.blocks[0].weight.mul_(1.0)
