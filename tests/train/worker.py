@@ -21,7 +21,6 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
@@ -234,6 +233,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
     if o.get("zero"):
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
         optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 5) * math.cos(n / 40))
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3) if o.get("scaler") else None
