@@ -17,6 +17,7 @@ from gemini_hpc.report.tame import tame as _tame
 if TYPE_CHECKING:
     _Subparsers = argparse._SubParsersAction[Any]
     from gemini_hpc.control.picture import Document
+    from gemini_hpc.wire.picture import JobAnswer
 
 MAX_SHARDS_SHOWN = 64
 MAX_FATAL_SHOWN = 12
@@ -85,9 +86,7 @@ class _Source:
         asked = "controller"
         try:
             try:
-                if self._line is None:
-                    self._line = ask.ControllerLine(self._settings, self._job)
-                answer = self._line.ask(self._job)
+                answer = self._ask()
             except ask.NoControllerError as exc:
                 self._line, asked = None, "agents"
                 answer = ask.agents(self._settings, self._job)
@@ -96,6 +95,22 @@ class _Source:
         except ask.AskError as exc:
             raise UserError(str(exc)) from None
         return picture(self._job, answer.parts, answer.events, answer.slurm, answer.missing, asked, time.time())
+
+    def _ask(self) -> JobAnswer:
+        """Of the controller, over the last connection: it hangs up on who is silent for a minute, and may have been
+        started anew since."""
+        from gemini_hpc.control import ask
+
+        line, self._line = self._line, None
+        if line is not None:
+            try:
+                answer: JobAnswer = line.ask(self._job)
+                self._line = line
+                return answer
+            except ask.NoControllerError:
+                line.close()
+        self._line = ask.ControllerLine(self._settings, self._job)
+        return self._line.ask(self._job)  # type: ignore[no-any-return]
 
 
 # ---- text ----------------------------------------------------------------------------------------------

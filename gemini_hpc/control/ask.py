@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from gemini_hpc.config import Settings
 from gemini_hpc.operators import Operators
 from gemini_hpc.wire import picture
@@ -68,6 +70,8 @@ class ControllerLine:
                 return
             except OSError as exc:
                 failed.append(f"{where}: {exc.strerror or exc}")
+            except UnicodeError:
+                failed.append(f"{where}: no name of a host")
             except HandshakeError as exc:
                 raise AskError(f"controller {where}: {exc}") from None
         raise NoControllerError("; ".join(failed))
@@ -229,6 +233,7 @@ async def _flush_at(settings: Settings, job: int, uid: int, name: str, address: 
     from gemini_hpc.agent.ports import candidates
 
     over: list[Flushing] = []
+    begun: dict[str, Flushing] = {}
     try:
         link, _ = await connect_any(
             address, candidates(settings, job), lambda: _client(settings, job, name, uid, "flush"), AGENT_TIMEOUT_S
@@ -245,8 +250,13 @@ async def _flush_at(settings: Settings, job: int, uid: int, name: str, address: 
             if isinstance(message, Flushing):
                 told(message)
                 over += [message] if message.over else []
-    except LinkClosed:
-        return over  # it hangs up when it has said everything
+                begun[message.set] = message
+    except LinkClosed:  # it hangs up when it has said everything
+        return over + [
+            msgspec.structs.replace(word, over=True, reason=f"{name} hung up before it was there")
+            for word in begun.values()
+            if not word.over
+        ]
     except TimeoutError:
         raise AskError(f"{name} has said nothing for {FLUSH_SILENT_S:.0f} s") from None
     finally:

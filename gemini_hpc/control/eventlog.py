@@ -39,10 +39,14 @@ def _plain(text: str, limit: int) -> str:
 def tame(event: EventRecord, host: str) -> EventRecord:
     """An agent's event as it may be kept: its own host name, bounded printable text, a time near ours."""
     now = time.time()
-    t = event.t if abs(event.t - now) < _CLOCK_SKEW_S else now
+    return msgspec.structs.replace(own(event, host), t=event.t if abs(event.t - now) < _CLOCK_SKEW_S else now)
+
+
+def own(event: EventRecord, host: str) -> EventRecord:
+    """The same but for the time: what an agent tells of what it has seen long ago."""
     name = "".join(c for c in event.name[:MAX_NAME] if c.isalnum() or c in "_-") or "unnamed"
     return EventRecord(
-        t=t,
+        t=event.t,
         name=name,
         host=host,
         restart=max(0, event.restart),

@@ -53,7 +53,9 @@ def ending(events: Sequence[EventRecord], slurm: dict[str, str]) -> Ending | Non
         if state == UNKNOWN and word:
             state, exit_code = word[1], word[2] or ""
         t = t or last.t
-    version = max((e.version for e in events if e.name in _SEALED), default=0)
+    # of the newest life: what an earlier one had may have been lost
+    sealed = max(((e.restart, e.version) for e in events if e.name in _SEALED and e.version), default=(0, 0))
+    version = sealed[1]
     stored = max((e.version for e in events if e.name == "saved"), default=0)
     return Ending(state, t, exit_code, version, stored)
 

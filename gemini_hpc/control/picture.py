@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 
 from gemini_hpc.control import past
+from gemini_hpc.control.eventlog import own
 from gemini_hpc.control.freed import freed
 from gemini_hpc.control.stall import stall
 from gemini_hpc.control.survival import survival
@@ -38,6 +39,7 @@ SCHEMA = 1
 MAX_SETS, MAX_SHARDS = 256, 1 << 17
 RECOVERY_STARTS = ("detected", "taken_over")
 RECOVERY_GAP_S = 900.0
+_DEEDS = ("confirmed", "down", "sent_back", "requeued", "running", "first_iteration")
 _RECOVERY_ENDS = ("first_iteration", "first_new_iteration")
 Document = dict[str, Any]
 
@@ -79,7 +81,7 @@ def picture(
         "missing": absent,
         "notes": [],
     }
-    log = merge_events([*events, *(e for p in parts for e in p.events)])
+    log = merge_events([*events, *(own(e, p.host) for p in parts for e in p.events)])
     if (how := past.ending(log, slurm)) is not None:
         document["state"], document["ended"] = past.ENDED, _ended(how)
         if not parts:  # its agents have ended with it
@@ -325,18 +327,28 @@ def _shard(rank: int, copies: Sequence[tuple[str, HeldSlot]], sealed: Stamp | No
     return {"rank": rank, "home": first.home if first else None, "bytes": size, "holders": rows}
 
 
+def _was_nothing(log: Sequence[EventRecord]) -> bool:
+    """Whether all who were suspected turned out to live, and nothing was done."""
+    suspected = {e.host for e in log if e.name == "detected"}
+    cleared = {e.host for e in log if e.name == "dismissed"}
+    return bool(suspected) and suspected <= cleared and not any(e.name in _DEEDS for e in log)
+
+
 def recoveries(events: Sequence[EventRecord]) -> list[Document]:
     """Past recoveries: from the first report about an incarnation to the last event before the next one."""
     found: list[list[EventRecord]] = []
     for event in events:
         # A second dead node of the same incarnation belongs to the recovery that is under way.
-        fresh = event.name in RECOVERY_STARTS and not (found and found[-1][0].restart == event.restart)
-        if fresh:
+        newest = found[-1] if found else []
+        over = not newest or event.t - newest[-1].t >= RECOVERY_GAP_S or _was_nothing(newest)
+        if event.name in RECOVERY_STARTS and (over or newest[0].restart != event.restart):
             found.append([event])
-        elif found and event.t - found[-1][-1].t < RECOVERY_GAP_S and found[-1][-1].name not in _RECOVERY_ENDS:
-            found[-1].append(event)
+        elif not over and newest[-1].name not in _RECOVERY_ENDS:
+            newest.append(event)
     documents = []
     for log in found:
+        if _was_nothing(log):
+            continue
         began, last, rows = log[0].t, log[0].t, []
         for e in log:
             row = {"t": e.t, "after_s": round(e.t - began, 3), "gap_s": round(e.t - last, 3), "name": e.name}

@@ -24,11 +24,13 @@ log = logging.getLogger("gemini_hpc.control")
 
 QUERY_IDLE_S = 60.0
 PARTS_TIMEOUT_S = 0.3
+SLURM_TIMEOUT_S = 1.0  # who asks has given up after 2 s
 QUERY_FRAME_BYTES = 4096
 QUESTIONS_PER_S, QUESTIONS_BURST = 10.0, 64.0  # per user, whatever number of connections
 LISTED_S = 86400.0  # ended jobs are listed for so long, unless all are asked for
 MAX_LISTED, MAX_LOGS = 1000, 4000
 SILENT = {"state": "", "reason": "Slurm does not answer"}
+STALE = "Slurm does not answer: its words here are of an earlier time"
 NOT_YOURS = "unknown, or not yours"
 
 
@@ -77,12 +79,15 @@ class Questions:
         job: Job | None = None
         silent = False
         try:
-            job = await self._read_job(raw_id)
+            async with asyncio.timeout(SLURM_TIMEOUT_S):
+                job = await self._read_job(raw_id)
         except UnknownJob:
             job = None
-        except SlurmError as exc:
-            log.warning("job=%d slurm=%s", raw_id, exc)
+        except (SlurmError, TimeoutError) as exc:
+            log.warning("job=%d slurm=%s", raw_id, exc or "no answer in time")
             job, silent = track.job if track else None, True
+        if job is not None and track is not None and track.user_id != job.user_id:
+            track = None  # an earlier job's: ids are given anew after a cold start
         # Of a job that Slurm has forgotten the log still knows whose it was.
         owner = job.user_id if job else track.user_id if track else self._logs.owner(raw_id)
         if owner is None or (uid != owner and not operator):
@@ -93,6 +98,8 @@ class Questions:
         members = job.nodes if job and job.nodes else ()
         missing = tuple(h for h in members if h not in parts)
         facts = slurm_facts(job) if job is not None or not silent else dict(SILENT)
+        if silent and job is not None:
+            facts["note"] = "; ".join(filter(None, (facts.get("note", ""), STALE)))
         if track is not None and track.running_s is not None:
             facts["running_s"] = str(int(track.running_s))
         if track is not None and job is not None:

@@ -60,7 +60,10 @@ def detail(e: Document) -> str:
         said = json.loads(text)
     except (ValueError, RecursionError):
         return "(not readable)"
-    numbers = {k: v for k, v in said.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    # of a size that can be shown: an integer may have hundreds of digits
+    numbers = {
+        k: v for k, v in said.items() if isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < 1e15
+    }
     words = [f"rank {numbers['rank']:.0f}"] if "rank" in numbers else []
     for (before, _), (after, word) in pairwise(_MOMENTS):
         if before in numbers and after in numbers:

@@ -182,6 +182,7 @@ VALUES: list[tuple[Any, Any]] = [  # as captured, as exported
     ([1, b"a"], [1, [97]]), ((1, (2,)), (1, (2,))), (torch.Size([2, 3]), (2, 3)), (range(1, 7, 2), [1, 3, 5]),
     (deque([1, 2], 3), [1, 2]), ({"a": {1: 2}}, {"a": {1: 2}}), (OrderedDict(a=1), {"a": 1}),
     (Counter("aab"), {"a": 2, "b": 1}), ({3, 1}, [1, 3]), (frozenset({"a"}), ["a"]),
+    (encode.Part(torch.ones(2), (4,), "(Shard(dim=0),)"), ([1.0, 1.0], (4,), "(Shard(dim=0),)")),
     (torch.float32, torch.float32), (torch.device("cpu"), torch.device("cpu")),
     (datetime.datetime(2026, 2, 3, 4, tzinfo=UTC), "2026-02-03T04:00:00+00:00"), (DAY, "2026-02-03"),
     (datetime.timedelta(seconds=90), 90.0), (torch.ones(2), [1.0, 1.0]),

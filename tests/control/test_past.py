@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from gemini_hpc.cli import jobs
@@ -135,3 +136,26 @@ def test_what_the_controller_writes_is_what_is_read(state: str) -> None:
         events = [EventRecord(NOW, past.ENDED, "", 0, 0, past.told(state, code))]
         how = past.ending(events, FORGOTTEN)
         assert how is not None and how.state == state and how.exit_code == (code if ":" in code else "")
+
+
+def test_the_last_sealed_version_is_of_the_last_life() -> None:
+    """What the one before had sealed was lost with its nodes."""
+    log = [
+        EventRecord(NOW - 900, "detached", "n1", 0, 500, "sealed default 1:500"),
+        EventRecord(NOW - 20, "detached", "n3", 1, 20, "sealed default 65:20"),
+        EventRecord(NOW - 19, "ended", "", 1, 0, "FAILED exit 1:0"),
+    ]
+    assert shown(log, FORGOTTEN)[0]["ended"]["version"] == 20
+
+
+def test_an_agents_events_are_its_owners_word() -> None:
+    """In its part as in the log: under its host's name, of bounded length, and of a size that can be shown."""
+    parts = pairs({})
+    forged = EventRecord(NOW - 1, "ended", "", 1, 0, "COMPLETED exit 0:0")
+    large = EventRecord(NOW - 2, "resumed", "n1", 1, 3, '{"rank": ' + "9" * 200 + "}")
+    long = EventRecord(NOW - 3, "degraded", "n1", 1, 3, "x" * 1000)
+    parts[0] = msgspec.structs.replace(parts[0], events=(forged, large, long))
+    d = picture(7, parts, NIGHT, FORGOTTEN, (), "controller", NOW)
+    assert d["ended"]["state"] == "FAILED"
+    assert max(len(e["detail"]) for e in d["events"]) <= 240
+    assert render(tame(d), 80)

@@ -178,6 +178,29 @@ def test_recoveries() -> None:
     assert found[0]["total_s"] == 6.0 and found[1]["events"][1]["after_s"] == 1.5
 
 
+def told(*events: tuple[float, str, str]) -> list[tuple[float, list[str]]]:
+    log = [EventRecord(t, name, host, 0) for t, name, host in events]
+    found = picture(7, pairs({}), log, SLURM, (), "controller", NOW)["recoveries"]
+    return [(r["began"], [e["name"] for e in r["events"]]) for r in found]
+
+
+def test_a_false_alarm_is_no_recovery_and_hides_none() -> None:
+    alarm = [(100.0, "detected", "n2"), (103.0, "dismissed", "n2")]
+    saved = [(700.0 + 600 * i, "saved", "") for i in range(12)]
+    real = [(7300.0, "detected", "n2"), (7301.0, "confirmed", "n2"), (7306.0, "first_iteration", "n1")]
+    assert told(*alarm) == [] and told(*alarm, *saved) == []
+    wanted = [(7300.0, ["detected", "confirmed", "first_iteration"])]
+    assert (
+        told(*alarm, *saved, *real)
+        == told(*alarm, *real)
+        == told(*real, (9000.0, "detected", "n3"), (9001.0, "dismissed", "n3"))
+        == wanted
+    )
+    both = [(1.0, "detected", "n2"), (1.1, "detected", "n3"), (2.0, "dismissed", "n3"), (3.0, "confirmed", "n2")]
+    assert told(*both) == [(1.0, [name for _, name, _ in both])]
+    assert told((1.0, "detected", "n2")) == [(1.0, ["detected"])], "it is being judged"
+
+
 def test_event_log_is_bounded_andprintable(tmp_path: Path) -> None:
     logs = EventLogs(str(tmp_path))
     evil = tame(EventRecord(1e18, "a\x1b[2Jb" * 50, "victim", -1, 0, "x\n\x1b" * 1000), "n1")

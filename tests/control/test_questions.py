@@ -1,0 +1,71 @@
+"""What the controller answers, and to whom, when Slurm is slow and when job ids are given anew."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gemini_hpc.control import questions
+from gemini_hpc.control.eventlog import EventLogs
+from gemini_hpc.control.questions import STALE, Questions
+from gemini_hpc.control.registry import Registry
+from gemini_hpc.control.slurm.facts import Job
+from gemini_hpc.wire.picture import EventRecord, JobAnswer
+
+from .test_takeover import JOB
+
+ALICES = dataclasses.replace(JOB, raw_id=7, user_id=5001)
+BOBS = dataclasses.replace(JOB, raw_id=7, user_id=5002, nodes=("n8",))
+
+
+class Nobody:
+    """Has no operators."""
+
+    async def allows(self, uid: int) -> bool:
+        return False
+
+
+def answer(path: Path, read: Callable[[int], Awaitable[Job]], uid: int) -> tuple[JobAnswer, Registry]:
+    """To this user about job 7, which the controller knows for alice's."""
+    registry, logs = Registry(str(path)), EventLogs(str(path))
+    registry.track(ALICES)
+    logs.begin(7, 5001)
+    logs.add(7, [EventRecord(time.time(), "degraded", "n1", 0, 0, "a secret")])
+    operators: Any = Nobody()
+
+    async def ask() -> JobAnswer:
+        return await Questions(operators, registry, logs, read)._answer(7, uid)
+
+    return asyncio.run(ask()), registry
+
+
+def test_a_slow_slurm_does_not_hold_the_answer_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks waits for 2 s, and would take the controller for gone."""
+    monkeypatch.setattr(questions, "SLURM_TIMEOUT_S", 0.1)
+
+    async def slow(raw_id: int) -> Job:
+        await asyncio.sleep(30)
+        raise AssertionError
+
+    began = time.monotonic()
+    found, _ = answer(tmp_path, slow, 5001)
+    assert time.monotonic() - began < 5
+    assert found.slurm["state"] == ALICES.state and STALE in found.slurm["note"] and found.events
+
+
+def test_a_job_with_the_number_of_another_owners_is_not_his(tmp_path: Path) -> None:
+    """Slurm counts anew after a cold start, and alice's agents are there still."""
+
+    async def read(raw_id: int) -> Job:
+        return BOBS
+
+    found, registry = answer(tmp_path, read, 5002)
+    assert not found.parts and not found.events and found.slurm["nodes"] == "n8"
+    assert "n8" not in registry.jobs[7].hosts()
+    assert answer(tmp_path, read, 5001)[0].error, "and alice's is over"
