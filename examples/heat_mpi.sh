@@ -24,7 +24,7 @@ if [ -z "$python" ]; then
 	exit 2
 fi
 
-script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
+script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p' | head -n 1)
 here=$(dirname "${script:-$SLURM_SUBMIT_DIR/heat_mpi.sh}")
 
 exec gemini-hpc run -- ${LAUNCH:-srun --kill-on-bad-exit --mpi=pmi2} "$python" "$here/heat_mpi.py" --log "heat-mpi-$SLURM_JOB_ID.jsonl" "$@"

@@ -26,7 +26,7 @@ if [ -z "$python" ]; then
 fi
 
 # Slurm runs a copy of this script, so look for the training beside the original.
-script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
+script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p' | head -n 1)
 here=$(dirname "${script:-$SLURM_SUBMIT_DIR/job.sh}")
 
 # Without replicas (no agent) nobody exports MASTER_ADDR: a plain Slurm job says it itself.

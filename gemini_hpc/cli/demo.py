@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 USER = "alice"
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 _BAR = 30
+_STEPS_PER_CUT = 10
 
 
 class DemoFailed(Exception):
@@ -45,7 +46,7 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--profile", default="fast", help="of the development cluster (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--keep", action="store_true", help="leave the cluster running, to look around")
-    parser.set_defaults(func=run)
+    parser.set_defaults(func=run, parser=parser)
 
 
 @dataclass
@@ -257,6 +258,11 @@ def run(args: argparse.Namespace) -> int:
     from gemini_hpc.devcluster.cluster import Cluster
     from gemini_hpc.devcluster.errors import DevclusterError
 
+    if args.cuts < 1 or args.steps < _STEPS_PER_CUT * (args.cuts + 1):
+        least = _STEPS_PER_CUT * (max(args.cuts, 1) + 1)
+        args.parser.error(f"--cuts is at least 1, and that many cuts want --steps of {least} or more")
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        args.parser.error(f"--json {args.json}: no such directory")
     show = Show()
     try:
         show.title("starting 5 nodes: slurmctld, slurmd, munged, and the gemini controller")

@@ -70,7 +70,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"gemini-hpc export: {error}", file=sys.stderr)
         return 1
     except ImportError as error:
-        print(f"gemini-hpc export: {args.format} needs a package that is not here: {error}", file=sys.stderr)
+        print(
+            f"gemini-hpc export: {args.format} needs a package that is not here: {error}; the extra [export] has all",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

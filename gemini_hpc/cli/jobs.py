@@ -138,12 +138,19 @@ def _age(s: float | None) -> str:
     return f"{s / 60:.0f} min" if s < 7200 else f"{s / 3600:.0f} h" if s < 172800 else f"{s / 86400:.0f} d"
 
 
+def _ago(s: float) -> str:
+    """In the nine columns that there are."""
+    if s < 100:
+        return f"{s:.0f} s ago"
+    return f"{s / 60:.0f}min ago" if s < 5970 else f"{s / 3600:.0f} h ago" if s < 172800 else f"{s / 86400:.0f} d ago"
+
+
 def render(d: Document) -> str:
     """The document as a table of at most 80 columns."""
     rows: list[tuple[str, ...]] = [HEAD]
     for j in d["jobs"]:
         # Of an ended job no copy is left: how long ago it ended.
-        sealed = f"{_age(max(0.0, d['t'] - j['ended']))} ago" if j["ended"] else _age(j["sealed_age_s"])
+        sealed = _ago(max(0.0, d["t"] - j["ended"])) if j["ended"] else _age(j["sealed_age_s"])
         survives = "-" if j["survives"] is None else f"{j['survives']} node{'' if j['survives'] == 1 else 's'}"
         texts = (j["id"], j["user"], j["state"], j["slurm"], str(j["nodes"]), sealed, survives, str(j["recoveries"]))
         rows.append(tuple(tame(text) for text in texts))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import sys
+from contextlib import suppress
+from typing import TextIO
 
 from gemini_hpc import __version__
 
@@ -27,15 +30,29 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; the exit status."""
-    args = build_parser().parse_args(argv)
     try:
+        args = build_parser().parse_args(argv)
         status: int = args.func(args)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        sys.stderr.close()
+        _close(sys.stdout, sys.stderr)
         return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
+            raise
+        _close(sys.stdout)
+        print(f"gemini-hpc: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
     return status
+
+
+def _close(*streams: TextIO) -> None:
+    """What is left in them has nowhere to go."""
+    for stream in streams:
+        with suppress(OSError):
+            stream.close()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import msgspec
 
-from gemini_hpc.control.primary import LOCK
+from gemini_hpc.control.primary import LOCK, is_here
 from gemini_hpc.control.slurm import Slurm
 from gemini_hpc.control.slurm.ways import FILE, Told
 from gemini_hpc.doctor import locks
@@ -37,7 +37,7 @@ def _running(facts: Facts) -> int | None:
 def _elsewhere(facts: Facts) -> str:
     """The host that the settings name for the controller, where it is not this one."""
     hosts = facts.settings.controller_hosts()
-    return "" if any(host.partition(".")[0] == facts.hostname for host in hosts) else ", ".join(hosts)
+    return "" if any(is_here(host, "") for host in hosts) else ", ".join(hosts)
 
 
 def _in_charge(facts: Facts) -> str:

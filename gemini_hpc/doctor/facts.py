@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, cast
 
 from gemini_hpc.config import ConfigError, Settings, load
+from gemini_hpc.control.primary import is_here
 from gemini_hpc.control.slurm import Slurm, SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.control.slurm.facts import Job, Node, Reservation, Row
 from gemini_hpc.doctor.configuration import Configuration, Release
@@ -173,7 +174,7 @@ class Facts:
             names = {process.name for process in self.processes}
             found |= {role for role, daemon in ((CONTROLLER, "slurmctld"), (NODE, "slurmd")) if daemon in names}
         try:
-            if any(h.partition(".")[0] == self.hostname for h in self.settings.controller_hosts()):
+            if any(is_here(host, "") for host in self.settings.controller_hosts()):
                 found.add(CONTROLLER)
         except Unavailable:
             pass

@@ -58,6 +58,8 @@ def _greet(settings: Settings, host: str, slurm_uid: int) -> int:
         ) from None
     except OSError as exc:
         raise GreetingError(f"{where}: {exc.strerror or exc}") from None
+    except UnicodeError:
+        raise GreetingError(f"{where}: no name of a host") from None
     except HandshakeError as exc:
         raise GreetingError(str(exc)) from None
     except munge.MungeError as exc:

@@ -107,7 +107,8 @@ def directories(facts: Facts) -> Outcome:
     except FileNotFoundError:
         return ok(f"{run_dir} is not there yet")
     with_agent = {p.agent_of for p in facts.processes}
-    live, keep_s = facts.queue, facts.settings.retention_s + YOUNG_S
+    # At the end of the retention an agent may still save a last version to the tier.
+    live, keep_s = facts.queue, facts.settings.retention_s + facts.settings.tier_flush_s + YOUNG_S
     told = []
     for name in names:
         path = os.path.join(run_dir, name)

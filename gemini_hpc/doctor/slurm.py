@@ -160,7 +160,7 @@ def proctrack(facts: Facts) -> Outcome:
 def over_memory_kill(facts: Facts) -> Outcome:
     """Each rank maps its replicas' memory, which counts once a rank in RSS."""
     parameters = facts.conf.words("JobAcctGatherParams")
-    if "overmemorykill" in parameters and not {"usepss", "noshared"} & parameters.keys():
+    if "overmemorykill" in parameters and not {"usepss", "noshare", "noshared"} & parameters.keys():
         return wrong(
             "JobAcctGatherParams has OverMemoryKill and counts shared pages in full: replica memory that ranks "
             "map can kill their job",

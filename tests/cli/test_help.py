@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,6 +57,8 @@ def test_help(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize("words", [(), ("inspect",), ("no-such-verb",), ("inspect", "1", "--no-such-option"),
                                    ("inspect", "1", "--watch", "inf"), ("inspect", "1", "--watch", "nan"),
+                                   ("demo", "--cuts", "0"), ("demo", "--steps", "19"),
+                                   ("demo", "--json", "/nowhere/at/all"),
                                    ("run", "--max-restarts", "-1", "--", "true")], ids=" ".join)  # fmt: skip
 def test_wrong_command_lines(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -79,3 +82,17 @@ def test_help_fits_a_terminal(
     with pytest.raises(SystemExit):
         main([*words, "--help"])
     assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("words", [["--help"], ["jobs", "--help"]], ids=" ".join)
+def test_an_output_that_takes_nothing(words: list[str]) -> None:
+    argv = [sys.executable, "-m", "gemini_hpc.cli.main", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "gemini-hpc: the output cannot be written: No space left on device\n"
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as nobody:
+        done = subprocess.run(argv, stdout=nobody, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 141 and done.stderr == ""

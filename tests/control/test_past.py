@@ -120,6 +120,17 @@ def test_the_table() -> None:
     assert lines[0].split() == list(jobs.HEAD)
     assert lines[1].split() == ["7", "alice", "protected", "RUNNING", "16", "0.4", "s", "1", "node", "2"]
     assert "2 h ago" in lines[3] and lines[-1] == "and 3 older ones"
+    for since_s, words in (
+        (45, "45 s ago"),
+        (900, "15min ago"),
+        (5960, "99min ago"),
+        (6000, "2 h ago"),
+        (9e5, "10 d ago"),
+    ):
+        ended = jobs.render(
+            {"schema": 1, "t": NOW, "jobs": [row(state="ended", ended=NOW - since_s)], "not_shown": 0}
+        )
+        assert words in ended, "in its column"
     assert "no protected jobs" in jobs.render({"schema": 1, "t": NOW, "jobs": [], "not_shown": 0})
 
 

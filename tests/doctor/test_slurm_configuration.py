@@ -56,7 +56,7 @@ def test_site_14_cred_expire_is_told(patient: Patient) -> None:
 
 
 def test_site_20_over_memory_kill_with_a_remedy(patient: Patient) -> None:
-    for remedy in ("UsePss", "NoShared"):
+    for remedy in ("UsePss", "NoShared", "NoShare"):
         with patient.conf(f"JobAcctGatherParams=OverMemoryKill,{remedy}"):
             assert patient.doctor().news == {}
 
