@@ -370,7 +370,8 @@ def _notes(document: Document, absent: Sequence[str], slurm: dict[str, str]) -> 
     if document["kept_until"]:
         notes.append(f"copies are kept until {_clock(document['kept_until'], document['t'])}")
     if absent and document["nodes"]:
-        notes.append(f"partly protected: no agent on {', '.join(absent)}")
+        some = len(absent) < len([n for n in document["nodes"] if n["member"]])
+        notes.append(f"{'partly protected: ' if some else ''}no agent on {', '.join(absent)}")
     for s in document["sets"]:
         if s["survival"]["lost_already"]:
             empty = [str(d["rank"]) for d in s["shards"] if not d["holders"]]

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from gemini_hpc.cli import inspect
 from gemini_hpc.config import Settings
 from gemini_hpc.control import ask, slurm
 from gemini_hpc.wire.flush import Flushing
+from gemini_hpc.wire.link import LinkClosed
+from gemini_hpc.wire.picture import JobAnswer
 
 DONE = Flushing("default", (1, 5), over=True, where="/tier")
 
@@ -103,3 +106,53 @@ def test_slurm_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "allocation", lambda *_: asyncio.sleep(0, (SimpleNamespace(user_id=1000), {})))
     with pytest.raises(ask.AskError, match="Slurm does not answer: timed out"):
         flushed(world, monkeypatch)
+
+
+def test_an_agent_that_dies_over_a_set_has_not_saved_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit status 0 says that every set is on the tier."""
+    said = [DONE, Flushing("other", (1, 4), 1000), Flushing("other", (1, 4), 2000)]
+
+    class Link:
+        def send(self, message: object) -> None:
+            pass
+
+        async def receive(self) -> Flushing:
+            if not said:
+                raise LinkClosed("connection reset")
+            return said.pop(0)
+
+        def abort(self) -> None:
+            pass
+
+    async def connect(*_: object) -> tuple[Link, int]:
+        return Link(), 0
+
+    monkeypatch.setattr(ask, "connect_any", connect)
+    heard: list[Flushing] = []
+    over = asyncio.run(ask._flush_at(Settings(), 7, 1000, "a", "at a", heard.append))
+    assert [(word.set, word.reason) for word in over] == [("default", ""), ("other", "a hung up before it was there")]
+    assert len(heard) == 3
+
+
+def test_a_watch_outlives_a_line_that_the_controller_has_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hangs up on who is silent for a minute, and is started anew at times."""
+    made: list[int] = []
+
+    class Line:
+        def __init__(self, settings: Settings, job: int) -> None:
+            made.append(job)
+            self.asked = 0
+
+        def ask(self, job: int) -> JobAnswer:
+            self.asked += 1
+            if self.asked > 1:
+                raise ask.NoControllerError("connection closed in mid-frame")
+            return JobAnswer(slurm={"state": "PENDING"})
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(ask, "ControllerLine", Line)
+    source = inspect._Source(Settings(), 7)
+    assert [source.document()["asked"] for _ in range(3)] == ["controller"] * 3
+    assert made == [7, 7, 7]
