@@ -38,11 +38,16 @@ NO_GROUP = Group()
 def place(pid: int | str = "self") -> Place | None:
     """The memory cgroup of a process, as seen from here."""
     try:
-        with open(f"/proc/{pid}/cgroup", encoding="utf-8") as own, open("/proc/self/mountinfo") as mounts:
-            found = cgroup.place(own.read(), mounts.read())
-    except (OSError, UnicodeDecodeError):
+        found = cgroup.place(_text(f"/proc/{pid}/cgroup"), _text("/proc/self/mountinfo"))
+    except OSError:
         return None
     return found if found is not None and _bytes(found.directory(), cgroup.usage_file(found.version)) >= 0 else None
+
+
+def _text(path: str) -> str:
+    """Names of mount points, and of cgroups, are any bytes; users choose some."""
+    with open(path, encoding="utf-8", errors="surrogateescape") as f:
+        return f.read()
 
 
 def cap_bytes(settings: Settings, total_bytes: int) -> int:
@@ -108,8 +113,7 @@ def _beside(here: Place, choice: Choice, job: int, pid: int) -> list[str]:
     """Where else v1 has cgroups for it, entered."""
     if here.version != 1:
         return []
-    with open("/proc/self/mountinfo") as f:
-        mountinfo = f.read()
+    mountinfo = _text("/proc/self/mountinfo")
     below = choice.directory[len(here.mount) :]
     found = cgroup.beside(mountinfo, below, job)
     return [at for at, steps in found.items() if not _take(steps) and not _enter(at, pid)]

@@ -11,7 +11,6 @@ Exit status: 0, always.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -100,8 +99,12 @@ def _tell(run_dir: str, job: int, uid: int, restart: int, exit_code: int) -> int
 
 def _note(run_fd: int, job: int, uid: int, restart: int) -> None:
     try:
+        there = jobdir.look(run_fd, str(job)) is not None  # never walks into what a user has mounted there
+    except jobdir.JobDirError:
+        there = True
+    try:
         with ledger.opened(run_fd, LEDGER_S) as entries:
-            if entries.get(job) is not None or os.access(str(job), os.F_OK, dir_fd=run_fd, follow_symlinks=False):
+            if there or entries.get(job) is not None:
                 entries.ended(job, uid, restart)
     except OSError as exc:
         complain("epilog", job, f"not entered in the ledger of this node: {exc.strerror or exc}")

@@ -93,8 +93,15 @@ class Ledger:
         known = self.get(job)
         if known is None or known.uid != uid:
             self.put(Entry(job, uid, restart, ended_s=now_s()))
-        elif restart >= known.restart and known.ended_s is None:
+        elif restart > known.restart:  # of one that no prolog has announced
+            self.put(replace(known, restart=restart, ended_s=now_s(), doubted_s=None))
+        elif restart == known.restart and known.ended_s is None:
             self.put(replace(known, ended_s=now_s(), doubted_s=None))
+
+    def goes_on(self, known: Entry) -> None:
+        """The job runs here after all; nothing is changed where its entry is another one by now. Raises OSError."""
+        if self.get(known.job) == known:
+            self.put(replace(known, ended_s=None, doubted_s=None))
 
     def doubt(self, known: Entry, since_s: float | None) -> None:
         """Nobody answers for a job since then, or somebody does again (None); nothing is changed where its entry is

@@ -53,7 +53,9 @@ def remove(run_fd: int, run_dir: str, except_job: int) -> list[str]:
 
 def _is_leftover(run_fd: int, run_dir: str, name: str) -> bool:
     info = jobdir.look(run_fd, name)
-    if info is None or not stat.S_ISDIR(info.st_mode) or time.time() - info.st_mtime < AGE_MIN_S:
+    if info is None or not stat.S_ISDIR(info.st_mode):
+        return False
+    if 0 <= time.time() - info.st_mtime < AGE_MIN_S:  # its owner may have dated it into the future
         return False
     return not _answers(f"{run_dir}/{name}", info.st_uid)
 

@@ -106,9 +106,12 @@ def adopt(fd: int, size_bytes: int) -> Memfd:
     writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
     if seals != _SEALS or not writable or not os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:gemini"):
         raise ValueError("the descriptor handed back is not a replica's memory")
-    room = os.fstat(fd).st_size - size_bytes
+    info = os.fstat(fd)
+    room = info.st_size - size_bytes
     if room not in (0, record.ROOM_BYTES):
-        raise ValueError(f"handed back {os.fstat(fd).st_size} bytes, wanted {size_bytes}")
+        raise ValueError(f"handed back {info.st_size} bytes, wanted {size_bytes}")
+    if info.st_blocks * 512 < size_bytes:  # filling the holes would be paid by all agents of the node
+        raise ValueError(f"handed back {info.st_blocks * 512} bytes of memory, wanted {size_bytes}")
     return Memfd("", size_bytes, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), slot=room > 0)
 
 

@@ -12,6 +12,7 @@ Exit status: 0; or `EXIT_STRICT` where gemini.toml says strict_prolog = true and
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import select
@@ -120,7 +121,7 @@ def main(argv: list[str]) -> int:
         outcome = _protect(inc, settings)
     except (jobdir.JobDirError, privileges.PrivilegeError, OSError) as exc:
         _unprotected(inc.job, f"{exc}")
-        outcome = _NOT_STARTED
+        outcome = _UNPROTECTED if _used_up(exc) else _NOT_STARTED
     _notes[-1].settle()
     return EXIT_STRICT if settings.strict_prolog and outcome == _NOT_STARTED else 0
 
@@ -198,9 +199,16 @@ def _installed() -> bool:
     argv = [sys.executable, "-I", "-c", "import gemini_hpc.agent.agent"]
     try:
         done = subprocess.run(argv, capture_output=True, timeout=INSTALLED_S, check=False, env=launch.ENVIRONMENT)
-    except (OSError, subprocess.TimeoutExpired):
+    except subprocess.TimeoutExpired:
         return False
+    except OSError as exc:
+        return _used_up(exc)
     return done.returncode == 0
+
+
+def _used_up(exc: Exception) -> bool:
+    """Whether processes or memory are wanting, which users use up: no fault of the site's."""
+    return isinstance(exc, OSError) and exc.errno in (errno.EAGAIN, errno.ENOMEM)
 
 
 def _offer_to_oom_killer() -> None:

@@ -43,12 +43,12 @@ def ensure(run_fd: int, settings: Settings, where: str, job: int) -> None:
     try:
         with ledger.opened(run_fd) as entries:
             known = list(entries)
-            ended = any(entry.ended_s is not None for entry in known)
-            silent = {entry.job for entry in known} - {job}
-            if not ended and silent:
-                silent -= steps.jobs_with_steps()
-            if not (ended or silent) or not _idle(run_fd):
-                return
+        # Not while others wait for the ledger: both take a while. The reaper's own lock keeps a second one away.
+        ended = any(entry.ended_s is not None for entry in known)
+        silent = {entry.job for entry in known} - {job}
+        if not ended and silent:
+            silent -= steps.jobs_with_steps()
+        if (ended or silent) and _idle(run_fd):
             _start(settings)
     except OSError as exc:
         complain(where, 0, f"no reaper could be started: {exc.strerror or exc}")
@@ -108,6 +108,10 @@ def look(run_fd: int, settings: Settings) -> float | None:
             if since_s is None:
                 continue
             over = since_s > silent_s
+        elif entry.job in running:  # it runs here again, and no prolog was called, or could say so
+            with ledger.opened(run_fd) as entries:
+                entries.goes_on(entry)
+            continue
         else:
             since_s = ledger.now_s() - entry.ended_s
             over = since_s > answering_s or (since_s > silent_s and not _answers_at_last(settings.run_dir, entry))
@@ -273,7 +277,8 @@ def _answers(run_dir: str, entry: ledger.Entry) -> bool:
     try:
         child = privileges.fork_as(privileges.owner(entry.uid), probe, _SILENT, lambda _: None)
     except privileges.PrivilegeError:
-        return False
+        # Its user is gone, or nobody can name him now: what he has kept does not go for a name service's outage.
+        return bool(pids)
     return privileges.outcome(child, 2 * ANSWER_S) == _ANSWERS
 
 

@@ -90,8 +90,9 @@ class Note:
         old = time.time() - KEPT_S
         with os.scandir(self._dir) as entries:
             for entry, _ in zip(entries, range(_MAX_ENTRIES), strict=False):
-                if entry.name != LOG and entry.stat(follow_symlinks=False).st_mtime < old:
-                    os.unlink(entry.name, dir_fd=self._dir)
+                with suppress(FileNotFoundError):  # another prolog's sweep was faster
+                    if entry.name != LOG and entry.stat(follow_symlinks=False).st_mtime < old:
+                        os.unlink(entry.name, dir_fd=self._dir)
 
 
 def _roots(path: str) -> int:

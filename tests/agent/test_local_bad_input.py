@@ -315,9 +315,11 @@ def test_attach_of_others(agent: AgentProcess) -> None:
 # ---- memory that is handed back ------------------------------------------------------------------------
 
 
-def memfd(name: str = "gemini:x", size: int = SIZE, seals: int = _SEAL_ALL) -> int:
+def memfd(name: str = "gemini:x", size: int = SIZE, seals: int = _SEAL_ALL, *, sparse: bool = False) -> int:
     fd = os.memfd_create(name, os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     os.ftruncate(fd, size)
+    if size and not sparse:
+        os.posix_fallocate(fd, 0, size)
     if seals:
         fcntl.fcntl(fd, 1033, seals)
     return fd
@@ -397,6 +399,15 @@ def test_hand_back_that_cannot_be(rejoined: tuple[AgentProcess, Caller], changes
     refused(caller.ask(back(**changes), [fd]))
     refused(caller.ask(back(), [fd, fd]), "one descriptor")
     refused(caller.ask(back()), "one descriptor")
+    os.close(fd)
+    agent.quiet(fds)
+
+
+def test_hand_back_of_holes_is_refused(rejoined: tuple[AgentProcess, Caller]) -> None:
+    """Filling them would be paid by all agents of the node, and nobody has counted that."""
+    agent, caller = rejoined
+    fds, fd = agent.fds(), memfd(sparse=True)
+    refused(caller.ask(back(used=10, digest="0" * 32), [fd]), "bytes of memory")
     os.close(fd)
     agent.quiet(fds)
 

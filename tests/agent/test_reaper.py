@@ -132,6 +132,31 @@ def test_job_that_runs_here_again_is_out_of_its_hands(node: Node) -> None:
     assert entry is not None and (entry.restart, entry.ended_s) == (1, None)
 
 
+def test_job_that_goes_on_here_without_a_prolog_is_not_ended(node: Node) -> None:
+    """slurmd skips one at times: the incarnation after the one whose epilog came has steps here."""
+    node.ended()
+    node.step = True
+    for _ in range(5):
+        node.after(ANSWERING_S + 10.0)
+        node.now_s += SILENT_S
+    assert not node.killed and (entry := node.entry()) is not None and entry.ended_s is None
+    node.step = False
+    with ledger.opened(node.run_fd) as entries:
+        entries.ended(JOB, 65534, 1)
+    entry = node.entry()
+    assert entry is not None and (entry.restart, entry.ended_s) == (1, node.now_s), "its own end counts"
+
+
+def test_a_later_incarnations_end_is_not_the_earlier_ones(node: Node) -> None:
+    node.ended()
+    node.now_s += 500.0
+    with ledger.opened(node.run_fd) as entries:
+        entries.ended(JOB, 65534, 0)
+        assert (entry := entries.get(JOB)) is not None and entry.ended_s == node.now_s - 500.0, "told twice"
+        entries.ended(JOB, 65534, 1)
+        assert (entry := entries.get(JOB)) is not None and entry.ended_s == node.now_s
+
+
 def test_command_lines_of_users_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """They lie in memory that a user can make hang."""
     read: list[str] = []

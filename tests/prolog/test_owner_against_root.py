@@ -230,6 +230,29 @@ def test_file_system_that_never_answers(node: Node, where: str, mounted: bool) -
             node.sh(f"umount -l {where} 2>/dev/null || :")
 
 
+def test_epilog_of_a_job_that_the_ledger_does_not_know_asks_no_file_system_of_its_owner(node: Node) -> None:
+    assert silent(node.prolog())
+    node.sh("rm -f /run/gemini-hpc/.agents/7; test -e /dev/fuse || mknod /dev/fuse c 10 229")
+    enter = ["nsenter", "-t", str(node.pid), "-m", "-p", "-w/", "--"]
+    argv = [*enter, "/usr/bin/python3", "-c", FUSE, DIRECTORY, str(ALICE)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None and server.stdout.readline() == "mounted\n"
+            began = time.monotonic()
+            assert node.epilog().returncode == 0
+            assert time.monotonic() - began < 8
+        finally:
+            server.kill()
+            node.sh(f"umount -l {DIRECTORY} 2>/dev/null || :")
+
+
+def test_a_directory_that_its_owner_has_dated_into_the_future_is_removed(node: Node) -> None:
+    """Root's sweep removes what is older than a minute, and what says that it is of tomorrow."""
+    node.sh(f"mkdir -p {DIRECTORY}; chown {ALICE} {DIRECTORY}; touch -d 2200-01-01 {DIRECTORY}")
+    assert silent(node.prolog(job=8, uid=BOB))
+    assert not node.exists(DIRECTORY)
+
+
 # As FUSE, but it says what it can do: who has asked it for a file after that cannot be killed.
 FUSE_ONCE = FUSE.replace(
     "os.read(fd, 65536)\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import time
@@ -23,6 +24,23 @@ def test_script_is_posix_sh_without_eval(script: Path) -> None:
     assert "eval" not in text
     assert script.stat().st_mode & 0o777 == 0o755
     subprocess.run(["/bin/sh", "-n", script], check=True)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
+def test_a_shell_that_cannot_fork_drains_no_node(script: Path) -> None:
+    """Users can use up a node's processes; status 2, a shell's own, would drain it."""
+    job = {"SPANK_GEMINI_REPLICAS": "1", "SLURM_JOB_ID": "7", "SLURM_JOB_UID": "5001", "SLURM_JOB_NUM_NODES": "1"}
+    alone = ["prlimit", "--nproc=0", "setpriv", "--reuid=4242", "--clear-groups", "/bin/sh", str(script)]
+    copied = Path("/tmp") / f"gemini-{script.name}-{os.getpid()}"  # where nobody in particular may read it
+    copied.write_text(script.read_text())
+    try:
+        alone[-1] = str(copied)
+        done = subprocess.run(
+            alone, env={"PATH": "/usr/bin:/bin", **job}, capture_output=True, text=True, timeout=60, check=False
+        )
+    finally:
+        copied.unlink()
+    assert "fork" in done.stderr.lower() and done.returncode == 0, done
 
 
 @pytest.mark.parametrize("env", [{"SPANK_GEMINI_REPLICAS": ""}, {"SLURM_HET_JOB_ID": "12"}])
