@@ -10,7 +10,7 @@ import os
 import stat
 import time
 
-from gemini_hpc.agent import ask, jobdir, privileges, steps
+from gemini_hpc.agent import ask, jobdir, ledger, privileges, steps
 
 AGE_MIN_S = 60.0
 REMOVED_MAX = 8
@@ -31,13 +31,14 @@ def remove(run_fd: int, run_dir: str, except_job: int) -> list[str]:
     problems: list[str] = []
     candidates = sorted(name for name in os.listdir(run_fd) if name.isascii() and name.isdecimal())
     running: set[int] | None = None
+    starting = _starting(run_fd)
     # Another one first each time: agents that are stopped use up the time, and their owner might like that.
     first = time.monotonic_ns() // 1000 % max(1, len(candidates))
     removed = 0
     for name in candidates[first:] + candidates[:first]:
         if removed >= REMOVED_MAX or time.monotonic() > deadline:
             break
-        if name == str(except_job):
+        if name == str(except_job) or int(name) in starting:
             continue
         running = steps.jobs_with_steps() if running is None else running
         if int(name) in running:
@@ -49,6 +50,16 @@ def remove(run_fd: int, run_dir: str, except_job: int) -> list[str]:
         except jobdir.JobDirError as exc:
             problems.append(f"{run_dir}/{name}: {exc}")
     return problems
+
+
+def _starting(run_fd: int) -> set[int]:
+    """Jobs whose prolog has been here a moment ago: they have no step yet, and perhaps no agent."""
+    try:
+        with ledger.opened(run_fd, TIMEOUT_S) as entries:
+            now_s = ledger.now_s()
+            return {e.job for e in entries if e.ended_s is None and now_s - e.started_s < AGE_MIN_S}
+    except OSError:
+        return set()
 
 
 def _is_leftover(run_fd: int, run_dir: str, name: str) -> bool:

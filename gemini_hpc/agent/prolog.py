@@ -132,6 +132,7 @@ def _protect(inc: Incarnation, settings: Settings) -> int:
     # Before anything is made: what is full may be so of these.
     for problem in leftovers.remove(run_fd, settings.run_dir, except_job=inc.job):
         complain("prolog", inc.job, problem)
+    _note(run_fd, inc)  # before its directory is made, or found: no other prolog's sweep takes it for a leftover
     try:
         shared = jobdir.make(run_fd, inc.job, inc.uid, owner.pw_gid)
     except jobdir.JobDirError as exc:  # what lies there is a user's doing, or what users have filled
@@ -139,7 +140,6 @@ def _protect(inc: Incarnation, settings: Settings) -> int:
         return _UNPROTECTED
     if shared:
         complain("prolog", inc.job, f"its directory is no file system of its own ({shared}): others can fill it")
-    _note(run_fd, inc)
     _offer_to_oom_killer()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     deadline = time.monotonic() + settings.attach_timeout_s + OWNER_GRACE_S

@@ -165,6 +165,9 @@ def end(run_fd: int, entry: ledger.Entry, why: str, *, remove: bool = True) -> b
     if first and why:
         complain("reaper", entry.job, f"{why}, and {first} processes of its agent did not let go: killed")
     if remove:
+        with ledger.opened(run_fd) as entries:
+            if entries.get(entry.job) is not None:  # its prolog has come meanwhile
+                return True
         try:
             jobdir.remove(run_fd, str(entry.job))
         except jobdir.JobDirError as exc:
@@ -219,6 +222,9 @@ def by_name(job: int, uid: int) -> list[int]:
     pid = os.fork()
     if pid == 0:
         try:
+            # It may outlive us: then it holds nobody's lock, and none of slurmd's pipes.
+            os.closerange(0, told)
+            os.closerange(told + 1, os.sysconf("SC_OPEN_MAX"))
             _tell_by_name(job, uid, told)
         finally:
             os._exit(0)
@@ -233,8 +239,15 @@ def by_name(job: int, uid: int) -> list[int]:
     finally:
         os.close(got)
         os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        _collect(pid)
     return [int(line) for line in found.splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def _collect(pid: int) -> None:
+    """A child that was killed; one that hangs in the kernel is left to whoever comes after us."""
+    until = time.monotonic() + BY_NAME_S
+    while os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() < until:
+        time.sleep(0.005)
 
 
 def _tell_by_name(job: int, uid: int, told: int) -> None:
