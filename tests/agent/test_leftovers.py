@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.agent import leftovers, ledger, steps
+from gemini_hpc.agent import ledger, leftovers, steps
 
 
 @pytest.fixture
