@@ -201,12 +201,22 @@ static void tell_why(spank_t sp, const struct config *config, uint32_t job, uint
 	(void)spank_setenv(sp, ENV_UNPROTECTED, why, 1);
 }
 
-static void end_if_unprotectable(spank_t sp, uint32_t replicas)
+/*
+ * Such a job never has an agent. Where one has written a map the job was made
+ * smaller while it ran, and its steps go on without.
+ */
+static void end_if_unprotectable(spank_t sp, const struct config *config, uint32_t job, uint32_t restart,
+				 uint32_t replicas)
 {
+	struct map map;
 	uint32_t nodes;
 
 	if (!env_number(sp, "SLURM_JOB_NUM_NODES", 1, NODES_MAX, &nodes) || replicas <= nodes)
 		return;
+	if (map_await(config->run_dir, job, restart, geteuid(), 0, &map)) {
+		map_free(&map);
+		return;
+	}
 	if (speaks(sp))
 		slurm_error(MESSAGE_PREFIX "--gemini-replicas=%" PRIu32 " wants %" PRIu32 " nodes, one per copy, "
 			    "and this job has %" PRIu32 ": ask for more nodes or fewer replicas",
@@ -233,11 +243,10 @@ int remote_task_init(spank_t sp, const struct config *config)
 			slurm_error(MESSAGE_PREFIX "heterogeneous jobs are not supported: this job is not protected");
 		return 0;
 	}
-	end_if_unprotectable(sp, replicas);
-
 	if (env_has(sp, "SLURM_RESTART_COUNT") &&
 	    !env_number(sp, "SLURM_RESTART_COUNT", 0, UINT32_MAX, &restart))
 		return 0;
+	end_if_unprotectable(sp, config, job, restart, replicas);
 	if (!map_await(config->run_dir, job, restart, geteuid(), MAP_WAIT_MS, &map)) {
 		tell_why(sp, config, job, restart);
 		return 0;
