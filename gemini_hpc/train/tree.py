@@ -155,6 +155,7 @@ class StateTree:
         self._stepped: list[torch.Tensor] = []  # what the optimizers have in their groups
         self._states: list[_OptimizerState] = []
         self._leaves: list[Leaf] = []
+        self._flags: list[bool] = []  # which parameters are trained now
         self._members: list[Members] = []
         ddps = find_ddp(model)
         root: nn.Module = model
@@ -165,6 +166,7 @@ class StateTree:
         self._find()
         self._built = {name: local(tensor).shape for name, tensor in self.buffers.items()}
         self._trained = {param.fqn: param.tensor.requires_grad for param in self.params}  # at construction
+        self._changed: dict[str, bool] = {}
 
     def _find(self) -> None:
         known = {p.fqn: p.tensor for p in self.params}
@@ -208,7 +210,7 @@ class StateTree:
         self._names = {number: param.fqn for number, param in params.items()}
         self._stepped = _grouped(self.optimizers)
         self._members = [Members(optimizer) for optimizer in self.optimizers]
-        self._states, self._leaves = [], []
+        self._states, self._leaves, self._flags = [], [], []
 
     def reshard(self) -> None:
         """Before values are loaded: what FSDP2 has gathered for an earlier forward would be used in the next one."""
@@ -302,12 +304,7 @@ class StateTree:
             "rng": rng.capture(),
             "buffers": buffers,
             "emptied": [name for name in self._built if name not in buffers],
-            # in mid-training
-            "trained": {
-                param.fqn: param.tensor.requires_grad
-                for param in self.params
-                if param.tensor.requires_grad is not self._trained.get(param.fqn, True)
-            },
+            "trained": self._retrained(),
             "loose": [state.loose() for state in self._states],
             "reshaped": [
                 name for name, shape in self._built.items() if name in buffers and buffers[name].shape != shape
@@ -323,6 +320,15 @@ class StateTree:
             "stateful": {name: sharded.parts(item.state_dict()) for name, item in self.stateful.items()},
             "buckets": [recorder.order for recorder in self.ddps],
         }
+
+    def _retrained(self) -> dict[str, bool]:
+        """Parameters that were frozen or unfrozen in mid-training."""
+        now = [param.tensor.requires_grad for param in self.params]
+        if now != self._flags:
+            self._flags = now
+            pairs = zip(self.params, now, strict=True)
+            self._changed = {p.fqn: flag for p, flag in pairs if flag is not self._trained.get(p.fqn, True)}
+        return self._changed
 
     def encode_small(self, odd: Mapping[tuple[int, str, str], Any], late: Sequence[Leaf], world: int) -> bytes:
         """The small state as bytes; `late`: tensors that have no place in the tensor area."""
