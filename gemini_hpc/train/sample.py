@@ -28,9 +28,12 @@ def few(view: torch.Tensor, *, flat: bool) -> torch.Tensor:
     count = line.numel()
     if count > MOST:  # at odd distances, so that the samples of a matrix are not all in one column
         line = line[:: (count - 1) // MOST | 1]
-    if line.element_size() == 16:
-        line = torch.view_as_real(line)[:, 0]
-    return line.view(_AS_INTEGERS[line.element_size()])
+    try:
+        if line.element_size() == 16:
+            line = torch.view_as_real(line)[:, 0]
+        return line.view(_AS_INTEGERS[line.element_size()])
+    except RuntimeError:  # bits of a kind that cannot be seen as integers, a conjugated view: not sampled
+        return torch.empty(0, dtype=torch.uint8)
 
 
 class Places:

@@ -52,6 +52,10 @@ def test_a_copy_is_sampled_at_the_same_places(name: str) -> None:
     assert places.differing(places.read(), [line]) == ([0] if view.numel() else [])
 
 
+def test_what_cannot_be_sampled_is_left_out() -> None:
+    assert few(torch.rand(33, dtype=torch.complex64).conj(), flat=True).numel() == 0
+
+
 def test_nothing_is_a_difference_but_bits() -> None:
     """A nan is equal to itself, and zero is not minus zero."""
     places = Places([few(t, flat=True) for t in (torch.full((9,), torch.nan), torch.zeros(9))], [0, 1])
