@@ -117,6 +117,7 @@ EVERYTHING = [
     *(collections.Counter("aab"), {1, 2}, frozenset({3}), torch.float32, torch.device("cpu"), Colour.RED),
     *(datetime.datetime(2026, 1, 2), datetime.date(2026, 1, 2), datetime.timedelta(1), torch.Generator()),
     *(np.float32(1), np.arange(6).reshape(2, 3), np.empty((0, 3)), torch.tensor(3.5), torch.empty(0, 4)),
+    encode.Part(torch.ones(2), (4,), "(Shard(dim=0),)"),
 ]
 
 
