@@ -24,3 +24,12 @@ def make_job(tmp_path: Path) -> Iterator[Callable[[int, int], FakeJob]]:
     yield make
     for job in jobs:
         job.close()
+
+
+@pytest.fixture
+def job(make_job: Callable[[int, int], FakeJob], monkeypatch: pytest.MonkeyPatch) -> FakeJob:
+    """One node with one agent, which this process finds: a training of one rank."""
+    job = make_job(1, 1)
+    monkeypatch.setenv("GEMINI_SOCKET", job.nodes[0].path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    return job

@@ -7,7 +7,7 @@ import itertools
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -47,14 +47,6 @@ class Uneven(nn.Module):
         return self.late(h) if use_late else h
 
 
-@pytest.fixture
-def job(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
-    job = make_job(1, 1)
-    monkeypatch.setenv("GEMINI_SOCKET", job.nodes[0].path)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    yield job
-
-
 def wait_sealed(job: FakeJob, version: int) -> None:
     for _ in range(20_000):
         if job.sealed is not None and job.sealed.version >= version:
@@ -62,6 +54,13 @@ def wait_sealed(job: FakeJob, version: int) -> None:
         torch.rand(1)  # yields the GIL as training does
         time.sleep(0.001)
     raise AssertionError(f"version {version} is not sealed; sealed: {job.sealed}")
+
+
+def wait_armed(ckpt: gemini.Checkpointer) -> None:
+    """Until memory is there, or will not be: not every version of so short a run is saved."""
+    deadline = time.monotonic() + 5
+    while not ckpt._armed and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -118,10 +117,7 @@ def run(job: FakeJob, make: Callable[[Any], torch.optim.Optimizer], seed: int, s
             losses.append(loss.item().hex())
             ckpt.step()
             if step == 1 or step == start + 1:
-                for _ in range(200):  # until memory is there: not every version of so short a run is saved
-                    if ckpt._armed:
-                        break
-                    wait_a_little()
+                wait_armed(ckpt)
         report = ckpt.report()
     state = [*model.parameters(), *model.buffers(), *ema.parameters(), *ema.buffers()]
     state += [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]

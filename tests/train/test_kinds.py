@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,17 +18,9 @@ from gemini_hpc.train import encode, sharded
 
 from .fake_agent import FakeJob
 from .launch import train
-from .test_checkpointer import wait_sealed
+from .test_checkpointer import wait_armed, wait_sealed
 
 MakeJob = Callable[[int, int], FakeJob]
-
-
-@pytest.fixture
-def job(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
-    job = make_job(1, 1)
-    monkeypatch.setenv("GEMINI_SOCKET", job.nodes[0].path)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    yield job
 
 
 @pytest.mark.parametrize("wrap", ["checkpoint", "compile"])
@@ -87,9 +78,8 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, stop: int, **more: A
             optimizer.step()
             losses.append(loss.item().hex())
             ckpt.step()
-            deadline = time.monotonic() + 5
-            while step == start + 1 and not ckpt._armed and time.monotonic() < deadline:
-                time.sleep(0.01)
+            if step == start + 1:
+                wait_armed(ckpt)
         report = ckpt.report()
     return start, losses, report
 
@@ -218,9 +208,8 @@ def saved_and_loaded(before: nn.Module, first: Any, after: nn.Module, second: An
             before(torch.ones(2, 3)).sum().backward()
             first.step()
             ckpt.step()
-            deadline = time.monotonic() + 5
-            while step == 0 and not ckpt._armed and time.monotonic() < deadline:
-                time.sleep(0.01)
+            if step == 0:
+                wait_armed(ckpt)
     wait_sealed(job, 4)
     assert job.requeue() is not None
     with gemini.Checkpointer(after, second) as ckpt:

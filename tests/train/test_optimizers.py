@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,17 +14,9 @@ from gemini_hpc.train.optimizers import with_inner
 
 from .fake_agent import FakeJob
 from .launch import Run, train
-from .test_checkpointer import wait_sealed
+from .test_checkpointer import wait_armed, wait_sealed
 
 MakeJob = Callable[[int, int], FakeJob]
-
-
-@pytest.fixture
-def job(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
-    job = make_job(1, 1)
-    monkeypatch.setenv("GEMINI_SOCKET", job.nodes[0].path)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    yield job
 
 
 class Sharing(torch.optim.Optimizer):
@@ -91,9 +82,8 @@ def iterate(
             optimizer.step()
             losses.append(loss.item().hex())
             ckpt.step()
-            deadline = time.monotonic() + 5
-            while step == start + 1 and not ckpt._armed and time.monotonic() < deadline:
-                time.sleep(0.01)
+            if step == start + 1:
+                wait_armed(ckpt)
     return start, losses
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,18 +14,10 @@ import gemini_hpc as gemini
 
 from .fake_agent import FakeJob
 from .launch import train
-from .test_checkpointer import wait_sealed
+from .test_checkpointer import wait_armed, wait_sealed
 
 MakeJob = Callable[[int, int], FakeJob]
 Edit = Callable[[nn.Module, torch.optim.Optimizer], None]
-
-
-@pytest.fixture
-def job(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
-    job = make_job(1, 1)
-    monkeypatch.setenv("GEMINI_SOCKET", job.nodes[0].path)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    yield job
 
 
 class Running(nn.Module):
@@ -72,9 +63,8 @@ def run(job: FakeJob, seed: int, stop: int, *, at: int = 0, edit: Edit | None = 
             optimizer.step()
             losses.append(loss.item().hex())
             ckpt.step()
-            deadline = time.monotonic() + 5
-            while step == start + 1 and not ckpt._armed and time.monotonic() < deadline:
-                time.sleep(0.01)
+            if step == start + 1:
+                wait_armed(ckpt)
         report = ckpt.report()
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return start, losses, {name: tensor.tolist() for name, tensor in state.items()}, report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from gemini_hpc.train import capture
 from gemini_hpc.train.sample import MOST, Places, Turns, few
 
 from .fake_agent import FakeJob
-from .test_checkpointer import capture_of, wait_sealed
+from .test_checkpointer import capture_of, wait_armed, wait_sealed
 
 MakeJob = Callable[[int, int], FakeJob]
 
@@ -139,14 +139,6 @@ class Ema:
         self.shadow = list(state["shadow"])
 
 
-@pytest.fixture
-def job(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
-    job = make_job(1, 1)
-    monkeypatch.setenv("GEMINI_SOCKET", job.nodes[0].path)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    yield job
-
-
 def run(job: FakeJob, seed: int, stop: int) -> tuple[int, list[str], dict[str, Any]]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
@@ -162,9 +154,8 @@ def run(job: FakeJob, seed: int, stop: int) -> tuple[int, list[str], dict[str, A
             ema.update()
             losses.append(loss.item().hex())
             ckpt.step()
-            deadline = time.monotonic() + 5
-            while step == start + 1 and not ckpt._armed and time.monotonic() < deadline:
-                time.sleep(0.01)
+            if step == start + 1:
+                wait_armed(ckpt)
             ema.evaluate(0.1)
         report = copy.deepcopy(ckpt.report())
     return start, losses, report
