@@ -10,12 +10,14 @@ from gemini_hpc.core.dtypes import item_bytes
 from gemini_hpc.core.manifest import TENSOR_ALIGN_BYTES
 
 FORMAT = 1
+PARAMETER, LIFTED = -1, -2  # in place of an optimizer's number
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
     """One tensor that the rank has. shape: the global one.
 
-    optimizer: index of the optimizer whose state of parameter `owner` this is, named `name`; -1 for a parameter.
+    optimizer: index of the optimizer whose state of parameter `owner` this is, named `name`; PARAMETER; or LIFTED,
+    for a large tensor out of the small state, such as a buffer.
     like_owner: an optimizer tensor that is sharded as its parameter is. shared: the same key on other ranks means
     the same (global) tensor; else the tensor is this rank's own.
     """
@@ -25,7 +27,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     shared: bool
     device: str
-    optimizer: int = -1
+    optimizer: int = PARAMETER
     owner: str = ""
     name: str = ""
     like_owner: bool = False

@@ -14,7 +14,7 @@ from gemini_hpc.core.dtypes import item_bytes
 _COUNT, _SIZE = struct.Struct("<I"), struct.Struct("<Q")
 _FIXED = {ord("N"): 0, ord("T"): 0, ord("F"): 0, ord("f"): 8, ord("j"): 16, ord("e"): 24}  # so many bytes
 _SIZED = b"isbBDvwyG"  # bytes after their number
-_ITEMS = {**dict.fromkeys(b"ltzrqSZP", 1), **dict.fromkeys(b"dOC", 2)}  # a number, and so many values for each
+_ITEMS = {**dict.fromkeys(b"ltzrqSZPL", 1), **dict.fromkeys(b"dOC", 2)}  # a number, and so many values for each
 _ARRAYS = b"aAX"  # name of the type, shape, bytes
 _AROUND = b"cgE"  # one value more
 _TENSORS = b"cg"
@@ -27,7 +27,7 @@ def buffers(small: bytes) -> list[tuple[Row, memoryview]]:
     reader = _Reader(small)
     for _ in range(reader.mapping() if small else 0):
         if reader.text() == "buffers":
-            return [reader.buffer() for _ in range(reader.mapping())]
+            return [found for _ in range(reader.mapping()) if (found := reader.buffer()) is not None]
         reader.skip()
     return []
 
@@ -68,8 +68,12 @@ class _Reader:
         self._tag(b"s")
         return bytes(self._sized()).decode()
 
-    def buffer(self) -> tuple[Row, memoryview]:
+    def buffer(self) -> tuple[Row, memoryview] | None:
+        """None for one that lies elsewhere in the slot."""
         name = self.text()
+        if bytes(self._data[self._at : self._at + 1]) == b"L":
+            self.skip()
+            return None
         self._tag(_TENSORS)
         self._tag(b"X")
         kind, shape, data = self._array()

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from gemini_hpc.core.directory import Manifest, Piece, Row
+from gemini_hpc.core.directory import LIFTED, Manifest, Piece, Row
 from gemini_hpc.tier import place, version
 from gemini_hpc.tier.nodefile import Reader
-from gemini_hpc.train import groups
+from gemini_hpc.train import groups, lifted
 from gemini_hpc.train.dtypes import dtype_of
 from gemini_hpc.train.restore import Saved
 from gemini_hpc.wire.stored import Stored
@@ -102,7 +102,21 @@ def _join(shards: Iterable[Saved]) -> Whole:
         covered = _covered(have[key], tensor.ndim) if key in have else tensor.numel()
         if covered != tensor.numel():
             raise ValueError(f"{key} is not whole: {covered} of {tensor.numel()} elements")
+    _put_back(whole)
     return whole
+
+
+def _put_back(whole: Whole) -> None:
+    """What was lifted out of small states: into rank 0's, which is the one that is kept."""
+    keys = [key for key, row in whole.rows.items() if row.optimizer == LIFTED]
+    found = {key: whole.tensors.pop(key) for key in keys}
+    for key in keys:
+        del whole.rows[key]
+    wanted = [each.key for each in lifted.all_in(whole.small)]
+    if missing := [key for key in wanted if key not in found and f"rank0:{key}" not in found]:
+        raise ValueError(f"{missing[0]} is not there")
+    own = {key: f"rank0:{key}" for key in wanted if f"rank0:{key}" in found}
+    whole.small = lifted.put_back(whole.small, {key: found[own.get(key, key)] for key in wanted})
 
 
 def _add_late(whole: Whole, saved: Saved, row: Row, tensor: torch.Tensor) -> None:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import msgspec
+import torch
 
 from gemini_hpc.client.agent import AgentLost, AgentRefused
 from gemini_hpc.client.slots import Content
-from gemini_hpc.core import directory
 from gemini_hpc.core.manifest import Layout
-from gemini_hpc.train import collective, ownership, telling
+from gemini_hpc.train import collective, telling
 from gemini_hpc.train.arguments import Choices
 from gemini_hpc.train.capture import Capture
 from gemini_hpc.train.council import Council
+from gemini_hpc.train.divergence import Divergence
+from gemini_hpc.train.lifted import LEAST_BYTES
 from gemini_hpc.train.membership import ARMED, ARMING, REFUSED, Membership
 from gemini_hpc.train.nccl.courier import StreamedReceiver, StreamedReplicator
 from gemini_hpc.train.nccl.driver import Driver
@@ -27,9 +28,11 @@ from gemini_hpc.train.nccl.joint import JointPlanner
 from gemini_hpc.train.nccl.meeting import Joined, Proposal, meet
 from gemini_hpc.train.ownership import Entry
 from gemini_hpc.train.pacer import Pacer
+from gemini_hpc.train.plan import Draft, Plan, lay_out
 from gemini_hpc.train.planner import Planner
 from gemini_hpc.train.receiver import Receiver, Reserved
-from gemini_hpc.train.replicator import Replicator, register, small_capacity
+from gemini_hpc.train.replanning import Replanning
+from gemini_hpc.train.replicator import Replicator, register
 from gemini_hpc.train.rhythm import Rhythm
 from gemini_hpc.train.shared import Keeper, Shard
 from gemini_hpc.train.teller import Teller
@@ -38,13 +41,17 @@ from gemini_hpc.train.watch import Watch
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others in the first `step()`: its tensors, then the size of its slot."""
+    """What a rank tells the others: its tensors, and in the first `step()` also the size of its slot."""
 
     ready: bool = True
     problem: str = ""
     entries: list[Entry] = []
     total_bytes: int = 0
     proposal: Proposal = Proposal()
+
+
+class _OfferError(Exception):
+    """A rank cannot take part in a new plan."""
 
 
 class Arming(Membership):
@@ -64,6 +71,10 @@ class Arming(Membership):
         self._receivers: list[Receiver | Reserved] = []
         self._arming: threading.Thread | None = None
         self._listening = False
+        self._replanning: Replanning | None = None
+        self._lifted: dict[str, torch.Tensor] = {}  # out of the last version's small state
+        self._layout_bytes = 0  # of a slot, as planned
+        self._draft: Draft | None = None  # that was offered for a new plan
         self._kept_capacity = 0
         self._own_copy = Content()
 
@@ -88,35 +99,43 @@ class Arming(Membership):
         owns what, and the layout. A rank that fails says so, or the others would wait for it: then all ranks raise.
         failure: of what came before, on this rank."""
         ready = ready or bool(self._resumed_at)
-        rows: list[directory.Row] = []
-        entries: list[Entry] = []
+        draft = Draft([], [], [], 0)
         if failure is None:
             try:
-                for leaf in leaves:
-                    row, entry = self._tree.describe(leaf, self._world)
-                    rows.append(row)
-                    entries.append(entry)
+                draft = Draft.of(self._tree, leaves, odd, self._world, lifting=self._kind != "nccl")
             except Exception as error:
                 failure = error
-        shared_entries = [e for e, r in zip(entries, rows, strict=False) if r.shared] if ready else []
-        offers = self._all(_Offer(ready=ready, entries=shared_entries), failure)
+        offers = self._all(_Offer(ready=ready, entries=draft.shared if ready else []), failure)
         if not all(o.ready for o in offers):
             return False
-        layout = Layout.plan(0, 0, 0)
+        gathered = [o.entries for o in offers]
+        total_bytes = 0
         try:
-            capture, packed, layout = self._lay_out(leaves, odd, rows, entries, [o.entries for o in offers])
+            plan = self._lay_out(draft, gathered)
+            total_bytes = plan.layout.total
         except Exception as error:
             failure = error
-        totals = [o.total_bytes for o in self._all(_Offer(total_bytes=layout.total), failure)]
-        self._capture = capture
+        totals = [o.total_bytes for o in self._all(_Offer(total_bytes=total_bytes), failure)]
+        self._capture, self._layout_bytes = plan.capture, total_bytes
         for recorder in self._tree.ddps:
             recorder.stop()
-        joined = self._meet(leaves, layout) if self._kind == "nccl" and self._transport else None
+        joined = self._meet(leaves, plan.layout) if self._kind == "nccl" and self._transport else None
         try:
-            self._start(packed, layout, totals, joined)
+            self._start(plan, gathered, totals, joined)
         except Exception as error:  # the others go on to `_arm`
             self._lose(f"{type(error).__name__}: {error}")
         return True
+
+    def _lay_out(self, draft: Draft, gathered: list[list[Entry]], *, least_bytes: int = 0) -> Plan:
+        return lay_out(
+            draft,
+            gathered,
+            self._rank,
+            self._choices.ownership,
+            self._tree.aliases,
+            self._kept_capacity,
+            least_bytes=least_bytes,
+        )
 
     def _meet(self, leaves: list[Leaf], layout: Layout) -> Joined | None:
         """Collective: NCCL on all ranks, or on none."""
@@ -130,34 +149,6 @@ class Arming(Membership):
             if self._rank == 0:
                 self._say(f"copies go over gloo, not over NCCL: {reason}")
         return joined
-
-    def _lay_out(
-        self,
-        leaves: list[Leaf],
-        odd: dict[tuple[int, str, str], Any],
-        rows: list[directory.Row],
-        entries: list[Entry],
-        gathered: list[list[Entry]],
-    ) -> tuple[Capture, bytes, Layout]:
-        """This rank's part of what all ranks have: the capture of it, its manifest, the layout of a slot."""
-        alone = ownership.unequal(gathered)
-        dealt = ownership.deal(
-            [[e for e in part if e.key not in alone] for part in gathered], self._choices.ownership
-        )
-        shared = [i for i, row in enumerate(rows) if row.shared and row.key not in alone]
-        blocks = [msgspec.structs.replace(b, entry=shared[b.entry]) for b in dealt[self._rank]]
-        for i in sorted(set(range(len(rows))) - set(shared)):  # a local part that stands for itself
-            size = entries[i].size
-            rows[i] = msgspec.structs.replace(rows[i], shared=False, shape=size)
-            entries[i] = msgspec.structs.replace(entries[i], offset=(0,) * len(size))
-            blocks.append(ownership.Block(i, entries[i].offset, size))
-        blocks = [b for b in blocks if math.prod(b.size)]
-        pieces = directory.place(tuple(rows), [(b.entry, b.offset, b.size) for b in blocks])
-        manifest = directory.Manifest(self._rank, self._world, tuple(rows), pieces, self._tree.aliases)
-        packed = directory.pack(manifest)
-        small_bytes = len(self._tree.encode_small(odd, [], self._world))
-        layout = Layout.plan(len(packed), manifest.tensor_bytes(), small_capacity(small_bytes, self._kept_capacity))
-        return Capture(manifest, leaves, entries, blocks), packed, layout
 
     def _all(self, offer: _Offer, failure: Exception | None) -> list[_Offer]:
         """Collective: what every rank offers. Raises on every rank where one has a failure to tell of."""
@@ -174,7 +165,7 @@ class Arming(Membership):
             raise RuntimeError(problem)
         return offers
 
-    def _start(self, packed: bytes, layout: Layout, totals: list[int], joined: Joined | None) -> None:
+    def _start(self, plan: Plan, gathered: list[list[Entry]], totals: list[int], joined: Joined | None) -> None:
         assert self._client is not None and self._capture is not None
         transport = self._transport
         replicates: Callable[..., Replicator] = Replicator
@@ -196,9 +187,7 @@ class Arming(Membership):
         self._replicator = replicates(
             self._me,
             self._client,
-            self._capture,
-            packed,
-            layout,
+            plan,
             {rank: transport.outbox(rank) for rank in self._outgoing} if transport else {},
             self._gate,
             self._pacer,
@@ -207,7 +196,15 @@ class Arming(Membership):
             broken=self._lose,
             catch_up=self._catch_up,
         )
-        self._make_rhythm(packed, layout)
+        if self._driver is None:
+            self._replanning = Replanning(
+                Divergence(gathered, plan.alone, self._rank),
+                offer=self._offer_anew,
+                adopt=self._adopt,
+                lose=self._lose,
+                tensors=self._replicated,
+            )
+        self._make_rhythm(plan)
         if transport and transport.pushed:
             self._receivers = [
                 Reserved(self._me, self._client, rank, self._homes[rank], self._gate) for rank in self._incoming
@@ -230,18 +227,24 @@ class Arming(Membership):
             keepers = {r.rank: r for r in self._receivers}
             self._driver.open({self._rank: self._replicator, **keepers})
         self._arming = threading.Thread(
-            target=self._reserve, args=(layout.total, totals), name="gemini-arming", daemon=True
+            target=self._reserve, args=(plan.layout.total, totals), name="gemini-arming", daemon=True
         )
         self._arming.start()
 
-    def _make_rhythm(self, packed: bytes, layout: Layout) -> None:
+    def _profile_key(self, plan: Plan) -> str:
+        """By places, not by names: a replacement is a node of the same kind; if not, the profile does not hold."""
+        over = "nccl " if self._driver is not None else ""
+        return telling.profile_key(over + plan.packed.hex(), map(str, self._homes))
+
+    @staticmethod
+    def _copy_bytes(plan: Plan) -> int:
+        return plan.layout.small_offset + plan.layout.small_capacity // 2
+
+    def _make_rhythm(self, plan: Plan) -> None:
         """Not while another thread is inside a collective: from `step()`."""
         assert self._client is not None
         group = self._control_group()
         homes = self._homes
-        # by places, not by names: a replacement is a node of the same kind, and if not, the profile does not hold
-        over = "nccl " if self._driver is not None else ""
-        key = telling.profile_key(over + packed.hex(), map(str, homes))
         watch = Watch(lambda ranks: len({homes[rank] for rank in ranks if rank < len(homes)}) != 1)
         pushed = self._transport is not None and self._transport.pushed
         on_host = self._capture is not None and not self._capture.on_device
@@ -253,16 +256,72 @@ class Arming(Membership):
             self._choices,
             self._rank,
             self._outgoing,
-            layout.small_offset + layout.small_capacity // 2,
+            self._copy_bytes(plan),
             Council(group, watch.follow) if group is not None and self._outgoing else None,
             watch,
             self._pacer,
-            Teller(self._client, self._name, self._rank, key),
+            Teller(self._client, self._name, self._rank, self._profile_key(plan)),
             self._say,
             planner,
             self._driver,
+            self._replanning,
             transport=self._transport.name if self._transport is not None else "none",
         )
+
+    # ---- planning anew ---------------------------------------------------------------------------------
+
+    def _plan_for(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These have no place in the present plan."""
+        if self._replanning is not None and sum(t.numel() * t.element_size() for t in tensors) >= LEAST_BYTES:
+            self._replanning.want(self._version)
+
+    def _plan_alone(self) -> None:
+        """A single rank need not ask."""
+        if self._world == 1 and self._replanning is not None and self._replanning.wanted:
+            self._replanning.hear([1])
+            self._replanning.take([self._replanning.offer()], self._version)
+
+    def _replicated(self) -> dict[str, torch.Tensor]:
+        leaves, _ = self._tree.leaves()
+        return {**{leaf.key: local(leaf.tensor) for leaf in leaves}, **self._lifted}
+
+    def _offer_anew(self) -> bytes:
+        self._draft = None
+        try:
+            leaves, odd = self._tree.leaves()
+            self._draft = Draft.of(self._tree, leaves, odd, self._world, lifting=True)
+            offer = _Offer(entries=self._draft.shared)
+        except Exception as error:  # all ranks hear of it
+            offer = _Offer(problem=f"rank {self._rank}: {error}")
+        return msgspec.msgpack.encode(offer)
+
+    def _adopt(self, offered: Sequence[bytes]) -> None:
+        """The new plan, from the version on that comes next. Never raises."""
+        try:
+            self._follow_plan(offered)
+        except Exception as error:
+            self._lose(f"{type(error).__name__}: {error}" if not isinstance(error, _OfferError) else str(error))
+
+    def _follow_plan(self, offered: Sequence[bytes]) -> None:
+        replicator, rhythm, replanning = self._replicator, self._rhythm, self._replanning
+        assert replicator is not None and replanning is not None and self._layout_bytes
+        draft, self._draft = self._draft, None
+        offers = [msgspec.msgpack.decode(part, type=_Offer) for part in offered]
+        problem = next((offer.problem for offer in offers if offer.problem), "")
+        if problem or draft is None:
+            raise _OfferError(problem or "it has made no offer for a new plan")
+        gathered = [offer.entries for offer in offers]
+        plan = self._lay_out(draft, gathered, least_bytes=self._layout_bytes)
+        replicator.follow(plan)
+        self._capture, self._layout_bytes = plan.capture, plan.layout.total
+        replanning.follow(Divergence(gathered, plan.alone, self._rank))
+        if rhythm is not None:
+            rhythm.resize(self._copy_bytes(plan), self._profile_key(plan))
+        self._findings.append(f"version {self._version}: planned anew: {replanning.reason}")
+        if self._rank == 0:
+            self._say(f"planned anew from version {self._version} on: {replanning.reason}")
+        if self._client is not None:
+            self._client.event("planned", self._version, f"rank {self._rank}: {replanning.reason}")
 
     def _reserve(self, own_bytes: int, totals: list[int]) -> None:
         """In the background: reserve and map the memory of all shards that this rank fills."""

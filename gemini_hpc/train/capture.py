@@ -17,47 +17,25 @@ from typing import Any
 import torch
 import xxhash
 
-from gemini_hpc.core.directory import Manifest
+from gemini_hpc.core.directory import LIFTED, PARAMETER, Manifest
+from gemini_hpc.train.lifted import LiftedSources, Seen
 from gemini_hpc.train.ownership import Block, Entry
 from gemini_hpc.train.sample import OTHERS, PARAMETERS, Turns, few
+from gemini_hpc.train.source import Source, StateChangedError
 from gemini_hpc.train.tree import Leaf, local
 
 _BATCH_BYTES = 1 << 20  # pieces below this go through one _foreach_copy_
-
-
-class StateChangedError(Exception):
-    """The training state no longer has the shape that was planned."""
-
-
-@dataclass
-class _Source:
-    """A tensor with pieces in this rank's shard."""
-
-    key: str
-    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]  # (offset in the local tensor, size)
-    first_piece: int
-    shape: torch.Size
-    dtype: torch.dtype
-    parameter: bool
-    eager: bool = False
-    ptr: int = -1
-    base: torch.Tensor | None = None  # its part in this process
-    whole: torch.Tensor | None = None  # the same, or the DTensor around it
-    views: list[torch.Tensor] = field(default_factory=list)
-    flats: list[bool] = field(default_factory=list)  # whether each is contiguous
-    fews: list[torch.Tensor] = field(default_factory=list)  # where each is sampled
-    staging: list[torch.Tensor] = field(default_factory=list)
 
 
 class Bound:
     """The sources as they were found at a step(), in lists, which the next one can compare at once: a training has
     thousands of them."""
 
-    def __init__(self, sources: Sequence[_Source]) -> None:
+    def __init__(self, sources: Sequence[Source]) -> None:
         self.eager = [source for source in sources if source.eager]
         sampled = [source for source in sources if not source.eager]
         self.views = [source.views for source in sources]
-        self.watch: list[tuple[_Source, torch.Tensor]] = []  # and what counts its changes
+        self.watch: list[tuple[Source, torch.Tensor]] = []  # and what counts its changes
         self._wholes: list[Any] = []
         self._parts: list[torch.Tensor | None] = []
         self._bases: list[torch.Tensor] = []
@@ -126,6 +104,7 @@ class Job:
     counts: list[int]  # at step()
     digests: list[str] | None
     samples: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # at step()
+    lifted: Sequence[Seen] = ()  # at step()
     ready: torch.cuda.Event | None = None  # the device has come to step(); nothing of this is tested without a GPU
     device: torch.device | None = None
     left: threading.Event = field(default_factory=threading.Event)
@@ -181,11 +160,13 @@ class Capture:
     def __init__(
         self, manifest: Manifest, leaves: Sequence[Leaf], entries: Sequence[Entry], blocks: Sequence[Block]
     ) -> None:
-        """blocks: as dealt, by entry; the manifest's pieces are the same ones in the same order."""
+        """blocks: as dealt, by entry, those of lifted tensors last; the manifest's pieces are the same ones in this
+        order."""
         self.manifest = manifest
-        self._planned = {leaf.key for leaf in leaves}
-        self._sources: list[_Source] = []
-        self._by_key: dict[str, _Source] = {}
+        self._planned = {leaf.key for leaf in leaves if leaf.optimizer != LIFTED}
+        self._sources: list[Source] = []
+        lifted: list[Source] = []
+        self._by_key: dict[str, Source] = {}
         self._targets: dict[int, tuple[int, list[torch.Tensor]]] = {}
         self.eager_since: dict[str, str] = {}
         self.lock = threading.Lock()
@@ -198,16 +179,24 @@ class Capture:
             source = self._by_key.get(leaf.key)
             if source is None:
                 here = local(leaf.tensor)
-                source = _Source(leaf.key, [], number, here.shape, here.dtype, leaf.optimizer < 0)
+                source = Source(leaf.key, [], number, here.shape, here.dtype, leaf.optimizer == PARAMETER)
                 self._by_key[leaf.key] = source
-                self._sources.append(source)
+                (lifted if leaf.optimizer == LIFTED else self._sources).append(source)
+                source.eager = leaf.buffer
             source.boxes.append((offset, block.size))
         self.on_device = any(local(leaf.tensor).is_cuda for leaf in leaves)
+        rows = manifest.rows
+        self.lifted = LiftedSources(
+            {leaf.key: leaf.tensor for leaf in leaves if leaf.optimizer == LIFTED},
+            lifted,
+            frozenset(row.key for row in rows if row.optimizer == LIFTED and row.shared and manifest.world > 1),
+        )
+        self._all = [*self._sources, *lifted]  # in the order of the pieces
 
     @property
     def keys(self) -> list[str]:
         """Names of the tensors of which this rank keeps something."""
-        return [source.key for source in self._sources]
+        return [source.key for source in self._all]
 
     def bind(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """Find the planned tensors among the present ones. Returns those that are not in the plan, which have to go
@@ -223,29 +212,11 @@ class Capture:
                 raise StateChangedError(f"{source.key} is gone from the training state")
             here = local(tensor)
             if here.data_ptr() != source.ptr or here is not source.base:
-                self._bind_one(source, here)
+                source.bind(here)
             source.whole = tensor
         few = len(found) == len(self._planned)
         self._leaves, self._late = leaves, [] if few else [leaf for leaf in leaves if leaf.key not in self._planned]
         return self._late
-
-    @staticmethod
-    def _bind_one(source: _Source, here: torch.Tensor) -> None:
-        if here.shape != source.shape or here.dtype != source.dtype:
-            raise StateChangedError(
-                f"{source.key} was {tuple(source.shape)} {source.dtype}, is {tuple(here.shape)} {here.dtype} now"
-            )
-        source.ptr, source.base = here.data_ptr(), here
-        detached = here.detach()
-        source.views = []
-        for offset, size in source.boxes:
-            view = detached
-            for dim, (start, length) in enumerate(zip(offset, size, strict=True)):
-                if length != view.shape[dim]:
-                    view = view.narrow(dim, start, length)
-            source.views.append(view)
-        source.flats = [view.is_contiguous() for view in source.views]
-        source.fews = [few(view, flat=flat) for view, flat in zip(source.views, source.flats, strict=True)]
 
     def snapshot(self, version: int, small: bytes, audit: bool) -> Job:
         """Begin the capture of a version: eager tensors are copied now, the others are noted."""
@@ -254,14 +225,13 @@ class Capture:
             if bound is None:
                 bound = self._bound = Bound(self._sources)
             for source in bound.eager:
-                if not source.staging:
-                    source.staging = [v.contiguous().clone() for v in source.views]
-                for stage, view in zip(source.staging, source.views, strict=True):
-                    stage.copy_(view)
+                source.stage()
             views = [s.staging if s.eager else s.views for s in self._sources] if bound.eager else bound.views
+            lifted, seen = self.lifted.snapshot()
+            views = [*views, *lifted]
             digests = [_digest(each) for each in views] if audit else None
             samples = bound.samples(version)
-        job = Job(version, small, views, bound, bound.counts(), digests, samples)
+        job = Job(version, small, views, bound, bound.counts(), digests, samples, seen)
         if bound.device is not None:
             job.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             job.ready.record(torch.cuda.current_stream(bound.device))
@@ -277,7 +247,7 @@ class Capture:
             return kept[1]
         manifest = self.manifest
         views = []
-        dtypes = [source.dtype for source in self._sources for _ in source.boxes]
+        dtypes = [source.dtype for source in self._all for _ in source.boxes]
         for piece, dtype in zip(manifest.pieces, dtypes, strict=True):
             raw = area[piece.at : piece.at + manifest.nbytes(piece)]
             views.append(raw.view(dtype).view(piece.size))
@@ -336,7 +306,7 @@ class Capture:
 
     def bases(self) -> list[torch.Tensor]:
         """The tensors as they are now."""
-        return [source.base for source in self._sources if source.base is not None]
+        return [source.base for source in self._all if source.base is not None]
 
     def pieces(self, job: Job) -> list[torch.Tensor]:
         """The job's tensors, in the order of the manifest's pieces."""
@@ -345,22 +315,28 @@ class Capture:
     def _moved(self, job: Job) -> list[str]:
         bound = job.bound
         counts = bound.counts()
+        lifted = [seen.source.key for seen in job.lifted if seen.moved()]
         if counts == job.counts and bound.holds():
-            return []
+            return lifted
         pairs = zip(bound.watch, counts, job.counts, strict=True)
-        return [source.key for (source, _), now, then in pairs if now != then] + [
-            source.key
-            for source in self._sources
-            if not source.eager and source.base is not None and source.whole is not None
-            if local(source.whole) is not source.base or source.base.data_ptr() != source.ptr
-        ]
+        return (
+            lifted
+            + [source.key for (source, _), now, then in pairs if now != then]
+            + [
+                source.key
+                for source in self._sources
+                if not source.eager and source.base is not None and source.whole is not None
+                if local(source.whole) is not source.base or source.base.data_ptr() != source.ptr
+            ]
+        )
 
     def _torn(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
         targets = self._target(index, area)
         bad = job.bound.other(job, index, targets)
+        bad += [seen.source.key for seen in job.lifted if seen.torn(targets)]
         if job.digests is not None:
             number = 0
-            for source, views, digest in zip(self._sources, job.views, job.digests, strict=True):
+            for source, views, digest in zip(self._all, job.views, job.digests, strict=True):
                 count = len(views)
                 if _digest(targets[number : number + count]) != digest:
                     bad.append(source.key)
@@ -375,7 +351,7 @@ class Capture:
             return []
         bad = [
             source.key
-            for source, digest in zip(self._sources, job.digests, strict=True)
+            for source, digest in zip(self._all, job.digests, strict=True)
             if not source.eager and _digest(source.views) != digest
         ]
         return self.make_eager(bad, "changed between step() and the optimizer")

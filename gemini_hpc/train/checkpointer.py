@@ -143,7 +143,7 @@ class Checkpointer(Resuming):
         self._foreign: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         if self._path:
             try:
-                self._tree.encode_small({}, [], self._world)  # what cannot be captured is told now, not at step 1
+                self._tree.pack_small({}, [], self._world)  # what cannot be captured is told now, not at step 1
             except UnknownTypeError as error:
                 self._unsupported = str(error)
             except Exception as error:  # of the user's own state_dict(), for instance: it may work at step 1
@@ -233,6 +233,7 @@ class Checkpointer(Resuming):
             self._rhythm.step(self._version, self._under_way)
         if failure is not None:
             raise failure
+        self._plan_alone()
         assert self._capture is not None and self._replicator is not None and self._rhythm is not None
         saves = self._rhythm.saves(self._version)
         if not complete:
@@ -242,7 +243,8 @@ class Checkpointer(Resuming):
         owed, self._owed = self._owed, False
         if not saves and not owed:
             return
-        late = self._capture.bind(leaves)
+        capture = self._capture
+        late = capture.bind(leaves)
         if late and "late" not in self._unsaved:
             self._unsaved["late"] = len(late)
             self._say(
@@ -259,9 +261,13 @@ class Checkpointer(Resuming):
                 self._gate.degrade(f"nothing of version {self._job.version if self._job else 0} arrives any more")
             self._note("skipped", self._version, "the version before is still on its way")
             return
-        small = self._tree.encode_small(odd, late, self._world)
+        small = self._tree.pack_small(odd, late, self._world, capture.lifted.takes)
+        capture.lifted.bind(small.lifted)
+        self._lifted = small.lifted
+        if small.unplanned or late:
+            self._plan_for([*small.unplanned.values(), *(leaf.tensor for leaf in late)])
         audit = bool(self._choices.audit) and self._version % self._choices.audit == 0
-        self._job = self._capture.snapshot(self._version, small, audit)
+        self._job = capture.snapshot(self._version, small.data, audit)
         self._late = self._crowded = False
         self._ship(self._job)
         self._replicator.submit(self._job)

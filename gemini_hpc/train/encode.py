@@ -42,10 +42,19 @@ class UnknownTypeError(TypeError):
     """A value that has no encoding; the message names where it is and what it is."""
 
 
+class Lifted(NamedTuple):
+    """A tensor that lies elsewhere in the slot, under this name; see `lifted`."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    cuda: bool
+
+
 class Part(NamedTuple):
     """What this rank has of a DTensor of this shape, cut like that; see `sharded`."""
 
-    tensor: torch.Tensor
+    tensor: torch.Tensor | Lifted
     shape: tuple[int, ...]
     placements: str
 
@@ -173,6 +182,7 @@ _EXACT: dict[type, Callable[[list[bytes], Any, str, int], None]] = {
     set: lambda out, value, where, depth: _put_set(out, b"S", value, len(value), where, depth),
     frozenset: lambda out, value, where, depth: _put_set(out, b"Z", value, len(value), where, depth),
     Part: lambda out, value, where, depth: _put_items(out, b"P", value, 3, where, depth),
+    Lifted: lambda out, value, where, depth: _put_items(out, b"L", value, 4, where, depth),
     torch.dtype: lambda out, value, where, depth: _sized(out, b"D", str(value).encode()),
     torch.device: lambda out, value, where, depth: _sized(out, b"v", str(value).encode()),
     datetime.datetime: lambda out, value, where, depth: _put_datetime(out, value, where),
@@ -307,10 +317,18 @@ class _Reader:
 
     def part(self, depth: int) -> Part:
         found = self.items(depth)
-        kinds = (torch.Tensor, tuple, str)
+        kinds: tuple[Any, ...] = ((torch.Tensor, Lifted), tuple, str)
         if len(found) != 3 or not all(map(isinstance, found, kinds)):
             raise ValueError("encoded state has a part of a DTensor that is none")
         return Part(*found)
+
+    def lifted(self, depth: int) -> Lifted:
+        found = self.items(depth)
+        if [type(value) for value in found] != [str, str, tuple, bool]:
+            raise ValueError("encoded state refers to a tensor elsewhere in words that are none")
+        if f"torch.{found[1]}" not in _TORCH_DTYPES or not all(type(n) is int and n >= 0 for n in found[2]):
+            raise ValueError(f"encoded state refers to a tensor {str(found[2])[:40]} of {found[1][:40]!r}")
+        return Lifted(*found)
 
     def ndarray(self) -> np.ndarray[Any, Any]:
         name, shape, payload = self.array()
@@ -394,6 +412,7 @@ _READ: dict[bytes, Callable[[_Reader, int], Any]] = {
     b"y": lambda r, depth: datetime.date.fromisoformat(bytes(r.sized()).decode()),
     b"e": lambda r, depth: r.timedelta(),
     b"P": lambda r, depth: r.part(depth),
+    b"L": lambda r, depth: r.lifted(depth),
     b"G": lambda r, depth: GeneratorState(r.sized()),
     b"a": lambda r, depth: r.scalar(),
     b"A": lambda r, depth: r.ndarray(),

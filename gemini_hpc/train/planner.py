@@ -71,6 +71,10 @@ class Planner:
         """Of the link that is planned for."""
         return self._meter
 
+    def resize(self, shard_bytes: int) -> None:
+        """Copies are of another size from now on."""
+        self._C = shard_bytes
+
     # ---- profiling -------------------------------------------------------------------------------------
 
     def begin(self) -> None:

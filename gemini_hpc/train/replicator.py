@@ -16,23 +16,13 @@ from gemini_hpc.client.seal import SealGate
 from gemini_hpc.client.slots import Content
 from gemini_hpc.core.manifest import Layout, pack_header
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.train.capture import Capture, Job
+from gemini_hpc.train.capture import Job
 from gemini_hpc.train.outstanding import Outstanding
 from gemini_hpc.train.pacer import Pacer
+from gemini_hpc.train.plan import Plan, small_capacity
 from gemini_hpc.train.shared import Keeper, Shard, Slot
 from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, VersionLost
 from gemini_hpc.wire import local
-
-LEAST_SMALL_BYTES = 256 << 10
-
-
-def small_capacity(first_bytes: int, kept_bytes: int = 0) -> int:
-    """Room for small state that is `first_bytes` now. kept_bytes: the capacity that the saved run had: used again
-    where it fits, so that the agent finds memory of the same size."""
-    if kept_bytes >= LEAST_SMALL_BYTES and first_bytes * 5 // 4 <= kept_bytes:
-        return kept_bytes
-    wanted = max(LEAST_SMALL_BYTES, 2 * first_bytes)
-    return 1 << (wanted - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -82,9 +72,7 @@ class Replicator(Keeper):
         self,
         me: Identity,
         client: AgentClient,
-        capture: Capture,
-        packed_manifest: bytes,
-        layout: Layout,
+        plan: Plan,
         outboxes: dict[int, Outbox],
         gate: SealGate,
         pacer: Pacer,
@@ -95,12 +83,12 @@ class Replicator(Keeper):
         catch_up: Callable[[], None],
     ) -> None:
         super().__init__()
-        self._me, self._client, self._capture, self._manifest = me, client, capture, packed_manifest
-        self._layout, self._outboxes, self._gate = layout, outboxes, gate
+        self._me, self._client, self._outboxes, self._gate = me, client, outboxes, gate
+        self._capture, self._manifest, self._layout = plan.capture, plan.packed, plan.layout
         self._pacer, self._outstanding, self._max_repeated = pacer, Outstanding(pacer), max_repeated
         self._say, self._broken, self._catch_up = say, broken, catch_up
         self.counters = Counters()
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | Plan | None] = queue.SimpleQueue()
         self._current: Job | None = None
         self._last_saved = 0
         self._copied_s = 0.0  # that long it took the last time
@@ -123,6 +111,10 @@ class Replicator(Keeper):
         self._current = job
         self._jobs.put(job)
 
+    def follow(self, plan: Plan) -> None:
+        """All jobs from now on are of this plan; its slots are no smaller. Called by the training."""
+        self._jobs.put(plan)
+
     def stop(self, timeout_s: float) -> bool:
         """Finish what is there, say goodbye to the other holders; False if that took longer than timeout_s."""
         self._jobs.put(None)
@@ -136,6 +128,9 @@ class Replicator(Keeper):
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
+            if isinstance(job, Plan):
+                self._adopt(job)
+                continue
             try:
                 self._save(job)
             except Exception as error:  # our own failure must not reach the training
@@ -150,6 +145,12 @@ class Replicator(Keeper):
                 box.bye()
             except LinkBroken as error:
                 self._drop(rank, error, 0)
+
+    def _adopt(self, plan: Plan) -> None:
+        assert self.shard is not None
+        self._capture, self._manifest, self._layout = plan.capture, plan.packed, plan.layout
+        for slot in self.shard.slots:
+            slot.has_manifest = False
 
     def _give_up(self, job: Job, reason: str, *, bereaved: bool = False) -> None:
         job.give_up(bereaved=bereaved)
@@ -244,6 +245,8 @@ class Replicator(Keeper):
         self._catch_up()
         if len(job.small) > self._layout.small_capacity:
             self._grow(len(job.small))
+        elif self._layout.total != self.shard.total_bytes:
+            self._enlarge(self._layout)
         reply, _ = self._client.request(local.Begin(set=self._me.set, rank=self._me.rank, version=job.version))
         if isinstance(reply, local.Refused):
             self._skip(job, reply.reason)
@@ -257,9 +260,11 @@ class Replicator(Keeper):
 
     def _grow(self, small_bytes: int) -> None:
         """The small state has outgrown its place: larger slots."""
-        assert self.shard is not None
         old = self._layout
-        layout = Layout.plan(old.manifest_bytes, old.tensor_bytes, small_capacity(small_bytes))
+        self._enlarge(Layout.plan(old.manifest_bytes, old.tensor_bytes, small_capacity(small_bytes)))
+
+    def _enlarge(self, layout: Layout) -> None:
+        """Raises AgentLost, AgentRefused."""
         shard = register(self._client, self._me, self._me.rank, self._me.node_rank, layout.total)
         shard.populate()
         self.outgrow(shard)

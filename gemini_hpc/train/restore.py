@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from gemini_hpc.core import directory
-from gemini_hpc.core.directory import Manifest, Piece, Row
+from gemini_hpc.core.directory import LIFTED, PARAMETER, Manifest, Piece, Row
 from gemini_hpc.core.manifest import HEADER_BYTES, Header, parse_header
-from gemini_hpc.train import encode
+from gemini_hpc.train import encode, lifted
 from gemini_hpc.train.dtypes import dtype_of
 from gemini_hpc.train.tree import Leaf, StateTree, box_of, local
 
@@ -178,7 +178,7 @@ def enough_alone(saved: Saved, tree: StateTree) -> bool:
         kept[piece.row] += math.prod(piece.size)
     needed = {p.fqn: math.prod(_box(p.tensor)[1]) for p in tree.params}
     for row, have in zip(manifest.rows, kept, strict=True):
-        if row.optimizer >= 0 and not row.like_owner:
+        if row.optimizer == LIFTED or (row.optimizer >= 0 and not row.like_owner):
             wanted = math.prod(row.shape)
         else:
             wanted = needed.get(row.owner or row.key, -1)
@@ -276,8 +276,25 @@ def load(tree: StateTree, own: Saved, shards: Sequence[Saved], rank: int, same_w
             raise ValueError(f"the saved state does not fit this training: {'; '.join(problems[:3])}{more}")
         for targets in rounds:
             _read(targets, reader)
+        small = _with_lifted(small, reader, own)
         tree.restore_small(small, same_world=same_world)
     return small
+
+
+def _with_lifted(small: dict[str, Any], reader: _MemoryReader, own: Saved) -> dict[str, Any]:
+    """The small state of `own` with the tensors that lie elsewhere. Raises ValueError."""
+    loaded: dict[str, torch.Tensor] = {}
+    targets: dict[str, torch.Tensor] = {}
+    for wanted in lifted.all_in(small):
+        tensor = loaded[wanted.key] = lifted.room_for(wanted)
+        key, why = _find(reader, (f"rank{own.manifest.rank}:{wanted.key}", wanted.key), tensor)
+        if why:
+            raise ValueError(f"the saved state is not whole: {wanted.key} {why}")
+        targets[key] = tensor
+    if targets:
+        _read(targets, reader)
+    found: dict[str, Any] = lifted.put_back(small, loaded)
+    return found
 
 
 def _is_mine(row: Row, steps: Sequence[set[str]]) -> bool:
@@ -297,7 +314,7 @@ def _read(targets: dict[str, torch.Tensor], reader: StorageReader) -> None:
 
 def _check_nothing_is_lost(tree: StateTree, rows: Iterable[Row]) -> None:
     known = {p.fqn for p in tree.params} | tree.aliases.keys()
-    if unknown := sorted(row.key for row in rows if row.optimizer < 0 and row.key not in known):
+    if unknown := sorted(row.key for row in rows if row.optimizer == PARAMETER and row.key not in known):
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         raise ValueError(
             f"the saved run had {unknown[0]}{more}, which this training does not have: where it was added in "
@@ -322,7 +339,12 @@ def _source(reader: _MemoryReader, own: Saved, leaf: Leaf, rank: int) -> tuple[s
     names = [leaf.key, f"rank{rank}:{leaf.key}", f"rank{own.manifest.rank}:{leaf.key}"]
     if leaf.key in own.manifest.aliases:  # tied in the saved run, not in this one
         names.append(own.manifest.aliases[leaf.key])
+    return _find(reader, names, leaf.tensor)
+
+
+def _find(reader: _MemoryReader, names: Sequence[str], tensor: torch.Tensor) -> tuple[str, str]:
+    """The first of the names under which there is something, and why `tensor` cannot be filled with it or empty."""
     known = [name for name in names if name in reader.metadata.state_dict_metadata]
     if not known:
-        return leaf.key, "is not in the saved state"
-    return known[0], reader.missing(known[0], leaf.tensor)
+        return names[0], "is not in the saved state"
+    return known[0], reader.missing(known[0], tensor)

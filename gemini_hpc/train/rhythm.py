@@ -5,7 +5,9 @@ the optimizer; so the collectives of these iterations are timed without any traf
 the first step. After enough of them the ranks exchange profiles, each plans on the spans that its holders are idle in
 as well (Algorithm 2), and all take the largest j and s that one of them needs: stage `steady`. There every j-th
 version is saved and may take s iterations. Now and then the ranks exchange a word; one that finds that its profile no
-longer describes the training, or that the overhead is too high, brings all back to `profile`.
+longer describes the training, or that the overhead is too high, brings all back to `profile`. The same rounds say
+whether the ranks have to deal out the state anew (`Replanning`): then they tell each other how much they have to
+offer, and what (stages `sizes` and `offers`), and begin with `profile` again.
 
 All that must be the same on every rank follows from the version's number and from the rounds of `Council` only.
 """
@@ -27,6 +29,7 @@ from gemini_hpc.train.council import Council, CouncilBroken
 from gemini_hpc.train.oversight import IN_A_ROW, Oversight, Pictured, without_wait
 from gemini_hpc.train.pacer import Pacer, Scheme
 from gemini_hpc.train.planner import BLOB_BYTES, Planner
+from gemini_hpc.train.replanning import Replanning
 from gemini_hpc.train.teller import Teller
 from gemini_hpc.train.timetable import Route
 from gemini_hpc.train.watch import Watch
@@ -43,7 +46,7 @@ _RECORD_EVERY = 50  # in a row of `IN_A_ROW` iterations times are taken, then no
 _WORD_EVERY_S = 5.0
 _PLANNED: tuple[Scheme, ...] = ("gemini", "naive", "no_pipeline")
 
-Stage = Literal["recall", "profile", "plan", "agree", "steady"]
+Stage = Literal["recall", "profile", "plan", "agree", "steady", "sizes", "offers"]
 
 
 @dataclass(frozen=True)
@@ -82,17 +85,20 @@ class Rhythm:
         say: Callable[[str], None],
         planner: Callable[..., Planner] = Planner,
         driver: Driver | None = None,
+        replanning: Replanning | None = None,
         *,
         transport: str,
     ) -> None:
         """targets: the ranks that this rank's copies go to; shard_bytes: of one copy; council: None where there is
-        nobody to send to; driver: where they go over NCCL, with a `planner` for that; transport: the name of what
-        carries them otherwise."""
+        nobody to send to; driver: where they go over NCCL, with a `planner` for that; replanning: None where the
+        state stays dealt out as it is; transport: the name of what carries copies otherwise."""
         self._choices, self._rank = choices, rank
         self._council, self._watch, self._pacer, self._say = council, watch, pacer, say
         self._teller, self._transport = teller, transport
         kept = teller.recall() if council is not None else None
-        self._driver = driver
+        self._driver, self._replanning = driver, replanning
+        self._offer, self._room_bytes = b"", 0
+        self._compared = 0  # rounds of words since the state was dealt out
         self._planner = planner(choices, rank, targets, shard_bytes, pacer.meter, kept)
         self._scheme: Scheme = choices.scheme
         self._wanted_scheme: Scheme = choices.scheme
@@ -163,6 +169,11 @@ class Rhythm:
         expected_s = self._plan.late_s if self._plan is not None and self._stage == "steady" else 0.0
         return PATIENCE_S + 2 * expected_s
 
+    def resize(self, shard_bytes: int, key: str) -> None:
+        """From the next plan on copies are of another size; key: of what the next incarnation may want to know."""
+        self._planner.resize(shard_bytes)
+        self._teller.rename(key)
+
     def close(self) -> None:
         """The training is over."""
         self._watch.stop()
@@ -186,6 +197,8 @@ class Rhythm:
     def _give_up(self, reason: str) -> None:
         if not self.problem:
             self.problem = reason
+            if self._replanning is not None:
+                self._replanning.broken(reason)
             if self._driver is not None:
                 self._driver.fail(reason)
             self._say(f"rank {self._rank}: the copies are no longer fitted into idle spans: {reason}")
@@ -229,9 +242,14 @@ class Rhythm:
     def _again(self, wanted: int, version: int) -> None:
         self._stage, self._wanted = "profile", wanted
         self._planner.begin()
-        self._since, self._next_word = version, version + wanted
+        self._since, self._next_word = version, version + min(wanted, self._soon())
         self._change(1, 1, version)
         self._follow()
+
+    def _soon(self) -> int:
+        """Iterations to the next word of a profile. The first ones come soon: replicas that are not the same for
+        long are mostly different from the beginning."""
+        return min(_COUNT_EVERY, 1 << self._compared)
 
     def _note(self, trace: Trace, version: int) -> None:
         if self._stage == "profile" and not self._dirty and self._planned:
@@ -267,6 +285,10 @@ class Rhythm:
             council.everyone(self._planner.standing(council.over_at), BLOB_BYTES)
         elif self._stage == "agree":
             self._round(self._planner.want(self._agreed.j, fresh=True))
+        elif self._stage == "sizes":
+            council.highest([len(self._offer)])
+        elif self._stage == "offers":
+            council.everyone(self._offer, self._room_bytes)
         else:
             drifted = self._planner.drifted(self._route)
             wanted = self._planner.want(self._agreed.j, fresh=drifted)
@@ -276,7 +298,9 @@ class Rhythm:
 
     def _round(self, words: Sequence[int]) -> None:
         assert self._council is not None
-        self._council.highest([*words, *(self._driver.words() if self._driver is not None else ())])
+        also = self._replanning.words() if self._replanning is not None else []
+        self._compared += 1
+        self._council.highest([*words, *also, *(self._driver.words() if self._driver is not None else ())])
 
     def _hear(self, version: int, waited_s: float) -> None:
         """The round started at the version before is over."""
@@ -288,6 +312,12 @@ class Rhythm:
             else:
                 self._again(PROFILED, version)
             return
+        if self._stage == "offers":
+            assert self._replanning is not None
+            offers, self._offer, self._compared = council.blobs(waited_s), b"", 0
+            self._replanning.take(offers, version)
+            self._again(PROFILED_AGAIN, version)
+            return
         if self._stage == "plan":
             self._planner.take(council.blobs(waited_s))
             self._stage, self._next_word = "agree", version
@@ -295,6 +325,14 @@ class Rhythm:
                 self._again(PROFILED_AGAIN, version)
             return
         words = council.words(waited_s)
+        if self._stage == "sizes":
+            self._stage, self._next_word, self._room_bytes = "offers", version, words[0] + 8
+            return
+        if self._replanning is not None:
+            first = 3 if self._stage == "steady" else 2
+            if self._replanning.hear(words[first : first + self._replanning.count]):
+                self._stage, self._next_word, self._offer = "sizes", version, self._replanning.offer()
+                return
         if self._driver is not None:
             self._driver.hear(words)
             if self._driver.left():
@@ -303,7 +341,7 @@ class Rhythm:
         if self._stage == "profile":
             enough = -words[0] >= self._wanted or words[1] >= 5 * self._wanted
             self._stage = "plan" if enough else "profile"
-            self._next_word = version + (0 if enough else _COUNT_EVERY)
+            self._next_word = version + (0 if enough else self._soon())
         elif self._stage == "agree":
             self._settle(words[0], words[1], version)
         elif words[0]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 
 from gemini_hpc.train.encode import Part
@@ -69,6 +70,7 @@ class Wholes:
                 f"{where} had a part of {was} on this rank, has {is_} now: it can only be loaded on as many ranks as "
                 "it was saved from"
             )
+        assert isinstance(saved.tensor, torch.Tensor), "what was lifted out of it has been put back"
         made: DTensor = DTensor.from_local(
             saved.tensor.to(like._local_tensor.device),
             like.device_mesh,

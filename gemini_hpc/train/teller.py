@@ -40,6 +40,10 @@ class Teller:
         self._told_at = self._drawn_at = -1e9
         self._drawn: Pictured | None = None
 
+    def rename(self, key: str) -> None:
+        """The state is dealt out anew: what is kept from now on is of another profile."""
+        self._key = key
+
     def tell(self, state: Callable[[], TrafficState], *, now: bool = False) -> None:
         """A summary, at once or every few seconds."""
         at = time.monotonic()

@@ -6,7 +6,7 @@ Semi-private parts of torch that this needs (`_local_tensor`, wrappers' child na
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from gemini_hpc.core.directory import Row
+from gemini_hpc.core.directory import LIFTED, PARAMETER, Row
 from gemini_hpc.train import encode, rng, sharded
 from gemini_hpc.train.buckets import ArrivalOrder
 from gemini_hpc.train.dtypes import dtype_name
 from gemini_hpc.train.groups import Group, Members, unpack
+from gemini_hpc.train.lifted import Lift
 from gemini_hpc.train.modules import Modules, UnsupportedStateError, gathered, same
 from gemini_hpc.train.ownership import Entry
 
@@ -49,13 +50,27 @@ class Param(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A tensor of the training state, found now. `tensor` may be a DTensor; optimizer -1: a parameter."""
+    """A tensor of the training state, found now. `tensor` may be a DTensor; optimizer: as in a manifest's row."""
 
     key: str
     tensor: torch.Tensor
     owner: Param
     optimizer: int
     name: str
+    buffer: bool = False
+
+
+class Packed(NamedTuple):
+    """The small state as bytes; the tensors that were lifted out of it, and those that could be, by name."""
+
+    data: bytes
+    lifted: dict[str, torch.Tensor]
+    unplanned: dict[str, torch.Tensor]
+
+
+def nothing_lifted(name: str, tensor: torch.Tensor) -> bool:
+    """For small states that keep their tensors."""
+    return False
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -251,7 +266,7 @@ class StateTree:
         if not (self._leaves and len(states) == len(self.optimizers) and all(state.holds() for state in states)):
             states = [_OptimizerState(o, i, self._by_id) for i, o in enumerate(self.optimizers)]
             self._states = states
-            self._leaves = [Leaf(p.fqn, p.tensor, p, -1, "") for p in self.params]
+            self._leaves = [Leaf(p.fqn, p.tensor, p, PARAMETER, "") for p in self.params]
             for state in states:
                 self._leaves += state.leaves
         return self._leaves, {key: value for state in states for key, value in state.odd().items()}
@@ -330,10 +345,34 @@ class StateTree:
             self._changed = {p.fqn: flag for p, flag in pairs if flag is not self._trained.get(p.fqn, True)}
         return self._changed
 
-    def encode_small(self, odd: Mapping[tuple[int, str, str], Any], late: Sequence[Leaf], world: int) -> bytes:
-        """The small state as bytes; `late`: tensors that have no place in the tensor area."""
+    def pack_small(
+        self,
+        odd: Mapping[tuple[int, str, str], Any],
+        late: Sequence[Leaf],
+        world: int,
+        lifts: Callable[[str, torch.Tensor], bool] = nothing_lifted,
+    ) -> Packed:
+        """late: tensors that have no place in the tensor area; lifts: whether a large one of the small state itself,
+        known by this name, has one. Raises UnknownTypeError, UnsupportedStateError."""
         extra = [(msgspec.structs.astuple(self.describe(leaf, world)[0]), local(leaf.tensor)) for leaf in late]
-        return encode.encode({**self.small(odd), "late": extra})
+        lift = Lift(lifts)
+        small = lift.out_of(self.small(odd))
+        return Packed(encode.encode({**small, "late": extra}), lift.found, lift.left)
+
+    def lifted_leaves(self, lifted: Mapping[str, torch.Tensor]) -> list[Leaf]:
+        """What was lifted out of the small state, for a plan. What is no buffer may be the same on all DDP ranks."""
+        buffers = self.buffers
+        return [
+            Leaf(
+                name,
+                tensor,
+                Param(name, tensor, bool(self.ddps) and name not in buffers),
+                LIFTED,
+                "",
+                name in buffers,
+            )
+            for name, tensor in lifted.items()
+        ]
 
     def restore_small(self, small: Mapping[str, Any], *, same_world: bool = True) -> None:
         """Put everything but the generators back. same_world: it is of as many ranks. Raises ValueError where it does

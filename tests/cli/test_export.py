@@ -80,7 +80,7 @@ def train(tree: StateTree) -> Shard:
             data = leaves[piece.row].tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             area[piece.at : piece.at + data.numel()] = data.numpy().tobytes()
 
-    return shard(manifest, fill, tree.encode_small(odd, [], 1), Stamp(1, 4))
+    return shard(manifest, fill, tree.pack_small(odd, [], 1).data, Stamp(1, 4))
 
 
 def model(width: int = 8) -> torch.nn.Module:
@@ -206,7 +206,9 @@ def plainly(value: Any) -> Any:
 def test_whatever_can_be_captured_is_loaded_without_running_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert {type(value) for value, _ in VALUES} >= set(encode._EXACT), "each type that the encoder takes"
+    assert {type(value) for value, _ in VALUES} >= set(encode._EXACT) - {encode.Lifted}, (
+        "each type that the encoder takes, but what is put back before"
+    )
     encode.register_enum(Colour)
     generator = torch.Generator().manual_seed(3)
     state = {**{str(number): value for number, (value, _) in enumerate(VALUES)}, "generator": generator}

@@ -61,7 +61,7 @@ def test_a_model_s_buffers_and_tied_names(tmp_path: Path) -> None:
     leaves, odd = tree.leaves()
     rows = tuple(tree.describe(leaf, 1)[0] for leaf in leaves)
     boxes = [(i, (0,) * len(row.shape), row.shape) for i, row in enumerate(rows)]
-    slot = slots.make(0, 1, rows, boxes, small=tree.encode_small(odd, [], 1), aliases=tree.aliases)
+    slot = slots.make(0, 1, rows, boxes, small=tree.pack_small(odd, [], 1).data, aliases=tree.aliases)
     with shown(tmp_path, [slot]) as found:
         tensors = found["tensors"]
         wanted = {f"model.{name}" for name in net.state_dict()} | {"extra.teacher.running_mean"}

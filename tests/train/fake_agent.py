@@ -42,6 +42,11 @@ class Held:
             at += len(part)
         return hasher.hexdigest()
 
+    def small_bytes(self) -> int:
+        """Of the larger of its complete versions' small states."""
+        fds = [fd for fd, slot in zip(self.fds, self.pair.slots, strict=True) if slot.stamp]
+        return max((parse_header(os.pread(fd, HEADER_BYTES, 0), self.bytes).small_bytes for fd in fds), default=0)
+
 
 class Node:
     """One node's agent."""
@@ -49,6 +54,7 @@ class Node:
     def __init__(self, job: FakeJob, rank: int, path: str) -> None:
         self.job, self.rank, self.path = job, rank, path
         self.held: dict[int, Held] = {}
+        self.outgrown: list[Held] = []
         self.page_fd = -1
         self.page: page.ControlPage | None = None
         self.connections: list[socket.socket] = []
@@ -101,6 +107,7 @@ class Node:
                 if fd >= 0:  # else not handed back yet
                     os.close(fd)
         self.held.clear()
+        self.outgrown.clear()
         self.kept.clear()
 
     def _accept(self, server: socket.socket) -> None:
@@ -187,6 +194,7 @@ class Node:
                     made.append(fd)
                 if held is not None:
                     job.ancestors.append(held)
+                    self.outgrown.append(held)
                 self.held[m.rank] = held = Held(m.rank, m.world, m.home, m.bytes, made)
             held.home = m.home
             return local.Slots(held.bytes), held.fds
@@ -355,6 +363,13 @@ class FakeJob:
             for rank in lost:
                 self.nodes[rank].forget()
             candidates = []
+            for node in self.nodes:  # what was sealed last may be in smaller slots
+                for older in node.outgrown:
+                    if not node.held[older.rank].pair.complete_stamps() and older.pair.complete_stamps():
+                        self.ancestors.remove(older)
+                        self.ancestors.append(node.held[older.rank])
+                        node.held[older.rank] = older
+                node.outgrown.clear()
             for rank in range(world):
                 have = [node.held[rank].pair.complete_stamps() for node in self.nodes if rank in node.held]
                 candidates.append(frozenset().union(*have))

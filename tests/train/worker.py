@@ -93,13 +93,18 @@ WRAPPERS: dict[str, Any] = {
 class Average:
     """Of parameters that may be sharded; no module."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, begun: bool = True) -> None:
         self.model = model
-        self.shadow = [p.detach().clone() for p in model.parameters()]
+        self.shadow: list[torch.Tensor] = []
+        if begun:
+            self.begin()
+
+    def begin(self) -> None:
+        self.shadow = [p.detach().clone() for p in self.model.parameters()]
 
     @torch.no_grad()
     def update(self) -> None:
-        for slow, p in zip(self.shadow, self.model.parameters(), strict=True):
+        for slow, p in zip(self.shadow, self.model.parameters(), strict=False):
             slow.lerp_(p, 0.1)
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,6 +139,12 @@ class Net(nn.Module):
         self.head = nn.Linear(width, 50, bias=False)
         self.head.weight = self.embed.weight
         self.frozen = nn.Parameter(torch.ones(width), requires_grad=False)
+        self.seen = nn.Buffer(torch.zeros(0))
+
+    def add_large(self) -> None:
+        """One buffer that each forward pass writes to, and one that stays."""
+        self.seen = torch.zeros(32768)
+        self.register_buffer("mask", torch.linspace(0.9, 1.1, 32768), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.embed(x) * self.frozen
@@ -142,6 +153,10 @@ class Net(nn.Module):
             if self.compute_s:
                 h = Compute.apply(h, self.compute_s)
         flat = h.flatten(0, 1)
+        if self.seen.numel():
+            with torch.no_grad():
+                self.seen.mul_(0.9).add_(flat.mean() * self.mask)
+            flat = flat + 0.1 * self.seen.mean()
         return self.head(self.norm(flat))
 
 
@@ -218,6 +233,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     random.seed(seed)
     np.random.seed(seed)
     net = Net(o.get("width", 32), o.get("norm", "batch") == "batch", o.get("compute_s", 0.0))
+    if o.get("large"):
+        net.add_large()
     if kind == "ddp":
         model: nn.Module = DistributedDataParallel(net)
     elif kind == "fsdp2":
@@ -252,7 +269,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     if o.get("evaluate_unbuilt"):
         look_at(model)
     growing = Growing()
-    average = Average(model) if o.get("average") else None
+    average = Average(model, begun="average_from" not in o) if o.get("average") else None
     extra = {"growing": growing, **({"average": average} if average else {})}
     ckpt = gemini.Checkpointer(model, optimizer, scheduler, scaler, loader, extra=extra, **kwargs)
     if o.get("fetch_fails") == rank:
@@ -278,7 +295,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
             x, y = next(batches)
             noise = random.random() + float(np.random.rand())
             if kind == "ddp":
-                model.require_backward_grad_sync = micro == accumulate - 1
+                model.require_backward_grad_sync = micro == accumulate - 1 and step < o.get("apart_from", math.inf)
             loss = nn.functional.cross_entropy(model(x), y.flatten()) * (1 + 0.01 * noise) / accumulate
             if scaler is not None:
                 if step == o.get("inf_at"):
@@ -306,6 +323,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         scheduler.step()
         losses[step] = total.hex()
         if average is not None:
+            if step == o.get("average_from"):
+                average.begin()
             average.update()
         if step == o.get("grow_at"):
             growing.data = bytes(1_500_000)

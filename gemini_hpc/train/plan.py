@@ -1,0 +1,111 @@
+"""Who keeps what of the training state, and where it lies in a slot: decided from what all ranks have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from gemini_hpc.core import directory
+from gemini_hpc.core.directory import LIFTED
+from gemini_hpc.core.manifest import Layout
+from gemini_hpc.train import ownership
+from gemini_hpc.train.capture import Capture
+from gemini_hpc.train.ownership import Entry
+from gemini_hpc.train.tree import Leaf, StateTree, nothing_lifted
+
+LEAST_SMALL_BYTES = 256 << 10
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of one rank. packed: the manifest; alone: keys that are several ranks', each with a content of its own."""
+
+    capture: Capture
+    packed: bytes
+    layout: Layout
+    alone: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What one rank has, before a plan. small_bytes: of the small state without what is lifted out of it."""
+
+    leaves: list[Leaf]
+    rows: list[directory.Row]
+    entries: list[Entry]
+    small_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        tree: StateTree,
+        leaves: Sequence[Leaf],
+        odd: Mapping[tuple[int, str, str], Any],
+        world: int,
+        *,
+        lifting: bool,
+    ) -> Draft:
+        """lifting: large tensors get places of their own. Raises UnsupportedStateError, UnknownTypeError."""
+        packed = tree.pack_small(odd, [], world, _all_lifted if lifting else nothing_lifted)
+        every = [*leaves, *tree.lifted_leaves(packed.lifted)]
+        described = [tree.describe(leaf, world) for leaf in every]
+        return cls(every, [row for row, _ in described], [entry for _, entry in described], len(packed.data))
+
+    @property
+    def shared(self) -> list[Entry]:
+        """What other ranks have as well, or the rest of."""
+        return [entry for entry, row in zip(self.entries, self.rows, strict=True) if row.shared]
+
+
+def _all_lifted(name: str, tensor: torch.Tensor) -> bool:
+    return True
+
+
+def small_capacity(first_bytes: int, kept_bytes: int = 0) -> int:
+    """Room for small state that is `first_bytes` now. kept_bytes: the capacity that the saved run had: used again
+    where it fits, so that the agent finds memory of the same size."""
+    if kept_bytes >= LEAST_SMALL_BYTES and first_bytes * 5 // 4 <= kept_bytes:
+        return kept_bytes
+    wanted = max(LEAST_SMALL_BYTES, 2 * first_bytes)
+    return 1 << (wanted - 1).bit_length()
+
+
+def lay_out(
+    draft: Draft,
+    gathered: Sequence[Sequence[Entry]],
+    rank: int,
+    mode: ownership.Ownership,
+    aliases: Mapping[str, str],
+    kept_capacity: int,
+    *,
+    least_bytes: int = 0,
+) -> Plan:
+    """This rank's part of what all ranks have: the capture of it, its manifest, the layout of a slot.
+
+    gathered: the shared entries of all ranks, by rank; kept_capacity: see `small_capacity`; least_bytes: of the slot.
+    """
+    rows, entries = list(draft.rows), list(draft.entries)
+    alone = ownership.unequal(gathered)
+    dealt = ownership.deal([[e for e in part if e.key not in alone] for part in gathered], mode)
+    shared = [i for i, row in enumerate(rows) if row.shared and row.key not in alone]
+    blocks = [msgspec.structs.replace(b, entry=shared[b.entry]) for b in dealt[rank]]
+    for i in sorted(set(range(len(rows))) - set(shared)):  # a local part that stands for itself
+        size = entries[i].size
+        rows[i] = msgspec.structs.replace(rows[i], shared=False, shape=size)
+        entries[i] = msgspec.structs.replace(entries[i], offset=(0,) * len(size))
+        blocks.append(ownership.Block(i, entries[i].offset, size))
+    blocks = [b for b in blocks if math.prod(b.size)]
+    blocks.sort(key=lambda b: rows[b.entry].optimizer == LIFTED)  # these come last; all else stays in order
+    pieces = directory.place(tuple(rows), [(b.entry, b.offset, b.size) for b in blocks])
+    manifest = directory.Manifest(rank, len(gathered), tuple(rows), pieces, dict(aliases))
+    packed = directory.pack(manifest)
+    tensor_bytes, capacity = manifest.tensor_bytes(), small_capacity(draft.small_bytes, kept_capacity)
+    layout = Layout.plan(len(packed), tensor_bytes, capacity)
+    if layout.total < least_bytes:
+        layout = Layout.plan(len(packed), tensor_bytes, capacity + least_bytes - layout.total)
+    return Plan(Capture(manifest, draft.leaves, entries, blocks), packed, layout, alone)

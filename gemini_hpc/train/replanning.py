@@ -1,0 +1,88 @@
+"""Planning anew in mid-training: where a large tensor has appeared, or one is no longer the same on all ranks.
+
+Any rank may want it. All hear so in the same round of words; then they exchange what each of them has, in rounds that
+nobody waits for, and take the new plan with the same version. A version is therefore of one plan on all ranks. A rank
+that misses one of these rounds saves nothing any more: it cannot know which plan the others follow, and without it no
+version is sealed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from gemini_hpc.train.divergence import Divergence
+
+_FIRST_PAUSE, _MOST_PAUSE = 8, 1024  # versions
+
+
+class Replanning:
+    """What a rank says about it in rounds of words, and does when they are over. Called by the training's thread.
+
+    offer: what this rank has, as bytes; adopt: the new plan, from what all have offered; lose: protection ends;
+    tensors: what may have to be compared, by key, now.
+    """
+
+    def __init__(
+        self,
+        divergence: Divergence,
+        *,
+        offer: Callable[[], bytes],
+        adopt: Callable[[Sequence[bytes]], None],
+        lose: Callable[[str], None],
+        tensors: Callable[[], Mapping[str, torch.Tensor]],
+    ) -> None:
+        self._divergence = divergence
+        self._offer, self._adopt, self._lose, self._tensors = offer, adopt, lose, tensors
+        self._wanted = False
+        self._next, self._pause = 0, _FIRST_PAUSE
+        self.under_way = False
+        self.reason = ""  # of the last one
+
+    def want(self, version: int) -> None:
+        """This rank has something that the plan does not know. Not heeded right after the last time."""
+        self._wanted = self._wanted or version >= self._next
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this rank wants it."""
+        return self._wanted
+
+    def words(self) -> list[int]:
+        """For a round."""
+        return [1 if self._wanted else 0, *self._divergence.words(self._tensors())]
+
+    @property
+    def count(self) -> int:
+        """How many words these are; the same on all ranks."""
+        return 1 + self._divergence.count
+
+    def hear(self, words: Sequence[int]) -> bool:
+        """What a round came to: whether all ranks plan anew."""
+        differs = Divergence.differs(words[1:])
+        if differs:
+            self.reason = "a replicated tensor is not the same on all ranks any more: it is saved by each for itself"
+        elif words[0]:
+            self.reason = "tensors have appeared"
+        self.under_way = bool(words[0]) or differs
+        return self.under_way
+
+    def offer(self) -> bytes:
+        """For the round of offers."""
+        return self._offer()
+
+    def take(self, offers: Sequence[bytes], version: int) -> None:
+        """All offers are here."""
+        self._wanted = self.under_way = False
+        self._next, self._pause = version + self._pause, min(_MOST_PAUSE, 4 * self._pause)
+        self._adopt(offers)
+
+    def follow(self, divergence: Divergence) -> None:
+        """Compare what is shared in the new plan."""
+        self._divergence = divergence
+
+    def broken(self, reason: str) -> None:
+        """There are no rounds any more."""
+        if self.under_way:
+            self._lose(f"the ranks could not agree on a new plan: {reason}")

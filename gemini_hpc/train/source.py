@@ -1,0 +1,63 @@
+"""A tensor of which a rank keeps pieces, as it was found last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from gemini_hpc.train.sample import few
+
+
+class StateChangedError(Exception):
+    """The training state no longer has the shape that was planned."""
+
+
+@dataclass
+class Source:
+    """A tensor with pieces in this rank's shard."""
+
+    key: str
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]  # (offset in the local tensor, size)
+    first_piece: int
+    shape: torch.Size
+    dtype: torch.dtype
+    parameter: bool
+    eager: bool = False  # copied at step()
+    ptr: int = -1
+    base: torch.Tensor | None = None  # its part in this process
+    whole: torch.Tensor | None = None  # the same, or the DTensor around it
+    views: list[torch.Tensor] = field(default_factory=list)
+    flats: list[bool] = field(default_factory=list)  # whether each is contiguous
+    fews: list[torch.Tensor] = field(default_factory=list)  # where each is sampled
+    staging: list[torch.Tensor] = field(default_factory=list)
+
+    def bind(self, here: torch.Tensor) -> None:
+        """From now on it is this tensor. Raises StateChangedError where that has another shape or type."""
+        if not self.fits(here):
+            raise StateChangedError(
+                f"{self.key} was {tuple(self.shape)} {self.dtype}, is {tuple(here.shape)} {here.dtype} now"
+            )
+        self.ptr, self.base = here.data_ptr(), here
+        detached = here.detach()
+        self.views = []
+        for offset, size in self.boxes:
+            view = detached
+            for dim, (start, length) in enumerate(zip(offset, size, strict=True)):
+                if length != view.shape[dim]:
+                    view = view.narrow(dim, start, length)
+            self.views.append(view)
+        self.flats = [view.is_contiguous() for view in self.views]
+        self.fews = [few(view, flat=flat) for view, flat in zip(self.views, self.flats, strict=True)]
+
+    def fits(self, here: torch.Tensor) -> bool:
+        """Whether it can be this tensor."""
+        return here.shape == self.shape and here.dtype == self.dtype
+
+    def stage(self) -> None:
+        """Copy it now."""
+        if not self.staging:
+            self.staging = [view.contiguous().clone() for view in self.views]
+            return
+        for stage, view in zip(self.staging, self.views, strict=True):
+            stage.copy_(view)
