@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Coroutine
+from collections import deque
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,8 +21,10 @@ from gemini_hpc.agent.memory import NoMemory
 from gemini_hpc.agent.store import Key, Shard
 from gemini_hpc.agent.threads import beside
 from gemini_hpc.agent.trainingset import TrainingSet
+from gemini_hpc.core import ranges
+from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.record import Committed
-from gemini_hpc.core.slots import Refused, Stamp
+from gemini_hpc.core.slots import Refused, Slot, Stamp
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.link import BlockingLink, Link, LinkClosed
 
@@ -35,6 +38,11 @@ _DIGEST_DIGITS = 32
 T = TypeVar("T")
 
 
+def _has(slot: Slot, base: Stamp, kept: Sequence[Range]) -> bool:
+    """Whether a slot, as it was before it was given out, had these bytes of a version."""
+    return slot.state == "complete" and slot.stamp == base and bool(kept) and kept[-1][1] <= slot.bytes_used
+
+
 @dataclass
 class _Taken:
     """A slot that is being filled."""
@@ -43,6 +51,7 @@ class _Taken:
     index: int
     stamp: Stamp
     view: memoryview
+    kept: tuple[Range, ...] = ()  # these bytes are there
 
 
 @dataclass(eq=False)
@@ -147,8 +156,8 @@ class Incoming:
             claimed: Committed | None = None
             found = ""
             try:
-                link.send(peer.PushAnswer())
-                found = self._fill(link, taken.view, head.used)
+                link.send(peer.PushAnswer(base=head.base if taken.kept else 0))
+                found = self._fill(link, taken.view, head.used, taken.kept)
                 link.wait(None)
                 digest = link.receive(peer.PushDone).digest
                 if len(digest) != _DIGEST_DIGITS or digest.strip("0123456789abcdef"):
@@ -160,14 +169,21 @@ class Incoming:
             link.send(peer.PushAck(head.used))
 
     @staticmethod
-    def _fill(link: BlockingLink, view: memoryview, used: int) -> str:
+    def _fill(link: BlockingLink, view: memoryview, used: int, kept: Sequence[Range]) -> str:
         """The digest of the bytes in the slot, read as they come: they are in the processor's cache then, and the
         training is mostly not on the network. Nobody else is given the slot to write to meanwhile."""
         end, hasher = 0, xxhash.xxh3_128()
-        while end < used:
+        stays = deque(kept)
+        while True:
+            while stays and end == stays[0][0]:
+                with view[end : stays[0][1]] as part:
+                    hasher.update(part)
+                end = stays.popleft()[1]
+            if end >= used:
+                break
             link.wait(None)  # a chunk goes when the training leaves room for it
             chunk = link.receive(peer.PushChunk)
-            if chunk.offset != end or not 0 < chunk.length <= used - end:
+            if chunk.offset != end or not 0 < chunk.length <= (stays[0][0] if stays else used) - end:
                 raise LinkClosed(f"a chunk of {chunk.length} bytes for {chunk.offset}, after {end} of {used}")
             with view[end : end + chunk.length] as part:
                 link.fill(part, SILENCE_S)
@@ -183,6 +199,8 @@ class Incoming:
         agent, ask = self._agent, push.ask
         if not 0 < head.used <= head.bytes or not head.version:
             raise LinkClosed(f"version {head.version} of {head.used} bytes for a slot of {head.bytes} cannot be")
+        if reason := ranges.fault(head.kept, head.used):
+            raise LinkClosed(reason)
         deadline = time.monotonic() + SEAL_WAIT_S
         while True:
             if reason := self._refusal(push):
@@ -193,6 +211,7 @@ class Incoming:
                 if reason := await self._grow(training, shard, head.bytes):
                     break
                 continue
+            before = list(shard.pair.slots)
             try:
                 index = agent.filling.begin(training, shard, head.version)
             except Refused as exc:
@@ -207,7 +226,8 @@ class Incoming:
                 await asyncio.sleep(_RETRY_S)
                 continue
             shard.pair.slots[index].busy = True
-            return _Taken(shard, index, Stamp(agent.epoch, head.version), shard.memory[index].view())
+            kept = head.kept if _has(before[index], Stamp(agent.epoch, head.base), head.kept) else ()
+            return _Taken(shard, index, Stamp(agent.epoch, head.version), shard.memory[index].view(), kept)
         agent.log("skipped", version=head.version, detail=f"shard of rank {ask.rank}: {reason}")
         return reason
 
@@ -235,5 +255,5 @@ class Incoming:
         if claimed is None:
             self._agent.filling.void(taken.shard, taken.index)
         else:
-            self.bytes += claimed.used_bytes
+            self.bytes += claimed.used_bytes - ranges.size(taken.kept)
             self._agent.filling.arrived(taken.shard, taken.index, claimed, found)

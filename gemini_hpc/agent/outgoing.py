@@ -22,6 +22,8 @@ import msgspec
 from gemini_hpc.agent.local import Client
 from gemini_hpc.agent.store import Shard
 from gemini_hpc.agent.threads import beside
+from gemini_hpc.core import ranges
+from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.handshake import HandshakeError
@@ -101,6 +103,8 @@ class Channel:
         self._stopped = False
         self._file: FileIO | None = None  # the slot
         self._used = self._at = 0
+        self._offered: tuple[int, tuple[Range, ...]] = 0, ()  # the base and what is kept of it
+        self._kept: deque[Range] = deque()  # of that, what is still to be passed over
         self._pause_s, self._not_before = _LEAST_PAUSE_S, 0.0
 
     def stop(self) -> None:
@@ -158,17 +162,27 @@ class Channel:
         if link is not None:
             self._take(link)
         self._used = head.used
+        self._offered = head.base, head.kept
+        self._kept.clear()
         self._send(head, peer.PushAnswer)
 
     def _chunk(self, length: int) -> None:
-        if not 0 < length <= self._used - self._at:
+        self._pass_over()
+        most = (self._kept[0][0] if self._kept else self._used) - self._at
+        if not 0 < length <= most:
             raise PushLost(f"a chunk of {length} bytes after {self._at} of {self._used}")
         link = self._send(peer.PushChunk(self._at, length), peer.PushAck, more=True)
         assert self._file is not None
         link.send_file(self._file.fileno(), self._at, length)
         self._at += length
 
+    def _pass_over(self) -> None:
+        """What the holder has."""
+        while self._kept and self._at == self._kept[0][0]:
+            self._at = self._kept.popleft()[1]
+
     def _done(self, digest: str) -> None:
+        self._pass_over()
         if not self._used or self._at != self._used:
             raise PushLost(f"a digest after {self._at} of {self._used} bytes")
         self._send(peer.PushDone(digest), peer.PushAck)
@@ -216,9 +230,11 @@ class Channel:
         index = shard.pair.find(Stamp(agent.epoch, m.version))
         if index is None or shard.pair.slots[index].state != "filling" or not 0 < m.used <= shard.bytes:
             raise PushLost(f"version {m.version} of {m.used} bytes is not being made here")
+        if reason := ranges.fault(m.kept, m.used):
+            raise PushLost(reason)
         if self.host in mesh.dead:
             raise PushLost("it is dead")
-        head, link = peer.PushHead(m.version, m.used, shard.bytes), None
+        head, link = peer.PushHead(m.version, m.used, shard.bytes, m.base, m.kept), None
         slot = FileIO(shard.memory[index].read_only_fd())  # closed with its last reference, whoever has that
         if self._link is None:
             link = await self._dial(peer.PushAsk(self.set, self.rank, agent.epoch, rounds.round))
@@ -276,6 +292,9 @@ class Channel:
                     raise PushLost(f"{type(message).__name__} came unasked")
                 if isinstance(message, peer.PushAnswer) and message.reason:
                     self._reply(local.Refused(f"{self.host}: {message.reason}"))
+                elif isinstance(message, peer.PushAnswer) and message.base and message.base == self._offered[0]:
+                    self._kept.extend(self._offered[1])  # the thread that sends waits for this
+                    self._reply(local.Ok(local.BASE))
                 else:
                     self._reply(local.Ok())
         except (PushLost, LinkClosed, OSError) as exc:

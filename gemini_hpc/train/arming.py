@@ -236,9 +236,10 @@ class Arming(Membership):
         over = "nccl " if self._driver is not None else ""
         return telling.profile_key(over + plan.packed.hex(), map(str, self._homes))
 
-    @staticmethod
-    def _copy_bytes(plan: Plan) -> int:
-        return plan.layout.small_offset + plan.layout.small_capacity // 2
+    def _copy_bytes(self, plan: Plan) -> int:
+        """What one copy takes on the network."""
+        stays = plan.frozen_bytes if self._transport is not None and self._transport.pushed else 0
+        return plan.layout.small_offset + plan.layout.small_capacity // 2 - stays
 
     def _make_rhythm(self, plan: Plan) -> None:
         """Not while another thread is inside a collective: from `step()`."""

@@ -9,7 +9,7 @@ from then on (it becomes eager).
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -18,6 +18,8 @@ import torch
 import xxhash
 
 from gemini_hpc.core.directory import LIFTED, PARAMETER, Manifest
+from gemini_hpc.core.manifest import TENSOR_ALIGN_BYTES
+from gemini_hpc.core.ranges import Range, merged
 from gemini_hpc.train.lifted import LiftedSources, Seen
 from gemini_hpc.train.ownership import Block, Entry
 from gemini_hpc.train.sample import OTHERS, PARAMETERS, Turns, few
@@ -51,6 +53,9 @@ class Bound:
                 if not source.eager:  # what changes a DTensor is counted there, not within
                     self.watch.append((source, source.whole))
         self._watched = [tensor for _, tensor in self.watch]
+        found = [(s, s.base, s.whole) for s in sampled if s.parameter and s.base is not None and s.whole is not None]
+        self._frozen = [each for each in found if not each[2].requires_grad]
+        self._frozen_counts: list[int] = []
         self._owners = [source for source in sampled for _ in source.views]
         self._flats = [flat for source in sampled for flat in source.flats]
         fews = [line for source in sampled for line in source.fews]
@@ -68,6 +73,19 @@ class Bound:
         """Whether each tensor still has the memory that it had."""
         parts = [whole._local_tensor for whole in self._wholes]
         return all(map(is_, parts, self._parts)) and [t.data_ptr() for t in self._bases] == self._ptrs
+
+    def mark(self, version: int) -> None:
+        """Say of every tensor with which version it changed last. Only of parameters that are not trained is it
+        believed where nothing has counted a change."""
+        counts = [count for _, base, whole in self._frozen for count in (base._version, whole._version)]
+        thawed = [whole.requires_grad for _, _, whole in self._frozen]
+        if counts == self._frozen_counts and not any(thawed):
+            return
+        self._frozen_counts = counts
+        for (source, base, whole), trained in zip(self._frozen, thawed, strict=True):
+            token = base._version, whole._version
+            if trained or token != source.token:
+                source.token, source.since = token, version
 
     def samples(self, version: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """A few elements of what has its turn in this version: of parameters, and of optimizer tensors."""
@@ -225,9 +243,10 @@ class Capture:
             if bound is None:
                 bound = self._bound = Bound(self._sources)
             for source in bound.eager:
-                source.stage()
+                source.stage(version, compare=False)
+            bound.mark(version)
             views = [s.staging if s.eager else s.views for s in self._sources] if bound.eager else bound.views
-            lifted, seen = self.lifted.snapshot()
+            lifted, seen = self.lifted.snapshot(version)
             views = [*views, *lifted]
             digests = [_digest(each) for each in views] if audit else None
             samples = bound.samples(version)
@@ -254,8 +273,23 @@ class Capture:
         self._targets[index] = (area.data_ptr(), views)
         return views
 
-    def copy(self, job: Job, index: int, area: torch.Tensor) -> None:
-        """Copy everything that the job noted into the tensor area of slot `index`."""
+    def unchanged(self, base: int) -> frozenset[int]:
+        """Numbers of the pieces that are what they were in version `base`, while a job has not `left`."""
+        return frozenset(
+            number
+            for source in self._all
+            if 0 < source.since <= base
+            for number in range(source.first_piece, source.first_piece + len(source.boxes))
+        )
+
+    def ranges(self, pieces: Iterable[int]) -> list[Range]:
+        """Where these pieces are in the tensor area."""
+        found = (self.manifest.pieces[number] for number in pieces)
+        return merged(((p.at, p.at + self.manifest.nbytes(p)) for p in found), TENSOR_ALIGN_BYTES - 1)
+
+    def copy(self, job: Job, index: int, area: torch.Tensor, without: frozenset[int] = frozenset()) -> None:
+        """Copy everything that the job noted into the tensor area of slot `index`; without: numbers of pieces that
+        are there."""
         targets = self._target(index, area)
         small_from: list[torch.Tensor] = []
         small_to: list[torch.Tensor] = []
@@ -269,6 +303,8 @@ class Capture:
                 for view in views:
                     target = targets[number]
                     number += 1
+                    if number - 1 in without:
+                        continue
                     if target.numel() * target.element_size() < _BATCH_BYTES and not view.is_cuda:
                         small_from.append(view)
                         small_to.append(target)

@@ -173,14 +173,15 @@ class LiftedSources:
                 source.bind(tensor)
                 source.whole = tensor
 
-    def snapshot(self) -> tuple[list[list[torch.Tensor]], list[Seen]]:
+    def snapshot(self, version: int) -> tuple[list[list[torch.Tensor]], list[Seen]]:
         """What is to be copied, by source, and what has to be looked at again when it has been."""
         seen = []
         for source in self.sources:
             assert source.base is not None
             if source.eager:
-                source.stage()
+                source.stage(version, compare=True)
             else:
+                source.since = version
                 base = source.base
                 samples = [line.clone() for line in source.fews]
                 seen.append(Seen(source, base, source.ptr, base._version, samples))

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from gemini_hpc.core import directory
-from gemini_hpc.core.directory import LIFTED
+from gemini_hpc.core.directory import LIFTED, PARAMETER
 from gemini_hpc.core.manifest import Layout
 from gemini_hpc.train import ownership
 from gemini_hpc.train.capture import Capture
@@ -23,12 +23,14 @@ LEAST_SMALL_BYTES = 256 << 10
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one rank. packed: the manifest; alone: keys that are several ranks', each with a content of its own."""
+    """Of one rank. packed: the manifest; alone: keys that are several ranks', each with a content of its own;
+    frozen_bytes: of what is not trained, and mostly stays."""
 
     capture: Capture
     packed: bytes
     layout: Layout
     alone: frozenset[str]
+    frozen_bytes: int
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,11 @@ def lay_out(
         entries[i] = msgspec.structs.replace(entries[i], offset=(0,) * len(size))
         blocks.append(ownership.Block(i, entries[i].offset, size))
     blocks = [b for b in blocks if math.prod(b.size)]
-    blocks.sort(key=lambda b: rows[b.entry].optimizer == LIFTED)  # these come last; all else stays in order
+    still = (leaf.optimizer == PARAMETER and not leaf.tensor.requires_grad for leaf in draft.leaves)
+    frozen = {i for i, stays in enumerate(still) if stays}
+    # what stays as it is, is one range of bytes; what is lifted comes last; all else stays in order
+    blocks.sort(key=lambda b: (rows[b.entry].optimizer == LIFTED, b.entry not in frozen))
+    frozen_bytes = sum(math.prod(b.size) * entries[b.entry].itemsize for b in blocks if b.entry in frozen)
     pieces = directory.place(tuple(rows), [(b.entry, b.offset, b.size) for b in blocks])
     manifest = directory.Manifest(rank, len(gathered), tuple(rows), pieces, dict(aliases))
     packed = directory.pack(manifest)
@@ -108,4 +114,4 @@ def lay_out(
     layout = Layout.plan(len(packed), tensor_bytes, capacity)
     if layout.total < least_bytes:
         layout = Layout.plan(len(packed), tensor_bytes, capacity + least_bytes - layout.total)
-    return Plan(Capture(manifest, draft.leaves, entries, blocks), packed, layout, alone)
+    return Plan(Capture(manifest, draft.leaves, entries, blocks), packed, layout, alone, frozen_bytes)

@@ -15,6 +15,8 @@ from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.client.seal import SealGate
 from gemini_hpc.client.slots import Content
 from gemini_hpc.core.manifest import Layout, pack_header
+from gemini_hpc.core.ranges import Range, between, largest, merged
+from gemini_hpc.core.ranges import size as size_of
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.train.capture import Job
 from gemini_hpc.train.outstanding import Outstanding
@@ -46,6 +48,8 @@ class Counters:
     copy_s: float = 0.0
     send_s: float = 0.0
     spilled_bytes: int = 0
+    sent_bytes: int = 0
+    kept_bytes: int = 0  # that holders had from an earlier version
     reasons: dict[str, int] = field(default_factory=dict)
 
 
@@ -94,6 +98,8 @@ class Replicator(Keeper):
         self._copied_s = 0.0  # that long it took the last time
         self._refused: str | None = None  # why a holder does not take the version that is on its way
         self._bereaved = False  # it had begun to take it
+        self._base = 0  # the version that the slot being filled had before
+        self._kept: tuple[Range, ...] = ()  # since then unchanged
         self._thread = threading.Thread(target=self._run, name="gemini-replicator", daemon=True)
 
     def start(self, shard: Shard) -> None:
@@ -179,7 +185,12 @@ class Replicator(Keeper):
         began = time.monotonic()
         area = slot.bytes[layout.tensor_offset : layout.tensor_offset + max(layout.tensor_bytes, 1)]
         stamp = Stamp(self._me.epoch, job.version)
-        self._capture.copy(job, slot_index, area)
+        stays = self._capture.unchanged(self._base) if self._base else frozenset()
+        found = [(layout.tensor_offset + a, layout.tensor_offset + b) for a, b in self._capture.ranges(stays)]
+        if self._base:
+            found.append((layout.manifest_offset, layout.manifest_offset + layout.manifest_bytes))
+        self._kept = tuple(largest(merged(found)))
+        self._capture.copy(job, slot_index, area, stays)
         self._pacer.copies.append((began, time.monotonic(), layout.tensor_bytes))
         changed = self._capture.changed(job, slot_index, area)
         self._copied_s = time.monotonic() - began
@@ -255,6 +266,8 @@ class Replicator(Keeper):
             raise AgentRefused(f"the agent answered Begin with {reply}")
         self.release(self._gate.sealed)
         slot = self.shard.slots[reply.slot]
+        known = slot.content
+        self._base = known.version if slot.has_manifest and known.epoch == self._me.epoch else 0
         slot.content = Content()
         return reply.slot, slot
 
@@ -301,14 +314,19 @@ class Replicator(Keeper):
         pacer, accepting = self._pacer, self._offer(version, used)
         digest = _Digest(slot, used)
         for replica, rank, box, sizes in accepting:
-            at = 0
+            kept = self._kept if box.keeps else ()
+            sent, total = 0, used - size_of(kept)
+            self.counters.kept_bytes += used - total
             try:
-                while at < used:
-                    self._outstanding.room(pacer.p)
-                    size = self._turn(replica, at, used, sizes)
-                    self._outstanding.add(box.send(slot.bytes[at : at + size]), replica, size)
-                    at += size
-                    digest.up_to(at)
+                for start, end in between(kept, used):
+                    at = start
+                    while at < end:
+                        self._outstanding.room(pacer.p)
+                        size = self._turn(replica, sent, end - at, total, sizes)
+                        self._outstanding.add(box.send(slot.bytes[at : at + size]), replica, size)
+                        at, sent = at + size, sent + size
+                        digest.up_to(at)
+                self.counters.sent_bytes += sent
                 self._outstanding.room(1)
                 box.finish(digest.of_all())
             except LinkBroken as error:
@@ -317,12 +335,12 @@ class Replicator(Keeper):
             pacer.moved()
         return digest.of_all()
 
-    def _turn(self, replica: int, at: int, used: int, sizes: Iterator[int] | None) -> int:
-        """Size of the chunk that goes next, from byte `at`, when it may."""
+    def _turn(self, replica: int, sent: int, left: int, total: int, sizes: Iterator[int] | None) -> int:
+        """Size of the chunk that goes next, `left` at most, when it may: `sent` bytes of `total` have gone."""
         if sizes is None:
-            return self._pacer.free_turn(replica, at, used - at, self._outstanding.backlog)
+            return self._pacer.free_turn(replica, sent, min(left, total - sent), self._outstanding.backlog)
         size = next(sizes)
-        self._pacer.turn(replica, at, size, self._outstanding.backlog)
+        self._pacer.turn(replica, sent, size, self._outstanding.backlog)
         return size
 
     def _offer(self, version: int, used: int) -> list[tuple[int, int, Outbox, Iterator[int] | None]]:
@@ -333,7 +351,7 @@ class Replicator(Keeper):
         for replica, (rank, box) in enumerate(list(self._outboxes.items())):
             sizes = () if box.free else self._pacer.sizes(replica, used)
             try:
-                if box.offer(Head(version, used, self._layout.total, sizes)):
+                if box.offer(Head(version, used, self._layout.total, sizes, base=self._base, kept=self._kept)):
                     accepting.append((replica, rank, box, None if box.free else iter(sizes)))
                 else:
                     self._refuse(rank, version)

@@ -31,6 +31,8 @@ class Source:
     flats: list[bool] = field(default_factory=list)  # whether each is contiguous
     fews: list[torch.Tensor] = field(default_factory=list)  # where each is sampled
     staging: list[torch.Tensor] = field(default_factory=list)
+    since: int = 0  # the version with which it changed last, as far as that can be told
+    token: tuple[int, ...] = ()  # as it was then
 
     def bind(self, here: torch.Tensor) -> None:
         """From now on it is this tensor. Raises StateChangedError where that has another shape or type."""
@@ -38,7 +40,7 @@ class Source:
             raise StateChangedError(
                 f"{self.key} was {tuple(self.shape)} {self.dtype}, is {tuple(here.shape)} {here.dtype} now"
             )
-        self.ptr, self.base = here.data_ptr(), here
+        self.ptr, self.base, self.token = here.data_ptr(), here, ()
         detached = here.detach()
         self.views = []
         for offset, size in self.boxes:
@@ -54,10 +56,12 @@ class Source:
         """Whether it can be this tensor."""
         return here.shape == self.shape and here.dtype == self.dtype
 
-    def stage(self) -> None:
-        """Copy it now."""
+    def stage(self, version: int, *, compare: bool) -> None:
+        """Copy it now. compare: see whether it has changed."""
         if not self.staging:
-            self.staging = [view.contiguous().clone() for view in self.views]
+            self.staging, self.since = [view.contiguous().clone() for view in self.views], version
             return
         for stage, view in zip(self.staging, self.views, strict=True):
-            stage.copy_(view)
+            if not compare or view.is_cuda or not torch.equal(stage, view):
+                self.since = version
+                stage.copy_(view)

@@ -243,10 +243,13 @@ class HandBack(OfRank, frozen=True, tag="handback"):
 
 class PushOffer(Message, frozen=True, tag="offer"):
     """The slot that is being filled with `version` will have `used` bytes: does the holder take them? `Ok` or
-    `Refused`."""
+    `Refused`. base: a version of the same epoch of which the ranges of bytes `kept` have not changed: where the
+    holder's slot still has them, `Ok` has state "base", and they do not go."""
 
     version: Version
     used: Bytes
+    base: Version = 0
+    kept: tuple[tuple[Bytes, Bytes], ...] = ()
 
 
 class PushChunk(Message, frozen=True, tag="chunk"):
@@ -298,9 +301,12 @@ class Kept(Message, frozen=True, tag="kept"):
 # ---- replies in general --------------------------------------------------------------------------------
 
 
+BASE = "base"
+
+
 class Ok(Message, frozen=True, tag="ok"):
-    """Done. In the reply to `Epilog`, state is released, detached, or hold: detached, and this node is to hold the
-    survivors of incarnation `restart`, because no controller answers."""
+    """Done. For the reply to `PushOffer` see there. In the reply to `Epilog`, state is released, detached, or hold:
+    detached, and this node is to hold the survivors of incarnation `restart`, because no controller answers."""
 
     state: str = ""
     restart: int = 0

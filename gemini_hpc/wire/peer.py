@@ -354,22 +354,26 @@ class PushAsk(Message, frozen=True, tag="push?"):
 
 
 class PushAnswer(Message, frozen=True, tag="push"):
-    """To `PushAsk` and `PushHead`. reason "": yes."""
+    """To `PushAsk` and `PushHead`. reason "": yes; base: and what was kept since then is here."""
 
     reason: str = ""
+    base: Version = 0
 
 
 class PushHead(Message, frozen=True, tag="version"):
-    """A version comes: `used` bytes for a slot of `bytes` bytes."""
+    """A version comes: `used` bytes for a slot of `bytes` bytes. base: the version of this epoch since which the
+    ranges `kept` are the same; if the slot that is about to be filled still has that one, they do not come."""
 
     version: Version
     used: Bytes
     bytes: Bytes
+    base: Version = 0
+    kept: tuple[tuple[Bytes, Bytes], ...] = ()
 
 
 class PushChunk(Message, frozen=True, tag="chunk"):
     """After this frame `length` raw bytes (covered by the digest) for this place in the slot, where the bytes before
-    them ended. Answered by `PushAck` when they are there."""
+    them, or what is kept behind those, ended. Answered by `PushAck` when they are there."""
 
     offset: Bytes
     length: Bytes

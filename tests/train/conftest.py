@@ -1,13 +1,23 @@
-"""Fixtures: jobs of fake agents."""
+"""Fixtures: jobs of fake agents, and of real ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import signal
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gemini_hpc.wire import munge
+
+from .agents import RealJob
 from .fake_agent import FakeJob
+from .launch import Run
+
+STEPS = 40
+HOST = {"transport": "host", "seal_timeout_s": 3.0}
 
 
 @pytest.fixture
@@ -33,3 +43,42 @@ def job(make_job: Callable[[int, int], FakeJob], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("GEMINI_SOCKET", job.nodes[0].path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     return job
+
+
+@pytest.fixture
+def open_munge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(munge, "encode", lambda payload, *, for_uid: payload)
+    monkeypatch.setattr(munge, "decode", lambda credential: (credential, os.geteuid()))
+
+
+@pytest.fixture
+def make_agents(tmp_path: Path, open_munge: None) -> Iterator[Callable[..., RealJob]]:
+    """Real agents, on the loopback interface."""
+    jobs: list[RealJob] = []
+
+    def make(nodes: int, m: int, old: Collection[str] = ()) -> RealJob:
+        jobs.append(RealJob(tmp_path / f"job{len(jobs)}", nodes, m, old))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.close()
+    for node in (node for job in jobs for node in job.all.values()):
+        log = node.log()
+        assert "Traceback" not in log and "event=error" not in log and "exception" not in log, log
+
+
+@pytest.fixture
+def start(make_agents: Callable[..., RealJob]) -> Iterator[Callable[..., Run]]:
+    """Trainings of two ranks beside them."""
+    runs: list[Run] = []
+
+    def begin(job: RealJob, **options: Any) -> Run:
+        defaults = {"kind": "ddp", "steps": STEPS, "kwargs": HOST}
+        runs.append(Run(job, 2, {**defaults, **options}))  # type: ignore[arg-type]
+        return runs[-1]
+
+    yield begin
+    for process in (p for r in runs for p in r.processes):
+        process.signal(signal.SIGKILL)
+        process.wait(10)

@@ -235,6 +235,11 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     net = Net(o.get("width", 32), o.get("norm", "batch") == "batch", o.get("compute_s", 0.0))
     if o.get("large"):
         net.add_large()
+    if o.get("adapter"):  # only two small tensors are trained
+        for p in net.parameters():
+            p.requires_grad_(False)
+        for p in (net.blocks[0].bias, net.blocks[1].bias):
+            p.requires_grad_(True)
     if kind == "ddp":
         model: nn.Module = DistributedDataParallel(net)
     elif kind == "fsdp2":
@@ -306,6 +311,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
             total += loss.item()
             if o.get("micro_steps") and micro < accumulate - 1:
                 ckpt.step()
+        if step == o.get("swap_at"):  # between two versions, and unseen by the version counter
+            net.blocks[1].weight.data.mul_(0.5)
         if step == o.get("tamper_at"):
             net.blocks[0].weight.data.mul_(1.0)  # no version bump
             net.blocks[0].weight.data[0, 0] += 1.0
@@ -343,7 +350,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         if step == o.get("interrupt_at") and ckpt._transport is not None:
             ckpt._transport.interrupt()
         if step == o.get("die_at"):
-            print(json.dumps({"rank": rank, "losses": losses}), flush=True)
+            print(json.dumps({"rank": rank, "losses": losses, "report": ckpt.report()}), flush=True)
             os._exit(1)
         if step == o.get("report_at"):
             print(json.dumps({"rank": rank, "report": ckpt.report()}), flush=True)

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from gemini_hpc.core.ranges import Range
+
 if TYPE_CHECKING:
     from gemini_hpc.client.agent import AgentClient
 
@@ -33,13 +35,16 @@ class VersionLost(LinkBroken):
 class Head(NamedTuple):
     """What comes: version, bytes of it, size of the slot that it needs, and the sizes of its chunks in order (their
     sum is `sent_bytes`; none where the outbox is `free`). apart: (offset, length) of a stretch of its bytes that
-    comes another way, and not over this link; the chunks are what is before it and behind it."""
+    comes another way, and not over this link; the chunks are what is before it and behind it. base: a version since
+    which the ranges `kept` are the same (see `Outbox.keeps`); 0: none."""
 
     version: int
     used_bytes: int
     total_bytes: int
     sizes: tuple[int, ...]
     apart: tuple[int, int] = (0, 0)
+    base: int = 0
+    kept: tuple[Range, ...] = ()
 
     @property
     def sent_bytes(self) -> int:
@@ -59,9 +64,11 @@ class Pending(Protocol):
 
 
 class Outbox(ABC):
-    """The sending end of a link to one rank. free: chunks may be of any size, said when they go."""
+    """The sending end of a link to one rank. free: chunks may be of any size, said when they go. keeps: the other end
+    has what the accepted head has `kept`, and gets only the chunks between these ranges."""
 
     free = False
+    keeps = False
 
     @abstractmethod
     def offer(self, head: Head) -> bool:

@@ -56,13 +56,18 @@ class _HostOutbox(Outbox):
         self._lock = threading.Lock()  # one reads answers at a time
 
     def offer(self, head: Head) -> bool:
-        offer = local.PushOffer(head.version, head.used_bytes)
+        offer = local.PushOffer(head.version, head.used_bytes, head.base, head.kept)
+        self.keeps = False
         if self._channel is not None and not self._channel.over:
             with suppress(VersionLost):  # the agent may have ended it long ago
-                return isinstance(self._ask(offer), local.Ok)
+                return self._accepted(self._ask(offer))
         self.close()
         self._channel = _Channel(self._transport.open(self._rank))
-        return isinstance(self._ask(offer), local.Ok)
+        return self._accepted(self._ask(offer))
+
+    def _accepted(self, reply: local.Reply | None) -> bool:
+        self.keeps = isinstance(reply, local.Ok) and reply.state == local.BASE
+        return isinstance(reply, local.Ok)
 
     def send(self, chunk: torch.Tensor) -> _Pushed:
         return _Pushed(self, self._say(local.PushChunk(chunk.numel())))
