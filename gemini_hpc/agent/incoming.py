@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 
+from gemini_hpc.agent import fills
 from gemini_hpc.agent.memory import NoMemory
 from gemini_hpc.agent.store import Key, Shard
 from gemini_hpc.agent.threads import beside
@@ -38,11 +39,6 @@ _DIGEST_DIGITS = 32
 T = TypeVar("T")
 
 
-def _has(slot: Slot, base: Stamp, kept: Sequence[Range]) -> bool:
-    """Whether a slot, as it was before it was given out, had these bytes of a version."""
-    return slot.state == "complete" and slot.stamp == base and bool(kept) and kept[-1][1] <= slot.bytes_used
-
-
 @dataclass
 class _Taken:
     """A slot that is being filled."""
@@ -51,7 +47,8 @@ class _Taken:
     index: int
     stamp: Stamp
     view: memoryview
-    kept: tuple[Range, ...] = ()  # these bytes are there
+    there: tuple[Range, ...] = ()  # these bytes need not come
+    filled: bool = False  # some of them by a rank here
 
 
 @dataclass(eq=False)
@@ -156,8 +153,8 @@ class Incoming:
             claimed: Committed | None = None
             found = ""
             try:
-                link.send(peer.PushAnswer(base=head.base if taken.kept else 0))
-                found = self._fill(link, taken.view, head.used, taken.kept)
+                link.send(peer.PushAnswer(there=taken.there))
+                found = self._fill(link, taken.view, head.used, taken.there)
                 link.wait(None)
                 digest = link.receive(peer.PushDone).digest
                 if len(digest) != _DIGEST_DIGITS or digest.strip("0123456789abcdef"):
@@ -169,11 +166,11 @@ class Incoming:
             link.send(peer.PushAck(head.used))
 
     @staticmethod
-    def _fill(link: BlockingLink, view: memoryview, used: int, kept: Sequence[Range]) -> str:
+    def _fill(link: BlockingLink, view: memoryview, used: int, there: Sequence[Range]) -> str:
         """The digest of the bytes in the slot, read as they come: they are in the processor's cache then, and the
         training is mostly not on the network. Nobody else is given the slot to write to meanwhile."""
         end, hasher = 0, xxhash.xxh3_128()
-        stays = deque(kept)
+        stays = deque(there)
         while True:
             while stays and end == stays[0][0]:
                 with view[end : stays[0][1]] as part:
@@ -211,6 +208,17 @@ class Incoming:
                 if reason := await self._grow(training, shard, head.bytes):
                     break
                 continue
+            fill = await fills.awaited(shard, head.version)
+            if isinstance(fill, str):
+                reason = fill
+                break
+            if reason := self._refusal(push):
+                return reason
+            if fill is not None and agent.store.get(ask.set, ask.rank) is shard:
+                shard.pair.slots[fill.index].busy = True
+                have = [*fill.there, *self._kept(head, fill.before)]
+                view = shard.memory[fill.index].view()
+                return _Taken(shard, fill.index, fill.stamp, view, self._within(have, head), bool(fill.there))
             before = list(shard.pair.slots)
             try:
                 index = agent.filling.begin(training, shard, head.version)
@@ -226,10 +234,20 @@ class Incoming:
                 await asyncio.sleep(_RETRY_S)
                 continue
             shard.pair.slots[index].busy = True
-            kept = head.kept if _has(before[index], Stamp(agent.epoch, head.base), head.kept) else ()
-            return _Taken(shard, index, Stamp(agent.epoch, head.version), shard.memory[index].view(), kept)
+            there = self._within(self._kept(head, before[index]), head)
+            return _Taken(shard, index, Stamp(agent.epoch, head.version), shard.memory[index].view(), there)
         agent.log("skipped", version=head.version, detail=f"shard of rank {ask.rank}: {reason}")
         return reason
+
+    def _kept(self, head: peer.PushHead, before: Slot) -> Sequence[Range]:
+        """What a slot, as it was before it was given out, had of this version."""
+        had = before.state == "complete" and before.stamp == Stamp(self._agent.epoch, head.base)
+        return head.kept if had and head.kept and head.kept[-1][1] <= before.bytes_used else ()
+
+    @staticmethod
+    def _within(there: Sequence[Range], head: peer.PushHead) -> tuple[Range, ...]:
+        found = ranges.largest(ranges.merged(there))
+        return () if ranges.fault(found, head.used) else tuple(found)
 
     async def _grow(self, training: TrainingSet, shard: Shard, size_bytes: int) -> str:
         """The shard has outgrown its slots at its home: larger ones here too. "", or why there are none."""
@@ -255,5 +273,7 @@ class Incoming:
         if claimed is None:
             self._agent.filling.void(taken.shard, taken.index)
         else:
-            self.bytes += claimed.used_bytes - ranges.size(taken.kept)
+            self.bytes += claimed.used_bytes - ranges.size(taken.there)
+            if taken.filled and found != claimed.digest:
+                taken.shard.unlike = f"what is replicated here is not what rank {taken.shard.rank} has"
             self._agent.filling.arrived(taken.shard, taken.index, claimed, found)

@@ -103,8 +103,7 @@ class Channel:
         self._stopped = False
         self._file: FileIO | None = None  # the slot
         self._used = self._at = 0
-        self._offered: tuple[int, tuple[Range, ...]] = 0, ()  # the base and what is kept of it
-        self._kept: deque[Range] = deque()  # of that, what is still to be passed over
+        self._there: deque[Range] = deque()  # what the holder has, and what is still to be passed over
         self._pause_s, self._not_before = _LEAST_PAUSE_S, 0.0
 
     def stop(self) -> None:
@@ -162,13 +161,12 @@ class Channel:
         if link is not None:
             self._take(link)
         self._used = head.used
-        self._offered = head.base, head.kept
-        self._kept.clear()
+        self._there.clear()
         self._send(head, peer.PushAnswer)
 
     def _chunk(self, length: int) -> None:
         self._pass_over()
-        most = (self._kept[0][0] if self._kept else self._used) - self._at
+        most = (self._there[0][0] if self._there else self._used) - self._at
         if not 0 < length <= most:
             raise PushLost(f"a chunk of {length} bytes after {self._at} of {self._used}")
         link = self._send(peer.PushChunk(self._at, length), peer.PushAck, more=True)
@@ -178,8 +176,8 @@ class Channel:
 
     def _pass_over(self) -> None:
         """What the holder has."""
-        while self._kept and self._at == self._kept[0][0]:
-            self._at = self._kept.popleft()[1]
+        while self._there and self._at == self._there[0][0]:
+            self._at = self._there.popleft()[1]
 
     def _done(self, digest: str) -> None:
         self._pass_over()
@@ -292,9 +290,11 @@ class Channel:
                     raise PushLost(f"{type(message).__name__} came unasked")
                 if isinstance(message, peer.PushAnswer) and message.reason:
                     self._reply(local.Refused(f"{self.host}: {message.reason}"))
-                elif isinstance(message, peer.PushAnswer) and message.base and message.base == self._offered[0]:
-                    self._kept.extend(self._offered[1])  # the thread that sends waits for this
-                    self._reply(local.Ok(local.BASE))
+                elif isinstance(message, peer.PushAnswer) and message.there:
+                    if reason := ranges.fault(message.there, self._used):
+                        raise PushLost(reason)
+                    self._there.extend(message.there)  # the thread that sends waits for this
+                    self._reply(local.Taken(message.there))
                 else:
                     self._reply(local.Ok())
         except (PushLost, LinkClosed, OSError) as exc:

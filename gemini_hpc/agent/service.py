@@ -8,12 +8,13 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from gemini_hpc.agent import fills
 from gemini_hpc.agent.local import Client, Reply
 from gemini_hpc.agent.memory import NoMemory, adopt
 from gemini_hpc.agent.pull import PullFailed
 from gemini_hpc.agent.store import Shard
 from gemini_hpc.agent.trainingset import TrainingSet
-from gemini_hpc.core import placement
+from gemini_hpc.core import placement, ranges
 from gemini_hpc.core.record import Committed
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.wire import local, version
@@ -58,6 +59,7 @@ class Service:
         self._void(client)
         self._keepers = {key: keeper for key, keeper in self._keepers.items() if keeper is not client}
         self._agent.outgoing.gone(client)
+        fills.gone(client, list(self._agent.store))
         if who is not None:
             training = self._agent.sets.get(who[1])
             if training is not None and training.present.get(who[2]) is client:
@@ -119,6 +121,10 @@ class Service:
                 return await self._register(client, request)
             if isinstance(request, local.Begin):
                 return self._begin(client, request)
+            if isinstance(request, local.Fill):
+                return self._fill(client, request)
+            if isinstance(request, local.Filled):
+                return self._filled(client, request)
             if isinstance(request, local.Landed):
                 return self._landed(client, request)
             if isinstance(request, local.Abort):
@@ -327,7 +333,7 @@ class Service:
             raise Rejected("a recovery round is on")
         self._keep(client, m)
         self._keepers[m.set, m.rank] = client
-        shard.registered_round, shard.pushed = number, m.pushed
+        shard.registered_round, shard.pushed, shard.unlike = number, m.pushed, ""
         agent.sets.recount(m.set)
         return local.Slots(shard.bytes), [os.dup(memory.fd) for memory in shard.memory]
 
@@ -350,6 +356,28 @@ class Service:
         self._fills[m.set, m.rank, index] = client
         training.begun = max(training.begun, m.version)
         return local.Begun(index, agent.drains.troubles.note(m.set)), []
+
+    def _fill(self, client: Client, m: local.Fill) -> Reply:
+        agent = self._agent
+        training, shard = self._shard(client, m.set, m.rank)
+        if shard.registered_round != (agent.rounds.round if agent.rounds else 0) or not shard.pushed:
+            raise Rejected(f"shard of rank {m.rank} is not pushed here in this round")
+        if self._keepers.get((m.set, m.rank)) is not client:
+            raise Rejected(f"shard of rank {m.rank} is not registered by this process")
+        if shard.unlike:
+            raise Rejected(shard.unlike)
+        try:
+            return local.Begun(fills.begin(agent.filling, client, training, shard, m.version, agent.epoch)), []
+        except Refused as exc:
+            return local.Refused(exc.reason), []
+
+    def _filled(self, client: Client, m: local.Filled) -> Reply:
+        _, shard = self._shard(client, m.set, m.rank)
+        if reason := ranges.fault(m.there, shard.bytes):
+            raise Rejected(reason)
+        if not fills.end(client, shard, m.version, m.there):
+            raise Rejected(f"version {m.version} of rank {m.rank} is not being filled by this process")
+        return local.Ok(), []
 
     def _filling(self, client: Client, name: str, rank: int, index: int, version: int) -> Shard | None:
         _, shard = self._shard(client, name, rank)

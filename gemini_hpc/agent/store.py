@@ -6,10 +6,14 @@ import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from gemini_hpc.agent.memory import Budget, Memfd, NoMemory
 from gemini_hpc.core.slots import SlotPair, Stamp
 from gemini_hpc.wire.peer import CopyRecord
+
+if TYPE_CHECKING:
+    from gemini_hpc.agent.fills import Fill
 
 Key = tuple[str, int]
 
@@ -19,7 +23,8 @@ class Shard:
     """Both slots of one shard on this node. home: node rank where its training rank lives.
 
     registered_round: the last round in which a training rank registered it; resumed_round: the last one whose plan
-    has it here. pushed: the home's agent fills it, and no training rank.
+    has it here. pushed: the home's agent fills it, and a training rank at most those parts that it has as well (fill:
+    the newest version of which it did; unlike: why it must not).
     """
 
     set: str
@@ -34,6 +39,8 @@ class Shard:
     registered_round: int = 0
     resumed_round: int = 0
     pushed: bool = False
+    fill: Fill | None = None
+    unlike: str = ""
 
     def record(self, index: int) -> CopyRecord | None:
         """What can be told of a complete slot; None of any other."""

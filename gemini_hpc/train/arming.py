@@ -32,6 +32,7 @@ from gemini_hpc.train.plan import Draft, Plan, lay_out
 from gemini_hpc.train.planner import Planner
 from gemini_hpc.train.receiver import Receiver, Reserved
 from gemini_hpc.train.replanning import Replanning
+from gemini_hpc.train.replica import Replica
 from gemini_hpc.train.replicator import Replicator, register
 from gemini_hpc.train.rhythm import Rhythm
 from gemini_hpc.train.shared import Keeper, Shard
@@ -206,9 +207,13 @@ class Arming(Membership):
             )
         self._make_rhythm(plan)
         if transport and transport.pushed:
-            self._receivers = [
+            reserved = [
                 Reserved(self._me, self._client, rank, self._homes[rank], self._gate) for rank in self._incoming
             ]
+            self._receivers = [*reserved]
+            self._replicator.share(
+                [Replica(self._name, self._client, keeper, self._epoch, self._differs) for keeper in reserved]
+            )
         elif transport:
             self._receivers = [
                 receives(
@@ -281,6 +286,12 @@ class Arming(Membership):
         if self._world == 1 and self._replanning is not None and self._replanning.wanted:
             self._replanning.hear([1])
             self._replanning.take([self._replanning.offer()], self._version)
+
+    def _differs(self, why: str) -> None:
+        """From the thread that saves: a copy that was made here is not what its home has."""
+        self._note("differs", self._version, why)
+        if self._replanning is not None:
+            self._replanning.want(self._version)
 
     def _replicated(self) -> dict[str, torch.Tensor]:
         leaves, _ = self._tree.leaves()

@@ -123,6 +123,8 @@ class Job:
     digests: list[str] | None
     samples: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # at step()
     lifted: Sequence[Seen] = ()  # at step()
+    leaves: Sequence[Leaf] = ()  # all that this rank has, also what others keep
+    all_counts: Sequence[int] | None = None  # of these, at step(); None: nobody wants to know
     ready: torch.cuda.Event | None = None  # the device has come to step(); nothing of this is tested without a GPU
     device: torch.device | None = None
     left: threading.Event = field(default_factory=threading.Event)
@@ -153,6 +155,10 @@ class Job:
             self.cancelled = not self.started
             return self.cancelled
 
+    def as_it_was(self) -> bool:
+        """Whether nothing has counted a change of any tensor since step()."""
+        return self.all_counts is not None and self.all_counts == [leaf.tensor._version for leaf in self.leaves]
+
     def give_up(self, *, bereaved: bool = False) -> None:
         """This version will not be complete. bereaved: because another rank or agent is gone, which may be dead."""
         self.bereaved = bereaved
@@ -172,6 +178,33 @@ def _digest(views: Sequence[torch.Tensor]) -> str:
     return hasher.hexdigest()
 
 
+def copy_all(job: Job, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy (from, to) in host memory what the training has, as it was at the job's step()."""
+    small_from: list[torch.Tensor] = []
+    small_to: list[torch.Tensor] = []
+    stream = torch.cuda.Stream(job.device) if job.ready is not None else None  # type: ignore[no-untyped-call]
+    if stream is not None and job.ready is not None:
+        stream.wait_event(job.ready)
+    with torch.no_grad(), torch.cuda.stream(stream):
+        _fetch_samples(job)
+        for view, target in pairs:
+            if target.numel() * target.element_size() < _BATCH_BYTES and not view.is_cuda:
+                small_from.append(view)
+                small_to.append(target)
+            else:
+                target.copy_(view)
+        if small_to:
+            torch._foreach_copy_(small_to, small_from)
+    if stream is not None:
+        stream.synchronize()
+
+
+def _fetch_samples(job: Job) -> None:
+    """To host memory, on the current stream: the default one may have a whole iteration before it."""
+    first, second = job.samples
+    job.samples = [t.cpu() for t in first], [t.cpu() for t in second]
+
+
 class Capture:
     """The tensors behind the pieces of a manifest, found anew at every step."""
 
@@ -187,6 +220,7 @@ class Capture:
         self._by_key: dict[str, Source] = {}
         self._targets: dict[int, tuple[int, list[torch.Tensor]]] = {}
         self.eager_since: dict[str, str] = {}
+        self.watches_all = False
         self.lock = threading.Lock()
         self._leaves: Sequence[Leaf] | None = None  # that were bound last
         self._late: list[Leaf] = []
@@ -250,7 +284,9 @@ class Capture:
             views = [*views, *lifted]
             digests = [_digest(each) for each in views] if audit else None
             samples = bound.samples(version)
-        job = Job(version, small, views, bound, bound.counts(), digests, samples, seen)
+        job = Job(version, small, views, bound, bound.counts(), digests, samples, seen, self._leaves or ())
+        if self.watches_all:
+            job.all_counts = [leaf.tensor._version for leaf in job.leaves]
         if bound.device is not None:
             job.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             job.ready.record(torch.cuda.current_stream(bound.device))
@@ -291,35 +327,8 @@ class Capture:
         """Copy everything that the job noted into the tensor area of slot `index`; without: numbers of pieces that
         are there."""
         targets = self._target(index, area)
-        small_from: list[torch.Tensor] = []
-        small_to: list[torch.Tensor] = []
-        stream = torch.cuda.Stream(job.device) if job.ready is not None else None  # type: ignore[no-untyped-call]
-        if stream is not None and job.ready is not None:
-            stream.wait_event(job.ready)
-        with torch.no_grad(), torch.cuda.stream(stream):
-            self._fetch_samples(job)
-            number = 0
-            for views in job.views:
-                for view in views:
-                    target = targets[number]
-                    number += 1
-                    if number - 1 in without:
-                        continue
-                    if target.numel() * target.element_size() < _BATCH_BYTES and not view.is_cuda:
-                        small_from.append(view)
-                        small_to.append(target)
-                    else:
-                        target.copy_(view)
-            if small_to:
-                torch._foreach_copy_(small_to, small_from)
-        if stream is not None:
-            stream.synchronize()
-
-    @staticmethod
-    def _fetch_samples(job: Job) -> None:
-        """To host memory, on the current stream: the default one may have a whole iteration before it."""
-        first, second = job.samples
-        job.samples = [t.cpu() for t in first], [t.cpu() for t in second]
+        every = (view for views in job.views for view in views)
+        copy_all(job, [(v, targets[number]) for number, v in enumerate(every) if number not in without])
 
     def changed(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
         """After `copy`: names of tensors whose copy cannot be trusted. They are eager from now on."""
@@ -337,7 +346,7 @@ class Capture:
             stream = torch.cuda.Stream(job.device)  # type: ignore[no-untyped-call]
             stream.wait_event(job.ready)
             with torch.cuda.stream(stream):
-                self._fetch_samples(job)
+                _fetch_samples(job)
         return self.make_eager(self._torn(job, index, area), "changed before its copy was made")
 
     def bases(self) -> list[torch.Tensor]:

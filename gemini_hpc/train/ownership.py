@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -40,6 +40,13 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     def bytes(self) -> int:
         """Bytes of the box."""
         return math.prod(self.size) * self.itemsize
+
+
+class Own(NamedTuple):
+    """A tensor that a rank shares with others: what part of it the rank has, and its type."""
+
+    entry: Entry
+    dtype: str
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True):

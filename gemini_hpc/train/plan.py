@@ -15,7 +15,7 @@ from gemini_hpc.core.directory import LIFTED, PARAMETER
 from gemini_hpc.core.manifest import Layout
 from gemini_hpc.train import ownership
 from gemini_hpc.train.capture import Capture
-from gemini_hpc.train.ownership import Entry
+from gemini_hpc.train.ownership import Entry, Own
 from gemini_hpc.train.tree import Leaf, StateTree, nothing_lifted
 
 LEAST_SMALL_BYTES = 256 << 10
@@ -24,13 +24,15 @@ LEAST_SMALL_BYTES = 256 << 10
 @dataclass(frozen=True)
 class Plan:
     """Of one rank. packed: the manifest; alone: keys that are several ranks', each with a content of its own;
-    frozen_bytes: of what is not trained, and mostly stays."""
+    frozen_bytes: of what is not trained, and mostly stays; own: what this rank has of tensors that others have as
+    well, or the rest of."""
 
     capture: Capture
     packed: bytes
     layout: Layout
     alone: frozenset[str]
     frozen_bytes: int
+    own: dict[str, Own]
 
 
 @dataclass(frozen=True)
@@ -114,4 +116,5 @@ def lay_out(
     layout = Layout.plan(len(packed), tensor_bytes, capacity)
     if layout.total < least_bytes:
         layout = Layout.plan(len(packed), tensor_bytes, capacity + least_bytes - layout.total)
-    return Plan(Capture(manifest, draft.leaves, entries, blocks), packed, layout, alone, frozen_bytes)
+    own = {rows[i].key: Own(entries[i], rows[i].dtype) for i in shared if rows[i].optimizer != LIFTED}
+    return Plan(Capture(manifest, draft.leaves, entries, blocks), packed, layout, alone, frozen_bytes, own)

@@ -22,6 +22,7 @@ from gemini_hpc.train.capture import Job
 from gemini_hpc.train.outstanding import Outstanding
 from gemini_hpc.train.pacer import Pacer
 from gemini_hpc.train.plan import Plan, small_capacity
+from gemini_hpc.train.replica import Replica
 from gemini_hpc.train.shared import Keeper, Shard, Slot
 from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, VersionLost
 from gemini_hpc.wire import local
@@ -49,7 +50,8 @@ class Counters:
     send_s: float = 0.0
     spilled_bytes: int = 0
     sent_bytes: int = 0
-    kept_bytes: int = 0  # that holders had from an earlier version
+    kept_bytes: int = 0  # that holders had, from an earlier version or from their own tensors
+    last_sent_bytes: int = 0  # to one holder
     reasons: dict[str, int] = field(default_factory=dict)
 
 
@@ -100,11 +102,20 @@ class Replicator(Keeper):
         self._bereaved = False  # it had begun to take it
         self._base = 0  # the version that the slot being filled had before
         self._kept: tuple[Range, ...] = ()  # since then unchanged
+        self._replicas: Sequence[Replica] = ()
+        self._own, self._last_begun = plan.own, 0
         self._thread = threading.Thread(target=self._run, name="gemini-replicator", daemon=True)
+
+    def share(self, replicas: Sequence[Replica]) -> None:
+        """Before `start`: other ranks' shards that this one fills as far as it can."""
+        self._replicas = replicas
+        self._capture.watches_all = bool(replicas)
 
     def start(self, shard: Shard) -> None:
         """The slots are there: begin to take jobs."""
         self.shard = shard
+        for replica in self._replicas:
+            replica.follow(self._own, 0)
         self._thread.start()
 
     @property
@@ -119,6 +130,7 @@ class Replicator(Keeper):
 
     def follow(self, plan: Plan) -> None:
         """All jobs from now on are of this plan; its slots are no smaller. Called by the training."""
+        plan.capture.watches_all = bool(self._replicas)
         self._jobs.put(plan)
 
     def stop(self, timeout_s: float) -> bool:
@@ -154,6 +166,8 @@ class Replicator(Keeper):
 
     def _adopt(self, plan: Plan) -> None:
         assert self.shard is not None
+        for replica in self._replicas:
+            replica.follow(plan.own, self._last_begun)
         self._capture, self._manifest, self._layout = plan.capture, plan.packed, plan.layout
         for slot in self.shard.slots:
             slot.has_manifest = False
@@ -190,9 +204,14 @@ class Replicator(Keeper):
         if self._base:
             found.append((layout.manifest_offset, layout.manifest_offset + layout.manifest_bytes))
         self._kept = tuple(largest(merged(found)))
+        replicas = [replica for replica in self._replicas if replica.begin(job, self._capture)]
         self._capture.copy(job, slot_index, area, stays)
+        for replica in replicas:
+            replica.copy(job)
         self._pacer.copies.append((began, time.monotonic(), layout.tensor_bytes))
         changed = self._capture.changed(job, slot_index, area)
+        for replica in replicas:
+            replica.end(job, unchanged=not changed and job.as_it_was())
         self._copied_s = time.monotonic() - began
         job.left.set()
         if changed:
@@ -265,6 +284,7 @@ class Replicator(Keeper):
         if not isinstance(reply, local.Begun) or not 0 <= reply.slot < 2:
             raise AgentRefused(f"the agent answered Begin with {reply}")
         self.release(self._gate.sealed)
+        self._last_begun = job.version
         slot = self.shard.slots[reply.slot]
         known = slot.content
         self._base = known.version if slot.has_manifest and known.epoch == self._me.epoch else 0
@@ -314,11 +334,10 @@ class Replicator(Keeper):
         pacer, accepting = self._pacer, self._offer(version, used)
         digest = _Digest(slot, used)
         for replica, rank, box, sizes in accepting:
-            kept = self._kept if box.keeps else ()
-            sent, total = 0, used - size_of(kept)
+            sent, total = 0, used - size_of(box.there)
             self.counters.kept_bytes += used - total
             try:
-                for start, end in between(kept, used):
+                for start, end in between(box.there, used):
                     at = start
                     while at < end:
                         self._outstanding.room(pacer.p)
@@ -327,6 +346,7 @@ class Replicator(Keeper):
                         at, sent = at + size, sent + size
                         digest.up_to(at)
                 self.counters.sent_bytes += sent
+                self.counters.last_sent_bytes = sent
                 self._outstanding.room(1)
                 box.finish(digest.of_all())
             except LinkBroken as error:

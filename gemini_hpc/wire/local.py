@@ -154,6 +154,20 @@ class Begin(OfRank, frozen=True, tag="begin"):
     version: Version
 
 
+class Fill(OfRank, frozen=True, tag="fill"):
+    """May this rank fill what it has itself of `version` into the slot of another rank's shard, which that one's
+    agent pushes here? Answered by `Begun` or `Refused`; after `Begun` comes `Filled`. An error: no more of them."""
+
+    version: Version
+
+
+class Filled(OfRank, frozen=True, tag="filled"):
+    """These ranges of bytes are there, and this rank writes no more. None: all have to come."""
+
+    version: Version
+    there: tuple[tuple[Bytes, Bytes], ...] = ()
+
+
 class Begun(Message, frozen=True, tag="begun"):
     """Fill this slot. note: a line for the users of the job, which this rank prints."""
 
@@ -242,14 +256,20 @@ class HandBack(OfRank, frozen=True, tag="handback"):
 
 
 class PushOffer(Message, frozen=True, tag="offer"):
-    """The slot that is being filled with `version` will have `used` bytes: does the holder take them? `Ok` or
-    `Refused`. base: a version of the same epoch of which the ranges of bytes `kept` have not changed: where the
-    holder's slot still has them, `Ok` has state "base", and they do not go."""
+    """The slot that is being filled with `version` will have `used` bytes: does the holder take them? `Ok`, `Taken`
+    or `Refused`. base: a version of the same epoch of which the ranges of bytes `kept` have not changed: the
+    holder's slot may still have them."""
 
     version: Version
     used: Bytes
     base: Version = 0
     kept: tuple[tuple[Bytes, Bytes], ...] = ()
+
+
+class Taken(Message, frozen=True, tag="taken"):
+    """In the reply to `PushOffer`: the holder has these ranges of bytes, and they do not go."""
+
+    there: tuple[tuple[Bytes, Bytes], ...]
 
 
 class PushChunk(Message, frozen=True, tag="chunk"):
@@ -301,12 +321,9 @@ class Kept(Message, frozen=True, tag="kept"):
 # ---- replies in general --------------------------------------------------------------------------------
 
 
-BASE = "base"
-
-
 class Ok(Message, frozen=True, tag="ok"):
-    """Done. For the reply to `PushOffer` see there. In the reply to `Epilog`, state is released, detached, or hold:
-    detached, and this node is to hold the survivors of incarnation `restart`, because no controller answers."""
+    """Done. In the reply to `Epilog`, state is released, detached, or hold: detached, and this node is to hold the
+    survivors of incarnation `restart`, because no controller answers."""
 
     state: str = ""
     restart: int = 0
@@ -328,6 +345,8 @@ Request = (
     | Begin
     | Landed
     | Abort
+    | Fill
+    | Filled
     | Fetch
     | OpenPush
     | Event
@@ -339,7 +358,7 @@ Request = (
     | Recall
 )
 PushRequest = PushOffer | PushChunk | PushDone
-Reply = Ready | Verdict | Welcome | Slots | Begun | Refused | Copy | Kept | Ok | Error
+Reply = Ready | Verdict | Welcome | Slots | Begun | Refused | Copy | Kept | Taken | Ok | Error
 
 request_decoder: Strict[Request] = Strict(msgspec.json.Decoder(Request))
 push_decoder: Strict[PushRequest] = Strict(msgspec.json.Decoder(PushRequest))

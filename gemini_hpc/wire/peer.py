@@ -354,15 +354,15 @@ class PushAsk(Message, frozen=True, tag="push?"):
 
 
 class PushAnswer(Message, frozen=True, tag="push"):
-    """To `PushAsk` and `PushHead`. reason "": yes; base: and what was kept since then is here."""
+    """To `PushAsk` and `PushHead`. reason "": yes; there: ranges of bytes that are here, and do not come."""
 
     reason: str = ""
-    base: Version = 0
+    there: tuple[tuple[Bytes, Bytes], ...] = ()
 
 
 class PushHead(Message, frozen=True, tag="version"):
     """A version comes: `used` bytes for a slot of `bytes` bytes. base: the version of this epoch since which the
-    ranges `kept` are the same; if the slot that is about to be filled still has that one, they do not come."""
+    ranges `kept` are the same; the slot that is about to be filled may still have that one."""
 
     version: Version
     used: Bytes
@@ -373,7 +373,7 @@ class PushHead(Message, frozen=True, tag="version"):
 
 class PushChunk(Message, frozen=True, tag="chunk"):
     """After this frame `length` raw bytes (covered by the digest) for this place in the slot, where the bytes before
-    them, or what is kept behind those, ended. Answered by `PushAck` when they are there."""
+    them, or what is there behind those, ended. Answered by `PushAck` when they are there."""
 
     offset: Bytes
     length: Bytes

@@ -36,7 +36,7 @@ class Head(NamedTuple):
     """What comes: version, bytes of it, size of the slot that it needs, and the sizes of its chunks in order (their
     sum is `sent_bytes`; none where the outbox is `free`). apart: (offset, length) of a stretch of its bytes that
     comes another way, and not over this link; the chunks are what is before it and behind it. base: a version since
-    which the ranges `kept` are the same (see `Outbox.keeps`); 0: none."""
+    which the ranges `kept` are the same (see `Outbox.there`); 0: none."""
 
     version: int
     used_bytes: int
@@ -64,11 +64,11 @@ class Pending(Protocol):
 
 
 class Outbox(ABC):
-    """The sending end of a link to one rank. free: chunks may be of any size, said when they go. keeps: the other end
-    has what the accepted head has `kept`, and gets only the chunks between these ranges."""
+    """The sending end of a link to one rank. free: chunks may be of any size, said when they go. there: of the
+    version that was offered last, what the other end has: only what is between these ranges is sent."""
 
     free = False
-    keeps = False
+    there: tuple[Range, ...] = ()
 
     @abstractmethod
     def offer(self, head: Head) -> bool:

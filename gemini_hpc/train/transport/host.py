@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.core import ranges
 from gemini_hpc.train.transport.base import Head, Inbox, LinkBroken, Outbox, Transport, VersionLost
 from gemini_hpc.wire import local
 
@@ -57,17 +58,18 @@ class _HostOutbox(Outbox):
 
     def offer(self, head: Head) -> bool:
         offer = local.PushOffer(head.version, head.used_bytes, head.base, head.kept)
-        self.keeps = False
         if self._channel is not None and not self._channel.over:
             with suppress(VersionLost):  # the agent may have ended it long ago
-                return self._accepted(self._ask(offer))
+                return self._accepted(self._ask(offer), head.used_bytes)
         self.close()
         self._channel = _Channel(self._transport.open(self._rank))
-        return self._accepted(self._ask(offer))
+        return self._accepted(self._ask(offer), head.used_bytes)
 
-    def _accepted(self, reply: local.Reply | None) -> bool:
-        self.keeps = isinstance(reply, local.Ok) and reply.state == local.BASE
-        return isinstance(reply, local.Ok)
+    def _accepted(self, reply: local.Reply | None, used_bytes: int) -> bool:
+        self.there = reply.there if isinstance(reply, local.Taken) else ()
+        if reason := ranges.fault(self.there, used_bytes):
+            raise self._lost(reason)
+        return isinstance(reply, (local.Ok, local.Taken))
 
     def send(self, chunk: torch.Tensor) -> _Pushed:
         return _Pushed(self, self._say(local.PushChunk(chunk.numel())))

@@ -1,0 +1,91 @@
+"""What a training rank here has of another rank's shard, because replicas of the state live on both nodes.
+
+The rank fills these bytes of a version into the slot from its own tensors, so that they need not come over the
+network. The digest that is made at the shard's home is over all of the slot: a copy that was filled here counts only
+if it is, bit for bit, what the home has. All of this runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gemini_hpc.agent.local import Client
+from gemini_hpc.agent.store import Shard
+from gemini_hpc.core.ranges import Range
+from gemini_hpc.core.slots import Slot, Stamp
+
+if TYPE_CHECKING:
+    from gemini_hpc.agent.filling import Filling
+    from gemini_hpc.agent.trainingset import TrainingSet
+
+WAIT_S = 1.0  # for a rank here that is later than the shard's home
+_LATE = 4  # versions: one that has filled nothing for so long does not any more
+_LOOK_S = 0.001
+
+
+@dataclass(eq=False)
+class Fill:
+    """One version, from the word that the slot may be written to. before: what the slot had; there: what has been
+    filled, when it is over."""
+
+    client: Client
+    version: int
+    stamp: Stamp
+    index: int
+    before: Slot
+    there: tuple[Range, ...] = ()
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def begin(filling: Filling, client: Client, training: TrainingSet, shard: Shard, version: int, epoch: int) -> int:
+    """Index of the slot that the rank may write to now, and no push. Raises `core.slots.Refused`."""
+    before = list(shard.pair.slots)
+    index = filling.begin(training, shard, version)
+    shard.pair.slots[index].busy = True
+    shard.fill = Fill(client, version, Stamp(epoch, version), index, before[index])
+    return index
+
+
+def end(client: Client, shard: Shard, version: int, there: tuple[Range, ...]) -> bool:
+    """The rank has filled these bytes, and writes no more. False: it was not to."""
+    fill = shard.fill
+    if fill is None or fill.client is not client or fill.version != version or fill.over.is_set():
+        return False
+    fill.there = there
+    _over(shard, fill)
+    return True
+
+
+def gone(client: Client, shards: list[Shard]) -> None:
+    """The process that filled them has ended."""
+    for shard in shards:
+        if shard.fill is not None and shard.fill.client is client:
+            if not shard.fill.over.is_set():
+                _over(shard, shard.fill)
+            shard.fill = None
+
+
+def _over(shard: Shard, fill: Fill) -> None:
+    slot = shard.pair.slots[fill.index]
+    if slot.state == "filling" and slot.stamp == fill.stamp:
+        slot.busy = False
+    fill.over.set()
+
+
+async def awaited(shard: Shard, version: int) -> Fill | str | None:
+    """What a rank here has filled of a version that is about to come, or why it cannot be taken. A rank that has
+    filled the last versions is waited for, if not for long."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        fill = shard.fill
+        if fill is None or not version - _LATE <= fill.version <= version:
+            return None
+        if fill.version == version and fill.over.is_set():
+            slot = shard.pair.slots[fill.index]
+            return fill if slot.state == "filling" and slot.stamp == fill.stamp else None
+        if time.monotonic() > deadline:
+            return f"a rank here is still filling version {version}" if fill.version == version else None
+        await asyncio.sleep(_LOOK_S)

@@ -1,0 +1,70 @@
+"""Replicated state is not sent: a holder fills its slot from its own tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from waiting import until
+
+from .conftest import HOST, STEPS
+from .launch import train
+from .test_host import MakeJob, Start, both_hold, sealed
+
+DDP = {"kind": "ddp", "width": 128, "norm": "layer"}
+
+
+def share(result: dict[str, Any]) -> float:
+    """Bytes on the network, of what all versions would have taken."""
+    versions, shard = result["report"]["versions"], result["report"]["captured"]["own_tensor_bytes"]
+    return float(versions["sent_bytes"] / (shard * versions["saved"]))
+
+
+@pytest.mark.parametrize("options", [{}, {"kind": "fsdp2"}, {"norm": "batch"}], ids=["ddp", "fsdp2", "batch"])
+def test_ddp_sends_what_is_not_replicated_and_comes_back(
+    make_agents: MakeJob, start: Start, options: dict[str, Any]
+) -> None:
+    settings = {**DDP, **options}
+    whole = train(None, 2, steps=STEPS, **settings)
+    job = make_agents(2, 2)
+    start(job, die_at=25, **settings).wait(codes=(1,))
+    job.all["n2"].die()
+    job.requeue(["n1", "n3"])
+    results = start(job, **settings).wait()
+    assert {r["start"] for r in results} in ({24}, {25}), "one step repeated at most"
+    assert [r["digest"] for r in results] == [r["digest"] for r in whole]
+    for result in results:
+        report = result["report"]
+        assert report["state"] == "protected" and not report["versions"]["void"], report
+        assert not [line for line in report["findings"] if "differs" in line], report["findings"]
+        assert share(result) > 0.9 if options.get("kind") == "fsdp2" else share(result) < 0.4, "a few come as a whole"
+
+
+def test_replicas_that_differ_cost_a_version_and_are_told(make_agents: MakeJob, start: Start) -> None:
+    """Local steps: the digest finds the first version in which they differ, which is never sealed."""
+    settings = {**DDP, "apart_from": 15, "steps": STEPS, "sleep_s": 0.02}
+    whole = train(None, 2, **settings)
+    job = make_agents(2, 2)
+    started = start(job, die_at=35, **settings)
+    reports = [r["report"] for r in started.wait(codes=(1,))]
+    told = [line for text in started.stderr for line in text.splitlines() if "differs" in line]
+    assert any("what is replicated here is not what rank" in line for line in told), started.stderr
+    assert any("planned anew" in line for report in reports for line in report["findings"])
+    job.all["n2"].die()
+    job.requeue(["n1", "n3"])
+    results = start(job, **settings).wait()
+    assert {r["start"] for r in results} in ({34}, {35})
+    assert [r["digest"] for r in results] == [r["digest"] for r in whole], "each rank has its own back"
+
+
+def test_an_agent_that_dies_in_between(make_agents: MakeJob, start: Start) -> None:
+    job = make_agents(2, 2)
+    settings = {**DDP, "pause_at": 20, "pause_s": 4.0, "kwargs": {**HOST, "scheme": "background"}}
+    training = start(job, **settings)
+    both_hold(job, 20)
+    job.nodes[1].die()
+    job.nodes[1].start(again=True)
+    until(lambda: sealed(job, job.nodes[1]) >= 20, what="the successor knows of the seal")
+    results = training.wait()
+    assert [r["digest"] for r in results] == [r["digest"] for r in train(None, 2, steps=STEPS, **DDP)]
+    both_hold(job, STEPS)
