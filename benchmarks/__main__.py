@@ -22,6 +22,7 @@ from gemini_hpc.devcluster.errors import DevclusterError
 # A family's rows have its name before their dot.
 FAMILIES = {
     "save": "save",
+    "traffic": "traffic",
     "fig16": "interleave",
     "watch": "watch",
     "fig11": "remote",

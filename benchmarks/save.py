@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 from benchmarks.bench import Line, Options, TrainingJob, cluster
 from benchmarks.rows import Row, median_row
+from benchmarks.traffic import late_row
 
 RANKS = 2
 BLOCK = 6
@@ -40,7 +41,8 @@ def measure(options: Options) -> list[Row]:
         fixed = [*size, "--no-protect", "--iteration", str(iteration_s), "--plan", ",".join(theirs)]
         others = _run(options, "save, by others", TrainingJob(on, RANKS, 0, fixed), 6 * rounds + 1)
         lines, other_lines = mine.lines(), others.lines()
-    return _rows(lines, other_lines, iteration_s)
+        late = late_row(options, on)
+    return [*_rows(lines, other_lines, iteration_s), late]
 
 
 def _run(options: Options, topic: str, job: TrainingJob, blocks: int) -> TrainingJob:

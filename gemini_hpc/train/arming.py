@@ -248,7 +248,8 @@ class Arming(Membership):
 
     def _make_rhythm(self, plan: Plan) -> None:
         """Not while another thread is inside a collective: from `step()`."""
-        assert self._client is not None
+        assert self._client is not None and self._replicator is not None
+        replicator = self._replicator
         group = self._control_group()
         homes = self._homes
         watch = Watch(lambda ranks: len({homes[rank] for rank in ranks if rank < len(homes)}) != 1)
@@ -271,6 +272,7 @@ class Arming(Membership):
             planner,
             self._driver,
             self._replanning,
+            lambda: replicator.copy_bytes,
             transport=self._transport.name if self._transport is not None else "none",
         )
 

@@ -25,6 +25,7 @@ _ROOM = 0.02  # of an iteration
 _SPARE = 1.1  # of a copy must fit where the beginnings of spans are left out
 _RARE = 4  # iterations: where versions are saved so rarely, one more matters less than what is lost in each of them
 _LINK_DRIFT = 0.25
+_SIZE_DRIFT = 0.3
 _CHUNK_S = 0.008  # on slow links a smaller chunk: what waits behind it waits less, both ways at once go better
 _FINEST, _MOST_CHUNKS = 16, 1 << 16
 
@@ -74,6 +75,14 @@ class Planner:
     def resize(self, shard_bytes: int) -> None:
         """Copies are of another size from now on."""
         self._C = shard_bytes
+
+    def measure(self, least: int, most: int) -> bool:
+        """The last copies took `least` to `most` bytes on the network: whether that is so far from what is planned
+        with that it is planned with now. What a holder has already is not sent."""
+        if not most or (most >= (1 - _SIZE_DRIFT) * self._C and least <= (1 + _SIZE_DRIFT) * self._C):
+            return False
+        self._C = max(1, most)
+        return True
 
     # ---- profiling -------------------------------------------------------------------------------------
 

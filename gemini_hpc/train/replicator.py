@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -51,7 +52,6 @@ class Counters:
     spilled_bytes: int = 0
     sent_bytes: int = 0
     kept_bytes: int = 0  # that holders had, from an earlier version or from their own tensors
-    last_sent_bytes: int = 0  # to one holder
     reasons: dict[str, int] = field(default_factory=dict)
 
 
@@ -100,6 +100,7 @@ class Replicator(Keeper):
         self._copied_s = 0.0  # that long it took the last time
         self._refused: str | None = None  # why a holder does not take the version that is on its way
         self._bereaved = False  # it had begun to take it
+        self._sent: deque[int] = deque(maxlen=4)  # bytes, to one holder each
         self._base = 0  # the version that the slot being filled had before
         self._kept: tuple[Range, ...] = ()  # since then unchanged
         self._replicas: Sequence[Replica] = ()
@@ -117,6 +118,12 @@ class Replicator(Keeper):
         for replica in self._replicas:
             replica.follow(self._own, 0)
         self._thread.start()
+
+    @property
+    def copy_bytes(self) -> tuple[int, int]:
+        """The least and the most that one of the last copies took on the network; 0, 0: not known."""
+        sent = list(self._sent)
+        return (min(sent), max(sent)) if len(sent) == self._sent.maxlen else (0, 0)
 
     @property
     def busy(self) -> bool:
@@ -204,7 +211,9 @@ class Replicator(Keeper):
         if self._base:
             found.append((layout.manifest_offset, layout.manifest_offset + layout.manifest_bytes))
         self._kept = tuple(largest(merged(found)))
-        replicas = [replica for replica in self._replicas if replica.begin(job, self._capture)]
+        # while ranks go on with different versions, a slot begun here would be lost to the version that its home has
+        sharing = () if self._gate.degraded else self._replicas
+        replicas = [replica for replica in sharing if replica.begin(job, self._capture)]
         self._capture.copy(job, slot_index, area, stays)
         for replica in replicas:
             replica.copy(job)
@@ -346,7 +355,7 @@ class Replicator(Keeper):
                         at, sent = at + size, sent + size
                         digest.up_to(at)
                 self.counters.sent_bytes += sent
-                self.counters.last_sent_bytes = sent
+                self._sent.append(sent)
                 self._outstanding.room(1)
                 box.finish(digest.of_all())
             except LinkBroken as error:

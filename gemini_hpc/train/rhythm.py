@@ -86,17 +86,20 @@ class Rhythm:
         planner: Callable[..., Planner] = Planner,
         driver: Driver | None = None,
         replanning: Replanning | None = None,
+        copy_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0),
         *,
         transport: str,
     ) -> None:
         """targets: the ranks that this rank's copies go to; shard_bytes: of one copy; council: None where there is
         nobody to send to; driver: where they go over NCCL, with a `planner` for that; replanning: None where the
-        state stays dealt out as it is; transport: the name of what carries copies otherwise."""
+        state stays dealt out as it is; copy_bytes: the least and the most that one of the last copies took on the
+        network; transport: the name of what carries copies otherwise."""
         self._choices, self._rank = choices, rank
         self._council, self._watch, self._pacer, self._say = council, watch, pacer, say
         self._teller, self._transport = teller, transport
         kept = teller.recall() if council is not None else None
         self._driver, self._replanning = driver, replanning
+        self._copy_bytes = copy_bytes
         self._offer, self._room_bytes = b"", 0
         self._compared = 0  # rounds of words since the state was dealt out
         self._planner = planner(choices, rank, targets, shard_bytes, pacer.meter, kept)
@@ -284,13 +287,14 @@ class Rhythm:
         elif self._stage == "plan":
             council.everyone(self._planner.standing(council.over_at), BLOB_BYTES)
         elif self._stage == "agree":
+            self._planner.measure(*self._copy_bytes())
             self._round(self._planner.want(self._agreed.j, fresh=True))
         elif self._stage == "sizes":
             council.highest([len(self._offer)])
         elif self._stage == "offers":
             council.everyone(self._offer, self._room_bytes)
         else:
-            drifted = self._planner.drifted(self._route)
+            drifted = self._planner.drifted(self._route) or self._planner.measure(*self._copy_bytes())
             wanted = self._planner.want(self._agreed.j, fresh=drifted)
             if drifted:
                 self._follow()
