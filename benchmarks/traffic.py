@@ -1,6 +1,6 @@
 """What of a state travels that need not: replicated tensors, frozen ones; and what large late tensors cost in step().
 
-Two ranks of DDP on two nodes with real agents (m = 2), see `programs/shares.py`. Counted are the bytes of chunks that
+Two ranks on two nodes with real agents (m = 2), see `programs/shares.py`. Counted are the bytes of chunks that
 went to the holder, small state and headers among them; a version's share is of that rank's whole copy, or of what
 changes in it.
 """
@@ -30,7 +30,7 @@ def measure(options: Options) -> list[Row]:
         ),
         median_row(
             "traffic.lora_share",
-            "one trained layer of 12, DDP: bytes on the network a version, of what changes",
+            "one trained layer of 12, FSDP2: bytes on the network a version, of what changes",
             "",
             _shares(lora, "changing"),
             limit=1.1,

@@ -2,8 +2,8 @@
 
     srun python shares.py --mode ddp|lora|late --out FILE
 
-DDP on all ranks. ddp: all parameters are trained, Adam. lora: one in so many is. late: an average of the weights, no
-module, begins in mid-training. Writes JSON lines to FILE.RANK: for each version after the first ones the bytes that
+ddp: all parameters are trained, Adam, DDP. lora: one layer in twelve is trained, FSDP2. late: DDP, and an average of the
+weights that is no module begins in mid-training. Writes JSON lines to FILE.RANK: for each version after the first ones the bytes that
 have gone to holders since the one before, the bytes of this rank's copy and of what changes in it; the seconds in
 step().
 """
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gemini_hpc
@@ -49,6 +50,8 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    for name, slurm in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID")):
+        os.environ.setdefault(name, os.environ[slurm])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -57,7 +60,13 @@ def main() -> None:
     if args.mode == "lora":
         for layer in net[1:]:
             layer.requires_grad_(False)
-    model = DistributedDataParallel(net)
+    model: nn.Module = net
+    if args.mode == "lora":
+        for layer in net:
+            fully_shard(layer)
+        fully_shard(net)
+    else:
+        model = DistributedDataParallel(net)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=1e-3)
     average = Average()
