@@ -4,7 +4,7 @@
 
 ddp: all parameters are trained, Adam, DDP. lora: one layer in twelve is trained, FSDP2. late: DDP, and an average of
 the weights that is no module begins in mid-training. Writes JSON lines to FILE.RANK: for each version after the first
-ones the bytes that have gone to holders since the one before, the bytes of this rank's copy and of what changes in it;
+ones the bytes that have gone to holders since the one before, those of this rank's copy and of what changes in it;
 the seconds in step().
 """
 

@@ -42,7 +42,7 @@ class Rank:
         before = (rank - 1) % 3
         kept, others = self.caller.ask_fds(local.Register("default", before, 3, before, SIZE, pushed=True))
         assert isinstance(slots, local.Slots) and isinstance(kept, local.Slots), (slots, kept)
-        self.maps = [mmap.mmap(fd, SIZE) for fd in own]
+        self.maps, self.kept = ([mmap.mmap(fd, SIZE) for fd in fds] for fds in (own, others))
         for fd in (*fds, *own, *others):
             os.close(fd)
         self.channel: socket.socket | None = None
@@ -95,7 +95,7 @@ class Rank:
         self.close_channel()
         self.caller.close()
         del self.page
-        for m in self.maps:
+        for m in (*self.maps, *self.kept):
             m.close()
 
 
@@ -154,8 +154,11 @@ class Push:
         self.reason = link.receive(peer.PushAnswer).reason
 
     def offer(self, version: int, used: int = USED, size: int = SIZE) -> str:
-        self.link.send(peer.PushHead(version, used, size))
-        return self.link.receive(peer.PushAnswer).reason
+        return self.answer(peer.PushHead(version, used, size)).reason
+
+    def answer(self, head: peer.PushHead) -> peer.PushAnswer:
+        self.link.send(head)
+        return self.link.receive(peer.PushAnswer)
 
     def chunk(self, at: int, data: bytes) -> int:
         self.link.send(peer.PushChunk(at, len(data)))
@@ -458,3 +461,129 @@ def test_a_digest_too_early(site: Site) -> None:
     rank.close_channel()
     rank.abort(site.version + 1, slot)
     site.version += 1
+
+
+# ---- what is there already -----------------------------------------------------------------------------
+
+
+def complete(site: Site, version: int) -> bool:
+    return ("complete", (site.ranks[0].epoch, version)) in site.slots()
+
+
+def test_what_was_kept_since_the_version_in_that_slot_does_not_come(site: Site) -> None:
+    new, base = site.version + 1, site.version - 1
+    push = site.push()
+    answer = push.answer(peer.PushHead(new, USED, SIZE, base, ((0, 1000), (1500, 2000))))
+    assert answer == peer.PushAnswer(there=((0, 1000), (1500, 2000)))
+    assert push.chunk(1000, b"x" * 500) == 1500 and push.chunk(2000, b"x" * (USED - 2000)) == USED
+    old = payload(0, base)
+    push.done(digest(old[:1000] + b"x" * 500 + old[1500:2000] + b"x" * (USED - 2000)))
+    assert complete(site, new)
+    push.close()
+    site.version = new  # the next seal is of a later one
+
+
+@pytest.mark.parametrize("back", [0, 2], ids=["the other slot's", "of long ago"])
+def test_another_base_is_of_no_use(site: Site, back: int) -> None:
+    push = site.push()
+    head = peer.PushHead(site.version + 1, USED, SIZE, site.version - back, ((0, 1000),))
+    assert push.answer(head) == peer.PushAnswer()
+    push.close()
+
+
+@pytest.mark.parametrize(
+    "kept", [((0, USED + 1),), ((5, 5),), ((0, 9), (4, 12)), tuple((2 * n, 2 * n + 1) for n in range(65))]
+)
+def test_ranges_that_are_none_end_the_push(site: Site, kept: tuple[tuple[int, int], ...]) -> None:
+    push = site.push()
+    push.link.send(peer.PushHead(site.version + 1, USED, SIZE, site.version - 1, kept))
+    assert push.ended()
+    push.close()
+    rank = site.ranks[0]
+    slot = rank.begin(site.version + 1)
+    assert isinstance(rank.say(local.PushOffer(site.version + 1, USED, site.version - 1, kept)), local.Refused)
+    rank.close_channel()
+    rank.abort(site.version + 1, slot)
+
+
+@pytest.mark.parametrize(("at", "size"), [(0, 10), (1000, 10), (990, 20), (1200, 10)])
+def test_a_chunk_where_something_is_ends_the_push(site: Site, at: int, size: int) -> None:
+    """Kept are bytes 0 to 1000 and 1005 to 1500: the first to come is byte 1000, and 5 are missing there."""
+    push = site.push()
+    push.answer(peer.PushHead(site.version + 1, USED, SIZE, site.version - 1, ((0, 1000), (1005, 1500))))
+    push.link.send(peer.PushChunk(at, size))
+    assert push.ended()
+    push.close()
+
+
+def test_a_rank_fills_what_it_has_as_well(site: Site) -> None:
+    rank, new = site.ranks[1], site.version + 1
+    begun = rank.caller.ask(local.Fill("default", 0, new))
+    assert isinstance(begun, local.Begun)
+    rank.kept[begun.slot][500:2500] = payload(0, new)[500:2500]
+    assert rank.caller.ask(local.Filled("default", 0, new, ((500, 2500),))) == local.Ok()
+    home = site.ranks[0]
+    slot = home.begin(new)
+    assert home.say(local.PushOffer(new, USED)) == local.Taken(((500, 2500),))
+    assert home.say(local.PushChunk(500)) == local.Ok() == home.say(local.PushChunk(USED - 2500))
+    wanted = digest(payload(0, new))
+    assert home.say(local.PushDone(wanted)) == local.Ok()
+    home.caller.ask(local.Landed("default", 0, new, slot, USED, wanted))
+    for other in site.ranks[1:]:
+        other.save(new)
+    site.version = new
+    until(lambda: all(r.page.sealed == (r.epoch, new) for r in site.ranks), what="the seal")
+
+
+def test_what_was_filled_wrongly_is_no_copy_and_no_more_is_filled(site: Site) -> None:
+    rank, new = site.ranks[1], site.version + 1
+    begun = rank.caller.ask(local.Fill("default", 0, new))
+    assert isinstance(begun, local.Begun)
+    rank.kept[begun.slot][:USED] = payload(0, new - 1)
+    rank.caller.ask(local.Filled("default", 0, new, ((0, 2500),)))
+    push = site.push()
+    assert push.answer(peer.PushHead(new, USED, SIZE)).there == ((0, 2500),)
+    push.chunk(2500, payload(0, new)[2500:])
+    push.done(digest(payload(0, new)))
+    assert not complete(site, new)
+    refused = rank.caller.ask(local.Fill("default", 0, new + 1))
+    assert refused == local.Error("what is replicated here is not what rank 0 has")
+    assert isinstance(rank.caller.ask(local.Register("default", 0, 3, 0, SIZE, pushed=True)), local.Slots)
+    begun = rank.caller.ask(local.Fill("default", 0, new + 1))
+    assert isinstance(begun, local.Begun), "another plan, another try"
+    rank.caller.ask(local.Filled("default", 0, new + 1))
+    push.close()
+    site.version = new + 1
+
+
+def test_a_rank_that_is_still_filling_is_waited_for_and_not_written_over(site: Site) -> None:
+    rank, new = site.ranks[1], site.version + 1
+    assert isinstance(rank.caller.ask(local.Fill("default", 0, new)), local.Begun)
+    push = site.push()
+    assert "still filling" in push.offer(new)
+    assert "still being" in push.offer(new + 1), "nor is the slot given to a later version"
+    assert rank.caller.ask(local.Filled("default", 0, new)) == local.Ok()
+    assert push.offer(new + 1) == ""
+    push.close()
+    site.version = new + 1
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (local.Fill("default", 1, 99), "not pushed here"),
+        (local.Fill("default", 2, 99), "not registered"),
+        (local.Filled("default", 0, 99), "not being filled"),
+        (local.Filled("default", 0, 99, ((5, 3),)), "bytes 5 to 3"),
+        (local.Filled("default", 0, 99, ((0, SIZE + 1),)), "bytes 0 to"),
+        (local.Fill("another", 0, 99), "say hello first"),
+    ],
+)
+def test_who_may_not_fill(site: Site, message: local.Request, said: str) -> None:
+    refused = site.ranks[1].caller.ask(message)
+    assert isinstance(refused, local.Error) and said in refused.error, refused
+
+
+def test_a_version_of_the_past_is_not_filled(site: Site) -> None:
+    assert isinstance(site.ranks[1].caller.ask(local.Fill("default", 0, site.version - 1)), local.Refused)
+    assert isinstance(site.ranks[1].caller.ask(local.Fill("default", 0, site.version)), local.Refused)
