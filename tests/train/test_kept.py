@@ -12,7 +12,7 @@ from .conftest import HOST
 from .launch import train
 from .test_host import MakeJob, Start, both_hold
 
-ADAPTER = {"adapter": True, "width": 128, "steps": 40, "norm": "layer"}
+ADAPTER = {"adapter": True, "width": 128, "steps": 40, "norm": "layer", "sleep_s": 0.02}
 
 
 def shares(result: dict[str, Any]) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from .conftest import HOST, STEPS
 from .launch import train
 from .test_host import MakeJob, Start, both_hold, sealed
 
-DDP = {"kind": "ddp", "width": 128, "norm": "layer"}
+DDP = {"kind": "ddp", "width": 128, "norm": "layer", "sleep_s": 0.02}
 
 
 def share(result: dict[str, Any]) -> float:
@@ -42,7 +42,7 @@ def test_ddp_sends_what_is_not_replicated_and_comes_back(
 
 def test_replicas_that_differ_cost_a_version_and_are_told(make_agents: MakeJob, start: Start) -> None:
     """Local steps: the digest finds the first version in which they differ, which is never sealed."""
-    settings = {**DDP, "apart_from": 15, "steps": STEPS, "sleep_s": 0.02}
+    settings = {**DDP, "apart_from": 15, "steps": STEPS}
     whole = train(None, 2, **settings)
     job = make_agents(2, 2)
     started = start(job, die_at=35, **settings)

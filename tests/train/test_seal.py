@@ -15,6 +15,7 @@ from gemini_hpc.client.seal import SealGate
 from gemini_hpc.core.manifest import Layout
 from gemini_hpc.train.capture import Bound, Job
 from gemini_hpc.train.pacer import Pacer
+from gemini_hpc.train.plan import Plan
 from gemini_hpc.train.replicator import Identity, Replicator
 from gemini_hpc.train.transport.base import Head, VersionLost
 from gemini_hpc.wire import page
@@ -220,9 +221,7 @@ def test_a_version_is_given_up_and_waited_for_where_its_holder_is_gone(scene: Sc
     replicator = Replicator(
         Identity("default", 0, 2, 0, 3),
         silent,
-        silent,
-        b"",
-        Layout.plan(0, 0, 0),
+        Plan(silent, b"", Layout.plan(0, 0, 0), frozenset(), 0, {}),
         boxes,
         scene.gate,
         Pacer(1 << 20, 4),
