@@ -26,7 +26,7 @@ from gemini_hpc.core import ranges
 from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.record import Committed
 from gemini_hpc.core.slots import Refused, Slot, Stamp
-from gemini_hpc.wire import peer
+from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.link import BlockingLink, Link, LinkClosed
 
 if TYPE_CHECKING:
@@ -275,5 +275,5 @@ class Incoming:
         else:
             self.bytes += claimed.used_bytes - ranges.size(taken.there)
             if taken.filled and found != claimed.digest:
-                taken.shard.unlike = f"what is replicated here is not what rank {taken.shard.rank} has"
+                taken.shard.unlike = f"{local.UNLIKE} rank {taken.shard.rank} has"
             self._agent.filling.arrived(taken.shard, taken.index, claimed, found)

@@ -81,9 +81,10 @@ class Replica:
             reply, _ = self._client.request(message)
         except AgentLost:
             return False
-        except AgentRefused as error:
-            self._given_up = True
-            self._differs(f"the shard of rank {self._keeper.rank} comes as a whole from now on: {error}")
+        except AgentRefused as error:  # in a recovery round, say; or by an agent that knows no fills
+            if str(error).startswith(local.UNLIKE):
+                self._given_up = True
+                self._differs(f"the shard of rank {self._keeper.rank} comes as a whole from now on: {error}")
             return False
         if isinstance(reply, local.Begun) and reply.slot in (0, 1):
             self._writing = _Writing(job.version, reply.slot)

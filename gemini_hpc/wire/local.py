@@ -154,9 +154,13 @@ class Begin(OfRank, frozen=True, tag="begin"):
     version: Version
 
 
+UNLIKE = "what is replicated here is not what"  # begins the error that ends all filling of a shard
+
+
 class Fill(OfRank, frozen=True, tag="fill"):
     """May this rank fill what it has itself of `version` into the slot of another rank's shard, which that one's
-    agent pushes here? Answered by `Begun` or `Refused`; after `Begun` comes `Filled`. An error: no more of them."""
+    agent pushes here? Answered by `Begun` or `Refused`; after `Begun` comes `Filled`. An error that begins with UNLIKE:
+    no more of them."""
 
     version: Version
 
