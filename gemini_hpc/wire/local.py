@@ -159,8 +159,8 @@ UNLIKE = "what is replicated here is not what"  # begins the error that ends all
 
 class Fill(OfRank, frozen=True, tag="fill"):
     """May this rank fill what it has itself of `version` into the slot of another rank's shard, which that one's
-    agent pushes here? Answered by `Begun` or `Refused`; after `Begun` comes `Filled`. An error that begins with UNLIKE:
-    no more of them."""
+    agent pushes here? Answered by `Begun` or `Refused`; after `Begun` comes `Filled`. An error that begins with
+    UNLIKE: no more of them."""
 
     version: Version
 
