@@ -23,8 +23,8 @@ except ImportError as error:
     ) from error
 
 # What is private in Trainer and has to be used. These methods are overridden:
-# `_init_training_state` (the last place where the epochs and steps to skip can be set), `_prepare_for_training` (makes
-# what is captured), `_run_epoch` (skips batches), `_load_rng_state` (generators come from memory).
+# `_init_training_state` (the last place where the epochs and steps to skip can be set), `_prepare_for_training`
+# (makes what is captured), `_run_epoch` (skips batches), `_load_rng_state` (generators come from memory).
 _OVERRIDDEN = ("_init_training_state", "_prepare_for_training", "_run_epoch", "_load_rng_state")
 # And these attributes, sums from which the next logged loss and the final one are made. Trainer's own checkpoints
 # do not have them.

@@ -15,7 +15,7 @@ except ImportError as error:
 
 
 def _forget_the_checkpoint_on_disk(trainer: Trainer) -> None:
-    """What `fit(ckpt_path=...)` has read would be loaded over what has come from memory. The one thing that is private
+    """What `fit(ckpt_path=...)` has read would be loaded over what has come from memory. This is all that is private
     in Lightning and has to be used."""
     trainer._checkpoint_connector._loaded_checkpoint = {}
 
@@ -78,6 +78,7 @@ class GeminiCallback(Callback):  # type: ignore[misc]
             _Progress(trainer, self),
             **options,
         )
+        self.checkpointer.gate_in_closure = True  # Lightning computes loss and gradients in the optimizer's step
         self._resumed = self.checkpointer.resume() > 0
         self._captured = trainer.global_step
         if self._resumed:

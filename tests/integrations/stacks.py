@@ -1,7 +1,7 @@
 """Trainings with real packages, for the tests: what a rank runs (see tests/train/worker.py), and what it tells.
 
-Each is small, has dropout, a schedule, accumulated gradients, several epochs, and data that draw random numbers in the
-training's own process.
+Each is small, has dropout, a schedule, accumulated gradients, several epochs, and data that draw random numbers in
+the training's own process.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Log:
     """One line a completed step, as the tests of tests/train/test_kills.py read them."""
 
     def __init__(self, o: dict[str, Any]) -> None:
-        self._file = Path(f"{o['log']}.{rank()}").open("a", buffering=1) if "log" in o else None
+        self._file = Path(f"{o['log']}.{rank()}").open("a", buffering=1) if "log" in o else None  # noqa: SIM115
         self._sleep_s = o.get("sleep_s", 0.0)
         self.losses: dict[int, str] = {}
         self._sum: list[float] = []
@@ -201,7 +201,203 @@ def huggingface(o: dict[str, Any], log: Log) -> dict[str, Any]:
     return told
 
 
-STACKS: dict[str, Callable[[dict[str, Any], Log], dict[str, Any]]] = {"huggingface": huggingface}
+def lightning(o: dict[str, Any], log: Log) -> dict[str, Any]:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+    from gemini_hpc.integrations.lightning import GeminiCallback
+
+    class Events(Callback):  # type: ignore[misc]
+        """What happened, in its order, over all launches."""
+
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+            self.logged = 0
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            self.logged = trainer.global_step
+
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            self.seen.append(f"epoch {trainer.current_epoch} begins at {trainer.global_step}")
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.seen.append(
+                f"batch {batch_idx}, step {trainer.global_step}, rate {trainer.optimizers[0].param_groups[0]['lr']}"
+            )
+            if trainer.global_step > self.logged:
+                self.logged = trainer.global_step
+                log.step(self.logged)
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            if not trainer.sanity_checking:
+                self.seen.append(
+                    f"validated at {trainer.global_step}: {float(trainer.callback_metrics['val_loss']).hex()}"
+                )
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            self.seen.append(f"epoch {trainer.current_epoch} ends at {trainer.global_step}")
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.seen = state["seen"]
+
+    class Module(LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = loss_of(self.net(batch["input_ids"]), batch["labels"])
+            log.micro(loss)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", loss_of(self.net(batch["input_ids"]), batch["labels"]), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 5))
+            if o.get("plateau"):
+                plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+                of_steps = {
+                    "scheduler": plateau,
+                    "interval": "step",
+                    "frequency": 4,
+                    "monitor": "val_loss",
+                    "strict": False,
+                }
+                return [optimizer], [of_steps]
+            return [optimizer], [{"scheduler": warm, "interval": "step"}]
+
+        def train_dataloader(self) -> Any:
+            if o.get("loader") == "torch":
+                return torch.utils.data.DataLoader(Texts(70), 2)
+            place = {"rank": self.trainer.global_rank, "world": self.trainer.world_size}
+            return gemini.StatefulLoader(
+                Texts(70, not o.get("still")), 2, seed=1, num_workers=o.get("workers", 0), **place
+            )
+
+        def val_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(Texts(8, noisy=False), 2)
+
+    module, events = Module(), Events()
+    callbacks: list[Any] = [events, EarlyStopping("val_loss", patience=100)]
+    ours = GeminiCallback(**o.get("kwargs", {}))
+    if not without(o):
+        callbacks.append(ours)
+    if o.get("save"):
+        callbacks.append(ModelCheckpoint(o["directory"], every_n_train_steps=6, save_last=True))
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world(),
+        strategy="ddp" if world() > 1 else "auto",
+        plugins=[TorchElasticEnvironment()],
+        max_steps=o.get("steps", -1) if not o.get("epochs") else -1,
+        max_epochs=o.get("epochs", -1),
+        accumulate_grad_batches=ACCUMULATE,
+        val_check_interval=o.get("validate", 4),
+        callbacks=callbacks,
+        num_sanity_val_steps=1,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=bool(o.get("save")),
+    )
+    last = Path(o["directory"]) / "last.ckpt"
+    trainer.fit(module, ckpt_path=str(last) if o.get("save") and last.exists() else None)
+    told: dict[str, Any] = {
+        "digest": digest(module, trainer.optimizers[0]),
+        "seen": events.seen,
+        "best": float(callbacks[1].best_score).hex(),
+        "loops": trainer.fit_loop.state_dict(),
+    }
+    if ours.checkpointer is not None:
+        told["report"] = ours.checkpointer.report()
+    return told
+
+
+def fabric(o: dict[str, Any], log: Log) -> dict[str, Any]:
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    from gemini_hpc.integrations.fabric import checkpointer
+
+    fabric = Fabric(accelerator="cpu", devices=world(), strategy="ddp", plugins=[TorchElasticEnvironment()])
+    fabric.launch()
+    bare = Net()
+    model, optimizer = fabric.setup(bare, torch.optim.AdamW(bare.parameters(), lr=0.01))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda n: min(1.0, (n + 1) / 5))
+    loader = gemini.StatefulLoader(Texts(70), 2, seed=1, rank=rank(), world=world())
+    ckpt = None if without(o) else checkpointer(fabric, model, optimizer, scheduler, loader, **o.get("kwargs", {}))
+    first = ckpt.resume() if ckpt else 0
+    batches = loader.forever()
+    for step in range(first + 1, o["steps"] + 1):
+        for micro in range(ACCUMULATE):
+            batch = fabric.to_device(next(batches))
+            with fabric.no_backward_sync(model, enabled=micro + 1 < ACCUMULATE):
+                loss = loss_of(model(batch["input_ids"]), batch["labels"])
+                fabric.backward(loss)
+            log.micro(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if ckpt:
+            ckpt.step()
+        log.step(step)
+    return finished(bare, optimizer.optimizer, ckpt)
+
+
+def accelerate(o: dict[str, Any], log: Log) -> dict[str, Any]:
+    from accelerate import Accelerator
+
+    from gemini_hpc.integrations.accelerate import checkpointer
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
+    bare = Net()
+    plain = torch.optim.AdamW(bare.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(plain, lambda n: min(1.0, (n + 1) / 5))
+    model, optimizer, scheduler = accelerator.prepare(bare, plain, scheduler)
+    loader = gemini.StatefulLoader(Texts(70), 2, seed=1, rank=rank(), world=world())
+    ckpt = (
+        None if without(o) else checkpointer(accelerator, model, optimizer, scheduler, loader, **o.get("kwargs", {}))
+    )
+    step = ckpt.resume() if ckpt else 0
+    for batch in loader.forever():
+        with accelerator.accumulate(model):
+            loss = loss_of(model(batch["input_ids"]), batch["labels"])
+            accelerator.backward(loss)
+            log.micro(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            step += 1
+            if ckpt:
+                ckpt.step()
+            log.step(step)
+            if step == o["steps"]:
+                break
+    return finished(bare, plain, ckpt)
+
+
+def finished(model: nn.Module, optimizer: Any, ckpt: Any) -> dict[str, Any]:
+    told: dict[str, Any] = {"digest": digest(model, optimizer)}
+    if ckpt:
+        told["report"] = ckpt.report()
+        ckpt.close()
+    return told
+
+
+STACKS: dict[str, Callable[[dict[str, Any], Log], dict[str, Any]]] = {
+    "huggingface": huggingface,
+    "lightning": lightning,
+    "fabric": fabric,
+    "accelerate": accelerate,
+}
 
 
 def main(o: dict[str, Any]) -> None:
@@ -219,6 +415,3 @@ def main(o: dict[str, Any]) -> None:
     print(json.dumps({"rank": rank(), "start": log.start, "losses": log.losses, **told}), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-assert gemini
