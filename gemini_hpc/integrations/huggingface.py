@@ -73,9 +73,14 @@ class _Order:
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of this epoch."""
-        if self._resumed is not None:
-            rng.restore(self._resumed)
-        self._began, self._resumed = self._resumed or rng.capture(), None
+        own = getattr(self._prepared, "synchronized_generator", None)
+        if self._resumed is None:
+            self._began = {"all": rng.capture(), "own": None if own is None else own.get_state()}
+        else:
+            self._began, self._resumed = self._resumed, None
+            rng.restore(self._began["all"])
+            if own is not None and self._began["own"] is not None:
+                own.set_state(self._began["own"])
         if hasattr(self._prepared, "set_epoch"):
             self._prepared.set_epoch(epoch)
         if getattr(self._prepared, "rng_types", None):

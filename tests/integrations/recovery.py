@@ -38,7 +38,7 @@ class Recovery:
     def killed_at(self, step: int, *, lose: Iterable[str] = (), **options: Any) -> tuple[int, list[Path]]:
         """SIGKILL for all ranks when one has completed this step, then for the agents of these nodes, and the job is
         requeued on the others and new ones. (Steps that were completed, logs)."""
-        logs = [self.directory / f"log.{rank}" for rank in range(2)]
+        logs = [self.directory / f"log.{rank}" for rank in range(options.get("world", 2))]
         run = self.start(self.job, **self._own(options), sleep_s=0.03)
         reach(run, logs, step)
         for process in run.processes:

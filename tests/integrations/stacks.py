@@ -36,6 +36,8 @@ class Texts(Dataset[Any]):
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index >= self.size:
+            raise IndexError(index)
         tokens = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(index))
         read = tokens
         if self.noisy:
@@ -170,6 +172,7 @@ def huggingface(o: dict[str, Any], log: Log) -> dict[str, Any]:
         report_to=[],
         disable_tqdm=True,
         seed=1,
+        accelerator_config={"use_seedable_sampler": not o.get("unseeded")},
         dataloader_num_workers=o.get("workers", 0),
         train_sampling_strategy=o.get("sampling", "random"),
     )

@@ -34,9 +34,10 @@ def test_lora(recovery: Recovery) -> None:
 
 
 @pytest.mark.long
-def test_an_order_that_is_drawn_from_the_generators(recovery: Recovery) -> None:
-    """Batches of similar lengths: nothing but the generators at the epoch's start says which."""
-    recovery.comes_back(13, sampling="group_by_length", **HF)
+@pytest.mark.parametrize("order", [{"sampling": "group_by_length"}, {"unseeded": True}], ids=["lengths", "unseeded"])
+def test_an_order_that_only_a_generator_knows(recovery: Recovery, order: dict[str, Any]) -> None:
+    """It is drawn when the epoch begins, from a generator that goes on from epoch to epoch."""
+    recovery.comes_back(13, **order, **HF)
 
 
 @pytest.mark.long
@@ -59,7 +60,7 @@ def test_a_checkpoint_on_disk_where_memory_has_nothing(start: Start, tmp_path: P
     assert plain[0]["start"] == 0
     ours = start(None, **options).wait()
     plain = start(None, **{**options, "directory": str(tmp_path / "e"), "without": True}).wait()
-    assert [r["start"] for r in [*ours, *plain]] == [12] * 4
+    assert [r["start"] for r in [*ours, *plain]] == [13] * 4
     assert [r["losses"] for r in ours] == [r["losses"] for r in plain]
 
 
