@@ -121,7 +121,7 @@ def _taken_up(prepared: Any, order: _Order) -> Any:
     if getattr(prepared, "batch_sampler", None) is None or isinstance(prepared.dataset, IterableDataset):
         return prepared
     given = {name: getattr(prepared, name) for name in _LOADING if hasattr(prepared, name)}
-    return _Loader(prepared.dataset, batch_sampler=order, **given)  # type: ignore[arg-type]
+    return _Loader(prepared.dataset, batch_sampler=order, **given)
 
 
 class _Progress:

@@ -30,7 +30,7 @@ class _Progress:
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {
             "loops": self._trainer.fit_loop.state_dict(),
-            "callbacks": {other.state_key: state for other in self._others if (state := other.state_dict())},
+            "callbacks": {other.state_key: own for other in self._others if (own := other.state_dict())},
         }
         if self._trainer.datamodule is not None:
             state["data"] = self._trainer.datamodule.state_dict()
