@@ -19,7 +19,7 @@ def test_it_trains(tmp_path: Path, stack: str, world: int) -> None:
     script = str(ROOT / "examples" / f"train_{stack}.py")
     argv = [sys.executable, script]
     if world > 1:
-        argv = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}"]
+        argv = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--log-dir={tmp_path}"]
         argv += [f"--master-port={free_port()}", script]
     env = {k: v for k, v in os.environ.items() if not k.startswith(("GEMINI_", "SLURM_"))}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

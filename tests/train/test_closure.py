@@ -39,7 +39,6 @@ def run(seed: int, behind: bool, stop: int) -> tuple[int, list[str], list[str]]:
             ckpt.step()
             if step == start + 1:
                 wait_armed(ckpt)
-        assert ckpt.report()["unsaved"] == {}
     return start, losses, waited
 
 
