@@ -202,6 +202,12 @@ class GeminiMixin:
     _from_memory = False
     _trained = 0  # calls of train()
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raises TypeError where Trainer comes first, whose methods would hide these."""
+        super().__init_subclass__(**kwargs)
+        if Trainer in cls.__mro__ and cls.__mro__.index(Trainer) < cls.__mro__.index(GeminiMixin):
+            raise TypeError(f"GeminiMixin has to come before Trainer: class {cls.__name__}(GeminiMixin, Trainer)")
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's, from where the job had come."""
         self._trained += 1

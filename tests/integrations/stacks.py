@@ -139,6 +139,11 @@ def huggingface(o: dict[str, Any], log: Log) -> dict[str, Any]:
             log.micro(loss)
             return loss
 
+    if o.get("behind"):
+
+        class Wrong(Plain, GeminiMixin):
+            pass
+
     class Mine(GeminiMixin, Plain):
         gemini_options = o.get("kwargs", {})
 
@@ -169,6 +174,7 @@ def huggingface(o: dict[str, Any], log: Log) -> dict[str, Any]:
         eval_steps=5,
         save_strategy=o.get("save", "no"),
         save_steps=6,
+        auto_find_batch_size=bool(o.get("auto")),
         report_to=[],
         disable_tqdm=True,
         seed=1,
@@ -199,7 +205,7 @@ def huggingface(o: dict[str, Any], log: Log) -> dict[str, Any]:
         "epoch": trainer.state.epoch,
         "lr": trainer.lr_scheduler.get_last_lr(),
     }
-    if not without(o):
+    if not without(o) and trainer.checkpointer is not None:
         told["report"] = trainer.checkpointer.report()
     return told
 

@@ -83,3 +83,17 @@ def test_a_missing_package_is_named(start: Start) -> None:
     with pytest.raises(AssertionError, match="ended with 1"):
         run.wait()
     assert "needs transformers and accelerate: pip install transformers accelerate" in run.stderr[0]
+
+
+def test_a_training_that_is_not_the_same_again_is_told_of(recovery: Recovery) -> None:
+    run = recovery.start(recovery.job, auto=True, directory=str(recovery.directory), **{**HF, "steps": 4})
+    assert all("report" not in told and len(told["losses"]) == 4 for told in run.wait())
+    said = [line for err in run.stderr for line in err.splitlines() if "gemini-hpc" in line]
+    assert len(said) == 1 and "not protected: with auto_find_batch_size" in said[0], said
+
+
+def test_a_mixin_behind_trainer_is_refused(start: Start, tmp_path: Path) -> None:
+    run = start(None, world=1, behind=True, directory=str(tmp_path), **HF)
+    with pytest.raises(AssertionError, match="ended with 1"):
+        run.wait()
+    assert "TypeError: GeminiMixin has to come before Trainer: class Wrong(GeminiMixin, Trainer)" in run.stderr[0]
