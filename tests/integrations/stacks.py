@@ -226,6 +226,7 @@ def lightning(o: dict[str, Any], log: Log) -> dict[str, Any]:
 
         def on_train_start(self, trainer: Any, module: Any) -> None:
             self.logged = trainer.global_step
+            torch.rand(3)  # at each start: what is drawn here must not count
 
         def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
             self.seen.append(f"epoch {trainer.current_epoch} begins at {trainer.global_step}")
