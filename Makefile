@@ -21,6 +21,8 @@ DEBIAN_HDF5 := python3-h5py-mpi python3-mpi4py openmpi-bin
 PARALLEL := $(VENV)/parallel
 # Two MPIs for the tests of the transport, each in a place of its own: both have a bin/mpiexec and a lib/libmpi.so.
 MPIS := openmpi mpich
+# Other training stacks, for gemini_hpc.integrations. They take the torch that is there.
+FRONTS := transformers==5.24.0 accelerate==1.15.0 peft==0.21.2 lightning==2.6.6
 SOURCES := pyproject.toml README.md $(shell find gemini_hpc slurm prolog_epilog examples -type f \
           -not -name '*.pyc' -not -name '*.so' -not -path '*/build/*' 2>/dev/null)
 
@@ -30,7 +32,7 @@ CACHE ?= /var/cache/gemini-hpc
 RELEASE ?=
 ON_EACH_RELEASE := tests/spank tests/devcluster tests/control tests/recovery
 
-.PHONY: help deps deps-site deps-mpi debian-packages venv install demo test test-long test-slurm test-here lint bench clean
+.PHONY: help deps deps-site deps-mpi deps-fronts debian-packages venv install demo test test-long test-slurm test-here lint bench clean
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -75,6 +77,10 @@ deps-mpi: $(VENV)/.made
 	@$(PARALLEL)/bin/python -c 'import msgspec, xxhash' 2>/dev/null || { echo "installing into $(PARALLEL)"; \
 	  /usr/bin/python3 -m venv --system-site-packages $(PARALLEL); $(PARALLEL)/bin/python -m pip install -q msgspec xxhash; }
 
+deps-fronts: $(VENV)/.made
+	@$(PY) -c 'import sys; from importlib.metadata import version; sys.exit(any(version(name) != pin for name, pin in (p.split("==") for p in sys.argv[1:])))' \
+	  $(FRONTS) 2>/dev/null || { echo "installing" $(FRONTS); $(PY) -m pip install -q $(FRONTS) $(TORCH); }
+
 $(VENV)/.installed: $(SOURCES) | $(VENV)/.made
 	@echo "installing gemini-hpc into $(VENV)"
 	@$(PY) -m pip install -q --no-build-isolation --no-deps --force-reinstall .
@@ -90,12 +96,12 @@ lint: install deps-mpi ## ruff and mypy
 	@$(VENV)/bin/ruff check gemini_hpc tests benchmarks examples
 	@$(VENV)/bin/mypy
 
-test: install deps-site deps-mpi lint ## every test, on real clusters in namespaces; up to 8 failures run once more, alone; WORKERS=0: one after the other
+test: install deps-site deps-mpi deps-fronts lint ## every test, on real clusters in namespaces; up to 8 failures run once more, alone; WORKERS=0: one after the other
 	@$(MAKE) -s -C slurm all test
 	@rm -f .pytest_cache/v/cache/lastfailed
 	@$(PY) -m pytest -q $(DEAL) -m "not long" tests || $(PY) -m tests.once_more $$?
 
-test-long: install deps-site deps-mpi ## the long campaigns
+test-long: install deps-site deps-mpi deps-fronts ## the long campaigns
 	@$(PY) -m pytest -q $(DEAL) -m long tests
 
 test-slurm: install ## what depends on Slurm's release, on another: RELEASE=24.11 or 26.05; the first time makes its root below CACHE

@@ -132,6 +132,9 @@ class Checkpointer(Resuming):
         self._given = [model, *optimizers, *stateful.values(), *modules.values()]
         self._scaler = scaler
         self._closed = False
+        # Whether optimizers write nothing before the closure that they are given has run: a whole iteration, where
+        # Lightning calls them. The wait for the seal is behind it then.
+        self.gate_in_closure = False
         self._late = self._crowded = self._told_late = False
         self._stepped = False
         self._owed = False  # a version that was to be saved was none: the next one that is takes its place
@@ -150,7 +153,7 @@ class Checkpointer(Resuming):
                 self._findings.append(f"the state could not be read yet: {type(error).__name__}: {error}")
         self._join()
         me = weakref.ref(self)
-        self._hook = register_optimizer_step_pre_hook(lambda opt, args, kwargs: _pre_hook(me, opt))
+        self._hook = register_optimizer_step_pre_hook(lambda opt, args, kwargs: _pre_hook(me, opt, args, kwargs))
         self._holding: hold.Hold | None = None
         if self._client is not None:
             self._holding = hold.Hold(self._path, hold_s, lambda text: self._say(f"rank {self._rank}: {text}"))
@@ -534,10 +537,24 @@ class Checkpointer(Resuming):
         return sorted(found)
 
 
-def _pre_hook(me: weakref.ref[Checkpointer], optimizer: torch.optim.Optimizer) -> None:
+def _pre_hook(
+    me: weakref.ref[Checkpointer], optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """What the optimizer is called with instead, where that changes."""
     checkpointer = me()
-    if checkpointer is not None:
+    if checkpointer is None:
+        return None
+    closure = kwargs.get("closure")
+    if closure is None or not checkpointer.gate_in_closure:
         checkpointer._before_optimizer(optimizer)
+        return None
+
+    def and_wait() -> Any:
+        loss = closure()
+        checkpointer._before_optimizer(optimizer)
+        return loss
+
+    return args, {**kwargs, "closure": and_wait}
 
 
 def _at_exit(me: weakref.ref[Checkpointer]) -> None:

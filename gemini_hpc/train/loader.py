@@ -83,6 +83,7 @@ class StatefulLoader:
         self._taken = 0
         self._restored = 0
         self._before_batch: Callable[[], None] | None = None
+        self._between: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
         """Batches of a whole epoch on this rank."""
@@ -99,9 +100,14 @@ class StatefulLoader:
         """Run `call` once, just before the next batch is made (the checkpointer restores the RNG there)."""
         self._before_batch = call
 
+    def between_batches(self, call: Callable[[], None]) -> None:
+        """Run `call` whenever a batch is asked for, before it is read: what was done with the one before is done."""
+        self._between = call
+
     def __iter__(self) -> Iterator[Any]:
         if self._taken >= len(self):
             self._epoch, self._taken = self._epoch + 1, 0
+        self._between()
         epoch, started = self._epoch, self._restored
         self._sampler.epoch, self._sampler.skip = epoch, self._taken * self._batch_size
         self._generator.manual_seed((self._seed * 1_000_003 + epoch) & (2**63 - 1))
@@ -113,6 +119,8 @@ class StatefulLoader:
             self._taken += 1
             self._call_before_batch()
             yield batch
+            if self._taken < len(self):
+                self._between()
         self._epoch, self._taken = epoch + 1, 0
 
     def _call_before_batch(self) -> None:

@@ -148,3 +148,16 @@ def test_all_generators_come_back() -> None:
         draw()
         rng.restore(state)
         assert draw() == wanted
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_between_batches_the_position_is_that_of_what_is_done(workers: int) -> None:
+    """Also where nobody asks for what comes after an epoch's last batch before the next epoch begins."""
+    loader = StatefulLoader(Squares(12), 4, seed=3, num_workers=workers)
+    seen: list[tuple[int, int]] = []
+    loader.between_batches(lambda: seen.append((loader.state_dict()["epoch"], loader.state_dict()["batches"])))
+    for _ in range(2):
+        list(itertools.islice(loader, 3))
+    assert seen == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    list(loader)
+    assert seen[6:] == [(2, 0), (2, 1), (2, 2)]

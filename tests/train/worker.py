@@ -203,6 +203,11 @@ def main(o: dict[str, Any]) -> None:
     if "transport" in o:
         transport_program.main(*o["transport"])
         return
+    if "stack" in o:
+        from tests.integrations import stacks
+
+        stacks.main(o)
+        return
     if "programs" in o:
         watched.main(o)
         return

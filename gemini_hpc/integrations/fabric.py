@@ -1,0 +1,35 @@
+"""Lightning Fabric: a `Checkpointer` for what `fabric.setup` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from gemini_hpc.train.checkpointer import Checkpointer
+
+try:
+    from lightning.fabric import is_wrapped
+except ImportError as error:
+    raise ImportError("gemini_hpc.integrations.fabric needs lightning: pip install lightning") from error
+
+
+def checkpointer(
+    fabric: Any, model: nn.Module, optimizer: Any, scheduler: Any = None, loader: Any = None, **options: Any
+) -> Checkpointer:
+    """A `Checkpointer` of the objects that Fabric has set up, with the gradient scaler of its precision.
+
+    Names are those of your own model, without Fabric's wrapper. optimizer, scheduler: one or a list. loader: a
+    `StatefulLoader`, not set up; move its batches with `fabric.to_device`. options: further keyword arguments of
+    `Checkpointer`, which has the errors.
+    """
+    scaler = getattr(fabric.strategy.precision, "scaler", None)
+    inner: Any = model.module if is_wrapped(model) else model
+    return Checkpointer(inner, _unwrapped(optimizer), scheduler, scaler, loader, **options)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    if isinstance(optimizer, Sequence):
+        return [_unwrapped(item) for item in optimizer]
+    return optimizer.optimizer if is_wrapped(optimizer) else optimizer

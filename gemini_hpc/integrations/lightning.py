@@ -1,0 +1,122 @@
+"""PyTorch Lightning: `Trainer(callbacks=[GeminiCallback()])`, and a `StatefulLoader` as the training's loader."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from gemini_hpc.train.checkpointer import Checkpointer
+from gemini_hpc.train.loader import StatefulLoader
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError as error:
+    raise ImportError("gemini_hpc.integrations.lightning needs lightning: pip install lightning") from error
+
+
+def _forget_the_checkpoint_on_disk(trainer: Trainer) -> None:
+    """What `fit(ckpt_path=...)` has read would be loaded over what has come from memory. This is all that is private
+    in Lightning and has to be used."""
+    trainer._checkpoint_connector._loaded_checkpoint = {}
+
+
+class _Progress:
+    """How far the loops, the loader and the other callbacks are, by the state_dicts that Lightning has of them."""
+
+    def __init__(self, trainer: Trainer, callback: GeminiCallback) -> None:
+        self._trainer = trainer
+        self._others = [other for other in trainer.callbacks if other is not callback]
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "loops": self._trainer.fit_loop.state_dict(),
+            "callbacks": {other.state_key: own for other in self._others if (own := other.state_dict())},
+        }
+        if self._trainer.datamodule is not None:
+            state["data"] = self._trainer.datamodule.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._trainer.fit_loop.load_state_dict(state["loops"])
+        for other in self._others:
+            if other.state_key in state["callbacks"]:
+                other.load_state_dict(state["callbacks"][other.state_key])
+        if self._trainer.datamodule is not None and "data" in state:
+            self._trainer.datamodule.load_state_dict(state["data"])
+
+
+class GeminiCallback(Callback):  # type: ignore[misc]
+    """Protects `fit()`, and lets it go on from the agents' memory: in mid-epoch, at the batch where it was.
+
+    The loader of the training has to be a `StatefulLoader` (rank and world are `trainer.global_rank` and
+    `trainer.world_size`); with another one a line says that the training is not protected. A version is made for each
+    new `trainer.global_step`, when validation and all other callbacks are done with it, just before the next batch is
+    read. Where memory has a version, it goes before `ckpt_path`. Without an agent one line says so.
+
+    options: keyword arguments for `Checkpointer`. checkpointer: what `fit()` has made; None before.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.checkpointer: Checkpointer | None = None
+        self._options = options
+        self._captured = 0  # the newest global_step of which there is a version
+        self._resumed = False
+        self._fits = 0
+        self._limit: int | float | None = None  # of validation batches, while it is set aside
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The model is wrapped, the optimizers are made: resume."""
+        self._fits += 1
+        options = dict(self._options)
+        if self._fits > 1:  # the version that an earlier fit() has ended with is not this one's
+            options["name"] = f"{options.get('name', 'default')}-{self._fits}"
+        self.checkpointer = Checkpointer(
+            trainer.model,
+            trainer.optimizers,
+            [config.scheduler for config in trainer.lr_scheduler_configs] or None,
+            getattr(trainer.precision_plugin, "scaler", None),
+            _Progress(trainer, self),
+            **options,
+        )
+        self.checkpointer.gate_in_closure = True  # Lightning computes loss and gradients in the optimizer's step
+        self._resumed = self.checkpointer.resume() > 0
+        self._captured = trainer.global_step
+        if self._resumed:
+            _forget_the_checkpoint_on_disk(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The loader is there, and nothing was read from it."""
+        loader = trainer.train_dataloader
+        if not isinstance(loader, StatefulLoader):
+            if trainer.is_global_zero:
+                print(
+                    f"gemini-hpc: this training is not protected: its loader is a {type(loader).__name__}, of which "
+                    "nobody knows the position. Return a gemini_hpc.StatefulLoader from train_dataloader()",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return
+        self._captured = trainer.global_step  # of a checkpoint on disk
+        loader.between_batches(lambda: self._between(trainer))
+        if self._resumed and self.checkpointer is not None:
+            loader.before_next_batch(self.checkpointer.restore_generators)
+            # A loop that was restored asks whether it has to validate before it reads a batch. It has.
+            self._limit, trainer.limit_val_batches = trainer.limit_val_batches, 0
+
+    def _between(self, trainer: Trainer) -> None:
+        """Nothing is left to do of the batch before, the next one is not read."""
+        if self._limit is not None:
+            trainer.limit_val_batches, self._limit = self._limit, None
+        if trainer.global_step != self._captured and self.checkpointer is not None:
+            self._captured = trainer.global_step
+            self.checkpointer.step()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The training has succeeded."""
+        if self.checkpointer is not None:
+            self.checkpointer.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """It has not."""
+        if self.checkpointer is not None:
+            self.checkpointer.__exit__(type(exception), exception, exception.__traceback__)
