@@ -1,0 +1,142 @@
+"""One rank of a training that saves with torch.distributed.checkpoint; a `program` of tests/train/worker.py."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn.parallel import DistributedDataParallel
+
+from gemini_hpc.integrations.dcp import GeminiReader, GeminiWriter, close
+from tests.train.worker import digest
+
+
+class App(Stateful):
+    """Model, optimizer and step, as DCP's tutorials have them."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer, self.step = model, optimizer, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "step": self.step, "words": {"a": [1, "two"], "b": None}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["words"] == {"a": [1, "two"], "b": None}
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        self.step = state["step"]
+
+
+class Generator(Stateful):
+    """Of torch, in this process."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["state"])
+
+
+def build(kind: str, world: int, width: int) -> nn.Module:
+    net = nn.Sequential(
+        nn.Embedding(53, width),
+        nn.Linear(width, 3 * width),
+        nn.Tanh(),
+        nn.Dropout(0.2),
+        nn.Linear(3 * width, width, bias=False),
+        nn.LayerNorm(width),
+        nn.Linear(width, 53),
+    )
+    if kind == "ddp":
+        return DistributedDataParallel(net) if world > 1 else net
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (world,))
+    for number in (1, 4):
+        fully_shard(net[number], mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    numbers = torch.Generator().manual_seed(1000 * step + rank)
+    tokens = torch.randint(0, 53, (4, 9), generator=numbers)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def main(o: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    told = train(o)
+    if told is None:
+        os._exit(1)
+    print(json.dumps(told), flush=True)
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def train(o: dict[str, Any]) -> dict[str, Any] | None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(o.get("seed", 0))
+    model = build(o["kind"], world, o.get("width", 32))
+    torch.manual_seed(o.get("seed", 0) + 100 * rank + 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    app = App(model, optimizer)
+    state: dict[str, Any] = {"app": app}
+    if o.get("generators", True):
+        state[f"generator{rank}"] = Generator()
+    reader = GeminiReader()
+    label = f"step-{reader.version}" if o.get("labels") else None
+    if reader.version:
+        dcp.load(state, checkpoint_id=label, storage_reader=reader)
+    start = app.step
+    loaded = digest(model, optimizer)
+    losses, saved = {}, []
+    pending: Future[Any] | None = None
+    group = dist.new_group(backend="gloo") if o.get("asynchronous") else None
+    for step in range(start + 1, o["steps"] + 1):
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        optimizer.step()
+        losses[step] = loss.item().hex()
+        app.step = step
+        writer = GeminiWriter(seal_timeout_s=o.get("seal_timeout_s", 10.0))
+        label = f"step-{step}" if o.get("labels") else None
+        if o.get("asynchronous"):
+            if pending is not None:
+                pending.result()
+            pending = dcp.async_save(state, checkpoint_id=label, storage_writer=writer, process_group=group)
+        else:
+            dcp.save(state, checkpoint_id=label, storage_writer=writer)
+            saved.append(writer.version)
+        if step == o.get("read_at"):
+            again = GeminiReader()
+            before = digest(model, optimizer)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.zero_()
+            dcp.load(state, storage_reader=again)
+            assert (again.version, digest(model, optimizer)) == (step, before)
+        if step == o.get("die_at"):
+            if pending is not None:
+                pending.result()
+            return None
+    if pending is not None:
+        pending.result()
+    told = {"rank": rank, "start": start, "losses": losses, "saved": saved, "id": reader.checkpoint_id}
+    told |= {"loaded": loaded, "digest": digest(model, optimizer)}
+    close()
+    return told
