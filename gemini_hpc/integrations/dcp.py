@@ -46,6 +46,7 @@ from torch.futures import Future
 
 from gemini_hpc.core import directory
 from gemini_hpc.core.directory import Manifest, Row
+from gemini_hpc.core.dtypes import item_bytes
 from gemini_hpc.integrations.session import NOTE, Part, Session
 from gemini_hpc.tier.whole import Whole, as_state
 from gemini_hpc.train import encode
@@ -54,6 +55,7 @@ from gemini_hpc.train.restore import MemoryReader, Saved
 from gemini_hpc.wire.stored import Tier
 
 _BYTES = "bytes"  # name of the rows that hold pickled values
+_SMALL_BYTES, _SMALL_TOGETHER_BYTES = 4 << 10, 1 << 20  # of what goes into a note
 Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # row, offset, size
 _sessions: dict[str, Session] = {}
 
@@ -144,9 +146,9 @@ class GeminiWriter(StorageWriter):
 def _part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: int, world: int) -> Part:
     """The plan's items as rows and boxes. What is no tensor is a row of bytes, as the planner pickles it. Raises
     ValueError for tensors of a type that no slot can have."""
-    note = _Note(checkpoint_id, plan.planner_data if isinstance(plan.planner_data, dict) else {})
-    rows = [Row(NOTE, "uint8", (len(note.packed),), False, "cpu", name=_BYTES)]
-    found: list[tuple[Box, WriteItem | memoryview]] = [((0, (0,), rows[0].shape), memoryview(bytearray(note.packed)))]
+    note = _Note(checkpoint_id, plan.planner_data)
+    rows: list[Row] = []
+    found: list[tuple[Box, WriteItem | memoryview]] = []
     number: dict[str, int] = {}
     for item in plan.items:
         key, data = item.index.fqn, item.tensor_data
@@ -154,14 +156,21 @@ def _part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: int, w
             value = planner.resolve_data(item)
             assert isinstance(value, io.BytesIO)
             raw = value.getbuffer()
+            note.keep(key, len(raw), raw.tobytes)
             found.append(((len(rows), (0,), (len(raw),)), raw))
             rows.append(Row(key, "uint8", (len(raw),), True, "cpu", name=_BYTES))
             continue
         if key not in number:
             number[key] = len(rows)
             rows.append(Row(key, dtype_name(data.properties.dtype), tuple(data.size), True, "cpu"))
-        if math.prod(data.chunk.sizes):
-            found.append(((number[key], tuple(data.chunk.offsets), tuple(data.chunk.sizes)), item))
+        size, row = tuple(data.chunk.sizes), rows[number[key]]
+        if math.prod(size):
+            found.append(((number[key], tuple(data.chunk.offsets), size), item))
+            if size == row.shape:
+                note.keep(key, math.prod(size) * item_bytes(row.dtype), partial(_copy, planner, item))
+    packed = bytearray(note.packed)
+    found.append(((len(rows), (0,), (len(packed),)), memoryview(packed)))
+    rows.append(Row(NOTE, "uint8", (len(packed),), False, "cpu", name=_BYTES))
     pieces = directory.place(tuple(rows), [box for box, _ in found])
     manifest = Manifest(rank, world, tuple(rows), pieces)
 
@@ -176,6 +185,12 @@ def _part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: int, w
                 target.view(dtype_of(rows[piece.row].dtype)).view(piece.size).copy_(value.detach())
 
     return Part(manifest, store)
+
+
+def _copy(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    value = planner.resolve_data(item)
+    assert isinstance(value, torch.Tensor)
+    return value.detach().cpu().clone()
 
 
 class GeminiReader(MemoryReader):
@@ -226,6 +241,11 @@ class GeminiReader(MemoryReader):
                 if row.key == NOTE:
                     del known[key], self._pickled[key]
         self.metadata.planner_data = {key: path for note in notes for key, path in note.names.items()}
+        for key, value in ((key, value) for note in notes for key, value in note.values.items()):
+            if isinstance(value, torch.Tensor):
+                self._values[key] = value
+            else:
+                self._pickled[key] = partial(bytes, value)
         self.checkpoint_id = notes[0].id if notes else ""
 
     def _bytes_of(self, key: str) -> bytes:
@@ -282,17 +302,25 @@ class GeminiReader(MemoryReader):
 
 
 class _Note:
-    """What a rank's part says beside its rows: the id, and where in the state each key is."""
+    """What all ranks hear of a rank's part before they read: the id, where in the state each key is, what is small:
+    for a step number nobody has to fetch another rank's part."""
 
-    def __init__(self, checkpoint_id: str, names: Mapping[str, Any]) -> None:
-        self.id, self.names = checkpoint_id, dict(names)
+    def __init__(self, checkpoint_id: str, names: Any, values: Mapping[str, Any] | None = None) -> None:
+        self.id, self.names, self.values = checkpoint_id, names if isinstance(names, dict) else {}, dict(values or {})
+        self._room_bytes = _SMALL_TOGETHER_BYTES
+
+    def keep(self, key: str, size_bytes: int, value: Callable[[], Any]) -> None:
+        """A whole tensor, or pickled bytes."""
+        if size_bytes <= min(_SMALL_BYTES, self._room_bytes):
+            self._room_bytes -= size_bytes
+            self.values[key] = value()
 
     @property
     def packed(self) -> bytes:
         try:
-            return encode.encode([self.id, self.names])
+            return encode.encode([self.id, self.names, self.values])
         except encode.UnknownTypeError:  # of a planner with data of its own
-            return encode.encode([self.id, {}])
+            return encode.encode([self.id, {}, self.values])
 
     @classmethod
     def of(cls, packed: bytes) -> _Note:

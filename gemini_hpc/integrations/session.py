@@ -161,7 +161,9 @@ class Session(Membership):
             if self._sealed():
                 return self._version
             if self._rank == 0:
-                self._skipped(f"all copies are there, but the agents have not sealed it in {self._seal_timeout_s:g} s")
+                self._skipped(
+                    f"all copies are there, but the agents have not sealed it in {self._seal_timeout_s:g} s"
+                )
             return 0
 
     def _skipped(self, why: str) -> None:
@@ -257,17 +259,13 @@ class Session(Membership):
             box.finish(digest)
         slot.content = Content(self._epoch, self._version, used, digest)
         client.request(
-            local.Landed(
-                set=self._name, rank=self._rank, version=self._version, slot=index, used=used, digest=digest
-            )
+            local.Landed(set=self._name, rank=self._rank, version=self._version, slot=index, used=used, digest=digest)
         )
 
     def _abort(self, begun: list[int]) -> None:
         for index in begun:
             with suppress(AgentLost, AgentRefused):  # an agent that is gone has voided it itself
-                self._agent().request(
-                    local.Abort(set=self._name, rank=self._rank, version=self._version, slot=index)
-                )
+                self._agent().request(local.Abort(set=self._name, rank=self._rank, version=self._version, slot=index))
 
     # ---- loading ---------------------------------------------------------------------------------------
 

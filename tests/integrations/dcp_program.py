@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import os
+import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,22 +18,25 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 
+from gemini_hpc.client.agent import AgentRefused
 from gemini_hpc.integrations.dcp import GeminiReader, GeminiWriter, close
+from gemini_hpc.integrations.session import Session
 from tests.train.worker import digest
 
 
 class App(Stateful):
     """Model, optimizer and step, as DCP's tutorials have them."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer, self.step = model, optimizer, 0
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, growth: int) -> None:
+        self.model, self.optimizer, self.step, self.growth = model, optimizer, 0, growth
 
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "step": self.step, "words": {"a": [1, "two"], "b": None}}
+        words = {"a": [1, "two"], "b": None, "grows": bytes(self.step * self.growth)}
+        return {"model": model, "optimizer": optimizer, "step": self.step, "words": words, "none": torch.empty(0, 3)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert state["words"] == {"a": [1, "two"], "b": None}
+        assert state["words"] == {"a": [1, "two"], "b": None, "grows": bytes(state["step"] * self.growth)}
         set_state_dict(
             self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
@@ -69,6 +74,20 @@ def build(kind: str, world: int, width: int) -> nn.Module:
     return fully_shard(net, mesh=mesh)
 
 
+def watch(fails: bool) -> list[int]:
+    """Which shards this process fetches. fails: the first cannot be had."""
+    fetch, fetched = Session._fetch, list[int]()
+
+    def noted(self: Session, rank: int) -> Any:
+        fetched.append(rank)
+        if fails and len(fetched) == 1:
+            raise AgentRefused("not this time")
+        return fetch(self, rank)
+
+    Session._fetch = noted  # type: ignore[method-assign]
+    return fetched
+
+
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     numbers = torch.Generator().manual_seed(1000 * step + rank)
     tokens = torch.randint(0, 53, (4, 9), generator=numbers)
@@ -79,23 +98,24 @@ def main(o: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     told = train(o)
-    if told is None:
-        os._exit(1)
     print(json.dumps(told), flush=True)
+    if o.get("die_at"):
+        os._exit(1)
     gc.collect()
     dist.destroy_process_group()
 
 
-def train(o: dict[str, Any]) -> dict[str, Any] | None:
+def train(o: dict[str, Any]) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(o.get("seed", 0))
     model = build(o["kind"], world, o.get("width", 32))
     torch.manual_seed(o.get("seed", 0) + 100 * rank + 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    app = App(model, optimizer)
+    app = App(model, optimizer, o.get("growth", 0))
     state: dict[str, Any] = {"app": app}
     if o.get("generators", True):
         state[f"generator{rank}"] = Generator()
+    fetched = watch(o.get("fetch_fails") == rank)
     reader = GeminiReader()
     label = f"step-{reader.version}" if o.get("labels") else None
     if reader.version:
@@ -110,6 +130,10 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
         loss.backward()
+        if step == o.get("odd_at"):  # of a type that no slot can have
+            state["odd"] = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+        else:
+            state.pop("odd", None)
         optimizer.step()
         losses[step] = loss.item().hex()
         app.step = step
@@ -130,13 +154,19 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
                     p.zero_()
             dcp.load(state, storage_reader=again)
             assert (again.version, digest(model, optimizer)) == (step, before)
+        if step == o.get("pause_at"):
+            (Path(o["paused"]) / str(rank)).touch()
+            while not (Path(o["paused"]) / "go").exists():
+                time.sleep(0.02)
+        if step > o.get("pause_at", o["steps"]):
+            time.sleep(0.3)
         if step == o.get("die_at"):
-            if pending is not None:
-                pending.result()
-            return None
+            break
     if pending is not None:
         pending.result()
     told = {"rank": rank, "start": start, "losses": losses, "saved": saved, "id": reader.checkpoint_id}
+    told["fetched"] = fetched
     told |= {"loaded": loaded, "digest": digest(model, optimizer)}
-    close()
+    if not o.get("die_at"):
+        close()
     return told
