@@ -111,6 +111,11 @@ class GeminiWriter(StorageWriter):
     def __reduce__(self) -> NoReturn:
         raise TypeError("GeminiWriter stays in the process that talks to the agent: AsyncCheckpointerType.THREAD")
 
+    @property
+    def protected(self) -> bool:
+        """Whether there are agents to save to."""
+        return self._session.active
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """The id is kept with the version (`GeminiReader.checkpoint_id`)."""
         self._id = "" if checkpoint_id is None else os.fspath(checkpoint_id)
@@ -291,10 +296,14 @@ class GeminiReader(MemoryReader):
         for item in plan.items:
             key = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(self._pickled[key]()))
+                planner.load_bytes(item, io.BytesIO(self.value(key)))
             else:
                 tensors.append(item)
         return super().read_data(replace(plan, items=tensors), planner)
+
+    def value(self, key: str) -> bytes:
+        """What was pickled. Raises KeyError."""
+        return self._pickled[key]()
 
     def piece(self, key: str, offset: tuple[int, ...]) -> torch.Tensor:
         """A chunk of the metadata."""
