@@ -58,7 +58,6 @@ def build(o: dict[str, Any]) -> tuple[Any, Any]:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=o.get("tensor", 1))
