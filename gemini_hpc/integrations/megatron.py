@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 try:
     from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
@@ -28,7 +28,7 @@ try:
     from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
 except ImportError as error:
     raise ImportError(
-        f"gemini_hpc.integrations.megatron needs Megatron-Core 0.16: pip install 'megatron-core>=0.16,<0.17' ({error})"
+        f"gemini_hpc.integrations.megatron: pip install 'megatron-core>=0.16,<0.17' packaging ({error})"
     ) from error
 
 from gemini_hpc.integrations.dcp import GeminiReader, GeminiWriter, close
@@ -58,7 +58,7 @@ def save(
         strategy._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)[0]
     )
     state[f"{_COMMON}.{dist.get_rank()}"] = _pickled(common)
-    dcp.save(
+    state_dict_saver.save(
         state,
         checkpoint_id=None if iteration is None else str(iteration),
         storage_writer=writer,
@@ -102,7 +102,7 @@ def _load_shards(wanted: dict[str, Any], reader: GeminiReader) -> dict[str, Any]
         shapes_validation_sharded_tensors=[tensor for tensor in tensors if not tensor.allow_shape_mismatch],
         allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
     )
-    dcp.load(state, storage_reader=reader, planner=planner)
+    state_dict_loader.load(state, storage_reader=reader, planner=planner)
     filled = {key: strategy._unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
     found: dict[str, Any] = strategy._replace_sharded_keys_with_state_dict_keys(filled, paths, names)
     strategy._restore_dict_types(found, wanted)

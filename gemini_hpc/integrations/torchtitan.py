@@ -19,9 +19,7 @@ from torch import nn
 try:
     from torchtitan.components.checkpointer import TRAIN_STATE, CheckpointManager
 except ImportError as error:
-    raise ImportError(
-        f"gemini_hpc.integrations.torchtitan needs torchtitan 0.3: pip install 'torchtitan>=0.3,<0.4' ({error})"
-    ) from error
+    raise ImportError(f"gemini_hpc.integrations.torchtitan: pip install 'torchtitan>=0.3,<0.4' ({error})") from error
 
 from gemini_hpc.train.checkpointer import Checkpointer
 
@@ -29,8 +27,8 @@ from gemini_hpc.train.checkpointer import Checkpointer
 class GeminiCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torchtitan has no types that mypy finds
     """Model parts, optimizers, schedulers, data loader and train state of each step in memory (`Checkpointer`).
 
-    Where memory has a version `load` takes it, whatever is on disk and whatever `load_step` says: it is what this very
-    job has come to. Disk checkpoints are made as ever, every `interval` steps; `disk = False` makes none.
+    Where memory has a version `load` takes it, whatever is on disk and whatever `load_step` says: this very job has
+    come to it. Disk checkpoints are made as ever, every `interval` steps; `disk = False` makes none.
     """
 
     @dataclass(kw_only=True, slots=True)

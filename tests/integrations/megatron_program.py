@@ -106,7 +106,7 @@ def sharded(model: Any, optimizer: Any, iteration: int, kind: str, *, is_loading
 
 def own_steps(optimizer: Any) -> None:
     """Where Megatron-Core 0.16 loads into torch's Adam, all parameters share one step counter, which each counts up,
-    and `dp_reshardable` leaves it where it was; the group knows it. (Apex's and Transformer Engine's keep it there.)"""
+    and `dp_reshardable` leaves it as it was; the group knows it. (Apex's and Transformer Engine's keep it there.)"""
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -116,6 +117,24 @@ def test_an_agent_is_away_for_a_while(make_job: MakeJob, train: Train, tmp_path:
     assert saved == results[1]["saved"] and saved[:5] == [1, 2, 3, 4, 0] and saved[-1] == 20, saved
     assert "version 5 is not saved" not in run.stderr[0], "one rank says it"
     assert [r["digest"] for r in results] == [r["digest"] for r in train(None, 2, kind="fsdp2", steps=20).wait()]
+
+
+def test_agents_that_die_get_back_what_they_had(make_job: MakeJob, train: Train, tmp_path: Path) -> None:
+    whole = train(None, 2, kind="fsdp2").wait()
+    job = make_job(2, 2)
+    first = train(job, 2, kind="fsdp2", pause_at=DIED, paused=str(tmp_path))
+    until(lambda: all((tmp_path / str(rank)).exists() for rank in (0, 1)), what="both ranks wait")
+    before = [job.held(node, rank) for node in job.nodes for rank in (0, 1)]
+    assert all((1, DIED) in stamps for stamps in before), before
+    for node in job.nodes:
+        node.die()
+        node.start(again=True)
+    until(lambda: [job.held(node, rank) for node in job.nodes for rank in (0, 1)] == before, what="all is back")
+    for process in first.processes:
+        process.signal(signal.SIGKILL)
+        process.wait(10)
+    job.requeue(["n1", "n2"])
+    goes_on_alike(whole, train(job, 2, kind="fsdp2", seed=5).wait())
 
 
 def test_a_state_that_no_slot_can_have_is_skipped(make_job: MakeJob, train: Train) -> None:
