@@ -159,6 +159,8 @@ class Session(Membership):
                 self._skipped(f"rank {self._rank}: {type(error).__name__}: {error}")
                 return 0
             if self._sealed():
+                with suppress(AgentLost, AgentRefused):
+                    self._catch_up()
                 return self._version
             if self._rank == 0:
                 self._skipped(
@@ -221,8 +223,7 @@ class Session(Membership):
         """Everything into a slot of our own, which is noted in `begun`. Raises AgentLost, AgentRefused, and what
         `store` raises."""
         client, shard = self._agent(), self._own.shard
-        for keeper in self._reserved:
-            keeper.catch_up()
+        self._catch_up()
         assert shard is not None
         if least.total > shard.total_bytes:
             shard = register(client, self._me, self._rank, self._node_rank, _roomy(least.total))
@@ -241,6 +242,11 @@ class Session(Membership):
             part.store(slot.bytes[layout.tensor_offset : layout.tensor_offset + layout.tensor_bytes])
         slot.put(0, pack_header(layout, 0, Stamp(self._epoch, self._version), self._rank, self._world))
         return layout
+
+    def _catch_up(self) -> None:
+        """The agent may have made larger slots for other ranks' shards. Raises AgentLost, AgentRefused."""
+        for keeper in self._reserved:
+            keeper.catch_up()
 
     def _agent(self) -> AgentClient:
         if self._client is None or not self._protected:

@@ -119,10 +119,13 @@ def test_an_agent_is_away_for_a_while(make_job: MakeJob, train: Train, tmp_path:
     assert [r["digest"] for r in results] == [r["digest"] for r in train(None, 2, kind="fsdp2", steps=20).wait()]
 
 
-def test_agents_that_die_get_back_what_they_had(make_job: MakeJob, train: Train, tmp_path: Path) -> None:
-    whole = train(None, 2, kind="fsdp2").wait()
+@pytest.mark.parametrize("growth", [0, 300_000])
+def test_agents_that_die_get_back_what_they_had(make_job: MakeJob, train: Train, tmp_path: Path, growth: int) -> None:
+    """Also where others' shards have outgrown their slots."""
+    options = {"kind": "fsdp2", "growth": growth}
+    whole = train(None, 2, **options).wait()
     job = make_job(2, 2)
-    first = train(job, 2, kind="fsdp2", pause_at=DIED, paused=str(tmp_path))
+    first = train(job, 2, pause_at=DIED, paused=str(tmp_path), **options)
     until(lambda: all((tmp_path / str(rank)).exists() for rank in (0, 1)), what="both ranks wait")
     before = [job.held(node, rank) for node in job.nodes for rank in (0, 1)]
     assert all((1, DIED) in stamps for stamps in before), before
@@ -134,7 +137,7 @@ def test_agents_that_die_get_back_what_they_had(make_job: MakeJob, train: Train,
         process.signal(signal.SIGKILL)
         process.wait(10)
     job.requeue(["n1", "n2"])
-    goes_on_alike(whole, train(job, 2, kind="fsdp2", seed=5).wait())
+    goes_on_alike(whole, train(job, 2, seed=5, **options).wait())
 
 
 def test_a_state_that_no_slot_can_have_is_skipped(make_job: MakeJob, train: Train) -> None:
