@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 
+import gemini_hpc as gemini
 from gemini_hpc.client.agent import AgentRefused
 from gemini_hpc.integrations.dcp import GeminiReader, GeminiWriter, close
 from gemini_hpc.integrations.session import Session
@@ -120,6 +121,7 @@ def train(o: dict[str, Any]) -> dict[str, Any]:
     label = f"step-{reader.version}" if o.get("labels") else None
     if reader.version:
         dcp.load(state, checkpoint_id=label, storage_reader=reader)
+    beside = gemini.Checkpointer(model, optimizer, name="steps") if o.get("beside") else None
     start = app.step
     loaded = digest(model, optimizer)
     losses, saved = {}, []
@@ -137,6 +139,8 @@ def train(o: dict[str, Any]) -> dict[str, Any]:
         optimizer.step()
         losses[step] = loss.item().hex()
         app.step = step
+        if beside is not None:
+            beside.step()
         writer = GeminiWriter(seal_timeout_s=o.get("seal_timeout_s", 10.0))
         label = f"step-{step}" if o.get("labels") else None
         if o.get("asynchronous"):
@@ -167,6 +171,9 @@ def train(o: dict[str, Any]) -> dict[str, Any]:
     told = {"rank": rank, "start": start, "losses": losses, "saved": saved, "id": reader.checkpoint_id}
     told["fetched"] = fetched
     told |= {"loaded": loaded, "digest": digest(model, optimizer)}
+    if beside is not None:
+        told["beside"] = beside.report()["state"]
+        beside.close()
     if not o.get("die_at"):
         close()
     return told

@@ -92,6 +92,13 @@ def test_the_same_process_reads_what_it_has_saved_and_goes_on(make_job: MakeJob,
     assert [r["saved"] for r in results] == [list(range(1, STEPS + 1))] * 2
 
 
+def test_a_checkpointer_of_another_name_stands_beside_it(make_job: MakeJob, train: Train) -> None:
+    whole = train(None, 2, kind="fsdp2").wait()
+    results = train(make_job(2, 2), 2, kind="fsdp2", beside=True).wait()
+    assert [r["digest"] for r in results] == [r["digest"] for r in whole]
+    assert [(r["saved"], r["beside"]) for r in results] == [(list(range(1, STEPS + 1)), "protected")] * 2
+
+
 def test_what_is_pickled_outgrows_its_slot(make_job: MakeJob, train: Train) -> None:
     job = make_job(2, 2)
     options = {"kind": "ddp", "growth": 200_000}
