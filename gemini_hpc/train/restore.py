@@ -68,7 +68,9 @@ class Saved:
     def small(self, *, enums: bool = True) -> dict[str, Any]:
         """The decoded small state; enums: see `encode.decode`. Raises ValueError."""
         if not self.small_raw:
-            raise ValueError("it has arrays only, without the state of a training: an MPI program's, or DCP's")
+            raise ValueError(
+                "it is of torch.distributed.checkpoint, or of an MPI program: arrays only, no state of a training"
+            )
         value = encode.decode(self.small_raw, enums=enums)
         wanted = {"rng", "buffers", "groups", "odd", "stateful", "buckets", "late"}
         if not isinstance(value, dict) or not wanted <= value.keys():

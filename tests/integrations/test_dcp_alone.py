@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
+import gemini_hpc as gemini
 from gemini_hpc.cli.main import main as export
 from gemini_hpc.integrations.dcp import GeminiReader, GeminiWriter, close
 from tests.train.conftest import job, make_job
@@ -81,6 +82,15 @@ class TestAlone:
         assert job.requeue() is not None
         with pytest.raises(CheckpointException, match="b"):
             dcp.load({"b": torch.ones(1)}, storage_reader=GeminiReader())
+
+    def test_a_checkpointer_does_not_take_it(self, job: FakeJob) -> None:
+        self.save()
+        close()
+        assert job.requeue() is not None
+        model = torch.nn.Linear(3, 2)
+        ckpt = gemini.Checkpointer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with ckpt, pytest.raises(ValueError, match=r"it is of torch\.distributed\.checkpoint, or "):
+            ckpt.resume()
 
     def test_no_room_means_a_line_a_save(self, job: FakeJob, capfd: pytest.CaptureFixture[str]) -> None:
         job.refuse_register = "no room for 1 MiB"
