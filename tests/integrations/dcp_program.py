@@ -101,7 +101,7 @@ def main(o: dict[str, Any]) -> None:
     told = train(o)
     print(json.dumps(told), flush=True)
     if o.get("die_at"):
-        os._exit(1)
+        os._exit(3)
     gc.collect()
     dist.destroy_process_group()
 

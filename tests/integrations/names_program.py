@@ -37,4 +37,4 @@ def main(o: dict[str, Any]) -> None:
     print(json.dumps({**told, "lr": optimizer.param_groups[0]["lr"].hex()}), flush=True)
     del net, optimizer, state, model_state, optimizer_state
     gc.collect()
-    os._exit(1)
+    os._exit(3)

@@ -12,6 +12,7 @@ import pytest
 from waiting import until
 
 from tests.train.agents import RealJob
+from tests.train.test_host import sealed
 
 from .conftest import Launch
 
@@ -38,7 +39,7 @@ def test_all_trainers_are_killed(make_job: MakeJob, train: Train, kind: str, asy
     options = {"kind": kind, "asynchronous": asynchronous, "labels": True}
     whole = train(None, 2, **options).wait()
     job = make_job(2, 2)
-    train(job, 2, die_at=DIED, **options).wait(codes=(1,))
+    train(job, 2, die_at=DIED, **options).wait(codes=(3,))
     job.requeue(["n1", "n2"])
     run = train(job, 2, seed=5, **options)
     resumed = run.wait()
@@ -54,7 +55,7 @@ def test_all_trainers_are_killed(make_job: MakeJob, train: Train, kind: str, asy
 def test_a_node_is_lost_with_its_memory(make_job: MakeJob, train: Train, kind: str) -> None:
     whole = train(None, 2, kind=kind).wait()
     job = make_job(2, 2)
-    train(job, 2, kind=kind, die_at=DIED).wait(codes=(1,))
+    train(job, 2, kind=kind, die_at=DIED).wait(codes=(3,))
     job.all["n2"].die()
     job.requeue(["n1", "n3"])
     goes_on_alike(whole, train(job, 2, kind=kind, seed=5).wait())
@@ -67,10 +68,10 @@ def test_another_number_of_ranks_loads_it(
     """Also from FSDP2 to DDP and back."""
     job = make_job(nodes, nodes)
     kinds = ["fsdp2", "ddp"] if before > after else ["ddp", "fsdp2"]
-    saved = train(job, before, kind=kinds[0], die_at=DIED, generators=False).wait(codes=(1,))
+    saved = train(job, before, kind=kinds[0], die_at=DIED, generators=False).wait(codes=(3,))
     for kind in ("fsdp2", kinds[1]):
         job.requeue([node.name for node in job.nodes])
-        loaded = train(job, after, kind=kind, seed=5, generators=False, steps=DIED, die_at=DIED).wait(codes=(1,))
+        loaded = train(job, after, kind=kind, seed=5, generators=False, steps=DIED, die_at=DIED).wait(codes=(3,))
         assert {r["start"] for r in loaded} == {DIED}
         assert {r["loaded"] for r in loaded} == {r["digest"] for r in saved}
 
@@ -78,7 +79,7 @@ def test_another_number_of_ranks_loads_it(
 def test_all_ranks_ask_anew_where_one_cannot_have_its_part(make_job: MakeJob, train: Train) -> None:
     whole = train(None, 2, kind="fsdp2").wait()
     job = make_job(2, 2)
-    train(job, 2, kind="fsdp2", die_at=DIED).wait(codes=(1,))
+    train(job, 2, kind="fsdp2", die_at=DIED).wait(codes=(3,))
     job.requeue(["n1", "n2"])
     run = train(job, 2, kind="fsdp2", seed=5, fetch_fails=1)
     goes_on_alike(whole, run.wait())
@@ -103,7 +104,7 @@ def test_what_is_pickled_outgrows_its_slot(make_job: MakeJob, train: Train) -> N
     job = make_job(2, 2)
     options = {"kind": "ddp", "growth": 200_000}
     whole = train(None, 2, **options).wait()
-    first = train(job, 2, die_at=DIED, **options).wait(codes=(1,))
+    first = train(job, 2, die_at=DIED, **options).wait(codes=(3,))
     assert [r["saved"] for r in first] == [list(range(1, DIED + 1))] * 2
     job.all["n1"].die()
     job.requeue(["n2", "n3"])
@@ -167,15 +168,18 @@ def test_what_a_checkpointer_saved_is_loaded_by_its_names(
     make_job: MakeJob, launch: Launch, nodes: int, after: int
 ) -> None:
     """Parameters, buffers, moments, and the groups with their learning rate; tied and frozen parameters too."""
-    options = {"kind": "fsdp2", "steps": DIED, "norm": "batch"}
-    whole = launch(None, 2, **options).wait()
+    options = {"kind": "fsdp2", "norm": "batch"}
     job = make_job(nodes, nodes)
-    kwargs = {"seal_timeout_s": 10.0}
-    launch(job, 2, **{**options, "steps": STEPS}, leave_at=DIED, kwargs=kwargs).wait()
-    job.requeue([node.name for node in job.nodes])
+    saving = launch(job, 2, **options, steps=100_000, sleep_s=0.02, kwargs={"seal_timeout_s": 10.0})
+    until(lambda: sealed(job, job.nodes[0]) >= DIED, what="sealed versions")
+    for process in saving.processes:
+        process.signal(signal.SIGKILL)
+        process.wait(10)
+    found = []
     for kind in ("fsdp2", "plain"):
-        loaded = launch(job, after, program="tests.integrations.names_program", kind=kind).wait(codes=(1,))
-        assert {r["version"] for r in loaded} == {DIED}
-        assert {r["digest"] for r in loaded} == {whole[0]["digest"]}, "buffers are rank 0's, as in an export"
-        assert {r["lr"] for r in loaded} != {(0.5).hex()}
         job.requeue([node.name for node in job.nodes])
+        found += launch(job, after, program="tests.integrations.names_program", kind=kind).wait(codes=(3,))
+    (version,) = {r["version"] for r in found}
+    whole = launch(None, 2, **options, steps=version).wait()
+    assert {r["digest"] for r in found} == {whole[0]["digest"]}, "buffers are rank 0's, as in an export"
+    assert (0.5).hex() not in {r["lr"] for r in found}

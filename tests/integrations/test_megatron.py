@@ -36,7 +36,7 @@ def test_all_trainers_are_killed(make_job: MakeJob, train: Train, kind: str, ten
     options = {"kind": kind, "tensor": tensor}
     whole = train(None, 2, **options).wait()
     job = make_job(2, 2)
-    train(job, 2, die_at=DIED, **options).wait(codes=(1,))
+    train(job, 2, die_at=DIED, **options).wait(codes=(3,))
     job.requeue(["n1", "n2"])
     goes_on_alike(whole, train(job, 2, seed=5, **options).wait())
 
@@ -44,7 +44,7 @@ def test_all_trainers_are_killed(make_job: MakeJob, train: Train, kind: str, ten
 def test_a_node_is_lost_with_its_memory(make_job: MakeJob, train: Train) -> None:
     whole = train(None, 2).wait()
     job = make_job(2, 2)
-    train(job, 2, die_at=DIED).wait(codes=(1,))
+    train(job, 2, die_at=DIED).wait(codes=(3,))
     job.all["n1"].die()
     job.requeue(["n2", "n3"])
     goes_on_alike(whole, train(job, 2, seed=5).wait())
@@ -55,9 +55,9 @@ def test_another_number_of_ranks_loads_it(
     make_job: MakeJob, train: Train, kind: str, before: int, after: int
 ) -> None:
     job = make_job(1, 1)
-    saved = train(job, before, kind=kind, die_at=DIED).wait(codes=(1,))
+    saved = train(job, before, kind=kind, die_at=DIED).wait(codes=(3,))
     job.requeue(["n1"])
-    loaded = train(job, after, kind=kind, seed=5, steps=DIED + 1, die_at=DIED + 1).wait(codes=(1,))
+    loaded = train(job, after, kind=kind, seed=5, steps=DIED + 1, die_at=DIED + 1).wait(codes=(3,))
     assert {r["start"] for r in loaded} == {DIED}
     assert {r["loaded"] for r in loaded} == {r["values"] for r in saved}
     assert {r["own"] for r in loaded} == {0}

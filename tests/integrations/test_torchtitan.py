@@ -36,7 +36,7 @@ def goes_on_alike(whole: list[dict[str, Any]], resumed: list[dict[str, Any]]) ->
 def test_all_trainers_are_killed(make_job: MakeJob, train: Train, parts: int) -> None:
     whole = train(None, 2, parts=parts).wait()
     job = make_job(2, 2)
-    train(job, 2, parts=parts, die_at=DIED).wait(codes=(1,))
+    train(job, 2, parts=parts, die_at=DIED).wait(codes=(3,))
     job.requeue(["n1", "n2"])
     run = train(job, 2, parts=parts, seed=5)
     resumed = run.wait()
@@ -48,7 +48,7 @@ def test_all_trainers_are_killed(make_job: MakeJob, train: Train, parts: int) ->
 def test_a_node_is_lost_with_its_memory(make_job: MakeJob, train: Train) -> None:
     whole = train(None, 2).wait()
     job = make_job(2, 2)
-    train(job, 2, die_at=DIED).wait(codes=(1,))
+    train(job, 2, die_at=DIED).wait(codes=(3,))
     job.all["n2"].die()
     job.requeue(["n1", "n3"])
     goes_on_alike(whole, train(job, 2, seed=5).wait())
@@ -66,7 +66,7 @@ def test_an_error_of_the_training_leaves_the_copies(make_job: MakeJob, train: Tr
 def test_without_memory_the_disk_serves(train: Train) -> None:
     """As without us: torchtitan keeps no generators, so what follows has other dropout."""
     options = {"interval": 4, "config": {"disk": True}}
-    train(None, 2, die_at=DIED, **options).wait(codes=(1,))
+    train(None, 2, die_at=DIED, **options).wait(codes=(3,))
     resumed = train(None, 2, seed=5, **options).wait()
     assert [(r["loaded"], r["start"], r["tokens"]) for r in resumed] == [(True, 8, STEPS * 4 * 8)] * 2
 
@@ -74,6 +74,6 @@ def test_without_memory_the_disk_serves(train: Train) -> None:
 def test_memory_goes_before_the_disk(make_job: MakeJob, train: Train) -> None:
     options = {"interval": 4, "config": {"disk": True}}
     job = make_job(2, 2)
-    train(job, 2, die_at=DIED + 1, **options).wait(codes=(1,))
+    train(job, 2, die_at=DIED + 1, **options).wait(codes=(3,))
     job.requeue(["n1", "n2"])
     assert {r["start"] for r in train(job, 2, seed=5, **options).wait()} <= {DIED, DIED + 1}

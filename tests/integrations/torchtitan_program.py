@@ -116,7 +116,7 @@ def train(o: dict[str, Any]) -> dict[str, Any]:
             losses[state.step] = loss.item().hex()
             checkpointer.save(state.step, last_step=state.step == o["steps"])
             if state.step == o.get("die_at"):
-                os._exit(1)
+                os._exit(3)
             if state.step == o.get("raise_at"):
                 raise RuntimeError("a bad batch")
     except Exception:
