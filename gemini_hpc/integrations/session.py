@@ -175,13 +175,14 @@ class Session(Membership):
 
     def _save(self, make: Callable[[], Part]) -> None:
         """Raises Refusal, on all ranks alike."""
-        first = self._own.shard is None
-        part = self._all(make)
-        packed = directory.pack(part.manifest)
-        least = Layout.plan(len(packed), part.manifest.tensor_bytes(), 0)
-        if first:
+        part, packed, least = self._all(lambda: _measured(make()))
+        if self._own.shard is None:
             totals = [int(word) for word in self._words(str(_roomy(least.total)).encode())]
-            self._all(lambda: self._register(totals))
+            try:
+                self._all(lambda: self._register(totals))
+            except Refusal:  # maybe of another rank: the next save tries again on all of them
+                self._forget()
+                raise
         begun: list[int] = []
         try:
             layout = self._all(lambda: self._fill(part, packed, least, begun))
@@ -353,6 +354,12 @@ class Session(Membership):
         self._client.close()
         self.active = self._protected = False
         self._forget()
+
+
+def _measured(part: Part) -> tuple[Part, bytes, Layout]:
+    """With its manifest as stored, and the least layout. Raises ValueError."""
+    packed = directory.pack(part.manifest)
+    return part, packed, Layout.plan(len(packed), part.manifest.tensor_bytes(), 0)
 
 
 def _roomy(total_bytes: int) -> int:

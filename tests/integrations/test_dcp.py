@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 from waiting import until
 
 from tests.train.agents import RealJob
+from tests.train.fake_agent import FakeJob
 from tests.train.test_host import sealed
 
 from .conftest import Launch
@@ -19,6 +20,15 @@ from .conftest import Launch
 STEPS, DIED = 14, 9
 MakeJob = Callable[..., RealJob]
 Train = Callable[..., Any]
+
+
+@pytest.fixture
+def fake_job(tmp_path: Path) -> Iterator[FakeJob]:
+    """Of two nodes that keep their own ranks' shards only."""
+    (directory := tmp_path / "fake").mkdir()
+    job = FakeJob(directory, 2, 1)
+    yield job
+    job.close()
 
 
 @pytest.fixture
@@ -154,6 +164,16 @@ def test_a_state_that_no_slot_can_have_is_skipped(make_job: MakeJob, train: Trai
     assert [r["saved"] for r in results] == [[0 if step == 8 else step for step in range(1, STEPS + 1)]] * 2
     said = [line for err in run.stderr for line in err.splitlines() if line.startswith("gemini-hpc: ")]
     assert len(said) == 1 and "version 8 is not saved: rank " in said[0] and "qint8" in said[0], said
+
+
+def test_one_rank_has_no_room_for_a_while(fake_job: FakeJob, train: Train, tmp_path: Path) -> None:
+    fake_job.refuse_register, fake_job.refuse_register_on = "no room for 1 MiB", (1,)
+    run = train(fake_job, 2, kind="fsdp2", pause_at=3, paused=str(tmp_path))
+    until(lambda: all((tmp_path / str(rank)).exists() for rank in (0, 1)), what="both ranks wait")
+    fake_job.refuse_register = ""
+    (tmp_path / "go").touch()
+    assert [r["saved"] for r in run.wait()] == [[0, 0, 0, *range(4, STEPS + 1)]] * 2
+    assert [err.count(" is not saved: rank 1: no room for 1 MiB") for err in run.stderr] == [0, 3], run.stderr
 
 
 def test_without_an_agent_one_line(train: Train) -> None:
