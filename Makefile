@@ -32,7 +32,7 @@ CACHE ?= /var/cache/gemini-hpc
 RELEASE ?=
 ON_EACH_RELEASE := tests/spank tests/devcluster tests/control tests/recovery
 
-.PHONY: help deps deps-site deps-mpi deps-fronts debian-packages venv install demo test test-long test-slurm test-here lint bench clean
+.PHONY: help deps deps-site deps-mpi deps-fronts deps-stacks debian-packages venv install demo test test-long test-slurm test-here lint bench clean
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -81,6 +81,14 @@ deps-fronts: $(VENV)/.made
 	@$(PY) -c 'import sys; from importlib.metadata import version; sys.exit(any(version(name) != pin for name, pin in (p.split("==") for p in sys.argv[1:])))' \
 	  $(FRONTS) 2>/dev/null || { echo "installing" $(FRONTS); $(PY) -m pip install -q $(FRONTS) $(TORCH); }
 
+# Other training stacks, without what they ask for: that would replace the CPU build of torch, or draw CUDA in.
+STACKS := megatron-core==0.16.1 torchtitan==0.3.0
+STACKS_IMPORT := docstring_parser==0.18.0 typeguard==4.6.1 tyro==1.0.17 spmd_types==0.2.3 torchdata==0.11.0 packaging
+
+deps-stacks: $(VENV)/.made
+	@$(PY) -W ignore -c 'import megatron.core.optimizer, torchtitan.components.checkpointer, torchtitan.components.dataloader' 2>/dev/null \
+	  || { echo "installing Megatron-Core and torchtitan"; $(PY) -m pip install -q --no-deps $(STACKS) $(STACKS_IMPORT); }
+
 $(VENV)/.installed: $(SOURCES) | $(VENV)/.made
 	@echo "installing gemini-hpc into $(VENV)"
 	@$(PY) -m pip install -q --no-build-isolation --no-deps --force-reinstall .
@@ -96,12 +104,12 @@ lint: install deps-mpi ## ruff and mypy
 	@$(VENV)/bin/ruff check gemini_hpc tests benchmarks examples
 	@$(VENV)/bin/mypy
 
-test: install deps-site deps-mpi deps-fronts lint ## every test, on real clusters in namespaces; up to 8 failures run once more, alone; WORKERS=0: one after the other
+test: install deps-site deps-mpi deps-fronts deps-stacks lint ## every test, on real clusters in namespaces; up to 8 failures run once more, alone; WORKERS=0: one after the other
 	@$(MAKE) -s -C slurm all test
 	@rm -f .pytest_cache/v/cache/lastfailed
 	@$(PY) -m pytest -q $(DEAL) -m "not long" tests || $(PY) -m tests.once_more $$?
 
-test-long: install deps-site deps-mpi deps-fronts ## the long campaigns
+test-long: install deps-site deps-mpi deps-fronts deps-stacks ## the long campaigns
 	@$(PY) -m pytest -q $(DEAL) -m long tests
 
 test-slurm: install ## what depends on Slurm's release, on another: RELEASE=24.11 or 26.05; the first time makes its root below CACHE

@@ -8,18 +8,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from gemini_hpc.core.directory import LIFTED, Manifest, Piece, Row
 from gemini_hpc.tier import place, version
-from gemini_hpc.tier.nodefile import Reader
 from gemini_hpc.train import groups, lifted
 from gemini_hpc.train.dtypes import dtype_of
 from gemini_hpc.train.restore import Saved
 from gemini_hpc.wire.stored import Stored
+
+if TYPE_CHECKING:
+    from gemini_hpc.tier.nodefile import Reader
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
 
@@ -48,6 +50,8 @@ def opened(where: str, manifest: version.Manifest) -> Iterator[list[Saved]]:
 
 
 def _open(path: str) -> Reader:
+    from gemini_hpc.tier.nodefile import Reader
+
     try:
         return Reader(path)
     except FileNotFoundError:

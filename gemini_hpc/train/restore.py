@@ -68,7 +68,9 @@ class Saved:
     def small(self, *, enums: bool = True) -> dict[str, Any]:
         """The decoded small state; enums: see `encode.decode`. Raises ValueError."""
         if not self.small_raw:
-            raise ValueError("it is of an MPI program: arrays only, without the state of a training")
+            raise ValueError(
+                "it is of torch.distributed.checkpoint, or of an MPI program: arrays only, no state of a training"
+            )
         value = encode.decode(self.small_raw, enums=enums)
         wanted = {"rng", "buffers", "groups", "odd", "stateful", "buckets", "late"}
         if not isinstance(value, dict) or not wanted <= value.keys():
@@ -80,7 +82,7 @@ class Saved:
         return row.key if row.shared else f"rank{self.manifest.rank}:{row.key}"
 
 
-class _MemoryReader(StorageReader):
+class MemoryReader(StorageReader):
     """DCP reads its chunks from mapped memory."""
 
     def __init__(self, shards: Iterable[Saved]) -> None:
@@ -134,11 +136,15 @@ class _MemoryReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
+    def piece(self, key: str, offset: tuple[int, ...]) -> torch.Tensor:
+        """A chunk. Raises ValueError, OSError where it cannot be read."""
+        saved, piece = self._at[key, offset]
+        return saved.tensor(piece)
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
             offset = tuple(item.storage_index.offset or ())
-            saved, piece = self._at[item.storage_index.fqn, offset]
-            view = saved.tensor(piece)
+            view = self.piece(item.storage_index.fqn, offset)
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 view = view.narrow(dim, start, length)
             target = planner.resolve_tensor(item)
@@ -256,7 +262,7 @@ def load(tree: StateTree, own: Saved, shards: Sequence[Saved], rank: int, same_w
     with torch.no_grad():
         make_optimizer_state(tree, [*rows.values(), *(row for row, _ in late.values())], small)
         leaves, _ = tree.leaves()
-        reader = _MemoryReader(shards)
+        reader = MemoryReader(shards)
         rounds: list[dict[str, torch.Tensor]] = []  # what was tied in the saved run, and is not here, is read twice
         problems = []
         for leaf in leaves:
@@ -281,7 +287,7 @@ def load(tree: StateTree, own: Saved, shards: Sequence[Saved], rank: int, same_w
     return small
 
 
-def _with_lifted(small: dict[str, Any], reader: _MemoryReader, own: Saved) -> dict[str, Any]:
+def _with_lifted(small: dict[str, Any], reader: MemoryReader, own: Saved) -> dict[str, Any]:
     """The small state of `own` with the tensors that lie elsewhere. Raises ValueError."""
     loaded: dict[str, torch.Tensor] = {}
     targets: dict[str, torch.Tensor] = {}
@@ -332,7 +338,7 @@ def _fill_late(leaf: Leaf, row: Row, saved: torch.Tensor) -> None:
     here.copy_(saved)
 
 
-def _source(reader: _MemoryReader, own: Saved, leaf: Leaf, rank: int) -> tuple[str, str]:
+def _source(reader: MemoryReader, own: Saved, leaf: Leaf, rank: int) -> tuple[str, str]:
     """(key among the shards, why it cannot be read or empty)."""
     if not local(leaf.tensor).numel():
         return leaf.key, ""
@@ -342,7 +348,7 @@ def _source(reader: _MemoryReader, own: Saved, leaf: Leaf, rank: int) -> tuple[s
     return _find(reader, names, leaf.tensor)
 
 
-def _find(reader: _MemoryReader, names: Sequence[str], tensor: torch.Tensor) -> tuple[str, str]:
+def _find(reader: MemoryReader, names: Sequence[str], tensor: torch.Tensor) -> tuple[str, str]:
     """The first of the names under which there is something, and why `tensor` cannot be filled with it or empty."""
     known = [name for name in names if name in reader.metadata.state_dict_metadata]
     if not known:

@@ -1,4 +1,4 @@
-"""Fixtures: jobs of real agents, as tests/train/test_host.py has them, and trainings that are always ended."""
+"""Fixtures: jobs of real agents, and launches of trainings beside them, of which a test leaves none."""
 
 from __future__ import annotations
 
@@ -8,27 +8,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from train.conftest import make_agents, open_munge
 from train.launch import Run
-from train.test_host import make_job, open_munge
 
 from .recovery import Recovery, Start
 
-__all__ = ["make_job", "open_munge"]
+__all__ = ["make_agents", "open_munge"]
+Launch = Callable[..., Run]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """start(job, **options): two ranks."""
+def make_job(make_agents: Callable[..., Any]) -> Callable[..., Any]:
+    return make_agents
+
+
+@pytest.fixture
+def launch() -> Iterator[Launch]:
+    """launch(job, world, **options)"""
     runs: list[Run] = []
 
-    def begin(job: Any, **options: Any) -> Run:
-        runs.append(Run(job, options.pop("world", 2), options))
+    def begin(job: Any, world: int, **options: Any) -> Run:
+        runs.append(Run(job, world, options))
         return runs[-1]
 
     yield begin
-    for process in (p for r in runs for p in r.processes):
+    for process in (p for run in runs for p in run.processes):
         process.signal(signal.SIGKILL)
         process.wait(10)
+
+
+@pytest.fixture
+def start(launch: Launch) -> Start:
+    """start(job, **options): two ranks."""
+    return lambda job, **options: launch(job, options.pop("world", 2), **options)
 
 
 @pytest.fixture

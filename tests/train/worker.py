@@ -6,6 +6,7 @@ Prints one JSON line at the end: losses by step, digest of the final state, the 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import math
 import os
@@ -210,6 +211,9 @@ def main(o: dict[str, Any]) -> None:
         return
     if "programs" in o:
         watched.main(o)
+        return
+    if "program" in o:
+        importlib.import_module(o["program"]).main(o)
         return
     if "mpi" in o:
         mpi_job.enter(o["mpi"])

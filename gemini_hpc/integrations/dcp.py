@@ -1,0 +1,350 @@
+"""torch.distributed.checkpoint over the agents' memory.
+
+    from gemini_hpc.integrations.dcp import GeminiReader, GeminiWriter
+
+    reader = GeminiReader()
+    if reader.version:
+        dcp.load(state, storage_reader=reader)
+    for step in ...:
+        dcp.save(state, storage_writer=GeminiWriter())
+
+Every save is a version, which is sealed when all ranks' parts are on all of their holders. `GeminiReader` also reads
+what a `Checkpointer` has saved, by the names of `gemini-hpc export --format dcp`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from gemini_hpc.core import directory
+from gemini_hpc.core.directory import Manifest, Row
+from gemini_hpc.core.dtypes import item_bytes
+from gemini_hpc.integrations.session import NOTE, Part, Session
+from gemini_hpc.tier.whole import Whole, as_state
+from gemini_hpc.train import encode
+from gemini_hpc.train.dtypes import dtype_name, dtype_of
+from gemini_hpc.train.restore import MemoryReader, Saved
+from gemini_hpc.wire.stored import Tier
+
+_BYTES = "bytes"  # name of the rows that hold pickled values
+_SMALL_BYTES, _SMALL_TOGETHER_BYTES = 4 << 10, 1 << 20  # of what goes into a note
+Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # row, offset, size
+_sessions: dict[str, Session] = {}
+
+
+def _session(name: str, seal_timeout_s: float, tier: Tier) -> Session:
+    """Of this process; it ends with it. Collective where it is made."""
+    if name not in _sessions:
+        if not _sessions:
+            atexit.register(_at_exit)
+        _sessions[name] = Session(name, seal_timeout_s, tier)
+    return _sessions[name]
+
+
+def _at_exit() -> None:
+    for session in _sessions.values():
+        session.close(success=False)
+
+
+def close(name: str = "default") -> None:
+    """The training has succeeded: its copies are no longer needed. Without this they are freed with the job."""
+    session = _sessions.pop(name, None)
+    if session is not None:
+        session.close(success=True)
+
+
+class GeminiWriter(StorageWriter):
+    """Saves into the memory of the agents: `dcp.save(state, storage_writer=GeminiWriter())`.
+
+    The first one, or the first `GeminiReader`, of a process is made on all ranks together, in the main thread, after
+    `init_process_group`; later ones cost nothing. A save that fails on any rank (an agent is away, no room) is
+    skipped on all of them with one line on stderr, and nothing is raised; without an agent there is one line in all.
+
+    name: set where a job runs several trainings. seal_timeout_s: longest wait for the agents to have verified all
+    copies. tier, tier_interval_s: as in `gemini_hpc.Checkpointer`; the first one counts.
+
+    version: what the last save has become; 0: it was skipped.
+    """
+
+    def __init__(
+        self,
+        name: str = "default",
+        *,
+        seal_timeout_s: float = 10.0,
+        tier: str = "",
+        tier_interval_s: float = 0,
+    ) -> None:
+        if seal_timeout_s <= 0 or not name:
+            raise ValueError("seal_timeout_s > 0 and a name are wanted")
+        self.version = 0
+        self._id = ""
+        self._session = _session(name, seal_timeout_s, Tier.of(tier, tier_interval_s))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("GeminiWriter stays in the process that talks to the agent: AsyncCheckpointerType.THREAD")
+
+    @property
+    def protected(self) -> bool:
+        """Whether there are agents to save to."""
+        return self._session.active
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """The id is kept with the version (`GeminiReader.checkpoint_id`)."""
+        self._id = "" if checkpoint_id is None else os.fspath(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """As they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Done when this returns."""
+        session = self._session
+        self.version = session.save(lambda: _part(plan, planner, self._id, session.rank, session.world))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(item.index, 0, None) for item in plan.items] if self.version else [])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """The agents have sealed it by themselves."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """No id names this storage."""
+        return False
+
+
+def _part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: int, world: int) -> Part:
+    """The plan's items as rows and boxes. What is no tensor is a row of bytes, as the planner pickles it. Raises
+    ValueError for tensors of a type that no slot can have."""
+    note = _Note(checkpoint_id, plan.planner_data)
+    rows: list[Row] = []
+    found: list[tuple[Box, WriteItem | memoryview]] = []
+    number: dict[str, int] = {}
+    for item in plan.items:
+        key, data = item.index.fqn, item.tensor_data
+        if item.type == WriteItemType.BYTE_IO or data is None:
+            value = planner.resolve_data(item)
+            assert isinstance(value, io.BytesIO)
+            raw = value.getbuffer()
+            note.keep(key, len(raw), raw.tobytes)
+            found.append(((len(rows), (0,), (len(raw),)), raw))
+            rows.append(Row(key, "uint8", (len(raw),), True, "cpu", name=_BYTES))
+            continue
+        if key not in number:
+            number[key] = len(rows)
+            rows.append(Row(key, dtype_name(data.properties.dtype), tuple(data.size), True, "cpu"))
+        size, row = tuple(data.chunk.sizes), rows[number[key]]
+        if math.prod(size):
+            found.append(((number[key], tuple(data.chunk.offsets), size), item))
+            if size == row.shape:
+                note.keep(key, math.prod(size) * item_bytes(row.dtype), partial(_copy, planner, item))
+    packed = bytearray(note.packed)
+    found.append(((len(rows), (0,), (len(packed),)), memoryview(packed)))
+    rows.append(Row(NOTE, "uint8", (len(packed),), False, "cpu", name=_BYTES))
+    pieces = directory.place(tuple(rows), [box for box, _ in found])
+    manifest = Manifest(rank, world, tuple(rows), pieces)
+
+    def store(area: torch.Tensor) -> None:
+        for piece, (_, source) in zip(pieces, found, strict=True):
+            target = area[piece.at : piece.at + manifest.nbytes(piece)]
+            if isinstance(source, memoryview):
+                target.copy_(torch.frombuffer(source, dtype=torch.uint8))
+            else:
+                value = planner.resolve_data(source)
+                assert isinstance(value, torch.Tensor)
+                target.view(dtype_of(rows[piece.row].dtype)).view(piece.size).copy_(value.detach())
+
+    return Part(manifest, store)
+
+
+def _copy(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    value = planner.resolve_data(item)
+    assert isinstance(value, torch.Tensor)
+    return value.detach().cpu().clone()
+
+
+class GeminiReader(MemoryReader):
+    """Loads from the memory of the agents, own or peers', or from the job's tier where memory has nothing:
+    `dcp.load(state, storage_reader=GeminiReader())`, on any number of ranks.
+
+    Make it on all ranks together, in the main thread, after `init_process_group`. Where a rank can read its own part
+    no other is fetched. After a save of this process a new one reads that save. Arguments: see `GeminiWriter`.
+
+    version: what is loaded, 0: there is nothing. checkpoint_id: what it was saved with, "": without. Of a
+    `Checkpointer`'s version `state_dict` names are those of `gemini-hpc export`: `model.NAME`,
+    `optimizer.state.NAME.exp_avg`, `optimizer.param_groups...`, `stateful.NAME...`.
+
+    Raises SystemExit where there is a version that this launch cannot have, so that a new one can.
+    """
+
+    def __init__(
+        self,
+        name: str = "default",
+        *,
+        seal_timeout_s: float = 10.0,
+        tier: str = "",
+        tier_interval_s: float = 0,
+    ) -> None:
+        session = _session(name, seal_timeout_s, Tier.of(tier, tier_interval_s))
+        shards = session.shards()
+        self.version = session.chosen_version
+        self.checkpoint_id = ""
+        self._values: dict[str, torch.Tensor] = {}  # that are in no shard's tensor area
+        self._pickled: dict[str, Callable[[], bytes]] = {}
+        self._sources: dict[str, str] = {}  # by the names in the metadata
+        super().__init__(shards)
+        if shards and shards[0].small_raw:
+            self._name_as_exported(shards)
+        else:
+            self._name_as_saved(shards, [_Note.of(packed) for packed in session.notes])
+
+    def _name_as_saved(self, shards: Sequence[Saved], notes: Sequence[_Note]) -> None:
+        known = self.metadata.state_dict_metadata
+        for saved in shards:
+            for row in saved.manifest.rows:
+                key = saved.key(row)
+                if row.name == _BYTES:
+                    self._pickled[key] = partial(self._bytes_of, key)
+                    known[key] = BytesStorageMetadata()
+                elif key not in known:  # an empty tensor has no piece
+                    known[key] = _whole(torch.empty(row.shape, dtype=dtype_of(row.dtype), device="meta"))
+                if row.key == NOTE:
+                    del known[key], self._pickled[key]
+        self.metadata.planner_data = {key: path for note in notes for key, path in note.names.items()}
+        for key, value in ((key, value) for note in notes for key, value in note.values.items()):
+            if isinstance(value, torch.Tensor):
+                self._values[key] = value
+            else:
+                self._pickled[key] = partial(bytes, value)
+        self.checkpoint_id = notes[0].id if notes else ""
+
+    def _bytes_of(self, key: str) -> bytes:
+        return self.piece(key, (0,)).numpy().tobytes()
+
+    def _name_as_exported(self, shards: Sequence[Saved]) -> None:
+        """A Checkpointer's: tensors stand where they are, the small state is at hand."""
+        rows = {saved.key(row): row for saved in shards for row in saved.manifest.rows}
+        stand_ins = {
+            key: torch.empty(row.shape, dtype=dtype_of(row.dtype), device="meta") for key, row in rows.items()
+        }
+        keys = {id(tensor): key for key, tensor in stand_ins.items()}
+        whole = Whole(stand_ins, rows, dict(shards[0].manifest.aliases), shards[0].small(enums=False))
+        flat, self.metadata.planner_data = flatten_state_dict(as_state(whole))
+        chunks, known = self.metadata.state_dict_metadata, dict[str, Any]()
+        for name, value in flat.items():
+            if not isinstance(value, torch.Tensor):
+                self._pickled[name] = partial(_pickled, value)
+                known[name] = BytesStorageMetadata()
+            elif (key := keys.get(id(value))) is None:
+                self._values[name] = value
+                known[name] = _whole(value)
+            elif key in chunks:
+                self._sources[name] = key
+                known[name] = chunks[key]
+        self.metadata.state_dict_metadata = known
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Raises ValueError for another id than that of the version that is there."""
+        wanted = None if checkpoint_id is None else os.fspath(checkpoint_id)
+        if wanted is not None and self.version and wanted != self.checkpoint_id:
+            raise ValueError(f"{wanted!r} is wanted, version {self.version} in memory is {self.checkpoint_id!r}")
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        """Raises ValueError where there is nothing to load."""
+        if not self.version:
+            raise ValueError("nothing to load is in memory or on the tier: look at GeminiReader.version first")
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Raises AgentLost, AgentRefused, OSError, ValueError where a part of another rank cannot be had."""
+        tensors = []
+        for item in plan.items:
+            key = item.storage_index.fqn
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(self.value(key)))
+            else:
+                tensors.append(item)
+        return super().read_data(replace(plan, items=tensors), planner)
+
+    def value(self, key: str) -> bytes:
+        """What was pickled. Raises KeyError."""
+        return self._pickled[key]()
+
+    def piece(self, key: str, offset: tuple[int, ...]) -> torch.Tensor:
+        """A chunk of the metadata."""
+        return self._values[key] if key in self._values else super().piece(self._sources.get(key, key), offset)
+
+
+class _Note:
+    """What all ranks hear of a rank's part before they read: the id, where in the state each key is, what is small:
+    for a step number nobody has to fetch another rank's part."""
+
+    def __init__(self, checkpoint_id: str, names: Any, values: Mapping[str, Any] | None = None) -> None:
+        self.id, self.names, self.values = checkpoint_id, names if isinstance(names, dict) else {}, dict(values or {})
+        self._room_bytes = _SMALL_TOGETHER_BYTES
+
+    def keep(self, key: str, size_bytes: int, value: Callable[[], Any]) -> None:
+        """A whole tensor, or pickled bytes."""
+        if size_bytes <= min(_SMALL_BYTES, self._room_bytes):
+            self._room_bytes -= size_bytes
+            self.values[key] = value()
+
+    @property
+    def packed(self) -> bytes:
+        try:
+            return encode.encode([self.id, self.names, self.values])
+        except encode.UnknownTypeError:  # of a planner with data of its own
+            return encode.encode([self.id, {}, self.values])
+
+    @classmethod
+    def of(cls, packed: bytes) -> _Note:
+        """Raises ValueError."""
+        return cls(*encode.decode(packed))
+
+
+def _whole(tensor: torch.Tensor) -> TensorStorageMetadata:
+    """One chunk; of an empty tensor none."""
+    chunks = [ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.shape)] if tensor.numel() else []
+    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, chunks)
+
+
+def _pickled(value: Any) -> bytes:
+    """As DCP's planners expect it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()

@@ -1,0 +1,392 @@
+"""One rank's part in versions that another stack saves whole, one after the other: the agent, the slots, the way to
+the other holders. Who calls `save` waits for it; the torch front's captures and timing are not in here."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+import xxhash
+
+from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.client.slots import Content
+from gemini_hpc.core import directory
+from gemini_hpc.core.directory import Manifest
+from gemini_hpc.core.manifest import PAGE_BYTES, Header, Layout, pack_header
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.train import collective
+from gemini_hpc.train.membership import ARMED, Membership
+from gemini_hpc.train.receiver import Reserved
+from gemini_hpc.train.replicator import Identity, register
+from gemini_hpc.train.restore import Saved
+from gemini_hpc.train.shared import Keeper, Slot, map_copy
+from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, Pending
+from gemini_hpc.wire import local
+from gemini_hpc.wire.stored import Tier
+
+NOTE = ".note"  # key of a row with a few bytes that all ranks need
+T = TypeVar("T")
+FETCH_TIMEOUT_S = 600.0  # a pull of a large shard over a slow network
+_ATTEMPTS = 3
+_POLL_S = 0.0005
+_CHUNK_BYTES, _UNDER_WAY = 4 << 20, 4
+_SLACK_BYTES = 256 << 10  # what is pickled varies in length from save to save
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank gives to a version. store: fills the tensor area (bytes on the CPU) as the manifest says."""
+
+    manifest: Manifest
+    store: Callable[[torch.Tensor], None]
+
+
+class Facts(msgspec.Struct, frozen=True, array_like=True):
+    """Of one shard, for all ranks. small: of shard 0 only; note: of its row `NOTE`, where it has one."""
+
+    header: Header
+    manifest: Manifest
+    small: bytes
+    note: bytes
+
+
+class Refusal(Exception):
+    """Why a version is not saved. rank: the one where it failed."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank}: {why}")
+        self.rank = rank
+
+
+class Session(Membership):
+    """Of one set, in this process. Making one is collective. Without an agent it says so once, and saves nothing.
+
+    Raises SystemExit where a version is in memory and this launch cannot have it (`Membership._try_again`)."""
+
+    def __init__(self, name: str, seal_timeout_s: float, tier: Tier) -> None:
+        super().__init__(name, seal_timeout_s, 0.0, "host", tier)
+        self._own, self._reserved = Keeper(), list[Reserved]()
+        self._boxes: dict[int, Outbox] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._one_at_a_time = threading.Lock()
+        self.notes: list[bytes] = []  # of the ranks that have one, in the version that `shards` gave
+        self._enter()
+
+    def _enter(self) -> None:
+        self._join()
+        with self._fate:  # no verdict on protection is awaited: each save has its own
+            self._undecided, self._armed = False, ARMED
+        self.active, self.saved_since = self._protected, False
+        transport = self._transport
+        if self.active and transport is not None and not transport.pushed:
+            self.active = self._protected = False
+            if self._rank == 0:
+                self._say("this training is not protected: only agents bring these copies, and some are too old")
+        if not self.active:
+            return
+        self._me = Identity(self._name, self._rank, self._world, self._node_rank, self._epoch)
+        if transport is not None:
+            self._group = transport.group
+            self._boxes = self._boxes or {rank: transport.outbox(rank) for rank in self._outgoing}
+        elif self._world > 1 and self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        self._state = "protected"
+        self._version = self._welcome.chosen_version
+        if self._rank == 0 and self._welcome.notice:
+            self._say(self._welcome.notice)
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world(self) -> int:
+        return self._world
+
+    @property
+    def chosen_version(self) -> int:
+        """Of what `shards` gives; 0: nothing."""
+        return self._welcome.chosen_version if self.active else 0
+
+    def _keepers(self) -> list[Keeper]:
+        return [self._own, *self._reserved]
+
+    def _all(self, work: Callable[[], T]) -> T:
+        """Collective: what `work` gives on this rank. Raises Refusal on all ranks where it fails on one."""
+        problem, result = "", list[T]()
+        try:
+            result.append(work())
+        except (AgentLost, AgentRefused, LinkBroken) as error:
+            problem = str(error) or type(error).__name__
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        words = self._words(problem.encode()[:500])
+        for rank, word in enumerate(words):
+            if word:
+                raise Refusal(rank, word.decode(errors="replace"))
+        return result[0]
+
+    def _words(self, mine: bytes) -> list[bytes]:
+        return collective.gather_bytes(mine, self._group) if self._world > 1 else [mine]
+
+    # ---- saving ----------------------------------------------------------------------------------------
+
+    def save(self, make: Callable[[], Part]) -> int:
+        """Collective, from any thread, one at a time: the next version. Its number when it is sealed; else 0, and one
+        line says why. make: this rank's part; it may raise."""
+        with self._one_at_a_time:
+            if not self.active:
+                return 0
+            self._version += 1
+            try:
+                self._save(make)
+            except Refusal as refusal:
+                if refusal.rank == self._rank:
+                    self._skipped(str(refusal))
+                return 0
+            except Exception as error:  # our own failure must not stop the training
+                self._skipped(f"rank {self._rank}: {type(error).__name__}: {error}")
+                return 0
+            if self._sealed():
+                with suppress(AgentLost, AgentRefused):
+                    self._catch_up()
+                return self._version
+            if self._rank == 0:
+                self._skipped(
+                    f"all copies are there, but the agents have not sealed it in {self._seal_timeout_s:g} s"
+                )
+            return 0
+
+    def _skipped(self, why: str) -> None:
+        self._say(f"version {self._version} is not saved: {why}")
+        if self._client is not None:
+            self._client.event("skipped", self._version, why)
+
+    def _save(self, make: Callable[[], Part]) -> None:
+        """Raises Refusal, on all ranks alike."""
+        part, packed, least = self._all(lambda: _measured(make()))
+        if self._own.shard is None:
+            totals = [int(word) for word in self._words(str(_roomy(least.total)).encode())]
+            try:
+                self._all(lambda: self._register(totals))
+            except Refusal:  # maybe of another rank: the next save tries again on all of them
+                self._forget()
+                raise
+        begun: list[int] = []
+        try:
+            layout = self._all(lambda: self._fill(part, packed, least, begun))
+            self._all(lambda: self._spread(begun[0], layout))
+        except BaseException:
+            self._abort(begun)
+            raise
+        self.saved_since = True
+
+    def _sealed(self) -> bool:
+        """Wait for it, bounded: all ranks' copies are at their holders, and have to be verified."""
+        wanted, deadline = (self._epoch, self._version), time.monotonic() + self._seal_timeout_s
+        while self._gate.sealed < wanted:
+            page = self._client.page if self._client is not None else None
+            gone = not self._protected or (page is not None and page.abandoned >= wanted)
+            if gone or time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _register(self, totals: list[int]) -> None:
+        """The memory of this rank's shard, and of those that its node keeps for others. Raises AgentLost,
+        AgentRefused."""
+        client, me = self._agent(), self._me
+        own = register(client, me, self._rank, self._node_rank, totals[self._rank])
+        try:
+            own.populate()
+            for rank in self._incoming:
+                keeper = Reserved(me, client, rank, self._homes[rank], self._gate)
+                keeper.start(register(client, me, rank, self._homes[rank], totals[rank], pushed=True))
+                self._reserved.append(keeper)
+        except BaseException:
+            own.close()
+            self._forget()
+            raise
+        self._own.outgrow(own)
+
+    def _fill(self, part: Part, packed: bytes, least: Layout, begun: list[int]) -> Layout:
+        """Everything into a slot of our own, which is noted in `begun`. Raises AgentLost, AgentRefused, and what
+        `store` raises."""
+        client, shard = self._agent(), self._own.shard
+        self._catch_up()
+        assert shard is not None
+        if least.total > shard.total_bytes:
+            shard = register(client, self._me, self._rank, self._node_rank, _roomy(least.total))
+            shard.populate()
+            self._own.outgrow(shard)
+        layout = Layout.plan(least.manifest_bytes, least.tensor_bytes, shard.total_bytes - least.small_offset)
+        reply, _ = client.request(local.Begin(set=self._name, rank=self._rank, version=self._version))
+        if not isinstance(reply, local.Begun) or not 0 <= reply.slot < 2:
+            raise AgentRefused(reply.reason if isinstance(reply, local.Refused) else str(reply))
+        begun.append(reply.slot)
+        self._own.release(self._gate.sealed)
+        slot = shard.slots[reply.slot]
+        slot.content = Content()
+        slot.put(layout.manifest_offset, packed)
+        with torch.no_grad():
+            part.store(slot.bytes[layout.tensor_offset : layout.tensor_offset + layout.tensor_bytes])
+        slot.put(0, pack_header(layout, 0, Stamp(self._epoch, self._version), self._rank, self._world))
+        return layout
+
+    def _catch_up(self) -> None:
+        """The agent may have made larger slots for other ranks' shards. Raises AgentLost, AgentRefused."""
+        for keeper in self._reserved:
+            keeper.catch_up()
+
+    def _agent(self) -> AgentClient:
+        if self._client is None or not self._protected:
+            raise AgentLost(self._findings[-1] if self._findings else "the agent is gone")
+        return self._client
+
+    def _spread(self, index: int, layout: Layout) -> None:
+        """To all holders, and say so. Raises AgentLost, AgentRefused, LinkBroken."""
+        assert self._own.shard is not None
+        client, slot, used = self._agent(), self._own.shard.slots[index], layout.small_offset
+        digest = _digest(slot, used)
+        for rank, box in self._boxes.items():
+            if not box.offer(Head(self._version, used, layout.total, ())):
+                raise AgentRefused(f"the node of rank {rank} could not take it")
+            _push(box, slot.bytes[:used])
+            box.finish(digest)
+        slot.content = Content(self._epoch, self._version, used, digest)
+        client.request(
+            local.Landed(set=self._name, rank=self._rank, version=self._version, slot=index, used=used, digest=digest)
+        )
+
+    def _abort(self, begun: list[int]) -> None:
+        for index in begun:
+            with suppress(AgentLost, AgentRefused):  # an agent that is gone has voided it itself
+                self._agent().request(local.Abort(set=self._name, rank=self._rank, version=self._version, slot=index))
+
+    # ---- loading ---------------------------------------------------------------------------------------
+
+    def shards(self) -> list[Saved]:
+        """Collective: all shards of the version to load, by rank; none where there is no version. Of those that this
+        rank need not look at the tensors come when they are asked for."""
+        if self.active and self.saved_since:
+            self._again()
+        for attempt in itertools.count(1):
+            if not self.active or not self._welcome.chosen_version:
+                return []
+            welcome = self._welcome
+            if self._rank == 0:
+                for line in welcome.lost:
+                    self._say(f"memory could not serve: {line}")
+            mine = range(self._rank, welcome.chosen_world, self._world)
+            try:
+                found = self._all(lambda: {rank: self._fetch(rank) for rank in mine})  # noqa: B023
+                break
+            except Refusal as refusal:
+                if refusal.rank == self._rank:
+                    self._say(f"version {welcome.chosen_version} cannot be loaded: {refusal}")
+                if attempt == _ATTEMPTS:
+                    self._try_again(f"version {welcome.chosen_version} is not readable everywhere")
+            self._again()
+        own = [Facts(s.header, s.manifest, s.small_raw if rank == 0 else b"", _note(s)) for rank, s in found.items()]
+        gathered = [
+            facts
+            for word in self._words(msgspec.msgpack.encode(own))
+            for facts in msgspec.msgpack.decode(word, type=list[Facts])
+        ]
+        gathered.sort(key=lambda facts: facts.manifest.rank)
+        self.notes = [facts.note for facts in gathered if facts.note]
+        return [found.get(facts.manifest.rank) or self._later(facts) for facts in gathered]
+
+    def _fetch(self, rank: int) -> Saved:
+        """Raises AgentLost, AgentRefused, OSError, ValueError."""
+        reply, fds = self._agent().request(local.Fetch(set=self._name, rank=rank), timeout_s=FETCH_TIMEOUT_S)
+        if not isinstance(reply, local.Copy) or len(fds) != 1:
+            for fd in fds:
+                os.close(fd)
+            raise AgentRefused(f"the agent answered Fetch of shard {rank} with {reply}")
+        saved = Saved.read(map_copy(fds[0], reply.used), reply.bytes)
+        if (saved.header.stamp.version, saved.header.rank) != (self._welcome.chosen_version, rank):
+            raise ValueError(f"shard {rank} holds version {saved.header.stamp} of rank {saved.header.rank}")
+        return saved
+
+    def _later(self, facts: Facts) -> Saved:
+        """A shard that is fetched when one of its tensors is wanted."""
+        fetched = functools.cache(lambda: self._fetch(facts.manifest.rank))
+        return Saved(facts.header, facts.manifest, lambda piece: fetched().raw(piece), facts.small)
+
+    def _again(self) -> None:
+        """Collective: all ranks greet the agents anew; these verify what they hold, and choose."""
+        if self._client is not None:
+            self._client.close()
+        self._forget()
+        self._words(b"")  # nobody says hello before everyone has hung up
+        self._protected = False
+        self._enter()
+
+    def _forget(self) -> None:
+        """The memory of this round."""
+        for keeper in self._keepers():
+            keeper.close()
+        self._own, self._reserved = Keeper(), []
+
+    # ---- the end ---------------------------------------------------------------------------------------
+
+    def close(self, *, success: bool) -> None:
+        """success: the copies are no longer needed."""
+        if self._client is None:
+            return
+        for box in self._boxes.values():
+            box.bye()
+        if success:
+            with suppress(AgentLost, AgentRefused):
+                self._client.request(local.Finished(set=self._name, rank=self._rank))
+        self._client.close()
+        self.active = self._protected = False
+        self._forget()
+
+
+def _measured(part: Part) -> tuple[Part, bytes, Layout]:
+    """With its manifest as stored, and the least layout. Raises ValueError."""
+    packed = directory.pack(part.manifest)
+    return part, packed, Layout.plan(len(packed), part.manifest.tensor_bytes(), 0)
+
+
+def _roomy(total_bytes: int) -> int:
+    """A slot for so many bytes, and some more, in whole pages."""
+    wanted = total_bytes + total_bytes // 16 + _SLACK_BYTES
+    return wanted - wanted % PAGE_BYTES
+
+
+def _digest(slot: Slot, used: int) -> str:
+    hasher, raw = xxhash.xxh3_128(), slot.view()
+    for at in range(0, used, _CHUNK_BYTES):
+        hasher.update(raw[at : min(used, at + _CHUNK_BYTES)])
+    return hasher.hexdigest()
+
+
+def _push(box: Outbox, memory: torch.Tensor) -> None:
+    """Raises LinkBroken."""
+    pending: deque[Pending] = deque()
+    for chunk in torch.split(memory, _CHUNK_BYTES):
+        if len(pending) == _UNDER_WAY:
+            pending.popleft().wait()
+        pending.append(box.send(chunk))
+    for last in pending:
+        last.wait()
+
+
+def _note(saved: Saved) -> bytes:
+    rows = saved.manifest.rows
+    found = [piece for piece in saved.manifest.pieces if rows[piece.row].key == NOTE]
+    return saved.raw(found[0]).numpy().tobytes() if found else b""

@@ -1,0 +1,114 @@
+"""torchtitan's checkpoint manager with every step in the agents' memory, beside its own checkpoints on disk.
+
+    from gemini_hpc.integrations.torchtitan import GeminiCheckpointManager
+
+    config.checkpoint = GeminiCheckpointManager.Config(enable=True, interval=500)
+
+in the function of torchtitan's config registry. The trainer stays as it is: it builds this manager, and calls
+`load`, `maybe_wait_for_staging`, `save` after each step, and `close`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+try:
+    from torchtitan.components.checkpointer import TRAIN_STATE, CheckpointManager
+except ImportError as error:
+    raise ImportError(f"gemini_hpc.integrations.torchtitan: pip install 'torchtitan>=0.3,<0.4' ({error})") from error
+
+from gemini_hpc.train.checkpointer import Checkpointer
+
+
+class GeminiCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torchtitan has no types that mypy finds
+    """Model parts, optimizers, schedulers, data loader and train state of each step in memory (`Checkpointer`).
+
+    Where memory has a version `load` takes it, whatever is on disk and whatever `load_step` says: this very job has
+    come to it. Disk checkpoints are made as ever, every `interval` steps; `disk = False` makes none.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):  # type: ignore[misc]
+        """As torchtitan's; `Checkpointer` explains name, max_repeated and tier."""
+
+        disk: bool = True
+        name: str = "default"
+        max_repeated: int = 1
+        tier: str = ""
+        tier_interval_s: float = 0
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_parts: list[nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        dataloader: Any,
+        states: dict[str, Any],
+        **others: Any,
+    ) -> None:
+        self._memory: Checkpointer | None = None
+        train_state = states.get(TRAIN_STATE)
+        super().__init__(
+            config,
+            model_parts=model_parts,
+            optimizers=optimizers,
+            lr_schedulers=lr_schedulers,
+            dataloader=dataloader,
+            states=states,
+            **others,
+        )
+        if not config.enable:
+            return
+        self._disk, self._parts = config.disk, model_parts
+        self._memory = Checkpointer(
+            model_parts[0] if len(model_parts) == 1 else nn.ModuleList(model_parts),
+            optimizers,
+            lr_schedulers,
+            loader=dataloader,
+            extra={} if train_state is None else {TRAIN_STATE: train_state},
+            name=config.name,
+            max_repeated=config.max_repeated,
+            tier=config.tier,
+            tier_interval_s=config.tier_interval_s,
+        )
+
+    def __del__(self) -> None:
+        self._memory = None  # that this object goes away does not mean that the training has succeeded
+        super().__del__()
+
+    @property
+    def memory(self) -> Checkpointer | None:
+        """What protects the steps; None where checkpoints are not enabled."""
+        return self._memory
+
+    def _load(self, step: int = -1) -> bool:
+        memory = self._memory
+        if memory is None or not memory.resume():
+            return bool(super()._load(step))
+        hooks: list[Any] = []
+
+        def first_forward(*_: Any) -> None:
+            """Meanwhile the data loader has begun, and has drawn from the generators."""
+            while hooks:
+                hooks.pop().remove()
+                memory.restore_generators()
+
+        hooks += [part.register_forward_pre_hook(first_forward) for part in self._parts]
+        return True
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if self._memory is not None:
+            self._memory.step()
+        return bool(self._disk and super()._save(curr_step, last_step))
+
+    def _close(self) -> None:
+        """Also called after an error, which is being handled then: the copies are needed still."""
+        if self._memory is not None:
+            self._memory.__exit__(*sys.exc_info())
+        super()._close()
