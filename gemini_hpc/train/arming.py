@@ -16,7 +16,7 @@ from gemini_hpc.client.agent import AgentLost, AgentRefused
 from gemini_hpc.client.slots import Content
 from gemini_hpc.core import directory
 from gemini_hpc.core.manifest import Layout
-from gemini_hpc.train import collective, ownership, telling
+from gemini_hpc.train import collective, ownership, streams, telling
 from gemini_hpc.train.arguments import Choices
 from gemini_hpc.train.capture import Capture
 from gemini_hpc.train.council import Council
@@ -242,9 +242,13 @@ class Arming(Membership):
         # by places, not by names: a replacement is a node of the same kind, and if not, the profile does not hold
         over = "nccl " if self._driver is not None else ""
         key = telling.profile_key(over + packed.hex(), map(str, homes))
-        watch = Watch(lambda ranks: len({homes[rank] for rank in ranks if rank < len(homes)}) != 1)
+        on_device = self._capture is not None and self._capture.on_device
+        watch = Watch(
+            lambda ranks: len({homes[rank] for rank in ranks if rank < len(homes)}) != 1,
+            device=streams.of_training(on_device),
+        )
         pushed = self._transport is not None and self._transport.pushed
-        on_host = self._capture is not None and not self._capture.on_device
+        on_host = self._capture is not None and not on_device
         planner: Callable[..., Planner] = partial(Planner, whole=pushed, on_host=on_host)
         if self._driver is not None:
             planner = partial(JointPlanner, driver=self._driver, watch=watch)

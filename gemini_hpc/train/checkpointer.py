@@ -293,7 +293,7 @@ class Checkpointer(Resuming):
     def _await(self, job: Job) -> None:
         """The training needs this version sealed (R2) before it goes on. Bounded: see `SealGate.wait`."""
         job.hurried = True
-        self._pacer.hurry()
+        self._pacer.wait_for()
         if not self._protected or self._late:
             return
         if self._choices.max_repeated > 1:  # nobody waits here: see Replicator._save
@@ -307,6 +307,7 @@ class Checkpointer(Resuming):
             lambda: job.hopeless or not self._protected,
             lambda: self._pacer.progress_at,
             rhythm.patience_s,
+            lambda: self._pacer.arrived_at,
         )
         if not self._late or not self._protected or self._gate.degraded:
             return

@@ -208,8 +208,10 @@ class Replicator(Keeper):
         """The own slot is complete: bring it to the other holders, and say so."""
         used = self._layout.small_offset + len(job.small)
         self._pacer.begin(job.version)
-        if job.hurried or self._gate.degraded:  # nobody waits for it: the sooner it is there, the better
+        if self._gate.degraded:  # nobody waits for it: the sooner it is there, the better
             self._pacer.hurry()
+        elif job.hurried:
+            self._pacer.wait_for()
         self.counters.copy_s += time.monotonic() - began
         began = time.monotonic()
         digest = self._spread(job.version, slot, used)

@@ -27,8 +27,10 @@ from torch.utils.data import Dataset
 import gemini_hpc as gemini
 from gemini_hpc.client import agent
 from gemini_hpc.core import directory
+from gemini_hpc.train import streams
 from gemini_hpc.train.transport import messages
 from tests.train import fake_gpu, mpi_job, transport_program, watched
+from tests.train.timed_device import LaggingDevice
 
 
 class Numbers(Dataset[Any]):
@@ -50,13 +52,15 @@ class Compute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
         ctx.seconds = seconds
-        time.sleep(seconds)
+        Compute.work(seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        time.sleep(2 * ctx.seconds)
+        Compute.work(2 * ctx.seconds)
         return grads[0], None
+
+    work = staticmethod(time.sleep)
 
 
 class SlowLink:
@@ -248,6 +252,10 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     if o.get("no_manifest_on") == rank:
         directory.pack = lambda manifest: [].pop()
     gpu = fake_gpu.install(o["gpu"], rank) if "gpu" in o else None
+    lagging = LaggingDevice(o["lagging_s"]) if "lagging_s" in o else None
+    if lagging is not None:
+        Compute.work = staticmethod(lagging.compute)
+        streams.of_training = lambda on_device: lambda: lagging
     alone = dist.new_group([1]) if o.get("alone_on") == 1 else None
     if o.get("evaluate_unbuilt"):
         look_at(model)
