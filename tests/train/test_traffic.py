@@ -180,3 +180,27 @@ def test_a_stopped_peer_is_not_waited_for(make_job: MakeJob, tmp_path: Path) -> 
     times = results[0]["report"]["times"]
     assert times["worst_hook_s"] < 2.0, times  # 1.5 s and what a busy machine adds
     assert [s.version for s in job.seals][-1] == 45
+
+
+def test_copies_follow_a_device_that_the_host_runs_ahead_of(make_job: MakeJob) -> None:
+    """The host launches an iteration in a few milliseconds, and then waits at the optimizer for the device's 0.2 s."""
+    job = make_job(2, 2)
+    options = {**TRAINING, "lagging_s": 0.005, "kwargs": {**TRAINING["kwargs"], "every": 1}}
+    run = Run(job, 2, {**options, "rate": ROOM})
+    results = run.wait()
+    alone = train(None, 2, **{**TRAINING, "compute_s": 0.0})
+    assert [r["digest"] for r in results] == [r["digest"] for r in alone]
+    for result in results:
+        seen = traffic(result)
+        assert (seen["stage"], seen["problem"], seen["j"], seen["s"]) == ("steady", "", 1, 1)
+        assert seen["iteration_s"] > 0.15 and seen["idle_s"] > 0.1 and seen["collectives"] == 15
+        # the host waits for most of the time, the device for hardly any
+        assert result["report"]["times"]["hook_s"] > 0.3 * 60 * seen["iteration_s"]
+        assert seen["waited_s"] < 0.2 * seen["iteration_s"], seen
+        assert seen["overlap"]["chunks"] >= 10
+        assert seen["overlap"]["beside_s"] < 0.2 * seen["overlap"]["chunks_s"], seen["overlap"]
+        # only the versions before the plan went when the device had come to the optimizer
+        first = seen["history"][0][0]
+        assert first < 40 and result["report"]["versions"]["spilled_bytes"] < (first + 4) * seen["fitting_bytes"]
+    assert not any("degraded" in text for text in run.stderr) and not job.corrupt
+    assert [s.version for s in job.seals][-1] == 60
