@@ -16,7 +16,7 @@ from gemini_hpc.client.agent import AgentLost, AgentRefused
 from gemini_hpc.client.slots import Content
 from gemini_hpc.core import directory
 from gemini_hpc.core.manifest import Layout
-from gemini_hpc.train import collective, ownership, streams, telling
+from gemini_hpc.train import collective, ownership, pins, streams, telling
 from gemini_hpc.train.arguments import Choices
 from gemini_hpc.train.capture import Capture
 from gemini_hpc.train.council import Council
@@ -27,6 +27,7 @@ from gemini_hpc.train.nccl.joint import JointPlanner
 from gemini_hpc.train.nccl.meeting import Joined, Proposal, meet
 from gemini_hpc.train.ownership import Entry
 from gemini_hpc.train.pacer import Pacer
+from gemini_hpc.train.pins import Pins
 from gemini_hpc.train.planner import Planner
 from gemini_hpc.train.receiver import Receiver, Reserved
 from gemini_hpc.train.replicator import Replicator, register, small_capacity
@@ -206,6 +207,7 @@ class Arming(Membership):
             say=self._note,
             broken=self._lose,
             catch_up=self._catch_up,
+            pins=self._pins() if joined is None else None,
         )
         self._make_rhythm(packed, layout)
         if transport and transport.pushed:
@@ -233,6 +235,17 @@ class Arming(Membership):
             target=self._reserve, args=(layout.total, totals), name="gemini-arming", daemon=True
         )
         self._arming.start()
+
+    def _pins(self) -> Pins | None:
+        """Where copies come from a device. (For those over NCCL the driver has its own.)"""
+        pin = pins.of_training(self._capture.device if self._capture is not None else None)
+
+        def refused(reason: str) -> None:
+            told = f"rank {self._rank}: copies from the device are slow, they are staged in other memory: {reason}"
+            self._findings.append(told)
+            self._say(told)
+
+        return Pins(pin, refused) if pin is not None else None
 
     def _make_rhythm(self, packed: bytes, layout: Layout) -> None:
         """Not while another thread is inside a collective: from `step()`."""
@@ -279,6 +292,7 @@ class Arming(Membership):
             for shard in shards:
                 if not shard.pushed:
                     shard.populate()
+            self._replicator.pin(shards[0])
             self._recognise(shards[0])
         except Exception as error:
             self._listen([])

@@ -18,6 +18,8 @@ import torch
 import xxhash
 
 from gemini_hpc.core.directory import Manifest
+from gemini_hpc.train import hostcopy
+from gemini_hpc.train.nccl.device import Event
 from gemini_hpc.train.ownership import Block, Entry
 from gemini_hpc.train.sample import OTHERS, PARAMETERS, Turns, few
 from gemini_hpc.train.tree import Leaf, local
@@ -84,7 +86,6 @@ class Bound:
         every = [source for source in sources for _ in source.views]
         self._pieces = [number for number, source in enumerate(every) if not source.eager]
         self._targets: dict[int, tuple[int, list[torch.Tensor]]] = {}  # by slot: where it is, samples of it
-        self.device = next((tensor.device for tensor in self._bases if tensor.is_cuda), None)
 
     def holds(self) -> bool:
         """Whether each tensor still has the memory that it had."""
@@ -126,8 +127,7 @@ class Job:
     counts: list[int]  # at step()
     digests: list[str] | None
     samples: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # at step()
-    ready: torch.cuda.Event | None = None  # the device has come to step(); nothing of this is tested without a GPU
-    device: torch.device | None = None
+    ready: Event | None = None  # of a training with state on a device: where that has come to step()
     left: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     saved: bool = True
@@ -202,7 +202,14 @@ class Capture:
                 self._by_key[leaf.key] = source
                 self._sources.append(source)
             source.boxes.append((offset, block.size))
-        self.on_device = any(local(leaf.tensor).is_cuda for leaf in leaves)
+        devices = (local(leaf.tensor).device for leaf in leaves)
+        self.device = next((device for device in devices if device.type == "cuda"), None)
+        self._copies = hostcopy.of_training(self.device)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether state is there."""
+        return self._copies is not None
 
     @property
     def keys(self) -> list[str]:
@@ -262,10 +269,8 @@ class Capture:
             digests = [_digest(each) for each in views] if audit else None
             samples = bound.samples(version)
         job = Job(version, small, views, bound, bound.counts(), digests, samples)
-        if bound.device is not None:
-            job.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            job.ready.record(torch.cuda.current_stream(bound.device))
-            job.device = bound.device
+        if self._copies is not None:
+            job.ready = self._copies.mark()
         return job
 
     # ---- from the copying thread -----------------------------------------------------------------------
@@ -286,34 +291,29 @@ class Capture:
 
     def copy(self, job: Job, index: int, area: torch.Tensor) -> None:
         """Copy everything that the job noted into the tensor area of slot `index`."""
-        targets = self._target(index, area)
+        targets, pieces = self._target(index, area), self.pieces(job)
+        if self._copies is not None and job.ready is not None:
+            self._fetch(job, list(zip(targets, pieces, strict=True)))
+            return
         small_from: list[torch.Tensor] = []
         small_to: list[torch.Tensor] = []
-        stream = torch.cuda.Stream(job.device) if job.ready is not None else None  # type: ignore[no-untyped-call]
-        if stream is not None and job.ready is not None:
-            stream.wait_event(job.ready)
-        with torch.no_grad(), torch.cuda.stream(stream):
-            self._fetch_samples(job)
-            number = 0
-            for views in job.views:
-                for view in views:
-                    target = targets[number]
-                    number += 1
-                    if target.numel() * target.element_size() < _BATCH_BYTES and not view.is_cuda:
-                        small_from.append(view)
-                        small_to.append(target)
-                    else:
-                        target.copy_(view)
+        with torch.no_grad():
+            for target, view in zip(targets, pieces, strict=True):
+                if target.numel() * target.element_size() < _BATCH_BYTES:
+                    small_from.append(view)
+                    small_to.append(target)
+                else:
+                    target.copy_(view)
             if small_to:
                 torch._foreach_copy_(small_to, small_from)
-        if stream is not None:
-            stream.synchronize()
 
-    @staticmethod
-    def _fetch_samples(job: Job) -> None:
-        """To host memory, on the current stream: the default one may have a whole iteration before it."""
-        first, second = job.samples
-        job.samples = [t.cpu() for t in first], [t.cpu() for t in second]
+    def _fetch(self, job: Job, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
+        """These, and the samples, to host memory."""
+        assert self._copies is not None and job.ready is not None
+        first, second = ([torch.empty_like(t, device="cpu") for t in read] for read in job.samples)
+        samples = zip([*first, *second], [*job.samples[0], *job.samples[1]], strict=True)
+        self._copies.bring(job.ready, [*samples, *pairs])
+        job.samples = first, second
 
     def changed(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
         """After `copy`: names of tensors whose copy cannot be trusted. They are eager from now on."""
@@ -328,10 +328,7 @@ class Capture:
     def torn(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
         """And when these have been made: copies that differ, by their samples or, in an audited version, at all."""
         if job.ready is not None:
-            stream = torch.cuda.Stream(job.device)  # type: ignore[no-untyped-call]
-            stream.wait_event(job.ready)
-            with torch.cuda.stream(stream):
-                self._fetch_samples(job)
+            self._fetch(job)
         return self.make_eager(self._torn(job, index, area), "changed before its copy was made")
 
     def bases(self) -> list[torch.Tensor]:

@@ -27,7 +27,8 @@ from torch.utils.data import Dataset
 import gemini_hpc as gemini
 from gemini_hpc.client import agent
 from gemini_hpc.core import directory
-from gemini_hpc.train import streams
+from gemini_hpc.train import hostcopy, pins, streams
+from gemini_hpc.train.hostcopy import HostCopies
 from gemini_hpc.train.transport import messages
 from tests.train import fake_gpu, mpi_job, transport_program, watched
 from tests.train.timed_device import LaggingDevice
@@ -162,6 +163,16 @@ def fail_once() -> None:
     gemini.Checkpointer._fetch = fails  # type: ignore[method-assign]
 
 
+def lag(options: dict[str, Any], rank: int) -> fake_gpu.FakePlatform:
+    """The training runs ahead of a device, to which its copies and collectives belong."""
+    lagging, made = LaggingDevice(options["collective_s"]), fake_gpu.FakePlatform(options, rank)
+    Compute.work = staticmethod(lagging.compute)
+    streams.of_training = lambda on_device: lambda: lagging
+    hostcopy.of_training = lambda device: HostCopies(made.device())
+    pins.of_training = lambda device: made.pin
+    return made
+
+
 def look_at(model: nn.Module) -> None:
     """An evaluation, of which nothing is left but what FSDP2 keeps of it."""
     states = torch.get_rng_state()
@@ -252,10 +263,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     if o.get("no_manifest_on") == rank:
         directory.pack = lambda manifest: [].pop()
     gpu = fake_gpu.install(o["gpu"], rank) if "gpu" in o else None
-    lagging = LaggingDevice(o["lagging_s"]) if "lagging_s" in o else None
-    if lagging is not None:
-        Compute.work = staticmethod(lagging.compute)
-        streams.of_training = lambda on_device: lambda: lagging
+    if "lagging" in o:
+        gpu = lag(o["lagging"], rank)
     alone = dist.new_group([1]) if o.get("alone_on") == 1 else None
     if o.get("evaluate_unbuilt"):
         look_at(model)
@@ -369,7 +378,9 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     report = ckpt.report()
     ckpt.close()
     if gpu is not None:
-        report["gpu"] = {"pinned": gpu.pinned, "exchanges": gpu.communicator.count if gpu.communicator else 0}
+        report["gpu"] = {"pinned": gpu.pinned}
+        report["gpu"] |= {"pins": gpu.pins} if "lagging" in o else {}
+        report["gpu"] |= {"exchanges": gpu.communicator.count if gpu.communicator else 0} if "gpu" in o else {}
     told = {"start": start, "losses": losses, "digest": final, "report": report, "launches": launches}
     told |= {"unsealed_at_gate": behind} if behind else {}
     told |= {"peeked": peeked} if peeked is not None else {}
