@@ -28,7 +28,7 @@ from gemini_hpc.train.nccl.meeting import Joined, Proposal, meet
 from gemini_hpc.train.ownership import Entry
 from gemini_hpc.train.pacer import Pacer
 from gemini_hpc.train.pins import Pins
-from gemini_hpc.train.planner import Planner
+from gemini_hpc.train.planner import LEAST_CHUNK_BYTES, Planner
 from gemini_hpc.train.receiver import Receiver, Reserved
 from gemini_hpc.train.replicator import Replicator, register, small_capacity
 from gemini_hpc.train.rhythm import Rhythm
@@ -56,7 +56,7 @@ class Arming(Membership):
         super().__init__(choices.name, choices.seal_timeout_s, choices.hold_s, choices.transport, choices.tier)
         self._unsupported = unsupported
         self._tree, self._choices = tree, choices
-        self._pacer = Pacer(choices.chunk_bytes, choices.buffers)
+        self._pacer = Pacer(choices.chunk_bytes or LEAST_CHUNK_BYTES, choices.buffers)
         self._rhythm: Rhythm | None = None
         self._driver: Driver | None = None
         self._resumed_at = 0

@@ -27,7 +27,9 @@ from gemini_hpc.train.timetable import Timetable
 Scheme = Literal["none", "blocking", "naive", "background", "no_pipeline", "gemini"]
 SCHEMES: tuple[Scheme, ...] = ("none", "blocking", "naive", "background", "no_pipeline", "gemini")
 PROBE_BYTES = 4096  # the first chunk of a version without a timetable: it shows the link's startup time
-LEAST_BYTES = 64 << 10  # a chunk is not cut smaller: each takes some 0.3 ms of processors at both ends
+# A chunk is not cut smaller than the larger of these (a share of what a chunk may have): each takes some 0.3 ms of
+# processors at both ends.
+LEAST_BYTES, _LEAST_SHARE = 64 << 10, 16
 _LOOK_S, _SOON_S, _SPAN_S = 0.02, 0.001, 0.1
 # A training of whose traffic nothing is seen for longer than two of its usual iterations, and this, pauses
 # (evaluates, for instance). Of the first iteration the length is not known; one with a pause in it is not usual.
@@ -221,7 +223,8 @@ class Pacer:
         if self._table is None and not at:
             left = min(left, PROBE_BYTES)
         most = min(left, self.chunk_bytes)
-        return self._grant(replica, at, min(most, LEAST_BYTES), most, backlog_bytes)
+        least = max(LEAST_BYTES, self.chunk_bytes // _LEAST_SHARE)
+        return self._grant(replica, at, min(most, least), most, backlog_bytes)
 
     def _grant(self, replica: int, at: int, least: int, most: int, backlog_bytes: Callable[[], int]) -> int:
         while not self._due():

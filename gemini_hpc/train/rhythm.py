@@ -416,8 +416,9 @@ class Rhythm:
             late_s=plan.late_s if plan else 0.0,
             overhead=seen.overhead,
             waited_s=seen.waited_s,
-            buffer_bytes=self._choices.chunk_bytes * self._choices.buffers,
+            buffer_bytes=math.prod(self._planner.cut),
             unsealed=self.unsealed,
+            mu=self._choices.mu,
         )
 
     def report(self) -> dict[str, Any]:
@@ -439,6 +440,9 @@ class Rhythm:
             "spans": [[s.after, s.before_gate, s.start_s, s.length_s] for s in profile.spans] if profile else [],
             "deviation": profile.deviation if profile else None,
             "collectives": profile.ops if profile else None,
+            "mu": self._choices.mu,
+            "chunk_bytes": self._planner.cut[0],
+            "buffers": self._planner.cut[1],
             "chunks": len(plan.partitions) if plan else 0,
             "largest_chunk_bytes": max((part.size for part in plan.partitions), default=0) if plan else 0,
             "fitting_bytes": plan.fitting_bytes if plan else 0,
