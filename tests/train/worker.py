@@ -163,14 +163,13 @@ def fail_once() -> None:
     gemini.Checkpointer._fetch = fails  # type: ignore[method-assign]
 
 
-def lag(options: dict[str, Any], rank: int) -> fake_gpu.FakePlatform:
+def lag(gpu: fake_gpu.FakePlatform, collective_s: float) -> None:
     """The training runs ahead of a device, to which its copies and collectives belong."""
-    lagging, made = LaggingDevice(options["collective_s"]), fake_gpu.FakePlatform(options, rank)
+    lagging = LaggingDevice(collective_s)
     Compute.work = staticmethod(lagging.compute)
     streams.of_training = lambda on_device: lambda: lagging
-    hostcopy.of_training = lambda device: HostCopies(made.device())
-    pins.of_training = lambda device: made.pin
-    return made
+    hostcopy.of_training = lambda device: HostCopies(gpu.device())
+    pins.of_training = lambda device: gpu.pin
 
 
 def look_at(model: nn.Module) -> None:
@@ -264,7 +263,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         directory.pack = lambda manifest: [].pop()
     gpu = fake_gpu.install(o["gpu"], rank) if "gpu" in o else None
     if "lagging" in o:
-        gpu = lag(o["lagging"], rank)
+        gpu = gpu or fake_gpu.FakePlatform(o["lagging"], rank)
+        lag(gpu, o["lagging"]["collective_s"])
     alone = dist.new_group([1]) if o.get("alone_on") == 1 else None
     if o.get("evaluate_unbuilt"):
         look_at(model)
