@@ -29,12 +29,32 @@ class Device(Protocol):
     def capturing(self) -> bool:
         """Whether this thread records a graph: no mark may be made or asked now."""
 
+    def grouping(self) -> bool:
+        """Whether the training has a bracket open that gathers operations: they run together when it ends, and none
+        of their works can be asked."""
+
     def here(self) -> Event:
         """A mark behind all that this thread has launched on its current stream."""
 
     def end(self, work: Any) -> Event:
         """A mark at the end of a collective that this thread has just launched: a `dist.Work`, or None where it runs
         on the current stream. Raises RuntimeError for one that cannot be followed."""
+
+
+class After:
+    """A mark so long behind another: where nothing tells when an operation ends."""
+
+    def __init__(self, mark: Event, seconds: float, clock: Callable[[], float]) -> None:
+        self._mark, self._seconds, self._clock = mark, seconds, clock
+        self._seen_s: float | None = None
+
+    def query(self) -> bool:
+        if self._seen_s is None and self._mark.query():
+            self._seen_s = self._clock()
+        return self._seen_s is not None and self._clock() >= self._seen_s + self._seconds
+
+    def seconds_since(self, earlier: Any) -> float:
+        return self._mark.seconds_since(earlier) + self._seconds
 
 
 class Place(NamedTuple):

@@ -36,6 +36,9 @@ class Streams:
     def capturing(self) -> bool:
         return bool(torch.cuda.is_current_stream_capturing())
 
+    def grouping(self) -> bool:
+        return bool(dist.distributed_c10d._world.pg_coalesce_state)
+
     def here(self) -> Event:
         return CudaEvent(torch.cuda.current_stream())
 

@@ -11,13 +11,14 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gemini_hpc.core.spans import Trace
-from gemini_hpc.train.device import Device, Front, Place
+from gemini_hpc.train.device import After, Device, Front, Place
 from gemini_hpc.train.dispatch import Dispatch, Signature
 from gemini_hpc.train.flight import Flight
 from gemini_hpc.train.iteration import Iteration, Record
@@ -376,7 +377,7 @@ class Watch:
                 size_bytes = signature.payload_bytes(args)
                 start_s = begun if isinstance(begun, float) else time.monotonic()
                 record = Record(group.kind(signature.name, size_bytes), size_bytes, start_s)
-            ended = self._end(group, backend, work, begun)
+            ended = self._end(group, backend, work, begun, lambda: signature.payload_bytes(args))
         except Exception as error:
             self._note(error)
         with self._lock:
@@ -409,7 +410,9 @@ class Watch:
             with self._lock:
                 self._entering -= 1
 
-    def _end(self, group: _Group, backend: str, work: dist.Work | None, begun: Any) -> Event | None:
+    def _end(
+        self, group: _Group, backend: str, work: dist.Work | None, begun: Any, size: Callable[[], int]
+    ) -> Event | None:
         """A mark at the end of what was just launched; what does not run on the device over the network ends there as
         it begins. None: there is no device."""
         if backend == Streams.backend and self._device is None:
@@ -418,7 +421,10 @@ class Watch:
             return None
         if not self._runs_it(backend) or not group.on_network:
             return begun  # type: ignore[no-any-return]
-        return self._device.end(work)
+        if not self._device.grouping():
+            with suppress(RuntimeError):
+                return self._device.end(work)
+        return After(begun, size() / self.bytes_per_s, time.monotonic)
 
     def _runs_it(self, backend: str) -> bool:
         """Whether operations of such a group run on the device."""

@@ -255,6 +255,22 @@ def test_collectives_of_several_streams_and_laps() -> None:
     assert front.quiet_since == pytest.approx(9.5, abs=0.01), "when it ended, not when that was seen"
 
 
+def test_what_is_gathered_in_a_bracket_is_taken_to_need_the_time_of_its_bytes(training: Training) -> None:
+    device, watch = training.device, training.watch
+    training.run(2)
+    training.pacer.hurry()
+    training.pass_gate()
+    device.wait(2.0)
+    device.grouped, watch.bytes_per_s = True, 1e4
+    begun = watch._before(_REDUCE, (None, training._tensor))
+    watch._after(_REDUCE, (None, training._tensor), None, begun)
+    flying = []
+    for _ in range(4):  # 1000 bytes in 0.1 s
+        device.wait(0.04)
+        flying.append(watch.in_flight())
+    assert flying == [1, 1, 1, 0]
+
+
 def test_nobody_waits_for_a_device_that_stands_still() -> None:
     device = TimedDevice()
     front = Front(device.here(), device.clock)

@@ -38,6 +38,7 @@ class TimedDevice:
     def __init__(self) -> None:
         self.now = 0.0
         self._computed = self._communicated = 0.0
+        self.grouped = False
         self.collectives: list[tuple[float, float]] = []
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
@@ -84,6 +85,9 @@ class TimedDevice:
 
     def capturing(self) -> bool:
         return False
+
+    def grouping(self) -> bool:
+        return self.grouped
 
     def here(self) -> TimedMark:
         self.compute(0.0)
