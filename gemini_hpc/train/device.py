@@ -110,6 +110,7 @@ class Front:
     def step(self, mark: Event) -> None:
         """The next iteration begins."""
         with self._lock:
+            self._advance()  # where nobody asks, what the device has done need not be remembered
             self._laps.append(_Lap(mark))
 
     def launched(self, begun: Event, ended: Event) -> None:

@@ -96,6 +96,7 @@ class Pacer:
         self.journal: deque[Sent] = deque(maxlen=_JOURNAL)
         self.copies: deque[tuple[float, float, int]] = deque(maxlen=_COPIES)  # (from, to, bytes) into the own slot
         self._progress_at = self._arrived_at = 0.0
+        self._looked_at = -1.0
         self.spilled_bytes = 0  # of the version on its way: went because it was due
         self._version = 0
         self._now = 0
@@ -131,7 +132,7 @@ class Pacer:
 
     def wait_for(self) -> None:
         """The training waits for the version on its way, or will when its device has come to where it waits."""
-        self._asked = True
+        self._asked, self._looked_at = True, -1.0
         if self._there():
             self.hurry()
         else:
@@ -146,8 +147,11 @@ class Pacer:
     def arrived_at(self) -> float:
         """When the training's device has come to where the host waits; now, as long as it has not. 0: it computes on
         the host."""
-        if not self._there():
-            self._arrived_at = self._clock()
+        now = self._clock()
+        if now - self._looked_at >= _SOON_S:  # who waits for a seal asks more often than that
+            self._looked_at = now
+            if not self._there():
+                self._arrived_at = now
         return self._arrived_at
 
     @property

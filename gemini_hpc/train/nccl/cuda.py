@@ -2,13 +2,18 @@
 
 A thread that has never said which device it means is on device 0: its first call would make a context there, of some
 hundred MB, in each process of a node. So what threads of ours call says it each time.
+
+While a thread captures a CUDA graph (in torch's usual mode), questions of other threads to CUDA fail, and the capture
+with them. So what may come from another thread is asked in CUDA's relaxed mode.
 """
 
 from __future__ import annotations
 
+import ctypes
 import resource
-from collections.abc import Hashable, Iterable
-from contextlib import suppress
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +22,33 @@ import torch.distributed as dist
 from gemini_hpc.train.nccl.device import Broken, Event, Stream
 
 _cuda: Any = torch.cuda  # without types
+
+
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+
+
+@cache
+def _exchange() -> Any:
+    """cudaThreadExchangeStreamCaptureMode of the runtime that torch has loaded; None where it is not to be found."""
+    try:
+        found = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
+        return found.cudaThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return None
+
+
+@contextmanager
+def _from_any_thread(index: int) -> Iterator[None]:
+    """On this device, and not in the way of a graph that another thread captures."""
+    exchange, mode = _exchange(), ctypes.c_int(_RELAXED)
+    with torch.cuda.device(index):
+        if exchange is not None:
+            exchange(ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            if exchange is not None:
+                exchange(ctypes.byref(mode))
 
 
 class CudaEvent:
@@ -28,11 +60,11 @@ class CudaEvent:
         self.event.record(stream)
 
     def query(self) -> bool:
-        with torch.cuda.device(self._index):
+        with _from_any_thread(self._index):
             return bool(self.event.query())
 
     def seconds_since(self, earlier: Any) -> float:
-        with torch.cuda.device(self._index):
+        with _from_any_thread(self._index):
             return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
@@ -69,7 +101,7 @@ class CudaStream:
         self.copy_all([(into, source)])
 
     def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        with torch.no_grad(), torch.cuda.stream(self.stream):
+        with torch.no_grad(), _from_any_thread(self.stream.device_index), torch.cuda.stream(self.stream):
             for into, source in pairs:
                 into.copy_(source, non_blocking=True)
 
@@ -111,7 +143,7 @@ class Pinned:
         """index: of the device; default, the thread's current one."""
         self._memory: torch.Tensor | None = memory
         self._index = torch.cuda.current_device() if index is None else index
-        with torch.cuda.device(self._index):
+        with _from_any_thread(self._index):
             self._runtime = _cuda.cudart()
             result = self._runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE)
             if int(result):
@@ -127,7 +159,7 @@ class Pinned:
         """Before the mapping ends; the device must be done with it."""
         memory, self._memory = self._memory, None
         if memory is not None:
-            with torch.cuda.device(self._index):
+            with _from_any_thread(self._index):
                 self._runtime.cudaHostUnregister(memory.data_ptr())  # may be refused where CUDA has ended before us
 
 
