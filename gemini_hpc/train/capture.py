@@ -9,6 +9,7 @@ from then on (it becomes eager).
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import is_
@@ -289,12 +290,13 @@ class Capture:
         self._targets[index] = (area.data_ptr(), views)
         return views
 
-    def copy(self, job: Job, index: int, area: torch.Tensor) -> None:
-        """Copy everything that the job noted into the tensor area of slot `index`."""
+    def copy(self, job: Job, index: int, area: torch.Tensor) -> float:
+        """Copy everything that the job noted into the tensor area of slot `index`. How long that took, in seconds,
+        without the wait for a device to come to step()."""
+        began = time.monotonic()
         targets, pieces = self._target(index, area), self.pieces(job)
         if self._copies is not None and job.ready is not None:
-            self._fetch(job, list(zip(targets, pieces, strict=True)))
-            return
+            return self._fetch(job, list(zip(targets, pieces, strict=True)))
         small_from: list[torch.Tensor] = []
         small_to: list[torch.Tensor] = []
         with torch.no_grad():
@@ -306,14 +308,16 @@ class Capture:
                     target.copy_(view)
             if small_to:
                 torch._foreach_copy_(small_to, small_from)
+        return time.monotonic() - began
 
-    def _fetch(self, job: Job, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
+    def _fetch(self, job: Job, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> float:
         """These, and the samples, to host memory."""
         assert self._copies is not None and job.ready is not None
         first, second = ([torch.empty_like(t, device="cpu") for t in read] for read in job.samples)
         samples = zip([*first, *second], [*job.samples[0], *job.samples[1]], strict=True)
-        self._copies.bring(job.ready, [*samples, *pairs])
+        took_s = self._copies.bring(job.ready, [*samples, *pairs])
         job.samples = first, second
+        return took_s
 
     def changed(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
         """After `copy`: names of tensors whose copy cannot be trusted. They are eager from now on."""

@@ -25,15 +25,17 @@ class HostCopies:
         """Behind all that this thread has launched: at step()."""
         return self._device.current().record()
 
-    def bring(self, ready: Event, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def bring(self, ready: Event, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
         """Copy from the second of each pair into the first, which is on the host and contiguous, when the device has
-        come to `ready`. Returns when all is there: by looking now and then, since waiting for a device takes a
-        processor."""
+        come to `ready`. Returns when all is there, and how long that took from then on, in seconds: by looking now
+        and then, since waiting for a device takes a processor."""
         self._stream.wait(ready)
+        begun = self._stream.record()
         self._stream.copy_all(piece for into, source in pairs for piece in _pieces(into, source))
         done = self._stream.record()
         while not done.query():
             time.sleep(_LOOK_S)
+        return done.seconds_since(begun)
 
 
 def _pieces(into: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -186,11 +186,12 @@ class Replicator(Keeper):
             self._abort(job, slot_index)
             return self._skip(job, "the training did not wait for the slot")
         layout = self._layout
-        began = time.monotonic()
         area = slot.bytes[layout.tensor_offset : layout.tensor_offset + max(layout.tensor_bytes, 1)]
         stamp = Stamp(self._me.epoch, job.version)
-        self._capture.copy(job, slot_index, area)
-        self._pacer.copies.append((began, time.monotonic(), layout.tensor_bytes))
+        took_s = self._capture.copy(job, slot_index, area)
+        ended = time.monotonic()
+        began = ended - took_s
+        self._pacer.copies.append((began, ended, layout.tensor_bytes))
         changed = self._capture.changed(job, slot_index, area)
         self._copied_s = time.monotonic() - began
         job.left.set()

@@ -14,6 +14,7 @@ from itertools import count
 from typing import Any
 
 LAUNCH_S = 1e-6  # so that two marks are never at one moment
+AHEAD_S = 0.5
 
 
 class TimedMark:
@@ -99,8 +100,9 @@ class TimedDevice:
 
 
 class LaggingDevice(TimedDevice):
-    """One beside a real training: what it is given lasts as long in real time, and the host does not wait for it. Its
-    collectives are gloo's, done when they are launched; on the device each begins later, and takes `collective_s`."""
+    """One beside a real training: what it is given lasts as long in real time. Its queue is full when the host is
+    AHEAD_S ahead; until then the host does not wait. Its collectives are gloo's, done when they are launched; on the
+    device each begins later, and takes `collective_s`."""
 
     backend = "gloo"
 
@@ -115,6 +117,8 @@ class LaggingDevice(TimedDevice):
     def compute(self, seconds: float) -> None:
         with self._lock:
             super().compute(seconds)
+            ahead_s = self._computed - self.clock()
+        time.sleep(max(0.0, ahead_s - AHEAD_S))
 
     def end(self, work: Any) -> TimedMark:
         with self._lock:
