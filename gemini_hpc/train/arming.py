@@ -271,7 +271,7 @@ class Arming(Membership):
             self._rank,
             self._outgoing,
             layout.small_offset + layout.small_capacity // 2,
-            Council(group, watch.follow) if group is not None and self._outgoing else None,
+            Council(group, watch.follow, watch.caught_up) if group is not None and self._outgoing else None,
             watch,
             self._pacer,
             Teller(self._client, self._name, self._rank, key),

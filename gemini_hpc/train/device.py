@@ -137,8 +137,16 @@ class Front:
             self._advance()
             lap, newest = self._laps[0], self._laps[-1]
             behind = len(self._laps) - 1
-            at_gate = newest.arrived is None or newest.at_gate or self._clock() - self._moved_s > _STILL_S
+            at_gate = newest.arrived is None or newest.at_gate or self._still()
             return Place(self._number, behind, lap.count, len(self._running), at_gate, lap.passed_at)
+
+    def caught_up(self) -> bool:
+        """Whether the device has come to the host's newest iteration, or has not moved for so long that nobody should
+        wait for it."""
+        return not self.look().behind or self._still()
+
+    def _still(self) -> bool:
+        return self._clock() - self._moved_s > _STILL_S
 
     @property
     def quiet_since(self) -> float:

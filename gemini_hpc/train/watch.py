@@ -171,28 +171,35 @@ class Watch:
     @property
     def launched(self) -> int:
         """Operations of this iteration so far; a receive that waits, with nothing launched behind it, comes yet."""
-        if self._front is not None:
-            return self._front.look().launched
+        if (front := self._front) is not None:  # which `stop` may take away at any moment
+            return front.look().launched
         waiting = self._flight.waiting() if self._flight is not None else 0
         return max(0, self._launched - waiting)
 
     def in_flight(self) -> int:
         """Operations on the network now."""
         entering = self._entering  # before the others: what has left this is there
-        flying = self._front.look().flying if self._front is not None else 0
-        return flying or (self._flight.now() or entering if self._flight is not None else 0)
+        front, flight = self._front, self._flight
+        flying = front.look().flying if front is not None else 0
+        return flying or (flight.now() or entering if flight is not None else 0)
 
     def place(self) -> Place | None:
         """Where the training's device is; None: the training computes on the host."""
-        return self._front.look() if self._front is not None else None
+        front = self._front
+        return front.look() if front is not None else None
+
+    def caught_up(self) -> bool:
+        """Whether the training's device has come to the newest `mark()`, if there is one."""
+        front = self._front
+        return front is None or front.caught_up()
 
     def wait_span(self, after: int, timeout_s: float) -> bool:
         """Wait until `launched` has come to `after` and none is in flight. False: that takes too long, or `wake` was
         called. The launching thread says when enough are launched; then ends are looked for once a millisecond, but
         not before most of the time that they took the last time has passed. Of a device all is looked for, in the
         iteration where it is now."""
-        if self._front is not None:
-            return self._wait_front(self._front, after, timeout_s)
+        if (front := self._front) is not None:
+            return self._wait_front(front, after, timeout_s)
         deadline = time.monotonic() + timeout_s
         self._wanted = after
         try:
@@ -256,10 +263,11 @@ class Watch:
 
     def quiet_since(self) -> float:
         """When the last operation ended, or the iteration began (CLOCK_MONOTONIC)."""
-        ended_s = self._flight.ended_s if self._flight is not None else 0.0
-        if self._front is not None:
-            self._front.look()
-            return max(ended_s, self._front.quiet_since)
+        front, flight = self._front, self._flight
+        ended_s = flight.ended_s if flight is not None else 0.0
+        if front is not None:
+            front.look()
+            return max(ended_s, front.quiet_since)
         return max(ended_s, self._iteration.started_s)
 
     def gate(self) -> None:
