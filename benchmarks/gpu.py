@@ -1,13 +1,19 @@
-"""`python -m benchmarks.gpu`: copies from GPU to GPU as far as one GPU shows them. No cluster, no Slurm, no root.
+"""`python -m benchmarks.gpu`: what one GPU shows of the paths for GPUs. No cluster, no Slurm, no root; some minutes.
 
 This script has not been run on a GPU so far. It checks bytes and measures:
 
-    memory    device to replica memory (a memfd, pinned in place) against torch's pinned memory, and unpinned
+    memory    device to replica memory (a memfd, pinned in place) against torch's pinned memory, and unpinned; at
+              once, and as versions are copied: in pieces, on a stream of our own
+    spans     the share of a version's bytes that goes in idle spans of the device, which the host runs ahead of; the
+              device's wait at the optimizer; what that costs an iteration (see `gpuspans`)
+    step      the host's time for the marks at collectives, optimizer and step()
     self      messages of our own NCCL communicator, of one rank to itself: bytes, rate, time of a launch
     exchange  the exchange's program on real streams: a training saves versions to itself, every byte is compared
-    snapshot  what a copy of the state in each iteration costs the training: lazily, beside it, and eagerly, at step()
+    snapshot  what a copy of the state in each iteration costs the training: with `host` (in pieces, at once; into
+              pinned and unpinned memory), with `nccl` lazily, beside the training, and eagerly, at step()
 
-Not shown by one GPU: whether two ranks keep one order, and what the network does.
+A section that fails is named, and the others go on. Not shown by one GPU: whether two ranks keep one order, and what
+the network does: the collectives of `spans` are copies on the device.
 Exit status: 0 if all bytes were right; 1 if not, or where there is no GPU.
 """
 
@@ -17,12 +23,18 @@ import argparse
 import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
+from benchmarks import gpuspans
+from gemini_hpc.train.hostcopy import HostCopies
 from gemini_hpc.train.nccl import cuda, refusal
 from gemini_hpc.train.nccl.communicator import NcclCommunicator
 from gemini_hpc.train.nccl.device import Broken, Message
@@ -33,10 +45,12 @@ from gemini_hpc.train.nccl.program import Chunk, Place, Program
 from gemini_hpc.train.nccl.progress import Progress
 from gemini_hpc.train.nccl.source import Piece, Tensors
 from gemini_hpc.train.shared import Slot
+from gemini_hpc.train.streams import Streams
 
 MB = 1 << 20
 CHUNK_BYTES, BUFFERS = 8 * MB, 4
 WARM, LAYERS, WIDTH, BATCH = 3, 6, 4096, 2048
+GATHERED_BYTES = 1 << 30  # copied in about a millisecond
 
 
 class Wrong(Exception):
@@ -78,11 +92,22 @@ def memory(size_bytes: int) -> None:
             raise Wrong("a copy to host memory differs")
         return f"{size_bytes / took_s / 1e9:.2f} GB/s"
 
+    copies = HostCopies(cuda.CudaDevice())
+
+    def in_pieces() -> str:
+        slot.bytes.zero_()
+        took_s = seconds(lambda: copies.bring(copies.mark(), [(slot.bytes, source)]))
+        if not torch.equal(slot.bytes, source.cpu()):
+            raise Wrong("a copy to host memory in pieces differs")
+        return f"{size_bytes / took_s / 1e9:.2f} GB/s"
+
     row("memory: device to a memfd, not pinned", rate(slot.bytes))
+    row("memory: the same in pieces", in_pieces())
     began = time.perf_counter()
     pinned = cuda.Pinned(slot.bytes)
     row("memory: pinning it", f"{(time.perf_counter() - began) / size_bytes * 2**30 * 1e3:.0f} ms/GiB")
     row("memory: device to a memfd, pinned in place", rate(slot.bytes))
+    row("memory: the same in pieces", in_pieces())
     pinned.release()
     row("memory: device to torch's pinned memory", rate(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)))
 
@@ -131,6 +156,15 @@ class Training:
             pieces.append(Piece(self.bytes, parameter))
             self.bytes += parameter.nbytes
         self.tensors = Tensors(pieces)
+
+    def pairs(self, into: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each parameter, with its place in host memory before it."""
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        at = 0
+        for parameter in self.model.parameters():
+            found.append((into[at : at + parameter.nbytes].view(parameter.dtype).view_as(parameter), parameter))
+            at += parameter.nbytes
+        return found
 
     def now(self) -> torch.Tensor:
         return torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in self.model.parameters()])
@@ -214,32 +248,82 @@ def _cuts(size_bytes: int) -> list[tuple[int, int]]:
     return [(at, min(CHUNK_BYTES, size_bytes - at)) for at in range(0, size_bytes, CHUNK_BYTES)]
 
 
-def snapshot(size_bytes: int, iterations: int) -> None:
-    device, training = cuda.CudaDevice(), Training(size_bytes)
+class Layers:
+    """For `gpuspans`: matrix products, and after each layer a collective of one rank: a copy on the device."""
+
+    layers = 6
+
+    def __init__(self, training: Training, gathered_bytes: int) -> None:
+        self._training = training
+        self._part = torch.zeros(gathered_bytes, dtype=torch.uint8, device="cuda")
+        self._whole = torch.empty_like(self._part)
+
+    def compute(self) -> None:
+        self._training.compute()
+
+    def collective(self) -> None:
+        dist.all_gather_into_tensor(self._whole, self._part)
+
+    def optimizer(self) -> None:
+        self._training.optimizer.step()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+
+def in_spans(size_bytes: int, iterations: int) -> None:
+    """With the default transport's parts, over a link that only takes the time."""
+    training = Training(size_bytes)
     slot = replica_memory(training.bytes)
     pinned = cuda.Pinned(slot.bytes)
-    copies: Any = device.stream()
+    dist.init_process_group("nccl", rank=0, world_size=1, store=HashStore())
+    try:
+        copies, pairs = HostCopies(cuda.CudaDevice()), training.pairs(slot.bytes)
+        load = Layers(training, GATHERED_BYTES)
+        found = gpuspans.measure(load, Streams(), copies, pairs, iterations)
+        right = training.now().cpu()
+        copies.bring(copies.mark(), pairs)
+        if not torch.equal(slot.bytes, right):
+            raise Wrong("the slot is not the state")
+        gpuspans.rows(found, row)
+    finally:
+        dist.destroy_process_group()
+        torch.cuda.synchronize()
+        pinned.release()
+
+
+def snapshot(size_bytes: int, iterations: int) -> None:
+    device, training = cuda.CudaDevice(), Training(size_bytes)
+    slot, other = replica_memory(training.bytes), replica_memory(training.bytes)
+    pinned = cuda.Pinned(slot.bytes)
+    lane: Any = device.stream()
+    host = HostCopies(device)
     cuts = _cuts(training.bytes)
+    targets = {"host": training.pairs(slot.bytes), "host, not pinned": training.pairs(other.bytes)}
 
     def iteration(mode: str) -> float:
         torch.cuda.synchronize()
         began = time.perf_counter()
-        own = OwnCopy(device, copies)
-        if mode != "none":
-            own.begin(
-                training.tensors, slot.bytes, tuple(Piecework(0 if mode == "lazy" else -1, *cut) for cut in cuts)
-            )
-        if mode == "eager":
-            own.gate()
-        own.launching(0)
-        for _ in range(3):
-            training.compute()
+        own = OwnCopy(device, lane)
+        with ExitStack() as ends:
+            if mode in targets:
+                thread = threading.Thread(target=host.bring, args=(host.mark(), targets[mode]))
+                thread.start()
+                ends.callback(thread.join)
+            elif mode != "none":
+                after = 0 if mode == "lazy" else -1
+                own.begin(training.tensors, slot.bytes, tuple(Piecework(after, *cut) for cut in cuts))
+            if mode == "eager":
+                own.gate()
+            own.launching(0)
+            for _ in range(3):
+                training.compute()
         own.gate()
         training.optimizer.step()
         torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    times: dict[str, list[float]] = {"none": [], "lazy": [], "eager": []}
+    times: dict[str, list[float]] = {mode: [] for mode in ("none", *targets, "lazy", "eager")}
     for n in range(WARM + iterations):
         for mode, found in times.items():  # in turn, so that a change of clocks is in all of them
             took_s = iteration(mode)
@@ -248,7 +332,7 @@ def snapshot(size_bytes: int, iterations: int) -> None:
     pinned.release()
     usual_s = statistics.median(times["none"])
     row("snapshot: an iteration without", f"{usual_s * 1e3:.2f} ms")
-    for mode in ("lazy", "eager"):
+    for mode in list(times)[1:]:
         row(f"snapshot: {mode}, {training.bytes // MB} MB", f"{statistics.median(times[mode]) / usual_s - 1:+.2%}")
 
 
@@ -265,26 +349,40 @@ def main() -> int:
             "benchmarks.gpu: there is no CUDA device here that torch can use: nothing was measured", file=sys.stderr
         )
         return 1
+    size_bytes, wrong = args.mb * MB, 0
+
+    def section(name: str, work: Callable[[], None]) -> None:
+        nonlocal wrong
+        began = time.perf_counter()
+        try:
+            work()
+        except (Wrong, Broken, gpuspans.NotMeasured, RuntimeError, OSError) as error:
+            wrong += 1
+            print(f"benchmarks.gpu: {name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        row(f"{name}: took", f"{time.perf_counter() - began:.0f} s")
+
     library, missing = refusal.library()
-    if reason := missing or refusal.environment():
-        print(f"benchmarks.gpu: {reason}", file=sys.stderr)
+    row(torch.cuda.get_device_name(), f"NCCL {library.version if library is not None else 'is not there'}")
+    row("torch", str(torch.__version__))
+    section("memory", lambda: memory(size_bytes))
+    section("spans", lambda: in_spans(size_bytes, args.iterations))
+    section("snapshot", lambda: snapshot(size_bytes, args.iterations))
+    reason = missing or refusal.environment()
+    if reason or library is None:
+        print(f"benchmarks.gpu: self, exchange: {reason}", file=sys.stderr)
         return 1
-    assert library is not None
-    row(torch.cuda.get_device_name(), f"NCCL {library.version}")
-    made: NcclCommunicator | None = None
+    section("nccl", lambda: over_nccl(library, size_bytes, args.iterations))
+    return 1 if wrong else 0
+
+
+def over_nccl(library: Library, size_bytes: int, versions: int) -> None:
+    """Self and exchange."""
+    made = communicator(library)
     try:
-        memory(args.mb * MB)
-        made = communicator(library)
-        to_self(made, args.mb * MB)
-        exchange(made, args.mb * MB, args.iterations)
-        snapshot(args.mb * MB, args.iterations)
-    except (Wrong, Broken, RuntimeError) as error:
-        print(f"benchmarks.gpu: {error}", file=sys.stderr)
-        return 1
+        to_self(made, size_bytes)
+        exchange(made, size_bytes, versions)
     finally:
-        if made is not None:
-            made.abort()
-    return 0
+        made.abort()
 
 
 if __name__ == "__main__":

@@ -91,13 +91,15 @@ class SealGate:
         hopeless: Callable[[], bool],
         moved_at: Callable[[], float] = lambda: 0.0,
         patience_s: float = math.inf,
+        began_at: Callable[[], float] = lambda: 0.0,
     ) -> bool:
         """True when `version` of this epoch is sealed; False when there is no point in waiting (any longer).
 
         moved_at: when something of the version last arrived somewhere (CLOCK_MONOTONIC): the timeout counts from
         there. After patience_s it returns False in any case, and nothing is degraded: the version is only late.
+        began_at: from when that counts, if later than the call: a device may not have come to where its host waits.
         """
-        return self.wait_for((self._epoch, version), hopeless, moved_at, patience_s)
+        return self.wait_for((self._epoch, version), hopeless, moved_at, patience_s, began_at)
 
     def wait_for(
         self,
@@ -105,6 +107,7 @@ class SealGate:
         hopeless: Callable[[], bool],
         moved_at: Callable[[], float] = lambda: 0.0,
         patience_s: float = math.inf,
+        began_at: Callable[[], float] = lambda: 0.0,
     ) -> bool:
         """The same for any (epoch, version)."""
         limit_s = self._timeout_s
@@ -137,7 +140,7 @@ class SealGate:
                     late = f"version {wanted[1]} was not sealed within {limit_s:g} s"
                     self.degrade("the agents cannot seal now" if stuck else late)
                     return False
-                if now - started - stopped_s > patience_s:
+                if now - max(started + stopped_s, began_at()) > patience_s:
                     return False
                 time.sleep(_POLL_S)
             there = True

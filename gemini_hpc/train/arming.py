@@ -15,7 +15,7 @@ import torch
 from gemini_hpc.client.agent import AgentLost, AgentRefused
 from gemini_hpc.client.slots import Content
 from gemini_hpc.core.manifest import Layout
-from gemini_hpc.train import collective, telling
+from gemini_hpc.train import collective, pins, streams, telling
 from gemini_hpc.train.arguments import Choices
 from gemini_hpc.train.capture import Capture
 from gemini_hpc.train.council import Council
@@ -28,8 +28,9 @@ from gemini_hpc.train.nccl.joint import JointPlanner
 from gemini_hpc.train.nccl.meeting import Joined, Proposal, meet
 from gemini_hpc.train.ownership import Entry
 from gemini_hpc.train.pacer import Pacer
+from gemini_hpc.train.pins import Pins
 from gemini_hpc.train.plan import Draft, Plan, lay_out
-from gemini_hpc.train.planner import Planner
+from gemini_hpc.train.planner import LEAST_CHUNK_BYTES, Planner
 from gemini_hpc.train.receiver import Receiver, Reserved
 from gemini_hpc.train.replanning import Replanning
 from gemini_hpc.train.replica import Replica
@@ -63,7 +64,7 @@ class Arming(Membership):
         super().__init__(choices.name, choices.seal_timeout_s, choices.hold_s, choices.transport, choices.tier)
         self._unsupported = unsupported
         self._tree, self._choices = tree, choices
-        self._pacer = Pacer(choices.chunk_bytes, choices.buffers)
+        self._pacer = Pacer(choices.chunk_bytes or LEAST_CHUNK_BYTES, choices.buffers)
         self._rhythm: Rhythm | None = None
         self._driver: Driver | None = None
         self._resumed_at = 0
@@ -196,6 +197,7 @@ class Arming(Membership):
             say=self._note,
             broken=self._lose,
             catch_up=self._catch_up,
+            pins=self._pins() if joined is None else None,
         )
         if self._driver is None:
             self._replanning = Replanning(
@@ -236,6 +238,17 @@ class Arming(Membership):
         )
         self._arming.start()
 
+    def _pins(self) -> Pins | None:
+        """Where copies come from a device. (For those over NCCL the driver has its own.)"""
+        pin = pins.of_training(self._capture.device if self._capture is not None else None)
+
+        def refused(reason: str) -> None:
+            told = f"rank {self._rank}: copies from the device are slow, they are staged in other memory: {reason}"
+            self._findings.append(told)
+            self._say(told)
+
+        return Pins(pin, refused) if pin is not None else None
+
     def _profile_key(self, plan: Plan) -> str:
         """By places, not by names: a replacement is a node of the same kind; if not, the profile does not hold."""
         over = "nccl " if self._driver is not None else ""
@@ -252,9 +265,13 @@ class Arming(Membership):
         replicator = self._replicator
         group = self._control_group()
         homes = self._homes
-        watch = Watch(lambda ranks: len({homes[rank] for rank in ranks if rank < len(homes)}) != 1)
+        on_device = self._capture is not None and self._capture.on_device
+        watch = Watch(
+            lambda ranks: len({homes[rank] for rank in ranks if rank < len(homes)}) != 1,
+            device=streams.of_training(on_device),
+        )
         pushed = self._transport is not None and self._transport.pushed
-        on_host = self._capture is not None and not self._capture.on_device
+        on_host = self._capture is not None and not on_device
         planner: Callable[..., Planner] = partial(Planner, whole=pushed, on_host=on_host)
         if self._driver is not None:
             planner = partial(JointPlanner, driver=self._driver, watch=watch)
@@ -264,7 +281,7 @@ class Arming(Membership):
             self._rank,
             self._outgoing,
             self._copy_bytes(plan),
-            Council(group, watch.follow) if group is not None and self._outgoing else None,
+            Council(group, watch.follow, watch.caught_up) if group is not None and self._outgoing else None,
             watch,
             self._pacer,
             Teller(self._client, self._name, self._rank, self._profile_key(plan)),
@@ -348,6 +365,7 @@ class Arming(Membership):
             for shard in shards:
                 if not shard.pushed:
                     shard.populate()
+            self._replicator.pin(shards[0])
             self._recognise(shards[0])
         except Exception as error:
             self._listen([])

@@ -9,6 +9,7 @@ from then on (it becomes eager).
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
@@ -20,7 +21,9 @@ import xxhash
 from gemini_hpc.core.directory import LIFTED, PARAMETER, Manifest
 from gemini_hpc.core.manifest import TENSOR_ALIGN_BYTES
 from gemini_hpc.core.ranges import Range, merged
+from gemini_hpc.train import hostcopy
 from gemini_hpc.train.lifted import LiftedSources, Seen
+from gemini_hpc.train.nccl.device import Event
 from gemini_hpc.train.ownership import Block, Entry
 from gemini_hpc.train.sample import OTHERS, PARAMETERS, Turns, few
 from gemini_hpc.train.source import Source, StateChangedError
@@ -67,7 +70,6 @@ class Bound:
         every = [source for source in sources for _ in source.views]
         self._pieces = [number for number, source in enumerate(every) if not source.eager]
         self._targets: dict[int, tuple[int, list[torch.Tensor]]] = {}  # by slot: where it is, samples of it
-        self.device = next((tensor.device for tensor in self._bases if tensor.is_cuda), None)
 
     def holds(self) -> bool:
         """Whether each tensor still has the memory that it had."""
@@ -125,8 +127,7 @@ class Job:
     lifted: Sequence[Seen] = ()  # at step()
     leaves: Sequence[Leaf] = ()  # all that this rank has, also what others keep
     all_counts: Sequence[int] | None = None  # of these, at step(); None: nobody wants to know
-    ready: torch.cuda.Event | None = None  # the device has come to step(); nothing of this is tested without a GPU
-    device: torch.device | None = None
+    ready: Event | None = None  # of a training with state on a device: where that has come to step()
     left: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     saved: bool = True
@@ -178,33 +179,6 @@ def _digest(views: Sequence[torch.Tensor]) -> str:
     return hasher.hexdigest()
 
 
-def copy_all(job: Job, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy (from, to) in host memory what the training has, as it was at the job's step()."""
-    small_from: list[torch.Tensor] = []
-    small_to: list[torch.Tensor] = []
-    stream = torch.cuda.Stream(job.device) if job.ready is not None else None  # type: ignore[no-untyped-call]
-    if stream is not None and job.ready is not None:
-        stream.wait_event(job.ready)
-    with torch.no_grad(), torch.cuda.stream(stream):
-        _fetch_samples(job)
-        for view, target in pairs:
-            if target.numel() * target.element_size() < _BATCH_BYTES and not view.is_cuda:
-                small_from.append(view)
-                small_to.append(target)
-            else:
-                target.copy_(view)
-        if small_to:
-            torch._foreach_copy_(small_to, small_from)
-    if stream is not None:
-        stream.synchronize()
-
-
-def _fetch_samples(job: Job) -> None:
-    """To host memory, on the current stream: the default one may have a whole iteration before it."""
-    first, second = job.samples
-    job.samples = [t.cpu() for t in first], [t.cpu() for t in second]
-
-
 class Capture:
     """The tensors behind the pieces of a manifest, found anew at every step."""
 
@@ -236,7 +210,6 @@ class Capture:
                 (lifted if leaf.optimizer == LIFTED else self._sources).append(source)
                 source.eager = leaf.buffer
             source.boxes.append((offset, block.size))
-        self.on_device = any(local(leaf.tensor).is_cuda for leaf in leaves)
         rows = manifest.rows
         self.lifted = LiftedSources(
             {leaf.key: leaf.tensor for leaf in leaves if leaf.optimizer == LIFTED},
@@ -244,6 +217,14 @@ class Capture:
             frozenset(row.key for row in rows if row.optimizer == LIFTED and row.shared and manifest.world > 1),
         )
         self._all = [*self._sources, *lifted]  # in the order of the pieces
+        devices = (local(leaf.tensor).device for leaf in leaves)
+        self.device = next((device for device in devices if device.type == "cuda"), None)
+        self._copies = hostcopy.of_training(self.device)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether state is there."""
+        return self._copies is not None
 
     @property
     def keys(self) -> list[str]:
@@ -287,10 +268,8 @@ class Capture:
         job = Job(version, small, views, bound, bound.counts(), digests, samples, seen, self._leaves or ())
         if self.watches_all:
             job.all_counts = [leaf.tensor._version for leaf in job.leaves]
-        if bound.device is not None:
-            job.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            job.ready.record(torch.cuda.current_stream(bound.device))
-            job.device = bound.device
+        if self._copies is not None:
+            job.ready = self._copies.mark()
         return job
 
     # ---- from the copying thread -----------------------------------------------------------------------
@@ -323,12 +302,39 @@ class Capture:
         found = (self.manifest.pieces[number] for number in pieces)
         return merged(((p.at, p.at + self.manifest.nbytes(p)) for p in found), TENSOR_ALIGN_BYTES - 1)
 
-    def copy(self, job: Job, index: int, area: torch.Tensor, without: frozenset[int] = frozenset()) -> None:
+    def copy(self, job: Job, index: int, area: torch.Tensor, without: frozenset[int] = frozenset()) -> float:
         """Copy everything that the job noted into the tensor area of slot `index`; without: numbers of pieces that
-        are there."""
-        targets = self._target(index, area)
-        every = (view for views in job.views for view in views)
-        copy_all(job, [(v, targets[number]) for number, v in enumerate(every) if number not in without])
+        are there. How long that took, see `bring`."""
+        targets, pieces = self._target(index, area), enumerate(self.pieces(job))
+        return self.bring(job, [(targets[number], piece) for number, piece in pieces if number not in without])
+
+    def bring(self, job: Job, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
+        """Copy from the second of each pair, a part of the training's state, into the first, in host memory. How long
+        that took, in seconds, without the wait for a device to come to step()."""
+        began = time.monotonic()
+        if self._copies is not None and job.ready is not None:
+            return self._fetch(job, pairs)
+        small_from: list[torch.Tensor] = []
+        small_to: list[torch.Tensor] = []
+        with torch.no_grad():
+            for target, view in pairs:
+                if target.numel() * target.element_size() < _BATCH_BYTES:
+                    small_from.append(view)
+                    small_to.append(target)
+                else:
+                    target.copy_(view)
+            if small_to:
+                torch._foreach_copy_(small_to, small_from)
+        return time.monotonic() - began
+
+    def _fetch(self, job: Job, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> float:
+        """These, and the samples, to host memory."""
+        assert self._copies is not None and job.ready is not None
+        first, second = ([torch.empty_like(t, device="cpu") for t in read] for read in job.samples)
+        samples = zip([*first, *second], [*job.samples[0], *job.samples[1]], strict=True)
+        took_s = self._copies.bring(job.ready, [*samples, *pairs])
+        job.samples = first, second
+        return took_s
 
     def changed(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
         """After `copy`: names of tensors whose copy cannot be trusted. They are eager from now on."""
@@ -343,10 +349,7 @@ class Capture:
     def torn(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
         """And when these have been made: copies that differ, by their samples or, in an audited version, at all."""
         if job.ready is not None:
-            stream = torch.cuda.Stream(job.device)  # type: ignore[no-untyped-call]
-            stream.wait_event(job.ready)
-            with torch.cuda.stream(stream):
-                _fetch_samples(job)
+            self._fetch(job)
         return self.make_eager(self._torn(job, index, area), "changed before its copy was made")
 
     def bases(self) -> list[torch.Tensor]:

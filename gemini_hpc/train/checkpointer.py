@@ -63,7 +63,8 @@ class Checkpointer(Resuming):
     is dead.
 
     The copies travel in the idle spans of the training's own traffic (`scheme="gemini"`; the others are there for
-    comparison), in chunks of at most chunk_bytes, `buffers` of them at a time. overhead: where the spans are too
+    comparison), in chunks of at most chunk_bytes (0: as large as is good for the link), `buffers` of them at a time.
+    mu: the share of each idle span that is planned with (Algorithm 2). overhead: where the spans are too
     small, only every j-th version is saved, so that training is slowed by no more than this share; every=j forces j.
     transport: what carries them, "gloo" (from rank to rank), "host" (from agent to agent, out of the slots, with no
     thread of this process on the network), "mpi" (from rank to rank of an MPI job, which has imported mpi4py.MPI) or
@@ -97,7 +98,7 @@ class Checkpointer(Resuming):
         ownership: ownership.Ownership = "split",
         hold_s: float = 15.0,
         scheme: Scheme = "gemini",
-        chunk_bytes: int = 1 << 20,
+        chunk_bytes: int = 0,
         buffers: int = 4,
         overhead: float = 0.01,
         every: int = 0,
@@ -105,6 +106,7 @@ class Checkpointer(Resuming):
         start: str = "",
         tier: str = "",
         tier_interval_s: float = 0,
+        mu: float = 0.95,
     ) -> None:
         optimizers, stateful, modules = arguments.sort_out(model, optimizer, scheduler, scaler, loader, extra)
         choices = arguments.Choices(
@@ -122,6 +124,7 @@ class Checkpointer(Resuming):
             transport=transport,
             start=start,
             tier=Tier.of(tier, tier_interval_s),
+            mu=mu,
         )
         unsupported = ""
         try:
@@ -302,7 +305,7 @@ class Checkpointer(Resuming):
     def _await(self, job: Job) -> None:
         """The training needs this version sealed (R2) before it goes on. Bounded: see `SealGate.wait`."""
         job.hurried = True
-        self._pacer.hurry()
+        self._pacer.wait_for()
         if not self._protected or self._late:
             return
         if self._choices.max_repeated > 1:  # nobody waits here: see Replicator._save
@@ -316,6 +319,7 @@ class Checkpointer(Resuming):
             lambda: job.hopeless or not self._protected,
             lambda: self._pacer.progress_at,
             rhythm.patience_s,
+            lambda: self._pacer.arrived_at,
         )
         if not self._late or not self._protected or self._gate.degraded:
             return

@@ -2,7 +2,9 @@
 
 A round is started by every rank in the `step()` of the same version and read in the next one, an iteration later,
 when it has long been over. What follows from it is therefore the same on all ranks, at the same version. A round that
-is not over then is given what is left of `PATIENCE_S`; after that this rank takes part in no other, and says so.
+is not over then is given what is left of `PATIENCE_S`; after that this rank takes part in no other, and says so. A
+host that runs ahead of its device may be there several iterations before another rank's: then that time begins when
+its own device has caught up, which it does with the others'.
 """
 
 from __future__ import annotations
@@ -30,16 +32,21 @@ class Council:
     """Rounds over a process group of our own, from the training's main thread only. The backend is spoken to
     directly: hooks on the training's collectives must not see this. follow: tells, in the record that it gives, when
     what it is told to ask becomes true. (A callback of torch would run in a thread of gloo's, and abort a process
-    that ends meanwhile.)"""
+    that ends meanwhile.) caught_up: whether this rank's device has come to the newest step()."""
 
-    def __init__(self, group: dist.ProcessGroup, follow: Callable[[Callable[[], bool]], Record]) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        follow: Callable[[Callable[[], bool]], Record],
+        caught_up: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._backend: Any = group._get_backend(torch.device("cpu"))
         self._world = group.size()
         self._work: dist.Work | None = None
         self._mine: torch.Tensor | None = None
         self._all: torch.Tensor | None = None
         self._broken = ""
-        self._follow = follow
+        self._follow, self._caught_up = follow, caught_up
         self._record: Record | None = None
         self.over_at = 0.0  # when the last round that was read ended (CLOCK_MONOTONIC)
 
@@ -83,6 +90,8 @@ class Council:
         patience_s = max(_LEAST_PATIENCE_S, PATIENCE_S - waited_s)
         deadline = time.monotonic() + patience_s
         while not self._work.is_completed():
+            if not self._caught_up():
+                deadline = time.monotonic() + patience_s
             if time.monotonic() > deadline:
                 self._fail(f"not all ranks have answered within {patience_s:g} s")
             time.sleep(_POLL_S)

@@ -4,6 +4,9 @@ The sending thread asks before each chunk. A chunk goes in the window that the t
 where that was missed, in a later one that has room; what is left when the version is due goes at once (Algorithm 2's
 infinite last span): then the training waits for it. Where the sizes of chunks need not be said beforehand, a chunk is
 cut to what is left of the window: one that comes late does not hold up all behind it until a window is large enough.
+
+Where the training computes on a device, its host runs ahead. What counts is then where the device is
+(`Traffic.place`): also a training that waits at the optimizer waits only from when its device has come there.
 """
 
 from __future__ import annotations
@@ -17,13 +20,16 @@ from statistics import median_low
 from typing import Literal, NamedTuple, Protocol
 
 from gemini_hpc.core.chunks import cut
+from gemini_hpc.train.device import Place
 from gemini_hpc.train.link import LinkMeter
 from gemini_hpc.train.timetable import Timetable
 
 Scheme = Literal["none", "blocking", "naive", "background", "no_pipeline", "gemini"]
 SCHEMES: tuple[Scheme, ...] = ("none", "blocking", "naive", "background", "no_pipeline", "gemini")
 PROBE_BYTES = 4096  # the first chunk of a version without a timetable: it shows the link's startup time
-LEAST_BYTES = 64 << 10  # a chunk is not cut smaller: each takes some 0.3 ms of processors at both ends
+# A chunk is not cut smaller than the larger of these (a share of what a chunk may have): each takes some 0.3 ms of
+# processors at both ends.
+LEAST_BYTES, _LEAST_SHARE = 64 << 10, 16
 _LOOK_S, _SOON_S, _SPAN_S = 0.02, 0.001, 0.1
 # A training of whose traffic nothing is seen for longer than two of its usual iterations, and this, pauses
 # (evaluates, for instance). Of the first iteration the length is not known; one with a pause in it is not usual.
@@ -40,6 +46,9 @@ class Traffic(Protocol):
 
     def in_flight(self) -> int:
         """Collectives launched and not completed."""
+
+    def place(self) -> Place | None:
+        """Where the training's device is, of which the other answers are then; None: it computes on the host."""
 
     def quiet_since(self) -> float:
         """When the last one completed, or the iteration began (CLOCK_MONOTONIC)."""
@@ -86,7 +95,8 @@ class Pacer:
         self.meter = LinkMeter()
         self.journal: deque[Sent] = deque(maxlen=_JOURNAL)
         self.copies: deque[tuple[float, float, int]] = deque(maxlen=_COPIES)  # (from, to, bytes) into the own slot
-        self.progress_at = 0.0
+        self._progress_at = self._arrived_at = 0.0
+        self._looked_at = -1.0
         self.spilled_bytes = 0  # of the version on its way: went because it was due
         self._version = 0
         self._now = 0
@@ -96,6 +106,7 @@ class Pacer:
         self.strayed = False  # chunks went into a pause of this iteration, though they were to wait for `hurry`
         self._passed = (-1, 0.0)  # the iteration whose gate was passed last, and when
         self._hurry = threading.Event()
+        self._asked = False  # the host of the training waits for the version; its device may have long to go
         self._ending = False
         self._crowded = False  # the sending thread wants to know of the next acknowledgement
         self._table: Timetable | None = None
@@ -115,14 +126,42 @@ class Pacer:
         self._passed = (self._now, self._clock())
 
     def hurry(self) -> None:
-        """The training waits for the version on its way."""
+        """The version on its way goes at once."""
         self._hurry.set()
         self.wake()
+
+    def wait_for(self) -> None:
+        """The training waits for the version on its way, or will when its device has come to where it waits."""
+        self._asked, self._looked_at = True, -1.0
+        if self._there():
+            self.hurry()
+        else:
+            self.wake()
 
     def end(self) -> None:
         """The training is over: everything goes at once from now on."""
         self._ending = True
         self.hurry()
+
+    @property
+    def arrived_at(self) -> float:
+        """When the training's device has come to where the host waits; now, as long as it has not. 0: it computes on
+        the host."""
+        now = self._clock()
+        if now - self._looked_at >= _SOON_S:  # who waits for a seal asks more often than that
+            self._looked_at = now
+            if not self._there():
+                self._arrived_at = now
+        return self._arrived_at
+
+    @property
+    def progress_at(self) -> float:
+        """When something of the version last arrived, or the device came to where the host waits for it."""
+        return max(self._progress_at, self.arrived_at)
+
+    def _there(self) -> bool:
+        place = self.traffic.place() if self.traffic is not None and self._asked else None
+        return place is None or place.at_gate
 
     def wake(self) -> None:
         """Who waits for a span shall look again."""
@@ -155,13 +194,14 @@ class Pacer:
         self._version, self._table, self.spilled_bytes = version, self.timetable, 0
         self.moved()
         self._begun_at = self._clock()
+        self._asked = False
         self._hurry.clear()
         if self._ending:
             self._hurry.set()
 
     def moved(self) -> None:
         """Something of the version has arrived somewhere: who waits for it need not give up."""
-        self.progress_at = self._clock()
+        self._progress_at = self._clock()
 
     def sizes(self, replica: int, used_bytes: int) -> tuple[int, ...]:
         """Sizes of the chunks of `used_bytes` bytes, in order, where they must be said beforehand."""
@@ -187,10 +227,11 @@ class Pacer:
         if self._table is None and not at:
             left = min(left, PROBE_BYTES)
         most = min(left, self.chunk_bytes)
-        return self._grant(replica, at, min(most, LEAST_BYTES), most, backlog_bytes)
+        least = max(LEAST_BYTES, self.chunk_bytes // _LEAST_SHARE)
+        return self._grant(replica, at, min(most, least), most, backlog_bytes)
 
     def _grant(self, replica: int, at: int, least: int, most: int, backlog_bytes: Callable[[], int]) -> int:
-        while not self._hurry.is_set():
+        while not self._due():
             backlog = backlog_bytes()
             wait = self._look(replica, at, least, most, backlog)
             if wait.seconds <= 0:
@@ -199,11 +240,16 @@ class Pacer:
             if wait.crowded and backlog_bytes() < backlog:  # meanwhile
                 continue
             if wait.after < 0 or self.traffic is None:
-                self._hurry.wait(min(wait.seconds, _LOOK_S))
+                self._hurry.wait(min(wait.seconds, _SOON_S if self._asked else _LOOK_S))
             else:
-                self.traffic.wait_span(wait.after, _SPAN_S)
+                self.traffic.wait_span(wait.after, _SOON_S if self._asked else _SPAN_S)
         self.spilled_bytes += most
         return most
+
+    def _due(self) -> bool:
+        if self._asked and not self._hurry.is_set() and self._there():
+            self._hurry.set()
+        return self._hurry.is_set()
 
     def sent(self, at: float) -> None:
         """A chunk goes."""
@@ -215,7 +261,7 @@ class Pacer:
         now = self._clock()
         self.meter.landed(size, now)
         self.journal.append(Sent(self._version, replica, size, sent_at, now, self._hurry.is_set()))
-        self.progress_at = now
+        self._progress_at = now
         if self._crowded:
             self._crowded = False
             self.wake()
@@ -226,6 +272,16 @@ class Pacer:
             return False
         patience_s = 2 * median_low(self._lengths) if self._lengths else _FIRST_PAUSE_S
         return not traffic.in_flight() and self._clock() - traffic.quiet_since() > max(_PAUSE_S, patience_s)
+
+    def _place(self, traffic: Traffic) -> tuple[tuple[int, int, bool], float]:
+        """Iteration since the version's step(), collectives launched in it, whether it has passed the gate; and
+        when."""
+        place = traffic.place()
+        if place is None:
+            passed, passed_at = self._passed
+            return (self._now - self._version, traffic.launched, passed == self._now), passed_at
+        gated = place.passed_at is not None
+        return (self._now - place.behind - self._version, place.launched, gated), place.passed_at or 0.0
 
     def _look(self, replica: int, at: int, least: int, most: int, backlog_bytes: int) -> _Wait:
         table, traffic = self._table, self.traffic
@@ -239,9 +295,8 @@ class Pacer:
             return _Wait(0.0 if pauses else _LOOK_S, size=most)
         if traffic is None:
             return _Wait(_LOOK_S)
-        passed, passed_at = self._passed
-        gated = passed == self._now
-        place = (self._now - self._version, traffic.launched, gated)
+        place, passed_at = self._place(traffic)
+        gated = place[2]
         flying = traffic.in_flight()  # asked last: one that is launched meanwhile is seen
         if self._clock() - self._begun_at > table.usual_s and not flying:
             return _Wait(0.0, size=most)  # the training pauses, or does something else: that may last

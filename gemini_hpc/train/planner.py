@@ -17,7 +17,6 @@ from gemini_hpc.train.pacer import Scheme
 from gemini_hpc.train.teller import Kept
 from gemini_hpc.train.timetable import PAUSE_SHARES, Route, common, settled
 
-MU = 0.95  # little: a span is planned with the length that all but a tenth of the iterations reach
 BLOB_BYTES = 16384
 _KEPT_SPANS = 384
 _LEAST_TRACES = 3
@@ -28,6 +27,10 @@ _LINK_DRIFT = 0.25
 _SIZE_DRIFT = 0.3
 _CHUNK_S = 0.008  # on slow links a smaller chunk: what waits behind it waits less, both ways at once go better
 _FINEST, _MOST_CHUNKS = 16, 1 << 16
+# Where the user does not say, a chunk follows the link. Each costs some 0.3 ms of processors at both ends, whatever
+# its size, so on a fast one it is so large that it takes several times as long. The paper's R is 128 MB in 4 parts.
+LEAST_CHUNK_BYTES, MOST_BYTES = 1 << 20, 128 << 20
+_WORTH_S = 0.0024
 
 
 class _Standing(msgspec.Struct, frozen=True, array_like=True):
@@ -178,8 +181,10 @@ class Planner:
 
     @property
     def cut(self) -> tuple[int, int]:
-        """Bytes of a chunk at most, and how many buffers of that: always the same memory, R."""
-        size, p, B = self._choices.chunk_bytes, self._choices.buffers, self._meter.B
+        """Bytes of a chunk at most, and how many buffers of that. On a slow link both change, and the memory, R, is
+        the same."""
+        p, B = self._choices.buffers, self._meter.B
+        size = self._choices.chunk_bytes or self._following(B, p)
         if self._whole_chunks:
             return size, p
         fine = 1
@@ -187,6 +192,15 @@ class Planner:
         while 2 * fine <= finest and self._meter.known and size / fine > _CHUNK_S * B:
             fine *= 2
         return max(1, size // fine), p * fine
+
+    def _following(self, B: float, p: int) -> int:
+        """The power of two that is worth its start on a link of B bytes per second, of which p have room in R and are
+        a part of this rank's shard only."""
+        most = max(LEAST_CHUNK_BYTES, min(MOST_BYTES // p, self._C // (2 * p)))
+        size = LEAST_CHUNK_BYTES
+        while self._meter.known and 2 * size <= min(most, B * _WORTH_S):
+            size *= 2
+        return size
 
     def route(self, scheme: Scheme) -> Route | None:
         """What a plan rests on; None where there is no profile, or the link has not been seen yet."""
@@ -205,7 +219,7 @@ class Planner:
             p=p if scheme == "gemini" else 1,
             B=meter.B,
             alpha=meter.alpha,
-            mu=MU,
+            mu=self._choices.mu,
         )
 
     def drifted(self, planned: Route | None) -> bool:

@@ -18,7 +18,7 @@ from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.core import directory
 from gemini_hpc.core.manifest import HEADER_BYTES, Layout, parse_header
 from gemini_hpc.core.ranges import Range, largest, merged
-from gemini_hpc.train.capture import Capture, Job, copy_all
+from gemini_hpc.train.capture import Capture, Job
 from gemini_hpc.train.ownership import Own
 from gemini_hpc.train.shared import Shard
 from gemini_hpc.train.tree import local as part_here
@@ -90,15 +90,16 @@ class Replica:
             self._writing = _Writing(job.version, reply.slot)
         return self._writing is not None
 
-    def copy(self, job: Job) -> None:
-        """Fill the slot with what is here."""
+    def copy(self, job: Job, capture: Capture) -> float:
+        """Fill the slot with what is here. Seconds that it took."""
         writing, shard = self._writing, self._shard
         if writing is None or shard is None:
-            return
+            return 0.0
         try:
-            copy_all(job, self._bound(job, shard, writing.index))
+            return capture.bring(job, self._bound(job, shard, writing.index))
         except (KeyError, ValueError, RuntimeError):  # a tensor is not what it was
             writing.whole = False
+            return 0.0
 
     def end(self, job: Job, *, unchanged: bool) -> None:
         """Tell the agent. unchanged: the tensors are what they were at step()."""
@@ -150,7 +151,7 @@ class Replica:
         return _Piece(row.key, offset, piece.size, at, at + manifest.nbytes(piece)) if inside else None
 
     def _bound(self, job: Job, shard: Shard, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(from, to) of every piece. Raises KeyError, ValueError, RuntimeError where the state is another one."""
+        """(to, from) of every piece. Raises KeyError, ValueError, RuntimeError where the state is another one."""
         tensors = {leaf.key: part_here(leaf.tensor) for leaf in job.leaves}
         ptrs = [tensors[piece.key].data_ptr() for piece in self._pieces]
         known = self._pairs.get(index)
@@ -163,7 +164,7 @@ class Replica:
                 raise ValueError(f"{piece.key} has another shape")
             for dim, (start, length) in enumerate(zip(piece.offset, piece.size, strict=True)):
                 view = view.narrow(dim, start, length)
-            pairs.append((view, memory[piece.at : piece.end].view(view.dtype).view(piece.size)))
+            pairs.append((memory[piece.at : piece.end].view(view.dtype).view(piece.size), view))
         self._pairs[index] = ptrs, pairs
         return pairs
 

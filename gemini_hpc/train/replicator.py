@@ -22,6 +22,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.train.capture import Job
 from gemini_hpc.train.outstanding import Outstanding
 from gemini_hpc.train.pacer import Pacer
+from gemini_hpc.train.pins import Pins
 from gemini_hpc.train.plan import Plan, small_capacity
 from gemini_hpc.train.replica import Replica
 from gemini_hpc.train.shared import Keeper, Shard, Slot
@@ -87,12 +88,15 @@ class Replicator(Keeper):
         say: Callable[[str, int, str], None],
         broken: Callable[[str], None],
         catch_up: Callable[[], None],
+        pins: Pins | None = None,
     ) -> None:
+        """pins: for copies from a device into the own slots."""
         super().__init__()
         self._me, self._client, self._outboxes, self._gate = me, client, outboxes, gate
         self._capture, self._manifest, self._layout = plan.capture, plan.packed, plan.layout
         self._pacer, self._outstanding, self._max_repeated = pacer, Outstanding(pacer), max_repeated
         self._say, self._broken, self._catch_up = say, broken, catch_up
+        self._pins = pins
         self.counters = Counters()
         self._jobs: queue.SimpleQueue[Job | Plan | None] = queue.SimpleQueue()
         self._current: Job | None = None
@@ -111,6 +115,11 @@ class Replicator(Keeper):
         """Before `start`: other ranks' shards that this one fills as far as it can."""
         self._replicas = replicas
         self._capture.watches_all = bool(replicas)
+
+    def pin(self, shard: Shard) -> None:
+        """For copies from a device. Takes some 0.1 s per GiB; not beside another call of this."""
+        if self._pins is not None:
+            self._pins.add(shard.slots)
 
     def start(self, shard: Shard) -> None:
         """The slots are there: begin to take jobs."""
@@ -148,6 +157,8 @@ class Replicator(Keeper):
             self._thread.join(timeout_s)
         if self._thread.is_alive():
             return False
+        if self._pins is not None:
+            self._pins.close()
         self._outstanding.stop()
         return self._outstanding.join(max(0.0, deadline - time.monotonic()))
 
@@ -203,7 +214,6 @@ class Replicator(Keeper):
             self._abort(job, slot_index)
             return self._skip(job, "the training did not wait for the slot")
         layout = self._layout
-        began = time.monotonic()
         area = slot.bytes[layout.tensor_offset : layout.tensor_offset + max(layout.tensor_bytes, 1)]
         stamp = Stamp(self._me.epoch, job.version)
         stays = self._capture.unchanged(self._base) if self._base else frozenset()
@@ -214,10 +224,11 @@ class Replicator(Keeper):
         # while ranks go on with different versions, a slot begun here would be lost to the version that its home has
         sharing = () if self._gate.degraded else self._replicas
         replicas = [replica for replica in sharing if replica.begin(job, self._capture)]
-        self._capture.copy(job, slot_index, area, stays)
-        for replica in replicas:
-            replica.copy(job)
-        self._pacer.copies.append((began, time.monotonic(), layout.tensor_bytes))
+        took_s = self._capture.copy(job, slot_index, area, stays)
+        took_s += sum(replica.copy(job, self._capture) for replica in replicas)
+        ended = time.monotonic()
+        began = ended - took_s
+        self._pacer.copies.append((began, ended, layout.tensor_bytes))
         changed = self._capture.changed(job, slot_index, area)
         for replica in replicas:
             replica.end(job, unchanged=not changed and job.as_it_was())
@@ -248,8 +259,10 @@ class Replicator(Keeper):
         """The own slot is complete: bring it to the other holders, and say so."""
         used = self._layout.small_offset + len(job.small)
         self._pacer.begin(job.version)
-        if job.hurried or self._gate.degraded:  # nobody waits for it: the sooner it is there, the better
+        if self._gate.degraded:  # nobody waits for it: the sooner it is there, the better
             self._pacer.hurry()
+        elif job.hurried:
+            self._pacer.wait_for()
         self.counters.copy_s += time.monotonic() - began
         began = time.monotonic()
         digest = self._spread(job.version, slot, used)
@@ -294,6 +307,8 @@ class Replicator(Keeper):
             raise AgentRefused(f"the agent answered Begin with {reply}")
         self.release(self._gate.sealed)
         self._last_begun = job.version
+        if self._pins is not None:
+            self._pins.keep([slot for shard in (self.shard, *self.former) for slot in shard.slots])
         slot = self.shard.slots[reply.slot]
         known = slot.content
         self._base = known.version if slot.has_manifest and known.epoch == self._me.epoch else 0
@@ -309,6 +324,7 @@ class Replicator(Keeper):
         """Raises AgentLost, AgentRefused."""
         shard = register(self._client, self._me, self._me.rank, self._me.node_rank, layout.total)
         shard.populate()
+        self.pin(shard)
         self.outgrow(shard)
         self._layout = layout
 

@@ -42,6 +42,7 @@ PROFILED = 20  # clean iterations that make a profile (paper, section 5.4)
 PROFILED_AGAIN = 8
 PATIENCE_S = 1.5  # longest wait for a version that is on its way
 _COUNT_EVERY = 5
+_BEHIND = 16  # iterations that a device may be behind its host, and still be told of
 _RECORD_EVERY = 50  # in a row of `IN_A_ROW` iterations times are taken, then not for so many
 _WORD_EVERY_S = 5.0
 _PLANNED: tuple[Scheme, ...] = ("gemini", "naive", "no_pipeline")
@@ -111,6 +112,7 @@ class Rhythm:
         self._agreed = self._former = Agreed()
         self._wanted = PROFILED
         self._dirty = True
+        self._dirties: deque[bool] = deque([True] * _BEHIND, maxlen=_BEHIND)
         self._waited_s = 0.0
         self._route: Route | None = None
         self._plan: schedule.Plan | None = None
@@ -164,6 +166,7 @@ class Rhythm:
     def waited(self, seconds: float) -> None:
         """So long the training has waited at the optimizer; now it goes on."""
         self._waited_s += seconds
+        self._watch.passed()
         self._pacer.gate()
 
     @property
@@ -211,7 +214,7 @@ class Rhythm:
         trace = self._watch.mark() if self._council is not None else None
         waited_s, self._waited_s = self._waited_s, 0.0
         self._version = version
-        self._dirty = self._dirty or self._pacer.strayed
+        self._dirties.append(self._dirty or self._pacer.strayed)
         self._pacer.iteration(version)
         if self._council is None or self.problem:
             return None
@@ -222,10 +225,12 @@ class Rhythm:
                 self._hear(version, waited_s)
         except CouncilBroken as error:
             return self._give_up(str(error))
+        # a device waits less than its host, and tells of it later
+        device_s, held_s = self._watch.waited_s, self._watch.held_s
         if trace is not None:
-            self._note(without_wait(trace, waited_s), version)
+            self._note(without_wait(trace, waited_s if held_s is None else held_s), version)
         if self._stage == "steady" and self._scheme == "gemini":
-            self._watch_over(waited_s, trace, version)
+            self._watch_over(waited_s if device_s is None else device_s, trace, version)
         self._begun_at = time.monotonic()
         if self._pacer.meter.known:
             self._watch.bytes_per_s = self._pacer.meter.B
@@ -255,17 +260,26 @@ class Rhythm:
         return min(_COUNT_EVERY, 1 << self._compared)
 
     def _note(self, trace: Trace, version: int) -> None:
-        if self._stage == "profile" and not self._dirty and self._planned:
-            self._planner.note(version - 1, trace)
+        ago = self._watch.ago
+        clean = self._recorded(version) >= self._since and not self._dirties[-1 - ago]
+        if self._stage == "profile" and clean and self._planned:
+            self._planner.note(self._recorded(version), trace)
+
+    def _recorded(self, version: int) -> int:
+        """The version after whose step() the iteration began that has been recorded; -1: too long ago."""
+        ago = self._watch.ago
+        return version - 1 - ago if ago < _BEHIND else -1
 
     def _watch_over(self, waited_s: float, trace: Trace | None, version: int) -> None:
         """One iteration under the plan is over."""
         length_s = time.monotonic() - self._begun_at
         seen, j = self._oversight, self._agreed.j
         why = seen.iteration(length_s, waited_s, self._watch.launched_before, j, self.saves(version))
-        if trace is not None:
+        if trace is not None and self._recorded(version) >= self._since:
             journal, copies = tuple(self._pacer.journal), tuple(self._pacer.copies)
-            why = seen.recorded(Pictured(version - 1, trace, journal, copies, waited_s)) or why
+            held_s, number = self._watch.held_s, self._recorded(version)
+            picture = Pictured(number, trace, journal, copies, waited_s if held_s is None else held_s)
+            why = seen.recorded(picture) or why
             self._teller.draw(seen.pictured, self._planner.profile, self._plan, self._watch.names)
         self._renew = why or self._renew
         self._watch.recording = self._next_word - version <= IN_A_ROW and version >= self._record_from
@@ -365,7 +379,7 @@ class Rhythm:
     # ---- the plan --------------------------------------------------------------------------------------
 
     def _settle(self, j: int, s: int, version: int) -> None:
-        self._stage = "steady"
+        self._stage, self._since = "steady", version
         self._change(j, s, version)
         self._history.append((self._agreed.base, j, s))
         self._oversight.begin(self._planner.profile, self._planner.controller)
@@ -444,8 +458,9 @@ class Rhythm:
             late_s=plan.late_s if plan else 0.0,
             overhead=seen.overhead,
             waited_s=seen.waited_s,
-            buffer_bytes=self._choices.chunk_bytes * self._choices.buffers,
+            buffer_bytes=math.prod(self._planner.cut),
             unsealed=self.unsealed,
+            mu=self._choices.mu,
         )
 
     def report(self) -> dict[str, Any]:
@@ -467,6 +482,9 @@ class Rhythm:
             "spans": [[s.after, s.before_gate, s.start_s, s.length_s] for s in profile.spans] if profile else [],
             "deviation": profile.deviation if profile else None,
             "collectives": profile.ops if profile else None,
+            "mu": self._choices.mu,
+            "chunk_bytes": self._planner.cut[0],
+            "buffers": self._planner.cut[1],
             "chunks": len(plan.partitions) if plan else 0,
             "largest_chunk_bytes": max((part.size for part in plan.partitions), default=0) if plan else 0,
             "fitting_bytes": plan.fitting_bytes if plan else 0,

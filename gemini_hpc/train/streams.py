@@ -1,44 +1,48 @@
-"""When operations of NCCL run on the device: events on CUDA streams.
+"""Where CUDA is in what the training's threads have launched: events on its streams.
 
 This file has not run on a GPU. It never waits for the device: events are read when they are complete.
 
 The end of an asynchronous operation is an event on a side stream of ours that is made to wait for it through the
 work's *future*. `work.wait()` would do that too, but it also tells torch's allocator that the caller has waited: the
 operation's tensors could be reused while NCCL still reads them. The future instead keeps the memory of its results
-from reuse until our side stream has come that far, so this is done in recorded iterations only.
+from reuse until our side stream has come that far. DDP's buckets live on anyway, and FSDP2's collectives run on the
+current stream and have no work; results that are made anew each time (functional collectives) are freed that much
+later.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from gemini_hpc.train.device import Device
+from gemini_hpc.train.nccl.cuda import CudaEvent
+from gemini_hpc.train.nccl.device import Event
+
 _cuda: Any = torch.cuda  # without types
 
 
 class Streams:
-    """Events of the current device; used by the launching threads."""
+    """A `Device`: the current one of each thread that launches."""
+
+    backend = "nccl"
 
     def __init__(self) -> None:
         self._side: dict[int, Any] = {}
 
-    @staticmethod
-    def capturing() -> bool:
-        """A CUDA graph is being captured: no event may be asked or recorded now."""
-        return torch.cuda.is_current_stream_capturing()
+    def capturing(self) -> bool:
+        return bool(torch.cuda.is_current_stream_capturing())
 
-    @staticmethod
-    def here() -> Any:
-        """An event where the current stream is now."""
-        event = _cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def grouping(self) -> bool:
+        return bool(dist.distributed_c10d._world.pg_coalesce_state)
 
-    def end(self, work: dist.Work | None) -> Any:
-        """An event at the end of an operation that this thread has just launched; without a work it runs on the
-        current stream (async_op=False). Raises RuntimeError for a work without a future."""
+    def here(self) -> Event:
+        return CudaEvent(torch.cuda.current_stream())
+
+    def end(self, work: Any) -> Event:
         if work is None:
             return self.here()
         future = work.get_future()
@@ -50,7 +54,12 @@ class Streams:
             future.wait()
             return self.here()
 
-    @staticmethod
-    def between_s(start: Any, end: Any) -> float:
-        """Seconds from one event to another, both complete."""
-        return float(start.elapsed_time(end)) / 1e3
+
+def _of_training(on_device: bool) -> Callable[[], Device] | None:
+    nccl = on_device and dist.is_initialized() and Streams.backend in str(dist.get_backend_config())
+    return Streams if nccl else None
+
+
+# What makes the device of a training, if its state is on one; None: its collectives are the host's. Tests bring
+# another.
+of_training: Callable[[bool], Callable[[], Device] | None] = _of_training

@@ -81,6 +81,7 @@ def traffic(
     waited_s: float | None = None,
     buffer_bytes: int = 0,
     unsealed: int = 0,
+    mu: float | None = None,
     t: float | None = None,
 ) -> TrafficState:
     """A summary, its keys as in `TrafficState`; chunk_spans: of each chunk of the plan the number of its span, one of
@@ -112,6 +113,7 @@ def traffic(
         buffer_bytes=_bytes(buffer_bytes),
         chunks_per_span=chunks_per_span(chunk_spans, planned_spans),
         unsealed=_count(unsealed),
+        mu=_known(mu, 0.0, 1.0),
     )
 
 

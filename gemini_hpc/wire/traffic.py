@@ -40,7 +40,7 @@ class TrafficState(msgspec.Struct, frozen=True, array_like=True):
     spilled_bytes go with the last and hold the training up for late_s. overhead: share of the time, as measured;
     waited_s: usual wait at the optimizer; unsealed: versions that were on their way when the training, after its
     longest wait, had to go on. chunks_per_span: of each span in order; neighbours are added up where there are more
-    than MAX_PER_SPAN.
+    than MAX_PER_SPAN. mu: the share of each span that is planned with.
     """
 
     t: Time
@@ -69,6 +69,7 @@ class TrafficState(msgspec.Struct, frozen=True, array_like=True):
     buffer_bytes: Bytes = 0
     chunks_per_span: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_PER_SPAN)] = ()
     unsealed: Count = 0
+    mu: Ratio | None = None
 
 
 class Operation(msgspec.Struct, frozen=True, array_like=True):

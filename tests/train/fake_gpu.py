@@ -13,7 +13,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,6 +23,7 @@ from gemini_hpc.train.nccl import platform
 from gemini_hpc.train.nccl.device import Broken, Communicator, Device, Message
 from gemini_hpc.train.nccl.exchange import Links
 from gemini_hpc.train.nccl.launchlog import Launch
+from gemini_hpc.train.pins import Pin
 
 from .fake_device import FakeDevice, FakeEvent, FakeStream, World
 
@@ -72,6 +73,10 @@ class _HostStream:
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         into.copy_(source)
+
+    def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for into, source in pairs:
+            into.copy_(source)
 
 
 class LiveDevice(FakeDevice):
@@ -199,7 +204,7 @@ class FakePlatform:
     """What an option names happens on one rank only: {"refuse": 1} is a refusal of rank 1."""
 
     backend = "gloo"
-    pinned = 0
+    pinned = pins = 0  # now, and ever
 
     def __init__(self, options: dict[str, Any], rank: int) -> None:
         self._options, self._rank = options, rank
@@ -226,10 +231,11 @@ class FakePlatform:
         self.communicator = made
         return made
 
-    def pin(self, memory: torch.Tensor) -> platform.Pin:
+    def pin(self, memory: torch.Tensor) -> Pin:
         if self._here("unpinned"):
             raise RuntimeError("the test locks no memory")
         FakePlatform.pinned += 1
+        FakePlatform.pins += 1
         return _Pin()
 
 

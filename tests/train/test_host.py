@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 from waiting import until
 
+from gemini_hpc.train.transport import choice
+
 from .agents import RealJob, RealNode
 from .conftest import HOST, STEPS
 from .launch import Run, train
@@ -57,6 +59,20 @@ def test_bitwise_equal_and_on_both_nodes(make_job: MakeJob, run: Start, undistur
         report = r["report"]
         assert report["state"] == "protected" and not report["unsaved"], report
         assert report["sealed"][1] >= STEPS - 1 and report["received"][str(1 - r["rank"])] >= STEPS - 1, report
+    assert all(travels_over(job, node) == {"host"} for node in job.nodes)
+    both_hold(job, STEPS)
+
+
+def test_auto_is_host_also_for_a_training_on_a_device(make_job: MakeJob, run: Start, undisturbed: list[str]) -> None:
+    """NCCL could be had (on the fake device), and has not been measured to be better."""
+    assert choice.AUTO == ("host", "gloo")
+    job = make_job(2, 2)
+    results = run(job, lagging={"collective_s": 0.002}, gpu={}, kwargs={"seal_timeout_s": 3.0}).wait()
+    assert [r["digest"] for r in results] == undisturbed
+    for r in results:
+        assert r["report"]["state"] == "protected" and not r["report"]["unsaved"], r["report"]
+        assert r["report"]["traffic"]["transport"] == "host"
+        assert r["report"]["gpu"] == {"pinned": 0, "pins": 2, "exchanges": 0}
     assert all(travels_over(job, node) == {"host"} for node in job.nodes)
     both_hold(job, STEPS)
 

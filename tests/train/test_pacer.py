@@ -41,6 +41,9 @@ class Played:
         now = self._ask()
         return sum(start <= now < end for start, end in self._ops)
 
+    def place(self) -> None:
+        return None
+
     def quiet_since(self) -> float:
         return max((end for _, end in self._ops if end <= self.now), default=0.0)
 

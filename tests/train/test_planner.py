@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from gemini_hpc.core import spans
@@ -13,6 +16,8 @@ from gemini_hpc.train.teller import Kept
 from gemini_hpc.train.timetable import PAUSE_S, REACTION_S, Route, settled
 
 B, ALPHA = 1e8, 1e-4
+CHOICES = Choices("t", 1, 1.5, 0, "split", 60.0, 1 << 20, 4, "gemini", 0, 0.01)
+MB, GBIT = 1 << 20, 1e9 / 8
 
 
 def profile(idle_s: float = 0.05) -> Profile:
@@ -27,14 +32,22 @@ def planned(
     shard_bytes: int, *, on_host: bool = True, every: int = 0, idle_s: float = 0.05
 ) -> tuple[Route, tuple[int, int]]:
     """What a planner that has remembered this profile plans for, and the j and s that it wants."""
-    choices = Choices("t", 1, 1.5, 0, "split", 60.0, 1 << 20, 4, "gemini", every, 0.01)
-    kept = Kept(profile(idle_s), [(profile(idle_s), 0.0)], B, ALPHA)
-    planner = Planner(choices, 0, (1,), shard_bytes, LinkMeter(), kept, on_host=on_host)
-    assert planner.remember([planner.kept(), planner.kept()])
+    planner = remembering(CHOICES, shard_bytes, B, on_host=on_host, every=every, idle_s=idle_s)
     wanted = planner.want(1, fresh=True)
     found = planner.route("gemini")
     assert found is not None
     return found, wanted
+
+
+def remembering(
+    choices: Choices, shard_bytes: int, B: float, *, every: int = 0, idle_s: float = 0.05, **more: bool
+) -> Planner:
+    """One that has an earlier incarnation's profile, and its link."""
+    choices = replace(choices, every=every)
+    kept = Kept(profile(idle_s), [(profile(idle_s), 0.0)], B, ALPHA)
+    planner = Planner(choices, 0, (1,), shard_bytes, LinkMeter(), kept, **more)
+    assert planner.remember([planner.kept(), planner.kept()])
+    return planner
 
 
 def route(shard_bytes: int, *, on_host: bool = True, every: int = 0, idle_s: float = 0.05) -> Route:
@@ -99,3 +112,58 @@ def test_who_begins_later_anyway_loses_nothing_to_the_reaction() -> None:
         lost_s = max(0.0, REACTION_S - window.delay_s) + found.alpha - found.start_s
         assert usable.length_s == pytest.approx(max(0.0, window.length_s - lost_s))
     assert any(w.delay_s > REACTION_S for w in found.windows)
+
+
+def cut(
+    rate: float, *, chunk_bytes: int = 0, buffers: int = 4, shard_bytes: int = 1 << 33, **more: bool
+) -> tuple[int, int]:
+    """Bytes of a chunk, and how many at a time, on a link of so many bytes per second."""
+    choices = replace(CHOICES, chunk_bytes=chunk_bytes, buffers=buffers)
+    return remembering(choices, shard_bytes, rate, **more).cut
+
+
+@pytest.mark.parametrize(("gbit", "chunk"), [(1, 1), (10, 2), (25, 4), (100, 16), (400, 32)])
+def test_a_chunk_follows_the_link(gbit: int, chunk: int) -> None:
+    """Its start costs some 0.3 ms of processors; it takes several times as long, but where R is at its bound."""
+    size, p = cut(gbit * GBIT, whole=True)
+    assert (size, p) == (chunk * MB, 4)
+    assert size / (gbit * GBIT) > 0.0006
+    assert size * p <= 128 * MB
+
+
+def test_a_slow_link_has_smaller_chunks_in_the_same_memory() -> None:
+    assert cut(0.1 * GBIT, shard_bytes=1 << 30) == (MB // 16, 64)
+    assert cut(0.1 * GBIT, whole=True) == (MB, 4), "each is cut to what is left of its span"
+
+
+def test_a_chunk_that_the_user_has_chosen_is_never_larger() -> None:
+    assert cut(400 * GBIT, chunk_bytes=3 * MB, whole=True) == (3 * MB, 4)
+    assert cut(0.1 * GBIT, chunk_bytes=3 * MB)[0] < 3 * MB
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3, 16, 1000])
+def test_the_memory_of_chunks_is_bounded(buffers: int) -> None:
+    size, p = cut(400 * GBIT, buffers=buffers)
+    assert p == buffers and (size * p <= 128 * MB or size == MB)
+
+
+def test_a_small_shard_is_still_sent_in_several_chunks() -> None:
+    assert cut(400 * GBIT, shard_bytes=40 * MB)[0] == 4 * MB
+
+
+def test_mu_is_the_share_of_a_span_that_is_planned_with() -> None:
+    fitting = {}
+    for mu in (0.5, 1.0):
+        planner = remembering(replace(CHOICES, mu=mu), int(B), B, every=1)
+        planner.want(1, fresh=True)
+        found = planner.route("gemini")
+        assert found is not None and found.mu == mu
+        fitting[mu] = found.plan(1).fitting_bytes
+    assert fitting[0.5] == pytest.approx(0.5 * fitting[1.0], rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "value"), [("mu", 0.0), ("mu", 1.01), ("chunk_bytes", 4095), ("chunk_bytes", -1)])
+def test_what_cannot_be_chosen(name: str, value: float) -> None:
+    changed: dict[str, Any] = {name: value}
+    with pytest.raises(ValueError, match=name):
+        replace(CHOICES, **changed)

@@ -180,3 +180,55 @@ def test_a_stopped_peer_is_not_waited_for(make_job: MakeJob, tmp_path: Path) -> 
     times = results[0]["report"]["times"]
     assert times["worst_hook_s"] < 2.0, times  # 1.5 s and what a busy machine adds
     assert [s.version for s in job.seals][-1] == 45
+
+
+def test_copies_follow_a_device_that_the_host_runs_ahead_of(make_job: MakeJob) -> None:
+    """The host launches an iteration in a few milliseconds, then waits at the optimizer for the device's 0.2 s."""
+    job = make_job(2, 2)
+    options = {**TRAINING, "lagging": {"collective_s": 0.005}, "kwargs": {**TRAINING["kwargs"], "every": 1}}
+    run = Run(job, 2, {**options, "rate": ROOM})
+    results = run.wait()
+    alone = train(None, 2, **{**TRAINING, "compute_s": 0.0})
+    assert [r["digest"] for r in results] == [r["digest"] for r in alone]
+    for result in results:
+        seen = traffic(result)
+        assert result["report"]["gpu"] == {"pinned": 0, "pins": 2}, "both own slots, and released at the end"
+        assert (seen["stage"], seen["problem"], seen["j"], seen["s"]) == ("steady", "", 1, 1)
+        assert seen["iteration_s"] > 0.15 and seen["idle_s"] > 0.1 and seen["collectives"] == 15
+        # the host waits for most of the time, the device for hardly any
+        assert result["report"]["times"]["hook_s"] > 0.3 * 60 * seen["iteration_s"]
+        assert seen["waited_s"] < 0.5 * seen["iteration_s"], seen
+        assert seen["overlap"]["chunks"] >= 10
+        assert seen["overlap"]["beside_s"] < 0.2 * seen["overlap"]["chunks_s"], seen["overlap"]
+        # only the versions before the plan went when the device had come to the optimizer
+        first = seen["history"][0][0]
+        assert first < 40 and result["report"]["versions"]["spilled_bytes"] < (first + 4) * seen["fitting_bytes"]
+    assert not any("degraded" in text for text in run.stderr) and not job.corrupt
+    assert [s.version for s in job.seals][-1] == 60
+
+
+def test_a_device_that_can_pin_no_memory_is_told_of_once(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    lagging = {"collective_s": 0.001, "unpinned": 1}
+    run = Run(job, 2, {**TRAINING, "steps": 30, "lagging": lagging, "grow_at": 20})
+    results = run.wait()
+    assert [r["report"]["gpu"]["pinned"] for r in results] == [0, 0]
+    # the first rank's slots, and the larger ones that take their place
+    assert [r["report"]["gpu"]["pins"] for r in results] == [4, 0]
+    said = "copies from the device are slow, they are staged in other memory: the test locks no memory"
+    assert [text.count(said) for text in run.stderr] == [0, 1]
+    assert [s.version for s in job.seals][-1] == 30 and not job.corrupt
+
+
+def test_what_was_copied_from_a_device_is_resumed_bit_for_bit(make_job: MakeJob) -> None:
+    """Also where a rank dies while its host is ahead of its device: a version that is sealed has left it."""
+    alone = train(None, 2, **{**TRAINING, "steps": 30, "compute_s": 0.0})
+    job = make_job(2, 2)
+    options = {**TRAINING, "steps": 30, "lagging": {"collective_s": 0.001}}
+    Run(job, 2, {**options, "die_at": 15}).wait(codes=(1,))
+    stamp = job.requeue((1,))
+    assert stamp is not None and stamp.version >= 14
+    results = train(job, 2, **options)
+    assert {r["start"] for r in results} == {stamp.version}
+    assert [r["digest"] for r in results] == [r["digest"] for r in alone]
+    assert all(r["report"]["gpu"]["pinned"] == 0 for r in results) and not job.corrupt

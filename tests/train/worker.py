@@ -28,8 +28,11 @@ from torch.utils.data import Dataset
 import gemini_hpc as gemini
 from gemini_hpc.client import agent
 from gemini_hpc.core import directory
+from gemini_hpc.train import hostcopy, pins, streams
+from gemini_hpc.train.hostcopy import HostCopies
 from gemini_hpc.train.transport import messages
 from tests.train import fake_gpu, mpi_job, transport_program, watched
+from tests.train.timed_device import LaggingDevice
 
 
 class Numbers(Dataset[Any]):
@@ -51,13 +54,15 @@ class Compute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
         ctx.seconds = seconds
-        time.sleep(seconds)
+        Compute.work(seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        time.sleep(2 * ctx.seconds)
+        Compute.work(2 * ctx.seconds)
         return grads[0], None
+
+    work = staticmethod(time.sleep)
 
 
 class SlowLink:
@@ -174,6 +179,15 @@ def fail_once() -> None:
     gemini.Checkpointer._fetch = fails  # type: ignore[method-assign]
 
 
+def lag(gpu: fake_gpu.FakePlatform, collective_s: float) -> None:
+    """The training runs ahead of a device, to which its copies and collectives belong."""
+    lagging = LaggingDevice(collective_s)
+    Compute.work = staticmethod(lagging.compute)
+    streams.of_training = lambda on_device: lambda: lagging
+    hostcopy.of_training = lambda device: HostCopies(gpu.device())
+    pins.of_training = lambda device: gpu.pin
+
+
 def look_at(model: nn.Module) -> None:
     """An evaluation, of which nothing is left but what FSDP2 keeps of it."""
     states = torch.get_rng_state()
@@ -279,6 +293,9 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     if o.get("no_manifest_on") == rank:
         directory.pack = lambda manifest: [].pop()
     gpu = fake_gpu.install(o["gpu"], rank) if "gpu" in o else None
+    if "lagging" in o:
+        gpu = gpu or fake_gpu.FakePlatform(o["lagging"], rank)
+        lag(gpu, o["lagging"]["collective_s"])
     alone = dist.new_group([1]) if o.get("alone_on") == 1 else None
     if o.get("evaluate_unbuilt"):
         look_at(model)
@@ -396,7 +413,9 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     report = ckpt.report()
     ckpt.close()
     if gpu is not None:
-        report["gpu"] = {"pinned": gpu.pinned, "exchanges": gpu.communicator.count if gpu.communicator else 0}
+        report["gpu"] = {"pinned": gpu.pinned}
+        report["gpu"] |= {"pins": gpu.pins} if "lagging" in o else {}
+        report["gpu"] |= {"exchanges": gpu.communicator.count if gpu.communicator else 0} if "gpu" in o else {}
     told = {"start": start, "losses": losses, "digest": final, "report": report, "launches": launches}
     told |= {"unsealed_at_gate": behind} if behind else {}
     told |= {"peeked": peeked} if peeked is not None else {}

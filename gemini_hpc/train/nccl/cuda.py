@@ -1,8 +1,19 @@
-"""Streams, events and pinned memory of CUDA, through torch. Nothing in this file has run on a GPU."""
+"""Streams, events and pinned memory of CUDA, through torch. Nothing in this file has run on a GPU.
+
+A thread that has never said which device it means is on device 0: its first call would make a context there, of some
+hundred MB, in each process of a node. So what threads of ours call says it each time.
+
+While a thread captures a CUDA graph (in torch's usual mode), questions of other threads to CUDA fail, and the capture
+with them. So what may come from another thread is asked in CUDA's relaxed mode.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import ctypes
+import resource
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,18 +24,48 @@ from gemini_hpc.train.nccl.device import Broken, Event, Stream
 _cuda: Any = torch.cuda  # without types
 
 
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+
+
+@cache
+def _exchange() -> Any:
+    """cudaThreadExchangeStreamCaptureMode of the runtime that torch has loaded; None where it is not to be found."""
+    try:
+        found = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
+        return found.cudaThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return None
+
+
+@contextmanager
+def _from_any_thread(index: int) -> Iterator[None]:
+    """On this device, and not in the way of a graph that another thread captures."""
+    exchange, mode = _exchange(), ctypes.c_int(_RELAXED)
+    with torch.cuda.device(index):
+        if exchange is not None:
+            exchange(ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            if exchange is not None:
+                exchange(ctypes.byref(mode))
+
+
 class CudaEvent:
     """A `torch.cuda.Event` with a time."""
 
     def __init__(self, stream: Any) -> None:
+        self._index = stream.device_index
         self.event = _cuda.Event(enable_timing=True)
         self.event.record(stream)
 
     def query(self) -> bool:
-        return bool(self.event.query())
+        with _from_any_thread(self._index):
+            return bool(self.event.query())
 
     def seconds_since(self, earlier: Any) -> float:
-        return float(earlier.event.elapsed_time(self.event)) / 1e3
+        with _from_any_thread(self._index):
+            return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
 class CudaStream:
@@ -57,15 +98,19 @@ class CudaStream:
                 raise Broken(f"a collective of the training cannot be followed: {error}") from None
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.no_grad(), torch.cuda.stream(self.stream):
-            into.copy_(source, non_blocking=True)
+        self.copy_all([(into, source)])
+
+    def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        with torch.no_grad(), _from_any_thread(self.stream.device_index), torch.cuda.stream(self.stream):
+            for into, source in pairs:
+                into.copy_(source, non_blocking=True)
 
 
 class CudaDevice:
-    """The current device of the thread that makes it."""
+    """The device of this number, or the current one of the thread that makes it."""
 
-    def __init__(self) -> None:
-        self.index: int = torch.cuda.current_device()
+    def __init__(self, index: int | None = None) -> None:
+        self.index: int = torch.cuda.current_device() if index is None else index
 
     def stream(self) -> Stream:
         return CudaStream(_cuda.Stream(self.index))
@@ -94,18 +139,28 @@ class Pinned:
     mapping must be populated. Raises RuntimeError where CUDA refuses (too much locked memory, an old driver); copies
     then still work, but hold the host up."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, index: int | None = None) -> None:
+        """index: of the device; default, the thread's current one."""
         self._memory: torch.Tensor | None = memory
-        self._runtime = _cuda.cudart()
-        _check(self._runtime, self._runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        self._index = torch.cuda.current_device() if index is None else index
+        with _from_any_thread(self._index):
+            self._runtime = _cuda.cudart()
+            result = self._runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE)
+            if int(result):
+                with suppress(RuntimeError):  # CUDA remembers an error for the thread's next call: let it be this one
+                    torch.zeros(1, device=torch.device("cuda", self._index))
+        if int(result):
+            limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+            locked = "" if limit == resource.RLIM_INFINITY else f" (ulimit -l: {limit >> 10} KiB may be locked)"
+            why = self._runtime.cudaGetErrorString(result)
+            raise RuntimeError(f"CUDA could not pin {memory.numel()} bytes of replica memory: {why}{locked}")
 
     def release(self) -> None:
         """Before the mapping ends; the device must be done with it."""
-        if self._memory is not None:
-            _check(self._runtime, self._runtime.cudaHostUnregister(self._memory.data_ptr()))
-            self._memory = None
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            with _from_any_thread(self._index):
+                self._runtime.cudaHostUnregister(memory.data_ptr())  # may be refused where CUDA has ended before us
 
 
-def _check(runtime: Any, result: Any) -> None:
-    if int(result) != 0:
-        raise RuntimeError(f"CUDA could not pin or unpin replica memory: {runtime.cudaGetErrorString(result)}")
+_PORTABLE = 1  # cudaHostRegisterPortable: for all devices of the process

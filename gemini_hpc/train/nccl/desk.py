@@ -19,7 +19,7 @@ import torch
 from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.client.seal import SealGate
 from gemini_hpc.client.slots import Content
-from gemini_hpc.train.nccl.platform import Pin
+from gemini_hpc.train.pins import Pin, Pins
 from gemini_hpc.train.replicator import Identity
 from gemini_hpc.train.shared import Keeper, Slot
 from gemini_hpc.wire import local
@@ -78,10 +78,9 @@ class Desk:
     ) -> None:
         """unpinned: told once, with the reason, where memory cannot be pinned."""
         self._me, self._client, self._gate, self._area = me, client, gate, area
-        self._pin, self._unpinned = pin, unpinned
         self._keepers: dict[int, Keeper] = {}
         self._shards: dict[int, _Shard] = {}
-        self._pins: dict[int, tuple[Slot, Pin]] = {}
+        self._pins = Pins(pin, unpinned)
         self._changed = threading.Condition()
         self._wanted = 0
         self._reached = 0
@@ -279,9 +278,8 @@ class Desk:
         """After `end`. drained False: the device may still write, so the memory stays pinned."""
         if self._thread is not None:
             self._thread.join(1.0)
-        for _, pin in self._pins.values() if drained else ():
-            pin.release()
-        self._pins.clear()
+        if drained:
+            self._pins.close()
 
     # ---- the thread ------------------------------------------------------------------------------------
 
@@ -313,8 +311,8 @@ class Desk:
             self._return(rank, stale.version, stale.index)
             with self._changed:
                 shard.grant = None if shard.grant is stale else shard.grant
-        for slot in memory.slots:
-            self._pinned(slot)
+        if not self._pins.add(memory.slots):
+            raise AgentRefused(self._pins.problem)
         word = (page.sealed, page.abandoned) if page is not None else None
         if word == shard.asked[0] and time.monotonic() - shard.asked[1] < _LATER_S:
             return True
@@ -352,13 +350,3 @@ class Desk:
         # one that is on its way must not lose its slot to the next, or none would ever be complete again
         alone_s = time.monotonic() - grant.landed_at if grant.landed else 0.0
         return alone_s > HEAD_LATE_S or (grant.version < self._reached and (not grant.handed or alone_s > HEAD_S))
-
-    def _pinned(self, slot: Slot) -> None:
-        at = slot.bytes.data_ptr()
-        if at in self._pins:
-            return
-        try:
-            self._pins[at] = slot, self._pin(slot.bytes)
-        except RuntimeError as error:
-            self._unpinned(str(error))
-            raise AgentRefused(str(error)) from None

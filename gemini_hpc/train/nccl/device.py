@@ -5,7 +5,7 @@ Nothing here waits on the host: what is called is put at the end of a stream's q
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -44,6 +44,9 @@ class Stream(Protocol):
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between tensors of one size, on the device or in pinned host memory, in either direction."""
+
+    def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Many such copies, each from the second of a pair into the first."""
 
 
 class Device(Protocol):

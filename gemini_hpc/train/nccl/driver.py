@@ -38,7 +38,6 @@ from gemini_hpc.train.nccl.progress import Progress
 from gemini_hpc.train.nccl.source import Piece, Tensors
 from gemini_hpc.train.nccl.unhooked import Finding, Unhooked
 from gemini_hpc.train.pacer import Pacer
-from gemini_hpc.train.planner import MU
 from gemini_hpc.train.replicator import Identity
 from gemini_hpc.train.shared import Keeper
 from gemini_hpc.train.timetable import Route
@@ -87,7 +86,13 @@ class Driver:
         self.meter = LinkMeter()
         self._progress = Progress(joined.communicator, links.sizes, self, self._tell)
         self._exchange = Exchange(
-            self._device, joined.communicator, me.rank, links, choices.buffers, choices.chunk_bytes, self._progress
+            self._device,
+            joined.communicator,
+            me.rank,
+            links,
+            choices.buffers,
+            choices.device_chunk_bytes,
+            self._progress,
         )
         self._own = OwnCopy(self._device, self._exchange.copies)
         self.desk = Desk(me, client, gate, self.area, joined.platform.pin, self._unpinned)
@@ -293,16 +298,17 @@ class Driver:
             route = None
         choices, size = self._choices, self.area(self._me.rank)[1]
         self._exchange.follow(
-            whole(self.largest_bytes, len(self._joined.links.targets[0]) + 1, choices.chunk_bytes)
+            whole(self.largest_bytes, len(self._joined.links.targets[0]) + 1, choices.device_chunk_bytes)
             if route is None
             else route.program(s)
         )
         rate = sorted(self._rates)[len(self._rates) // 2] if self._rates else 0.0
         if route is not None and rate > 0:
-            self._work = owncopy.plan(route.profile, size, choices.chunk_bytes, rate, MU)
+            self._work = owncopy.plan(route.profile, size, choices.device_chunk_bytes, rate, choices.mu)
         else:
             self._work = tuple(
-                Piecework(-1, at, min(choices.chunk_bytes, size - at)) for at in range(0, size, choices.chunk_bytes)
+                Piecework(-1, at, min(choices.device_chunk_bytes, size - at))
+                for at in range(0, size, choices.device_chunk_bytes)
             )
 
     def words(self) -> list[int]:

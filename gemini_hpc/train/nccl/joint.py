@@ -15,7 +15,7 @@ from gemini_hpc.train.link import LinkMeter
 from gemini_hpc.train.nccl import program, refusal
 from gemini_hpc.train.nccl.program import Program, Terms
 from gemini_hpc.train.pacer import Scheme
-from gemini_hpc.train.planner import MU, Planner
+from gemini_hpc.train.planner import Planner
 from gemini_hpc.train.teller import Kept
 from gemini_hpc.train.timetable import Route
 from gemini_hpc.train.watch import Watch
@@ -124,10 +124,12 @@ class JointPlanner(Planner):
 
     def _agree(self, B: float, alpha: float) -> None:
         choices = self._choices
-        R = choices.chunk_bytes * choices.buffers
+        R = choices.device_chunk_bytes * choices.buffers
         m = len(self._targets) + 1
         self._terms = (
-            Terms(self._profiles, self._driver.largest_bytes, m, R, choices.buffers, B, alpha, MU) if B > 0 else None
+            Terms(self._profiles, self._driver.largest_bytes, m, R, choices.buffers, B, alpha, choices.mu)
+            if B > 0
+            else None
         )
 
     # ---- planning --------------------------------------------------------------------------------------

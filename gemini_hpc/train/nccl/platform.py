@@ -14,15 +14,9 @@ from gemini_hpc.train.nccl.communicator import NcclCommunicator
 from gemini_hpc.train.nccl.device import Communicator, Device, Message
 from gemini_hpc.train.nccl.exchange import Links
 from gemini_hpc.train.nccl.library import Library
+from gemini_hpc.train.pins import Pin
 
 CONNECT_S = 60.0  # for each of making the communicator and its first messages: slow on many nodes
-
-
-class Pin(Protocol):
-    """Replica memory that the device copies to and from on its own."""
-
-    def release(self) -> None:
-        """Before the mapping ends; the device is done with it."""
 
 
 class Platform(Protocol):
@@ -54,12 +48,14 @@ class CudaPlatform:
 
     def __init__(self) -> None:
         self._library: Library | None = None
+        self._index: int | None = None
 
     def refuses(self, tensors: Sequence[torch.Tensor]) -> str:
         if not torch.cuda.is_available():
             return "there is no CUDA device here"
         devices = {tensor.device for tensor in tensors}
-        here = torch.device("cuda", torch.cuda.current_device())
+        self._index = torch.cuda.current_device()
+        here = torch.device("cuda", self._index)
         if devices - {here}:
             others = ", ".join(sorted(map(str, devices - {here})))
             return f"training state is on {others}; all of it must be on the current device, {here}"
@@ -90,7 +86,7 @@ class CudaPlatform:
         return made
 
     def pin(self, memory: torch.Tensor) -> Pin:
-        return cuda.Pinned(memory)
+        return cuda.Pinned(memory, self._index)
 
 
 def first_messages(device: Device, rank: int, links: Links) -> tuple[list[Message], list[Message]]:

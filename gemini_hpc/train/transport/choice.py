@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from gemini_hpc.train.transport.base import Transport
 
 Kind = Literal["auto", "gloo", "host", "mpi", "nccl"]
+# What "auto" takes, in order of preference. NCCL is not among them, also where all ranks could have it, until it has
+# been measured on GPUs to be better than these.
+AUTO: tuple[Kind, ...] = ("host", "gloo")
 _NAMED = 5  # node ranks in a sentence
 
 
@@ -24,7 +27,7 @@ def make(
     kind: Kind, client: AgentClient, set_name: str, rank: int, homes: Sequence[int], protocols: Sequence[int]
 ) -> Chosen:
     """The transport of this kind, or of "auto" where this one cannot be had: the same on all ranks. Collective over
-    the default process group. "auto" is "host", and "gloo" where an agent is too old for that. "nccl" has the links
+    the default process group. "auto" is the first of AUTO for which no agent is too old. "nccl" has the links
     of gloo, for what does not go from GPU to GPU. Of each training rank, homes: its node rank; protocols: what its
     agent speaks."""
     problem = ""
@@ -36,7 +39,8 @@ def make(
         except ValueError as error:
             problem = str(error)
     chosen: Transport | None = None
-    if kind not in ("gloo", "nccl"):
+    ways: tuple[Kind, ...] = ("gloo",) if kind in ("gloo", "nccl") else AUTO
+    if "host" in ways:
         too_old = _strangers_to_pushes(homes, protocols)
         if not too_old:
             from gemini_hpc.train.transport.host import HostTransport

@@ -1,0 +1,62 @@
+"""The part of `benchmarks.gpu` that needs no GPU, on a device that lags behind this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import gpuspans
+from gemini_hpc.train.hostcopy import HostCopies
+
+from .fake_gpu import LiveDevice
+from .timed_device import LaggingDevice
+
+
+class Sleeping:
+    """Four layers of 15 ms, and 5 ms on the network after each."""
+
+    layers = 4
+
+    def __init__(self, device: LaggingDevice) -> None:
+        self._device, self._mark = device, device.here()
+
+    def compute(self) -> None:
+        self._device.compute(0.015)
+
+    def collective(self) -> None:
+        dist.all_reduce(torch.ones(4))
+
+    def optimizer(self) -> None:
+        self._device.compute(0.002)
+        self._mark = self._device.here()
+
+    def synchronize(self) -> None:
+        while not self._mark.query():
+            time.sleep(1e-3)
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_its_bytes_go_in_spans() -> None:
+    device = LaggingDevice(0.005)
+    source = torch.arange(1 << 20, dtype=torch.float32)
+    into = torch.zeros_like(source)
+    found = gpuspans.measure(Sleeping(device), device, HostCopies(LiveDevice(3, 1)), [(into, source)], 12)
+    assert torch.equal(into, source)
+    assert found.share > 0.5 and found.beside < 0.5, found  # 0 and more where the host is followed; machines are busy
+    assert len([s for s in found.spans if s > 0.01]) == 4, found
+    assert found.ahead_s > 0, found
+    lines: list[str] = []
+    gpuspans.rows(found, lambda name, value: lines.append(f"{name} {value}"))
+    assert len(lines) == 9

@@ -1,0 +1,114 @@
+"""Copies from a device into replica memory, and the memory that is pinned for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from gemini_hpc.train import hostcopy
+from gemini_hpc.train.hostcopy import HostCopies
+from gemini_hpc.train.pins import Pins
+from gemini_hpc.train.shared import Slot
+
+from .fake_device import FakeEvent
+from .fake_gpu import LiveDevice
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Bytes of each piece."""
+    monkeypatch.setattr(hostcopy, "PIECE_BYTES", 1000)
+    pieces: list[int] = []
+    cut = hostcopy._pieces
+
+    def noted(into: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for pair in cut(into, source):
+            pieces.append(pair[1].nbytes)
+            yield pair
+
+    monkeypatch.setattr(hostcopy, "_pieces", noted)
+    yield pieces
+
+
+def test_everything_comes_in_pieces(copied: list[int]) -> None:
+    grid = torch.arange(6000, dtype=torch.float32).reshape(60, 100)
+    sources = [
+        torch.randn(2500, dtype=torch.float64),
+        torch.tensor(3, dtype=torch.int64),
+        torch.empty(0),
+        torch.randn(33, 77).to(torch.bfloat16),
+        torch.rand(4001) > 0.5,
+        grid[:, 10:60],  # not in one run of memory
+        torch.randn(300, dtype=torch.complex64),
+    ]
+    targets = [torch.zeros_like(s, memory_format=torch.contiguous_format) for s in sources]
+    copies = HostCopies(LiveDevice(1, 1))
+    copies.bring(copies.mark(), zip(targets, sources, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(targets, sources, strict=True))
+    assert sum(copied) == sum(s.nbytes for s in sources)
+    assert sorted(copied)[-1] == sources[5].nbytes and sorted(copied)[-2] == 1000
+
+
+def test_nothing_is_copied_before_the_device_has_come_to_step() -> None:
+    copies = HostCopies(LiveDevice(2, 1))
+    ready = FakeEvent(time.monotonic)
+    source, into = torch.ones(10), torch.zeros(10)
+    thread = threading.Thread(target=copies.bring, args=(ready, [(into, source)]))
+    thread.start()
+    time.sleep(0.05)
+    assert thread.is_alive() and not into.any()
+    source.fill_(2)
+    ready.reach()
+    thread.join(5.0)
+    assert not thread.is_alive() and bool((into == 2).all())
+
+
+class Memory:
+    """Which mappings are pinned."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.pinned = room, set[int]()
+
+    def pin(self, memory: torch.Tensor) -> Any:
+        if len(self.pinned) >= self.room:
+            raise RuntimeError("too much is locked")
+        at = memory.data_ptr()
+        assert at not in self.pinned
+        self.pinned.add(at)
+        return SimpleNamespace(release=lambda: self.pinned.remove(at))
+
+
+def slots(count: int) -> list[Slot]:
+    return [cast(Slot, SimpleNamespace(bytes=torch.zeros(8))) for _ in range(count)]
+
+
+def test_a_slot_is_pinned_once_and_released_when_it_is_out_of_use() -> None:
+    memory, told = Memory(4), list[str]()
+    pins, old, new = Pins(memory.pin, told.append), slots(2), slots(2)
+    assert pins.add(old) and pins.add(old) and len(memory.pinned) == 2
+    assert pins.add(new) and len(memory.pinned) == 4
+    pins.keep([*old, *new])
+    assert len(memory.pinned) == 4
+    pins.keep(new)
+    assert memory.pinned == {slot.bytes.data_ptr() for slot in new}
+    pins.close()
+    pins.close()
+    assert not memory.pinned and not told
+
+
+def test_what_cannot_be_pinned_is_told_once_and_not_tried_again() -> None:
+    memory, told = Memory(1), list[str]()
+    pins, some = Pins(memory.pin, told.append), slots(2)
+    assert not pins.add(some) and not pins.add(some)
+    assert told == [pins.problem] == ["too much is locked"]
+    assert pins.add(some[:1]), "it is pinned"
+    memory.room = 9
+    assert not pins.add(some[1:])
+    pins.close()
+    assert not memory.pinned
