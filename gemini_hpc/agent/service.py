@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gemini_hpc.agent.local import Client, Reply
 from gemini_hpc.agent.memory import NoMemory, adopt
+from gemini_hpc.agent.pledges import Wish
 from gemini_hpc.agent.pull import PullFailed
 from gemini_hpc.agent.store import Shard
 from gemini_hpc.agent.trainingset import TrainingSet
@@ -136,10 +137,13 @@ class Service:
                     self._agent.complain(f"process {client.pid} has more events to tell than are kept")
                 return local.Ok(), []
             if isinstance(request, local.Finished):
-                training = self._training(client, request.set)
-                if training.present.get(request.rank) is not client:
-                    raise Rejected(f"rank {request.rank} is not this process's")
-                training.finished.add(request.rank)
+                self._own(client, request)
+                self._training(client, request.set).finished.add(request.rank)
+                return local.Ok(), []
+            if isinstance(request, local.KeepVersion):
+                self._own(client, request)
+                if why := self._agent.keeps.ask(Wish(request.set, request.name, request.version)):
+                    raise Rejected(why)
                 return local.Ok(), []
             if isinstance(request, (local.Traffic, local.Timeline, local.Keep, local.Recall)):
                 return self._told(client, request), []
@@ -234,8 +238,7 @@ class Service:
         self, client: Client, m: local.Traffic | local.Timeline | local.Keep | local.Recall
     ) -> local.Ok | local.Kept:
         """Of a rank by itself only."""
-        if self._training(client, m.set).present.get(m.rank) is not client:
-            raise Rejected(f"rank {m.rank} is not this process's")
+        self._own(client, m)
         tellings = self._agent.tellings
         if isinstance(m, local.Recall):
             return local.Kept(tellings.recall(m.set, m.rank, m.key))
@@ -246,6 +249,10 @@ class Service:
         else:
             tellings.timeline(m.set, m.rank, m.timeline)
         return local.Ok()
+
+    def _own(self, client: Client, m: local.OfRank) -> None:
+        if self._training(client, m.set).present.get(m.rank) is not client:
+            raise Rejected(f"rank {m.rank} is not this process's")
 
     async def _alone(self, m: local.Hello) -> None:
         """Wait, for a moment, until an earlier process of this rank has left; it may just have been killed."""

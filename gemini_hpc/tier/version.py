@@ -4,7 +4,7 @@
         node-0000.h5, node-0001.h5, ...   the shards of the ranks that lived on that node
         index.h5                          each tensor of the training as one (virtual) dataset
         manifest.json                     written last: without it there is no version
-        kept                              in a version that retention does not remove
+        kept                              in a version that retention does not remove; its names (`names`)
 
 Names sort as stamps do. Nothing here needs h5py: an agent that looks for a version reads small JSON files only.
 """

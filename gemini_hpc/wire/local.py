@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from gemini_hpc.wire import version
-from gemini_hpc.wire.bounds import Bytes, Count, Epoch, Job, Restart, Seconds, Strict, Time, Version
+from gemini_hpc.wire.bounds import Bytes, Count, Epoch, Job, Restart, Seconds, SetName, Strict, Time, Version
 from gemini_hpc.wire.stored import Tier
 from gemini_hpc.wire.traffic import TimelineState, TrafficState
 
@@ -221,6 +221,14 @@ class Finished(OfRank, frozen=True, tag="finished"):
     """This rank has closed its checkpointer: its training succeeded."""
 
 
+class KeepVersion(OfRank, frozen=True, tag="keep-version"):
+    """This version is to stay on the tier for good, under this name, or the first one after it that can be saved.
+    Answered by `Ok` when the agent will see to it, else by `Error` with the reason."""
+
+    version: Version
+    name: SetName
+
+
 class HandBack(OfRank, frozen=True, tag="handback"):
     """After an agent's death: one slot of a shard, its descriptor beside it; revalidated by digest.
 
@@ -326,6 +334,7 @@ Request = (
     | OpenPush
     | Event
     | Finished
+    | KeepVersion
     | HandBack
     | Traffic
     | Timeline

@@ -263,6 +263,26 @@ class DrainOver(Message, frozen=True, tag="drain-over"):
     round: Round
 
 
+class KeepWish(Message, frozen=True, tag="keep"):
+    """Up: a rank wants this version on the tier for good, under this name, or the first one after it that can be had.
+    Down: the root knows of it. Said again until it is done."""
+
+    round: Round
+    set: SetName
+    name: SetName
+    version: Version
+
+
+class KeepDone(Message, frozen=True, tag="kept"):
+    """Down: this wish is done: the version that has the name; stamp None: never, for another one has it."""
+
+    round: Round
+    set: SetName
+    name: SetName
+    version: Version
+    stamp: Stamp | None = None
+
+
 # ---- to the tier, when a node is missing: between the leader and all others --------------------------------------
 
 

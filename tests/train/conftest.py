@@ -1,12 +1,17 @@
-"""Fixtures: jobs of fake agents."""
+"""Fixtures: jobs of fake agents, and of real ones."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gemini_hpc.wire import munge
+
+from .agents import RealJob
 from .fake_agent import FakeJob
 
 
@@ -33,3 +38,22 @@ def job(make_job: Callable[[int, int], FakeJob], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("GEMINI_SOCKET", job.nodes[0].path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     return job
+
+
+@pytest.fixture
+def real_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RealJob]]:
+    """real_job(nodes, m, tier=...): its agents must have had no trouble of their own."""
+    monkeypatch.setattr(munge, "encode", lambda payload, *, for_uid: payload)
+    monkeypatch.setattr(munge, "decode", lambda credential: (credential, os.geteuid()))
+    jobs: list[RealJob] = []
+
+    def make(nodes: int, m: int, **more: Any) -> RealJob:
+        jobs.append(RealJob(tmp_path / f"real{len(jobs)}", nodes, m, **more))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.close()
+    for node in (node for job in jobs for node in job.all.values()):
+        log = node.log()
+        assert "Traceback" not in log and "event=error" not in log and "exception" not in log, log

@@ -261,6 +261,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         look_at(model)
     start = ckpt.resume()
     losses: dict[int, str] = {}
+    kept: dict[str, bool] = {}
     behind: list[int] = []
     batches = loader.forever()
     accumulate = o.get("accumulate", 1)
@@ -315,6 +316,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
             with torch.no_grad():
                 model(x)
         ckpt.step()
+        if (name := o.get("keep", {}).get(str(step))) and rank in o.get("keepers", range(world)):
+            kept[name] = ckpt.keep(name)
         if log is not None:
             log.write(f"{start} {step} {losses[step]}\n")
         if step == o.get("pause_at"):
@@ -364,5 +367,6 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         report["gpu"] = {"pinned": gpu.pinned, "exchanges": gpu.communicator.count if gpu.communicator else 0}
     told = {"start": start, "losses": losses, "digest": final, "report": report, "launches": launches}
     told |= {"unsealed_at_gate": behind} if behind else {}
+    told |= {"kept": kept} if kept else {}
     told |= {"peeked": peeked} if peeked is not None else {}
     return {"rank": rank, **told}
