@@ -30,6 +30,7 @@ from gemini_hpc.agent.network import interface_address
 from gemini_hpc.agent.outgoing import Outgoing
 from gemini_hpc.agent.pledges import Pledges
 from gemini_hpc.agent.pulls import Pulls
+from gemini_hpc.agent.rejections import Rejections
 from gemini_hpc.agent.reporter import Reporter
 from gemini_hpc.agent.rounds import Rounds
 from gemini_hpc.agent.scavenge import Scavenge
@@ -78,7 +79,7 @@ class Agent:
         self.tellings = Tellings()
         self.pulls = Pulls(self)
         self.filling = Filling(self)
-        self.pledges = Pledges(directory)
+        self.pledges, self.rejections = Pledges(directory), Rejections(self)
         self.drains, self.keeps = Drains(self), Keeps(self)
         self.scavenge = Scavenge(self)
         self.outgoing, self.incoming = Outgoing(self), Incoming(self)

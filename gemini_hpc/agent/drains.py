@@ -11,7 +11,7 @@ import asyncio
 import math
 import pwd
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -134,6 +134,10 @@ class Drains:
             kept=self._agent.keeps.given(name),
         )
 
+    def forget(self, rejected: Callable[[str, Stamp], bool]) -> None:
+        """Such versions are on the tier in vain."""
+        self.saved = {name: found for name, found in self.saved.items() if not rejected(name, found[0])}
+
     def close(self) -> None:
         """Free everything; processes end."""
         self.node.close()
@@ -169,7 +173,8 @@ class Drains:
     async def _look(
         self, without: Iterable[tuple[str, bounds.Stamp]], *, begin: bool = False, make: bool = False
     ) -> tuple[Manifest, ...]:
-        order = orders.Look(self.tier, self._agent.job, "", tuple(without), begin, make)
+        rejected = self._agent.rejections.all
+        order = orders.Look(self.tier, self._agent.job, "", tuple(without), begin, make, rejected)
         found = await tierwork.carry_out(order)
         self.troubles.over("")
         manifests = found.manifests if isinstance(found, orders.Found) else ()

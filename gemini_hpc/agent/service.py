@@ -138,7 +138,16 @@ class Service:
                 return local.Ok(), []
             if isinstance(request, local.Finished):
                 self._own(client, request)
-                self._training(client, request.set).finished.add(request.rank)
+                training = self._training(client, request.set)
+                training.finished.add(request.rank)
+                return local.Ok(), []
+            if isinstance(request, local.Reject):
+                self._own(client, request)
+                training = self._training(client, request.set)
+                if training.chosen is None or training.chosen.version != request.version:
+                    raise Rejected(f"version {request.version} is not what the ranks have loaded")
+                if why := self._agent.rejections.reject(training, request.reason, fresh=request.fresh):
+                    raise Rejected(why)
                 return local.Ok(), []
             if isinstance(request, local.KeepVersion):
                 self._own(client, request)
@@ -206,6 +215,8 @@ class Service:
             lost=training.lost[:100],
             notice="; ".join(filter(None, (agent.notice, agent.drains.problem))),
             proto=proto,
+            rejected=agent.rejections.sentences(m.set),
+            fresh=agent.rejections.fresh(m.set),
         )
         return welcome, [training.page_fd()]
 

@@ -73,6 +73,7 @@ def collect(path: str) -> list[dict[str, Any]]:
                     "bytes": sum(file.bytes for file in manifest.files),
                     "time": manifest.time,
                     "kept": os.path.lexists(f"{where}/{version.KEPT}"),
+                    "rejected": os.path.lexists(f"{where}/{version.REJECTED}"),
                     "names": sorted(names.of_version(where)),
                     "where": where,
                 }
@@ -85,6 +86,7 @@ def _table(found: list[dict[str, Any]]) -> str:
     for v in found:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(v["time"]))
         named = ", ".join(v["names"]) or ("(stays)" if v["kept"] else "")
+        named = f"{named} (rejected)".strip() if v["rejected"] else named
         rows.append((v["set"], str(v["version"][1]), str(v["ranks"]), f"{v['bytes'] / 1e6:.1f} MB", saved, named))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)

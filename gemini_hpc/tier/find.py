@@ -17,7 +17,8 @@ def find(
 ) -> tuple[str, Manifest]:
     """Directory and manifest of the newest whole version below `path`, or of the one with this number. set_name:
     where a job has several. A version's own directory is that version, whatever the two say. A damaged version is
-    passed over, and `passed_over` told why. Raises ValueError with one sentence, OSError."""
+    passed over, and `passed_over` told why; so is one that a training has rejected, unless its name or number is
+    asked for. Raises ValueError with one sentence, OSError."""
     path, name = split(path)
     path = os.path.normpath(path)
     if not os.path.isdir(path):
@@ -39,6 +40,9 @@ def find(
     path = _down(path, set_name)
     damaged: list[str] = []
     for stamp in version.stamps(path):
+        if not number and version.rejected(path, stamp):
+            damaged.append(f"{path}/{version.name(stamp)} was rejected by a training")
+            continue
         try:
             manifest = _read(path, stamp) if not number or stamp.version == number else None
         except ValueError as error:

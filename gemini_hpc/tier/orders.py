@@ -10,7 +10,7 @@ import msgspec
 from gemini_hpc.tier.names import Names
 from gemini_hpc.tier.version import Manifest
 from gemini_hpc.wire.bounds import SET_NAME, Bytes, Count, Job, SetName, Stamp, Strict, Version
-from gemini_hpc.wire.stored import Digest, NodeFile
+from gemini_hpc.wire.stored import Digest, NodeFile, Rejection
 
 Tier = Annotated[str, msgspec.Meta(pattern=r"\A/[^\x00]{0,4095}\Z")]
 SetOrAll = Annotated[str, msgspec.Meta(pattern=rf"\A({SET_NAME.pattern})?\Z")]
@@ -76,13 +76,14 @@ class Clean(Order, frozen=True, tag="clean"):
 
 
 class Look(Order, frozen=True, tag="look"):
-    """Which whole version of each set is the newest, but for these? begin: a job begins, so it is looked whether
-    files could be written at all; make: the tier's directory is made where it is not there, in one that is. Answered
-    by `Found`."""
+    """Which whole version of each set is the newest, but for these, and for rejected ones? begin: a job begins, so it
+    is looked whether files could be written at all; make: the tier's directory is made where it is not there, in one
+    that is; rejected: such versions are marked, for who looks without knowing. Answered by `Found`."""
 
     without: tuple[tuple[str, Stamp], ...] = ()
     begin: bool = False
     make: bool = False
+    rejected: tuple[Rejection, ...] = ()
 
 
 class Read(Order, frozen=True, tag="read"):

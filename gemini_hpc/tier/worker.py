@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from importlib.util import find_spec
 
@@ -20,6 +20,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import lustre, names, orders, place, retention, version
 from gemini_hpc.tier.ahead import Ahead
 from gemini_hpc.tier.place import Pace, TierError, told
+from gemini_hpc.wire.stored import Rejection
 
 _PR_SET_PDEATHSIG = 1
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
@@ -152,9 +153,26 @@ def _look(order: orders.Look) -> orders.Answer:
                 os.mkdir(order.tier, 0o700)
         os.stat(f"{order.tier}/.")
         for name in [order.set] if order.set else version.sets(order.tier, order.job):
-            wanted = (m for m in version.whole(f"{where}/{name}") if (m.set, m.stamp) not in order.without)
+            _mark(f"{where}/{name}", [r for r in order.rejected if r.set == name])
+            wanted = (m for m in version.whole(f"{where}/{name}") if _offered(f"{where}/{name}", m, order))
             found += [m for m in [next(wanted, None)] if m is not None and (m.job, m.set) == (order.job, name)]
     return orders.Found(tuple(found))
+
+
+def _mark(directory: str, rejected: Sequence[Rejection]) -> None:
+    """What a training has found bad says so itself, should nobody remember; as far as one may write there."""
+    for stamp in version.stamps(directory) if rejected else ():
+        why = next((r.reason for r in rejected if r.low <= (stamp.epoch, stamp.version) <= r.high), None)
+        where = f"{directory}/{version.name(stamp)}"
+        if why is not None and not version.rejected(directory, stamp):
+            with suppress(OSError), place.replaced(where, version.REJECTED) as path, open(path, "x") as file:
+                file.write(f"{why}\n")
+
+
+def _offered(directory: str, manifest: version.Manifest, order: orders.Look) -> bool:
+    if (manifest.set, manifest.stamp) in order.without or version.rejected(directory, Stamp(*manifest.stamp)):
+        return False
+    return not any(r.covers(manifest.set, manifest.stamp) for r in order.rejected)
 
 
 def _read(order: orders.Read) -> orders.Answer:

@@ -27,6 +27,7 @@ from torch.utils.data import Dataset
 import gemini_hpc as gemini
 from gemini_hpc.client import agent
 from gemini_hpc.core import directory
+from gemini_hpc.train import rejecting
 from gemini_hpc.train.transport import messages
 from tests.train import fake_gpu, mpi_job, transport_program, watched
 
@@ -260,6 +261,12 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     if o.get("evaluate_first"):
         look_at(model)
     start = ckpt.resume()
+    rejected: list[int] = []
+    for _ in range(o.get("reject_first", 0)):  # once something has been computed with what was loaded
+        model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
+        optimizer.step()
+        rejected.append(start)
+        start = ckpt.reject("the loss is NaN", fresh=o.get("fresh", False))
     losses: dict[int, str] = {}
     kept: dict[str, bool] = {}
     behind: list[int] = []
@@ -318,6 +325,9 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         ckpt.step()
         if (name := o.get("keep", {}).get(str(step))) and rank in o.get("keepers", range(world)):
             kept[name] = ckpt.keep(name)
+        if start and step == o.get("reject_at") and rank in o.get("rejecters", range(world)):
+            rejecting.MEET_S = o.get("meet_s", rejecting.MEET_S)
+            ckpt.reject("the loss is NaN", fresh=o.get("fresh", False))
         if log is not None:
             log.write(f"{start} {step} {losses[step]}\n")
         if step == o.get("pause_at"):
@@ -368,5 +378,6 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     told = {"start": start, "losses": losses, "digest": final, "report": report, "launches": launches}
     told |= {"unsealed_at_gate": behind} if behind else {}
     told |= {"kept": kept} if kept else {}
+    told |= {"rejected": rejected} if rejected else {}
     told |= {"peeked": peeked} if peeked is not None else {}
     return {"rank": rank, **told}
