@@ -43,7 +43,7 @@ class Pledges:
         self._path = os.path.join(directory, NAME)
         self.now = Pledged()
         with suppress(OSError, msgspec.MsgspecError):
-            self.now = _decoder.decode(Path(self._path).read_bytes())
+            self.now = _decoder.decode(self._get())
 
     def put(self, now: Pledged) -> bool:
         """Take this, and write it in one step; whether it is on disk."""
@@ -51,8 +51,7 @@ class Pledges:
             return True
         self.now = now
         try:
-            Path(f"{self._path}.new").write_bytes(msgspec.json.encode(now))
-            os.replace(f"{self._path}.new", self._path)
+            self._put(msgspec.json.encode(now))
         except OSError:
             return False
         return True
@@ -62,3 +61,12 @@ class Pledges:
         for path in (self._path, f"{self._path}.new"):
             with suppress(OSError):
                 os.unlink(path)
+
+    # ---- the disk --------------------------------------------------------------------------------------
+
+    def _get(self) -> bytes:
+        return Path(self._path).read_bytes()
+
+    def _put(self, data: bytes) -> None:
+        Path(f"{self._path}.new").write_bytes(data)
+        os.replace(f"{self._path}.new", self._path)

@@ -124,12 +124,12 @@ def test_a_node_that_knows_is_lost(real_job: MakeJob, undisturbed: list[str]) ->
     job = real_job(2, 2)
     left(job)
     job.requeue(["n1", "n2"])
-    run(job, reject_first=1, die_at=11).wait(codes=(0, 1))
+    run(job, reject_first=1, pause_at=14, pause_s=1.5, die_at=14).wait(codes=(1,))
     job.all["n2"].die()
     job.requeue(["n1", "n3"])
     results = run(job).wait()
-    assert "version 12 was rejected" in notes(job)
-    assert [r["digest"] for r in results] == undisturbed
+    assert [r["start"] for r in results] == [14, 14] and [r["digest"] for r in results] == undisturbed
+    assert all("version 12 was rejected" in job.inspect(node).sets[0].note for node in job.nodes)
 
 
 def test_all_nodes_are_lost_and_the_tier_knows(real_job: MakeJob, tier: Path, undisturbed: list[str]) -> None:
