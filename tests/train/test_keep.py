@@ -73,8 +73,9 @@ def test_one_rank_alone_or_twice(real_job: MakeJob, tier: Path, capfd: pytest.Ca
     running = Run(job, 2, {**SLOW, "keep": asked, "keepers": [1]})  # type: ignore[arg-type]
     results = running.wait()
     assert "kept" not in results[0] and results[1]["kept"] == {"mine": False, "other": True}
-    assert "version 12 is not kept as mine: the name is that of version 4, and a name is given once" in (
-        running.stderr[1]
+    assert (
+        "version 12 is not kept as mine: the name is that of version 4, and a name is given once"
+        in (running.stderr[1])
     )
     until(lambda: given(tier) == {"mine": 4, "other": 14}, what="both are kept")
     assert whole(tier) == [4, 14]

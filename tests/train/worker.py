@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 import gemini_hpc as gemini
 from gemini_hpc.client import agent
 from gemini_hpc.core import directory
-from gemini_hpc.train import rejecting
+from gemini_hpc.train import inner, rejecting
 from gemini_hpc.train.transport import messages
 from tests.train import fake_gpu, mpi_job, transport_program, watched
 
@@ -172,7 +172,9 @@ def look_at(model: nn.Module) -> None:
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     tensors = [*model.parameters(), *model.buffers()]
     for state in optimizer.state.values():
-        tensors += [v for v in state.values() if isinstance(v, torch.Tensor)]
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                tensors += [part for _, part in inner.parts(value)] if inner.composed(value) else [value]
     return digest_of(tensors)
 
 
@@ -237,6 +239,11 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+    if o.get("torchao"):
+        import torchao.optim
+
+        torch.compile = lambda function, **_: function
+        optimizer = getattr(torchao.optim, o["torchao"])(params, lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 5) * math.cos(n / 40))
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3) if o.get("scaler") else None
     loader = gemini.StatefulLoader(
