@@ -11,9 +11,10 @@ from gemini_hpc.cli.main import main
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import names, orders, retention, version
 from gemini_hpc.tier.find import find
+from gemini_hpc.wire.stored import Rejection
 
 from .test_version import save
-from .test_worker import Node, carry_out, look
+from .test_worker import WITHOUT_RIGHTS, Node, carry_out, look
 
 
 def keep(node: Node, **wanted: int) -> orders.Finished:
@@ -103,3 +104,41 @@ def test_they_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     ]
     assert main(["versions", f"{tmp_path}/nowhere"]) == 1
     assert "no such directory" in capsys.readouterr().err
+
+
+def rejection(low: tuple[int, int], high: tuple[int, int]) -> Rejection:
+    return Rejection("default", low, high, "the loss is NaN")
+
+
+def test_rejected_versions_are_not_offered_and_say_so_themselves(tmp_path: Path) -> None:
+    for epoch, number in ((1, 3), (1, 5), (2, 6), (3, 4)):
+        keep(node(tmp_path, number, epoch=epoch), **{f"v{number}": number})
+    set_path = str(tmp_path / "gemini-5/default")
+    order = orders.Look(str(tmp_path), 5, "", rejected=(rejection((1, 5), (2, 99)), rejection((3, 4), (3, 4))))
+    assert [m.stamp for m in carry_out(order).manifests] == [(1, 3)]
+    assert [m.stamp for m in look(tmp_path).manifests] == [(1, 3)], "also to who does not know of it"
+    assert [version.rejected(set_path, s) for s in version.stamps(set_path)] == [True, True, True, False]
+    passed: list[str] = []
+    assert find(set_path, passed_over=passed.append)[1].stamp == (1, 3) and len(passed) == 3
+    assert find(set_path, number=6)[1].stamp == (2, 6) and find(f"{set_path}@v4")[1].stamp == (3, 4)
+    assert (Path(set_path) / version.name(Stamp(1, 5)) / version.REJECTED).read_text() == "the loss is NaN\n"
+
+
+def test_rejected_versions_stay_and_are_not_counted(tmp_path: Path) -> None:
+    for number in (3, 4, 5):
+        save(tmp_path, Stamp(1, number))
+    directory = tmp_path / "gemini-9/default"
+    (directory / version.name(Stamp(1, 5)) / version.REJECTED).write_text("")
+    assert retention.clean(str(directory), 1) == [Stamp(1, 3)]
+    assert version.stamps(str(directory)) == [Stamp(1, 5), Stamp(1, 4)]
+
+
+def test_a_tier_where_one_may_not_write_is_looked_at_all_the_same(tmp_path: Path) -> None:
+    keep(node(tmp_path, 3), old=3)
+    keep(node(tmp_path, 5))
+    where = tmp_path / "gemini-5/default" / version.name(Stamp(1, 5))
+    where.chmod(0o500)
+    order = orders.Look(str(tmp_path), 5, "", rejected=(rejection((1, 5), (2, 99)),))
+    assert carry_out(order, before=WITHOUT_RIGHTS).manifests[0].stamp == (1, 3)
+    where.chmod(0o700)
+    assert not (where / version.REJECTED).exists()
