@@ -42,19 +42,20 @@ class Pledges:
     def __init__(self, directory: str) -> None:
         self._path = os.path.join(directory, NAME)
         self.now = Pledged()
+        self._written = True
         with suppress(OSError, msgspec.MsgspecError):
             self.now = _decoder.decode(self._get())
 
     def put(self, now: Pledged) -> bool:
         """Take this, and write it in one step; whether it is on disk."""
-        if now == self.now:
-            return True
-        self.now = now
-        try:
-            self._put(msgspec.json.encode(now))
-        except OSError:
-            return False
-        return True
+        if now != self.now or not self._written:
+            self.now = now
+            try:
+                self._put(msgspec.json.encode(now))
+                self._written = True
+            except OSError:
+                self._written = False
+        return self._written
 
     def remove(self) -> None:
         """The agent ends, and nobody is to go on from here."""

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
+
+from gemini_hpc.train import encode
 
 Recipe = dict[str, Any]
 _DEEP = 8
@@ -40,6 +43,41 @@ def parts(tensor: torch.Tensor, above: str = "", deep: int = _DEEP) -> Iterator[
             yield from parts(inner, f"{above}{name}.", deep - 1)
         else:
             yield f"{above}{name}", inner
+
+
+class Made(NamedTuple):
+    """One tensor that is made of others, and those that it was made of. whole: the same, or the DTensor around it."""
+
+    whole: torch.Tensor
+    tensor: torch.Tensor
+    names: tuple[str, ...]
+    about: Any
+    inner: list[torch.Tensor]
+
+    def holds(self) -> bool:
+        """Whether it is made of the same tensors, in the same way."""
+        names, about = self.tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        found = [getattr(self.tensor, name) for name in names]
+        same = tuple(names) == self.names and all(map(is_, found, self.inner)) and about == self.about
+        return same and _here(self.whole) is self.tensor
+
+
+def levels(tensor: torch.Tensor) -> Iterator[Made]:
+    """It, and those of its inner tensors that are made of others again."""
+    here = _here(tensor)
+    names, about = here.__tensor_flatten__()  # type: ignore[attr-defined]
+    found = [getattr(here, name) for name in names]
+    yield Made(tensor, here, tuple(names), about, found)
+    for value in found:
+        if composed(value):
+            yield from levels(value)
+
+
+def recipes(small: Mapping[str, Any]) -> dict[tuple[int, str, str], Recipe]:
+    """Those in a small state, by (optimizer or -1, parameter, name or ""). Raises ValueError."""
+    packed = small.get("made")
+    found = encode.decode(packed) if packed else {}
+    return found if isinstance(found, dict) else {}
 
 
 def recipe(tensor: torch.Tensor) -> Recipe:

@@ -193,7 +193,7 @@ def make_optimizer_state(tree: StateTree, rows: Sequence[Row], small: dict[str, 
     params = {p.fqn: p.tensor for p in tree.params}
     wanted: dict[tuple[int, str], dict[str, Row | None]] = {}
     composed: dict[tuple[int, str, str], dict[str, Row]] = {}  # parts of tensors that are made of others
-    made = {where: recipe for where, recipe in small.get("made", {}).items() if where[0] >= 0}
+    made = {where: recipe for where, recipe in inner.recipes(small).items() if where[0] >= 0}
     parts = {
         (i, owner, f"{name}.{path}"): (name, path) for (i, owner, name), m in made.items() for path in inner.paths(m)
     }

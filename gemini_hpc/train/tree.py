@@ -138,20 +138,16 @@ class _Parts:
     """Tensors that are made of others, with those others as they were found."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[torch.Tensor, Any, list[torch.Tensor]]] = []
+        self._found: list[inner.Made] = []
 
     def of(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """Those of one tensor, by their paths in it."""
-        found = list(inner.parts(tensor))
-        self._found.append((tensor, inner.recipe(tensor), [part for _, part in found]))
-        return found
+        self._found += inner.levels(tensor)
+        return list(inner.parts(tensor))
 
     def hold(self) -> bool:
         """Whether each is made of the same tensors, in the same way."""
-        return all(
-            same([part for _, part in inner.parts(tensor)], known) and inner.recipe(tensor) == made
-            for tensor, made, known in self._found
-        )
+        return all(map(inner.Made.holds, self._found))
 
 
 def _alike(value: Any, kept: torch.Tensor | None) -> bool:
@@ -184,6 +180,7 @@ class StateTree:
         self._states: list[_OptimizerState] = []
         self._leaves: list[Leaf] = []
         self._parts = _Parts()  # of parameters
+        self._made: bytes | None = None  # as it goes into the small state
         self._flags: list[bool] = []  # which parameters are trained now
         self._members: list[Members] = []
         ddps = find_ddp(model)
@@ -282,7 +279,7 @@ class StateTree:
         if not (held and all(state.holds() for state in states)):
             states = [_OptimizerState(o, i, self._by_id) for i, o in enumerate(self.optimizers)]
             self._states = states
-            self._parts = _Parts()
+            self._parts, self._made = _Parts(), None
             self._leaves = [leaf for p in self.params for leaf in self._of_parameter(p)]
             for state in states:
                 self._leaves += state.leaves
@@ -293,12 +290,15 @@ class StateTree:
             return [Leaf(p.fqn, p.tensor, p, -1, "")]
         return [Leaf(f"{p.fqn}.{path}", part, p, -1, "") for path, part in self._parts.of(p.tensor)]
 
-    def made(self) -> dict[tuple[int, str, str], inner.Recipe]:
-        """How tensors that are made of others are made, by (optimizer or -1, parameter, name or "")."""
-        found = {(-1, p.fqn, ""): inner.recipe(p.tensor) for p in self.params if composed(p.tensor)}
-        for state in self._states:
-            found |= state.made
-        return found
+    def made(self) -> bytes:
+        """How tensors that are made of others are made, by (optimizer or -1, parameter, name or ""), encoded: there
+        may be many, and they stay as they are."""
+        if self._made is None:
+            found = {(-1, p.fqn, ""): inner.recipe(p.tensor) for p in self.params if composed(p.tensor)}
+            for state in self._states:
+                found |= state.made
+            self._made = encode.encode(found) if found else b""
+        return self._made
 
     def describe(self, leaf: Leaf, world: int) -> tuple[Row, Entry]:
         """How a leaf appears in the manifest and in the deal. Raises UnsupportedStateError."""
@@ -393,7 +393,7 @@ class StateTree:
             self._restore_groups(i, groups, small, same_world=same_world)
         for optimizer, loose in zip(self.optimizers, small.get("loose", ()), strict=False):
             optimizer.state.update(loose)
-        for (number, owner, _), made in small.get("made", {}).items():
+        for (number, owner, _), made in inner.recipes(small).items():
             here = by_name.get(owner)
             if number < 0 and here is not None and not (composed(here) and inner.recipe(here) == made):
                 raise ValueError(f"{owner} was a {made['class']} of another kind than it is here")
