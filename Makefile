@@ -6,6 +6,8 @@ SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
 TORCH := torch==2.13.0
+# Optimizer states that are made of other tensors, for the tests.
+TORCHAO := torchao==0.18.0
 DEBIAN := slurm-wlm slurm-client slurmctld slurmd munge libmunge2 libslurm-dev iproute2 util-linux procps \
           gcc libc6-dev make python3 python3-venv
 # Tests mostly wait, so a third worker pays on two cores. WORKERS=0: all in one process, one after the other.
@@ -67,6 +69,8 @@ $(VENV)/.made: deps
 	@$(PY) -c 'import hatchling, numpy, pytest, hypothesis, ruff, mypy, pytest_timeout, xdist, msgspec, xxhash, matplotlib, h5py, safetensors' 2>/dev/null \
 	  || { echo "installing Python packages"; $(PY) -m pip install -q hatchling numpy msgspec xxhash \
 	       pytest pytest-timeout pytest-xdist hypothesis ruff mypy "matplotlib>=3.7" "h5py>=3.10" safetensors; }
+	@$(PY) -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torchao") is None)' \
+	  || { echo "installing torchao"; $(PY) -m pip install -q --no-deps $(TORCHAO); }
 	@touch $@
 
 deps-mpi: $(VENV)/.made

@@ -21,13 +21,16 @@ from gemini_hpc.agent.callers import Callers
 from gemini_hpc.agent.drains import Drains
 from gemini_hpc.agent.filling import Filling
 from gemini_hpc.agent.incoming import Incoming
+from gemini_hpc.agent.keeps import Keeps
 from gemini_hpc.agent.local import Client, LocalServer, Reply
 from gemini_hpc.agent.member import Member
 from gemini_hpc.agent.memory import Budget
 from gemini_hpc.agent.mesh import Mesh
 from gemini_hpc.agent.network import interface_address
 from gemini_hpc.agent.outgoing import Outgoing
+from gemini_hpc.agent.pledges import Pledges
 from gemini_hpc.agent.pulls import Pulls
+from gemini_hpc.agent.rejections import Rejections
 from gemini_hpc.agent.reporter import Reporter
 from gemini_hpc.agent.rounds import Rounds
 from gemini_hpc.agent.scavenge import Scavenge
@@ -76,7 +79,8 @@ class Agent:
         self.tellings = Tellings()
         self.pulls = Pulls(self)
         self.filling = Filling(self)
-        self.drains = Drains(self)
+        self.pledges, self.rejections = Pledges(directory), Rejections(self)
+        self.drains, self.keeps = Drains(self), Keeps(self)
         self.scavenge = Scavenge(self)
         self.outgoing, self.incoming = Outgoing(self), Incoming(self)
         self.service = Service(self)
@@ -134,6 +138,7 @@ class Agent:
         mapfile.remove(self.directory)
         mapfile.settle(self.directory)
         self.state.remove()
+        self.pledges.remove()
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run beside everything else; a failure is logged and ends nothing."""
@@ -158,12 +163,15 @@ class Agent:
                 if self.rounds is not None:
                     self.rounds.tick(now)
                 self.member.tend()
+                self.keeps.tend()
                 self.detached_at, self._unwanted_since = now, None
                 continue
             alone_s = now - self.detached_at
             flushing = self._flushing() and not self.scavenge.due(last=True)  # which it would be from then on
             short = bool(self.budget.taken_bytes) and self.budget.below_floor(_SPILL_FLOOR if flushing else 1.0)
-            if not self.budget.taken_bytes and alone_s > _EMPTY_S and not flushing:
+            if self.drains.succeeded and not flushing:  # but for what was to be kept it would have ended then
+                self.release("the training succeeded")
+            elif not self.budget.taken_bytes and alone_s > _EMPTY_S and not flushing:
                 self.release("it holds nothing")
             elif short and flushing:
                 self.release("the node's free memory has fallen far below the floor")
@@ -325,7 +333,7 @@ class Agent:
         self.restart, self.hosts, self.nodelist = m.restart, hosts, m.nodelist
         self.replicas = max(1, min(m.replicas, len(hosts)))
         self.attached_as = m
-        self.detached = self.waits = False
+        self.detached = self.waits = self.drains.succeeded = False
         self.mesh = Mesh(
             self.settings,
             job=self.job,
@@ -393,10 +401,11 @@ class Agent:
         trained = [s for s in self.sets if s.greeted]
         dead = self.mesh is not None and bool(self.mesh.dead)  # then the job may be on its way to a new incarnation
         if trained and all(s.succeeded for s in trained) and m.exit_code in ("", "0") and not dead:
-            self.drains.ended()
             self.drains.succeeded = True
-            self.release("the training succeeded")
-            return local.Ok("released")
+            if not any(self.keeps.of_set(s.name) and s.sealed is not None for s in trained) or not self.drains.tier:
+                self.drains.ended()
+                self.release("the training succeeded")
+                return local.Ok("released")
         if first:
             self.drains.detached(dead=dead)
         return local.Ok("hold" if hold else "detached", self.restart)
@@ -430,6 +439,8 @@ class Agent:
             self.drains.heard(message)
         elif isinstance(message, peer.DrainOver) and name == rounds.parent and message.round == rounds.round:
             self.drains.ended()
+        elif isinstance(message, (peer.KeepWish, peer.KeepDone)):
+            self.keeps.on_message(name, message)
         elif isinstance(message, _SCAVENGES):
             self.scavenge.on_message(name, message)
 

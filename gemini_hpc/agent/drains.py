@@ -11,7 +11,7 @@ import asyncio
 import math
 import pwd
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -69,6 +69,8 @@ class Drains:
         self.last = False  # the job has ended here, and nobody has said that its last versions are saved
         self._ended = (-1, -1)  # restart and round in which that was said
         self.unreadable: set[tuple[str, bounds.Stamp]] = set()  # versions of which a shard could not be read
+        self._keep_at: dict[str, float] = {}  # at the root: after a failure: when it tries to keep one again
+        self._naming: set[str] = set()
         self.saved: dict[str, tuple[Stamp, float]] = {}  # at the root: the newest on the tier, and when (Unix time)
 
     @property
@@ -128,7 +130,13 @@ class Drains:
             saving=None if gathering is None else (gathering.stamp.epoch, gathering.stamp.version),
             written=self.progress(name) if gathering is not None else 0,
             problem=self.troubles.text(name) or self.problem,
+            keeping=self._agent.keeps.of_set(name),
+            kept=self._agent.keeps.given(name),
         )
+
+    def forget(self, rejected: Callable[[str, Stamp], bool]) -> None:
+        """Such versions are on the tier in vain."""
+        self.saved = {name: found for name, found in self.saved.items() if not rejected(name, found[0])}
 
     def close(self) -> None:
         """Free everything; processes end."""
@@ -165,7 +173,8 @@ class Drains:
     async def _look(
         self, without: Iterable[tuple[str, bounds.Stamp]], *, begin: bool = False, make: bool = False
     ) -> tuple[Manifest, ...]:
-        order = orders.Look(self.tier, self._agent.job, "", tuple(without), begin, make)
+        rejected = self._agent.rejections.all
+        order = orders.Look(self.tier, self._agent.job, "", tuple(without), begin, make, rejected)
         found = await tierwork.carry_out(order)
         self.troubles.over("")
         manifests = found.manifests if isinstance(found, orders.Found) else ()
@@ -202,9 +211,56 @@ class Drains:
         name, now = training.name, time.monotonic()
         if not self.tier or stamp.epoch != self._agent.epoch:
             return
+        self.keep(training)
         due = now >= self._due.setdefault(name, now + self.interval_s) or self._near_end(name, now)
         if self._under_way(name) is None and self._tidied(name).done() and due:
             self._begin(training, number, stamp)
+
+    def keep(self, training: TrainingSet) -> None:
+        """The root saves what is wanted for good, before what is only due: a save that began with an earlier version
+        gives way. Where what is on the tier is wanted, that gets its name."""
+        agent, name, stamp, now = self._agent, training.name, training.sealed, time.monotonic()
+        wanted = agent.keeps.due(name, stamp) if stamp is not None else {}
+        rounds = agent.rounds
+        if not wanted or stamp is None or rounds is None or rounds.parent is not None or not self.tier:
+            return
+        first, gathering, there = min(wanted.values()), self._under_way(name), self._serves(name, stamp, wanted)
+        if there is not None:
+            if name not in self._naming:
+                self._naming.add(name)
+                agent.spawn(self._name(name, there))
+            return
+        waits = now < self._keep_at.get(name, 0.0) or agent.scavenge.busy or not self._tidied(name).done()
+        if waits or (gathering is not None and gathering.stamp.version >= first):
+            return
+        if gathering is not None and not gathering.whole:  # nodes have written all of one whose manifest is missing
+            del self._gathering[name]
+            gathering.end(f"version {stamp.version} goes before it, which is to be kept")
+        self._begin(training, rounds.round, stamp)
+
+    def _serves(self, name: str, sealed: Stamp, wanted: dict[str, int]) -> Stamp | None:
+        """The version on the tier, where a wish can have that: of this lineage, and not before what was asked for."""
+        known = self.saved.get(name)
+        if known is None or (known[0].epoch != self._agent.epoch and known[0] != sealed):
+            return None
+        return known[0] if min(wanted.values()) <= known[0].version <= sealed.version else None
+
+    async def _name(self, name: str, stamp: Stamp) -> str:
+        """This version of the tier gets the names that it is to have; why it has not, or ""."""
+        agent = self._agent
+        names = agent.keeps.due(name, stamp)
+        order = orders.Name(self.tier, agent.job, name, (stamp.epoch, stamp.version), names)
+        try:
+            done = await tierwork.carry_out(order) if names else None
+        except TierFailed as error:
+            self.saved.pop(name, None)  # perhaps it is not there any more: then the next one is saved
+            self.say(name, stamp.version, str(error))
+            return str(error)
+        finally:
+            self._naming.discard(name)
+        if isinstance(done, orders.Finished):
+            agent.keeps.saved(name, stamp, done.names)
+        return ""
 
     def ends_in(self, left_s: int | None) -> None:
         """Slurm ends the job in so many seconds; None: it sets no time."""
@@ -266,7 +322,7 @@ class Drains:
                 return stamp or Stamp(0, 0), reason or "nothing of it has been sealed yet"
             kept = self.saved.get(training.name)
             if kept is not None and kept[0] >= wanted:
-                return kept[0], ""
+                return kept[0], await self._name(training.name, kept[0])
             if not self._agent.scavenge.busy:
                 await asyncio.wait([self._tidied(training.name)])
             if self._agent.scavenge.busy:
@@ -377,6 +433,7 @@ class Drains:
         if self._gathering.get(name) is gathering:
             del self._gathering[name]
             self._due[name] = min(self._due.get(name, 0.0), time.monotonic() + _AGAIN_S)
+            self._keep_at[name] = time.monotonic() + _AGAIN_S
             self._tidy.pop(name, None)
         self.say(name, gathering.stamp.version, reason, host)
         gathering.end(f"{host}: {reason}" if host else reason)
@@ -403,12 +460,15 @@ class Drains:
             tuple(sorted(gathering.files.values(), key=lambda f: f.name)),
             settings.tier_keep_last,
             settings.tier_keep_every,
+            agent.keeps.due(name, stamp),
         )
         try:
             done = await tierwork.carry_out(order)
         except TierFailed as error:
             return str(error)
         trouble = done.trouble if isinstance(done, orders.Finished) else ""
+        if isinstance(done, orders.Finished):
+            agent.keeps.saved(name, stamp, done.names)
         if trouble:
             self.say(name, stamp.version, trouble)
         else:

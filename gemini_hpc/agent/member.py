@@ -15,7 +15,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier.version import Manifest
 from gemini_hpc.wire import bounds, local, peer
 from gemini_hpc.wire.message import Message
-from gemini_hpc.wire.stored import Tier
+from gemini_hpc.wire.stored import Rejection, Tier
 
 if TYPE_CHECKING:
     from gemini_hpc.agent.agent import Agent
@@ -93,6 +93,7 @@ class Member:
             unreadable=tuple(sorted(agent.drains.unreadable)),
             unbroken=not agent.again,
             doubt=agent.doubt,
+            rejected=agent.rejections.all,
         )
 
     async def cease(self) -> None:
@@ -132,6 +133,10 @@ class Member:
         within_s = _LAUNCHED_S if launched else min(_PROLOG_S, _PROLOG_PART * self._agent.settings.attach_timeout_s)
         return await self._agent.drains.stored(without, within_s)
 
+    def rejected(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
+        """Know of these rejected versions, too; all that are known."""
+        return self._agent.rejections.learn(found)
+
     def begun(self, number: int, step: str) -> None:
         """Coordinator: keep on disk that this number is taken."""
         state = self._agent.state.state
@@ -157,6 +162,8 @@ class Member:
         agent = self._agent
         assert agent.mesh is not None
         agent.drains.chosen, agent.doubt = plan.tier, plan.doubt
+        agent.rejections.learn(plan.rejected)
+        agent.drains.forget(agent.rejections.covers)
         agent.noderanks, agent.map_restart, agent.epoch = dict(plan.noderanks), agent.restart, plan.epoch
         agent.mesh.ports.update({h: p for h, p in plan.ports.items() if h != agent.node})
         by_rank = {rank: host for host, rank in agent.noderanks.items()}

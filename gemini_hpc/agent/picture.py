@@ -24,6 +24,7 @@ _STATES = {
 def _set(agent: Agent, training: TrainingSet) -> picture.SetState:
     sealed = training.sealed
     state = "finished" if training.succeeded else _STATES.get(training.page.state, "unknown")
+    rejected = agent.rejections.sentences(training.name)
     trouble = training.trouble if state in ("arming", "protected", "degraded") else ""
     return picture.SetState(
         name=training.name,
@@ -31,7 +32,7 @@ def _set(agent: Agent, training: TrainingSet) -> picture.SetState:
         sealed=None if sealed is None else (sealed.epoch, sealed.version),
         state="degraded" if trouble else state,
         ranks=tuple(sorted(training.greeted)),
-        note="; ".join(filter(None, (trouble, training.note or "; ".join(training.lost)[:500]))),
+        note="; ".join(filter(None, (trouble, training.note or "; ".join(training.lost)[:500], *rejected))),
         traffic=agent.tellings.states(training.name, training.greeted),
         tier=agent.drains.state(training.name),
         pace=_pace(agent, training),

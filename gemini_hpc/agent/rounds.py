@@ -20,6 +20,7 @@ from typing import Protocol
 
 import msgspec
 
+from gemini_hpc.agent.rejections import sentence
 from gemini_hpc.agent.tierwork import TierFailed
 from gemini_hpc.core import noderank, recovery
 from gemini_hpc.core.seal import FANOUT, children, parent
@@ -27,7 +28,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier.version import Manifest
 from gemini_hpc.wire import bounds, peer, protocol
 from gemini_hpc.wire.message import Message
-from gemini_hpc.wire.stored import Tier
+from gemini_hpc.wire.stored import Rejection, Tier
 
 _NO_TIER = Tier()
 
@@ -83,6 +84,9 @@ class Host(Protocol):
     async def stored(self, without: Iterable[tuple[str, bounds.Stamp]], *, launched: bool) -> tuple[Manifest, ...]:
         """The newest version of each set on the tier, but for these. launched: ranks wait for it, else the prologs.
         Raises `TierFailed` where it cannot be seen in time."""
+
+    def rejected(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
+        """Know of these rejected versions, too; all that are known."""
 
     def begun(self, number: int, step: str) -> None:
         """Coordinator: keep on disk that this number is taken."""
@@ -408,7 +412,8 @@ class Rounds:
                 self._host.log("found_outside", detail=f"copies on {', '.join(r.host for r in more)[:300]}")
             records = (*records, *more)
             plan, sure = self._decide(records)
-        nothing = self._host.restart == 0 and all(r.unbroken and not r.sealed for r in records)  # was ever sealed
+        # was ever sealed
+        nothing = self._host.restart == 0 and all(r.unbroken and not (r.sealed or r.rejected) for r in records)
         # Who took a plan that was made without a look at the tier may have forgotten what was newer.
         seen = nothing or (sure and not any(r.doubt for r in records))
         if self._host.tier and not seen:
@@ -453,8 +458,9 @@ class Rounds:
     def _decide(self, records: tuple[peer.InventoryRecord, ...]) -> tuple[peer.PlanDown, bool]:
         """The plan, and whether it is what was sealed last, of every set."""
         m = min(self._host.replicas, len(self._hosts))
+        rejected = self._host.rejected([found for r in records for found in r.rejected])
         plan = recovery.plan(
-            {r.host: _inventory(r) for r in records},
+            {r.host: _inventory(r, rejected) for r in records},
             self._hosts,
             m,
             min_epoch=recovery.first_epoch(self._host.restart),
@@ -474,6 +480,9 @@ class Rounds:
         if not plan.sets and not plan.survivable:
             reason = f"all copies are gone with {', '.join(plan.gone)}"
             sets.append(peer.SetPlan("default", None, (), None, 0, (), (reason,)))
+        for name in sorted({found.set for found in rejected} - {s.name for s in sets}):
+            reasons = tuple(sentence(found) for found in rejected if found.set == name)
+            sets.append(peer.SetPlan(name, None, (), None, 0, (), reasons))
         down = peer.PlanDown(
             round=self.round,
             step=self.step,
@@ -485,9 +494,11 @@ class Rounds:
             pulls=tuple(pulls),
             tier=self._host.chosen,
             counted={r.host: r.instance for r in records if r.host in self._hosts},
+            rejected=rejected,
         )
         # what agents of an older incarnation have is not the newest where those of the last are all gone
-        known = plan.survivable and plan.latest >= self._host.restart - 1
+        # nor is what stands before a rejected version, of which the tier may have more
+        known = plan.survivable and plan.latest >= self._host.restart - 1 and not rejected
         return down, known and bool(plan.sets) and all(s.newest for s in plan.sets)
 
 
@@ -521,7 +532,12 @@ def _pair(stamp: Stamp | None) -> bounds.Stamp | None:
     return None if stamp is None else (stamp.epoch, stamp.version)
 
 
-def _inventory(record: peer.InventoryRecord) -> recovery.Inventory:
+def _inventory(record: peer.InventoryRecord, rejected: tuple[Rejection, ...]) -> recovery.Inventory:
+    """Without what was rejected."""
+
+    def good(name: str, stamp: bounds.Stamp) -> bool:
+        return not any(found.covers(name, stamp) for found in rejected)
+
     return recovery.Inventory(
         host=record.host,
         noderanks=record.noderanks,
@@ -529,9 +545,10 @@ def _inventory(record: peer.InventoryRecord) -> recovery.Inventory:
         copies=tuple(
             recovery.CopyInfo(c.set, c.rank, c.world, c.home, c.bytes, c.used, Stamp(*c.stamp), c.digest)
             for c in record.copies
+            if good(c.set, c.stamp)
         ),
         max_epoch=record.max_epoch,
-        sealed=tuple((name, Stamp(*stamp)) for name, stamp in record.sealed),
+        sealed=tuple((name, Stamp(*stamp)) for name, stamp in record.sealed if good(name, stamp)),
     )
 
 

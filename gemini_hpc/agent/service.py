@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from gemini_hpc.agent import fills
 from gemini_hpc.agent.local import Client, Reply
 from gemini_hpc.agent.memory import NoMemory, adopt
+from gemini_hpc.agent.pledges import Wish
 from gemini_hpc.agent.pull import PullFailed
 from gemini_hpc.agent.store import Shard
 from gemini_hpc.agent.trainingset import TrainingSet
@@ -142,10 +143,22 @@ class Service:
                     self._agent.complain(f"process {client.pid} has more events to tell than are kept")
                 return local.Ok(), []
             if isinstance(request, local.Finished):
+                self._own(client, request)
                 training = self._training(client, request.set)
-                if training.present.get(request.rank) is not client:
-                    raise Rejected(f"rank {request.rank} is not this process's")
                 training.finished.add(request.rank)
+                return local.Ok(), []
+            if isinstance(request, local.Reject):
+                self._own(client, request)
+                training = self._training(client, request.set)
+                if training.chosen is None or training.chosen.version != request.version:
+                    raise Rejected(f"version {request.version} is not what the ranks have loaded")
+                if why := self._agent.rejections.reject(training, request.reason, fresh=request.fresh):
+                    raise Rejected(why)
+                return local.Ok(), []
+            if isinstance(request, local.KeepVersion):
+                self._own(client, request)
+                if why := self._agent.keeps.ask(Wish(request.set, request.name, request.version)):
+                    raise Rejected(why)
                 return local.Ok(), []
             if isinstance(request, (local.Traffic, local.Timeline, local.Keep, local.Recall)):
                 return self._told(client, request), []
@@ -208,6 +221,8 @@ class Service:
             lost=training.lost[:100],
             notice="; ".join(filter(None, (agent.notice, agent.drains.problem))),
             proto=proto,
+            rejected=agent.rejections.sentences(m.set),
+            fresh=agent.rejections.fresh(m.set),
         )
         return welcome, [training.page_fd()]
 
@@ -240,8 +255,7 @@ class Service:
         self, client: Client, m: local.Traffic | local.Timeline | local.Keep | local.Recall
     ) -> local.Ok | local.Kept:
         """Of a rank by itself only."""
-        if self._training(client, m.set).present.get(m.rank) is not client:
-            raise Rejected(f"rank {m.rank} is not this process's")
+        self._own(client, m)
         tellings = self._agent.tellings
         if isinstance(m, local.Recall):
             return local.Kept(tellings.recall(m.set, m.rank, m.key))
@@ -252,6 +266,10 @@ class Service:
         else:
             tellings.timeline(m.set, m.rank, m.timeline)
         return local.Ok()
+
+    def _own(self, client: Client, m: local.OfRank) -> None:
+        if self._training(client, m.set).present.get(m.rank) is not client:
+            raise Rejected(f"rank {m.rank} is not this process's")
 
     async def _alone(self, m: local.Hello) -> None:
         """Wait, for a moment, until an earlier process of this rank has left; it may just have been killed."""

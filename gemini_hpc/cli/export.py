@@ -42,7 +42,8 @@ def register(subparsers: _Subparsers) -> None:
     parser.add_argument(
         "what",
         metavar="JOBID|DIR",
-        help="a job or array task (10_3), or a directory: of a version, of a set, of a job, or the tier itself",
+        help="a job or array task (10_3), or a directory: of a version, of a set, of a job, or the tier itself; "
+        "JOBID@NAME or DIR@NAME: the version that is kept under this name",
     )
     parser.add_argument(
         "--tier", metavar="DIR", default="", help="the job's --gemini-tier (default: the site's tier)"
@@ -84,12 +85,8 @@ def run(args: argparse.Namespace) -> int:
 def _find(args: argparse.Namespace) -> tuple[str, Manifest]:
     """Directory and manifest of a version. Raises ExportError, UserError, ValueError, OSError."""
     from gemini_hpc.tier.find import find
-    from gemini_hpc.tier.version import job_directory
 
-    path = args.what
-    if _JOB.fullmatch(path):
-        job = raw_id(path)
-        path = job_directory(args.tier or _site_tier(args.config, path), job)
+    path = job_or_directory(args.what, args.tier, args.config)
     where, manifest = find(path, args.set, args.version, _tell)
     # A version's own directory may have been copied to a place with any name.
     if args.set and args.set not in (manifest.set, os.path.basename(os.path.dirname(os.path.abspath(where)))):
@@ -99,6 +96,18 @@ def _find(args: argparse.Namespace) -> tuple[str, Manifest]:
             f"{where} is version {manifest.stamp[1]}, and --version says {args.version}: leave one of them out"
         )
     return where, manifest
+
+
+def job_or_directory(what: str, tier: str, config: str) -> str:
+    """The directory that is meant, where it is a job's the job's own; with the "@NAME" that stands behind it. Raises
+    ExportError, WrongIdError."""
+    from gemini_hpc.tier.version import job_directory
+
+    job, at, name = what.partition("@")
+    if not _JOB.fullmatch(job):
+        return what
+    number = raw_id(job)
+    return job_directory(tier or _site_tier(config, job), number) + at + name
 
 
 def _tell(said: str) -> None:

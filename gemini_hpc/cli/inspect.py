@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gemini_hpc.wire.picture import JobAnswer
 
 MAX_SHARDS_SHOWN = 64
+MAX_NAMES_SHOWN = 8
 MAX_FATAL_SHOWN = 12
 
 
@@ -213,7 +214,9 @@ def _tier(t: Document | None) -> list[str]:
     kept = f"version {_version(t['version'])}, {_age(t['age_s'])} old" if t["version"] else "nothing yet"
     saving = f"; saving {_version(t['saving'])}, {_bytes(t['written_bytes'])} written" if t["saving"] else ""
     problem = [f"  tier: not saved: {t['problem']}"] if t["problem"] else []
-    return [f"  tier {t['directory']}: {kept}{saving}", *problem]
+    named = [f"{k['name']} (version {_version(k['version'])})" for k in t.get("kept", ())[-MAX_NAMES_SHOWN:]]
+    named += [f"{name} (on its way)" for name in t.get("keeping", ())[:MAX_NAMES_SHOWN]]
+    return [f"  tier {t['directory']}: {kept}{saving}", *([f"  kept: {', '.join(named)}"] if named else []), *problem]
 
 
 def _survival(v: Document, nodes: int) -> list[str]:

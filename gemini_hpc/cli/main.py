@@ -11,7 +11,8 @@ from typing import TextIO
 
 from gemini_hpc import __version__
 
-VERBS = ("jobs", "inspect", "report", "flush", "export", "run", "controller", "doctor", "devcluster", "demo")
+_OF_JOBS = ("jobs", "inspect", "report", "flush", "versions", "export", "run")
+VERBS = (*_OF_JOBS, "controller", "doctor", "devcluster", "demo")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -11,7 +11,8 @@ bytes, a version is [epoch, version] or null:
   sets        [{name, world, sealed, state, stalled: {for_s, usual_s} or null, notes, shards: [{rank, home, bytes,
                 holders: [{host, state, version, age_s, verified_age_s}]}],
                 survival: {counted_version, survives: [{k, probability}], fatal: [[host]],
-                exact, lost_already}, tier: {directory, version, age_s, saving, written_bytes, problem} or null,
+                exact, lost_already}, tier: {directory, version, age_s, saving, written_bytes, problem, keeping,
+                kept: [{name, version}]} or null,
                 traffic: [{rank, host, and the fields of `wire.traffic.TrafficState`}]}]
   recoveries  [{restart, began, total_s, events: [{t, after_s, gap_s, name, host, detail}]}]
   events      [{t, name, host, restart, version, detail}]
@@ -215,6 +216,8 @@ def _tier(t: TierState, now: float) -> Document:
         "saving": list(t.saving) if t.saving else None,
         "written_bytes": t.written,
         "problem": t.problem,
+        "keeping": list(t.keeping),
+        "kept": [{"name": name, "version": list(stamp)} for name, stamp in t.kept],
     }
 
 

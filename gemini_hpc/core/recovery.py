@@ -75,7 +75,7 @@ class SetPlan:
 
     - `chosen`: `chosen` is the stamp to load, `world` its number of training ranks, `shards` one copy per rank
       in rank order (for its digest, sizes and home), `pulls` what is to be moved. `keep` is what a holder does not
-      void: the chosen stamp and, where it had not been sealed, the one to fall back on. `sealed` is what counts as
+      void: the chosen stamp and, where there is one, the one to fall back on. `sealed` is what counts as
       sealed, in R1 and before the next optimizer step, until the new root's first word: the chosen stamp or an
       earlier one.
     - `lost`: more holders are gone than the replicas allow; `lost` names the missing shards of the newest stamp.
@@ -278,11 +278,10 @@ def _plan_set(
 
 
 def _fallback(chosen: Stamp, choosable: list[tuple[Stamp, int]], sealed: set[Stamp]) -> tuple[Stamp, ...]:
-    """What is kept beside the chosen stamp until that is sealed: the last sealed one, else the next best."""
-    if chosen in sealed:
-        return ()
+    """What is kept beside the chosen stamp: until that is sealed the last sealed one, else the next best. Where the
+    chosen one is sealed nobody needs it but a training that finds the chosen one bad, until its slots are wanted."""
     older = {stamp for stamp, _ in choosable if stamp < chosen}
-    return tuple(sorted(older & sealed or older)[-1:])
+    return tuple(sorted(older if chosen in sealed else older & sealed or older)[-1:])
 
 
 def _trusted(name: str, found: _Held, context: _Context, warnings: list[str]) -> dict[str, CopyInfo]:

@@ -48,7 +48,7 @@ from gemini_hpc.core import directory
 from gemini_hpc.core.directory import Manifest, Row
 from gemini_hpc.core.dtypes import item_bytes
 from gemini_hpc.integrations.session import NOTE, Part, Session
-from gemini_hpc.tier.whole import Whole, as_state
+from gemini_hpc.tier.whole import Whole, as_state, put_back
 from gemini_hpc.train import encode
 from gemini_hpc.train.dtypes import dtype_name, dtype_of
 from gemini_hpc.train.restore import MemoryReader, Saved
@@ -264,6 +264,7 @@ class GeminiReader(MemoryReader):
         }
         keys = {id(tensor): key for key, tensor in stand_ins.items()}
         whole = Whole(stand_ins, rows, dict(shards[0].manifest.aliases), shards[0].small(enums=False))
+        put_back(whole)
         flat, self.metadata.planner_data = flatten_state_dict(as_state(whole))
         chunks, known = self.metadata.state_dict_metadata, dict[str, Any]()
         for name, value in flat.items():

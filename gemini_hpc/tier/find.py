@@ -1,4 +1,5 @@
-"""Which version of the tier a user means: by the path of a version, of a set, of a job, or of the tier itself."""
+"""Which version of the tier a user means: by the path of a version, of a set, of a job, or of the tier itself, and
+`PATH@NAME` for the one that has this name (`Checkpointer.keep`)."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ import os
 from collections.abc import Callable
 
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier import version
+from gemini_hpc.tier import names, version
 from gemini_hpc.tier.version import Manifest
+from gemini_hpc.wire.bounds import SET_NAME
 
 
 def find(
@@ -15,11 +17,21 @@ def find(
 ) -> tuple[str, Manifest]:
     """Directory and manifest of the newest whole version below `path`, or of the one with this number. set_name:
     where a job has several. A version's own directory is that version, whatever the two say. A damaged version is
-    passed over, and `passed_over` told why. Raises ValueError with one sentence, OSError."""
+    passed over, and `passed_over` told why; so is one that a training has rejected, unless its name or number is
+    asked for. Raises ValueError with one sentence, OSError."""
+    path, name = split(path)
     path = os.path.normpath(path)
     if not os.path.isdir(path):
         raise ValueError(f"{path}: is no directory" if os.path.lexists(path) else f"{path}: no such directory")
     stamp = version.stamp_of(os.path.basename(os.path.abspath(path)))
+    if stamp is None and name:
+        path = _down(path, set_name)
+        found = names.of_set(path)
+        if name not in found:
+            there = ", ".join(sorted(found)[:10]) or "none"
+            raise ValueError(f"{path}: no version has the name {name}; the names there: {there}")
+        stamp = found[name][1]
+        path = f"{path}/{version.name(stamp)}"
     if stamp is not None:
         manifest = _read(os.path.dirname(os.path.abspath(path)), stamp)
         if manifest is None:
@@ -28,6 +40,9 @@ def find(
     path = _down(path, set_name)
     damaged: list[str] = []
     for stamp in version.stamps(path):
+        if not number and version.rejected(path, stamp):
+            damaged.append(f"{path}/{version.name(stamp)} was rejected by a training")
+            continue
         try:
             manifest = _read(path, stamp) if not number or stamp.version == number else None
         except ValueError as error:
@@ -37,8 +52,16 @@ def find(
             for said in damaged:
                 passed_over(said)
             return f"{path}/{version.name(stamp)}", manifest
-    found = "".join(f"; {said}" for said in damaged[:3])
-    raise ValueError(f"{path}: has no whole version{f' {number}' if number else ''}{found}")
+    more = "".join(f"; {said}" for said in damaged[:3])
+    raise ValueError(f"{path}: has no whole version{f' {number}' if number else ''}{more}")
+
+
+def split(path: str) -> tuple[str, str]:
+    """The path, and the name behind its last "@", "" where it has none; what is there as it stands has none."""
+    before, at, name = path.rpartition("@")
+    if at and before and SET_NAME.fullmatch(name) and not os.path.lexists(path):
+        return before, name
+    return path, ""
 
 
 def _read(directory: str, stamp: Stamp) -> Manifest | None:

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import msgspec
 
+from gemini_hpc.tier.names import Names
 from gemini_hpc.tier.version import Manifest
-from gemini_hpc.wire.bounds import SET_NAME, Bytes, Count, Job, Stamp, Strict
-from gemini_hpc.wire.stored import Digest, NodeFile
+from gemini_hpc.wire.bounds import SET_NAME, Bytes, Count, Job, SetName, Stamp, Strict, Version
+from gemini_hpc.wire.stored import Digest, NodeFile, Rejection
 
 Tier = Annotated[str, msgspec.Meta(pattern=r"\A/[^\x00]{0,4095}\Z")]
 SetOrAll = Annotated[str, msgspec.Meta(pattern=rf"\A({SET_NAME.pattern})?\Z")]
@@ -49,14 +50,22 @@ class Write(Order, frozen=True, tag="write"):
 
 
 class Finish(Order, frozen=True, tag="finish"):
-    """All nodes have written: index, manifest, then what is old goes. Answered by `Progress`, then
-    `Finished`."""
+    """All nodes have written: index, manifest, then what is old goes. names: those that the version is to have, each
+    with the number that was asked for. Answered by `Progress`, then `Finished`."""
 
     stamp: Stamp
     world: Count
     files: tuple[NodeFile, ...]
     keep_last: Annotated[int, msgspec.Meta(ge=1)] = 2
     keep_every: Annotated[int, msgspec.Meta(ge=0)] = 0
+    names: Names = msgspec.field(default_factory=dict)
+
+
+class Name(Order, frozen=True, tag="name"):
+    """A version that is whole stays for good, under these names. Answered by `Finished`."""
+
+    stamp: Stamp
+    names: Names
 
 
 class Clean(Order, frozen=True, tag="clean"):
@@ -67,13 +76,14 @@ class Clean(Order, frozen=True, tag="clean"):
 
 
 class Look(Order, frozen=True, tag="look"):
-    """Which whole version of each set is the newest, but for these? begin: a job begins, so it is looked whether
-    files could be written at all; make: the tier's directory is made where it is not there, in one that is. Answered
-    by `Found`."""
+    """Which whole version of each set is the newest, but for these, and for rejected ones? begin: a job begins, so it
+    is looked whether files could be written at all; make: the tier's directory is made where it is not there, in one
+    that is; rejected: such versions are marked, for who looks without knowing. Answered by `Found`."""
 
     without: tuple[tuple[str, Stamp], ...] = ()
     begin: bool = False
     make: bool = False
+    rejected: tuple[Rejection, ...] = ()
 
 
 class Read(Order, frozen=True, tag="read"):
@@ -103,10 +113,12 @@ class Written(Answer, frozen=True, tag="written"):
 
 
 class Finished(Answer, frozen=True, tag="finished"):
-    """Done; removed: versions that went; trouble: why others that should have gone did not, one sentence."""
+    """Done; removed: versions that went; trouble: why others that should have gone did not, one sentence; names: for
+    each that was to be given, the number that was asked for when it was given, and the version that has it."""
 
     removed: tuple[Stamp, ...] = ()
     trouble: str = ""
+    names: dict[SetName, tuple[Version, Stamp]] = msgspec.field(default_factory=dict)
 
 
 class Found(Answer, frozen=True, tag="found"):
@@ -121,8 +133,8 @@ class Failed(Answer, frozen=True, tag="failed"):
     reason: str
 
 
-order_decoder: Strict[Write | Finish | Clean | Look | Read] = Strict(
-    msgspec.json.Decoder(Write | Finish | Clean | Look | Read)
+order_decoder: Strict[Write | Finish | Name | Clean | Look | Read] = Strict(
+    msgspec.json.Decoder(Write | Finish | Name | Clean | Look | Read)
 )
 answer_decoder: Strict[Progress | Written | Finished | Found | Failed] = Strict(
     msgspec.json.Decoder(Progress | Written | Finished | Found | Failed)

@@ -19,11 +19,14 @@ def for_good(serial: int, keep_every: int) -> bool:
 
 def clean(directory: str, keep_last: int, *, before: Stamp | None = None) -> list[Stamp]:
     """In a set's directory: remove whole versions behind the newest `keep_last`, unless they stay for good, and what
-    was begun and never became whole, if it is older than `before`. Returns what went. Raises OSError."""
+    was begun and never became whole, if it is older than `before`. Rejected ones are not counted, and stay: their
+    user may want to look at them. Returns what went. Raises OSError."""
     whole, going = 0, []
     for stamp in version.stamps(directory):
         path = f"{directory}/{version.name(stamp)}"
         if os.path.lexists(f"{path}/{version.MANIFEST}"):
+            if version.rejected(directory, stamp):
+                continue
             whole += 1
             if whole > keep_last and not os.path.lexists(f"{path}/{version.KEPT}"):
                 going.append(stamp)

@@ -4,7 +4,8 @@
         node-0000.h5, node-0001.h5, ...   the shards of the ranks that lived on that node
         index.h5                          each tensor of the training as one (virtual) dataset
         manifest.json                     written last: without it there is no version
-        kept                              in a version that retention does not remove
+        kept                              in a version that retention does not remove; its names (`names`)
+        rejected                          in one that a training has found bad; why
 
 Names sort as stamps do. Nothing here needs h5py: an agent that looks for a version reads small JSON files only.
 """
@@ -25,7 +26,7 @@ from gemini_hpc.wire.bounds import Stamp as WireStamp
 from gemini_hpc.wire.stored import NodeFile, Stored
 
 FORMAT = 1
-MANIFEST, INDEX, KEPT = "manifest.json", "index.h5", "kept"
+MANIFEST, INDEX, KEPT, REJECTED = "manifest.json", "index.h5", "kept", "rejected"
 MAX_MANIFEST_BYTES = 256 << 20
 _DIRECTORY = re.compile(r"e([0-9]{7})-v([0-9]{13})")
 
@@ -116,6 +117,11 @@ def stamps(directory: str) -> list[Stamp]:
     except FileNotFoundError:
         return []
     return sorted((found for entry in names if (found := stamp_of(entry)) is not None), reverse=True)
+
+
+def rejected(directory: str, stamp: Stamp) -> bool:
+    """Whether a training has found this version bad: nobody takes it by itself."""
+    return os.path.lexists(f"{directory}/{name(stamp)}/{REJECTED}")
 
 
 def read(directory: str, stamp: Stamp) -> Manifest | None:

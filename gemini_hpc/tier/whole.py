@@ -106,11 +106,11 @@ def _join(shards: Iterable[Saved]) -> Whole:
         covered = _covered(have[key], tensor.ndim) if key in have else tensor.numel()
         if covered != tensor.numel():
             raise ValueError(f"{key} is not whole: {covered} of {tensor.numel()} elements")
-    _put_back(whole)
+    put_back(whole)
     return whole
 
 
-def _put_back(whole: Whole) -> None:
+def put_back(whole: Whole) -> None:
     """What was lifted out of small states: into rank 0's, which is the one that is kept."""
     keys = [key for key, row in whole.rows.items() if row.optimizer == LIFTED]
     found = {key: whole.tensors.pop(key) for key in keys}

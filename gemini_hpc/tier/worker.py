@@ -12,14 +12,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from importlib.util import find_spec
 
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier import lustre, orders, place, retention, version
+from gemini_hpc.tier import lustre, names, orders, place, retention, version
 from gemini_hpc.tier.ahead import Ahead
 from gemini_hpc.tier.place import Pace, TierError, told
+from gemini_hpc.wire.stored import Rejection
 
 _PR_SET_PDEATHSIG = 1
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
@@ -99,8 +100,10 @@ def _finish(order: orders.Finish) -> orders.Answer:
         serial = 1 if newest is None else newest.serial + 1
         made = version.Manifest(order.job, order.set, stamp, order.world, time.time(), order.files, serial)
         index.write(where, made, _Told(0.0))
-        if retention.for_good(serial, order.keep_every):
-            os.close(os.open(f"{where}/{version.KEPT}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        given = _given(above, stamp, order.names)
+        mine = {name: asked for name, (asked, has) in given.items() if has == stamp}
+        if mine or retention.for_good(serial, order.keep_every):
+            names.give(where, mine)
         with place.replaced(where, version.MANIFEST) as path, open(path, "xb") as file:
             file.write(version.pack(made))
         place.sync_directory(above)
@@ -108,7 +111,27 @@ def _finish(order: orders.Finish) -> orders.Answer:
         removed, trouble = retention.clean(above, order.keep_last, before=stamp), ""
     except OSError as error:  # the version is whole nevertheless
         removed, trouble = [], f"{above}: old versions could not be removed: {place.why(error)}"
-    return orders.Finished(tuple((s.epoch, s.version) for s in removed), trouble)
+    return orders.Finished(tuple((s.epoch, s.version) for s in removed), trouble, given)
+
+
+def _given(directory: str, stamp: Stamp, wanted: Mapping[str, int]) -> dict[str, tuple[int, tuple[int, int]]]:
+    """For each wanted name, the number that was asked for and the version that has it: this one, unless another one
+    of the set has it already."""
+    taken = names.of_set(directory) if wanted else {}
+    found = {name: taken.get(name, (asked, stamp)) for name, asked in wanted.items()}
+    return {name: (asked, (has.epoch, has.version)) for name, (asked, has) in found.items()}
+
+
+def _name(order: orders.Name) -> orders.Answer:
+    stamp = Stamp(*order.stamp)
+    where = place.version_directory(order.tier, order.job, order.set, stamp)
+    above = os.path.dirname(where)
+    with told(where):
+        if version.read(above, stamp) is None:
+            raise TierError(f"{where}: is not there, or not whole, any more")
+        given = _given(above, stamp, order.names)
+        names.give(where, {name: asked for name, (asked, has) in given.items() if has == stamp})
+    return orders.Finished(names=given)
 
 
 def _clean(order: orders.Clean) -> orders.Answer:
@@ -130,9 +153,26 @@ def _look(order: orders.Look) -> orders.Answer:
                 os.mkdir(order.tier, 0o700)
         os.stat(f"{order.tier}/.")
         for name in [order.set] if order.set else version.sets(order.tier, order.job):
-            wanted = (m for m in version.whole(f"{where}/{name}") if (m.set, m.stamp) not in order.without)
+            _mark(f"{where}/{name}", [r for r in order.rejected if r.set == name])
+            wanted = (m for m in version.whole(f"{where}/{name}") if _offered(f"{where}/{name}", m, order))
             found += [m for m in [next(wanted, None)] if m is not None and (m.job, m.set) == (order.job, name)]
     return orders.Found(tuple(found))
+
+
+def _mark(directory: str, rejected: Sequence[Rejection]) -> None:
+    """What a training has found bad says so itself, should nobody remember; as far as one may write there."""
+    for stamp in version.stamps(directory) if rejected else ():
+        why = next((r.reason for r in rejected if r.low <= (stamp.epoch, stamp.version) <= r.high), None)
+        where = f"{directory}/{version.name(stamp)}"
+        if why is not None and not version.rejected(directory, stamp):
+            with suppress(OSError), place.replaced(where, version.REJECTED) as path, open(path, "x") as file:
+                file.write(f"{why}\n")
+
+
+def _offered(directory: str, manifest: version.Manifest, order: orders.Look) -> bool:
+    if (manifest.set, manifest.stamp) in order.without or version.rejected(directory, Stamp(*manifest.stamp)):
+        return False
+    return not any(r.covers(manifest.set, manifest.stamp) for r in order.rejected)
 
 
 def _read(order: orders.Read) -> orders.Answer:
@@ -155,6 +195,7 @@ def _read(order: orders.Read) -> orders.Answer:
 DOES: dict[type, Callable[..., orders.Answer]] = {
     orders.Write: _write,
     orders.Finish: _finish,
+    orders.Name: _name,
     orders.Clean: _clean,
     orders.Look: _look,
     orders.Read: _read,

@@ -56,7 +56,7 @@ class Bound:
                 if not source.eager:  # what changes a DTensor is counted there, not within
                     self.watch.append((source, source.whole))
         self._watched = [tensor for _, tensor in self.watch]
-        found = [(s, s.base, s.whole) for s in sampled if s.parameter and s.base is not None and s.whole is not None]
+        found = [(s, s.base, s.whole) for s in sampled if s.may_stay and s.base is not None and s.whole is not None]
         self._frozen = [each for each in found if not each[2].requires_grad]
         self._frozen_counts: list[int] = []
         self._owners = [source for source in sampled for _ in source.views]
@@ -205,7 +205,7 @@ class Capture:
             source = self._by_key.get(leaf.key)
             if source is None:
                 here = local(leaf.tensor)
-                source = Source(leaf.key, [], number, here.shape, here.dtype, leaf.optimizer == PARAMETER)
+                source = Source(leaf.key, [], number, here.shape, here.dtype, leaf.optimizer == PARAMETER, leaf.may_stay)
                 self._by_key[leaf.key] = source
                 (lifted if leaf.optimizer == LIFTED else self._sources).append(source)
                 source.eager = leaf.buffer

@@ -16,7 +16,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gemini_hpc.client.agent import AgentLost, AgentRefused
-from gemini_hpc.train import arguments, hold, ownership
+from gemini_hpc.tier import names
+from gemini_hpc.train import arguments, hold, keeping, ownership
 from gemini_hpc.train.capture import Job
 from gemini_hpc.train.encode import UnknownTypeError
 from gemini_hpc.train.membership import REFUSED
@@ -418,6 +419,24 @@ class Checkpointer(Resuming):
             if self._driver is not None:
                 self._driver.fence()
             self._wait_left(self._job)
+
+    def keep(self, name: str) -> bool:
+        """Keep the version of the last completed `step()` on the persistent tier for good, under this name (GEMINI
+        paper section 2.3.1). Where that version cannot be saved (it was skipped, or the next ones came before it was
+        copied) the first one after it is kept instead. Returns whether the agents will see to it, after a moment,
+        10 s at most; if not, one line says why. The training does not wait for more.
+
+        Not collective: call it on one rank or on all. The same call again changes nothing. A name is given once: for
+        another version it is refused. A later job begins from there with `start="DIR@NAME"`. Raises TypeError and
+        ValueError for what cannot be a name: letters, digits, ".", "_" and "-", 64 at most.
+        """
+        name = names.checked(name)
+        if self._client is None or not self._protected or not self._version:
+            why = "this training is not protected" if self._version else "no step has been completed"
+            if self._rank == 0:
+                self._say(f"version {self._version} is not kept as {name}: {why}")
+            return False
+        return keeping.keep(self._client, local.KeepVersion(self._name, self._rank, self._version, name), self._say)
 
     # ---- the end ---------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from gemini_hpc.core import directory
-from gemini_hpc.core.directory import LIFTED, PARAMETER
+from gemini_hpc.core.directory import LIFTED
 from gemini_hpc.core.manifest import Layout
 from gemini_hpc.train import ownership
 from gemini_hpc.train.capture import Capture
@@ -104,7 +104,7 @@ def lay_out(
         entries[i] = msgspec.structs.replace(entries[i], offset=(0,) * len(size))
         blocks.append(ownership.Block(i, entries[i].offset, size))
     blocks = [b for b in blocks if math.prod(b.size)]
-    still = (leaf.optimizer == PARAMETER and not leaf.tensor.requires_grad for leaf in draft.leaves)
+    still = (leaf.may_stay and not leaf.tensor.requires_grad for leaf in draft.leaves)
     frozen = {i for i, stays in enumerate(still) if stays}
     # what stays as it is, is one range of bytes; what is lifted comes last; all else stays in order
     blocks.sort(key=lambda b: (rows[b.entry].optimizer == LIFTED, b.entry not in frozen))

@@ -56,6 +56,7 @@ class Replica:
     def __init__(
         self, set_name: str, client: AgentClient, keeper: Reserved, epoch: int, differs: Callable[[str], None]
     ) -> None:
+        self._pin: Callable[[Shard], None] | None = None
         self._set, self._client, self._keeper, self._epoch, self._differs = set_name, client, keeper, epoch, differs
         self._own: Mapping[str, Own] = {}
         self._since = 0
@@ -66,6 +67,16 @@ class Replica:
         self._pairs: dict[int, tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         self._places: list[Range] = []
         self._eager = 0
+
+    @property
+    def shards(self) -> list[Shard]:
+        """Memory that may be written to."""
+        shard = self._keeper.shard
+        return [*self._keeper.former, *([shard] if shard is not None else [])]
+
+    def pins(self, pin: Callable[[Shard], None] | None) -> None:
+        """How memory is pinned that a device copies to; None: by nobody."""
+        self._pin = pin
 
     def follow(self, own: Mapping[str, Own], since: int) -> None:
         """The state is dealt out anew with the version after `since`. own: what this rank shares, by key."""
@@ -129,6 +140,9 @@ class Replica:
                     layout, manifest = _directory(slot.bytes)
                 except ValueError:
                     continue
+                if self._shard is not shard and self._pin is not None:
+                    shard.populate()
+                    self._pin(shard)
                 self._shard, self._eager, self._pairs = shard, len(capture.eager_since), {}
                 self._pieces = [
                     piece

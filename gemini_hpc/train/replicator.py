@@ -114,6 +114,8 @@ class Replicator(Keeper):
     def share(self, replicas: Sequence[Replica]) -> None:
         """Before `start`: other ranks' shards that this one fills as far as it can."""
         self._replicas = replicas
+        for replica in replicas:
+            replica.pins(self.pin if self._pins is not None else None)
         self._capture.watches_all = bool(replicas)
 
     def pin(self, shard: Shard) -> None:
@@ -308,7 +310,8 @@ class Replicator(Keeper):
         self.release(self._gate.sealed)
         self._last_begun = job.version
         if self._pins is not None:
-            self._pins.keep([slot for shard in (self.shard, *self.former) for slot in shard.slots])
+            others = [shard for replica in self._replicas for shard in replica.shards]
+            self._pins.keep([slot for shard in (self.shard, *self.former, *others) for slot in shard.slots])
         slot = self.shard.slots[reply.slot]
         known = slot.content
         self._base = known.version if slot.has_manifest and known.epoch == self._me.epoch else 0

@@ -31,7 +31,7 @@ from torch.futures import Future
 from gemini_hpc.core import directory
 from gemini_hpc.core.directory import LIFTED, PARAMETER, Manifest, Piece, Row
 from gemini_hpc.core.manifest import HEADER_BYTES, Header, parse_header
-from gemini_hpc.train import encode, lifted
+from gemini_hpc.train import encode, inner, lifted
 from gemini_hpc.train.dtypes import dtype_of
 from gemini_hpc.train.tree import Leaf, StateTree, box_of, local
 
@@ -182,7 +182,7 @@ def enough_alone(saved: Saved, tree: StateTree) -> bool:
     kept = [0] * len(manifest.rows)
     for piece in manifest.pieces:
         kept[piece.row] += math.prod(piece.size)
-    needed = {p.fqn: math.prod(_box(p.tensor)[1]) for p in tree.params}
+    needed = {leaf.key: math.prod(_box(leaf.tensor)[1]) for leaf in tree.leaves()[0] if leaf.optimizer < 0}
     for row, have in zip(manifest.rows, kept, strict=True):
         if row.optimizer == LIFTED or (row.optimizer >= 0 and not row.like_owner):
             wanted = math.prod(row.shape)
@@ -198,9 +198,18 @@ def make_optimizer_state(tree: StateTree, rows: Sequence[Row], small: dict[str, 
     optimizer would do less well: it also makes state for parameters that had none."""
     params = {p.fqn: p.tensor for p in tree.params}
     wanted: dict[tuple[int, str], dict[str, Row | None]] = {}
+    composed: dict[tuple[int, str, str], dict[str, Row]] = {}  # parts of tensors that are made of others
+    made = {where: recipe for where, recipe in inner.recipes(small).items() if where[0] >= 0}
+    parts = {
+        (i, owner, f"{name}.{path}"): (name, path) for (i, owner, name), m in made.items() for path in inner.paths(m)
+    }
     for row in rows:
-        if row.optimizer >= 0:
-            wanted.setdefault((row.optimizer, row.owner), {})[row.name] = row
+        if row.optimizer < 0:
+            continue
+        name, path = parts.get((row.optimizer, row.owner, row.name), (row.name, ""))
+        wanted.setdefault((row.optimizer, row.owner), {})[name] = row
+        if path:
+            composed.setdefault((row.optimizer, row.owner, name), {})[path] = row
     for i, owner, name in small["odd"]:
         wanted.setdefault((i, owner), {})[name] = None
     for i, optimizer in enumerate(tree.optimizers):
@@ -221,6 +230,9 @@ def make_optimizer_state(tree: StateTree, rows: Sequence[Row], small: dict[str, 
                 continue
             row = wanted_row
             old = state.get(name)
+            if (i, owner, name) in composed:
+                state[name] = _composed(old, made[i, owner, name], composed[i, owner, name], parameter)
+                continue
             dtype = dtype_of(row.dtype)
             if row.like_owner:
                 if not (isinstance(old, torch.Tensor) and old.shape == parameter.shape and old.dtype == dtype):
@@ -239,6 +251,23 @@ def make_optimizer_state(tree: StateTree, rows: Sequence[Row], small: dict[str, 
                     state[name] = torch.zeros_like(like, dtype=dtype, requires_grad=False)
                 else:
                     state[name] = torch.zeros(row.shape, dtype=dtype, device=device)
+
+
+def _composed(old: Any, made: dict[str, Any], rows: dict[str, Row], parameter: torch.Tensor) -> torch.Tensor:
+    """What is there, if it is made in this way, of such parts; else a new one. Raises ValueError."""
+    if isinstance(old, torch.Tensor) and inner.composed(old) and inner.recipe(old) == made:
+        here = {path: (tuple(part.shape), part.dtype) for path, part in inner.parts(old)}
+        if here == {path: (row.shape, dtype_of(row.dtype)) for path, row in rows.items()}:
+            return old
+
+    def part(path: str) -> torch.Tensor:
+        if path not in rows:
+            raise ValueError(f"a {made['class']} lacks its part {path} in the saved state")
+        row, like = rows[path], local(parameter).device
+        device = like if row.device == like.type else torch.device(row.device)
+        return torch.zeros(row.shape, dtype=dtype_of(row.dtype), device=device)
+
+    return inner.make(made, part, parameter)
 
 
 def load(tree: StateTree, own: Saved, shards: Sequence[Saved], rank: int, same_world: bool) -> dict[str, Any]:
@@ -319,7 +348,7 @@ def _read(targets: dict[str, torch.Tensor], reader: StorageReader) -> None:
 
 
 def _check_nothing_is_lost(tree: StateTree, rows: Iterable[Row]) -> None:
-    known = {p.fqn for p in tree.params} | tree.aliases.keys()
+    known = {leaf.key for leaf in tree.leaves()[0] if leaf.optimizer < 0} | tree.aliases.keys()
     if unknown := sorted(row.key for row in rows if row.optimizer == PARAMETER and row.key not in known):
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         raise ValueError(

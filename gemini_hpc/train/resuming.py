@@ -6,11 +6,11 @@ import itertools
 import json
 import os
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from gemini_hpc.client.agent import AgentLost, AgentRefused
 from gemini_hpc.client.slots import Content
-from gemini_hpc.train import restore, rng, start
+from gemini_hpc.train import rejecting, restore, rng, start
 from gemini_hpc.train.arguments import Choices
 from gemini_hpc.train.arming import Arming
 from gemini_hpc.train.loader import StatefulLoader
@@ -51,10 +51,16 @@ class Resuming(Arming):
             return self._begin_anew()
         if self._rank == 0 and self._welcome.notice:
             self._say(self._welcome.notice)
+        return self._load() or self._begin_anew()
+
+    def _load(self) -> int:
+        """The version that the agents have chosen; 0: none, and the training may begin anew. Collective."""
         began = time.time()
         shards = self._choose_and_fetch()
         if not shards:
-            return self._begin_anew()
+            if self._welcome.rejected and not self._welcome.fresh:
+                self._give_up("; ".join(self._welcome.rejected))
+            return 0
         welcome = self._welcome
         fetched = time.time()
         own = next((s for s in shards if s.manifest.rank == self._rank), shards[self._rank % len(shards)])
@@ -77,6 +83,59 @@ class Resuming(Arming):
         detail = {"rank": self._rank, "began": began, "fetched": fetched, "loaded": done, "shards": len(shards)}
         self._client.event("resumed", self._version, json.dumps(detail), t=done)
         return self._version
+
+    def reject(self, reason: str, *, fresh: bool = False) -> int:
+        """The state that `resume()` has loaded is bad, for this reason (the loss is NaN, say): take an older one,
+        from memory or from the tier. Neither that version nor what came of it is chosen again in this job.
+
+        Before the first `step()` the older version is loaded here and now, and its number is returned: begin the loop
+        anew from there, with a new iterator of the loader. After it this launch ends with exit status 75, and
+        the next one loads the older version. Where none is left, or after three rejections, the job ends with
+        a message; with fresh=True a new launch begins anew instead.
+
+        Collective: who calls it alone gets a RuntimeError after a minute. Raises RuntimeError before `resume()`.
+        """
+        if not self._resume_called:
+            raise RuntimeError("reject() before resume(): nothing has been loaded")
+        rejecting.meet(self._rank, self._world, f"reject-{self._name}-{self._epoch}", rejecting.MEET_S)
+        fresh = all(self._gather(fresh))
+        self._reject(" ".join(str(reason).split())[: rejecting.MOST_TEXT] or "no reason given", fresh=fresh)
+        if self._version != self._resumed_at or self._capture is not None:
+            self._try_again(f"version {self._resumed_at} is rejected ({reason})")
+        if self._rank == 0:
+            self._say(f"version {self._resumed_at} is rejected: {reason}")
+        self._join_anew()
+        if not self._protected:
+            self._try_again("an older version cannot be loaded without the agents")
+        for param in self._tree.params:
+            param.tensor.grad = None
+        self._version = self._resumed_at = 0
+        self._resumed_from, self._generators = None, None
+        version = self._load()
+        if not version:  # what is here now is no beginning
+            self._try_again("no version is left, and the training may begin anew")
+        return version
+
+    def _reject(self, reason: str, *, fresh: bool) -> None:
+        """Have the agents write it down, on one node at least. Collective."""
+        version = self._resumed_at
+        recorded, why = False, "nothing was loaded from memory or the tier"
+        if self._resumed_from is not None and self._client is not None:
+            message = local.Reject(self._name, self._rank, version, reason, fresh)
+            recorded, why = rejecting.record(self._client, message)
+        if any(self._gather(recorded)):
+            return
+        if fresh and self._resumed_from is None:
+            self._try_again(f"what is here is rejected ({reason}), and the training may begin anew")
+        self._give_up(f"{reason}; {why or 'no agent could be told'}")
+
+    def _give_up(self, why: str) -> NoReturn:
+        """On every rank alike: nothing is left to go on from, and nobody has said that one may begin anew."""
+        if self._rank == 0:
+            self._say(f"no version is left to go on from: {why}; to begin anew say reject(..., fresh=True)")
+        if self._client is not None:
+            self._client.close()
+        raise SystemExit(1)
 
     def restore_generators(self) -> None:
         """Set the generators of Python, NumPy, torch and CUDA once more as they were in the restored version. For a
@@ -136,14 +195,18 @@ class Resuming(Arming):
                 return shards
             if attempt == RESUME_ATTEMPTS:
                 break
-            if self._client is not None:
-                self._client.close()
-            self._gather(True)  # nobody says hello before everyone has hung up
-            self._protected = self._undecided = False
-            self._join()
+            self._join_anew()
             if not self._protected:
                 self._try_again(f"version {welcome.chosen_version} cannot be loaded without the agents")
         return self._try_again(f"version {self._welcome.chosen_version} is not readable everywhere")
+
+    def _join_anew(self) -> None:
+        """Say hello once more: the agents choose anew. Collective."""
+        if self._client is not None:
+            self._client.close()
+        self._gather(True)  # nobody says hello before everyone has hung up
+        self._protected = self._undecided = False
+        self._join()
 
     def _fetch(self, rank: int) -> restore.Saved:
         assert self._client is not None

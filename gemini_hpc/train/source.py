@@ -23,6 +23,7 @@ class Source:
     shape: torch.Size
     dtype: torch.dtype
     parameter: bool
+    may_stay: bool = False  # see `Leaf.may_stay`
     eager: bool = False  # copied at step()
     ptr: int = -1
     base: torch.Tensor | None = None  # its part in this process

@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from gemini_hpc.core.directory import LIFTED, PARAMETER, Row
-from gemini_hpc.train import encode, rng, sharded
+from gemini_hpc.core.directory import LIFTED, Row
+from gemini_hpc.train import encode, inner, rng, sharded
 from gemini_hpc.train.buckets import ArrivalOrder
 from gemini_hpc.train.dtypes import dtype_name
 from gemini_hpc.train.groups import Group, Members, unpack
+from gemini_hpc.train.inner import composed
 from gemini_hpc.train.lifted import Lift
 from gemini_hpc.train.modules import Modules, UnsupportedStateError, gathered, same
 from gemini_hpc.train.ownership import Entry
@@ -58,6 +59,11 @@ class Leaf(NamedTuple):
     optimizer: int
     name: str
     buffer: bool = False
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether `requires_grad` says that nobody trains it: of a parameter, not of what one is made of."""
+        return self.optimizer == PARAMETER and self.tensor is self.owner.tensor
 
 
 class Packed(NamedTuple):
@@ -101,6 +107,8 @@ class _OptimizerState:
         self._odd: list[tuple[tuple[int, str, str], dict[str, Any], str]] = []
         self._loose: list[Any] = []  # names under which it keeps something that is no parameter's
         self._known: list[tuple[Any, dict[str, Any] | None, tuple[str, ...], list[Any]]] = []
+        self.made: dict[tuple[int, str, str], inner.Recipe] = {}  # of tensors that are made of others
+        self._parts = _Parts()
         for parameter, values in optimizer.state.items():
             owner = owners.get(id(parameter))
             if owner is None:  # of no parameter of ours, and of any kind
@@ -111,8 +119,13 @@ class _OptimizerState:
             kept = [value if isinstance(value, torch.Tensor) else None for value in values.values()]
             self._known.append((parameter, values, tuple(values), kept))
             for name, value in values.items():
-                if isinstance(value, torch.Tensor):
-                    self.leaves.append(Leaf(f"optimizer.{number}.{owner.fqn}.{name}", value, owner, number, name))
+                key = f"optimizer.{number}.{owner.fqn}.{name}"
+                if isinstance(value, torch.Tensor) and composed(value):
+                    self.made[number, owner.fqn, name] = inner.recipe(value)
+                    for path, part in self._parts.of(value):
+                        self.leaves.append(Leaf(f"{key}.{path}", part, owner, number, f"{name}.{path}"))
+                elif isinstance(value, torch.Tensor):
+                    self.leaves.append(Leaf(key, value, owner, number, name))
                 else:
                     self._odd.append(((number, owner.fqn, name), values, name))
 
@@ -130,7 +143,7 @@ class _OptimizerState:
                 return False
             if not all(map(is_, values.values(), kept)) and not all(map(_alike, values.values(), kept)):
                 return False
-        return True
+        return self._parts.hold()
 
     def loose(self) -> dict[Any, Any]:
         """What it keeps beside the state of parameters, as it is now."""
@@ -139,6 +152,22 @@ class _OptimizerState:
     def odd(self) -> dict[tuple[int, str, str], Any]:
         """What is no tensor, as it is now."""
         return {key: values[name] for key, values, name in self._odd}
+
+
+class _Parts:
+    """Tensors that are made of others, with those others as they were found."""
+
+    def __init__(self) -> None:
+        self._found: list[inner.Made] = []
+
+    def of(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Those of one tensor, by their paths in it."""
+        self._found += inner.levels(tensor)
+        return list(inner.parts(tensor))
+
+    def hold(self) -> bool:
+        """Whether each is made of the same tensors, in the same way."""
+        return all(map(inner.Made.holds, self._found))
 
 
 def _alike(value: Any, kept: torch.Tensor | None) -> bool:
@@ -170,6 +199,8 @@ class StateTree:
         self._stepped: list[torch.Tensor] = []  # what the optimizers have in their groups
         self._states: list[_OptimizerState] = []
         self._leaves: list[Leaf] = []
+        self._parts = _Parts()  # of parameters
+        self._made: bytes | None = None  # as it goes into the small state
         self._flags: list[bool] = []  # which parameters are trained now
         self._members: list[Members] = []
         ddps = find_ddp(model)
@@ -200,7 +231,8 @@ class StateTree:
             here = local(tensor)
             if is_lazy(here):
                 raise UnsupportedStateError(f"{fqn} has no size before the first forward: make one before this")
-            if not _plain(here) or here.is_meta:
+            plain = [part for _, part in inner.parts(here)] if composed(here) else [here]
+            if not all(_plain(part) and not part.is_meta for part in plain):
                 raise UnsupportedStateError(
                     f"{fqn} is a {type(here).__qualname__} ({here.layout}, {here.device}): only dense tensors and "
                     "DTensors of them can be captured"
@@ -263,13 +295,30 @@ class StateTree:
         UnsupportedStateError."""
         self.refresh()
         states = self._states
-        if not (self._leaves and len(states) == len(self.optimizers) and all(state.holds() for state in states)):
+        held = self._leaves and len(states) == len(self.optimizers) and self._parts.hold()
+        if not (held and all(state.holds() for state in states)):
             states = [_OptimizerState(o, i, self._by_id) for i, o in enumerate(self.optimizers)]
             self._states = states
-            self._leaves = [Leaf(p.fqn, p.tensor, p, PARAMETER, "") for p in self.params]
+            self._parts, self._made = _Parts(), None
+            self._leaves = [leaf for p in self.params for leaf in self._of_parameter(p)]
             for state in states:
                 self._leaves += state.leaves
         return self._leaves, {key: value for state in states for key, value in state.odd().items()}
+
+    def _of_parameter(self, p: Param) -> list[Leaf]:
+        if not composed(p.tensor):
+            return [Leaf(p.fqn, p.tensor, p, PARAMETER, "")]
+        return [Leaf(f"{p.fqn}.{path}", part, p, PARAMETER, "") for path, part in self._parts.of(p.tensor)]
+
+    def made(self) -> bytes:
+        """How tensors that are made of others are made, by (optimizer or -1, parameter, name or ""), encoded: there
+        may be many, and they stay as they are."""
+        if self._made is None:
+            found = {(-1, p.fqn, ""): inner.recipe(p.tensor) for p in self.params if composed(p.tensor)}
+            for state in self._states:
+                found |= state.made
+            self._made = encode.encode(found) if found else b""
+        return self._made
 
     def describe(self, leaf: Leaf, world: int) -> tuple[Row, Entry]:
         """How a leaf appears in the manifest and in the deal. Raises UnsupportedStateError."""
@@ -332,6 +381,7 @@ class StateTree:
             "members": [members.pack(self._names) for members in self._members],
             "transient": sorted(self._modules.transient & buffers.keys()),
             "odd": dict(odd),
+            "made": self.made(),
             "stateful": {name: sharded.parts(item.state_dict()) for name, item in self.stateful.items()},
             "buckets": [recorder.order for recorder in self.ddps],
         }
@@ -387,6 +437,10 @@ class StateTree:
             self._restore_groups(i, groups, small, same_world=same_world)
         for optimizer, loose in zip(self.optimizers, small.get("loose", ()), strict=False):
             optimizer.state.update(loose)
+        for (number, owner, _), made in inner.recipes(small).items():
+            here = by_name.get(owner)
+            if number < 0 and here is not None and not (composed(here) and inner.recipe(here) == made):
+                raise ValueError(f"{owner} was a {made['class']} of another kind than it is here")
         missing = set(self.stateful) ^ set(small["stateful"])
         if missing:
             raise ValueError(f"the saved run and this one differ in: {', '.join(sorted(missing))}")

@@ -12,8 +12,8 @@ from typing import Annotated
 import msgspec
 
 from gemini_hpc.wire import version
-from gemini_hpc.wire.bounds import Bytes, Count, Epoch, Job, Restart, Seconds, Strict, Time, Version
-from gemini_hpc.wire.stored import Tier
+from gemini_hpc.wire.bounds import Bytes, Count, Epoch, Job, Restart, Seconds, SetName, Strict, Time, Version
+from gemini_hpc.wire.stored import Reason, Tier
 from gemini_hpc.wire.traffic import TimelineState, TrafficState
 
 MAX_PACKET_BYTES = 64 * 1024
@@ -110,7 +110,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     `chosen_epoch`/`chosen_version`: the version to resume from; version 0 means none. `chosen_world` is
     the number of shards of that version; `stored`: it comes from the tier. `lost` says, one sentence a
     shard, why memory could not serve; `notice` what the controller wants the job's users to know; `proto`
-    the protocol that both speak from here on.
+    the protocol that both speak from here on. `rejected`: what ranks have rejected, one sentence each; `fresh`: one
+    of them allowed to begin anew where nothing else is left.
     """
 
     job: int
@@ -126,6 +127,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     lost: tuple[str, ...] = ()
     notice: str = ""
     proto: int = 1
+    rejected: tuple[str, ...] = ()
+    fresh: bool = False
 
 
 class Register(OfRank, frozen=True, tag="register"):
@@ -237,6 +240,24 @@ class Event(Message, frozen=True, tag="event"):
 
 class Finished(OfRank, frozen=True, tag="finished"):
     """This rank has closed its checkpointer: its training succeeded."""
+
+
+class Reject(OfRank, frozen=True, tag="reject"):
+    """What this rank has loaded, this version, is bad, for this reason: it, and all that came of it, are not to be
+    chosen again. fresh: where nothing else is left the training may begin anew. Answered by `Ok` when that is on
+    disk, else by `Error` with the reason."""
+
+    version: Version
+    reason: Reason
+    fresh: bool = False
+
+
+class KeepVersion(OfRank, frozen=True, tag="keep-version"):
+    """This version is to stay on the tier for good, under this name, or the first one after it that can be saved.
+    Answered by `Ok` when the agent will see to it, else by `Error` with the reason."""
+
+    version: Version
+    name: SetName
 
 
 class HandBack(OfRank, frozen=True, tag="handback"):
@@ -355,6 +376,8 @@ Request = (
     | OpenPush
     | Event
     | Finished
+    | Reject
+    | KeepVersion
     | HandBack
     | Traffic
     | Timeline

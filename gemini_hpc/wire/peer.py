@@ -26,7 +26,7 @@ from gemini_hpc.wire.bounds import (
     Version,
 )
 from gemini_hpc.wire.message import Message
-from gemini_hpc.wire.stored import NodeFile, Tier
+from gemini_hpc.wire.stored import NodeFile, Rejection, Tier
 
 # ---- sign of life and suspicion ------------------------------------------------------------------------
 
@@ -81,7 +81,8 @@ class CopyRecord(msgspec.Struct, frozen=True):
 
 class InventoryRecord(msgspec.Struct, frozen=True):
     """What one agent holds. unreadable: versions on the tier (set and stamp) that turned out damaged; unbroken: it is
-    no successor of one that died, so it would know what has been sealed; doubt: as in the plan that it took last."""
+    no successor of one that died, so it would know what has been sealed; doubt: as in the plan that it took last;
+    rejected: versions that ranks have found bad."""
 
     host: str
     noderanks: dict[str, Count] | None
@@ -94,6 +95,7 @@ class InventoryRecord(msgspec.Struct, frozen=True):
     unreadable: tuple[tuple[str, Stamp], ...] = ()
     unbroken: bool = False
     doubt: bool = False
+    rejected: tuple[Rejection, ...] = ()
 
 
 class InventoryUp(Message, frozen=True, tag="inventory"):
@@ -149,7 +151,8 @@ class PlanDown(Message, frozen=True, tag="plan"):
     """Down: the new map, epoch and versions. Void everything else, then acknowledge. unseen: why it is not known what
     the tier has; no launch is served by such a plan. tier: what the program has chosen, where the submission has
     not. doubt: the tier may have something newer, so whoever plans next has to look there. counted: by host, the
-    instances whose inventories it was made of; an agent that was started since does not take it."""
+    instances whose inventories it was made of; an agent that was started since does not take it. rejected: versions
+    that nobody is to choose any more."""
 
     round: Round
     step: str
@@ -163,6 +166,7 @@ class PlanDown(Message, frozen=True, tag="plan"):
     tier: Tier = Tier()
     doubt: bool = False
     counted: dict[str, str] = msgspec.field(default_factory=dict)
+    rejected: tuple[Rejection, ...] = ()
 
 
 class PlanAck(Message, frozen=True, tag="ack"):
@@ -261,6 +265,26 @@ class DrainOver(Message, frozen=True, tag="drain-over"):
     """Down: the job has ended, and its last versions are on the tier, or will not be: nobody need wait for it."""
 
     round: Round
+
+
+class KeepWish(Message, frozen=True, tag="keep"):
+    """Up: a rank wants this version on the tier for good, under this name, or the first one after it that can be had.
+    Down: the root knows of it. Said again until it is done."""
+
+    round: Round
+    set: SetName
+    name: SetName
+    version: Version
+
+
+class KeepDone(Message, frozen=True, tag="kept"):
+    """Down: this wish is done: the version that has the name; stamp None: never, for another one has it."""
+
+    round: Round
+    set: SetName
+    name: SetName
+    version: Version
+    stamp: Stamp | None = None
 
 
 # ---- to the tier, when a node is missing: between the leader and all others --------------------------------------

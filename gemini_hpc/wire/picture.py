@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from gemini_hpc.wire.bounds import Bytes, Count, Epoch, Job, Port, Restart, Round, Stamp, Time, Version
+from gemini_hpc.wire.bounds import Bytes, Count, Epoch, Job, Port, Restart, Round, SetName, Stamp, Time, Version
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.traffic import Duration, Point, TimelineState, TrafficState
 
@@ -56,7 +56,8 @@ class HeldSlot(msgspec.Struct, frozen=True):
 
 class TierState(msgspec.Struct, frozen=True):
     """What the root knows of a set on the tier. stored: the newest version there, time: of its end (Unix); saving:
-    what is on its way, written: bytes of it; problem: why the last one did not become whole."""
+    what is on its way, written: bytes of it; problem: why the last one did not become whole; keeping: names that are
+    to be given, kept: the names given last, and the versions that have them."""
 
     directory: str
     stored: Stamp | None = None
@@ -64,6 +65,8 @@ class TierState(msgspec.Struct, frozen=True):
     saving: Stamp | None = None
     written: Bytes = 0
     problem: str = ""
+    keeping: tuple[SetName, ...] = ()
+    kept: tuple[tuple[SetName, Stamp], ...] = ()
 
 
 class PaceState(msgspec.Struct, frozen=True):

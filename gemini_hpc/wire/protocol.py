@@ -26,6 +26,8 @@ AnyMessage = (
     | peer.DrainDown
     | peer.DrainUp
     | peer.DrainOver
+    | peer.KeepWish
+    | peer.KeepDone
     | peer.ScavengeAsk
     | peer.ScavengeHave
     | peer.ScavengeWrite
@@ -66,6 +68,7 @@ encode = msgspec.msgpack.Encoder().encode
 # and needs no entry: older ends skip it.
 _PUSHES = (peer.PushAsk, peer.PushAnswer, peer.PushHead, peer.PushChunk, peer.PushDone, peer.PushAck)
 _DRAINS = (peer.DrainDown, peer.DrainUp, peer.DrainOver, flush.FlushAsk, flush.Flushing)
+_KEEPS = (peer.KeepWish, peer.KeepDone)
 _SCAVENGES = (peer.ScavengeAsk, peer.ScavengeHave, peer.ScavengeWrite, peer.ScavengeWrote, peer.ScavengeOver)
 SINCE: dict[type[Message], int] = {
     peer.Summons: 2,
@@ -75,7 +78,7 @@ SINCE: dict[type[Message], int] = {
     controller.Waits: 2,
     picture.JobsAsk: 2,
     picture.JobsAnswer: 2,
-    **dict.fromkeys((*_PUSHES, *_DRAINS, *_SCAVENGES), 2),
+    **dict.fromkeys((*_PUSHES, *_DRAINS, *_KEEPS, *_SCAVENGES), 2),
 }
 
 

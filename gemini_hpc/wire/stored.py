@@ -7,12 +7,13 @@ from typing import Annotated
 
 import msgspec
 
-from gemini_hpc.wire.bounds import Bytes, Count, Seconds
+from gemini_hpc.wire.bounds import Bytes, Count, Seconds, SetName, Stamp
 
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 FileName = Annotated[str, msgspec.Meta(pattern=r"\Anode-[0-9]{4,7}\.h5\Z")]
 
 
+Reason = Annotated[str, msgspec.Meta(max_length=300)]
 _DIRECTORY = r"(/[ !#-&(-\[\]-_a-~]{0,4095})?"  # printable ASCII without quotes, as the prolog takes it
 Directory = Annotated[str, msgspec.Meta(pattern=rf"\A{_DIRECTORY}\Z")]
 _MOST_S = 604800
@@ -34,6 +35,21 @@ class Tier(msgspec.Struct, frozen=True):
         if interval_s and not directory:
             raise ValueError("tier_interval_s is given, and no tier")
         return cls(directory, round(interval_s))
+
+
+class Rejection(msgspec.Struct, frozen=True, order=True):
+    """Versions of a set that are not to be loaded any more: from the one that ranks had loaded, `low`, to all that
+    came of it, `high`. reason: theirs; fresh: if nothing else is left, the training may begin anew."""
+
+    set: SetName
+    low: Stamp
+    high: Stamp
+    reason: Reason = ""
+    fresh: bool = False
+
+    def covers(self, name: str, stamp: Stamp) -> bool:
+        """Whether this version of a set is one of them."""
+        return name == self.set and self.low <= stamp <= self.high
 
 
 class Stored(msgspec.Struct, frozen=True):

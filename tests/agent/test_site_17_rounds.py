@@ -13,7 +13,7 @@ from gemini_hpc.agent.tierwork import TierFailed
 from gemini_hpc.tier import version
 from gemini_hpc.wire import bounds, peer
 from gemini_hpc.wire.message import Message
-from gemini_hpc.wire.stored import NodeFile, Stored, Tier
+from gemini_hpc.wire.stored import NodeFile, Rejection, Stored, Tier
 
 
 class Host:
@@ -23,6 +23,7 @@ class Host:
         self.name, self.sent, self.lived, self.restart = name, list[tuple[str, Message]](), 0, restart
         self.chosen = Tier()
         self.older: peer.InventoryRecord | None = None
+        self.known: tuple[Rejection, ...] = ()
         self.tier, self.sees, self.looks, self.unbroken, self.doubt = True, False, list[bool](), True, False
 
     def choose(self, tier: Tier) -> bool:
@@ -63,6 +64,10 @@ class Host:
 
     async def outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
         return ()
+
+    def rejected(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
+        self.known = tuple(dict.fromkeys((*self.known, *found)))
+        return self.known
 
     def begun(self, number: int, step: str) -> None:
         pass

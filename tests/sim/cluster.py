@@ -21,12 +21,14 @@ import msgspec
 
 from gemini_hpc.agent.agent import Agent
 from gemini_hpc.agent.member import Member
+from gemini_hpc.agent.pledges import Pledges
+from gemini_hpc.agent.rejections import Rejections
 from gemini_hpc.agent.rounds import Rounds
 from gemini_hpc.agent.successor import StateFile
 from gemini_hpc.core import placement
 from gemini_hpc.wire import local, peer, protocol
 from gemini_hpc.wire.message import Message
-from gemini_hpc.wire.stored import Tier
+from gemini_hpc.wire.stored import Rejection, Tier
 
 JOB, REPLICAS, FANOUT = 7, 2, 2
 QUIET_S = 120.0
@@ -62,6 +64,24 @@ class Disk(StateFile):
 
     def _unlink(self) -> None:
         self._cluster.disks.pop(self._name, None)
+
+
+class Promises(Pledges):
+    """The file of one node that outlives incarnations."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self._cluster, self._name = cluster, name
+        super().__init__("")
+
+    def _get(self) -> bytes:
+        if self._name not in self._cluster.promised:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+        return self._cluster.promised[self._name]
+
+    def _put(self, data: bytes) -> None:
+        self._cluster.effect(self._name)
+        self._cluster.promised[self._name] = data
+        self._cluster.effect(self._name)
 
 
 class _Still:
@@ -119,6 +139,8 @@ class Node:
         self.sets, self.scavenge, self.service, self.mesh = _Sets(), _Still(), _Still(), _Mesh()
         self.incoming, self.outgoing, self.pulls, self.drains = _Transfers(), _Transfers(), _Transfers(), _Drains()
         self.store, self.state = _Store(), Disk(cluster, name)
+        self.pledges = Promises(cluster, name)
+        self.rejections = Rejections(cast(Agent, self))
         self.jobs: deque[Coroutine[object, object, None]] = deque()
         self.member = cluster.member(cast(Agent, self))
         self.rounds = cluster.rounds(self.member, name, cluster.hosts, self.jobs.append, FANOUT)
@@ -190,8 +212,9 @@ class Cluster:
         rounds: type[Rounds] = CountedRounds,
         member: type[Member] = SimulatedMember,
         full: bool = False,
+        rejects: bool = False,
     ) -> None:
-        """full: one disk has no room now and then."""
+        """full: one disk has no room now and then; rejects: ranks find what was chosen bad now and then."""
         self.rng = random.Random(seed)
         self.rounds, self.member = rounds, member
         self.hosts = tuple(f"n{i}" for i in range(size))
@@ -200,6 +223,9 @@ class Cluster:
         self.story: list[tuple[str, object]] = []
         self.events: dict[str, int] = {}
         self.disks: dict[str, bytes] = {}
+        self.promised: dict[str, bytes] = {}
+        self.rejects = rejects
+        self.bad: list[tuple[str, Rejection]] = []  # host, and what it has answered that it knows
         self.full: set[str] = set()
         self._may_be_full = self.rng.choice(self.hosts) if full else ""
         self.up: set[Edge] = set()
@@ -294,6 +320,12 @@ class Cluster:
     # ---- what is checked -------------------------------------------------------------------------------
 
     def took(self, node: Node, plan: peer.PlanDown) -> None:
+        for s in plan.sets:
+            wrong = [r for name, r in self.bad if s.chosen is not None and r.covers(s.name, s.chosen)]
+            if wrong:
+                raise Wrong(f"rejected: {s.chosen} is chosen in round {plan.round}, which {wrong[0]} covers")
+        if unknown := {r for _, r in self.bad} - set(plan.rejected):
+            raise Wrong(f"forgotten: {unknown} in the plan of round {plan.round}")
         self.applied[node.node] = plan.round
         self.takers.setdefault(plan.round, {}).setdefault(node.node, node.instance)
 
@@ -364,6 +396,8 @@ class Cluster:
                 found.append(("launch", f"7.{self.rng.randrange(3)}"))
             if chance() < 0.06:
                 found.append(("save", None))
+            if self.rejects and chance() < 0.06:
+                found.append(("reject", None))
             if self._may_be_full and chance() < 0.1:
                 found.append(("disk", self._may_be_full))
         return found
@@ -398,6 +432,8 @@ class Cluster:
             self.launch = what
         elif kind == "save":
             self._save()
+        elif kind == "reject":
+            self._reject()
         elif kind == "disk":
             self.full ^= {what}
         self._doomed = None
@@ -422,6 +458,21 @@ class Cluster:
                 if n > 1 and mine in placement.holders(rank, n, m):
                     copy = peer.CopyRecord("default", rank, n, rank, 64, 64, (node.epoch, version), "0" * 32)
                     node.store.held = [c for c in node.store.held if c.rank != rank] + [copy]
+
+    def _reject(self) -> None:
+        """What all have is bad: some of the ranks come to say so, and a launch follows."""
+        held = {c.stamp for node in self.nodes.values() for c in node.store.held}
+        if not self.settled() or len(self.bad) > 40 or not held:
+            return
+        bad = Rejection("default", min(held), (self.newest[1], 99), "NaN")
+        for name in self.rng.sample(self.hosts, self.rng.randint(1, len(self.hosts))):
+
+            def say(name: str = name) -> None:
+                self.nodes[name].rejections.learn([bad])
+                self.bad.append((name, bad))
+
+            self._act(name, say)
+        self.launch = f"7.{self.rng.randrange(3)}r{len(self.bad)}"
 
     def run(self, faulty: int) -> None:
         """So many events with faults, then until all is well. Raises `Wrong`."""

@@ -4,7 +4,7 @@ told by `Cluster(size, seed, ...)`, `run(faulty)` and `story`."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -12,6 +12,7 @@ from gemini_hpc.agent import rounds
 from gemini_hpc.agent.member import Member
 from gemini_hpc.agent.rounds import Rounds
 from gemini_hpc.wire import peer
+from gemini_hpc.wire.stored import Rejection
 
 from .cluster import Cluster, CountedRounds, SimulatedMember, Wrong, campaign
 
@@ -36,6 +37,12 @@ def test_a_round_ends_whoever_dies_and_whatever_is_lost(size: int, seeds: int, f
 @pytest.mark.parametrize(("size", "seeds", "faulty"), [(2, 200, 40), (3, 400, 60), (7, 250, 120)])
 def test_a_full_disk_does_not_keep_a_round_from_its_end(size: int, seeds: int, faulty: int) -> None:
     assert not campaign(size, range(seeds), faulty, full=True)
+
+
+@pytest.mark.parametrize(("size", "seeds", "faulty"), [(1, 100, 40), (3, 600, 80), (7, 200, 160)])
+def test_what_was_rejected_is_never_chosen_again(size: int, seeds: int, faulty: int) -> None:
+    """Whoever dies: an agent that has answered a rank has it on its disk, and every plan knows it."""
+    assert not campaign(size, range(seeds), faulty, rejects=True)
 
 
 @pytest.mark.long
@@ -167,3 +174,13 @@ def test_a_plan_that_an_agent_of_an_earlier_version_never_acknowledges_is_given_
         assert again.events["round_lost"] > old.events.get("round_lost", 0)
         return
     pytest.fail("no seed leaves a parent waiting")
+
+
+class ForgetsRejections(SimulatedMember):
+    def rejected(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
+        return tuple(found) if self.node.cluster.rng.random() < 0.5 else ()
+
+
+def test_a_forgotten_rejection_is_found() -> None:
+    found = campaign(3, range(300), 80, member=ForgetsRejections, rejects=True, until=frozenset({"forgotten"}))
+    assert "forgotten" in found or "rejected" in found

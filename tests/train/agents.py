@@ -27,7 +27,7 @@ from gemini_hpc.config import Settings
 from gemini_hpc.wire import munge
 munge.encode = lambda payload, *, for_uid: payload
 munge.decode = lambda credential: (credential, os.geteuid())
-directory, base, node, again, speaks = sys.argv[1:]
+directory, base, node, again, speaks, tiered = sys.argv[1:]
 if speaks == "1":  # as it was before there were pushes
     from typing import Union, get_args
     import msgspec
@@ -38,6 +38,16 @@ if speaks == "1":  # as it was before there were pushes
     local.request_decoder = Strict(msgspec.json.Decoder(Union[known]))
     known = tuple(kind for kind in get_args(protocol.AnyMessage) if kind not in protocol.SINCE)
     protocol.decoder = Strict(msgspec.msgpack.Decoder(Union[known]))
+if tiered:  # what works on the tier is forked by a supervisor, with which the agent dies
+    import ctypes, signal
+    from gemini_hpc.agent import __main__ as supervisor, tierwork, workers
+    mine, above = workers.Workers(workers.tier), os.getpid()
+    if agent := os.fork():
+        mine.theirs.close()
+        sys.exit(supervisor._attend(agent, mine))
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    mine.sock.close()
+    tierwork.use(workers.Channel(mine.theirs))
 settings = Settings(interface="lo", peer_address="127.0.0.1", agent_port_base=int(base), agent_port_count=16,
                     memory_floor_bytes=0, attach_timeout_s=15.0, heartbeat_s=0.1)
 sys.exit(serve(settings, job=81, uid=os.geteuid(), node=node, directory=directory, again=again == "again"))
@@ -52,6 +62,7 @@ class RealNode:
     directory: Path
     base: int
     protocol: int = version.CURRENT
+    tiered: bool = False
     process: subprocess.Popen[bytes] | None = None
     path: str = field(init=False)
 
@@ -63,7 +74,7 @@ class RealNode:
     def start(self, *, again: bool = False) -> None:
         argv = [sys.executable, "-c", _SERVE, str(self.directory), str(self.base), self.name]
         with (self.directory / "log").open("a") as log:
-            argv += ["again" if again else "new", str(self.protocol)]
+            argv += ["again" if again else "new", str(self.protocol), "tiered" if self.tiered else ""]
             self.process = subprocess.Popen(argv, stdout=log, stderr=log)
         self.ask(local.VerdictRequest())
 
@@ -89,6 +100,10 @@ class RealNode:
                 assert time.monotonic() < deadline, self.log()
                 time.sleep(0.02)
 
+    def ended(self) -> bool:
+        """The agent has freed everything and gone."""
+        return self.process is None or self.process.poll() is not None
+
     def log(self) -> str:
         return (self.directory / "log").read_text()
 
@@ -100,10 +115,21 @@ class RealNode:
 
 class RealJob:
     """Agents of a job of `nodes` nodes with m replicas; `nodes` are those of the present incarnation, in the order of
-    their node ranks. old: names of nodes whose agents speak protocol 1 and no more."""
+    their node ranks. old: names of nodes whose agents speak protocol 1 and no more. tier, interval_s: of the
+    submission."""
 
-    def __init__(self, directory: Path, nodes: int, m: int, old: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        nodes: int,
+        m: int,
+        old: Collection[str] = (),
+        *,
+        tier: Path | None = None,
+        interval_s: int = 3600,
+    ) -> None:
         directory.mkdir()
+        self.tier, self._interval_s = tier, interval_s
         self.m, self.restart, self._old = m, 0, old
         self._directory = directory
         self._base = 21000 + os.getpid() % 600 * 16
@@ -116,11 +142,14 @@ class RealJob:
         for name in names:
             if name not in self.all:
                 protocol = 1 if name in self._old else version.CURRENT
-                self.all[name] = RealNode(name, self._directory / name, self._base, protocol)
+                self.all[name] = RealNode(name, self._directory / name, self._base, protocol, self.tier is not None)
         replies: dict[str, local.Reply] = {}
 
         def prolog(name: str) -> None:
-            replies[name] = self.all[name].ask(local.Attach(JOB, self.restart, ",".join(names), name, self.m))
+            tier, interval_s = (str(self.tier), self._interval_s) if self.tier is not None else ("", 0)
+            replies[name] = self.all[name].ask(
+                local.Attach(JOB, self.restart, ",".join(names), name, self.m, tier, interval_s)
+            )
 
         threads = [threading.Thread(target=prolog, args=(name,)) for name in names]
         for thread in threads:
@@ -130,6 +159,11 @@ class RealJob:
         assert replies == dict.fromkeys(names, local.Ready("mapped")), (replies, *(self.all[n].log() for n in names))
         ranks = {name: self.inspect(self.all[name]).noderanks[name] for name in names}
         self.nodes = [self.all[name] for name in sorted(names, key=lambda n: ranks[n])]
+
+    def end(self, exit_code: str) -> None:
+        """The job has ended, on all its nodes."""
+        for node in self.nodes:
+            node.ask(local.Epilog(JOB, self.restart, exit_code))
 
     def requeue(self, names: list[str]) -> None:
         """The next incarnation, on these nodes; agents of nodes that it has left go."""

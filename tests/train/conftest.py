@@ -56,8 +56,8 @@ def make_agents(tmp_path: Path, open_munge: None) -> Iterator[Callable[..., Real
     """Real agents, on the loopback interface."""
     jobs: list[RealJob] = []
 
-    def make(nodes: int, m: int, old: Collection[str] = ()) -> RealJob:
-        jobs.append(RealJob(tmp_path / f"job{len(jobs)}", nodes, m, old))
+    def make(nodes: int, m: int, old: Collection[str] = (), **more: Any) -> RealJob:
+        jobs.append(RealJob(tmp_path / f"real{len(jobs)}", nodes, m, old, **more))
         return jobs[-1]
 
     yield make
@@ -66,6 +66,12 @@ def make_agents(tmp_path: Path, open_munge: None) -> Iterator[Callable[..., Real
     for node in (node for job in jobs for node in job.all.values()):
         log = node.log()
         assert "Traceback" not in log and "event=error" not in log and "exception" not in log, log
+
+
+@pytest.fixture
+def real_job(make_agents: Callable[..., RealJob]) -> Callable[..., RealJob]:
+    """real_job(nodes, m, tier=...): the same."""
+    return make_agents
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.testing._internal.two_tensor import TwoTensor
 
 import gemini_hpc as gemini
 from gemini_hpc.train import encode, sharded
@@ -148,24 +147,24 @@ def test_a_value_that_cannot_be_captured_trains_unprotected(job: FakeJob, capfd:
     assert "'extra.bad']['socket'] is a builtins.object" in capfd.readouterr().err
 
 
-class InTwo(torch.optim.SGD):
-    """As 8-bit optimizers: state of a tensor class that is made of other tensors."""
+class Sparsely(torch.optim.SGD):
+    """Its state has no dense form."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
         for group in self.param_groups:
             for p in group["params"]:
-                self.state[p]["two"] = TwoTensor(torch.ones(3), torch.ones(3))
+                self.state[p]["few"] = torch.eye(3).to_sparse()
 
 
 def test_state_that_appears_and_cannot_be_captured_ends_protection(
     job: FakeJob, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = nn.Linear(3, 2)
-    start, losses, report = run(model, InTwo(model.parameters(), lr=0.1), 4)
+    start, losses, report = run(model, Sparsely(model.parameters(), lr=0.1), 4)
     assert (start, len(losses), report["state"]) == (0, 4, "unprotected")
     said = [line for line in capfd.readouterr().err.splitlines() if "no longer protected" in line]
-    assert len(said) == 1 and "optimizer.0.model.weight.two is a TwoTensor" in said[0], said
+    assert len(said) == 1 and "optimizer.0.model.weight.few is a Tensor (torch.sparse_coo)" in said[0], said
 
 
 def test_generators_are_restored_once_more_when_asked(job: FakeJob) -> None:

@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 import gemini_hpc as gemini
 from gemini_hpc.client import agent
 from gemini_hpc.core import directory
-from gemini_hpc.train import hostcopy, pins, streams
+from gemini_hpc.train import hostcopy, inner, pins, rejecting, streams
 from gemini_hpc.train.hostcopy import HostCopies
 from gemini_hpc.train.transport import messages
 from tests.train import fake_gpu, mpi_job, transport_program, watched
@@ -201,7 +201,9 @@ def look_at(model: nn.Module) -> None:
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     tensors = [*model.parameters(), *model.buffers()]
     for state in optimizer.state.values():
-        tensors += [v for v in state.values() if isinstance(v, torch.Tensor)]
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                tensors += [part for _, part in inner.parts(value)] if inner.composed(value) else [value]
     return digest_of(tensors)
 
 
@@ -281,6 +283,11 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+    if o.get("torchao"):
+        import torchao.optim
+
+        torch.compile = lambda function, **_: function
+        optimizer = getattr(torchao.optim, o["torchao"])(params, lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 5) * math.cos(n / 40))
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3) if o.get("scaler") else None
     loader = gemini.StatefulLoader(
@@ -308,7 +315,14 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     if o.get("evaluate_first"):
         look_at(model)
     start = ckpt.resume()
+    rejected: list[int] = []
+    for _ in range(o.get("reject_first", 0)):  # once something has been computed with what was loaded
+        model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
+        optimizer.step()
+        rejected.append(start)
+        start = ckpt.reject("the loss is NaN", fresh=o.get("fresh", False))
     losses: dict[int, str] = {}
+    kept: dict[str, bool] = {}
     behind: list[int] = []
     batches = loader.forever()
     accumulate = o.get("accumulate", 1)
@@ -367,6 +381,11 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
             with torch.no_grad():
                 model(x)
         ckpt.step()
+        if (name := o.get("keep", {}).get(str(step))) and rank in o.get("keepers", range(world)):
+            kept[name] = ckpt.keep(name)
+        if start and step == o.get("reject_at") and rank in o.get("rejecters", range(world)):
+            rejecting.MEET_S = o.get("meet_s", rejecting.MEET_S)
+            ckpt.reject("the loss is NaN", fresh=o.get("fresh", False))
         if log is not None:
             log.write(f"{start} {step} {losses[step]}\n")
         if step == o.get("pause_at"):
@@ -418,5 +437,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         report["gpu"] |= {"exchanges": gpu.communicator.count if gpu.communicator else 0} if "gpu" in o else {}
     told = {"start": start, "losses": losses, "digest": final, "report": report, "launches": launches}
     told |= {"unsealed_at_gate": behind} if behind else {}
+    told |= {"kept": kept} if kept else {}
+    told |= {"rejected": rejected} if rejected else {}
     told |= {"peeked": peeked} if peeked is not None else {}
     return {"rank": rank, **told}

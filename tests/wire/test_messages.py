@@ -37,6 +37,8 @@ REQUESTS: list[local.Message] = [
     local.Fetch("default", 0),
     local.Event("resumed", 1, 1.7e9),
     local.Finished("default", 0),
+    local.Reject("default", 0, 7, "the loss is NaN", True),
+    local.KeepVersion("default", 0, 7, "best"),
     local.HandBack("default", 0, 2, 0, 4096, 0, 0, 0, 0, ""),
     local.Traffic("default", 0, TrafficState(1.0, "gemini", "gloo", "steady", chunks_per_span=(1, 2))),
     local.Timeline("default", 0, TimelineState(1, 2.0, 1.5, (Operation("all_reduce", 0.0, 0.5, 10),))),

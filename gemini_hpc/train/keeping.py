@@ -1,0 +1,20 @@
+"""Asking the agents to keep a version on the persistent tier for good."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.wire import local
+
+TIMEOUT_S = 5.0
+
+
+def keep(client: AgentClient, wish: local.KeepVersion, say: Callable[[str], None]) -> bool:
+    """Whether this rank's agent will see to it; if not, the reason is said. Bounded by twice `TIMEOUT_S`."""
+    try:
+        client.request(wish, timeout_s=TIMEOUT_S)
+    except (AgentLost, AgentRefused) as error:
+        say(f"rank {wish.rank}: version {wish.version} is not kept as {wish.name}: {error}")
+        return False
+    return True
