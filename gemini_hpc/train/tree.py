@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from gemini_hpc.core.directory import LIFTED, Row
+from gemini_hpc.core.directory import LIFTED, PARAMETER, Row
 from gemini_hpc.train import encode, inner, rng, sharded
 from gemini_hpc.train.buckets import ArrivalOrder
 from gemini_hpc.train.dtypes import dtype_name
