@@ -205,7 +205,8 @@ class Capture:
             source = self._by_key.get(leaf.key)
             if source is None:
                 here = local(leaf.tensor)
-                source = Source(leaf.key, [], number, here.shape, here.dtype, leaf.optimizer == PARAMETER, leaf.may_stay)
+                parameter = leaf.optimizer == PARAMETER
+                source = Source(leaf.key, [], number, here.shape, here.dtype, parameter, leaf.may_stay)
                 self._by_key[leaf.key] = source
                 (lifted if leaf.optimizer == LIFTED else self._sources).append(source)
                 source.eager = leaf.buffer
