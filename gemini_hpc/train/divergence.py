@@ -1,6 +1,7 @@
 """Whether replicated tensors are still the same on all ranks that have them.
 
-Ranks keep parts of a replicated tensor for each other, which is right only while it is the same everywhere. That it
+Ranks keep parts of a replicated tensor (of DDP, or of a part that HSDP has twice) for each other,
+which is right only while it is the same everywhere. That it
 was so in the first `step()` says little: a training with local steps averages its replicas now and then only, and a
 parameter that DDP does not reduce drifts apart. So the ranks compare a few elements again in each round of words.
 
@@ -27,13 +28,13 @@ class Divergence:
 
     def __init__(self, gathered: Sequence[Sequence[Entry]], alone: frozenset[str], rank: int) -> None:
         """gathered: the shared entries of all ranks; alone: keys that are each rank's own."""
-        holders: dict[str, list[int]] = {}
+        holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
         for number, part in enumerate(gathered):
             for entry in part:
                 if entry.print and entry.key not in alone:
-                    holders.setdefault(entry.key, []).append(number)
+                    holders.setdefault((entry.key, entry.offset, entry.size), []).append(number)
         groups: dict[tuple[int, ...], list[str]] = {}
-        for key, ranks in holders.items():
+        for (key, _, _), ranks in holders.items():
             if len(ranks) > 1:
                 groups.setdefault(tuple(ranks), []).append(key)
         self._groups = sorted((ranks, sorted(keys)) for ranks, keys in groups.items())

@@ -25,8 +25,7 @@ _LEAST_BLOCK_BYTES = 4 << 10  # below this, the cost of one more copy outweighs 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
     """A tensor as one rank has it: the box (offset, size) of the global tensor `key` of `shape`.
 
-    print: fingerprint of the content where equality with other ranks is assumed (replicated plain tensors), 0
-    where the box says it all.
+    print: fingerprint of the content, where others that have the same box are assumed to have the same in it.
     """
 
     key: str
@@ -58,15 +57,17 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
 
 
 def unequal(entries: Sequence[Sequence[Entry]]) -> frozenset[str]:
-    """Keys that cannot be one global tensor: shapes, item sizes or fingerprints differ between ranks, or the boxes
-    overlap partly or leave gaps. They have to be kept by each rank for itself."""
+    """Keys that cannot be one global tensor: shapes or item sizes differ between ranks, or the fingerprints of one
+    box, or the boxes overlap partly or leave gaps. They have to be kept by each rank for itself."""
     seen: dict[str, Entry] = {}
+    prints: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
     boxes: dict[str, set[_Box]] = {}
     bad = set()
     for mine in entries:
         for entry in mine:
             first = seen.setdefault(entry.key, entry)
-            if (first.shape, first.itemsize, first.print) != (entry.shape, entry.itemsize, entry.print):
+            known = prints.setdefault((entry.key, entry.offset, entry.size), entry.print)
+            if (first.shape, first.itemsize) != (entry.shape, entry.itemsize) or known != entry.print:
                 bad.add(entry.key)
             if entry.bytes:
                 boxes.setdefault(entry.key, set()).add((entry.offset, entry.size))

@@ -336,6 +336,7 @@ class StateTree:
             if any(p.is_partial() for p in tensor.placements):
                 raise UnsupportedStateError(f"{leaf.key} is a DTensor with partial sums: it has no definite value")
             shared, (size, offset) = True, box_of(tensor)
+            fingerprint = _fingerprint(here) if world > 1 else 0  # of HSDP, several ranks have the same box
             like_owner = (
                 isinstance(owner, DTensor) and owner.shape == tensor.shape and owner.placements == tensor.placements
             )

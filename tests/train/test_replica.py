@@ -20,7 +20,9 @@ def share(result: dict[str, Any]) -> float:
     return float(versions["sent_bytes"] / (shard * versions["saved"]))
 
 
-@pytest.mark.parametrize("options", [{}, {"kind": "fsdp2"}, {"norm": "batch"}], ids=["ddp", "fsdp2", "batch"])
+@pytest.mark.parametrize(
+    "options", [{}, {"kind": "fsdp2"}, {"kind": "hsdp"}, {"norm": "batch"}], ids=["ddp", "fsdp2", "hsdp", "batch"]
+)
 def test_ddp_sends_what_is_not_replicated_and_comes_back(
     make_agents: MakeJob, start: Start, options: dict[str, Any]
 ) -> None:
@@ -38,6 +40,21 @@ def test_ddp_sends_what_is_not_replicated_and_comes_back(
         assert report["state"] == "protected" and not report["versions"]["void"], report
         assert not [line for line in report["findings"] if "differs" in line], report["findings"]
         assert share(result) > 0.9 if options.get("kind") == "fsdp2" else share(result) < 0.4, "a few come as a whole"
+
+
+@pytest.mark.parametrize("kind", ["hsdp", "ddp"])
+def test_replicas_that_are_not_alike_from_the_beginning(make_agents: MakeJob, start: Start, kind: str) -> None:
+    """HSDP does not make them alike, DDP does: what differs is each rank's own."""
+    settings = {**DDP, "kind": kind, "unlike": True}
+    whole = train(None, 2, steps=STEPS, **settings)
+    assert (whole[0]["digest"] == whole[1]["digest"]) is (kind == "ddp")
+    job = make_agents(2, 2)
+    start(job, die_at=25, **settings).wait(codes=(1,))
+    job.all["n2"].die()
+    job.requeue(["n1", "n3"])
+    results = start(job, **settings).wait()
+    assert {r["start"] for r in results} in ({24}, {25})
+    assert [r["digest"] for r in results] == [r["digest"] for r in whole]
 
 
 def test_replicas_that_differ_cost_a_version_and_are_told(make_agents: MakeJob, start: Start) -> None:

@@ -257,7 +257,13 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
+    if kind == "hsdp":
+        torch.manual_seed(o.get("seed", 0))  # replicas begin alike, which nobody else sees to
     net = Net(o.get("width", 32), o.get("norm", "batch") == "batch", o.get("compute_s", 0.0))
+    if o.get("unlike"):
+        with torch.no_grad():
+            net.head.weight.add_(0.01 * rank)
+    torch.manual_seed(seed)
     if o.get("large"):
         net.add_large()
     if o.get("adapter"):  # only two small tensors are trained
@@ -267,11 +273,13 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
             p.requires_grad_(True)
     if kind == "ddp":
         model: nn.Module = DistributedDataParallel(net)
-    elif kind == "fsdp2":
+    elif kind in ("fsdp2", "hsdp"):  # hsdp: each rank has all of it, in DTensors
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh("cpu", (world,))
+        if kind == "hsdp":
+            mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicate", "shard"))
         for i, block in enumerate(net.blocks):
             net.blocks[i] = fully_shard(WRAPPERS[o.get("wrap", "")](block), mesh=mesh)
         model = fully_shard(net, mesh=mesh)
