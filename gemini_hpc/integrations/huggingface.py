@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -11,6 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from gemini_hpc.integrations.accelerate import unwrapped
+from gemini_hpc.integrations.naming import next_name
 from gemini_hpc.train import rng
 from gemini_hpc.train.checkpointer import Checkpointer
 
@@ -83,6 +85,9 @@ class _Order:
                 own.set_state(self._began["own"])
         if hasattr(self._prepared, "set_epoch"):
             self._prepared.set_epoch(epoch)
+        within: Any = getattr(self._prepared.batch_sampler, "batch_sampler", None)
+        if hasattr(within, "set_epoch"):  # accelerate's loader does not hand it on to one that it deals out
+            within.set_epoch(epoch)
         if getattr(self._prepared, "rng_types", None):
             from accelerate.utils import synchronize_rng_states
 
@@ -150,6 +155,8 @@ class _Progress:
         trainer, state = self._trainer, self._trainer.state
         for name, value in saved["state"].items():
             setattr(state, name, value)
+        if state.best_model_checkpoint and not os.path.isdir(state.best_model_checkpoint):
+            state.best_model_checkpoint = None  # it was on a node that is gone; Trainer would fail at its end
         state.log_history = [json.loads(line) for line in saved["log"].splitlines()]
         self._log, self._logged = bytearray(saved["log"]), len(state.log_history)
         trainer.current_flos = saved["flos"]
@@ -200,7 +207,6 @@ class GeminiMixin:
     _prepared: Any = None
     _captured = 0  # optimizer steps of which there is a version
     _from_memory = False
-    _trained = 0  # calls of train()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Raises TypeError where Trainer comes first, whose methods would hide these."""
@@ -210,7 +216,6 @@ class GeminiMixin:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's, from where the job had come."""
-        self._trained += 1
         self.checkpointer, self._from_memory = None, False
         try:
             output = super().train(*args, **kwargs)  # type: ignore[misc]
@@ -269,14 +274,15 @@ class GeminiMixin:
         """Why there is no checkpointer; "" where there is one."""
         if self.is_deepspeed_enabled:  # type: ignore[attr-defined]
             return "DeepSpeed keeps its state where nothing else can name it"
+        if self.args.accelerator_config.dispatch_batches:  # type: ignore[attr-defined]
+            return "with dispatch_batches one rank reads for all, and its place in the data is not known"
         if self.args.auto_find_batch_size:  # type: ignore[attr-defined]
             return "with auto_find_batch_size an optimizer step is not the same again: give a batch size"
         return "a search for hyperparameters has many trainings" if trial is not None else ""
 
     def _checkpointer(self, model: Any) -> Checkpointer:
         options = dict(self.gemini_options)
-        if self._trained > 1:  # the version that an earlier one has ended with is not this one's
-            options["name"] = f"{options.get('name', 'default')}-{self._trained}"
+        options["name"] = next_name(options.get("name", "default"))
         options["extra"] = {**options.get("extra", {}), "trainer": self._progress}
         return Checkpointer(
             model,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from gemini_hpc.integrations.naming import next_name
 from gemini_hpc.train.checkpointer import Checkpointer
 from gemini_hpc.train.loader import StatefulLoader
 
@@ -45,6 +46,11 @@ class _Progress:
             self._trainer.datamodule.load_state_dict(state["data"])
 
 
+def _say(trainer: Trainer, why: str) -> None:
+    if trainer.is_global_zero:
+        print(f"gemini-hpc: this training is not protected: {why}", file=sys.stderr, flush=True)
+
+
 class GeminiCallback(Callback):  # type: ignore[misc]
     """Protects `fit()`, and lets it go on from the agents' memory: in mid-epoch, at the batch where it was.
 
@@ -61,15 +67,16 @@ class GeminiCallback(Callback):  # type: ignore[misc]
         self._options = options
         self._captured = 0  # the newest global_step of which there is a version
         self._resumed = False
-        self._fits = 0
         self._limit: int | float | None = None  # of validation batches, while it is set aside
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The model is wrapped, the optimizers are made: resume."""
-        self._fits += 1
+        self.checkpointer, self._resumed = None, False
+        if trainer.strategy.restore_checkpoint_after_setup and trainer.ckpt_path:  # that comes after this
+            _say(trainer, "this strategy would load ckpt_path over what memory has: leave it out")
+            return
         options = dict(self._options)
-        if self._fits > 1:  # the version that an earlier fit() has ended with is not this one's
-            options["name"] = f"{options.get('name', 'default')}-{self._fits}"
+        options["name"] = next_name(options.get("name", "default"))
         self.checkpointer = Checkpointer(
             trainer.model,
             trainer.optimizers,
@@ -88,13 +95,11 @@ class GeminiCallback(Callback):  # type: ignore[misc]
         """The loader is there, and nothing was read from it."""
         loader = trainer.train_dataloader
         if not isinstance(loader, StatefulLoader):
-            if trainer.is_global_zero:
-                print(
-                    f"gemini-hpc: this training is not protected: its loader is a {type(loader).__name__}, of which "
-                    "nobody knows the position. Return a gemini_hpc.StatefulLoader from train_dataloader()",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            _say(
+                trainer,
+                f"its loader is a {type(loader).__name__}, of which nobody knows the position. Return a "
+                "gemini_hpc.StatefulLoader from train_dataloader()",
+            )
             return
         self._captured = trainer.global_step  # of a checkpoint on disk
         loader.between_batches(lambda: self._between(trainer))

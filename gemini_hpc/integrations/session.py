@@ -151,6 +151,7 @@ class Session(Membership):
             self._version += 1
             try:
                 self._save(make)
+                sealed = all(word == b"1" for word in self._words(b"1" if self._sealed() else b"0"))
             except Refusal as refusal:
                 if refusal.rank == self._rank:
                     self._skipped(str(refusal))
@@ -158,7 +159,7 @@ class Session(Membership):
             except Exception as error:  # our own failure must not stop the training
                 self._skipped(f"rank {self._rank}: {type(error).__name__}: {error}")
                 return 0
-            if self._sealed():
+            if sealed:
                 with suppress(AgentLost, AgentRefused):
                     self._catch_up()
                 return self._version
