@@ -209,7 +209,7 @@ class Drains:
     def sealed(self, training: TrainingSet, number: int, stamp: Stamp) -> None:
         """The root has sealed a version: is it one to save?"""
         name, now = training.name, time.monotonic()
-        if not self.tier or stamp.epoch != self._agent.epoch:
+        if not self.tier or stamp.epoch != self._agent.epoch or self._agent.rejections.covers(name, stamp):
             return
         self.keep(training)
         due = now >= self._due.setdefault(name, now + self.interval_s) or self._near_end(name, now)
@@ -223,6 +223,8 @@ class Drains:
         wanted = agent.keeps.due(name, stamp) if stamp is not None else {}
         rounds = agent.rounds
         if not wanted or stamp is None or rounds is None or rounds.parent is not None or not self.tier:
+            return
+        if agent.rejections.covers(name, stamp):
             return
         first, gathering, there = min(wanted.values()), self._under_way(name), self._serves(name, stamp, wanted)
         if there is not None:
@@ -320,6 +322,8 @@ class Drains:
             rounds, stamp = self._agent.rounds, training.sealed
             if rounds is None or rounds.parent is not None or stamp is None or wanted is None:
                 return stamp or Stamp(0, 0), reason or "nothing of it has been sealed yet"
+            if self._agent.rejections.covers(training.name, stamp):
+                return stamp, ""  # nobody wants it
             kept = self.saved.get(training.name)
             if kept is not None and kept[0] >= wanted:
                 return kept[0], await self._name(training.name, kept[0])
@@ -348,11 +352,16 @@ class Drains:
     async def _end(self, sealed: Sequence[TrainingSet]) -> None:
         """The root saves the last versions, and lets all agents go; not where a node is missing."""
         await asyncio.gather(*(self._last(training) for training in sealed))
+        if sealed and self._agent.rejections.all:
+            with suppress(TierFailed):  # for who looks later, when no agent knows
+                await self._look(())
         if all(map(self._stored, sealed)) or not self._agent.scavenge.missing():
             self.ended()
 
     def _stored(self, training: TrainingSet) -> bool:
         """Whether the tier has what was sealed last."""
+        if training.sealed is not None and self._agent.rejections.covers(training.name, training.sealed):
+            return True
         known = self.saved.get(training.name)
         return known is not None and training.sealed is not None and known[0] >= training.sealed
 
@@ -451,6 +460,8 @@ class Drains:
     async def publish(self, name: str, gathering: Gathering) -> str:
         """All files are there: the version becomes whole. Why it has not, or ""."""
         agent, settings, stamp = self._agent, self._agent.settings, gathering.stamp
+        if agent.rejections.covers(name, stamp):
+            return "a training has rejected it"
         order = orders.Finish(
             self.tier,
             agent.job,
@@ -474,7 +485,8 @@ class Drains:
         else:
             self.troubles.over(name)
         self.troubles.over("")
-        self.saved[name] = stamp, time.time()
+        if not agent.rejections.covers(name, stamp):  # meanwhile
+            self.saved[name] = stamp, time.time()
         took_s = time.monotonic() - gathering.began
         detail = f"{gathering.bytes} bytes in {len(gathering.files)} files in {took_s:.1f} s"
         agent.log("saved", version=stamp.version, detail=detail)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 WAIT_S = 1.0  # for a rank here that is later than the shard's home
 _LATE = 4  # versions: one that has filled nothing for so long does not any more
-_LOOK_S = 0.001
+_LOOK_S, _LATE_LOOK_S = 0.001, 0.1
+_WRITES_S = 15.0  # a copy that was begun ends within that; longer than its process waits for it before it rejoins
 
 
 @dataclass(eq=False)
@@ -59,13 +60,34 @@ def end(client: Client, shard: Shard, version: int, there: tuple[Range, ...]) ->
     return True
 
 
-def gone(client: Client, shards: list[Shard]) -> None:
-    """The process that filled them has ended."""
+def gone(client: Client, shards: list[Shard]) -> list[Shard]:
+    """The connection of a process has ended. Returns the shards of which it may still be writing to a slot."""
+    writing = []
     for shard in shards:
         if shard.fill is not None and shard.fill.client is client:
-            if not shard.fill.over.is_set():
-                _over(shard, shard.fill)
-            shard.fill = None
+            if shard.fill.over.is_set():
+                shard.fill = None
+            else:
+                writing.append(shard)
+    return writing
+
+
+async def ended(client: Client, shards: list[Shard]) -> None:
+    """Return when it writes no more: it has ended, or so much time has passed that it has."""
+    deadline = time.monotonic() + _WRITES_S
+    while client.lives() and time.monotonic() < deadline and any(s.fill and s.fill.client is client for s in shards):
+        await asyncio.sleep(_LATE_LOOK_S)
+    for shard in shards:
+        release(shard, client)
+
+
+def release(shard: Shard, client: Client | None = None) -> None:
+    """Nobody writes to it any more: its memory is registered anew, or `client` has ended."""
+    fill = shard.fill
+    if fill is not None and (client is None or fill.client is client):
+        if not fill.over.is_set():
+            _over(shard, fill)
+        shard.fill = None
 
 
 def _over(shard: Shard, fill: Fill) -> None:

@@ -216,7 +216,8 @@ class Incoming:
                 return reason
             if fill is not None and agent.store.get(ask.set, ask.rank) is shard:
                 shard.pair.slots[fill.index].busy = True
-                have = [*fill.there, *self._kept(head, fill.before)]
+                # a fill that has failed may have written over what was kept
+                have = [*fill.there, *self._kept(head, fill.before)] if fill.there else []
                 view = shard.memory[fill.index].view()
                 return _Taken(shard, fill.index, fill.stamp, view, self._within(have, head), bool(fill.there))
             before = list(shard.pair.slots)

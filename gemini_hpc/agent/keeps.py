@@ -74,12 +74,21 @@ class Keeps:
 
     def _known(self, wish: Wish) -> int | None:
         """The version that this name was asked for."""
-        given = self._given.get((wish.set, wish.name))
+        given = self._has(wish)
         if given is not None and given[1] is not None:
             return given[0]
         return next((o.version for o in self.wishes if (o.set, o.name) == (wish.set, wish.name)), None)
 
+    def _has(self, wish: Wish) -> tuple[int, bounds.Stamp | None] | None:
+        """What became of a name. One that a rejected version has may be given once more."""
+        given = self._given.get((wish.set, wish.name))
+        if given is None or given[1] is None:
+            return given
+        return None if self._agent.rejections.covers(wish.set, Stamp(*given[1])) else given
+
     def _take(self, wish: Wish) -> None:
+        if wish in self.wishes:
+            return
         others = [o for o in self.wishes if (o.set, o.name) != (wish.set, wish.name)]
         self._put((*others, wish))
 
@@ -133,7 +142,7 @@ class Keeps:
 
     def _heard(self, child: str, message: peer.KeepWish) -> None:
         agent, wish = self._agent, Wish(message.set, message.name, message.version)
-        given = self._given.get((wish.set, wish.name))
+        given = self._has(wish)
         known = self._known(wish)
         if given is not None and (given[1] is not None or given[0] == wish.version):
             stamp = given[1] if given[0] == wish.version else None

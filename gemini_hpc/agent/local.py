@@ -37,6 +37,16 @@ class Client:
             if self._process >= 0:
                 signal.pidfd_send_signal(self._process, number)
 
+    def lives(self) -> bool:
+        """Whether the process that called is there, also when its connection has ended."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except OSError:
+            pass
+        return True
+
     def forget(self) -> None:
         """The connection has ended, and with it the claim on the process."""
         if self._process >= 0:

@@ -145,6 +145,7 @@ class Channel:
     def _offer(self, m: local.PushOffer) -> None:
         self._forget_slot()
         self._used = self._at = 0
+        self._there.clear()
         with self._lock:
             if self._stopped:
                 raise PushLost("given up")
@@ -161,7 +162,6 @@ class Channel:
         if link is not None:
             self._take(link)
         self._used = head.used
-        self._there.clear()
         self._send(head, peer.PushAnswer)
 
     def _chunk(self, length: int) -> None:

@@ -69,6 +69,9 @@ class Rejections:
         known = {(r.set, r.low, r.high): r for r in self.all}
         for rejection in found:
             known.setdefault((rejection.set, rejection.low, rejection.high), rejection)
+        for wide in [r for r in known.values() if r.low == (0, 0)]:  # one that says it all
+            for key in [k for k, r in known.items() if r.set == wide.set and r.high < wide.high]:
+                del known[key]
         pledges = self._agent.pledges
         if not pledges.put(msgspec.structs.replace(pledges.now, rejections=tuple(known.values())[-_KEPT:])):
             self._agent.log("unwritten", detail="rejected versions cannot be kept on this node's disk")

@@ -185,7 +185,7 @@ class Scavenge:
                 held += [
                     peer.Held(training.name, shard.rank, shard.home, (s.epoch, s.version)) for s in sorted(stamps)
                 ]
-            if last is not None and world:
+            if last is not None and world and not self._agent.rejections.covers(training.name, last):
                 sealed.append(peer.Sealed(training.name, (last.epoch, last.version), world))
         return peer.ScavengeHave(tuple(sealed), tuple(held), calls)
 
@@ -233,6 +233,8 @@ class Scavenge:
         for have in self._have.values():
             held = {(copy.set, copy.stamp) for copy in have.held}
             for sealed in have.sealed:
+                if self._agent.rejections.covers(sealed.set, Stamp(*sealed.stamp)):
+                    continue
                 known, has = newest.get(sealed.set), (sealed.set, sealed.stamp) in held
                 if known is None or (sealed.stamp, has) > (known[0].stamp, known[1]):
                     newest[sealed.set] = sealed, has

@@ -31,6 +31,7 @@ _CHOICE_S = 10.0
 _LEAVE_S = 2.0
 _REJOIN_S = 5.0  # until a round that has been agreed on is live again behind a new agent
 _MAX_STEP = 64
+_TOLD = 8  # rejected versions
 _EVENTS_PER_S, _EVENTS_BURST = 2.0, 200.0
 
 
@@ -60,7 +61,8 @@ class Service:
         self._void(client)
         self._keepers = {key: keeper for key, keeper in self._keepers.items() if keeper is not client}
         self._agent.outgoing.gone(client)
-        fills.gone(client, list(self._agent.store))
+        if writing := fills.gone(client, list(self._agent.store)):
+            self._agent.spawn(fills.ended(client, writing))
         if who is not None:
             training = self._agent.sets.get(who[1])
             if training is not None and training.present.get(who[2]) is client:
@@ -221,7 +223,7 @@ class Service:
             lost=training.lost[:100],
             notice="; ".join(filter(None, (agent.notice, agent.drains.problem))),
             proto=proto,
-            rejected=agent.rejections.sentences(m.set),
+            rejected=agent.rejections.sentences(m.set)[-_TOLD:],
             fresh=agent.rejections.fresh(m.set),
         )
         return welcome, [training.page_fd()]
@@ -352,6 +354,7 @@ class Service:
         self._keep(client, m)
         self._keepers[m.set, m.rank] = client
         shard.registered_round, shard.pushed, shard.unlike = number, m.pushed, ""
+        fills.release(shard)
         agent.sets.recount(m.set)
         return local.Slots(shard.bytes), [os.dup(memory.fd) for memory in shard.memory]
 
@@ -392,6 +395,7 @@ class Service:
     def _filled(self, client: Client, m: local.Filled) -> Reply:
         _, shard = self._shard(client, m.set, m.rank)
         if reason := ranges.fault(m.there, shard.bytes):
+            fills.end(client, shard, m.version, ())
             raise Rejected(reason)
         if not fills.end(client, shard, m.version, m.there):
             raise Rejected(f"version {m.version} of rank {m.rank} is not being filled by this process")

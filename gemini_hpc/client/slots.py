@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -114,6 +115,10 @@ class Keeper(Generic[K]):
     def __init__(self) -> None:
         self.shard: K | None = None
         self.former: list[K] = []
+        # Beside the agent itself another thread may write to the shard: only while it has `writing`, and `grants` is
+        # what it was when the agent allowed it. Memory changes hands with both.
+        self.writing = threading.Lock()
+        self.grants = 0
 
     def outgrow(self, shard: K) -> None:
         """Fill `shard` from now on."""

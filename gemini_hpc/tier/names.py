@@ -50,9 +50,9 @@ def of_version(where: str) -> dict[str, int]:
 
 def of_set(directory: str) -> dict[str, tuple[int, Stamp]]:
     """The names in a set's directory: the number that was asked for, and the whole version that has the name; of
-    several the newest. Raises OSError."""
+    several the newest that no training has rejected. Raises OSError."""
     found: dict[str, tuple[int, Stamp]] = {}
-    for stamp in version.stamps(directory):
+    for stamp in sorted(version.stamps(directory), key=lambda stamp: version.rejected(directory, stamp)):
         where = f"{directory}/{version.name(stamp)}"
         if os.path.lexists(f"{where}/{version.MANIFEST}"):
             for name, asked in of_version(where).items():

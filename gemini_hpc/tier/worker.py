@@ -118,6 +118,7 @@ def _given(directory: str, stamp: Stamp, wanted: Mapping[str, int]) -> dict[str,
     """For each wanted name, the number that was asked for and the version that has it: this one, unless another one
     of the set has it already."""
     taken = names.of_set(directory) if wanted else {}
+    taken = {name: known for name, known in taken.items() if not version.rejected(directory, known[1])}
     found = {name: taken.get(name, (asked, stamp)) for name, asked in wanted.items()}
     return {name: (asked, (has.epoch, has.version)) for name, (asked, has) in found.items()}
 

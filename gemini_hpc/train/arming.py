@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from gemini_hpc.client.agent import AgentLost, AgentRefused
 from gemini_hpc.client.slots import Content
 from gemini_hpc.core.manifest import Layout
-from gemini_hpc.train import collective, pins, streams, telling
+from gemini_hpc.train import collective, ownership, pins, streams, telling
 from gemini_hpc.train.arguments import Choices
 from gemini_hpc.train.capture import Capture
 from gemini_hpc.train.council import Council
@@ -37,6 +38,7 @@ from gemini_hpc.train.replica import Replica
 from gemini_hpc.train.replicator import Replicator, register
 from gemini_hpc.train.rhythm import Rhythm
 from gemini_hpc.train.shared import Keeper, Shard
+from gemini_hpc.train.source import StateChangedError
 from gemini_hpc.train.teller import Teller
 from gemini_hpc.train.tree import Leaf, StateTree, local
 from gemini_hpc.train.watch import Watch
@@ -74,8 +76,9 @@ class Arming(Membership):
         self._arming: threading.Thread | None = None
         self._listening = False
         self._replanning: Replanning | None = None
-        self._lifted: dict[str, torch.Tensor] = {}  # out of the last version's small state
         self._layout_bytes = 0  # of a slot, as planned
+        self._apart: frozenset[str] = frozenset()  # what ranks have under one name, and not alike
+        self._unlifted: set[str] = set()  # large tensors of the small state that do not keep their shape
         self._draft: Draft | None = None  # that was offered for a new plan
         self._kept_capacity = 0
         self._own_copy = Content()
@@ -118,7 +121,7 @@ class Arming(Membership):
         except Exception as error:
             failure = error
         totals = [o.total_bytes for o in self._all(_Offer(total_bytes=total_bytes), failure)]
-        self._capture, self._layout_bytes = plan.capture, total_bytes
+        self._capture, self._layout_bytes, self._apart = plan.capture, total_bytes, plan.alone
         for recorder in self._tree.ddps:
             recorder.stop()
         joined = self._meet(leaves, plan.layout) if self._kind == "nccl" and self._transport else None
@@ -128,7 +131,14 @@ class Arming(Membership):
             self._lose(f"{type(error).__name__}: {error}")
         return True
 
-    def _lay_out(self, draft: Draft, gathered: list[list[Entry]], *, least_bytes: int = 0) -> Plan:
+    def _lay_out(
+        self,
+        draft: Draft,
+        gathered: list[list[Entry]],
+        *,
+        least_bytes: int = 0,
+        apart: frozenset[str] = frozenset(),
+    ) -> Plan:
         return lay_out(
             draft,
             gathered,
@@ -137,6 +147,7 @@ class Arming(Membership):
             self._tree.aliases,
             self._kept_capacity,
             least_bytes=least_bytes,
+            apart=apart,
         )
 
     def _meet(self, leaves: list[Leaf], layout: Layout) -> Joined | None:
@@ -295,9 +306,14 @@ class Arming(Membership):
 
     # ---- planning anew ---------------------------------------------------------------------------------
 
-    def _plan_for(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These have no place in the present plan."""
-        if self._replanning is not None and sum(t.numel() * t.element_size() for t in tensors) >= LEAST_BYTES:
+    def _plan_for(self, tensors: Iterable[torch.Tensor], gone: Sequence[str]) -> None:
+        """These have no place in the present plan; `gone` have one, to which others refer. Raises StateChangedError
+        where there is no way to another plan."""
+        large = [t for t in tensors if t.numel() * t.element_size() >= LEAST_BYTES]
+        able = self._world == 1 or (self._rhythm is not None and self._rhythm.agrees)
+        if gone and not (able and self._replanning is not None):
+            raise StateChangedError(f"{gone[0]} is gone from the training state")
+        if self._replanning is not None and (large or gone):
             self._replanning.want(self._version)
 
     def _plan_alone(self) -> None:
@@ -314,13 +330,13 @@ class Arming(Membership):
 
     def _replicated(self) -> dict[str, torch.Tensor]:
         leaves, _ = self._tree.leaves()
-        return {**{leaf.key: local(leaf.tensor) for leaf in leaves}, **self._lifted}
+        return {leaf.key: local(leaf.tensor) for leaf in leaves}
 
     def _offer_anew(self) -> bytes:
         self._draft = None
         try:
             leaves, odd = self._tree.leaves()
-            self._draft = Draft.of(self._tree, leaves, odd, self._world, lifting=True)
+            self._draft = Draft.of(self._tree, leaves, odd, self._world, lifting=True, unlifted=self._unlifted)
             offer = _Offer(entries=self._draft.shared)
         except Exception as error:  # all ranks hear of it
             offer = _Offer(problem=f"rank {self._rank}: {error}")
@@ -342,7 +358,14 @@ class Arming(Membership):
         if problem or draft is None:
             raise _OfferError(problem or "it has made no offer for a new plan")
         gathered = [offer.entries for offer in offers]
-        plan = self._lay_out(draft, gathered, least_bytes=self._layout_bytes)
+        plan = self._lay_out(draft, gathered, least_bytes=self._layout_bytes, apart=self._apart)
+        if replanning.differed and plan.alone == self._apart:  # where, does not show now: local steps have met
+            apart = self._apart | ownership.printed(gathered)
+            plan = self._lay_out(draft, gathered, least_bytes=self._layout_bytes, apart=apart)
+        plan = replace(plan, since=self._version - 1)
+        if self._capture is not None:
+            plan.capture.learn_from(self._capture)
+        self._apart = plan.alone
         replicator.follow(plan)
         self._capture, self._layout_bytes = plan.capture, plan.layout.total
         replanning.follow(Divergence(gathered, plan.alone, self._rank))

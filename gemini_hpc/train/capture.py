@@ -25,10 +25,11 @@ from gemini_hpc.train import hostcopy
 from gemini_hpc.train.lifted import LiftedSources, Seen
 from gemini_hpc.train.nccl.device import Event
 from gemini_hpc.train.ownership import Block, Entry
-from gemini_hpc.train.sample import OTHERS, PARAMETERS, Turns, few
+from gemini_hpc.train.sample import OTHERS, PARAMETERS, Turns, few, same_bits
 from gemini_hpc.train.source import Source, StateChangedError
 from gemini_hpc.train.tree import Leaf, local
 
+_TURNS = 32  # of pieces that were not copied again, one in so many is compared in each version
 _BATCH_BYTES = 1 << 20  # pieces below this go through one _foreach_copy_
 
 
@@ -59,6 +60,10 @@ class Bound:
         found = [(s, s.base, s.whole) for s in sampled if s.may_stay and s.base is not None and s.whole is not None]
         self._frozen = [each for each in found if not each[2].requires_grad]
         self._frozen_counts: list[int] = []
+        still = {id(each[0]) for each in self._frozen}
+        for source in sampled:
+            if id(source) not in still:  # also one that was frozen when it was bound last
+                source.since, source.token = 0, ()
         self._owners = [source for source in sampled for _ in source.views]
         self._flats = [flat for source in sampled for flat in source.flats]
         fews = [line for source in sampled for line in source.fews]
@@ -126,6 +131,7 @@ class Job:
     samples: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # at step()
     lifted: Sequence[Seen] = ()  # at step()
     leaves: Sequence[Leaf] = ()  # all that this rank has, also what others keep
+    unchanged: frozenset[int] = frozenset()  # numbers of pieces that the slot had
     all_counts: Sequence[int] | None = None  # of these, at step(); None: nobody wants to know
     ready: Event | None = None  # of a training with state on a device: where that has come to step()
     left: threading.Event = field(default_factory=threading.Event)
@@ -227,6 +233,11 @@ class Capture:
         """Whether state is there."""
         return self._copies is not None
 
+    def learn_from(self, former: Capture) -> None:
+        """What had to be copied at step() before the state was dealt out anew."""
+        for key in former.eager_since.keys() & self._by_key.keys():
+            self.make_eager([key], former.eager_since[key])
+
     @property
     def keys(self) -> list[str]:
         """Names of the tensors of which this rank keeps something."""
@@ -307,7 +318,15 @@ class Capture:
         """Copy everything that the job noted into the tensor area of slot `index`; without: numbers of pieces that
         are there. How long that took, see `bring`."""
         targets, pieces = self._target(index, area), enumerate(self.pieces(job))
+        job.unchanged = without
         return self.bring(job, [(targets[number], piece) for number, piece in pieces if number not in without])
+
+    def clean(self, area: torch.Tensor) -> None:
+        """Zeros between the pieces: what a holder makes itself of this shard has them, too."""
+        at = 0
+        for piece in self.manifest.pieces:
+            area[at : piece.at].zero_()
+            at = piece.at + self.manifest.nbytes(piece)
 
     def bring(self, job: Job, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
         """Copy from the second of each pair, a part of the training's state, into the first, in host memory. How long
@@ -333,8 +352,12 @@ class Capture:
         assert self._copies is not None and job.ready is not None
         first, second = ([torch.empty_like(t, device="cpu") for t in read] for read in job.samples)
         samples = zip([*first, *second], [*job.samples[0], *job.samples[1]], strict=True)
-        took_s = self._copies.bring(job.ready, [*samples, *pairs])
+        lifted = [[torch.empty_like(t, device="cpu") for t in seen.samples] for seen in job.lifted]
+        both = zip(lifted, job.lifted, strict=True)
+        more = [pair for to, seen in both for pair in zip(to, seen.samples, strict=True)]
+        took_s = self._copies.bring(job.ready, [*samples, *more, *pairs])
         job.samples = first, second
+        job.lifted = [seen._replace(samples=to) for to, seen in zip(lifted, job.lifted, strict=True)]
         return took_s
 
     def changed(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
@@ -383,6 +406,7 @@ class Capture:
         targets = self._target(index, area)
         bad = job.bound.other(job, index, targets)
         bad += [seen.source.key for seen in job.lifted if seen.torn(targets)]
+        bad += self._stale(job, targets)
         if job.digests is not None:
             number = 0
             for source, views, digest in zip(self._all, job.views, job.digests, strict=True):
@@ -391,6 +415,20 @@ class Capture:
                     bad.append(source.key)
                 number += count
         return bad
+
+    def _stale(self, job: Job, targets: Sequence[torch.Tensor]) -> list[str]:
+        """Of the pieces that were not copied again, as nothing has counted a change, one in some is compared whole in
+        each version: collectives, for one, write without being counted."""
+        if not job.unchanged or self._copies is not None:
+            return []
+        turn = job.version % _TURNS
+        owners = [source for source in self._all for _ in source.boxes]
+        pairs = enumerate(self.pieces(job))
+        return [
+            owners[number].key
+            for number, piece in pairs
+            if number in job.unchanged and number % _TURNS == turn and not same_bits(piece, targets[number])
+        ]
 
     # ---- at the pre-hook -------------------------------------------------------------------------------
 

@@ -269,10 +269,14 @@ class Checkpointer(Resuming):
             self._note("skipped", self._version, "the version before is still on its way")
             return
         small = self._tree.pack_small(odd, late, self._world, capture.lifted.takes)
-        capture.lifted.bind(small.lifted)
-        self._lifted = small.lifted
-        if small.unplanned or late:
-            self._plan_for([*small.unplanned.values(), *(leaf.tensor for leaf in late)])
+        gone = capture.lifted.bind(small.lifted)
+        if small.unplanned or late or gone:
+            self._unlifted |= capture.lifted.missed(small.lifted)
+            large = [tensor for name, tensor in small.unplanned.items() if name not in self._unlifted]
+            self._plan_for([*large, *(leaf.tensor for leaf in late)], gone)
+        if gone:
+            self._note("skipped", self._version, f"{gone[0]} is not what it was when the state was dealt out")
+            return
         audit = bool(self._choices.audit) and self._version % self._choices.audit == 0
         self._job = capture.snapshot(self._version, small.data, audit)
         self._late = self._crowded = False

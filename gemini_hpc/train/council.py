@@ -85,9 +85,9 @@ class Council:
         self._broken, self._work = reason, None
         raise CouncilBroken(reason)
 
-    def _finish(self, waited_s: float) -> None:
+    def _finish(self, waited_s: float, patience_s: float | None) -> None:
         assert self._work is not None
-        patience_s = max(_LEAST_PATIENCE_S, PATIENCE_S - waited_s)
+        patience_s = patience_s or max(_LEAST_PATIENCE_S, PATIENCE_S - waited_s)
         deadline = time.monotonic() + patience_s
         while not self._work.is_completed():
             if not self._caught_up():
@@ -103,15 +103,15 @@ class Council:
         ended_s = self._record.end_s if self._record is not None else math.nan
         self.over_at = time.monotonic() if math.isnan(ended_s) else ended_s
 
-    def words(self, waited_s: float = 0.0) -> list[int]:
+    def words(self, waited_s: float = 0.0, patience_s: float | None = None) -> list[int]:
         """What `highest` came to. waited_s: how long the training has been held up already. Raises CouncilBroken."""
-        self._finish(waited_s)
+        self._finish(waited_s, patience_s)
         assert self._mine is not None
         return [int(n) for n in self._mine]
 
-    def blobs(self, waited_s: float = 0.0) -> list[bytes]:
+    def blobs(self, waited_s: float = 0.0, patience_s: float | None = None) -> list[bytes]:
         """What `everyone` gave, by rank. Raises CouncilBroken."""
-        self._finish(waited_s)
+        self._finish(waited_s, patience_s)
         assert self._all is not None
         parts = self._all.view(self._world, -1).numpy()
         return [part[8 : 8 + int.from_bytes(part[:8].tobytes(), "little")].tobytes() for part in parts]

@@ -27,11 +27,12 @@ class Divergence:
     """Of one rank. Every rank makes one from the same entries and asks it in the same rounds."""
 
     def __init__(self, gathered: Sequence[Sequence[Entry]], alone: frozenset[str], rank: int) -> None:
-        """gathered: the shared entries of all ranks; alone: keys that are each rank's own."""
+        """gathered: the shared entries of all ranks (of those lifted out of the small state, ranks may have seen
+        different versions last); alone: keys that are each rank's own."""
         holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
         for number, part in enumerate(gathered):
             for entry in part:
-                if entry.print and entry.key not in alone:
+                if entry.print and entry.key not in alone and not entry.lifted:
                     holders.setdefault((entry.key, entry.offset, entry.size), []).append(number)
         groups: dict[tuple[int, ...], list[str]] = {}
         for (key, _, _), ranks in holders.items():

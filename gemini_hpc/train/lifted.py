@@ -17,7 +17,7 @@ from gemini_hpc.core.dtypes import item_bytes
 from gemini_hpc.train.dtypes import dtype_name, dtype_of
 from gemini_hpc.train.encode import Lifted, Part
 from gemini_hpc.train.sample import few
-from gemini_hpc.train.source import Source, StateChangedError
+from gemini_hpc.train.source import Source
 
 LEAST_BYTES = 64 << 10
 BUFFERS = "buffers"
@@ -141,7 +141,7 @@ class Seen(NamedTuple):
         """Whether its copies differ from what it was."""
         first, flats = self.source.first_piece, self.source.flats
         return any(
-            not torch.equal(few(targets[first + i], flat=flat), sample.cpu())
+            not torch.equal(few(targets[first + i], flat=flat), sample)
             for i, (flat, sample) in enumerate(zip(flats, self.samples, strict=True))
         )
 
@@ -161,17 +161,26 @@ class LiftedSources:
         """Whether a tensor of this name, shape and type has a place."""
         return self._planned.get(name) == (tensor.shape, tensor.dtype)
 
-    def bind(self, found: Mapping[str, torch.Tensor]) -> None:
-        """As they are at this step(). Of one that is not there an old copy is kept, to which nothing refers. Raises
-        StateChangedError where another rank may refer to it."""
+    def missed(self, found: Mapping[str, torch.Tensor]) -> set[str]:
+        """Names of those that are not there any more, or not in that shape."""
+        return self._planned.keys() - found.keys()
+
+    def bind(self, found: Mapping[str, torch.Tensor]) -> list[str]:
+        """As they are at this step(). Of one that is not there an old copy is kept, to which nothing refers. Returns
+        the names of those to which another rank may refer: a version without them cannot be right."""
+        gone = []
         for source in self.sources:
             tensor = found.get(source.key)
             if tensor is None:
                 if source.key in self._shared:
-                    raise StateChangedError(f"{source.key} is gone from the training state")
-            elif source.base is not tensor or source.ptr != tensor.data_ptr():
+                    gone.append(source.key)
+                elif source.base is None:
+                    source.bind(torch.zeros(source.shape, dtype=source.dtype))
+                    source.whole = source.base
+            elif not source.is_at(tensor):
                 source.bind(tensor)
                 source.whole = tensor
+        return gone
 
     def snapshot(self, version: int) -> tuple[list[list[torch.Tensor]], list[Seen]]:
         """What is to be copied, by source, and what has to be looked at again when it has been."""

@@ -29,6 +29,7 @@ from gemini_hpc.wire.stored import Tier
 
 IMPORTED_AT = time.time()
 ARMING, ARMED, REFUSED = 0, 1, -1
+_WRITING_S = 10.0
 
 
 class Membership:
@@ -179,6 +180,11 @@ class Membership:
         for keeper in self._keepers():
             if keeper.shard is None:
                 continue
+            if not keeper.writing.acquire(timeout=_WRITING_S):
+                self._lose("a copy into replica memory does not end")
+                return False
+            keeper.grants += 1
+            keeper.writing.release()
             keeper.release(self._gate.sealed)
             for former in keeper.former:  # first, or the agent would take them for smaller replacements
                 hand_back(former, self._name, exchange, self._epoch, chosen)

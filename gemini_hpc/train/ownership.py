@@ -25,7 +25,8 @@ _LEAST_BLOCK_BYTES = 4 << 10  # below this, the cost of one more copy outweighs 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
     """A tensor as one rank has it: the box (offset, size) of the global tensor `key` of `shape`.
 
-    print: fingerprint of the content, where others that have the same box are assumed to have the same in it.
+    lifted: out of the small state. print: fingerprint of the content, where others that have the same box are assumed
+    to have the same in it.
     """
 
     key: str
@@ -34,6 +35,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     size: tuple[int, ...]
     itemsize: int
     print: int = 0
+    lifted: bool = False
 
     @property
     def bytes(self) -> int:
@@ -79,6 +81,11 @@ def unequal(entries: Sequence[Sequence[Entry]]) -> frozenset[str]:
         if not tiled[what]:
             bad.add(key)
     return frozenset(bad)
+
+
+def printed(entries: Sequence[Sequence[Entry]]) -> frozenset[str]:
+    """Keys that rest on what several ranks have in one box being the same."""
+    return frozenset(entry.key for part in entries for entry in part if entry.print)
 
 
 def _tiles(shape: tuple[int, ...], boxes: frozenset[_Box]) -> bool:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import torch
 
 from gemini_hpc.core import directory
 from gemini_hpc.core.directory import LIFTED
@@ -16,7 +15,7 @@ from gemini_hpc.core.manifest import Layout
 from gemini_hpc.train import ownership
 from gemini_hpc.train.capture import Capture
 from gemini_hpc.train.ownership import Entry, Own
-from gemini_hpc.train.tree import Leaf, StateTree, nothing_lifted
+from gemini_hpc.train.tree import Leaf, StateTree
 
 LEAST_SMALL_BYTES = 256 << 10
 
@@ -33,6 +32,7 @@ class Plan:
     alone: frozenset[str]
     frozen_bytes: int
     own: dict[str, Own]
+    since: int = 0  # the last version of an earlier plan
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,11 @@ class Draft:
         world: int,
         *,
         lifting: bool,
+        unlifted: Collection[str] = (),
     ) -> Draft:
-        """lifting: large tensors get places of their own. Raises UnsupportedStateError, UnknownTypeError."""
-        packed = tree.pack_small(odd, [], world, _all_lifted if lifting else nothing_lifted)
+        """lifting: large tensors get places of their own, but those `unlifted`. Raises UnsupportedStateError,
+        UnknownTypeError."""
+        packed = tree.pack_small(odd, [], world, (lambda name, _: lifting and name not in unlifted))
         every = [*leaves, *tree.lifted_leaves(packed.lifted)]
         described = [tree.describe(leaf, world) for leaf in every]
         return cls(every, [row for row, _ in described], [entry for _, entry in described], len(packed.data))
@@ -64,10 +66,6 @@ class Draft:
     def shared(self) -> list[Entry]:
         """What other ranks have as well, or the rest of."""
         return [entry for entry, row in zip(self.entries, self.rows, strict=True) if row.shared]
-
-
-def _all_lifted(name: str, tensor: torch.Tensor) -> bool:
-    return True
 
 
 def small_capacity(first_bytes: int, kept_bytes: int = 0) -> int:
@@ -88,13 +86,15 @@ def lay_out(
     kept_capacity: int,
     *,
     least_bytes: int = 0,
+    apart: frozenset[str] = frozenset(),
 ) -> Plan:
     """This rank's part of what all ranks have: the capture of it, its manifest, the layout of a slot.
 
-    gathered: the shared entries of all ranks, by rank; kept_capacity: see `small_capacity`; least_bytes: of the slot.
+    gathered: the shared entries of all ranks, by rank; kept_capacity: see `small_capacity`; least_bytes: of the slot;
+    apart: keys that each rank keeps for itself, whatever they look like now.
     """
     rows, entries = list(draft.rows), list(draft.entries)
-    alone = ownership.unequal(gathered)
+    alone = ownership.unequal(gathered) | apart
     dealt = ownership.deal([[e for e in part if e.key not in alone] for part in gathered], mode)
     shared = [i for i, row in enumerate(rows) if row.shared and row.key not in alone]
     blocks = [msgspec.structs.replace(b, entry=shared[b.entry]) for b in dealt[rank]]

@@ -26,6 +26,8 @@ def meet(rank: int, world: int, occasion: str, within_s: float) -> None:
         store.wait(keys, timedelta(seconds=within_s))
     except RuntimeError:  # DistStoreError
         missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+        if not missing:  # the last one has come in this moment, and goes on
+            return
         store.delete_key(keys[rank])
         raise RuntimeError(
             f"reject() is collective: rank {', '.join(missing[:8]) or 'of another call'} did not call it within "

@@ -38,6 +38,7 @@ class Replanning:
         self._wanted = False
         self._next, self._pause = 0, _FIRST_PAUSE
         self.under_way = False
+        self.differed = False  # replicated tensors did, which is why
         self.reason = ""  # of the last one
 
     def want(self, version: int) -> None:
@@ -60,7 +61,7 @@ class Replanning:
 
     def hear(self, words: Sequence[int]) -> bool:
         """What a round came to: whether all ranks plan anew."""
-        differs = Divergence.differs(words[1:])
+        differs = self.differed = Divergence.differs(words[1:])
         if differs:
             self.reason = "a replicated tensor is not the same on all ranks any more: it is saved by each for itself"
         elif words[0]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ class _Writing:
 
     version: int
     index: int
+    grants: int  # see `Keeper.writing`
     whole: bool = True
 
 
@@ -87,6 +89,7 @@ class Replica:
         self._writing = None
         if self._given_up or not self._own or not self._planned(capture):
             return False
+        grants = self._keeper.grants
         message = local.Fill(set=self._set, rank=self._keeper.rank, version=job.version)
         try:
             reply, _ = self._client.request(message)
@@ -98,7 +101,7 @@ class Replica:
                 self._differs(f"the shard of rank {self._keeper.rank} comes as a whole from now on: {error}")
             return False
         if isinstance(reply, local.Begun) and reply.slot in (0, 1):
-            self._writing = _Writing(job.version, reply.slot)
+            self._writing = _Writing(job.version, reply.slot, grants)
         return self._writing is not None
 
     def copy(self, job: Job, capture: Capture) -> float:
@@ -107,7 +110,11 @@ class Replica:
         if writing is None or shard is None:
             return 0.0
         try:
-            return capture.bring(job, self._bound(job, shard, writing.index))
+            with self._keeper.writing:
+                if self._keeper.grants == writing.grants:
+                    return capture.bring(job, self._bound(job, shard, writing.index))
+                writing.whole = False  # the memory is another agent's now
+                return 0.0
         except (KeyError, ValueError, RuntimeError):  # a tensor is not what it was
             writing.whole = False
             return 0.0
@@ -172,6 +179,9 @@ class Replica:
         if known is not None and known[0] == ptrs:
             return known[1]
         memory, pairs = shard.slots[index].bytes, []
+        for (_, end), (start, _) in pairwise(sorted((piece.at, piece.end) for piece in self._pieces)):
+            if 0 < start - end <= _GAP_BYTES:
+                memory[end:start].zero_()  # as it is at the shard's home
         for piece in self._pieces:
             view = tensors[piece.key].detach()
             if tuple(view.shape) != self._own[piece.key].entry.size:

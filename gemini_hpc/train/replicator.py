@@ -108,7 +108,7 @@ class Replicator(Keeper):
         self._base = 0  # the version that the slot being filled had before
         self._kept: tuple[Range, ...] = ()  # since then unchanged
         self._replicas: Sequence[Replica] = ()
-        self._own, self._last_begun = plan.own, 0
+        self._own = plan.own
         self._thread = threading.Thread(target=self._run, name="gemini-replicator", daemon=True)
 
     def share(self, replicas: Sequence[Replica]) -> None:
@@ -187,7 +187,7 @@ class Replicator(Keeper):
     def _adopt(self, plan: Plan) -> None:
         assert self.shard is not None
         for replica in self._replicas:
-            replica.follow(plan.own, self._last_begun)
+            replica.follow(plan.own, plan.since)
         self._capture, self._manifest, self._layout = plan.capture, plan.packed, plan.layout
         for slot in self.shard.slots:
             slot.has_manifest = False
@@ -225,8 +225,10 @@ class Replicator(Keeper):
         self._kept = tuple(largest(merged(found)))
         # while ranks go on with different versions, a slot begun here would be lost to the version that its home has
         sharing = () if self._gate.degraded else self._replicas
-        replicas = [replica for replica in sharing if replica.begin(job, self._capture)]
+        if not slot.has_manifest:
+            self._capture.clean(area)
         took_s = self._capture.copy(job, slot_index, area, stays)
+        replicas = [replica for replica in sharing if replica.begin(job, self._capture)]
         took_s += sum(replica.copy(job, self._capture) for replica in replicas)
         ended = time.monotonic()
         began = ended - took_s
@@ -308,7 +310,6 @@ class Replicator(Keeper):
         if not isinstance(reply, local.Begun) or not 0 <= reply.slot < 2:
             raise AgentRefused(f"the agent answered Begin with {reply}")
         self.release(self._gate.sealed)
-        self._last_begun = job.version
         if self._pins is not None:
             others = [shard for replica in self._replicas for shard in replica.shards]
             self._pins.keep([slot for shard in (self.shard, *self.former, *others) for slot in shard.slots])

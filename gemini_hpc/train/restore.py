@@ -289,9 +289,10 @@ def load(tree: StateTree, own: Saved, shards: Sequence[Saved], rank: int, same_w
     if same_world and own.manifest.rank == rank:
         _check_nothing_is_lost(tree, [*own.manifest.rows, *(row for row, _ in late.values())])
     with torch.no_grad():
+        reader = MemoryReader(shards)
+        small = _with_lifted(small, reader, own)
         make_optimizer_state(tree, [*rows.values(), *(row for row, _ in late.values())], small)
         leaves, _ = tree.leaves()
-        reader = MemoryReader(shards)
         rounds: list[dict[str, torch.Tensor]] = []  # what was tied in the saved run, and is not here, is read twice
         problems = []
         for leaf in leaves:
@@ -311,7 +312,6 @@ def load(tree: StateTree, own: Saved, shards: Sequence[Saved], rank: int, same_w
             raise ValueError(f"the saved state does not fit this training: {'; '.join(problems[:3])}{more}")
         for targets in rounds:
             _read(targets, reader)
-        small = _with_lifted(small, reader, own)
         tree.restore_small(small, same_world=same_world)
     return small
 

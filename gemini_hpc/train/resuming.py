@@ -132,7 +132,10 @@ class Resuming(Arming):
     def _give_up(self, why: str) -> NoReturn:
         """On every rank alike: nothing is left to go on from, and nobody has said that one may begin anew."""
         if self._rank == 0:
-            self._say(f"no version is left to go on from: {why}; to begin anew say reject(..., fresh=True)")
+            self._say(
+                f"no version is left to go on from: {why}; to begin anew, submit a new job (where reject() says "
+                "fresh=True, the next launch does)"
+            )
         if self._client is not None:
             self._client.close()
         raise SystemExit(1)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 PROFILED = 20  # clean iterations that make a profile (paper, section 5.4)
 PROFILED_AGAIN = 8
+_OFFERS_S = 30.0  # for what is exchanged before a new plan, which is large where ranks are many
 PATIENCE_S = 1.5  # longest wait for a version that is on its way
 _COUNT_EVERY = 5
 _BEHIND = 16  # iterations that a device may be behind its host, and still be told of
@@ -150,6 +151,11 @@ class Rhythm:
         due it is where step() was called without an optimizer step."""
         agreed = self._agreed if version >= self._agreed.base else self._former
         return self._version - version + 1 >= (agreed.s if self._planned else 1)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the ranks can agree on something new."""
+        return self._planned
 
     @property
     def repeats(self) -> int:
@@ -332,7 +338,7 @@ class Rhythm:
             return
         if self._stage == "offers":
             assert self._replanning is not None
-            offers, self._offer, self._compared = council.blobs(waited_s), b"", 0
+            offers, self._offer, self._compared = council.blobs(patience_s=_OFFERS_S), b"", 0
             self._replanning.take(offers, version)
             self._again(PROFILED_AGAIN, version)
             return
@@ -342,7 +348,7 @@ class Rhythm:
             if self._driver is not None and self._driver.left():
                 self._again(PROFILED_AGAIN, version)
             return
-        words = council.words(waited_s)
+        words = council.words(waited_s, _OFFERS_S if self._stage == "sizes" else None)
         if self._stage == "sizes":
             self._stage, self._next_word, self._room_bytes = "offers", version, words[0] + 8
             return

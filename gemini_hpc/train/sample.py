@@ -36,6 +36,17 @@ def few(view: torch.Tensor, *, flat: bool) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and type are the same, bit for bit (a zero has a sign, a NaN is itself)."""
+    try:
+        if a.element_size() == 16:
+            return torch.equal(*(torch.view_as_real(t).view(torch.int64) for t in (a, b)))
+        kind = _AS_INTEGERS[a.element_size()]
+        return torch.equal(a.detach().view(kind), b.detach().view(kind))
+    except RuntimeError:
+        return False
+
+
 class Places:
     """Where some tensors are sampled. Those of one device and element size are read together."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gemini_hpc.train.sample import few
+from gemini_hpc.train.sample import few, same_bits
 
 
 class StateChangedError(Exception):
@@ -53,6 +53,11 @@ class Source:
         self.flats = [view.is_contiguous() for view in self.views]
         self.fews = [few(view, flat=flat) for view, flat in zip(self.views, self.flats, strict=True)]
 
+    def is_at(self, here: torch.Tensor) -> bool:
+        """Whether it has the memory of this tensor, maybe by another object."""
+        base = self.base
+        return base is not None and self.ptr == here.data_ptr() and base.stride() == here.stride()
+
     def fits(self, here: torch.Tensor) -> bool:
         """Whether it can be this tensor."""
         return here.shape == self.shape and here.dtype == self.dtype
@@ -63,6 +68,6 @@ class Source:
             self.staging, self.since = [view.contiguous().clone() for view in self.views], version
             return
         for stage, view in zip(self.staging, self.views, strict=True):
-            if not compare or view.is_cuda or not torch.equal(stage, view):
+            if not compare or view.is_cuda or not same_bits(stage, view):
                 self.since = version
                 stage.copy_(view)

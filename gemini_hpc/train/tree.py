@@ -358,7 +358,8 @@ class StateTree:
             name=leaf.name,
             like_owner=like_owner,
         )
-        return row, Entry(leaf.key, shape, tuple(offset), size, here.element_size(), fingerprint)
+        lifted = leaf.optimizer == LIFTED
+        return row, Entry(leaf.key, shape, tuple(offset), size, here.element_size(), fingerprint, lifted)
 
     # ---- small state -----------------------------------------------------------------------------------
 

@@ -163,3 +163,36 @@ def test_a_word_about_a_tensor_elsewhere_that_is_none_is_refused(words: tuple[An
 def test_what_cannot_be_captured_as_bytes_is_left_alone(odd: torch.Tensor) -> None:
     lift = lifted.Lift(lambda name, tensor: True)
     assert lift.out_of({"buffers": {"x": odd}})["buffers"]["x"] is odd and not lift.found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_large_tensor_that_keeps_growing_stays_in_the_small_state(make_job: MakeJob, world: int) -> None:
+    """It has a place only until its shape changes: versions that lack it are not sealed, and protection goes on."""
+    options = {**LARGE, "kind": "ddp" if world > 1 else "plain", "history": 16380, "steps": 60, "sleep_s": 0.01}
+    job = make_job(world, world)
+    reports = resumed(job, world, 56, **options)
+    assert all(report["state"] == "protected" for report in reports)
+
+
+def test_history_of_an_optimizer(job: FakeJob) -> None:
+    """LBFGS keeps lists of large tensors, which are put back before the optimizer has its state."""
+    from .test_kinds import run
+
+    def once(seed: int) -> tuple[int, list[str], Any]:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(3, 9000, bias=False)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, history_size=3, max_iter=2)
+        step = optimizer.step
+        optimizer.step = lambda: step(lambda: again(model))  # type: ignore[method-assign, assignment]
+        return run(model, optimizer, 9)
+
+    def again(model: torch.nn.Module) -> torch.Tensor:
+        model.zero_grad()
+        loss = (model(torch.ones(4, 3)) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    job.stop_after(5)
+    _, losses, _ = once(1)
+    assert job.requeue() is not None
+    assert once(2)[:2] == (5, losses[5:])

@@ -120,6 +120,23 @@ class Average:
         self.shadow = list(state["shadow"])
 
 
+class History:
+    """One element more in each step, once there is a first."""
+
+    def __init__(self, first: int) -> None:
+        self.values = torch.zeros(first)
+
+    def add(self, value: float) -> None:
+        if self.values.numel():
+            self.values = torch.cat([self.values, torch.tensor([value])])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state["values"]
+
+
 class Growing:
     """Small state that outgrows its place in the slot."""
 
@@ -316,7 +333,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         look_at(model)
     growing = Growing()
     average = Average(model, begun="average_from" not in o) if o.get("average") else None
-    extra = {"growing": growing, **({"average": average} if average else {})}
+    history = History(o.get("history", 0))
+    extra = {"growing": growing, "history": history, **({"average": average} if average else {})}
     ckpt = gemini.Checkpointer(model, optimizer, scheduler, scaler, loader, extra=extra, **kwargs)
     if o.get("fetch_fails") == rank:
         fail_once()
@@ -381,6 +399,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
             if step == o.get("average_from"):
                 average.begin()
             average.update()
+        history.add(total)
         if step == o.get("grow_at"):
             growing.data = bytes(1_500_000)
         if o.get("twice_at") == step:
@@ -436,6 +455,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     final = digest(net, optimizer)
     if average is not None:
         final += digest_of(average.shadow)
+    final += digest_of([history.values]) if o.get("history") else ""
     launches = list(ckpt._driver._exchange.log.newest) if o.get("launches") and ckpt._driver is not None else []
     report = ckpt.report()
     ckpt.close()
