@@ -109,6 +109,7 @@ class Replicator(Keeper):
         self._kept: tuple[Range, ...] = ()  # since then unchanged
         self._replicas: Sequence[Replica] = ()
         self._own = plan.own
+        self._begun = self._before = 0  # the versions that were begun last
         self._thread = threading.Thread(target=self._run, name="gemini-replicator", daemon=True)
 
     def share(self, replicas: Sequence[Replica]) -> None:
@@ -224,7 +225,8 @@ class Replicator(Keeper):
             found.append((layout.manifest_offset, layout.manifest_offset + layout.manifest_bytes))
         self._kept = tuple(largest(merged(found)))
         # while ranks go on with different versions, a slot begun here would be lost to the version that its home has
-        sharing = () if self._gate.degraded else self._replicas
+        together = not self._gate.degraded and self._gate.sealed >= (self._me.epoch, self._before)
+        sharing = self._replicas if together else ()
         if not slot.has_manifest:
             self._capture.clean(area)
         took_s = self._capture.copy(job, slot_index, area, stays)
@@ -310,6 +312,7 @@ class Replicator(Keeper):
         if not isinstance(reply, local.Begun) or not 0 <= reply.slot < 2:
             raise AgentRefused(f"the agent answered Begin with {reply}")
         self.release(self._gate.sealed)
+        self._before, self._begun = self._begun, job.version
         if self._pins is not None:
             others = [shard for replica in self._replicas for shard in replica.shards]
             self._pins.keep([slot for shard in (self.shard, *self.former, *others) for slot in shard.slots])

@@ -72,7 +72,7 @@ def test_auto_is_host_also_for_a_training_on_a_device(make_job: MakeJob, run: St
     for r in results:
         assert r["report"]["state"] == "protected" and not r["report"]["unsaved"], r["report"]
         assert r["report"]["traffic"]["transport"] == "host"
-        assert r["report"]["gpu"] == {"pinned": 0, "pins": 2, "exchanges": 0}
+        assert r["report"]["gpu"] == {"pinned": 0, "pins": 4, "exchanges": 0}
     assert all(travels_over(job, node) == {"host"} for node in job.nodes)
     both_hold(job, STEPS)
 
