@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 PROFILED = 20  # clean iterations that make a profile (paper, section 5.4)
 PROFILED_AGAIN = 8
-_OFFERS_S = 30.0  # for what is exchanged before a new plan, which is large where ranks are many
+_OFFERS_S = 10.0  # for what is exchanged before a new plan, which is large where ranks are many
 PATIENCE_S = 1.5  # longest wait for a version that is on its way
 _COUNT_EVERY = 5
 _BEHIND = 16  # iterations that a device may be behind its host, and still be told of
