@@ -15,7 +15,7 @@ import torch
 
 from gemini_hpc.core.dtypes import item_bytes
 from gemini_hpc.train.dtypes import dtype_name, dtype_of
-from gemini_hpc.train.encode import Lifted, Part
+from gemini_hpc.train.encode import MAX_DEPTH, Lifted, Part
 from gemini_hpc.train.sample import few
 from gemini_hpc.train.source import Source
 
@@ -43,6 +43,8 @@ class Lift:
 
     def _walk(self, value: Any, path: tuple[Any, ...]) -> Any:
         kind = type(value)
+        if len(path) > MAX_DEPTH:  # the encoder says so
+            return value
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path) if value.numel() * value.element_size() >= LEAST_BYTES else value
         if kind is Part:
