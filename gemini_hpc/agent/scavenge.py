@@ -202,12 +202,18 @@ class Scavenge:
             self._have[agent.node] = self._own()
             await self._muster(others)
             newest = self._newest()
-            self.saved = bool(newest) and all([await self._save(sealed) for sealed in newest])
+            self.saved = all([await self._save(sealed) for sealed in newest]) if newest else self._unwanted()
             if self.saved:
                 agent.drains.last = False
         finally:
             if self._leader == agent.node:
                 self._send(others, peer.ScavengeOver(self.saved, self.reason[:_SAID]))
+
+    def _unwanted(self) -> bool:
+        """Whether all that was sealed has been rejected."""
+        agent = self._agent
+        sealed = [(training.name, training.sealed) for training in agent.sets if training.sealed is not None]
+        return bool(sealed) and all(agent.rejections.covers(name, stamp) for name, stamp in sealed)
 
     async def _muster(self, others: list[str]) -> None:
         """Hear of all others what they have."""

@@ -44,6 +44,7 @@ class Network:
         self.sent: Counter[str] = Counter()
         self.tier: dict[str, Stamp] = {}
         self.tier_down = False
+        self.rejected: set[Stamp] = set()
         self.published: list[tuple[str, list[str]]] = []
         for host in self.hosts:
             self.agents[host] = Agent(self, host)
@@ -87,6 +88,7 @@ class Agent:
         self.wrote: list[set[int]] = []
         self.events: list[str] = []
         self.tasks: list[asyncio.Task[Any]] = []
+        self.rejections = SimpleNamespace(covers=lambda name, stamp: stamp in net.rejected)
         self.drains = SimpleNamespace(
             node=SimpleNamespace(wanted=self.wanted, cancel=lambda: None),
             settle=self.settle,
@@ -180,6 +182,18 @@ def run(test: Callable[[Network], Awaitable[None]], hosts: str = "abcd", *, m: i
 
 
 FILES = [f"node-{rank:04d}.h5" for rank in range(4)]
+
+
+def test_a_version_that_a_training_has_rejected_is_not_saved() -> None:
+    async def test(net: Network) -> None:
+        net.rejected.add(SEALED)
+        net.lose("c")
+        net.agents["a"].scavenge.begin()
+        await net.over()
+        assert not net.published and not net.tier
+        assert all(agent.scavenge.saved for agent in net.agents.values()), "nobody waits for it"
+
+    run(test)
 
 
 @pytest.mark.parametrize(("gone", "begins"), list(permutations("abcd", 2)))
