@@ -21,6 +21,7 @@ from .conftest import JOB, STEP, AgentProcess
 def state(training: TrainingSet) -> SetState:
     silent = SimpleNamespace(states=lambda *_: (), state=lambda _: None)
     agent = SimpleNamespace(tellings=silent, drains=silent, detached=False, settings=SimpleNamespace(stalled_s=60.0))
+    agent.rejections = SimpleNamespace(sentences=lambda name: ())
     return _set(cast(Any, agent), training)
 
 
