@@ -114,7 +114,9 @@ def tiered(told: TierState | None) -> tuple[dict[str, Any], str]:
     parts = pairs({})
     parts[2] = msgspec.structs.replace(parts[2], sets=(msgspec.structs.replace(parts[2].sets[0], tier=told),))
     d = picture(7, parts, [], SLURM, (), "controller", NOW)
-    return d["sets"][0]["tier"], "\n".join(line for line in render(d).splitlines() if "tier" in line)
+    return d["sets"][0]["tier"], "\n".join(
+        line for line in render(d).splitlines() if "tier" in line or "kept:" in line
+    )
 
 
 def test_the_tier() -> None:
@@ -129,10 +131,16 @@ def test_the_tier() -> None:
         "saving": [1, 9],
         "written_bytes": 3 << 20,
         "problem": "",
+        "keeping": [],
+        "kept": [],
     }
     assert text == "  tier /lustre/t: version 1:4, 30.0 s old; saving 1:9, 3.0 MiB written"
     _, text = tiered(TierState("/lustre/t", (1, 4), NOW - 30, None, 0, "n3: the file system is full"))
     assert text.splitlines()[1] == "  tier: not saved: n3: the file system is full"
+    kept = TierState("/lustre/t", (1, 4), NOW - 30, keeping=("best",), kept=(("epoch-1", (1, 2)),))
+    document, text = tiered(kept)
+    assert document["keeping"] == ["best"] and document["kept"] == [{"name": "epoch-1", "version": [1, 2]}]
+    assert text.splitlines()[1] == "  kept: epoch-1 (version 1:2), best (on its way)"
 
 
 def test_a_missing_agent_shows_at_once() -> None:
