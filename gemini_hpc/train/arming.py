@@ -79,6 +79,8 @@ class Arming(Membership):
         self._layout_bytes = 0  # of a slot, as planned
         self._apart: frozenset[str] = frozenset()  # what ranks have under one name, and not alike
         self._unlifted: set[str] = set()  # large tensors of the small state that do not keep their shape
+        self._misfits: set[str] = set()  # other tensors that did not keep theirs
+        self._unplanned: set[str] = set()  # and those that did not so twice: part of the small state
         self._draft: Draft | None = None  # that was offered for a new plan
         self._kept_capacity = 0
         self._own_copy = Content()
@@ -306,15 +308,15 @@ class Arming(Membership):
 
     # ---- planning anew ---------------------------------------------------------------------------------
 
-    def _plan_for(self, tensors: Iterable[torch.Tensor], gone: Sequence[str]) -> None:
-        """These have no place in the present plan; `gone` have one, to which others refer. Raises StateChangedError
-        where there is no way to another plan."""
+    def _plan_for(self, tensors: Iterable[torch.Tensor], misfits: Sequence[str] = ()) -> None:
+        """These have no place in the present plan; misfits: what is wrong with others, without which no version can
+        be captured. Raises StateChangedError where there is no way to another plan."""
         large = [t for t in tensors if t.numel() * t.element_size() >= LEAST_BYTES]
         able = self._world == 1 or (self._rhythm is not None and self._rhythm.agrees)
-        if gone and not (able and self._replanning is not None):
-            raise StateChangedError(f"{gone[0]} is gone from the training state")
-        if self._replanning is not None and (large or gone):
-            self._replanning.want(self._version)
+        if misfits and not (able and self._replanning is not None):
+            raise StateChangedError(misfits[0])
+        if self._replanning is not None and (large or misfits):
+            self._replanning.want(self._version, at_once=bool(misfits))
 
     def _plan_alone(self) -> None:
         """A single rank need not ask."""
@@ -326,17 +328,25 @@ class Arming(Membership):
         """From the thread that saves: a copy that was made here is not what its home has."""
         self._note("differs", self._version, why)
         if self._replanning is not None:
-            self._replanning.want(self._version)
+            self._replanning.look_closely()
 
     def _replicated(self) -> dict[str, torch.Tensor]:
         leaves, _ = self._tree.leaves()
         return {leaf.key: local(leaf.tensor) for leaf in leaves}
 
-    def _offer_anew(self) -> bytes:
+    def _offer_anew(self, closely: bool) -> bytes:
         self._draft = None
         try:
             leaves, odd = self._tree.leaves()
-            self._draft = Draft.of(self._tree, leaves, odd, self._world, lifting=True, unlifted=self._unlifted)
+            self._draft = Draft.of(
+                self._tree,
+                [leaf for leaf in leaves if leaf.key not in self._unplanned],
+                odd,
+                self._world,
+                lifting=True,
+                unlifted=self._unlifted,
+                closely=closely,
+            )
             offer = _Offer(entries=self._draft.shared)
         except Exception as error:  # all ranks hear of it
             offer = _Offer(problem=f"rank {self._rank}: {error}")
@@ -359,9 +369,11 @@ class Arming(Membership):
             raise _OfferError(problem or "it has made no offer for a new plan")
         gathered = [offer.entries for offer in offers]
         plan = self._lay_out(draft, gathered, least_bytes=self._layout_bytes, apart=self._apart)
-        if replanning.differed and plan.alone == self._apart:  # where, does not show now: local steps have met
+        named = plan.alone != self._apart
+        if replanning.differed and not named:  # where, does not show now: local steps have met
             apart = self._apart | ownership.printed(gathered)
             plan = self._lay_out(draft, gathered, least_bytes=self._layout_bytes, apart=apart)
+        replanning.found(plan.alone - self._apart, named=named)
         plan = replace(plan, since=self._version - 1)
         if self._capture is not None:
             plan.capture.learn_from(self._capture)

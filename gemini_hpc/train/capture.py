@@ -26,7 +26,7 @@ from gemini_hpc.train.lifted import LiftedSources, Seen
 from gemini_hpc.train.nccl.device import Event
 from gemini_hpc.train.ownership import Block, Entry
 from gemini_hpc.train.sample import OTHERS, PARAMETERS, Turns, few, same_bits
-from gemini_hpc.train.source import Source, StateChangedError
+from gemini_hpc.train.source import Source
 from gemini_hpc.train.tree import Leaf, local
 
 _TURNS = 32  # of pieces that were not copied again, one in so many is compared in each version
@@ -215,7 +215,7 @@ class Capture:
                 source = Source(leaf.key, [], number, here.shape, here.dtype, parameter, leaf.may_stay)
                 self._by_key[leaf.key] = source
                 (lifted if leaf.optimizer == LIFTED else self._sources).append(source)
-                source.eager = leaf.buffer
+                source.eager = leaf.eager
             source.boxes.append((offset, block.size))
         rows = manifest.rows
         self.lifted = LiftedSources(
@@ -243,25 +243,33 @@ class Capture:
         """Names of the tensors of which this rank keeps something."""
         return [source.key for source in self._all]
 
-    def bind(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+    def bind(self, leaves: Sequence[Leaf]) -> tuple[list[Leaf], dict[str, str]]:
         """Find the planned tensors among the present ones. Returns those that are not in the plan, which have to go
-        with the small state. Raises StateChangedError where one is gone or has another shape."""
+        with the small state, and what is wrong with planned ones, by name, which are gone or have another shape:
+        without them no version can be captured."""
         bound = self._bound
         if self._leaves is leaves and bound is not None and bound.holds():
-            return self._late
+            return self._late, {}
         self._leaves = self._bound = None
         found = {leaf.key: leaf.tensor for leaf in leaves}
+        misfits: dict[str, str] = {}
         for source in self._sources:
             tensor = found.get(source.key)
             if tensor is None:
-                raise StateChangedError(f"{source.key} is gone from the training state")
+                misfits[source.key] = f"{source.key} is gone from the training state"
+                continue
             here = local(tensor)
             if here.data_ptr() != source.ptr or here is not source.base:
+                if not source.fits(here):
+                    misfits[source.key] = source.misfit(here)
+                    continue
                 source.bind(here)
             source.whole = tensor
+        if misfits:
+            return [], misfits
         few = len(found) == len(self._planned)
         self._leaves, self._late = leaves, [] if few else [leaf for leaf in leaves if leaf.key not in self._planned]
-        return self._late
+        return self._late, {}
 
     def snapshot(self, version: int, small: bytes, audit: bool) -> Job:
         """Begin the capture of a version: eager tensors are copied now, the others are noted."""

@@ -140,6 +140,7 @@ class Checkpointer(Resuming):
         # Lightning calls them. The wait for the seal is behind it then.
         self.gate_in_closure = False
         self._late = self._crowded = self._told_late = False
+        self._changing: set[str] = set()  # names that do not fit the plan now
         self._stepped = False
         self._owed = False  # a version that was to be saved was none: the next one that is takes its place
         self._not_given_told = 0
@@ -251,7 +252,11 @@ class Checkpointer(Resuming):
         if not saves and not owed:
             return
         capture = self._capture
-        late = capture.bind(leaves)
+        late, misfits = capture.bind(leaves)
+        if misfits:
+            self._misfit(misfits)
+            return
+        self._changing.clear()
         if late and "late" not in self._unsaved:
             self._unsaved["late"] = len(late)
             self._say(
@@ -273,7 +278,8 @@ class Checkpointer(Resuming):
         if small.unplanned or late or gone:
             self._unlifted |= capture.lifted.missed(small.lifted)
             large = [tensor for name, tensor in small.unplanned.items() if name not in self._unlifted]
-            self._plan_for([*large, *(leaf.tensor for leaf in late)], gone)
+            large += [leaf.tensor for leaf in late if leaf.key not in self._unplanned]
+            self._plan_for(large, [f"{name} is gone from the training state" for name in gone])
         if gone:
             self._note("skipped", self._version, f"{gone[0]} is not what it was when the state was dealt out")
             return
@@ -286,6 +292,21 @@ class Checkpointer(Resuming):
             self._wait_left(self._job)
         if self._rhythm.scheme == "blocking":
             self._await(self._job)
+
+    def _misfit(self, misfits: Mapping[str, str]) -> None:
+        """Tensors, by name, are not what was planned: no version is saved until the state is dealt out anew. One that
+        is so for a second time goes with the small state from then on. Raises StateChangedError where there is no way
+        to another plan."""
+        why = next(iter(misfits.values()))
+        self._plan_for((), (why,))
+        if self._changing != misfits.keys():
+            self._changing = set(misfits)
+            self._unplanned |= self._misfits & misfits.keys()
+            self._misfits |= misfits.keys()
+            self._say(f"rank {self._rank}: version {self._version} skipped: {why}; planning anew")
+        self._unsaved["skipped"] = self._unsaved.get("skipped", 0) + 1
+        if self._client is not None:
+            self._client.event("skipped", self._version, f"rank {self._rank}: {why}")
 
     def _ship(self, job: Job | None) -> None:
         """At each step() since the ranks have begun to save, where copies go over NCCL: what this rank has of this

@@ -54,12 +54,13 @@ class Draft:
         *,
         lifting: bool,
         unlifted: Collection[str] = (),
+        closely: bool = False,
     ) -> Draft:
-        """lifting: large tensors get places of their own, but those `unlifted`. Raises UnsupportedStateError,
-        UnknownTypeError."""
+        """lifting: large tensors get places of their own, but those `unlifted`; closely: fingerprints are of whole
+        tensors. Raises UnsupportedStateError, UnknownTypeError."""
         packed = tree.pack_small(odd, [], world, (lambda name, _: lifting and name not in unlifted))
         every = [*leaves, *tree.lifted_leaves(packed.lifted)]
-        described = [tree.describe(leaf, world) for leaf in every]
+        described = [tree.describe(leaf, world, closely=closely) for leaf in every]
         return cls(every, [row for row, _ in described], [entry for _, entry in described], len(packed.data))
 
     @property

@@ -8,51 +8,60 @@ version is sealed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
 from gemini_hpc.train.divergence import Divergence
 
 _FIRST_PAUSE, _MOST_PAUSE = 8, 1024  # versions
+_NAMES = 3  # of tensors, in a line
+NOT_WANTED, WANTED, CLOSELY = 0, 1, 2
 
 
 class Replanning:
     """What a rank says about it in rounds of words, and does when they are over. Called by the training's thread.
 
-    offer: what this rank has, as bytes; adopt: the new plan, from what all have offered; lose: protection ends;
-    tensors: what may have to be compared, by key, now.
+    offer(closely): what this rank has, as bytes, with fingerprints of a few elements or of whole tensors; adopt: the
+    new plan, from what all have offered; lose: protection ends; tensors: what may have to be compared, by key, now.
     """
 
     def __init__(
         self,
         divergence: Divergence,
         *,
-        offer: Callable[[], bytes],
+        offer: Callable[[bool], bytes],
         adopt: Callable[[Sequence[bytes]], None],
         lose: Callable[[str], None],
         tensors: Callable[[], Mapping[str, torch.Tensor]],
     ) -> None:
         self._divergence = divergence
         self._offer, self._adopt, self._lose, self._tensors = offer, adopt, lose, tensors
-        self._wanted = False
+        self._wanted = NOT_WANTED
         self._next, self._pause = 0, _FIRST_PAUSE
         self.under_way = False
         self.differed = False  # replicated tensors did, which is why
+        self.closely = False  # a copy did, wherever that was
         self.reason = ""  # of the last one
 
-    def want(self, version: int) -> None:
-        """This rank has something that the plan does not know. Not heeded right after the last time."""
-        self._wanted = self._wanted or version >= self._next
+    def want(self, version: int, *, at_once: bool = False) -> None:
+        """This rank has something that the plan does not know. Not heeded right after the last time, unless at_once:
+        no version can be saved before."""
+        if at_once or version >= self._next:
+            self._wanted = max(self._wanted, WANTED)
+
+    def look_closely(self) -> None:
+        """Every byte of what is replicated has to be compared."""
+        self._wanted = CLOSELY
 
     @property
     def wanted(self) -> bool:
         """Whether this rank wants it."""
-        return self._wanted
+        return self._wanted != NOT_WANTED
 
     def words(self) -> list[int]:
         """For a round."""
-        return [1 if self._wanted else 0, *self._divergence.words(self._tensors())]
+        return [self._wanted, *self._divergence.words(self._tensors())]
 
     @property
     def count(self) -> int:
@@ -62,22 +71,34 @@ class Replanning:
     def hear(self, words: Sequence[int]) -> bool:
         """What a round came to: whether all ranks plan anew."""
         differs = self.differed = Divergence.differs(words[1:])
-        if differs:
-            self.reason = "a replicated tensor is not the same on all ranks any more: it is saved by each for itself"
-        elif words[0]:
-            self.reason = "tensors have appeared"
+        self.closely = words[0] >= CLOSELY
+        if not differs and not self.closely:
+            self.reason = "tensors have appeared, or are not what they were"
         self.under_way = bool(words[0]) or differs
         return self.under_way
 
     def offer(self) -> bytes:
         """For the round of offers."""
-        return self._offer()
+        return self._offer(self.closely)
 
     def take(self, offers: Sequence[bytes], version: int) -> None:
         """All offers are here."""
-        self._wanted = self.under_way = False
+        self._wanted, self.under_way = NOT_WANTED, False
         self._next, self._pause = version + self._pause, min(_MOST_PAUSE, 4 * self._pause)
         self._adopt(offers)
+
+    def found(self, apart: Collection[str], *, named: bool) -> None:
+        """What the offers have shown, where ranks differed: keys that are each rank's own from now on. named: they do
+        differ now; else it is not known which of them did."""
+        if not self.differed and not self.closely:
+            return
+        if apart:
+            names = sorted(apart)
+            more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+            what = f"{', '.join(names[:_NAMES])}{more}" if named else "a replicated tensor"
+            self.reason = f"not the same on all ranks any more, so saved by each for itself: {what}"
+        else:
+            self.reason = "a copy was not what its home has, but all that is replicated is the same on all ranks now"
 
     def follow(self, divergence: Divergence) -> None:
         """Compare what is shared in the new plan."""

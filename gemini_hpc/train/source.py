@@ -38,9 +38,7 @@ class Source:
     def bind(self, here: torch.Tensor) -> None:
         """From now on it is this tensor. Raises StateChangedError where that has another shape or type."""
         if not self.fits(here):
-            raise StateChangedError(
-                f"{self.key} was {tuple(self.shape)} {self.dtype}, is {tuple(here.shape)} {here.dtype} now"
-            )
+            raise StateChangedError(self.misfit(here))
         self.ptr, self.base, self.token = here.data_ptr(), here, ()
         detached = here.detach()
         self.views = []
@@ -61,6 +59,10 @@ class Source:
     def fits(self, here: torch.Tensor) -> bool:
         """Whether it can be this tensor."""
         return here.shape == self.shape and here.dtype == self.dtype
+
+    def misfit(self, here: torch.Tensor) -> str:
+        """Why it cannot be this one."""
+        return f"{self.key} was {tuple(self.shape)} {self.dtype}, is {tuple(here.shape)} {here.dtype} now"
 
     def stage(self, version: int, *, compare: bool) -> None:
         """Copy it now. compare: see whether it has changed."""

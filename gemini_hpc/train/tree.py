@@ -58,7 +58,7 @@ class Leaf(NamedTuple):
     owner: Param
     optimizer: int
     name: str
-    buffer: bool = False
+    eager: bool = False  # not to be read behind the training's back
 
     @property
     def may_stay(self) -> bool:
@@ -320,8 +320,9 @@ class StateTree:
             self._made = encode.encode(found) if found else b""
         return self._made
 
-    def describe(self, leaf: Leaf, world: int) -> tuple[Row, Entry]:
-        """How a leaf appears in the manifest and in the deal. Raises UnsupportedStateError."""
+    def describe(self, leaf: Leaf, world: int, *, closely: bool = False) -> tuple[Row, Entry]:
+        """How a leaf appears in the manifest and in the deal. closely: its fingerprint is of the whole of it. Raises
+        UnsupportedStateError."""
         tensor = leaf.tensor
         here = local(tensor)
         if not _plain(here):
@@ -336,7 +337,7 @@ class StateTree:
             if any(p.is_partial() for p in tensor.placements):
                 raise UnsupportedStateError(f"{leaf.key} is a DTensor with partial sums: it has no definite value")
             shared, (size, offset) = True, box_of(tensor)
-            fingerprint = _fingerprint(here) if world > 1 else 0  # of HSDP, several ranks have the same box
+            fingerprint = _fingerprint(here, closely) if world > 1 else 0  # of HSDP, several ranks have the same box
             like_owner = (
                 isinstance(owner, DTensor) and owner.shape == tensor.shape and owner.placements == tensor.placements
             )
@@ -346,7 +347,7 @@ class StateTree:
                     "of this optimizer cannot be made anew on resume"
                 )
         elif world > 1 and (leaf.owner.replicated or (isinstance(owner, DTensor) and tensor.numel() == 1)):
-            shared, fingerprint = True, _fingerprint(here)
+            shared, fingerprint = True, _fingerprint(here, closely)
         row = Row(
             key=leaf.key,
             dtype=dtype_name(tensor.dtype),
@@ -412,7 +413,8 @@ class StateTree:
         return Packed(encode.encode({**small, "late": extra}), lift.found, lift.left)
 
     def lifted_leaves(self, lifted: Mapping[str, torch.Tensor]) -> list[Leaf]:
-        """What was lifted out of the small state, for a plan. What is no buffer may be the same on all DDP ranks."""
+        """What was lifted out of the small state, for a plan. What is no buffer may be the same on all DDP ranks.
+        Memory that others have as well (numpy, another process) is written without a version counter."""
         buffers = self.buffers
         return [
             Leaf(
@@ -421,7 +423,7 @@ class StateTree:
                 Param(name, tensor, bool(self.ddps) and name not in buffers),
                 LIFTED,
                 "",
-                name in buffers,
+                name in buffers or not tensor.untyped_storage().resizable(),
             )
             for name, tensor in lifted.items()
         ]
@@ -542,12 +544,12 @@ def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(size), tuple(offset) if offset else (0,) * tensor.ndim
 
 
-def _fingerprint(tensor: torch.Tensor) -> int:
-    """A 63-bit digest of up to 4096 elements, spread over the tensor."""
+def _fingerprint(tensor: torch.Tensor, closely: bool) -> int:
+    """A 63-bit digest of up to 4096 elements, spread over the tensor; closely: of all of them."""
     with torch.no_grad():
         flat = tensor.detach().reshape(-1)
-        if flat.numel() > _PRINT_SAMPLES:
+        if flat.numel() > _PRINT_SAMPLES and not closely:
             flat = flat[:: -(-flat.numel() // _PRINT_SAMPLES)]
         flat = flat.contiguous().cpu()
-        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        data = flat.view(torch.uint8).numpy().data if flat.numel() else b""
     return (xxhash.xxh3_64_intdigest(data) >> 1) | 1

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import gemini_hpc as gemini
 from gemini_hpc.core import smallstate
 from gemini_hpc.train import encode, lifted
+from gemini_hpc.train.capture import Capture
 from gemini_hpc.train.divergence import Divergence
 from gemini_hpc.train.ownership import Entry
 
 from .fake_agent import FakeJob
 from .launch import train
-from .test_checkpointer import wait_sealed
+from .test_checkpointer import wait_armed, wait_sealed
 from .test_kinds import run
 
 MakeJob = Callable[[int, int], FakeJob]
@@ -26,7 +30,7 @@ LARGE = {"steps": 16, "width": 256, "large": True, "average": True, "norm": "lay
 def resumed(job: FakeJob, world: int, at: int, lost: tuple[int, ...] = (), **options: Any) -> list[dict[str, Any]]:
     """Stopped at version `at` and resumed, it is the training that was never stopped. Reports of the first run."""
     job.stop_after(at)
-    whole = train(job, world, **options)
+    whole = train(job, world, armed=True, **options)
     chosen = job.requeue(lost=lost)
     assert chosen is not None and chosen.version == at
     again = train(job, world, **{**options, "seed": 9})
@@ -70,6 +74,15 @@ def test_replicas_that_drift_apart_are_each_ranks_own(make_job: MakeJob, apart_f
     (first, _) = resumed(job, 2, 36, lost=(0,), **options)
     if apart_from > 1:
         assert "not the same on all ranks any more" in " ".join(first["findings"])
+
+
+def test_state_of_an_optimizer_that_does_not_keep_its_shape(make_job: MakeJob) -> None:
+    """The ranks plan anew, twice; then it is part of the small state."""
+    options = {"kind": "ddp", "norm": "layer", "steps": 60, "fickle": True, "sleep_s": 0.02}
+    reports = resumed(make_job(2, 2), 2, 56, lost=(0,), **options)
+    for report in reports:
+        planned = [line for line in report["findings"] if "planned anew" in line]
+        assert len(planned) == 2 and report["state"] == "protected", report["findings"]
 
 
 def test_what_is_the_same_everywhere_is_not_planned_anew(make_job: MakeJob) -> None:
@@ -204,3 +217,49 @@ def test_history_of_an_optimizer(job: FakeJob) -> None:
     wait_sealed(job, 5)
     assert job.requeue() is not None
     assert once(2)[:2] == (5, losses[5:])
+
+
+class Played:
+    """A replay buffer of numpy's: rows are written at any time, and no version counter hears of it."""
+
+    def __init__(self) -> None:
+        self.rows = np.zeros((4096, 8), dtype=np.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": torch.from_numpy(self.rows)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows = state["rows"].numpy()
+
+
+def test_memory_that_is_not_torchs_alone(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    bring = Capture.bring
+
+    def late(*args: Any) -> float:
+        time.sleep(0.05)
+        return bring(*args)
+
+    monkeypatch.setattr(Capture, "bring", late)
+
+    def once(seed: int) -> tuple[int, list[float]]:
+        torch.manual_seed(seed)
+        model, played, sums = torch.nn.Linear(3, 2), Played(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gemini.Checkpointer(model, optimizer, extra={"played": played}) as ckpt:
+            start = ckpt.resume()
+            for step in range(start + 1, 10):
+                sums.append(float(played.rows.sum()))
+                played.rows[37 * step] = step
+                optimizer.zero_grad()
+                model(torch.rand(4, 3)).sum().backward()
+                optimizer.step()
+                ckpt.step()
+                if step == start + 1:
+                    wait_armed(ckpt)
+        return start, sums
+
+    job.stop_after(5)
+    _, sums = once(1)
+    wait_sealed(job, 5)
+    assert job.requeue() is not None
+    assert once(2) == (5, sums[5:])

@@ -74,6 +74,23 @@ def test_replicas_that_differ_cost_a_version_and_are_told(make_agents: MakeJob, 
     assert [r["digest"] for r in results] == [r["digest"] for r in whole], "each rank has its own back"
 
 
+def test_one_element_that_differs_is_found_and_its_tensor_named(make_agents: MakeJob, start: Start) -> None:
+    """Memory that has failed, say: the digest finds it, in whatever element, and every rank keeps what it has."""
+    settings = {**DDP, "flip_at": 15, "steps": STEPS}
+    whole = train(None, 2, **settings)
+    job = make_agents(2, 2)
+    started = start(job, die_at=35, **settings)
+    reports = [r["report"] for r in started.wait(codes=(1,))]
+    for report in reports:
+        (planned,) = [line for line in report["findings"] if "planned anew" in line]
+        assert "saved by each for itself: model.blocks.1.weight" in planned and "model.blocks.0" not in planned
+    job.all["n2"].die()
+    job.requeue(["n1", "n3"])
+    results = start(job, **settings).wait()
+    assert {r["start"] for r in results} in ({34}, {35})
+    assert [r["digest"] for r in results] == [r["digest"] for r in whole]
+
+
 def test_an_agent_that_dies_in_between(make_agents: MakeJob, start: Start) -> None:
     job = make_agents(2, 2)
     settings = {**DDP, "pause_at": 20, "pause_s": 4.0, "kwargs": {**HOST, "scheme": "background"}}

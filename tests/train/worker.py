@@ -137,6 +137,19 @@ class History:
         self.values = state["values"]
 
 
+class Fickle(torch.optim.SGD):
+    """With state of ever another shape."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            mine = self.state[p]
+            count = mine["count"] = mine.get("count", 0) + 1
+            recent = mine["recent"] = torch.full((count // 8 + 1,), 0.5 * count)
+            p.sub_(0.0001 * float(recent.sum()))
+
+
 class Growing:
     """Small state that outgrows its place in the slot."""
 
@@ -313,6 +326,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
 
         torch.compile = lambda function, **_: function
         optimizer = getattr(torchao.optim, o["torchao"])(params, lr=0.01)
+    if o.get("fickle"):
+        optimizer = Fickle(params, lr=0.01, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 5) * math.cos(n / 40))
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3) if o.get("scaler") else None
     loader = gemini.StatefulLoader(
@@ -407,7 +422,13 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         if o.get("evaluate_before"):
             with torch.no_grad():
                 model(x)
+        if step == o.get("flip_at") and rank == world - 1:  # one element, in one replica
+            net.blocks[1].weight.data[5, 7] += 0.5
         ckpt.step()
+        if o.get("armed") and step == start + 1:  # so short a training would be over before its memory is there
+            deadline = time.monotonic() + 20
+            while not ckpt._armed and time.monotonic() < deadline:
+                time.sleep(0.01)
         if (name := o.get("keep", {}).get(str(step))) and rank in o.get("keepers", range(world)):
             kept[name] = ckpt.keep(name)
         if start and step == o.get("reject_at") and rank in o.get("rejecters", range(world)):
