@@ -92,7 +92,7 @@ def memory(size_bytes: int) -> None:
             raise Wrong("a copy to host memory differs")
         return f"{size_bytes / took_s / 1e9:.2f} GB/s"
 
-    copies = HostCopies(cuda.CudaDevice())
+    copies = HostCopies(cuda.CudaDevice(), lambda tensor: tensor.is_cuda)
 
     def in_pieces() -> str:
         slot.bytes.zero_()
@@ -278,7 +278,7 @@ def in_spans(size_bytes: int, iterations: int) -> None:
     pinned = cuda.Pinned(slot.bytes)
     dist.init_process_group("nccl", rank=0, world_size=1, store=HashStore())
     try:
-        copies, pairs = HostCopies(cuda.CudaDevice()), training.pairs(slot.bytes)
+        copies, pairs = HostCopies(cuda.CudaDevice(), lambda tensor: tensor.is_cuda), training.pairs(slot.bytes)
         load = Layers(training, GATHERED_BYTES)
         found = gpuspans.measure(load, Streams(), copies, pairs, iterations)
         right = training.now().cpu()
@@ -297,7 +297,7 @@ def snapshot(size_bytes: int, iterations: int) -> None:
     slot, other = replica_memory(training.bytes), replica_memory(training.bytes)
     pinned = cuda.Pinned(slot.bytes)
     lane: Any = device.stream()
-    host = HostCopies(device)
+    host = HostCopies(device, lambda tensor: tensor.is_cuda)
     cuts = _cuts(training.bytes)
     targets = {"host": training.pairs(slot.bytes), "host, not pinned": training.pairs(other.bytes)}
 

@@ -56,7 +56,7 @@ class Slot:
             if _libc.madvise(start + at, min(_POPULATE_STEP_BYTES, total - at), _MADV_POPULATE_WRITE):
                 return
 
-    def put(self, at: int, data: bytes) -> None:
+    def put(self, at: int, data: bytes | bytearray) -> None:
         """Write small bytes."""
         self._map[at : at + len(data)] = data
 

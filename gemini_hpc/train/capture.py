@@ -22,6 +22,7 @@ from gemini_hpc.core.directory import LIFTED, PARAMETER, Manifest
 from gemini_hpc.core.manifest import TENSOR_ALIGN_BYTES
 from gemini_hpc.core.ranges import Range, merged
 from gemini_hpc.train import hostcopy
+from gemini_hpc.train.encode import Gaps
 from gemini_hpc.train.lifted import LiftedSources, Seen
 from gemini_hpc.train.nccl.device import Event
 from gemini_hpc.train.ownership import Block, Entry
@@ -123,7 +124,7 @@ class Job:
     """One version on its way into a slot. `left` is set when the training may change its tensors again."""
 
     version: int
-    small: bytes
+    small: bytes | bytearray
     views: Sequence[list[torch.Tensor]]
     bound: Bound
     counts: list[int]  # at step()
@@ -133,6 +134,7 @@ class Job:
     leaves: Sequence[Leaf] = ()  # all that this rank has, also what others keep
     unchanged: frozenset[int] = frozenset()  # numbers of pieces that the slot had
     all_counts: Sequence[int] | None = None  # of these, at step(); None: nobody wants to know
+    gaps: Gaps | None = None  # in the small state, as long as they are not filled
     ready: Event | None = None  # of a training with state on a device: where that has come to step()
     left: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
@@ -271,7 +273,11 @@ class Capture:
         self._leaves, self._late = leaves, [] if few else [leaf for leaf in leaves if leaf.key not in self._planned]
         return self._late, {}
 
-    def snapshot(self, version: int, small: bytes, audit: bool) -> Job:
+    def defers(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the small state is on the device, which must not be waited for."""
+        return self._copies is not None and self._copies.holds(tensor)
+
+    def snapshot(self, version: int, small: bytes | bytearray, audit: bool, gaps: Gaps | None = None) -> Job:
         """Begin the capture of a version: eager tensors are copied now, the others are noted."""
         with torch.no_grad(), self.lock:
             bound = self._bound
@@ -285,7 +291,7 @@ class Capture:
             views = [*views, *lifted]
             digests = [_digest(each) for each in views] if audit else None
             samples = bound.samples(version)
-        job = Job(version, small, views, bound, bound.counts(), digests, samples, seen, self._leaves or ())
+        job = Job(version, small, views, bound, bound.counts(), digests, samples, seen, self._leaves or (), gaps=gaps)
         if self.watches_all:
             job.all_counts = [leaf.tensor._version for leaf in job.leaves]
         if self._copies is not None:
@@ -356,14 +362,19 @@ class Capture:
         return time.monotonic() - began
 
     def _fetch(self, job: Job, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> float:
-        """These, and the samples, to host memory."""
+        """These, the samples, and what the small state lacks, to host memory."""
         assert self._copies is not None and job.ready is not None
+        gaps, job.gaps = job.gaps, None
+        content = [torch.empty_like(gaps.content, device="cpu")] if gaps is not None else []
         first, second = ([torch.empty_like(t, device="cpu") for t in read] for read in job.samples)
         samples = zip([*first, *second], [*job.samples[0], *job.samples[1]], strict=True)
         lifted = [[torch.empty_like(t, device="cpu") for t in seen.samples] for seen in job.lifted]
         both = zip(lifted, job.lifted, strict=True)
         more = [pair for to, seen in both for pair in zip(to, seen.samples, strict=True)]
-        took_s = self._copies.bring(job.ready, [*samples, *more, *pairs])
+        lacking = [(to, gaps.content) for to in content] if gaps is not None else []
+        took_s = self._copies.bring(job.ready, [*samples, *more, *lacking, *pairs])
+        if gaps is not None:
+            gaps.fill(content[0])
         job.samples = first, second
         job.lifted = [seen._replace(samples=to) for to, seen in zip(lifted, job.lifted, strict=True)]
         return took_s

@@ -26,7 +26,7 @@ from gemini_hpc.train.optimizers import shares_state
 from gemini_hpc.train.pacer import Scheme
 from gemini_hpc.train.resuming import Resuming
 from gemini_hpc.train.transport.choice import Kind
-from gemini_hpc.train.tree import Leaf, StateTree
+from gemini_hpc.train.tree import Leaf, StateTree, nothing_deferred
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 
@@ -273,7 +273,8 @@ class Checkpointer(Resuming):
                 self._gate.degrade(f"nothing of version {self._job.version if self._job else 0} arrives any more")
             self._note("skipped", self._version, "the version before is still on its way")
             return
-        small = self._tree.pack_small(odd, late, self._world, capture.lifted.takes)
+        defers = capture.defers if self._driver is None else nothing_deferred
+        small = self._tree.pack_small(odd, late, self._world, capture.lifted.takes, defers)
         gone = capture.lifted.bind(small.lifted)
         if small.unplanned or late or gone:
             self._unlifted |= capture.lifted.missed(small.lifted)
@@ -284,7 +285,7 @@ class Checkpointer(Resuming):
             self._note("skipped", self._version, f"{gone[0]} is not what it was when the state was dealt out")
             return
         audit = bool(self._choices.audit) and self._version % self._choices.audit == 0
-        self._job = capture.snapshot(self._version, small.data, audit)
+        self._job = capture.snapshot(self._version, small.data, audit, small.gaps)
         self._late = self._crowded = False
         self._ship(self._job)
         self._replicator.submit(self._job)

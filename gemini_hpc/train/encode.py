@@ -15,6 +15,7 @@ import re
 import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,6 +73,36 @@ def encode(value: Any, where: str = "state") -> bytes:
     return b"".join(out)
 
 
+class Gaps(NamedTuple):
+    """Where encoded bytes have zeros for now: what belongs there, one tensor after the other as it was, and the
+    (offset, size) of each."""
+
+    data: bytearray
+    content: torch.Tensor  # uint8, on the device of the tensors
+    places: list[tuple[int, int]]
+
+    def fill(self, content: torch.Tensor) -> None:
+        """Put the content in, which is on the host by now."""
+        brought, at = content.numpy().data, 0
+        for offset, size in self.places:
+            self.data[offset : offset + size] = brought[at : at + size]
+            at += size
+
+
+def encode_around(
+    value: Any, defers: Callable[[torch.Tensor], bool], where: str = "state"
+) -> tuple[bytes | bytearray, Gaps | None]:
+    """As `encode`, but tensors that `defers` names, all on one device, are copied there, and that is not waited for:
+    the bytes have gaps that are to be filled. Raises UnknownTypeError."""
+    out = _Around(defers)
+    _put(out, value, where, 0)
+    if not out.deferred:
+        return b"".join(out), None
+    data, starts = bytearray(b"".join(out)), list(accumulate(map(len, out), initial=0))
+    places = [(starts[number], flat.numel()) for number, flat in out.deferred]
+    return data, Gaps(data, torch.cat([flat for _, flat in out.deferred]), places)
+
+
 def decode(data: bytes | memoryview, *, enums: bool = True) -> Any:
     """The value that `encode` was given. Tensors that came from a CUDA device go back to the current one where
     there is one. enums: False gives `CLASS.NAME` for a member, to who has not the training's classes. Raises
@@ -87,6 +118,14 @@ def decode(data: bytes | memoryview, *, enums: bool = True) -> Any:
 
 
 # ---- encoding ------------------------------------------------------------------------------------------
+
+
+class _Around(list[bytes]):
+    """Parts of encoded bytes, with zeros for tensors that are put in later."""
+
+    def __init__(self, defers: Callable[[torch.Tensor], bool]) -> None:
+        self.defers = defers
+        self.deferred: list[tuple[int, torch.Tensor]] = []  # by number of the part
 
 
 def _sized(out: list[bytes], tag: bytes, payload: bytes) -> None:
@@ -145,10 +184,13 @@ def _put_tensor(out: list[bytes], value: torch.Tensor, where: str) -> None:
         )
     if value.layout != torch.strided or value.is_quantized or str(value.dtype).startswith(_QUANTIZED):
         raise UnknownTypeError(f"{where} is a {value.layout} tensor of {value.dtype}: only dense ones are captured")
-    flat = value.detach().resolve_conj().resolve_neg().contiguous().cpu().reshape(-1)
-    payload = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     out.append(b"g" if value.device.type == "cuda" else b"c")
-    _put_array(out, b"X", str(value.dtype), value.shape, payload)
+    if isinstance(out, _Around) and flat.numel() and out.defers(value):
+        _put_array(out, b"X", str(value.dtype), value.shape, bytes(flat.numel()))
+        out.deferred.append((len(out) - 1, flat))
+    else:
+        _put_array(out, b"X", str(value.dtype), value.shape, flat.cpu().numpy().tobytes())
 
 
 def _put_ndarray(out: list[bytes], tag: bytes, value: np.ndarray[Any, Any], where: str) -> None:

@@ -18,8 +18,10 @@ _LOOK_S = 0.0005
 class HostCopies:
     """From one device."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, holds: Callable[[torch.Tensor], bool]) -> None:
+        """holds: whether a tensor is there."""
         self._device, self._stream = device, device.stream()
+        self.holds = holds
 
     def mark(self) -> Event:
         """Behind all that this thread has launched: at step()."""
@@ -49,7 +51,7 @@ def _pieces(into: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Te
 
 
 def _of_training(device: torch.device | None) -> HostCopies | None:
-    return HostCopies(CudaDevice(device.index)) if device is not None else None
+    return HostCopies(CudaDevice(device.index), lambda t: t.device == device) if device is not None else None
 
 
 # Those of a training with state on this device; None where it has none on any. Tests bring others.

@@ -67,15 +67,22 @@ class Leaf(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The small state as bytes; the tensors that were lifted out of it, and those that could be, by name."""
+    """The small state as bytes; the tensors that were lifted out of it, and those that could be, by name; its gaps,
+    where it has any."""
 
-    data: bytes
+    data: bytes | bytearray
     lifted: dict[str, torch.Tensor]
     unplanned: dict[str, torch.Tensor]
+    gaps: encode.Gaps | None = None
 
 
 def nothing_lifted(name: str, tensor: torch.Tensor) -> bool:
     """For small states that keep their tensors."""
+    return False
+
+
+def nothing_deferred(tensor: torch.Tensor) -> bool:
+    """For small states that are complete at once."""
     return False
 
 
@@ -404,13 +411,16 @@ class StateTree:
         late: Sequence[Leaf],
         world: int,
         lifts: Callable[[str, torch.Tensor], bool] = nothing_lifted,
+        defers: Callable[[torch.Tensor], bool] = nothing_deferred,
     ) -> Packed:
         """late: tensors that have no place in the tensor area; lifts: whether a large one of the small state itself,
-        known by this name, has one. Raises UnknownTypeError, UnsupportedStateError."""
+        known by this name, has one; defers: whether a tensor's bytes are put in later. Raises UnknownTypeError,
+        UnsupportedStateError."""
         extra = [(msgspec.structs.astuple(self.describe(leaf, world)[0]), local(leaf.tensor)) for leaf in late]
         lift = Lift(lifts)
         small = lift.out_of(self.small(odd))
-        return Packed(encode.encode({**small, "late": extra}), lift.found, lift.left)
+        data, gaps = encode.encode_around({**small, "late": extra}, defers)
+        return Packed(data, lift.found, lift.left, gaps)
 
     def lifted_leaves(self, lifted: Mapping[str, torch.Tensor]) -> list[Leaf]:
         """What was lifted out of the small state, for a plan. What is no buffer may be the same on all DDP ranks.

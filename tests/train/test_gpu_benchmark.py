@@ -52,7 +52,9 @@ def test_its_bytes_go_in_spans() -> None:
     device = LaggingDevice(0.005)
     source = torch.arange(1 << 20, dtype=torch.float32)
     into = torch.zeros_like(source)
-    found = gpuspans.measure(Sleeping(device), device, HostCopies(LiveDevice(3, 1)), [(into, source)], 12)
+    found = gpuspans.measure(
+        Sleeping(device), device, HostCopies(LiveDevice(3, 1), lambda tensor: True), [(into, source)], 12
+    )
     assert torch.equal(into, source)
     assert found.share > 0.5 and found.beside < 0.5, found  # 0 and more where the host is followed; machines are busy
     assert len([s for s in found.spans if s > 0.01]) == 4, found

@@ -77,6 +77,19 @@ def test_auto_is_host_also_for_a_training_on_a_device(make_job: MakeJob, run: St
     both_hold(job, STEPS)
 
 
+def test_a_node_is_lost_beside_a_device(make_job: MakeJob, run: Start) -> None:
+    """Batch statistics come to the host long after the training has gone on."""
+    settings = {"lagging": {"collective_s": 0.002}, "gpu": {}, "kwargs": {"seal_timeout_s": 3.0}, "norm": "batch"}
+    whole = train(None, 2, kind="ddp", steps=STEPS, norm="batch")
+    job = make_job(2, 2)
+    run(job, die_at=25, **settings).wait(codes=(1,))
+    job.all["n2"].die()
+    job.requeue(["n1", "n3"])
+    results = run(job, **settings).wait()
+    assert {r["start"] for r in results} in ({24}, {25})
+    assert [r["digest"] for r in results] == [r["digest"] for r in whole]
+
+
 def test_a_node_is_lost(make_job: MakeJob, run: Start, undisturbed: list[str]) -> None:
     """What the replacement gets of its dead predecessor's shard is what had been pushed to the survivor."""
     job = make_job(2, 2)

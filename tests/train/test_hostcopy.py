@@ -8,16 +8,23 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
-from gemini_hpc.train import hostcopy
+from gemini_hpc.train import encode, hostcopy
 from gemini_hpc.train.hostcopy import HostCopies
 from gemini_hpc.train.pins import Pins
 from gemini_hpc.train.shared import Slot
 
 from .fake_device import FakeEvent
 from .fake_gpu import LiveDevice
+from .test_checkpointer import capture_of
+
+
+def everything(tensor: torch.Tensor) -> bool:
+    """Is on the device."""
+    return True
 
 
 @pytest.fixture
@@ -48,7 +55,7 @@ def test_everything_comes_in_pieces(copied: list[int]) -> None:
         torch.randn(300, dtype=torch.complex64),
     ]
     targets = [torch.zeros_like(s, memory_format=torch.contiguous_format) for s in sources]
-    copies = HostCopies(LiveDevice(1, 1))
+    copies = HostCopies(LiveDevice(1, 1), everything)
     copies.bring(copies.mark(), zip(targets, sources, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(targets, sources, strict=True))
     assert sum(copied) == sum(s.nbytes for s in sources)
@@ -56,7 +63,7 @@ def test_everything_comes_in_pieces(copied: list[int]) -> None:
 
 
 def test_nothing_is_copied_before_the_device_has_come_to_step() -> None:
-    copies = HostCopies(LiveDevice(2, 1))
+    copies = HostCopies(LiveDevice(2, 1), everything)
     ready = FakeEvent(time.monotonic)
     source, into = torch.ones(10), torch.zeros(10)
     thread = threading.Thread(target=copies.bring, args=(ready, [(into, source)]))
@@ -112,3 +119,38 @@ def test_what_cannot_be_pinned_is_told_once_and_not_tried_again() -> None:
     assert not pins.add(some[1:])
     pins.close()
     assert not memory.pinned
+
+
+def test_small_tensors_on_a_device_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the training does after `step()` is not in them, though they come to the host when it has long gone on."""
+    monkeypatch.setattr(hostcopy, "of_training", lambda device: HostCopies(LiveDevice(4, 1), everything))
+    model = torch.nn.Sequential(torch.nn.Linear(30, 8), torch.nn.BatchNorm1d(8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    capture, tree, area = capture_of(model, optimizer)
+    model(torch.randn(4, 30))
+    at_step = encode.encode(tree.small({}))
+    packed = tree.pack_small({}, [], 1, defers=capture.defers)
+    assert packed.gaps is not None and len(packed.data) == len(encode.encode({**tree.small({}), "late": []}))
+    assert not torch.is_nonzero(encode.decode(packed.data)["buffers"]["model.1.num_batches_tracked"])
+    job = capture.snapshot(1, packed.data, False, packed.gaps)
+    model(torch.randn(4, 30))
+    capture.copy(job, 0, area)
+    small = encode.decode(bytes(job.small))
+    assert small.pop("late") == [] and encode.encode(small) == at_step
+    assert not job.gaps
+
+
+def test_what_is_put_in_later_is_what_is_encoded_at_once() -> None:
+    state = {
+        "a": [torch.arange(5), torch.tensor(2.5), torch.empty(0, 3)],
+        "b": (torch.randn(3, 4).to(torch.bfloat16), {"t": torch.tensor([True, False])}, 1, "text"),
+        "c": torch.randn(4, 4).t(),
+        "d": torch.randn(3, dtype=torch.complex64).conj(),
+        "e": {"numpy": np.ones(3)},
+    }
+    data, gaps = encode.encode_around(state, everything)
+    assert gaps is not None and gaps.content.numel() == sum(size for _, size in gaps.places)
+    assert data != encode.encode(state)
+    gaps.fill(gaps.content)
+    assert data == encode.encode(state)
+    assert encode.encode_around(state, lambda tensor: False) == (encode.encode(state), None)

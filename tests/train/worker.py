@@ -214,7 +214,7 @@ def lag(gpu: fake_gpu.FakePlatform, collective_s: float) -> None:
     lagging = LaggingDevice(collective_s)
     Compute.work = staticmethod(lagging.compute)
     streams.of_training = lambda on_device: lambda: lagging
-    hostcopy.of_training = lambda device: HostCopies(gpu.device())
+    hostcopy.of_training = lambda device: HostCopies(gpu.device(), lambda tensor: True)
     pins.of_training = lambda device: gpu.pin
 
 
