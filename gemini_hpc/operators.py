@@ -7,9 +7,10 @@ import grp
 import os
 import pwd
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+
+from gemini_hpc import clock
 
 LOOKUP_S = 3.0
 KEPT_S = 30.0
@@ -65,7 +66,7 @@ class Operators:
         if not self._operators and self._more is None:
             return False
         until, answer = self._known.get(uid, (0.0, False))
-        if time.monotonic() < until:
+        if clock.monotonic() < until:
             return answer
         if uid not in self._asking:
             task = self._asking[uid] = asyncio.ensure_future(self._ask(uid))
@@ -80,7 +81,7 @@ class Operators:
                 kept_s = KEPT_S
         if len(self._known) >= _MAX_KEPT:
             self._known.clear()
-        self._known[uid] = (time.monotonic() + kept_s, answer)
+        self._known[uid] = (clock.monotonic() + kept_s, answer)
         return answer
 
     async def _look(self, uid: int) -> bool:

@@ -15,9 +15,9 @@ import resource
 import select
 import signal
 import sys
-import time
 from contextlib import suppress
 
+from gemini_hpc import clock
 from gemini_hpc.agent import launch, privileges, workers
 from gemini_hpc.config import ConfigError, Settings, load
 
@@ -40,7 +40,7 @@ def _supervise(settings: Settings, args: argparse.Namespace) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     deaths = 0
     while True:
-        started = time.monotonic()
+        started = clock.monotonic()
         mine = workers.Workers(workers.tier)
         pid = os.fork()
         if pid == 0:
@@ -62,13 +62,13 @@ def _supervise(settings: Settings, args: argparse.Namespace) -> int:
         mine.close()
         if status == 0:
             return 0
-        deaths = 1 if time.monotonic() - started > _SETTLED_S else deaths + 1
+        deaths = 1 if clock.monotonic() - started > _SETTLED_S else deaths + 1
         with suppress(OSError):  # the job's directory is full
             text = f"gemini-hpc: agent of job {args.job} died (status {status}, death {deaths})"
             print(text, file=sys.stderr, flush=True)
         if deaths > settings.agent_restarts:
             return 1
-        time.sleep(0.05 * deaths)
+        clock.sleep(0.05 * deaths)
 
 
 def _attend(agent: int, mine: workers.Workers) -> int:

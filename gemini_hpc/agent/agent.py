@@ -11,11 +11,11 @@ import asyncio
 import fcntl
 import os
 import sys
-import time
 from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
 
+from gemini_hpc import clock
 from gemini_hpc.agent import mapfile, summons
 from gemini_hpc.agent.callers import Callers
 from gemini_hpc.agent.drains import Drains
@@ -95,7 +95,7 @@ class Agent:
         self._local: LocalServer | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._callers = Callers(self)
-        self.detached_at = time.monotonic()
+        self.detached_at = clock.monotonic()
         self.waits = False  # detached, and the job is pending
         self._unwanted_since: float | None = None  # its memory is to be freed
         self._leaving = False
@@ -155,7 +155,7 @@ class Agent:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            now = time.monotonic()
+            now = clock.monotonic()
             self.reporter.beat()
             self._fence.look()
             self.sets.beat()
@@ -199,7 +199,7 @@ class Agent:
     def _save_last(self) -> None:
         """The memory is to be freed: what nobody has saved is saved now, or never."""
         if self._unwanted_since is None:
-            self._unwanted_since = time.monotonic()
+            self._unwanted_since = clock.monotonic()
         if self.scavenge.due(last=True):
             self.scavenge.begin(last=True)
 
@@ -238,7 +238,7 @@ class Agent:
 
     def _flushing(self) -> bool:
         """Whether what is held here is on its way to the tier since the job ended, or may soon be."""
-        since_s = time.monotonic() - max(self.detached_at, self._unwanted_since or 0.0)
+        since_s = clock.monotonic() - max(self.detached_at, self._unwanted_since or 0.0)
         waits = self.drains.last or self.drains.busy or self.scavenge.busy
         return waits and since_s < self.settings.tier_flush_s
 
@@ -252,7 +252,7 @@ class Agent:
     def log(self, name: str, *, version: int = 0, detail: str = "", t: float | None = None) -> None:
         """One line of the job's event log."""
         event = picture.EventRecord(
-            t=time.time() if t is None else t,
+            t=clock.time() if t is None else t,
             name=name,
             host=self.node,
             restart=max(self.restart, 0),
@@ -269,7 +269,7 @@ class Agent:
         if self._complaints.take():
             missed = self._complaints.settle()
             more = f" (and {missed} others before)" if missed else ""
-            self._print(time.time(), "complaint", 0, text[:300] + more)
+            self._print(clock.time(), "complaint", 0, text[:300] + more)
 
     def _failed(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self.complain(f"{context.get('message', 'failed')}: {context.get('exception')!r}")
@@ -389,7 +389,7 @@ class Agent:
         hold = first = False
         if not self.detached:
             self.detached = True
-            self.detached_at = time.monotonic()
+            self.detached_at = clock.monotonic()
             if self.mesh is not None:
                 self.mesh.watching = False
                 alive = [h for h in self.hosts if h not in self.mesh.dead]

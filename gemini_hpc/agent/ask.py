@@ -8,8 +8,9 @@ import os
 import socket
 import stat
 import struct
-import time
 from typing import Any
+
+from gemini_hpc import clock
 
 MAX_PACKET_BYTES = 64 * 1024
 SOCKET_NAME = "agent.sock"
@@ -24,7 +25,7 @@ class AskError(Exception):
 
 
 def connect(directory: str, uid: int, deadline: float) -> socket.socket:
-    """A connection to the agent in `directory`, if it runs as `uid`; `deadline` is of `time.monotonic`.
+    """A connection to the agent in `directory`, if it runs as `uid`; `deadline` is of `clock.monotonic`.
 
     Raises `NobodyAnswersError` and `AskError`.
     """
@@ -100,7 +101,7 @@ def wait_until_gone(sock: socket.socket, deadline: float) -> None:
 
 
 def _set_timeout(sock: socket.socket, deadline: float) -> None:
-    left = deadline - time.monotonic()
+    left = deadline - clock.monotonic()
     if left <= 0:
         raise AskError("the agent did not answer in time")
     sock.settimeout(left)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 
+from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.core import cgroup
 from gemini_hpc.core.cgroup import Choice, Place, Step
@@ -139,21 +139,21 @@ def end(group: Group, timeout_s: float = _END_S) -> int:
     """By root: kill whatever is in it, all at once where the kernel can, and remove it; how many there were.
     Raises OSError where some are left after `timeout_s`: those hang in the kernel, and die when it lets go."""
     first = len(members(group))
-    deadline = time.monotonic() + timeout_s
+    deadline = clock.monotonic() + timeout_s
     while inside := members(group):
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             raise OSError(16, f"{len(inside)} processes in {group.directories[0]} do not end")
         kill(group, inside)
-        time.sleep(_POLL_S)
+        clock.sleep(_POLL_S)
     for directory in group.directories:
-        while time.monotonic() < deadline:
+        while clock.monotonic() < deadline:
             try:
                 os.rmdir(directory)
                 break
             except FileNotFoundError:
                 break
             except OSError:  # a process that is just dying is still in it
-                time.sleep(_POLL_S)
+                clock.sleep(_POLL_S)
     return first
 
 
@@ -215,14 +215,14 @@ def _ask_systemd(job: int, pid: int, limit_bytes: int) -> None:
         raise OSError("busctl did not answer in time") from None
     if done.returncode:
         raise OSError(f"busctl: {done.stderr.decode(errors='replace').strip()[:200]}")
-    deadline = time.monotonic() + SYSTEMD_TIMEOUT_S
+    deadline = clock.monotonic() + SYSTEMD_TIMEOUT_S
     while True:  # the call only queues the move
         found = place(pid)
         if found is not None and found.path.endswith(cgroup.scope_name(job, pid)):
             return
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             raise OSError("the scope was not made in time")
-        time.sleep(_POLL_S)
+        clock.sleep(_POLL_S)
 
 
 class Room:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import math
 import pwd
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from gemini_hpc import clock
 from gemini_hpc.agent import tierwork
 from gemini_hpc.agent.gathering import Gathering
 from gemini_hpc.agent.nodesaver import NodeSaver, Wanted
@@ -208,7 +208,7 @@ class Drains:
 
     def sealed(self, training: TrainingSet, number: int, stamp: Stamp) -> None:
         """The root has sealed a version: is it one to save?"""
-        name, now = training.name, time.monotonic()
+        name, now = training.name, clock.monotonic()
         if not self.tier or stamp.epoch != self._agent.epoch or self._agent.rejections.covers(name, stamp):
             return
         self.keep(training)
@@ -219,7 +219,7 @@ class Drains:
     def keep(self, training: TrainingSet) -> None:
         """The root saves what is wanted for good, before what is only due: a save that began with an earlier version
         gives way. Where what is on the tier is wanted, that gets its name."""
-        agent, name, stamp, now = self._agent, training.name, training.sealed, time.monotonic()
+        agent, name, stamp, now = self._agent, training.name, training.sealed, clock.monotonic()
         wanted = agent.keeps.due(name, stamp) if stamp is not None else {}
         rounds = agent.rounds
         if not wanted or stamp is None or rounds is None or rounds.parent is not None or not self.tier:
@@ -266,7 +266,7 @@ class Drains:
 
     def ends_in(self, left_s: int | None) -> None:
         """Slurm ends the job in so many seconds; None: it sets no time."""
-        self._ends_at = math.inf if left_s is None else time.monotonic() + left_s
+        self._ends_at = math.inf if left_s is None else clock.monotonic() + left_s
 
     def _near_end(self, name: str, now: float) -> bool:
         """Whether it is time for the save before the job's time limit."""
@@ -291,14 +291,14 @@ class Drains:
 
     def _under_way(self, name: str) -> Gathering | None:
         found = self._gathering.get(name)
-        if found is not None and time.monotonic() - found.began >= _GATHER_S:
+        if found is not None and clock.monotonic() - found.began >= _GATHER_S:
             self._failed(name, found, f"not all nodes have written it within {_GATHER_S:.0f} s")
             return None
         return found
 
     def _begin(self, training: TrainingSet, number: int, stamp: Stamp) -> Gathering:
         name = training.name
-        now = time.monotonic()
+        now = clock.monotonic()
         self._due[name] = now + self.interval_s
         if self._near_end(name, now):
             self._before_end[name] = self._ends_at
@@ -375,11 +375,11 @@ class Drains:
 
     async def settle(self, stalled_s: float) -> None:
         """Wait for what the root has begun, as long as it gets on; then give it up."""
-        known, since = -1, time.monotonic()
-        while self._gathering and time.monotonic() - since < stalled_s:
+        known, since = -1, clock.monotonic()
+        while self._gathering and clock.monotonic() - since < stalled_s:
             through = sum(self.progress(name) for name in self._gathering)
             if through != known:
-                known, since = through, time.monotonic()
+                known, since = through, clock.monotonic()
             await asyncio.sleep(_STEP_S)
         self.give_up("a node is missing: the others save what is left")
         if tidying := [task for task in self._tidy.values() if not task.done()]:
@@ -441,8 +441,8 @@ class Drains:
     def _failed(self, name: str, gathering: Gathering, reason: str, host: str = "") -> None:
         if self._gathering.get(name) is gathering:
             del self._gathering[name]
-            self._due[name] = min(self._due.get(name, 0.0), time.monotonic() + _AGAIN_S)
-            self._keep_at[name] = time.monotonic() + _AGAIN_S
+            self._due[name] = min(self._due.get(name, 0.0), clock.monotonic() + _AGAIN_S)
+            self._keep_at[name] = clock.monotonic() + _AGAIN_S
             self._tidy.pop(name, None)
         self.say(name, gathering.stamp.version, reason, host)
         gathering.end(f"{host}: {reason}" if host else reason)
@@ -454,7 +454,7 @@ class Drains:
             return
         if self._gathering.get(name) is gathering:
             del self._gathering[name]
-        self._took_s[name] = time.monotonic() - gathering.began
+        self._took_s[name] = clock.monotonic() - gathering.began
         gathering.end()
 
     async def publish(self, name: str, gathering: Gathering) -> str:
@@ -486,8 +486,8 @@ class Drains:
             self.troubles.over(name)
         self.troubles.over("")
         if not agent.rejections.covers(name, stamp):  # meanwhile
-            self.saved[name] = stamp, time.time()
-        took_s = time.monotonic() - gathering.began
+            self.saved[name] = stamp, clock.time()
+        took_s = clock.monotonic() - gathering.began
         detail = f"{gathering.bytes} bytes in {len(gathering.files)} files in {took_s:.1f} s"
         agent.log("saved", version=stamp.version, detail=detail)
         return ""

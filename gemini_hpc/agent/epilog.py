@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from functools import partial
 
+from gemini_hpc import clock
 from gemini_hpc.agent import ask, jobdir, ledger, privileges, reaper
 from gemini_hpc.agent.prolog import parse_number
 from gemini_hpc.agent.report import complain
@@ -36,7 +36,7 @@ _HOLD_THIS, _HOLD_FORMER = 64, 65
 
 def main(argv: list[str]) -> int:
     """Does the epilog's work; returns 0. Never raises."""
-    deadline = time.monotonic() + TOTAL_S
+    deadline = clock.monotonic() + TOTAL_S
     job = 0
     try:
         if len(argv) != 6:
@@ -76,7 +76,7 @@ def _tell(run_dir: str, job: int, uid: int, restart: int, exit_code: int) -> int
     question = {"op": "epilog", "job": job, "restart": restart, "exit_code": str(exit_code)}
 
     def as_owner() -> int:
-        now = time.monotonic()
+        now = clock.monotonic()
         try:
             with ask.connect(f"{run_dir}/{job}", uid, now + ANSWER_TIMEOUT_S) as sock:
                 answer = ask.ask(sock, question, now + ANSWER_TIMEOUT_S)
@@ -85,7 +85,7 @@ def _tell(run_dir: str, job: int, uid: int, restart: int, exit_code: int) -> int
                 if answer["state"] != "released":
                     return _hold_status(restart, answer.get("restart")) if answer["state"] == "hold" else _KEPT
                 # So that the next prolog of this job does not meet a dying agent.
-                ask.wait_until_gone(sock, time.monotonic() + GONE_TIMEOUT_S)
+                ask.wait_until_gone(sock, clock.monotonic() + GONE_TIMEOUT_S)
                 return _RELEASED
         except ask.NobodyAnswersError:
             return _KEPT  # perhaps about to be started again; if not, a later prolog on this node cleans up
@@ -136,7 +136,7 @@ def _hold(job: int, restart: int, place: tuple[str, ...], deadline: float) -> No
     argv = [sys.executable, "-I", "-m", "gemini_hpc.control.hold"]
     argv += ["--job", str(job), "--restart", str(restart), "--node", place[0], "--nodes", place[1]]
     try:
-        subprocess.run(argv, stdin=subprocess.DEVNULL, timeout=max(0.2, deadline - time.monotonic()), check=False)
+        subprocess.run(argv, stdin=subprocess.DEVNULL, timeout=max(0.2, deadline - clock.monotonic()), check=False)
     except subprocess.TimeoutExpired:
         complain("epilog", job, "the survivors are not held yet: Slurm is slow; the hold goes on")
     except OSError as exc:

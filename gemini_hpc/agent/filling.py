@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import TYPE_CHECKING
 
+from gemini_hpc import clock
 from gemini_hpc.agent.store import Shard
 from gemini_hpc.agent.trainingset import TrainingSet
 from gemini_hpc.core.record import Committed
@@ -29,7 +29,7 @@ class Filling:
         stamp = Stamp(agent.epoch, version)
         index = shard.pair.begin(stamp, training.sealed, sealing.word.abandoned, voted=sealing.voted)
         shard.memory[index].commit(None)
-        shard.since[index] = time.time()
+        shard.since[index] = clock.time()
         agent.sets.drop_guests(training)  # every rank has loaded, or none would have come as far as a save
         agent.sets.recount(shard.set)
         return index
@@ -56,7 +56,7 @@ class Filling:
             return
         if found == wanted:
             shard.pair.complete(index, stamp, found, used)
-            shard.since[index] = shard.verified[index] = time.time()
+            shard.since[index] = shard.verified[index] = clock.time()
             shard.memory[index].commit(claimed)
         else:
             shard.pair.void(index)

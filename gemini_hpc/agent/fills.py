@@ -8,10 +8,10 @@ if it is, bit for bit, what the home has. All of this runs on the event loop.
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from gemini_hpc import clock
 from gemini_hpc.agent.local import Client
 from gemini_hpc.agent.store import Shard
 from gemini_hpc.core.ranges import Range
@@ -74,8 +74,8 @@ def gone(client: Client, shards: list[Shard]) -> list[Shard]:
 
 async def ended(client: Client, shards: list[Shard]) -> None:
     """Return when it writes no more: it has ended, or so much time has passed that it has."""
-    deadline = time.monotonic() + _WRITES_S
-    while client.lives() and time.monotonic() < deadline and any(s.fill and s.fill.client is client for s in shards):
+    deadline = clock.monotonic() + _WRITES_S
+    while client.lives() and clock.monotonic() < deadline and any(s.fill and s.fill.client is client for s in shards):
         await asyncio.sleep(_LATE_LOOK_S)
     for shard in shards:
         release(shard, client)
@@ -100,7 +100,7 @@ def _over(shard: Shard, fill: Fill) -> None:
 async def awaited(shard: Shard, version: int) -> Fill | str | None:
     """What a rank here has filled of a version that is about to come, or why it cannot be taken. A rank that has
     filled the last versions is waited for, if not for long."""
-    deadline = time.monotonic() + WAIT_S
+    deadline = clock.monotonic() + WAIT_S
     while True:
         fill = shard.fill
         if fill is None or not version - _LATE <= fill.version <= version:
@@ -108,6 +108,6 @@ async def awaited(shard: Shard, version: int) -> Fill | str | None:
         if fill.version == version and fill.over.is_set():
             slot = shard.pair.slots[fill.index]
             return fill if slot.state == "filling" and slot.stamp == fill.stamp else None
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             return f"a rank here is still filling version {version}" if fill.version == version else None
         await asyncio.sleep(_LOOK_S)

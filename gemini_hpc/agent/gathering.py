@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from gemini_hpc import clock
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire.stored import NodeFile
 
@@ -19,7 +19,7 @@ class Gathering:
     stamp: Stamp
     world: int
     attempt: int = field(default_factory=lambda: int.from_bytes(os.urandom(4)))
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=clock.monotonic)
     files: dict[str, NodeFile] = field(default_factory=dict)
     done: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 
+from gemini_hpc import clock
 from gemini_hpc.agent import fills
 from gemini_hpc.agent.memory import NoMemory
 from gemini_hpc.agent.store import Key, Shard
@@ -198,7 +198,7 @@ class Incoming:
             raise LinkClosed(f"version {head.version} of {head.used} bytes for a slot of {head.bytes} cannot be")
         if reason := ranges.fault(head.kept, head.used):
             raise LinkClosed(reason)
-        deadline = time.monotonic() + SEAL_WAIT_S
+        deadline = clock.monotonic() + SEAL_WAIT_S
         while True:
             if reason := self._refusal(push):
                 return reason
@@ -230,7 +230,7 @@ class Incoming:
                     for s in shard.pair.slots
                 )
                 degraded = training.sealing is None or training.sealing.degraded
-                if not undecided or degraded or time.monotonic() > deadline:
+                if not undecided or degraded or clock.monotonic() > deadline:
                     break
                 await asyncio.sleep(_RETRY_S)
                 continue

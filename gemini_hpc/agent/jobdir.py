@@ -11,8 +11,8 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-import time
 
+from gemini_hpc import clock
 from gemini_hpc.agent import mounts
 from gemini_hpc.agent.report import complain
 
@@ -86,12 +86,12 @@ def _create(path: str) -> None:
 def _wait_for(lock: int) -> None:
     """The others' mount, for a bounded time: whoever can open the file, where its directory is not root's, can hold
     it."""
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    while time.monotonic() < deadline:
+    deadline = clock.monotonic() + LOCK_TIMEOUT_S
+    while clock.monotonic() < deadline:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            time.sleep(0.01)
+            clock.sleep(0.01)
         else:
             return
 
@@ -179,7 +179,7 @@ class _Removal:
     def __init__(self, top: os.stat_result, mount: int) -> None:
         self.top, self.mount = top, mount
         self.entries_left = ENTRIES_MAX
-        self.deadline = time.monotonic() + REMOVE_TIMEOUT_S
+        self.deadline = clock.monotonic() + REMOVE_TIMEOUT_S
 
     def empty(self, parent_fd: int, name: str, depth: int) -> None:
         if depth == 0:
@@ -193,7 +193,7 @@ class _Removal:
                 names = [entry.name for entry, _ in zip(entries, range(self.entries_left + 1), strict=False)]
             for entry in names:
                 self.entries_left -= 1
-                if self.entries_left < 0 or time.monotonic() > self.deadline:
+                if self.entries_left < 0 or clock.monotonic() > self.deadline:
                     raise JobDirError("leftover is too large to remove at once")
                 self._remove(fd, entry, depth)
         finally:

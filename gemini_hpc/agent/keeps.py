@@ -8,12 +8,12 @@ wish says so again, also in the next incarnation.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from gemini_hpc import clock
 from gemini_hpc.agent.pledges import Wish
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import bounds, peer
@@ -100,11 +100,11 @@ class Keeps:
 
     def tend(self) -> None:
         """Called a few times a second: what is not done is said again, and at the root tried again."""
-        if self.wishes and time.monotonic() >= self._again_at:
+        if self.wishes and clock.monotonic() >= self._again_at:
             self._tell()
 
     def _tell(self) -> None:
-        self._again_at = time.monotonic() + _AGAIN_S
+        self._again_at = clock.monotonic() + _AGAIN_S
         agent, rounds = self._agent, self._agent.rounds
         if rounds is None or rounds.stage != "live":
             return

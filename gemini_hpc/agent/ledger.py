@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 
+from gemini_hpc import clock
 from gemini_hpc.agent.cgroup import NO_GROUP, Group
 
 NAME = ".agents"
@@ -121,15 +122,15 @@ def opened(run_fd: int, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[Ledger]:
         info = os.fstat(fd)
         if info.st_uid != 0 or info.st_mode & 0o077:
             raise OSError(1, f"{NAME} in the run directory is not root's alone")
-        deadline = time.monotonic() + timeout_s
+        deadline = clock.monotonic() + timeout_s
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline:
+                if clock.monotonic() > deadline:
                     raise TimeoutError(f"{NAME} in the run directory is locked") from None
-                time.sleep(0.01)
+                clock.sleep(0.01)
         yield Ledger(fd)
     finally:
         os.close(fd)

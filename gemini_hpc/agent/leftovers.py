@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import stat
-import time
 
+from gemini_hpc import clock
 from gemini_hpc.agent import ask, jobdir, ledger, privileges, steps
 
 AGE_MIN_S = 60.0
@@ -27,16 +27,16 @@ def remove(run_fd: int, run_dir: str, except_job: int) -> list[str]:
     A leftover is a directory older than a minute, whose agent nobody hears from, of a job that has no step on
     this node (an agent that crashed is started again by its supervisor, and its trainers wait for it).
     """
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = clock.monotonic() + TIMEOUT_S
     problems: list[str] = []
     candidates = sorted(name for name in os.listdir(run_fd) if name.isascii() and name.isdecimal())
     running: set[int] | None = None
     starting = _starting(run_fd)
     # Another one first each time: agents that are stopped use up the time, and their owner might like that.
-    first = time.monotonic_ns() // 1000 % max(1, len(candidates))
+    first = clock.monotonic_ns() // 1000 % max(1, len(candidates))
     removed = 0
     for name in candidates[first:] + candidates[:first]:
-        if removed >= REMOVED_MAX or time.monotonic() > deadline:
+        if removed >= REMOVED_MAX or clock.monotonic() > deadline:
             break
         if name == str(except_job) or int(name) in starting:
             continue
@@ -66,7 +66,7 @@ def _is_leftover(run_fd: int, run_dir: str, name: str) -> bool:
     info = jobdir.look(run_fd, name)
     if info is None or not stat.S_ISDIR(info.st_mode):
         return False
-    if 0 <= time.time() - info.st_mtime < AGE_MIN_S:  # its owner may have dated it into the future
+    if 0 <= clock.time() - info.st_mtime < AGE_MIN_S:  # its owner may have dated it into the future
         return False
     return not _answers(f"{run_dir}/{name}", info.st_uid)
 
@@ -77,7 +77,7 @@ def _answers(directory: str, uid: int) -> bool:
 
     def probe() -> int:
         try:
-            ask.connect(directory, uid, time.monotonic() + PROBE_TIMEOUT_S).close()
+            ask.connect(directory, uid, clock.monotonic() + PROBE_TIMEOUT_S).close()
         except ask.NobodyAnswersError:
             return _NOBODY
         return _SOMEBODY

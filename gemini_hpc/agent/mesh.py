@@ -9,10 +9,10 @@ and cannot be made again; it is called dead only when other peers cannot reach i
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 
+from gemini_hpc import clock
 from gemini_hpc.agent.ports import candidates
 from gemini_hpc.config import Settings
 from gemini_hpc.wire import peer, protocol
@@ -125,7 +125,7 @@ class Mesh:
         if old is not None:
             old.abort()
         self.links[name] = link
-        self.heard[name] = time.monotonic()
+        self.heard[name] = clock.monotonic()
         said = "its coming"
         try:
             self._alive(name)
@@ -184,10 +184,10 @@ class Mesh:
         return self._settings.heartbeat_timeout_s()
 
     async def _beat(self) -> None:
-        late_since = time.monotonic()
+        late_since = clock.monotonic()
         while True:
             await asyncio.sleep(self._settings.heartbeat_s)
-            now = time.monotonic()
+            now = clock.monotonic()
             if now - late_since > 2 * self.silence_s:  # we ourselves were stopped: hear first, judge later
                 for name in self.heard:
                     self.heard[name] = now
@@ -209,7 +209,7 @@ class Mesh:
                 self._reach(name, timeout_s / 2), *(self._ask(other, name, timeout_s) for other in others)
             )
             if mine or any(answer is True for answer in theirs):
-                self.heard[name] = time.monotonic()
+                self.heard[name] = clock.monotonic()
                 return
             witnesses = tuple(o for o, answer in zip(others, theirs, strict=True) if answer is False)
             if self.watching:
@@ -220,7 +220,7 @@ class Mesh:
     async def reach(self, name: str, timeout_s: float) -> bool:
         """Whether there is a link to this host, a new one if none lives."""
         link = self.links.get(name)
-        if link is not None and not link.closed and time.monotonic() - link.last_heard <= self.silence_s:
+        if link is not None and not link.closed and clock.monotonic() - link.last_heard <= self.silence_s:
             return True
         try:
             made = await self._dial(name, timeout_s)
@@ -232,7 +232,7 @@ class Mesh:
 
     async def _reach(self, name: str, timeout_s: float) -> bool:
         link = self.links.get(name)
-        if link is not None and time.monotonic() - link.last_heard <= self.silence_s / 2:
+        if link is not None and clock.monotonic() - link.last_heard <= self.silence_s / 2:
             return True
         try:
             probe = await self._dial(name, timeout_s)
@@ -294,7 +294,7 @@ class Mesh:
         if message.alive:
             if name in self.dead:
                 self._alive(name)
-        elif name not in self.dead and (heard is None or time.monotonic() - heard > self.silence_s / 2):
+        elif name not in self.dead and (heard is None or clock.monotonic() - heard > self.silence_s / 2):
             self._bury(name, (sender,))
 
     def _alive(self, name: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from collections import deque
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from gemini_hpc import clock
 from gemini_hpc.agent.local import Client
 from gemini_hpc.agent.store import Shard
 from gemini_hpc.agent.threads import beside
@@ -193,7 +193,7 @@ class Channel:
             if link is None or self._stopped:
                 raise PushLost("the connection has ended")
             if not self._awaited:
-                self._progress = time.monotonic()
+                self._progress = clock.monotonic()
             self._awaited.append(answer)
         link.send(message, more=more)
         return link
@@ -241,9 +241,9 @@ class Channel:
     async def _dial(self, ask: peer.PushAsk) -> BlockingLink:
         mesh = self._agent.mesh
         assert mesh is not None
-        if time.monotonic() < self._not_before:
+        if clock.monotonic() < self._not_before:
             raise PushLost("it could not be reached a moment ago")
-        self._not_before = time.monotonic() + DIAL_S + ANSWER_S + self._pause_s
+        self._not_before = clock.monotonic() + DIAL_S + ANSWER_S + self._pause_s
         try:
             link = await mesh.dial(self.host, "push", DIAL_S)
             try:
@@ -257,7 +257,7 @@ class Channel:
                 link.abort()
                 raise
         except (OSError, TimeoutError, HandshakeError, LinkClosed, PushLost) as exc:
-            self._not_before = time.monotonic() + self._pause_s
+            self._not_before = clock.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
             raise PushLost(str(exc) or type(exc).__name__) from None
         self._pause_s, self._not_before = _LEAST_PAUSE_S, 0.0
@@ -285,7 +285,7 @@ class Channel:
                 message = link.take()
                 with self._lock:
                     wanted = self._awaited.popleft() if self._awaited else None
-                    self._progress = time.monotonic()
+                    self._progress = clock.monotonic()
                 if wanted is None or not isinstance(message, wanted):
                     raise PushLost(f"{type(message).__name__} came unasked")
                 if isinstance(message, peer.PushAnswer) and message.reason:
@@ -313,7 +313,7 @@ class Channel:
                 raise PushLost("given up")
             if not self._awaited:
                 return
-            silent_s = time.monotonic() - self._progress
+            silent_s = clock.monotonic() - self._progress
         if mesh is None or self.host in mesh.dead:
             raise PushLost("it is dead")
         if silent_s > SILENCE_S:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from statistics import median
 
+from gemini_hpc import clock
 from gemini_hpc.wire.picture import PaceState
 
 _KEPT = 32  # gaps that the usual one is taken of
@@ -15,7 +15,7 @@ _KEPT = 32  # gaps that the usual one is taken of
 class Pace:
     """Of one launch of one training on this node."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = clock.monotonic) -> None:
         self._clock = clock
         self._gaps: deque[float] = deque(maxlen=_KEPT)
         self._longest_s = 0.0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from gemini_hpc import clock
 from gemini_hpc.wire import page, picture
 
 if TYPE_CHECKING:
@@ -92,5 +92,5 @@ def inspect_part(agent: Agent, request: int, record: picture.RecordAsk | None = 
         record=None if record is None else agent.tellings.record(record),
         problem="; ".join(filter(None, (unwritten, agent.drains.problem))),
         unprotected=rounds.trouble if rounds is not None and not agent.detached else "",
-        kept_until=time.time() + max(0.0, agent.detached_at + agent.kept_s - time.monotonic()) if kept else 0.0,
+        kept_until=clock.time() + max(0.0, agent.detached_at + agent.kept_s - clock.monotonic()) if kept else 0.0,
     )

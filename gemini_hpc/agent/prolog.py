@@ -20,11 +20,11 @@ import signal
 import socket
 import stat
 import sys
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from gemini_hpc import clock
 from gemini_hpc.agent import ask, cgroup, jobdir, launch, ledger, leftovers, privileges, reaper
 from gemini_hpc.agent.node import meminfo
 from gemini_hpc.agent.report import complain
@@ -142,14 +142,14 @@ def _protect(inc: Incarnation, settings: Settings) -> int:
         complain("prolog", inc.job, f"its directory is no file system of its own ({shared}): others can fill it")
     _offer_to_oom_killer()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    deadline = time.monotonic() + settings.attach_timeout_s + OWNER_GRACE_S
+    deadline = clock.monotonic() + settings.attach_timeout_s + OWNER_GRACE_S
     keep = [theirs.fileno(), *(fd for note in _notes for fd in note.fds)]
     child = privileges.fork_as(
         owner, lambda: _as_owner(inc, settings, theirs), _NOT_STARTED, partial(_unprotected, inc.job), keep
     )
     theirs.close()
     _start_if_asked(inc, settings, run_fd, ours, deadline)
-    outcome = privileges.outcome(child, deadline - time.monotonic())
+    outcome = privileges.outcome(child, deadline - clock.monotonic())
     reaper.ensure(run_fd, settings, "prolog", inc.job)
     if outcome == _NOT_STARTED and settings.strict_prolog and _installed():
         return _UNPROTECTED
@@ -177,7 +177,7 @@ def _end_former(inc: Incarnation, group: cgroup.Group) -> None:
 def _start_if_asked(inc: Incarnation, settings: Settings, run_fd: int, sock: socket.socket, deadline: float) -> None:
     """The owner's side finds out whether there is an agent; it is root that starts one, once."""
     with sock:
-        sock.settimeout(max(0.01, deadline - time.monotonic()))
+        sock.settimeout(max(0.01, deadline - clock.monotonic()))
         with contextlib.suppress(OSError):
             if not sock.recv(1):
                 return  # it has ended
@@ -242,7 +242,7 @@ def _as_owner(inc: Incarnation, settings: Settings, root: socket.socket) -> int:
     nothing: perhaps the user's doing, so never an error of the node) or `_NOT_STARTED`."""
     directory = f"{settings.run_dir}/{inc.job}"
     try:
-        answer = _attach(directory, inc, time.monotonic() + settings.attach_timeout_s, root)
+        answer = _attach(directory, inc, clock.monotonic() + settings.attach_timeout_s, root)
         if answer != "ready":
             raise ask.AskError(f"wanted 'ready', the agent said {answer[:80]!r}")
     except ask.AskError as exc:
@@ -257,7 +257,7 @@ def _as_owner(inc: Incarnation, settings: Settings, root: socket.socket) -> int:
 def _ask_root_to_start(root: socket.socket, deadline: float) -> int:
     """A pidfd of the agent that root has started. Raises `LaunchError`."""
     try:
-        root.settimeout(max(0.01, deadline - time.monotonic()))
+        root.settimeout(max(0.01, deadline - clock.monotonic()))
         root.send(b"!")
         said, got, _, _ = socket.recv_fds(root, 512, 1)
     except OSError as exc:
@@ -297,20 +297,20 @@ def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.sock
                 process = _ask_root_to_start(root, deadline)
             elif not ended and select.select([process], [], [], 0)[0]:
                 ended = True
-                deadline = min(deadline, time.monotonic() + EXITED_GRACE_S)
-            if time.monotonic() + POLL_S > deadline:
+                deadline = min(deadline, clock.monotonic() + EXITED_GRACE_S)
+            if clock.monotonic() + POLL_S > deadline:
                 why = "it ended at once" if ended else "it did not open its socket in time"
                 if heard:  # it could be started; that its owner's processes may end it is no error of the node
                     raise ask.AskError(f"the agent went away: {why}") from None
                 raise launch.LaunchError(why) from None
-            time.sleep(POLL_S)
+            clock.sleep(POLL_S)
 
 
 def _ensure_awake(sock: socket.socket, path: str) -> None:
     """An agent of an earlier incarnation that no longer answers is killed: a node that comes back empty can be
     served by its peers, one that hangs would keep the whole job from agreeing. Raises `NobodyAnswersError`."""
     try:
-        ask.ask(sock, {"op": "verdict?"}, time.monotonic() + AWAKE_S)
+        ask.ask(sock, {"op": "verdict?"}, clock.monotonic() + AWAKE_S)
     except ask.AskError:
         pid = ask.peer_pid(sock)
         with contextlib.suppress(OSError):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from threading import Event
 from typing import TYPE_CHECKING
 
+from gemini_hpc import clock
 from gemini_hpc.agent import pull, tierwork
 from gemini_hpc.agent.memory import Memfd, NoMemory
 from gemini_hpc.agent.tierwork import TierFailed
@@ -53,7 +53,7 @@ class Pulls:
     def start(self, orders: list[peer.PullOrder]) -> None:
         """Begin what the plan gives this node to do."""
         if orders:
-            self._agent.spawn(self._all(orders, time.time()))
+            self._agent.spawn(self._all(orders, clock.time()))
 
     async def _all(self, orders: list[peer.PullOrder], since: float) -> None:
         begun = self._rounds_begun
@@ -63,7 +63,7 @@ class Pulls:
         if begun != self._rounds_begun:
             return
         good = [o for o, r in zip(orders, results, strict=True) if isinstance(r, Memfd)]
-        took, size = time.time() - since, sum(o.copy.used for o in good)
+        took, size = clock.time() - since, sum(o.copy.used for o in good)
         version = max((o.copy.stamp[1] for o in orders), default=0)
         for order, result in zip(orders, results, strict=True):
             if isinstance(result, BaseException):
@@ -122,7 +122,7 @@ class Pulls:
                 shard.pair.void(index)
             raise
         shard.pair.complete(index, stamp, copy.digest, copy.used)
-        shard.since[index] = shard.verified[index] = time.time()
+        shard.since[index] = shard.verified[index] = clock.time()
         memory.commit(Committed(stamp, copy.used, copy.digest))
         agent.sets.recount(copy.set)
         return memory

@@ -16,9 +16,9 @@ import os
 import select
 import signal
 import sys
-import time
 from contextlib import suppress
 
+from gemini_hpc import clock
 from gemini_hpc.agent import ask, cgroup, jobdir, launch, ledger, privileges, steps
 from gemini_hpc.agent.node import meminfo
 from gemini_hpc.agent.report import complain
@@ -143,7 +143,7 @@ def _doubted_s(run_fd: int, settings: Settings, entry: ledger.Entry, running: bo
 def end(run_fd: int, entry: ledger.Entry, why: str, *, remove: bool = True) -> bool:
     """End what an agent has left, unless its job runs here again; whether nothing is left. `why`: told where a
     process had to be killed. remove: the directory too. Takes `END_S` at most."""
-    deadline, first = time.monotonic() + END_S, -1
+    deadline, first = clock.monotonic() + END_S, -1
     now: ledger.Entry | None = None
     while True:
         with ledger.opened(run_fd) as entries:
@@ -158,10 +158,10 @@ def end(run_fd: int, entry: ledger.Entry, why: str, *, remove: bool = True) -> b
                 entries.strike(now.job)
                 break
             _kill(now, there)
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             complain("reaper", entry.job, f"not ended: {len(there)} processes of its agent hang in the kernel")
             return False
-        time.sleep(POLL_S)
+        clock.sleep(POLL_S)
     if first and why:
         complain("reaper", entry.job, f"{why}, and {first} processes of its agent did not let go: killed")
     if remove:
@@ -230,9 +230,9 @@ def by_name(job: int, uid: int) -> list[int]:
             os._exit(0)
     os.close(told)
     found = b""
-    deadline = time.monotonic() + BY_NAME_S
+    deadline = clock.monotonic() + BY_NAME_S
     try:
-        while select.select([got], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        while select.select([got], [], [], max(0.0, deadline - clock.monotonic()))[0]:
             if not (more := os.read(got, 4096)):
                 break
             found += more
@@ -245,9 +245,9 @@ def by_name(job: int, uid: int) -> list[int]:
 
 def _collect(pid: int) -> None:
     """A child that was killed; one that hangs in the kernel is left to whoever comes after us."""
-    until = time.monotonic() + BY_NAME_S
-    while os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() < until:
-        time.sleep(0.005)
+    until = clock.monotonic() + BY_NAME_S
+    while os.waitpid(pid, os.WNOHANG) == (0, 0) and clock.monotonic() < until:
+        clock.sleep(0.005)
 
 
 def _tell_by_name(job: int, uid: int, told: int) -> None:
@@ -268,7 +268,7 @@ def _answers_at_last(run_dir: str, entry: ledger.Entry) -> bool:
     for wait_s in (*AGAIN_S, 0.0):
         if _answers(run_dir, entry):
             return True
-        time.sleep(wait_s)
+        clock.sleep(wait_s)
     return False
 
 
@@ -277,7 +277,7 @@ def _answers(run_dir: str, entry: ledger.Entry) -> bool:
     pids = inside(entry)
 
     def probe() -> int:
-        deadline = time.monotonic() + ANSWER_S
+        deadline = clock.monotonic() + ANSWER_S
         try:
             with ask.connect(f"{run_dir}/{entry.job}", entry.uid, deadline) as sock:
                 if ask.peer_pid(sock) not in pids:

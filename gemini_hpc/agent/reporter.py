@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from gemini_hpc import clock
 from gemini_hpc.agent.picture import inspect_part
 from gemini_hpc.config import ConfigError
 from gemini_hpc.wire import controller, peer, picture
@@ -109,7 +109,7 @@ class Reporter:
         """A peer is silent."""
         if self._link is not None:
             agent = self._agent
-            self._link.send(controller.Report(agent.job, agent.restart, host, witnesses, time.time()))
+            self._link.send(controller.Report(agent.job, agent.restart, host, witnesses, clock.time()))
 
     async def holders(self, timeout_s: float) -> dict[str, int]:
         """Where agents of this job are or have been, as far as the controller knows; port 0: any of the job's.
@@ -119,8 +119,8 @@ class Reporter:
         """
         asked: Link | None = None
         answer = self._holders = asyncio.get_running_loop().create_future()
-        deadline = time.monotonic() + timeout_s
-        while self.configured and not answer.done() and time.monotonic() < deadline:
+        deadline = clock.monotonic() + timeout_s
+        while self.configured and not answer.done() and clock.monotonic() < deadline:
             if self._link is not None and self._link is not asked:
                 asked = self._link
                 asked.send(controller.HoldersAsk(self._agent.job))
@@ -133,7 +133,7 @@ class Reporter:
         if self._link is None:
             return
         self._link.send(peer.Ping())
-        now = time.monotonic()
+        now = clock.monotonic()
         if agent.mesh is not None and not agent.detached and now - self._reported > _REPEAT_S:
             self._reported = now
             for host in agent.mesh.dead:
@@ -142,14 +142,14 @@ class Reporter:
     async def _run(self) -> None:
         tries, hosts = 0, self._agent.settings.controller_hosts()
         while True:
-            began, answered = time.monotonic(), False
+            began, answered = clock.monotonic(), False
             for host in hosts:
-                dialled = time.monotonic()
+                dialled = clock.monotonic()
                 with suppress(OSError, TimeoutError, HandshakeError, LinkClosed):
                     link = await self._dial(host)
                     answered = True
                     await self._serve(link)
-                if answered and time.monotonic() - dialled > _LASTED_S:
+                if answered and clock.monotonic() - dialled > _LASTED_S:
                     tries = 0
                 self._link = None
             if not answered:

@@ -14,11 +14,11 @@ the first host of the list that can be reached leads:
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from gemini_hpc import clock
 from gemini_hpc.agent.gathering import Gathering
 from gemini_hpc.agent.nodesaver import Wanted
 from gemini_hpc.agent.tierwork import TierFailed
@@ -76,7 +76,7 @@ class Scavenge:
         one more try is made at once."""
         if not (self._agent.detached and self._agent.drains.last and self._able()) or self.busy:
             return False
-        if self._asked_last if last else time.monotonic() < self._again_at:
+        if self._asked_last if last else clock.monotonic() < self._again_at:
             return False
         return self.missing()
 
@@ -96,7 +96,7 @@ class Scavenge:
             return False
         kin = [*rounds.children, *([rounds.parent] if rounds.parent is not None else [])]
         silent_s = max(_SILENT_S, 3 * mesh.silence_s)
-        now = time.monotonic()
+        now = clock.monotonic()
         return bool(mesh.dead) or any(now - mesh.heard.get(host, 0.0) > silent_s for host in kin)
 
     def begin(self, *, last: bool = False, asked: bool = False) -> None:
@@ -108,7 +108,7 @@ class Scavenge:
             self._start()
 
     def _start(self) -> None:
-        self._again_at, self._gap_s = time.monotonic() + self._gap_s, min(2 * self._gap_s, _LONGEST_GAP_S)
+        self._again_at, self._gap_s = clock.monotonic() + self._gap_s, min(2 * self._gap_s, _LONGEST_GAP_S)
         self._over.clear()
         self.reason = ""
         self._task = self._agent.spawn(self._run())
@@ -161,7 +161,7 @@ class Scavenge:
         mesh = self._agent.mesh
         assert mesh is not None
         while not await self._until(self._over.is_set, _AGAIN_S):
-            if time.monotonic() - mesh.heard.get(self._leader, 0.0) > _LOST_S:
+            if clock.monotonic() - mesh.heard.get(self._leader, 0.0) > _LOST_S:
                 return False
         return True
 
@@ -223,8 +223,8 @@ class Scavenge:
         def silent() -> list[str]:
             return [host for host in others if host not in self._have and host not in mesh.dead]
 
-        deadline = time.monotonic() + _MUSTER_S
-        while time.monotonic() < deadline and (wanted := silent()):
+        deadline = clock.monotonic() + _MUSTER_S
+        while clock.monotonic() < deadline and (wanted := silent()):
             await asyncio.gather(*(self._ask(host) for host in wanted))
             await self._until(lambda: not silent(), _AGAIN_S)
 
@@ -299,9 +299,9 @@ class Scavenge:
             for host, homes in writers.items()
         }
         silent_since: dict[str, float] = {}
-        began = time.monotonic()
+        began = clock.monotonic()
         while waiting := [host for host in orders if host not in self._answered]:
-            now = time.monotonic()
+            now = clock.monotonic()
             if agent.node in waiting:
                 self._write(orders[agent.node], agent.node)
             others = [host for host in waiting if host != agent.node]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from typing import TYPE_CHECKING
+
+from gemini_hpc import clock
 
 if TYPE_CHECKING:
     from gemini_hpc.agent.agent import Agent
@@ -38,7 +39,7 @@ class SelfFence:
         if not limit_s or not self._alone():
             self._alone_since = None
             return
-        now = time.monotonic()
+        now = clock.monotonic()
         self._alone_since = self._alone_since or now
         if now - self._alone_since < limit_s or not self.ranks() or (self._asking and not self._asking.done()):
             return
@@ -53,7 +54,7 @@ class SelfFence:
         if somebody:
             self._alone_since = None
         elif since is not None and since == self._alone_since and self._alone():
-            self._alone_since = time.monotonic()
+            self._alone_since = clock.monotonic()
             reason = f"no peer and no controller for {limit_s:g} s: the job goes on elsewhere"
             self._agent.log("self_fenced", detail=reason)
             await self.end_ranks()
@@ -68,6 +69,6 @@ class SelfFence:
         for number, wait_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
             for client in self.ranks():
                 client.signal(number)
-            deadline = time.monotonic() + wait_s
-            while self.ranks() and time.monotonic() < deadline:
+            deadline = clock.monotonic() + wait_s
+            while self.ranks() and clock.monotonic() < deadline:
                 await asyncio.sleep(0.02)

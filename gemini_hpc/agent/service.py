@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from gemini_hpc import clock
 from gemini_hpc.agent import fills
 from gemini_hpc.agent.local import Client, Reply
 from gemini_hpc.agent.memory import NoMemory, adopt
@@ -275,13 +275,13 @@ class Service:
 
     async def _alone(self, m: local.Hello) -> None:
         """Wait, for a moment, until an earlier process of this rank has left; it may just have been killed."""
-        deadline = time.monotonic() + _LEAVE_S
+        deadline = clock.monotonic() + _LEAVE_S
         while True:
             training = self._agent.sets.get(m.set)
             other = training.present.get(m.rank) if training is not None else None
             if other is None or other.closed.is_set() or self._clients.get(other, ("",))[0] != m.step:
                 return
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 raise Rejected(
                     f"rank {m.rank} of set {m.set!r} trains here already (process {other.pid}); "
                     "several trainings in one job need names: Checkpointer(name=...)"
@@ -310,16 +310,16 @@ class Service:
         chooses = agent.drains.heeds(m.tier)
         if rounds.step == m.step and not again and not rounds.unseen and not chooses:
             return
-        deadline = time.monotonic() + _OTHER_LAUNCH_S
+        deadline = clock.monotonic() + _OTHER_LAUNCH_S
         while others := self.steps() - {m.step}:
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 raise Rejected(f"another training of this job is running (step {', '.join(sorted(others))})")
             await asyncio.sleep(0.02)
         before = rounds.round
         need_new = again or chooses or bool(rounds.step or rounds.unseen)
-        patient_until = time.monotonic() + _CHOICE_S
+        patient_until = clock.monotonic() + _CHOICE_S
         while True:
-            if chooses and time.monotonic() > patient_until:  # a root of a version that knows nothing of it
+            if chooses and clock.monotonic() > patient_until:  # a root of a version that knows nothing of it
                 chooses, need_new = False, again or bool(rounds.unseen)
             if rounds.stage == "live" and rounds.step == m.step and (rounds.round > before or not need_new):
                 return
@@ -487,7 +487,7 @@ class Service:
             free = shard.pair.slots[m.slot].state == "empty" and shard.pair.find(stamp) is None
             if digest == m.digest and free:
                 shard.pair.restore(m.slot, stamp, digest, m.used)
-                shard.since[m.slot] = shard.verified[m.slot] = time.time()
+                shard.since[m.slot] = shard.verified[m.slot] = clock.time()
                 memory.commit(Committed(stamp, m.used, digest))
             else:
                 agent.log("damaged", version=m.version, detail=f"shard {m.rank}: handed back with another digest")

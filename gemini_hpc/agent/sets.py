@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from gemini_hpc import clock
 from gemini_hpc.agent.sealing import REGISTERED, RESUMED, Sealing, from_wire, to_wire
 from gemini_hpc.agent.trainingset import TrainingSet
 from gemini_hpc.core.seal import Word
@@ -175,7 +175,7 @@ class Sets:
         missing = mesh is not None and bool(mesh.silent() | mesh.dead)
         self.show_dead()
         for training in self:
-            training.page.set_beat_ns(time.monotonic_ns())
+            training.page.set_beat_ns(clock.monotonic_ns())
             if training.sealing is not None and not agent.detached:
                 training.sealing.miss(missing)
                 self._show(training)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from gemini_hpc import clock
 from gemini_hpc.agent.memory import Budget, Memfd, NoMemory
 from gemini_hpc.core.slots import SlotPair, Stamp
 from gemini_hpc.wire.peer import CopyRecord
@@ -66,7 +66,7 @@ class Shard:
         if digest != record.digest:
             self.pair.void(index)
             return False
-        self.verified[index] = time.time()
+        self.verified[index] = clock.time()
         return True
 
 

@@ -12,6 +12,8 @@ import stat
 import time
 from contextlib import suppress
 
+from gemini_hpc import clock
+
 DIRECTORY_SUFFIX = ".unprotected"
 LOG = "log"
 MAX_CHARS = 240
@@ -87,7 +89,7 @@ class Note:
 
     def _sweep(self) -> None:
         """Of jobs whose epilog has not come."""
-        old = time.time() - KEPT_S
+        old = clock.time() - KEPT_S
         with os.scandir(self._dir) as entries:
             for entry, _ in zip(entries, range(_MAX_ENTRIES), strict=False):
                 with suppress(FileNotFoundError):  # another prolog's sweep was faster

@@ -10,11 +10,12 @@ import argparse
 import json
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from gemini_hpc import clock
 
 if TYPE_CHECKING:
     from gemini_hpc.devcluster.cluster import Cluster
@@ -87,7 +88,7 @@ class Show:
 
     def __init__(self) -> None:
         self._live = sys.stdout.isatty()
-        self._began = time.monotonic()
+        self._began = clock.monotonic()
         self._last = ""
 
     def say(self, text: str = "") -> None:
@@ -97,7 +98,7 @@ class Show:
 
     def title(self, text: str) -> None:
         """A heading with the time since the start."""
-        self.say(f"[{time.monotonic() - self._began:5.1f} s] {text}")
+        self.say(f"[{clock.monotonic() - self._began:5.1f} s] {text}")
 
     def progress(self, done: int, total: int, note: str) -> None:
         """A bar that is overwritten; without a terminal a line each fifth of the way."""
@@ -147,9 +148,9 @@ USER_UID = 5001
 
 
 def _wait(run: Run, show: Show, note: str, until: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = clock.monotonic() + timeout_s
     while not until():
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             raise DemoFailed(f"job {run.id}: {note}: not within {timeout_s:g} s\n{run.output()[-3000:]}")
         state = run.state
         if state in _ENDED and not until():
@@ -157,7 +158,7 @@ def _wait(run: Run, show: Show, note: str, until: Callable[[], bool], timeout_s:
                 raise DemoFailed(f"job {run.id} ended as {state}\n{run.output()[-3000:]}")
             return
         show.progress(run.step(), run.steps, f"{note} ({state.lower()})")
-        time.sleep(0.1)
+        clock.sleep(0.1)
 
 
 def _inspect(run: Run, *options: str) -> str:
@@ -170,7 +171,7 @@ def _inspect(run: Run, *options: str) -> str:
 def _cut(run: Run, args: argparse.Namespace, show: Show) -> str:
     hosts = run.cluster.run(["scontrol", "show", "hostnames", run.cluster.job(run.id)["NodeList"]]).stdout.split()
     victim = hosts[0] if args.victim == "batch-host" else hosts[1]
-    run.cut_at.append(time.time())
+    run.cut_at.append(clock.time())
     run.cluster.power_off(victim)
     show.title(f"*** power of {victim} cut, in iteration {run.step() + 1} ***")
     return victim
@@ -307,7 +308,7 @@ def _demo(cluster: Cluster, args: argparse.Namespace, show: Show) -> int:
         n: min(line["time"] for line in main.lines() if line.get("restart") == n and "step" in line)
         for n in range(1, args.cuts + 1)
     }
-    time.sleep(0.5)
+    clock.sleep(0.5)
     after = _inspect(main)
     document = json.loads(_inspect(main, "--json"))
     _wait(main, show, "training", lambda: main.state == "COMPLETED", 180)

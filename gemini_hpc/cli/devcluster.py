@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
+from gemini_hpc import clock
 from gemini_hpc.devcluster import profiles, requirements, status, teardown
 from gemini_hpc.devcluster.cluster import Cluster
 from gemini_hpc.devcluster.errors import DevclusterError
@@ -258,9 +258,9 @@ def _power_off(args: Any) -> int:
 
 
 def _power_on(args: Any) -> int:
-    cluster, began = Cluster.attach(args.name), time.monotonic()
+    cluster, began = Cluster.attach(args.name), clock.monotonic()
     cluster.power_on(args.node)
-    print(f"{args.node}: registered after {time.monotonic() - began:.2f} s, {cluster.node_state(args.node)}")
+    print(f"{args.node}: registered after {clock.monotonic() - began:.2f} s, {cluster.node_state(args.node)}")
     return 0
 
 

@@ -7,9 +7,9 @@ import json
 import os
 import sys
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
+from gemini_hpc import clock
 from gemini_hpc.config import CONFIG_PATH, ConfigError, load
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"gemini-hpc doctor: {exc}", file=sys.stderr)
         status = UNUSABLE
     roles, slurm = sorted(_roles(facts)), _release(facts)
-    d = report.document(findings, facts.hostname, roles, user(facts.uid), slurm, status, time.time())
+    d = report.document(findings, facts.hostname, roles, user(facts.uid), slurm, status, clock.time())
     print(json.dumps(d) if args.json else report.text(d, columns.width()), flush=True)
     if any(t.name in known and t.is_alive() for t in threading.enumerate()):
         os._exit(status)  # what hangs there would hold up our end

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from gemini_hpc import clock
 from gemini_hpc.cli.asking import UserError, WrongIdError, raw_id
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
 from gemini_hpc.report import columns, past, text
@@ -70,7 +70,7 @@ def _show(settings: Settings, job: int, args: argparse.Namespace) -> None:
         print(json.dumps(document) if args.json else render(_tame(document), columns.width()), flush=True)
         if args.watch is None:
             return
-        time.sleep(args.watch)
+        clock.sleep(args.watch)
 
 
 class _Source:
@@ -95,7 +95,7 @@ class _Source:
                     raise ask.AskError(f"job {self._job}: no controller ({exc}) and no agent answers") from None
         except ask.AskError as exc:
             raise UserError(str(exc)) from None
-        return picture(self._job, answer.parts, answer.events, answer.slurm, answer.missing, asked, time.time())
+        return picture(self._job, answer.parts, answer.events, answer.slurm, answer.missing, asked, clock.time())
 
     def _ask(self) -> JobAnswer:
         """Of the controller, over the last connection: it hangs up on who is silent for a minute, and may have been

@@ -6,9 +6,9 @@ import argparse
 import json
 import pwd
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
+from gemini_hpc import clock
 from gemini_hpc.cli.asking import UserError
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
 from gemini_hpc.report.tame import tame
@@ -43,7 +43,7 @@ def register(subparsers: _Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """The exit status: 0; 1 with one line on stderr."""
     try:
-        document = collect(load(args.config), everything=args.all, now=time.time())
+        document = collect(load(args.config), everything=args.all, now=clock.time())
     except (UserError, ConfigError) as exc:
         print(f"gemini-hpc jobs: {tame(str(exc))}", file=sys.stderr)
         return 1

@@ -7,9 +7,9 @@ import json
 import os
 import re
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
+from gemini_hpc import clock
 from gemini_hpc.cli.asking import UserError, WrongIdError, raw_id
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
 from gemini_hpc.report.tame import tame
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         settings = load(args.config)
         if not args.json:
             require()
-        sets, now = _shown(settings, job, args.name, args.rank), time.time()
+        sets, now = _shown(settings, job, args.name, args.rank), clock.time()
         if args.json:
             print(json.dumps(document(job, now, sets)))
         else:

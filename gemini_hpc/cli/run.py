@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import MutableMapping
 
+from gemini_hpc import clock
 from gemini_hpc.cli import sendback
 from gemini_hpc.cli.attempts import Attempts, Reached
 from gemini_hpc.client.agent import ask_verdict
@@ -62,27 +62,27 @@ def _count(text: str) -> int:
 def _nodes_healthy(path: str, ended: threading.Event) -> bool:
     """Wait until no node has been dead or suspect for a while; False where Slurm does not requeue the job in time, or
     has (`ended`)."""
-    began = looked = time.monotonic()
+    began = looked = clock.monotonic()
     healthy_since: float | None = None
     waits = dead = False
-    while time.monotonic() - began < REQUEUE_WAIT_S and not ended.is_set():
+    while clock.monotonic() - began < REQUEUE_WAIT_S and not ended.is_set():
         verdict = ask_verdict(path)
         if verdict is None:
             return True
         dead = bool(verdict.dead)
-        if dead and time.monotonic() - looked > LOOK_EVERY_S:
-            looked = time.monotonic()
+        if dead and clock.monotonic() - looked > LOOK_EVERY_S:
+            looked = clock.monotonic()
             if sendback.is_smaller():
                 _send_back("Slurm lets this job run on without its lost node (--no-kill)", ended)
                 return False
         if verdict.dead or verdict.suspect:
             healthy_since = None
-            if not waits and (verdict.dead or time.monotonic() - began > VERDICT_WAIT_S):
+            if not waits and (verdict.dead or clock.monotonic() - began > VERDICT_WAIT_S):
                 waits = True
                 _say("a node of the job is dead, or silent for too long: waiting for Slurm to requeue the job")
         else:
-            healthy_since = healthy_since or time.monotonic()
-            if time.monotonic() - healthy_since >= HEALTHY_FOR_S:
+            healthy_since = healthy_since or clock.monotonic()
+            if clock.monotonic() - healthy_since >= HEALTHY_FOR_S:
                 return True
         ended.wait(0.1)
     if dead and not ended.is_set():
@@ -176,7 +176,7 @@ class _Step:
         if number == signal.SIGTERM:
             self._ended.set()
         if number in SENT:
-            self._passed_on = (signal.Signals(number), time.monotonic())
+            self._passed_on = (signal.Signals(number), clock.monotonic())
         if self._child.poll() is None:
             self._child.send_signal(number)
 
@@ -188,7 +188,7 @@ class _Step:
         sent: signal.Signals | None = next(
             (number for number in SENT if status == 128 + number and number != signal.SIGTERM), None
         )
-        if sent is None and self._passed_on is not None and time.monotonic() - self._passed_on[1] < HEEDED_S:
+        if sent is None and self._passed_on is not None and clock.monotonic() - self._passed_on[1] < HEEDED_S:
             sent = self._passed_on[0]
         return sent
 

@@ -6,13 +6,13 @@ import os
 import select
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import msgspec
 
+from gemini_hpc import clock
 from gemini_hpc.wire import local
 from gemini_hpc.wire.page import ControlPage
 
@@ -139,35 +139,35 @@ class AgentClient:
 
         Raises AgentLost, AgentRefused and NotYet.
         """
-        first, why = time.monotonic(), ""
+        first, why = clock.monotonic(), ""
         while True:
             try:
                 return self._join(hello, waiting, why)
             except NotYet as error:
-                waited_s, why = time.monotonic() - first, str(error)
+                waited_s, why = clock.monotonic() - first, str(error)
                 if waited_s > NOT_YET_S:
                     raise
                 waiting(waited_s, why)
-                time.sleep(RETRY_FAST_S)
+                clock.sleep(RETRY_FAST_S)
 
     def _join(self, hello: local.Hello, waiting: Callable[[float, str], None], why: str) -> local.Welcome:
-        started = time.monotonic()
+        started = clock.monotonic()
         patience_s = CONNECT_TIMEOUT_S
         while True:
             try:
                 sock = _connect(self._path)
                 patience_s = WELCOME_TIMEOUT_S
                 try:
-                    left_s = started + patience_s - time.monotonic()
+                    left_s = started + patience_s - clock.monotonic()
                     welcome = self._greet(sock, hello, left_s, lambda waited_s: waiting(waited_s, why))
                 except BaseException:
                     sock.close()
                     raise
                 break
             except AgentLost:
-                if time.monotonic() - started + RETRY_FAST_S > patience_s:
+                if clock.monotonic() - started + RETRY_FAST_S > patience_s:
                     raise
-                time.sleep(RETRY_FAST_S)
+                clock.sleep(RETRY_FAST_S)
         self._hello = msgspec.structs.replace(hello, rejoin=True)
         self.first = welcome
         self._sock = sock
@@ -178,7 +178,7 @@ class AgentClient:
     def _greet(
         self, sock: socket.socket, hello: local.Hello, timeout_s: float, waiting: Callable[[float], None] | None
     ) -> local.Welcome:
-        started = time.monotonic()
+        started = clock.monotonic()
         try:
             sock.sendall(local.encode(hello))
         except OSError as error:
@@ -186,7 +186,7 @@ class AgentClient:
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         while not poll.poll(1000):
-            waited = time.monotonic() - started
+            waited = clock.monotonic() - started
             if waited > timeout_s:
                 raise AgentLost(f"the agent did not welcome this rank within {timeout_s:.0f} s")
             if waiting is not None:
@@ -239,7 +239,7 @@ class AgentClient:
     def event(self, name: str, version: int, detail: str = "", t: float | None = None) -> None:
         """Put something into the event log: later, and never waited for. The oldest is dropped where the agent is
         slower than the events; silently nothing where there is no agent."""
-        event = local.Event(name=name, version=version, t=time.time() if t is None else t, detail=detail)
+        event = local.Event(name=name, version=version, t=clock.time() if t is None else t, detail=detail)
         with self._events_changed:
             self._events.append(event)
             self._events_changed.notify_all()
@@ -319,9 +319,9 @@ class AgentClient:
     def _reconnect(self) -> bool:
         """True once connected again; False when closed, or when the agent belongs to another incarnation."""
         assert self._hello is not None
-        started = time.monotonic()
+        started = clock.monotonic()
         while not self._closed.is_set():
-            fast = time.monotonic() - started < RETRY_FAST_FOR_S
+            fast = clock.monotonic() - started < RETRY_FAST_FOR_S
             if self._closed.wait(RETRY_FAST_S if fast else RETRY_SLOW_S):
                 return False
             try:

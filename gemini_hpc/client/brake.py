@@ -8,9 +8,9 @@ or have to find out: it ends anyway, as soon as Slurm knows.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
+from gemini_hpc import clock
 from gemini_hpc.wire.page import STATE_DEGRADED, STATE_FROZEN, ControlPage
 
 SUSPECT_S = 3.0  # longer than the agents take to find out whether a silent node is dead
@@ -28,8 +28,8 @@ class Brake:
         hold_s: float,
         say: Callable[[str], None],
         *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = clock.monotonic,
+        sleep: Callable[[float], None] = clock.sleep,
     ) -> None:
         """page: the agent's; lost: whether it is gone, which says nothing of other nodes; hold_s: longest wait for a
         dead node's job to end."""

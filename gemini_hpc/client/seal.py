@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable
 
+from gemini_hpc import clock
 from gemini_hpc.wire.page import STATE_DEGRADED, STATE_FROZEN, ControlPage
 
 _POLL_S = 0.0003
@@ -77,7 +77,7 @@ class SealGate:
         """The training went on without this version, though nobody said that none can be sealed. One such is nothing;
         where a later one is missed as well, longer than the timeout after it, and no seal has come between them,
         protection is degraded."""
-        newest, now = self.sealed, time.monotonic()
+        newest, now = self.sealed, clock.monotonic()
         with self._lock:
             if self._missed is None or newest >= self._missed[0]:
                 self._missed = (self._epoch, version), now
@@ -119,11 +119,11 @@ class SealGate:
                     return False
                 limit_s = min(limit_s, _PROBE_S)
         degradings = self._degradings
-        started = looked = time.monotonic()
+        started = looked = clock.monotonic()
         stopped_s, there = 0.0, False
         try:
             while self.sealed < wanted:
-                now = time.monotonic()
+                now = clock.monotonic()
                 stopped_s += now - looked if now - looked > _STOPPED_S else 0.0
                 looked = now
                 if hopeless() or self._degradings != degradings:
@@ -142,12 +142,12 @@ class SealGate:
                     return False
                 if now - max(started + stopped_s, began_at()) > patience_s:
                     return False
-                time.sleep(_POLL_S)
+                clock.sleep(_POLL_S)
             there = True
             return True
         finally:
             self._patient = self._patient and there
-            self.waited_s += time.monotonic() - started
+            self.waited_s += clock.monotonic() - started
 
     def _probes(self) -> bool:
         """Whether this time it waits although it is degraded."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 
+from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.control.slurm.api import SlurmApi
 from gemini_hpc.operators import Operators
@@ -23,9 +23,9 @@ class Accounting:
     async def operator(self, user: str) -> bool:
         """Whether slurmdbd has this user as Operator or Administrator; False without one. Raises `SlurmError`."""
         until, there = self._there
-        if time.monotonic() >= until:
+        if clock.monotonic() >= until:
             there = await self._slurm.accounting()
-            self._there = (time.monotonic() + _ACCOUNTING_KEPT_S, there)
+            self._there = (clock.monotonic() + _ACCOUNTING_KEPT_S, there)
         return there and await self._slurm.admin_level(user) in _MAY
 
 

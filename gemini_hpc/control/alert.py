@@ -7,9 +7,9 @@ import logging
 import os
 import signal
 import stat
-import time
 from contextlib import suppress
 
+from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.control.journal import NODES, Journal
 
@@ -32,7 +32,7 @@ class Alerts:
 
     def tell(self, kind: str, job: int, host: str, text: str) -> None:
         """Once in a budget's window for each kind, job and host. No word of a user's may be in `text`."""
-        now, key = time.monotonic(), (kind, job, host)
+        now, key = clock.monotonic(), (kind, job, host)
         window_s = max(SAME_S, self._settings.fence_budget_window_s)
         if now - self._told.get(key, -window_s) < window_s:
             return

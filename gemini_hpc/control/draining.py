@@ -3,9 +3,9 @@ agents are told, and bring what is sealed to the tier. The job itself is left al
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 
+from gemini_hpc import clock
 from gemini_hpc.control.registry import Track
 from gemini_hpc.control.slurm.api import SlurmApi
 from gemini_hpc.control.slurm.facts import Node
@@ -17,7 +17,7 @@ LOOK_S = 10.0
 class DrainWatch:
     """Asks Slurm for the nodes of all running jobs at once, and for its partitions, every LOOK_S at most."""
 
-    def __init__(self, slurm: SlurmApi, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, slurm: SlurmApi, *, clock: Callable[[], float] = clock.monotonic) -> None:
         self._slurm, self._clock = slurm, clock
         self._looked = -LOOK_S
         # By raw job id and restart count: nodes, and a partition's state after its name.

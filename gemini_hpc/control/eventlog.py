@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 
 import msgspec
 
+from gemini_hpc import clock
 from gemini_hpc.control.journal import end_line
 from gemini_hpc.wire.picture import EventRecord
 
@@ -29,7 +29,7 @@ _decoder = msgspec.json.Decoder(EventRecord)
 
 
 def _head(owner: int) -> EventRecord:
-    return EventRecord(time.time(), _HEAD, "", 0, owner, "events of a job of the user with this number")
+    return EventRecord(clock.time(), _HEAD, "", 0, owner, "events of a job of the user with this number")
 
 
 def _plain(text: str, limit: int) -> str:
@@ -38,7 +38,7 @@ def _plain(text: str, limit: int) -> str:
 
 def tame(event: EventRecord, host: str) -> EventRecord:
     """An agent's event as it may be kept: its own host name, bounded printable text, a time near ours."""
-    now = time.time()
+    now = clock.time()
     return msgspec.structs.replace(own(event, host), t=event.t if abs(event.t - now) < _CLOCK_SKEW_S else now)
 
 
@@ -70,7 +70,7 @@ class EventLogs:
         self._foreign: set[int] = set()  # jobs whose file is an earlier job's, and could not be replaced
         self._left_out, self._told = 0, -TOLD_S
         os.makedirs(directory, mode=0o700, exist_ok=True)
-        old = time.time() - KEPT_S
+        old = clock.time() - KEPT_S
         for name in os.listdir(directory):
             path = os.path.join(directory, name)
             if name.endswith(".jsonl") and os.path.getmtime(path) < old:
@@ -129,8 +129,8 @@ class EventLogs:
 
     def _leave_out(self, job: int, events: int, exc: OSError) -> None:
         self._left_out += events
-        if time.monotonic() - self._told > TOLD_S:
-            self._told = time.monotonic()
+        if clock.monotonic() - self._told > TOLD_S:
+            self._told = clock.monotonic()
             log.error("job=%d event=events-not-kept so_far=%d detail=%s", job, self._left_out, exc)
 
     @staticmethod

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 
+from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.control import probe
 from gemini_hpc.control.fencing import REASON, Port
@@ -58,7 +58,7 @@ class GiveBack:
         back = {n: node for n, node in ours.items() if node.boot_time > fenced[n]}
         port = self._settings.slurmd_port
         seen = await probe.reached({n: (node.address, node.port or port) for n, node in back.items()})
-        now = time.monotonic()
+        now = clock.monotonic()
         before, self._answers_since = self._answers_since, {}
         for name, node in back.items():
             if seen[name] is not Port.ANSWERS:

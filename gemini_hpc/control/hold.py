@@ -20,8 +20,8 @@ import select
 import signal
 import sys
 import syslog
-import time
 
+from gemini_hpc import clock
 from gemini_hpc.agent import ports
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
 from gemini_hpc.control import probe
@@ -150,7 +150,7 @@ def _finisher(settings: Settings, args: argparse.Namespace, members: list[str], 
 
 def main(argv: list[str] | None = None) -> int:
     """0, always."""
-    began = time.monotonic()
+    began = clock.monotonic()
     parser = argparse.ArgumentParser(prog="gemini_hpc.control.hold", exit_on_error=False)
     parser.add_argument("--job", type=int, required=True)
     parser.add_argument("--restart", type=int, required=True)
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     os.close(ready)
     os.waitpid(child, 0)
     # A byte: pinned; the end of the pipe: the finisher has ended without. Either way Slurm need not wait longer.
-    select.select([end], [], [], max(0.0, LIMIT_S - (time.monotonic() - began)))
+    select.select([end], [], [], max(0.0, LIMIT_S - (clock.monotonic() - began)))
     return 0
 
 

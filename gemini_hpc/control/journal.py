@@ -7,12 +7,13 @@ recoveries were left open and how many nodes were fenced lately.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import IO, NamedTuple
 
 import msgspec
+
+from gemini_hpc import clock
 
 _COMPACT_BYTES = 1 << 20
 _KEEP_S = 86400.0
@@ -96,7 +97,7 @@ class Journal:
     def _compact(self, records: list[Record]) -> None:
         if not os.path.exists(self._path) or os.path.getsize(self._path) < _COMPACT_BYTES:
             return
-        fresh = time.time() - _KEEP_S
+        fresh = clock.time() - _KEEP_S
         kept = [r for r in records if r.t >= fresh or r.key in self._open]
         with open(self._path + ".new", "wb") as f:
             f.writelines(msgspec.json.encode(r) + b"\n" for r in kept)
@@ -106,7 +107,7 @@ class Journal:
 
     def write(self, key: str, step: str, phase: str, **data: str | int | float | list[str]) -> None:
         """Append one line; it is on disk on return."""
-        record = Record(time.time(), key, step, phase, data)
+        record = Record(clock.time(), key, step, phase, data)
         self._file.write(msgspec.json.encode(record) + b"\n")
         self._file.flush()
         os.fdatasync(self._file.fileno())
@@ -118,7 +119,7 @@ class Journal:
 
     def fenced(self, window_s: float, *, user_id: int | None = None, without: str = "") -> int:
         """Nodes fenced (or begun to be) within the last `window_s`, by jobs of one user if given."""
-        since = time.time() - window_s
+        since = clock.time() - window_s
         counted = {d.node for d in self._fenced if d.t >= since and user_id in (None, d.user_id)}
         return len(counted - {without})
 
@@ -128,7 +129,7 @@ class Journal:
 
     def given_back(self, node: str, window_s: float) -> int:
         """How often a node was given back within the last `window_s`."""
-        since = time.time() - window_s
+        since = clock.time() - window_s
         return sum(1 for t, name in self._back if name == node and t >= since)
 
     def left_open(self) -> dict[str, list[Record]]:

@@ -11,11 +11,11 @@ import fcntl
 import logging
 import os
 import socket
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
+from gemini_hpc import clock
 from gemini_hpc.control.slurm import SlurmError
 from gemini_hpc.control.slurm.api import SlurmApi
 from gemini_hpc.control.slurm.facts import Config
@@ -48,9 +48,9 @@ class Primary:
 
     async def config(self, max_age_s: float = 0.0) -> Config:
         """Slurm's configuration, at most so old. Raises `SlurmError`."""
-        if self._config is None or time.monotonic() - self._config_at > max_age_s:
+        if self._config is None or clock.monotonic() - self._config_at > max_age_s:
             self._config = await self._slurm.config()
-            self._config_at = time.monotonic()
+            self._config_at = clock.monotonic()
         return self._config
 
     async def look(self) -> Standing:
@@ -67,7 +67,7 @@ class Primary:
                 if not here:
                     self._charge_since = None
                 elif self._charge_since is None:
-                    self._charge_since = time.monotonic()
+                    self._charge_since = clock.monotonic()
                 return Standing(here, name, False)
         return Standing(False, "", False)
 
@@ -102,9 +102,9 @@ class Primary:
         """How long slurmctld has been up and has answered us, in seconds."""
         with suppress(SlurmError):
             config = await self.config(LOOK_S)
-            quiet = [time.time() - config.boot_time, time.monotonic() - self._slurm.unreachable_at]
+            quiet = [clock.time() - config.boot_time, clock.monotonic() - self._slurm.unreachable_at]
             if self._charge_since is not None:
-                quiet.append(time.monotonic() - self._charge_since)
+                quiet.append(clock.monotonic() - self._charge_since)
             return max(0.0, min(quiet))
         return 0.0
 

@@ -15,12 +15,12 @@ import asyncio
 import errno
 import random
 import socket
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 
+from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.control import tasks
 from gemini_hpc.control.fencing import Port
@@ -143,9 +143,9 @@ def _most_alive(found: Iterable[Port]) -> Port:
 async def look(target: Target) -> Look:
     """slurmd's port and the agent's, and where none gives a sign of life at once the kernel at ports on which nobody
     listens."""
-    listening, began = (target.slurmd_port, *target.agent_ports), time.monotonic()
+    listening, began = (target.slurmd_port, *target.agent_ports), clock.monotonic()
     where = await _resolve(target.address, target.slurmd_port)
-    after_s = time.monotonic() - began
+    after_s = clock.monotonic() - began
     tried = [asyncio.ensure_future(_probe(where, port)) for port in listening]
     closed: list[asyncio.Future[Port]] = []
     try:
@@ -211,7 +211,7 @@ class Seen:
             self._no_slurmd_since = None
         elif self._no_slurmd_since is None:
             self._no_slurmd_since = began
-        self._looked_at = time.monotonic()
+        self._looked_at = clock.monotonic()
         self.rounds += 1
 
     def note(self, what: str, port: Port, began: float) -> None:
@@ -226,11 +226,11 @@ class Seen:
             self._unknown.add(what)
             return
         # A process that answered has done so by now; a kernel that accepted did so when the probe began.
-        self._life[what] = (began if port is Port.HANGS else time.monotonic(), port)
+        self._life[what] = (began if port is Port.HANGS else clock.monotonic(), port)
 
     def found(self, what: str) -> Port:
         """What `slurmd`, `agent` or `kernel` does."""
-        last, now = self._life.get(what), time.monotonic()
+        last, now = self._life.get(what), clock.monotonic()
         unbroken = self._silent_since[what] is None and now - self._looked_at < self.STALE_S
         if what in self._unknown and (last is None or now - last[0] >= self._forget_s):
             return Port.UNKNOWN
@@ -239,7 +239,7 @@ class Seen:
         return Port.SILENT
 
     def _since(self, *since: float | None) -> float:
-        now = time.monotonic()
+        now = clock.monotonic()
         if self.rounds == 0 or None in since or now - self._looked_at > self.STALE_S:
             return 0.0
         return now - max(s for s in since if s is not None)
@@ -271,13 +271,13 @@ class Series(Seen):
 
     async def _run(self) -> None:
         while True:
-            began = time.monotonic()
+            began = clock.monotonic()
             found = await look(self.target)
             self.add(found, began)
             # Each bare connection leaves two lines in slurmd's log: a node that lives is asked less and less.
             alive = found.slurmd is not Port.SILENT
             self._pause_s = min(MAX_INTERVAL_S, 2 * self._pause_s) if alive else INTERVAL_S
-            await asyncio.sleep(max(0.0, self._pause_s - (time.monotonic() - began)))
+            await asyncio.sleep(max(0.0, self._pause_s - (clock.monotonic() - began)))
 
     def stop(self) -> None:
         """No more probes."""

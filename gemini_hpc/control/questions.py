@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+from gemini_hpc import clock
 from gemini_hpc.control import past
 from gemini_hpc.control.eventlog import KEPT_S, EventLogs
 from gemini_hpc.control.fairness import PerUser
@@ -126,7 +126,7 @@ class Questions:
 
     def _ended(self, everything: bool, uid: int | None) -> list[picture.JobRow]:
         """What the logs say; in a thread of its own."""
-        since = time.time() - (KEPT_S if everything else LISTED_S)
+        since = clock.time() - (KEPT_S if everything else LISTED_S)
         rows = []
         for job, owner in self._logs.newest(MAX_LOGS, since):
             if uid is None or owner == uid:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterable, Mapping
 
+from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.control import probe
 from gemini_hpc.control.fencing import Port
@@ -31,7 +31,7 @@ class Reach:
     ) -> None:
         """Ask anew, unless that was done a moment ago. An agent that has just called vouches for its node, but what
         it sends comes in; `sure`: some of those nodes are probed as well, and stand for the others."""
-        began = time.monotonic()
+        began = clock.monotonic()
         if began - (self._sure_at if sure else self._at) < KEPT_S:
             return
         self._at = began
@@ -52,4 +52,4 @@ class Reach:
         self.reached = answered + (len(vouched) * seen // len(sample) if sample else len(vouched))
         self.asked = len(targets)
         if sure:
-            self._at = self._sure_at = time.monotonic()
+            self._at = self._sure_at = clock.monotonic()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.control import reservation, tasks
 from gemini_hpc.control.alert import Alerts
@@ -81,7 +81,7 @@ class Recoveries:
     def say(self, raw_id: int, restart: int, event: str, host: str = "", detail: str = "") -> None:
         """One line of a job's event log, and of the service's own log."""
         log.info("job=%d restart=%d event=%s host=%s detail=%s", raw_id, restart, event, host or "-", detail)
-        self._logs.add(raw_id, [EventRecord(time.time(), event, host, restart, 0, detail[:400])])
+        self._logs.add(raw_id, [EventRecord(clock.time(), event, host, restart, 0, detail[:400])])
 
     def died(self, why: str) -> None:
         """A task of the service's own has died of a fault of ours; it is started again."""
@@ -96,7 +96,7 @@ class Recoveries:
     def silent(self, hosts: set[str], user_id: int | None = None) -> set[str]:
         """These hosts, and all others, of one user's jobs if given, that are silent now or were a moment ago: a mass
         outage shows in the sum."""
-        since = time.monotonic() - OUTAGE_S
+        since = clock.monotonic() - OUTAGE_S
         self._outage = {key: t for key, t in self._outage.items() if t > since}
         found = {host for uid, host in self._outage if user_id in (None, uid)}
         for recovery in self._active.values():
@@ -125,7 +125,7 @@ class Recoveries:
 
     def remember_silent(self, hosts: set[str]) -> None:
         """These were too many; they count again when the next one is judged."""
-        now = time.monotonic()
+        now = clock.monotonic()
         for recovery in self._active.values():
             self._outage.update({(recovery.user_id, host): now for host in hosts & recovery.suspects.keys()})
 
@@ -181,7 +181,7 @@ class Recoveries:
             return
         recovery = self._active.get(key)
         if recovery is None:
-            pause_s = self._cool.get(key, (0.0, 0.0))[0] - time.monotonic()
+            pause_s = self._cool.get(key, (0.0, 0.0))[0] - clock.monotonic()
             if pause_s > 0:
                 self._hear_later(track, reporter, message, pause_s)
                 return
@@ -207,7 +207,7 @@ class Recoveries:
     def _ended(self, key: tuple[int, int]) -> None:
         """Reports that led to nothing are heard again after a pause that doubles."""
         self._active.pop(key, None)
-        now = time.monotonic()
+        now = clock.monotonic()
         pause_s = min(MAX_COOL_DOWN_S, 2 * self._cool.get(key, (0.0, COOL_DOWN_S / 2))[1])
         self._cool = {k: c for k, c in self._cool.items() if c[0] > now - 10 * MAX_COOL_DOWN_S}
         self._cool[key] = (now + pause_s, pause_s)
@@ -234,7 +234,7 @@ class Recoveries:
         refuses again and again is given up: while the key is held, nobody looks after the job."""
         refused_s, why = 0.0, ""
         while records := self.journal.left_open().get(key):
-            began = time.monotonic()
+            began = clock.monotonic()
             try:
                 if refused_s < GIVE_UP_S:
                     await self._resume_one(key, records)
@@ -247,7 +247,7 @@ class Recoveries:
             except SlurmError as exc:
                 log.warning("recovery %s is refused by Slurm: %s", key, exc)
                 await asyncio.sleep(RETRY_S)
-                refused_s, why = refused_s + time.monotonic() - began, str(exc)
+                refused_s, why = refused_s + clock.monotonic() - began, str(exc)
         self._resuming.discard(key)
 
     async def _give_up(self, key: str, records: list[Record], why: str) -> None:

@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from gemini_hpc import clock
 from gemini_hpc.agent.ports import candidates as agent_ports
 from gemini_hpc.control import probe
 from gemini_hpc.control.decide import candidates_wanted
@@ -54,8 +54,8 @@ class Suspect:
 
     host: str
     claim: Claim = Claim.REPORTED
-    since: float = field(default_factory=time.monotonic)
-    reported_at: float = field(default_factory=time.time)
+    since: float = field(default_factory=clock.monotonic)
+    reported_at: float = field(default_factory=clock.time)
     witnesses: set[str] = field(default_factory=set)
     seen: probe.Seen | None = None
     left: Veto | None = None  # the last reason for leaving it to Slurm that was told
@@ -159,7 +159,7 @@ class Recovery:
         names = [h for h in self.suspects if h in self._track.members(self.restart) and h in nodes]
         owners = await slurm.owners(names) if names else {}
         up_s = await self._home.primary.up_s()
-        return Facts(time.monotonic(), job, nodes, owners, up_s)
+        return Facts(clock.monotonic(), job, nodes, owners, up_s)
 
     def _start_probes(self, facts: Facts) -> None:
         for suspect in self.suspects.values():
@@ -179,11 +179,11 @@ class Recovery:
     async def _sure(self, facts: Facts) -> Facts:
         """What an action may be based on: fresh facts, and a proof that this host still reaches others."""
         for _ in range(2):
-            if time.monotonic() - facts.at > FRESH_S:
+            if clock.monotonic() - facts.at > FRESH_S:
                 facts = await self._read()
                 self._start_probes(facts)
             await self._look_around(facts, sure=True)
-            if time.monotonic() - facts.at <= FRESH_S:
+            if clock.monotonic() - facts.at <= FRESH_S:
                 break
         return facts
 
@@ -191,7 +191,7 @@ class Recovery:
         home, settings, track = self._home, self._home.settings, self._track
         seen, host, agent = suspect.seen, suspect.host, home.registry.linked(track.raw_id, suspect.host)
         strangers = {uid for uid, _ in facts.owners.get(host, ()) if uid != track.user_id}
-        lately = time.monotonic() - LINKED_FACTOR * settings.fence_confirm_s
+        lately = clock.monotonic() - LINKED_FACTOR * settings.fence_confirm_s
         window_s, whole = settings.fence_budget_window_s, budget(settings.fence_budget_nodes, len(facts.nodes))
         return Case(
             claim=suspect.claim,
@@ -221,7 +221,7 @@ class Recovery:
             user_silent=len(home.silent({host}, track.user_id)),
             confirm_s=settings.fence_confirm_s,
             guard=settings.node_max_jobs_guard,
-            slurm_up_s=facts.slurm_up_s + time.monotonic() - facts.at,
+            slurm_up_s=facts.slurm_up_s + clock.monotonic() - facts.at,
             settle_s=settings.slurm_settle_s,
         )
 
@@ -252,12 +252,12 @@ class Recovery:
 
     async def _judge_all(self) -> Facts | None:
         """Until every suspect is judged; the facts to act on, or None."""
-        began, facts, quick = time.monotonic(), None, True
+        began, facts, quick = clock.monotonic(), None, True
         watch_s = WATCH_S + self._home.settings.slurm_settle_s
-        while (passed_s := time.monotonic() - began) < max(watch_s, LEFT_S):
+        while (passed_s := clock.monotonic() - began) < max(watch_s, LEFT_S):
             refresh_s = REFRESH_S if quick else SLOW_REFRESH_S
             try:
-                if facts is None or time.monotonic() - facts.at > refresh_s:
+                if facts is None or clock.monotonic() - facts.at > refresh_s:
                     facts = await self._read()
                     self._start_probes(facts)
                     self._ask_suspects()
@@ -284,7 +284,7 @@ class Recovery:
             await asyncio.sleep(TICK_S if quick else SLOW_TICK_S)
         for suspect in self.suspects.values():
             if suspect.verdict.act in (Act.WAIT, Act.LEAVE):
-                passed_s = time.monotonic() - began
+                passed_s = clock.monotonic() - began
                 self.say("dismissed", suspect.host, f"not confirmed within {passed_s:.0f} s: {suspect.verdict.why}")
         return None
 
@@ -324,20 +324,20 @@ class Recovery:
 
     def _soon(self, suspect: Suspect) -> bool:
         """Whether a suspect that is not confirmed yet is worth waiting for: it is silent, or was just reported."""
-        if time.monotonic() - suspect.since < COLLECT_S:
+        if clock.monotonic() - suspect.since < COLLECT_S:
             return True
         confirm_s = self._home.settings.fence_confirm_s
         if suspect.host in self._track.members(self.restart) and (not suspect.seen or not suspect.seen.rounds):
             return True
-        return 0 < suspect.silent_s < confirm_s and time.monotonic() - suspect.since < 2 * confirm_s + COLLECT_S
+        return 0 < suspect.silent_s < confirm_s and clock.monotonic() - suspect.since < 2 * confirm_s + COLLECT_S
 
     async def judge_taken_over(self, host: str) -> Verdict:
         """What an earlier controller had begun to fence, judged anew under the same vetoes. Waits as long as a report
         is watched. Raises `SlurmError`."""
         suspect = self.suspects[host] = Suspect(host, Claim.TAKEN_OVER)
-        began, watch_s = time.monotonic(), WATCH_S + self._home.settings.slurm_settle_s
+        began, watch_s = clock.monotonic(), WATCH_S + self._home.settings.slurm_settle_s
         try:
-            while time.monotonic() - began < watch_s:
+            while clock.monotonic() - began < watch_s:
                 facts = await self._read()
                 self._start_probes(facts)
                 await self._look_around(facts)
@@ -361,7 +361,7 @@ class Recovery:
             await self._look_around(facts)
             verdict = self._judge(suspect, facts)
             if verdict.act is Act.FENCE:
-                facts, began = await self._sure(facts), time.monotonic()
+                facts, began = await self._sure(facts), clock.monotonic()
                 if host in facts.nodes:
                     seen.add(await probe.look(self._target(facts.nodes[host])), began)
                 verdict = self._judge(suspect, facts)
@@ -423,9 +423,9 @@ class Recovery:
     async def _judge_again(self, suspect: Suspect, facts: Facts) -> Verdict:
         """The same judgement right before a node is set DOWN: it may have come back while others were reserved, or
         while another one was set DOWN. Raises `SlurmError`."""
-        began = time.monotonic()
+        began = clock.monotonic()
         while True:
-            in_time = time.monotonic() - began < AGAIN_S
+            in_time = clock.monotonic() - began < AGAIN_S
             try:
                 facts = await self._sure(facts)
             except UnknownJob:
@@ -455,11 +455,11 @@ class Recovery:
         return candidates_wanted(job, nodes, dead, self._home.settings.reserve_candidates)
 
     async def _send_back(self, job: Job) -> None:
-        began = time.monotonic()
+        began = clock.monotonic()
         self.note("requeue", "before", state=job.state)
         await self._home.slurm.requeue(job)
         self.note("requeue", "after")
-        self.say("sent_back", "", f"scontrol requeue [{(time.monotonic() - began) * 1000:.0f} ms]")
+        self.say("sent_back", "", f"scontrol requeue [{(clock.monotonic() - began) * 1000:.0f} ms]")
 
     def rescue(self, job: Job, survivors: list[str], dead: list[str]) -> Rescue:
         """The helper that steers this job's requeue."""
@@ -516,14 +516,14 @@ class Recovery:
 
     async def fence(self, host: str) -> None:
         """Set a node DOWN and drained."""
-        began = time.monotonic()
+        began = clock.monotonic()
         reason = f"{REASON}, job {self._track.raw_id} restart {self.restart}"
         self.note("down", "before", node=host, user_id=self._track.user_id)
         if host in self.suspects:
             self.suspects[host].down = True  # counted as fenced from here on
         await self._home.slurm.node_down(host, reason)
         self.note("down", "after", node=host)
-        self.say("down", host, f"[{(time.monotonic() - began) * 1000:.0f} ms]")
+        self.say("down", host, f"[{(clock.monotonic() - began) * 1000:.0f} ms]")
 
 
 def _length_s(job: Job) -> float:

@@ -7,13 +7,13 @@ from __future__ import annotations
 import logging
 import math
 import os
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
 
+from gemini_hpc import clock
 from gemini_hpc.control.freed import freed
 from gemini_hpc.control.reservation import HOLD_S, PREFIX
 from gemini_hpc.control.slurm import SlurmError
@@ -45,7 +45,7 @@ class Agent:
     told_end: float = 0.0  # of its job, as it has been told (Unix time)
     told_release_s: float = -math.inf  # when the log has last said that it is to let go (monotonic)
     told_waits: bool = False  # that its job is pending
-    since: float = field(default_factory=time.time)
+    since: float = field(default_factory=clock.time)
 
     @property
     def connected(self) -> bool:
@@ -109,7 +109,7 @@ class Track:
     @property
     def running_s(self) -> float | None:
         """For how long it has been seen to run without a pause; None where none was ever seen."""
-        return None if self._stood_at is None else time.monotonic() - self._stood_at
+        return None if self._stood_at is None else clock.monotonic() - self._stood_at
 
     def freed(self, restart: int, read: Callable[[], Iterable[EventRecord]]) -> str:
         """What was freed of an incarnation; `read` is asked for the events once."""
@@ -169,7 +169,7 @@ class Track:
                     del self.stored.allocations[old]
                 changed = True
             if job.state == RUNNING and (self.running_since is None or self.running_since[0] != job.restarts):
-                self.running_since = (job.restarts, time.monotonic())
+                self.running_since = (job.restarts, clock.monotonic())
         changed = self._ended(job.state, job.over) or changed
         self._waits(job.state)
         if self._held_long_ago():
@@ -219,11 +219,11 @@ class Track:
         if state != PENDING:
             self._waits_since = None
         elif self._waits_since is None:
-            self._waits_since = time.monotonic()
+            self._waits_since = clock.monotonic()
 
     def _held_long_ago(self) -> bool:
         """Whether it waits, and no survivor's epilog can still be at work for it."""
-        return self._waits_since is not None and time.monotonic() - self._waits_since > HOLD_S
+        return self._waits_since is not None and clock.monotonic() - self._waits_since > HOLD_S
 
     def should_ask(self) -> bool:
         """Once for each wait: whether to look for what an epilog's hold, which had no controller, may have left."""
@@ -241,14 +241,14 @@ class Track:
     def see(self, state: str, over: bool) -> None:
         """Take over a state from the watcher's table."""
         if state != RUNNING:
-            self._stood_at = time.monotonic()
+            self._stood_at = clock.monotonic()
         self._waits(state)
         if self._ended(state, over) or self._unsaved:
             self.save()
 
     def _ended(self, state: str, over: bool) -> bool:
         if over and not self.stored.ended_at:
-            self.stored.ended_at, self.stored.ended_state = time.time(), state
+            self.stored.ended_at, self.stored.ended_state = clock.time(), state
             return True
         if not over and self.stored.ended_at and state != COMPLETING:
             self.stored.ended_at, self.stored.ended_state = 0.0, ""
@@ -318,7 +318,7 @@ class Registry:
         """
         agents = [t.agents[host] for t in self.jobs.values() if host in t.agents]
         here = [a for a in agents if a.connected and a.verified]
-        if any(time.monotonic() - a.link.last_heard < FRESH_S for a in here):
+        if any(clock.monotonic() - a.link.last_heard < FRESH_S for a in here):
             return True
         for agent in here:
             agent.link.send(InspectAsk())

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gemini_hpc import clock
 from gemini_hpc.control import tasks
 from gemini_hpc.control.decide import held
 from gemini_hpc.control.reservation import Held, Note, Say, ms
@@ -93,7 +93,7 @@ class Rescue:
             if r.name not in own and not self.held.is_mine(r.name) and not self._ours_to_take(r.name, survivors)
         ]
         self.survivors.bar(job, self._nodes, partitions, others, self.length_s)
-        self._asked_at = time.monotonic()
+        self._asked_at = clock.monotonic()
 
     def _ours_to_take(self, name: str, survivors: set[str]) -> bool:
         theirs = self.held.survivors_of(name)
@@ -112,10 +112,10 @@ class Rescue:
         survivor that is drained later would keep the job from starting, and nobody would take it off.
         """
         survey = tasks.start("survey", self._survey, lambda why: self.say("task_died", "", why))
-        began, stopped = time.monotonic(), False
+        began, stopped = clock.monotonic(), False
         try:
             outcome = ""
-            while not outcome and time.monotonic() - began < limit_s:
+            while not outcome and clock.monotonic() - began < limit_s:
                 try:
                     outcome = await self._step(began)
                 except SlurmUnreachable:
@@ -125,7 +125,7 @@ class Rescue:
                     self._once("refused", "", str(exc))
                     await asyncio.sleep(SLOW_POLL_S)
                 if not outcome:
-                    await asyncio.sleep(_pace(time.monotonic() - began))
+                    await asyncio.sleep(_pace(clock.monotonic() - began))
             if not outcome and leave_held:
                 reservation, self.held.name = self.held.name or self.own_request, ""
                 await self._unpin("given up", reservation)
@@ -151,9 +151,9 @@ class Rescue:
             # Requeued once more on the way (a failed launch): Slurm has reset the start time.
             self._at_restart, self._pinned, self._started, self._pending_since = job.restarts, None, False, None
         if again and job.state == COMPLETING:
-            self._completing_since = self._completing_since or time.monotonic()
+            self._completing_since = self._completing_since or clock.monotonic()
         elif self._completing_since is not None:
-            self.completing(time.monotonic() - self._completing_since)
+            self.completing(clock.monotonic() - self._completing_since)
             self._completing_since = None
         if again and job.state in (RUNNING, CONFIGURING):
             return await self._runs(job)
@@ -163,7 +163,7 @@ class Rescue:
             return await self._send_back(job, "--no-kill: Slurm lets the job run on without its lost node")
         if not again:
             # Not requeued yet: Slurm acts on DOWN at once; a long wait means that it will not.
-            return "not requeued" if time.monotonic() - began > REQUEUE_WAIT_S else ""
+            return "not requeued" if clock.monotonic() - began > REQUEUE_WAIT_S else ""
         if job.state == COMPLETING:
             self._once("completing")
             await self._pin(job)
@@ -198,7 +198,7 @@ class Rescue:
         return ""
 
     async def _pending(self, job: Job) -> str:
-        now = time.monotonic()
+        now = clock.monotonic()
         if self._pending_since is None:
             self._pending_since = now
             self._once("requeued", "", f"PENDING {job.reason}".strip())
@@ -214,14 +214,14 @@ class Rescue:
             return ""
         if not self._started:
             self.note("start", "before")
-            began = time.monotonic()
+            began = clock.monotonic()
             await self.slurm.set_start_time(job, "now+2")
             self._started = True
-            self._nudge_at = time.time() + NUDGE_AFTER_S
+            self._nudge_at = clock.time() + NUDGE_AFTER_S
             self._once("start_set", "", ms(began))
-        elif job.start_time <= time.time() and self._nudge_at <= time.time():
+        elif job.start_time <= clock.time() and self._nudge_at <= clock.time():
             # Slurm looks at start times only every sched_interval (60 s by default); an update makes it look now.
-            self._nudge_at = time.time() + NUDGE_AFTER_S
+            self._nudge_at = clock.time() + NUDGE_AFTER_S
             await self.slurm.nudge(job)
         return ""
 
@@ -241,7 +241,7 @@ class Rescue:
         self.say("unpinned", "", f"{why}: the original request is back")
 
     def _waited(self) -> float:
-        return 0.0 if self._pending_since is None else time.monotonic() - self._pending_since
+        return 0.0 if self._pending_since is None else clock.monotonic() - self._pending_since
 
     async def _pin(self, job: Job) -> bool:
         """Pin to the survivors that can be; False while nothing is known of them yet."""
@@ -252,7 +252,7 @@ class Rescue:
             return True
         self.note("pin", "before", nodes=list(nodes))
         self.pinned(True)
-        began = time.monotonic()
+        began = clock.monotonic()
         await self.slurm.pin(job, nodes, self.held.name)
         again, self._pinned = self._pinned is not None, nodes
         self.note("pin", "after")
@@ -262,17 +262,17 @@ class Rescue:
     async def _survey(self) -> None:
         """Look at the survivors all the time: a pin on a dead one makes the job hang, on a drained one wait."""
         while True:
-            began = time.monotonic()
+            began = clock.monotonic()
             try:
                 await self._look()
             except SlurmUnreachable:
                 pass
             except SlurmError as exc:
                 self._once("refused", "", str(exc))
-            await asyncio.sleep(max(SURVEY_S, len(self.survivors.names) / 500 - (time.monotonic() - began)))
+            await asyncio.sleep(max(SURVEY_S, len(self.survivors.names) / 500 - (clock.monotonic() - began)))
 
     async def _look(self) -> None:
-        ask = time.monotonic() - self._asked_at >= ASK_S or not self._nodes
+        ask = clock.monotonic() - self._asked_at >= ASK_S or not self._nodes
         if ask:
             self._nodes = await self.slurm.nodes()
             job = await self.slurm.job(self.raw_id)

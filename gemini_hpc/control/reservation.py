@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gemini_hpc import clock
 from gemini_hpc.control.decide import candidates
 from gemini_hpc.control.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.control.slurm.api import SlurmApi
@@ -95,7 +95,7 @@ class Held:
             if not chosen:
                 continue
             self.note("reserve", "before", name=name, nodes=chosen)
-            began = time.monotonic()
+            began = clock.monotonic()
             try:
                 await self.slurm.create_reservation(name, chosen, self.user_id, self.minutes)
             except SlurmUnreachable:
@@ -225,7 +225,7 @@ class Held:
     async def clean(self) -> None:
         """Let go of what is held."""
         if self.name and not self.own:
-            began = time.monotonic()
+            began = clock.monotonic()
             name, self.name = self.name, ""
             await self.drop(name)
             self.say("released", "", f"reservation {name} {ms(began)}")
@@ -242,7 +242,7 @@ class Held:
 
 def ms(began: float) -> str:
     """How long it took since `began` (monotonic), for an event's detail."""
-    return f"[{(time.monotonic() - began) * 1000:.0f} ms]"
+    return f"[{(clock.monotonic() - began) * 1000:.0f} ms]"
 
 
 async def sweep(slurm: SlurmApi, kept: Sequence[str]) -> list[str]:

@@ -7,10 +7,10 @@ import logging
 import os
 import secrets
 import socket
-import time
 from collections import Counter
 from contextlib import suppress
 
+from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.control import tasks
 from gemini_hpc.control.access import operators
@@ -61,10 +61,10 @@ class _Rate:
     """A token bucket."""
 
     def __init__(self) -> None:
-        self._tokens, self._at = MESSAGES_BURST, time.monotonic()
+        self._tokens, self._at = MESSAGES_BURST, clock.monotonic()
 
     def take(self) -> bool:
-        now = time.monotonic()
+        now = clock.monotonic()
         self._tokens = min(MESSAGES_BURST, self._tokens + (now - self._at) * MESSAGES_PER_S)
         self._at = now
         self._tokens -= 1
@@ -173,19 +173,19 @@ class Controller:
 
     async def read_job(self, raw_id: int, fresh: bool = False) -> Job:
         """A job from Slurm; the thousand agents of one job cost one call. Raises `SlurmError`."""
-        asked = time.monotonic()
+        asked = clock.monotonic()
         known = self._reads.get(raw_id)
         while fresh and known is not None and known[0] < asked:
             # The thousand agents of one job, or one that asks without end, still cost one call.
-            if (age_s := time.monotonic() - known[0]) >= FRESH_JOB_S:
+            if (age_s := clock.monotonic() - known[0]) >= FRESH_JOB_S:
                 known = None
             else:
                 await asyncio.sleep(FRESH_JOB_S - age_s)
                 known = self._reads.get(raw_id)
-        if known is None or time.monotonic() - known[0] > JOB_CACHE_S:
+        if known is None or clock.monotonic() - known[0] > JOB_CACHE_S:
             future = asyncio.ensure_future(self.slurm.job(raw_id))
-            known = self._reads[raw_id] = (time.monotonic(), future)
-            self._reads = {k: v for k, v in self._reads.items() if time.monotonic() - v[0] < 10 * JOB_CACHE_S}
+            known = self._reads[raw_id] = (clock.monotonic(), future)
+            self._reads = {k: v for k, v in self._reads.items() if clock.monotonic() - v[0] < 10 * JOB_CACHE_S}
         return await asyncio.shield(known[1])
 
     async def _agent(self, link: Link) -> None:

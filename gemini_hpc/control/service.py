@@ -7,11 +7,11 @@ import logging
 import os
 import signal
 import sys
-import time
 from contextlib import suppress
 
 import msgspec
 
+from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.control import daemon
 from gemini_hpc.control.daemon import ServiceError
@@ -26,7 +26,7 @@ log = logging.getLogger("gemini_hpc.control")
 def _tell_way(settings: Settings, way: Way) -> None:
     """In the log, and for `doctor` on disk."""
     log.log(logging.WARNING if way.left else logging.INFO, "event=slurm-api used=%s why=%s", way.name, way.why)
-    told = Told(settings.slurm_api, way.name, way.why, way.left, time.time())
+    told = Told(settings.slurm_api, way.name, way.why, way.left, clock.time())
     path = os.path.join(settings.state_dir, FILE)
     try:
         os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)

@@ -7,10 +7,10 @@ it, and it is taken in again when that is over. Nothing is done to a node here: 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from gemini_hpc import clock
 from gemini_hpc.control import probe
 from gemini_hpc.control.decide import barred
 from gemini_hpc.control.fencing import Port
@@ -48,13 +48,13 @@ class Survivors:
         length_s: float,
     ) -> None:
         """Take over what Slurm says. `reservations`: those that are not the job's; `length_s`: the job's time."""
-        others, ends_at = list(reservations), time.time() + length_s
+        others, ends_at = list(reservations), clock.time() + length_s
         known = {n: barred(job, nodes[n], partitions, others, ends_at) for n in self.names if n in nodes}
         self._barred = {n: why for n, why in known.items() if why}
 
     async def look(self, nodes: Mapping[str, Node]) -> None:
         """Probe those for which no agent vouches, once; those that have been silent are put to the judgement."""
-        began = time.monotonic()
+        began = clock.monotonic()
         targets: dict[str, Target] = {}
         for name in self.names:
             if self.vouched(name):

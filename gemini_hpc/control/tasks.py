@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
+
+from gemini_hpc import clock
 
 log = logging.getLogger("gemini_hpc.control")
 
@@ -26,7 +27,7 @@ async def keep(name: str, work: Callable[[], Awaitable[None]], died: Died) -> No
     """Run `work` until it returns; where it raises, tell `died` and begin again after a pause that doubles."""
     pause_s = FIRST_PAUSE_S
     while True:
-        began = time.monotonic()
+        began = clock.monotonic()
         try:
             return await work()
         except Exception as exc:
@@ -34,7 +35,7 @@ async def keep(name: str, work: Callable[[], Awaitable[None]], died: Died) -> No
                 raise asyncio.CancelledError from exc  # a fault on the way out is no reason to begin again
             log.exception("event=task-died task=%s", name)
             tell(died, f"{name}: {type(exc).__name__}")  # its own text may be a user's
-        if time.monotonic() - began > LASTED_S:
+        if clock.monotonic() - began > LASTED_S:
             pause_s = FIRST_PAUSE_S
         await asyncio.sleep(pause_s)
         pause_s = min(MAX_PAUSE_S, 2 * pause_s)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from contextlib import suppress
 
+from gemini_hpc import clock
 from gemini_hpc.config import Settings
 from gemini_hpc.control import past
 from gemini_hpc.control.decide import release_reason
@@ -44,13 +44,13 @@ class Watcher:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            began = time.monotonic()
+            began = clock.monotonic()
             try:
                 await self.look()
             except SlurmError as exc:
                 # No answer means no knowledge: nobody is released.
                 log.warning("watcher: %s", exc)
-            took = time.monotonic() - began
+            took = clock.monotonic() - began
             await asyncio.sleep(min(MAX_INTERVAL_S, max(INTERVAL_S, 20 * took)) if took > 0.1 else INTERVAL_S)
 
     async def look(self) -> None:
@@ -79,7 +79,7 @@ class Watcher:
             if self._recoveries.active(raw_id):
                 continue
             self._tell_ended(track, forgotten=row is None)
-            ended_for_s = time.time() - track.stored.ended_at if track.stored.ended_at else None
+            ended_for_s = clock.time() - track.stored.ended_at if track.stored.ended_at else None
             reason = release_reason(state, ended_for_s, self._settings.retention_s)
             if reason:
                 self._release_all(track, reason)
@@ -122,7 +122,7 @@ class Watcher:
         if track.running_since is None or track.job is None:
             return
         restart, since = track.running_since
-        if time.monotonic() - since < ELSEWHERE_S or restart != track.job.restarts:
+        if clock.monotonic() - since < ELSEWHERE_S or restart != track.job.restarts:
             return
         for agent in list(track.agents.values()):
             if agent.connected and agent.restart < restart and agent.host not in track.members(restart):
@@ -152,7 +152,7 @@ class Watcher:
         if (why := never_requeued(job)) and track.noticed != job.restarts:
             track.noticed = job.restarts
             self._recoveries.say(track.raw_id, job.restarts, "never_requeued", "", why)
-        if track.looked == job.restarts or time.monotonic() - since[1] < PARTLY_S:
+        if track.looked == job.restarts or clock.monotonic() - since[1] < PARTLY_S:
             return
         track.looked = job.restarts
         there = {a.host for a in track.agents.values() if a.connected and a.restart == job.restarts}
@@ -183,8 +183,8 @@ class Watcher:
     @staticmethod
     def _release(agent: Agent, reason: str, *, save: bool = False) -> None:
         # Whoever has stopped an agent has not earned a line a second.
-        if time.monotonic() - agent.told_release_s > RELEASE_TOLD_S:
-            agent.told_release_s = time.monotonic()
+        if clock.monotonic() - agent.told_release_s > RELEASE_TOLD_S:
+            agent.told_release_s = clock.monotonic()
             log.info("job=%d event=release host=%s reason=%s", agent.job, agent.host, reason)
         agent.link.send(Release(agent.job, reason, save))
 
@@ -194,7 +194,7 @@ def _tell_end(track: Track, end_time: float) -> None:
     for agent in track.agents.values():
         if agent.connected and abs(agent.told_end - end_time) > _SAME_END_S:
             agent.told_end = end_time
-            agent.link.send(Ending(track.raw_id, max(0, int(end_time - time.time())) if end_time else None))
+            agent.link.send(Ending(track.raw_id, max(0, int(end_time - clock.time())) if end_time else None))
 
 
 def _tell_waits(track: Track, pending: bool) -> None:

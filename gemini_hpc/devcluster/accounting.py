@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import pwd
-import time
 
+from gemini_hpc import clock
 from gemini_hpc.devcluster import database, enter, network, slurm
 from gemini_hpc.devcluster.accounts import USERS
 from gemini_hpc.devcluster.errors import DevclusterError, log_tail
@@ -27,14 +27,14 @@ def start(layout: Layout, outer: ProcessId) -> None:
     _write_conf(layout)
     argv = [program("slurmdbd")]
     done = enter.complete(enter.start(enter.command(layout, outer.pid, argv)), None, 20.0)
-    log, deadline = layout.log / "slurmdbd.log", time.monotonic() + 20.0
+    log, deadline = layout.log / "slurmdbd.log", clock.monotonic() + 20.0
     if done.returncode:
         raise DevclusterError(f"slurmdbd did not start: {' '.join(done.stderr.split()) or log_tail(log)}")
     while not network.listens(outer.pid, SLURMDBD_PORT):
         fatal = log.exists() and "fatal:" in log.read_text(errors="replace")
-        if fatal or time.monotonic() > deadline:
+        if fatal or clock.monotonic() > deadline:
             raise DevclusterError(f"slurmdbd did not come up: {log_tail(log)}")
-        time.sleep(0.01)
+        clock.sleep(0.01)
     _fill(layout, outer)
 
 

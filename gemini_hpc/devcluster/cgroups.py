@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from gemini_hpc import clock
 from gemini_hpc.core import cgroup
 from gemini_hpc.devcluster.layout import Layout
 
@@ -69,14 +69,14 @@ def remove(layout: Layout, name: str = "") -> None:
 
 
 def _remove(top: Path) -> None:
-    deadline = time.monotonic() + REMOVE_TIMEOUT_S
+    deadline = clock.monotonic() + REMOVE_TIMEOUT_S
     while top.is_dir():
         for directory, _, _ in os.walk(top, topdown=False):
             with contextlib.suppress(OSError):  # a process that is just dying is still in it
                 os.rmdir(directory)
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             return
-        time.sleep(0.01)
+        clock.sleep(0.01)
 
 
 def into_slurmds(argv: Sequence[str]) -> list[str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from gemini_hpc import clock
 from gemini_hpc.devcluster import (
     accounts,
     bringup,
@@ -75,7 +75,7 @@ class Cluster:
         gemini controller service, likewise. `settings`: keys for gemini.toml. `slurm_conf`: lines for the end of
         slurm.conf. `replace`: take a running cluster of this name down first. Remains of a dead one always are.
         """
-        began = time.monotonic()
+        began = clock.monotonic()
         layout, chosen = Layout(name), profiles.profile(profile)
         requirements.check(chosen)
         environment.interpreter()
@@ -102,7 +102,7 @@ class Cluster:
                     slurm_conf=slurm_conf,
                 )
                 slurm.wait_idle(layout, cluster._outer(), cluster.node_names, 30.0)
-                cluster.ready_s = time.monotonic() - began
+                cluster.ready_s = clock.monotonic() - began
                 if controller and services.controller_exists():
                     services.start_controller(layout, cluster._outer())
         except _TakenError:
@@ -280,18 +280,18 @@ class Cluster:
                 raise DevclusterError(f"node {node} of cluster {self.name} is already on")
             outer, last = self._outer(), slurm.slurmd_started(self._layout, self._outer(), node)
             # Slurm tells one slurmd from the next by the second in which it started.
-            time.sleep(max(0.0, last + 1.0 - time.time()))
-            began = int(time.time())
+            clock.sleep(max(0.0, last + 1.0 - clock.time()))
+            began = int(clock.time())
             hosts.start_daemons(
                 self._layout, self._profile, hosts.boot_nodes(self._layout, outer, self._profile, [node])
             )
-        deadline = time.monotonic() + timeout_s
+        deadline = clock.monotonic() + timeout_s
         while slurm.slurmd_started(self._layout, outer, node) < began:
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 raise DevclusterError(
                     f"slurmd of {node} has not registered within {timeout_s:g} s; see {self._layout.log}"
                 )
-            time.sleep(0.05)
+            clock.sleep(0.05)
 
     def resume(self, node: str) -> None:
         """Take a node out of DOWN and DRAIN."""

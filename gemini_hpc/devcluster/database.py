@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import pwd
 import subprocess
-import time
 from pathlib import Path
 
+from gemini_hpc import clock
 from gemini_hpc.devcluster import enter
 from gemini_hpc.devcluster.errors import DevclusterError, log_tail
 from gemini_hpc.devcluster.layout import Layout
@@ -56,11 +56,11 @@ def start(layout: Layout, outer: ProcessId) -> None:
         prepare = 'install -d -o slurm -g slurm "${0%/*}" && ln -sfn "${0%/*}" "$1" && shift && exec "$@"'
         argv = ["/bin/sh", "-c", prepare, _SOCKET, _OTHER_DIRECTORY, program("setsid"), "--fork", *server]
         enter.start(enter.command(layout, outer.pid, argv), stdout=output, stderr=subprocess.STDOUT).wait(20.0)
-    deadline = time.monotonic() + 20.0
+    deadline = clock.monotonic() + 20.0
     while "ready for connections" not in (text := log.read_text(errors="replace")):
-        if "[ERROR] Aborting" in text or time.monotonic() > deadline:
+        if "[ERROR] Aborting" in text or clock.monotonic() > deadline:
             raise DevclusterError(f"mariadbd did not come up: {log_tail(log)}")
-        time.sleep(0.01)
+        clock.sleep(0.01)
 
 
 def _scripts() -> list[Path]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from gemini_hpc import clock
 from gemini_hpc.agent.jobdir import RUN_OPTIONS
 from gemini_hpc.devcluster import cgroups, enter, environment, munge, network, processes, record
 from gemini_hpc.devcluster.boot import Boot, Mount
@@ -153,7 +153,7 @@ def power_off(layout: Layout, outer: ProcessId, node: str, process: ProcessId, r
     keep = os.open(f"/proc/{process.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         _end(node, process)
-        time.sleep(RESET_S)
+        clock.sleep(RESET_S)
         network.unplug(outer.pid, node)
     finally:
         os.close(keep)

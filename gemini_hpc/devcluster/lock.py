@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gemini_hpc import clock
 from gemini_hpc.devcluster.errors import DevclusterError
 from gemini_hpc.devcluster.layout import ROOT, Layout
 
@@ -18,7 +18,7 @@ WAIT_S = 90.0
 
 def _acquire(path: Path, flags: int, operation: int, wait_s: float) -> int | None:
     """A descriptor that holds the lock on what `path` names now; None if it was not to be had in time."""
-    deadline = time.monotonic() + wait_s
+    deadline = clock.monotonic() + wait_s
     while True:
         try:
             ROOT.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -34,9 +34,9 @@ def _acquire(path: Path, flags: int, operation: int, wait_s: float) -> int | Non
         except FileNotFoundError:
             pass
         except BlockingIOError:
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 return None
-            time.sleep(0.02)
+            clock.sleep(0.02)
         finally:
             if not held:
                 os.close(fd)

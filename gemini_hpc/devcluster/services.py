@@ -6,9 +6,9 @@ import importlib.util
 import pwd
 import signal
 import subprocess
-import time
 from pathlib import Path
 
+from gemini_hpc import clock
 from gemini_hpc.devcluster import enter, network, processes
 from gemini_hpc.devcluster.errors import DevclusterError, log_tail
 from gemini_hpc.devcluster.layout import CONTROLLER, INSIDE_PYTHON, MARKER, ROLE, Layout
@@ -32,12 +32,12 @@ def start_slurmctld(layout: Layout, outer: ProcessId) -> None:
 
 def wait_slurmctld(layout: Layout, outer: ProcessId, timeout_s: float = 15.0) -> None:
     """Until it answers: a slurmd that registers earlier tries again only after seconds."""
-    log, deadline = layout.log / "slurmctld.log", time.monotonic() + timeout_s
+    log, deadline = layout.log / "slurmctld.log", clock.monotonic() + timeout_s
     while not network.listens(outer.pid, SLURMCTLD_PORT):
         fatal = log.exists() and "fatal:" in log.read_text(errors="replace")
-        if fatal or time.monotonic() > deadline:
+        if fatal or clock.monotonic() > deadline:
             raise DevclusterError(f"slurmctld did not come up: {log_tail(log)}")
-        time.sleep(0.01)
+        clock.sleep(0.01)
 
 
 def controller_exists() -> bool:
@@ -83,12 +83,12 @@ def start_controller(layout: Layout, outer: ProcessId) -> ProcessId:
     with log.open("a") as output:
         start = enter.command(layout, outer.pid, argv, env=extra)
         enter.start(start, stdout=output, stderr=subprocess.STDOUT).wait(20.0)
-    deadline = time.monotonic() + 5.0
+    deadline = clock.monotonic() + 5.0
     # In the middle of an exec a process shows no environment, and cannot be told for ours.
-    while (found := controller(layout, outer)) is None and time.monotonic() < deadline:
+    while (found := controller(layout, outer)) is None and clock.monotonic() < deadline:
         if _has_content(layout.controller_pid) and _gone(layout, outer):
             break
-        time.sleep(0.005)
+        clock.sleep(0.005)
     # One that cannot be imported, or does not like its settings, ends within this time.
     if found is None or processes.ends(found, SETTLE_S):
         raise DevclusterError(f"the controller service ended at once: {log_tail(log)}")

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 
+from gemini_hpc import clock
 from gemini_hpc.devcluster import enter
 from gemini_hpc.devcluster.errors import DevclusterError, log_tail
 from gemini_hpc.devcluster.layout import Layout
@@ -58,7 +59,7 @@ def show(layout: Layout, outer: ProcessId, kind: str, name: str) -> dict[str, st
 
 def wait_idle(layout: Layout, outer: ProcessId, nodes: Sequence[str], timeout_s: float) -> None:
     """Until Slurm calls every one of `nodes` idle."""
-    deadline = time.monotonic() + timeout_s
+    deadline = clock.monotonic() + timeout_s
     while True:
         try:
             states = node_states(layout, outer)
@@ -71,11 +72,11 @@ def wait_idle(layout: Layout, outer: ProcessId, nodes: Sequence[str], timeout_s:
         late = {node: states.get(node, "unknown") for node in nodes if states.get(node) != "idle"}
         if not late:
             return
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             text = ", ".join(f"{node} is {state}" for node, state in late.items())
             log = layout.log / f"slurmd.{next(iter(late))}.log"
             raise DevclusterError(f"not idle within {timeout_s:g} s: {text}; {log.name} ends: {log_tail(log)}")
-        time.sleep(0.03)
+        clock.sleep(0.03)
 
 
 def slurmd_started(layout: Layout, outer: ProcessId, node: str) -> float:

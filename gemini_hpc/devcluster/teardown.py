@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import time
 from pathlib import Path
 
+from gemini_hpc import clock
 from gemini_hpc.devcluster import cgroups, lock, processes
 from gemini_hpc.devcluster.errors import DevclusterError
 from gemini_hpc.devcluster.layout import BUILD, INSIDE, MARKER, ROLE, ROOT, SETTINGS, Layout
@@ -64,7 +64,7 @@ def _end_processes(layout: Layout) -> bool:
         # The init of a pid namespace takes all others with it, those of the nested namespaces too.
         if not processes.end(outer):
             raise DevclusterError(f"cluster {layout.name}: process {outer.pid} does not end; try again")
-    deadline = time.monotonic() + 10.0
+    deadline = clock.monotonic() + 10.0
     # Twice in a row without any: one that was just being forked is seen the second time.
     quiet = 0
     while quiet < 2:
@@ -73,7 +73,7 @@ def _end_processes(layout: Layout) -> bool:
         found |= bool(strays)
         for stray in strays:
             processes.end(stray, wait_s=2.0)
-        if strays and time.monotonic() > deadline:
+        if strays and clock.monotonic() > deadline:
             pids = ", ".join(str(stray.pid) for stray in strays)
             raise DevclusterError(f"cluster {layout.name}: processes {pids} do not end; try again")
     return found

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import msgspec
 
+from gemini_hpc import clock
 from gemini_hpc.control.primary import LOCK, is_here
 from gemini_hpc.control.slurm import Slurm
 from gemini_hpc.control.slurm.ways import FILE, Told
@@ -128,7 +129,7 @@ def alerts(facts: Facts) -> Outcome:
             for line in f:
                 with suppress(ValueError, RecursionError, AttributeError, TypeError):
                     record = json.loads(line)
-                    if record["step"] == "alert" and time.time() - record["t"] < _ALERT_S:
+                    if record["step"] == "alert" and clock.time() - record["t"] < _ALERT_S:
                         told.append(record)
     except FileNotFoundError:
         return ok(f"{path} is not there yet")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Collection, Iterator
 
+from gemini_hpc import clock
 from gemini_hpc.doctor import (
     access,
     agents,
@@ -76,19 +76,19 @@ def _bounded(check: Check, facts: Facts, timeout_s: float) -> Outcome:
 
 def examine(facts: Facts, only: Collection[str] = (), checks: tuple[Check, ...] = CHECKS) -> Iterator[Finding]:
     """The findings, in the order of the checks. `only`: names, or groups (the word before the point)."""
-    end = time.monotonic() + ALL_TIMEOUT_S
+    end = clock.monotonic() + ALL_TIMEOUT_S
     roles = _roles(facts)
     for check in checks:
         if only and check.name not in only and check.name.partition(".")[0] not in only:
             continue
-        began = time.monotonic()
+        began = clock.monotonic()
         if not check.roles & roles:
             outcome = Outcome(SKIPPED, f"{OTHER_HOSTS} ({', '.join(sorted(roles))})")
         elif began >= end:
             outcome = Outcome(SKIPPED, f"no time left after {ALL_TIMEOUT_S:.0f} s")
         else:
             outcome = _bounded(check, facts, min(CHECK_TIMEOUT_S, end - began))
-        took = round(time.monotonic() - began, 3)
+        took = round(clock.monotonic() - began, 3)
         yield Finding(check.name, check.rule, outcome.status, outcome.found, outcome.wanted, outcome.fix, took)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-
+from gemini_hpc import clock
 from gemini_hpc.control import ask
 from gemini_hpc.control.questions import slurm_facts
 from gemini_hpc.control.slurm.facts import RUNNING
@@ -32,7 +31,7 @@ class _Asking:
 
     def answer(self, raw_id: int) -> JobAnswer | None:
         """None: not told, or no time left."""
-        if time.monotonic() > self._deadline:
+        if clock.monotonic() > self._deadline:
             return None
         try:
             try:
@@ -67,7 +66,7 @@ def agents(facts: Facts) -> Outcome:
     running = [row.raw_id for row in rows if row.state == RUNNING][:MAX_JOBS]
     if not running:
         return ok(f"no protected job runs{_as_seen(known)}")
-    asking = _Asking(facts, time.monotonic() + DEADLINE_S)
+    asking = _Asking(facts, clock.monotonic() + DEADLINE_S)
     protected_jobs, untold, told = 0, 0, []
     try:
         for raw_id in running:
@@ -78,10 +77,10 @@ def agents(facts: Facts) -> Outcome:
             sure = raw_id in known.sure
             if _bare(answer, sure):
                 job = facts.job(raw_id)
-                if job is None or time.time() - job.start_time < YOUNG_S:
+                if job is None or clock.time() - job.start_time < YOUNG_S:
                     continue
                 for _ in range(AGAIN):  # a busy node may have answered late
-                    time.sleep(AGAIN_S)
+                    clock.sleep(AGAIN_S)
                     answer = asking.answer(raw_id) or answer
                     if not _bare(answer, sure):
                         break

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 import msgspec
 
+from gemini_hpc import clock
 from gemini_hpc.agent import mounts
 from gemini_hpc.agent.ledger import NAME as LEDGER
 from gemini_hpc.control.registry import Stored
@@ -39,7 +40,7 @@ def reservations(facts: Facts) -> Outcome:
         job = facts.job(int(match[1])) if row is not None and row.state == RUNNING else None
         if row is None:
             told.append(f"{reservation.name} on {some(reservation.nodes, ',')}: its job is over")
-        elif job and job.reservation != reservation.name and time.time() - reservation.start_time > YOUNG_S:
+        elif job and job.reservation != reservation.name and clock.time() - reservation.start_time > YOUNG_S:
             told.append(f"{reservation.name} on {some(reservation.nodes, ',')}: its job runs without it")
     if told:
         fix = (
@@ -74,7 +75,7 @@ def _ago(seconds: float | None) -> str:
 def nodes(facts: Facts) -> Outcome:
     """A fenced node waits for the administrator (SITE 4)."""
     told = [
-        f"{n.name} {n.state}{'+DRAIN' if 'DRAIN' in n.flags else ''} {_ago(age_s(n.reason, time.time()))}"
+        f"{n.name} {n.state}{'+DRAIN' if 'DRAIN' in n.flags else ''} {_ago(age_s(n.reason, clock.time()))}"
         for n in facts.nodes.values()
         if n.reason.startswith(OURS) and (n.down or "DRAIN" in n.flags)
     ]
@@ -101,7 +102,7 @@ def changed(path: str) -> float:
 
 def directories(facts: Facts) -> Outcome:
     """Directories of jobs that are over, and agents that outstay their retention (SITE 16)."""
-    run_dir, now = facts.settings.run_dir, time.time()
+    run_dir, now = facts.settings.run_dir, clock.time()
     try:
         names = sorted(os.listdir(run_dir))[:MAX_LOOKED_AT]
     except FileNotFoundError:

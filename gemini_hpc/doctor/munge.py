@@ -6,8 +6,8 @@ import os
 import re
 import stat
 import subprocess
-import time
 
+from gemini_hpc import clock
 from gemini_hpc.doctor import greeting, paths
 from gemini_hpc.doctor.check import ANYWHERE, Check
 from gemini_hpc.doctor.facts import Facts
@@ -85,13 +85,13 @@ def judge_clock(ahead_s: float, where: str) -> Outcome:
     return ok(f"the clock of {where} is as ours (within {CLOCK_WARNING_S:.0f} s)")
 
 
-def clock(facts: Facts) -> Outcome:
+def clocks(facts: Facts) -> Outcome:
     """The controller's, from the time that its credential was made."""
     try:
         made = greeting.greet(facts.settings, facts.slurm_uid)
     except greeting.GreetingError as exc:
         raise Unavailable(f"the controller cannot be asked for its time: {exc}") from None
-    return judge_clock(made - time.time(), facts.settings.controller_host)
+    return judge_clock(made - clock.time(), facts.settings.controller_host)
 
 
 def _key(facts: Facts) -> tuple[str, int]:
@@ -125,6 +125,6 @@ def key(facts: Facts) -> Outcome:
 CHECKS = (
     Check("munge.answers", "SITE 1", ANYWHERE, answers),
     Check("munge.version", "CVE-2026-25506", ANYWHERE, version),
-    Check("munge.clock", "SITE 1", ANYWHERE, clock),
+    Check("munge.clock", "SITE 1", ANYWHERE, clocks),
     Check("munge.key", "CVE-2026-25506", ANYWHERE, key),
 )

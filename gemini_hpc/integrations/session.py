@@ -7,7 +7,6 @@ import functools
 import itertools
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from gemini_hpc import clock
 from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.client.slots import Content
 from gemini_hpc.core import directory
@@ -195,13 +195,13 @@ class Session(Membership):
 
     def _sealed(self) -> bool:
         """Wait for it, bounded: all ranks' copies are at their holders, and have to be verified."""
-        wanted, deadline = (self._epoch, self._version), time.monotonic() + self._seal_timeout_s
+        wanted, deadline = (self._epoch, self._version), clock.monotonic() + self._seal_timeout_s
         while self._gate.sealed < wanted:
             page = self._client.page if self._client is not None else None
             gone = not self._protected or (page is not None and page.abandoned >= wanted)
-            if gone or time.monotonic() > deadline:
+            if gone or clock.monotonic() > deadline:
                 return False
-            time.sleep(_POLL_S)
+            clock.sleep(_POLL_S)
         return True
 
     def _register(self, totals: list[int]) -> None:

@@ -13,7 +13,6 @@ import ctypes
 import errno
 import math
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from gemini_hpc import clock
 from gemini_hpc.core.directory import Manifest, Row
 from gemini_hpc.mpi.arrays import Array, Arrays, Shape
 from gemini_hpc.mpi.words import Words
@@ -42,7 +42,7 @@ def write(comm: Any, words: Words, path: str, arrays: Arrays, name: str, version
     """Collective. Raises RuntimeError, ValueError, OSError alike on all ranks; see `Checkpointer.archive`."""
     _agree(words, _lacking(), RuntimeError)
     datasets = plan([msgspec.msgpack.decode(raw, type=Manifest) for raw in words.all(arrays.packed)])
-    attributes = {"set": name, "version": version, "world": comm.Get_size(), "time": int(time.time())}
+    attributes = {"set": name, "version": version, "world": comm.Get_size(), "time": int(clock.time())}
     directory, last = os.path.split(os.path.abspath(path))
     temporary = f"{directory}/.{last}.tmp"
 

@@ -6,13 +6,13 @@ import mmap
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
 
+from gemini_hpc import clock
 from gemini_hpc.client import joining
 from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused, NotYet
 from gemini_hpc.client.agent import Exchange as Ask
@@ -171,7 +171,7 @@ class Checkpointer:
                     self._say(f"memory could not serve: {line}")
             if not welcome.chosen_version:
                 return 0
-            began = time.monotonic()
+            began = clock.monotonic()
             shards: list[Saved] = []
             try:
                 shards = self._fetch(welcome)
@@ -186,7 +186,7 @@ class Checkpointer:
         self._version = self._last = welcome.chosen_version
         if self._rank == 0:
             place = "the tier" if welcome.stored else "memory"
-            took_s = time.monotonic() - began
+            took_s = clock.monotonic() - began
             self._say(f"resumed at version {self._version} from {place} ({took_s:.2f} s)")
         return self._version
 
@@ -388,11 +388,11 @@ class Checkpointer:
         """The version before has gone and come: then wait, for a while, for its seal. False while it has not."""
         if self._exchange is None:
             return True
-        patience, moved_at = Patience(), time.monotonic()
+        patience, moved_at = Patience(), clock.monotonic()
         while not self._exchange.over:
             with self._lock:
                 moved = self._exchange.progress()
-            now = time.monotonic()
+            now = clock.monotonic()
             moved_at = now if moved else moved_at
             if now - moved_at > self._seal_timeout_s:
                 return False

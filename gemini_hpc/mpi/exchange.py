@@ -7,11 +7,12 @@ it is called: by a thread of ours where it allows that (MPI_THREAD_MULTIPLE), el
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import xxhash
+
+from gemini_hpc import clock
 
 _DIGEST_TAG, _CHUNK_TAG = 1, 2
 _STRIDE_BYTES = 8 << 20
@@ -113,4 +114,4 @@ class Patience:
 
     def __call__(self, moved: bool) -> None:
         self._pause_s = _SHORTEST_S if moved else min(_LONGEST_S, 2 * self._pause_s)
-        time.sleep(self._pause_s)
+        clock.sleep(self._pause_s)

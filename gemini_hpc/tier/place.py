@@ -7,10 +7,10 @@ import os
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from gemini_hpc import clock
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import version
 
@@ -140,13 +140,13 @@ class Pace:
 
     def __init__(self, bytes_per_s: float) -> None:
         self._rate = bytes_per_s
-        self._due = time.monotonic()
+        self._due = clock.monotonic()
 
     def __call__(self, count: int) -> None:
         """`count` more bytes are through."""
         if not self._rate:
             return
-        now = time.monotonic()
+        now = clock.monotonic()
         self._due = max(self._due, now - self._STEP_S) + count / self._rate
         if self._due > now:
-            time.sleep(self._due - now)
+            clock.sleep(self._due - now)

@@ -11,11 +11,11 @@ import mmap
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from importlib.util import find_spec
 
+from gemini_hpc import clock
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import lustre, names, orders, place, retention, version
 from gemini_hpc.tier.ahead import Ahead
@@ -52,13 +52,13 @@ class _Told:
     """Tells the agent now and then how far it is, at a rate."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        self._pace, self._bytes, self._told_at = Pace(bytes_per_s), 0, time.monotonic()
+        self._pace, self._bytes, self._told_at = Pace(bytes_per_s), 0, clock.monotonic()
 
     def __call__(self, count: int) -> None:
         self._bytes += count
         self._pace(count)
-        if time.monotonic() - self._told_at > _TELL_EVERY_S:
-            self._told_at = time.monotonic()
+        if clock.monotonic() - self._told_at > _TELL_EVERY_S:
+            self._told_at = clock.monotonic()
             _say(orders.Progress(self._bytes))
 
 
@@ -98,7 +98,7 @@ def _finish(order: orders.Finish) -> orders.Answer:
     with told(where):
         newest = next(version.whole(above), None)
         serial = 1 if newest is None else newest.serial + 1
-        made = version.Manifest(order.job, order.set, stamp, order.world, time.time(), order.files, serial)
+        made = version.Manifest(order.job, order.set, stamp, order.world, clock.time(), order.files, serial)
         index.write(where, made, _Told(0.0))
         given = _given(above, stamp, order.names)
         mine = {name: asked for name, (asked, has) in given.items() if has == stamp}

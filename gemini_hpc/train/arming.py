@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
+from gemini_hpc import clock
 from gemini_hpc.client.agent import AgentLost, AgentRefused
 from gemini_hpc.client.slots import Content
 from gemini_hpc.core.manifest import Layout
@@ -467,7 +467,7 @@ class Arming(Membership):
     def _shut_down(self, patience_s: float) -> bool:
         """Stop the threads: first in peace (the other ranks say goodbye too), then by cutting the links. Whether all
         of them have ended."""
-        deadline = time.monotonic() + patience_s
+        deadline = clock.monotonic() + patience_s
         if self._driver is not None:
             self._driver.finish(in_peace=patience_s > 0)
         if self._arming is not None:
@@ -477,9 +477,9 @@ class Arming(Membership):
             quiet = patience_s > 0 and (self._arming is None or self._listening)
         self._pacer.end()
         if self._replicator is not None:
-            quiet = self._replicator.stop(max(0.0, deadline - time.monotonic())) and quiet
+            quiet = self._replicator.stop(max(0.0, deadline - clock.monotonic())) and quiet
         for receiver in self._receivers:
-            quiet = receiver.join(max(0.0, deadline - time.monotonic())) and quiet
+            quiet = receiver.join(max(0.0, deadline - clock.monotonic())) and quiet
         if not quiet:
             if self._transport is not None:
                 self._transport.interrupt()

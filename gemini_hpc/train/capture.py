@@ -9,7 +9,6 @@ from then on (it becomes eager).
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 import xxhash
 
+from gemini_hpc import clock
 from gemini_hpc.core.directory import LIFTED, PARAMETER, Manifest
 from gemini_hpc.core.manifest import TENSOR_ALIGN_BYTES
 from gemini_hpc.core.ranges import Range, merged
@@ -345,7 +345,7 @@ class Capture:
     def bring(self, job: Job, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
         """Copy from the second of each pair, a part of the training's state, into the first, in host memory. How long
         that took, in seconds, without the wait for a device to come to step()."""
-        began = time.monotonic()
+        began = clock.monotonic()
         if self._copies is not None and job.ready is not None:
             return self._fetch(job, pairs)
         small_from: list[torch.Tensor] = []
@@ -359,7 +359,7 @@ class Capture:
                     target.copy_(view)
             if small_to:
                 torch._foreach_copy_(small_to, small_from)
-        return time.monotonic() - began
+        return clock.monotonic() - began
 
     def _fetch(self, job: Job, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> float:
         """These, the samples, and what the small state lacks, to host memory."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gemini_hpc import clock
 from gemini_hpc.client.agent import AgentLost, AgentRefused
 from gemini_hpc.tier import names
 from gemini_hpc.train import arguments, hold, keeping, ownership
@@ -269,7 +270,7 @@ class Checkpointer(Resuming):
         if crowded or (self._crowded and self._gate.degraded and self._version % _TOGETHER):
             # ranks that skip must come to skip the same versions, or none is ever sealed again
             self._crowded = True
-            if self._late and time.monotonic() - self._pacer.progress_at > self._seal_timeout_s:
+            if self._late and clock.monotonic() - self._pacer.progress_at > self._seal_timeout_s:
                 self._gate.degrade(f"nothing of version {self._job.version if self._job else 0} arrives any more")
             self._note("skipped", self._version, "the version before is still on its way")
             return

@@ -10,7 +10,6 @@ its own device has caught up, which it does with the others'.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
+from gemini_hpc import clock
 from gemini_hpc.train.iteration import Record
 
 PATIENCE_S, _LEAST_PATIENCE_S = 1.5, 0.1
@@ -88,20 +88,20 @@ class Council:
     def _finish(self, waited_s: float, patience_s: float | None) -> None:
         assert self._work is not None
         patience_s = patience_s or max(_LEAST_PATIENCE_S, PATIENCE_S - waited_s)
-        deadline = time.monotonic() + patience_s
+        deadline = clock.monotonic() + patience_s
         while not self._work.is_completed():
             if not self._caught_up():
-                deadline = time.monotonic() + patience_s
-            if time.monotonic() > deadline:
+                deadline = clock.monotonic() + patience_s
+            if clock.monotonic() > deadline:
                 self._fail(f"not all ranks have answered within {patience_s:g} s")
-            time.sleep(_POLL_S)
+            clock.sleep(_POLL_S)
         try:
             self._work.wait()
         except RuntimeError as error:
             self._fail(str(error).split(". This is typically")[0])
         self._work = None
         ended_s = self._record.end_s if self._record is not None else math.nan
-        self.over_at = time.monotonic() if math.isnan(ended_s) else ended_s
+        self.over_at = clock.monotonic() if math.isnan(ended_s) else ended_s
 
     def words(self, waited_s: float = 0.0, patience_s: float | None = None) -> list[int]:
         """What `highest` came to. waited_s: how long the training has been held up already. Raises CouncilBroken."""

@@ -19,13 +19,13 @@ What each work can tell decides how its end is known:
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
+from gemini_hpc import clock
 from gemini_hpc.train.dispatch import Signature
 from gemini_hpc.train.iteration import Record
 
@@ -85,7 +85,7 @@ class Flight:
         """An operation was launched by this thread. work: None when it is over; record: gets its end; ranks: in its
         group."""
         asynchronous = signature.asynchronous(args)
-        now = time.monotonic()
+        now = clock.monotonic()
         receives = signature.name.startswith("recv")
         if not receives and self._last:
             # nobody wants to know any more when an earlier one ends, unless it is recorded
@@ -123,9 +123,9 @@ class Flight:
             finally:
                 with self._lock:
                     self._waits -= 1
-                    self.ended_s = time.monotonic()
+                    self.ended_s = clock.monotonic()
             if record is not None:
-                record.end_s = time.monotonic()
+                record.end_s = clock.monotonic()
         else:
             # gloo's future knows first, and keeps no inputs
             asked = work.get_future().done if backend == "gloo" else work.is_completed
@@ -168,7 +168,7 @@ class Flight:
             return
         over: list[_Asked] = []
         with self._lock:
-            now = time.monotonic()
+            now = clock.monotonic()
             self._held = self._sift(self._held, over, now)
             receives, self._receives = self._receives, self._sift(self._receives, over, now)
             if len(self._receives) < len(receives):

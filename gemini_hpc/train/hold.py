@@ -8,10 +8,10 @@ first asks its agent; while a node of the job is dead or suspected it stays, bou
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from types import TracebackType
 
+from gemini_hpc import clock
 from gemini_hpc.client.agent import ask_verdict
 from gemini_hpc.wire.local import Verdict
 
@@ -55,8 +55,8 @@ def hold(
     hold_s: float,
     say: Callable[[str], None],
     *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = clock.monotonic,
+    sleep: Callable[[float], None] = clock.sleep,
 ) -> str:
     """Block while the agent says (or may still find out) that a node is dead; returns why it ended.
 

@@ -3,11 +3,11 @@ sends, in pieces, so that other copies between host and device find their turn."
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from gemini_hpc import clock
 from gemini_hpc.train.nccl.cuda import CudaDevice
 from gemini_hpc.train.nccl.device import Device, Event
 
@@ -36,7 +36,7 @@ class HostCopies:
         self._stream.copy_all(piece for into, source in pairs for piece in _pieces(into, source))
         done = self._stream.record()
         while not done.query():
-            time.sleep(_LOOK_S)
+            clock.sleep(_LOOK_S)
         return done.seconds_since(begun)
 
 

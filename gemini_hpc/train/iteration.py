@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 
+from gemini_hpc import clock
 from gemini_hpc.core.spans import Op, Trace
 from gemini_hpc.train.nccl.device import Event
 
@@ -26,7 +26,7 @@ class Iteration:
     """whole: recorded from its beginning; event: where the device was then, if it is of interest."""
 
     def __init__(self, whole: bool, event: Event | None = None) -> None:
-        self.started_s = time.monotonic()
+        self.started_s = clock.monotonic()
         self.whole, self.event = whole, event
         self.gate_s: float | None = None
         self.gate_event: Event | None = None

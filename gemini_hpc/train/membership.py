@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from typing import NoReturn
 
 import msgspec
 import torch.distributed as dist
 
+from gemini_hpc import clock
 from gemini_hpc.client import joining
 from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused, Exchange, NotYet
 from gemini_hpc.client.brake import Brake
@@ -27,7 +27,7 @@ from gemini_hpc.train.transport.choice import Kind
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 
-IMPORTED_AT = time.time()
+IMPORTED_AT = clock.time()
 ARMING, ARMED, REFUSED = 0, 1, -1
 _WRITING_S = 10.0
 
@@ -191,7 +191,7 @@ class Membership:
             if not hand_back(keeper.shard, self._name, exchange, self._epoch, chosen):
                 # the agent has memory of its own for this shard (it had not died, only the connection had)
                 keeper.shard = same_or_new(keeper.shard, self._name, exchange, keeper.shard.of)
-        exchange(local.Event(name="rejoined", version=self._version, t=time.time(), detail=f"rank {self._rank}"))
+        exchange(local.Event(name="rejoined", version=self._version, t=clock.time(), detail=f"rank {self._rank}"))
         return True
 
     def _on_degraded(self, reason: str) -> None:

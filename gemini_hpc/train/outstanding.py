@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 
+from gemini_hpc import clock
 from gemini_hpc.train.pacer import Pacer
 from gemini_hpc.train.transport.base import LinkBroken, Pending
 
@@ -26,7 +26,7 @@ class Outstanding:
 
     def add(self, pending: Pending, replica: int, size: int) -> None:
         """A chunk of a replica has been sent."""
-        now = time.monotonic()
+        now = clock.monotonic()
         with self._changed:
             self._count += 1
             self._backlog_bytes += size

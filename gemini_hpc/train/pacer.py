@@ -12,13 +12,13 @@ Where the training computes on a device, its host runs ahead. What counts is the
 from __future__ import annotations
 
 import threading
-import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from statistics import median_low
 from typing import Literal, NamedTuple, Protocol
 
+from gemini_hpc import clock
 from gemini_hpc.core.chunks import cut
 from gemini_hpc.train.device import Place
 from gemini_hpc.train.link import LinkMeter
@@ -86,7 +86,7 @@ class _Wait(NamedTuple):
 class Pacer:
     """For one sending thread; the training's thread tells it of iterations and of the moment when it waits."""
 
-    def __init__(self, chunk_bytes: int, p: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, chunk_bytes: int, p: int, *, clock: Callable[[], float] = clock.monotonic) -> None:
         self.chunk_bytes, self.p, self._clock = chunk_bytes, p, clock
         self.traffic: Traffic | None = None
         self.timetable: Timetable | None = None

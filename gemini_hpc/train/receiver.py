@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
+from gemini_hpc import clock
 from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.client.seal import SealGate
 from gemini_hpc.client.slots import Content
@@ -145,7 +145,7 @@ class Receiver(Keeper):
         ours; for that, and only that, this waits."""
         if self.shard is None:
             return None
-        deadline = time.monotonic() + self._patience_s
+        deadline = clock.monotonic() + self._patience_s
         try:
             if head.total_bytes != self.shard.total_bytes:
                 self._enlarge(head.total_bytes)
@@ -155,11 +155,11 @@ class Receiver(Keeper):
                 if isinstance(reply, local.Begun) and 0 <= reply.slot < 2:
                     self.release(self._gate.sealed)
                     return reply.slot
-                if not behind or self._gate.degraded or time.monotonic() > deadline:
+                if not behind or self._gate.degraded or clock.monotonic() > deadline:
                     reason = reply.reason if isinstance(reply, local.Refused) else str(reply)
                     self._say("skipped", head.version, f"shard of rank {self.rank}: {reason}")
                     return None
-                time.sleep(_RETRY_S)
+                clock.sleep(_RETRY_S)
         except (AgentLost, AgentRefused) as error:
             self._say("skipped", head.version, f"shard of rank {self.rank}: {error}")
             return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from gemini_hpc import clock
 from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.client.seal import SealGate
 from gemini_hpc.client.slots import Content
@@ -155,7 +155,7 @@ class Replicator(Keeper):
     def stop(self, timeout_s: float) -> bool:
         """Finish what is there, say goodbye to the other holders; False if that took longer than timeout_s."""
         self._jobs.put(None)
-        deadline = time.monotonic() + timeout_s
+        deadline = clock.monotonic() + timeout_s
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -163,7 +163,7 @@ class Replicator(Keeper):
         if self._pins is not None:
             self._pins.close()
         self._outstanding.stop()
-        return self._outstanding.join(max(0.0, deadline - time.monotonic()))
+        return self._outstanding.join(max(0.0, deadline - clock.monotonic()))
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -232,13 +232,13 @@ class Replicator(Keeper):
         took_s = self._capture.copy(job, slot_index, area, stays)
         replicas = [replica for replica in sharing if replica.begin(job, self._capture)]
         took_s += sum(replica.copy(job, self._capture) for replica in replicas)
-        ended = time.monotonic()
+        ended = clock.monotonic()
         began = ended - took_s
         self._pacer.copies.append((began, ended, layout.tensor_bytes))
         changed = self._capture.changed(job, slot_index, area)
         for replica in replicas:
             replica.end(job, unchanged=not changed and job.as_it_was())
-        self._copied_s = time.monotonic() - began
+        self._copied_s = clock.monotonic() - began
         job.left.set()
         if changed:
             return self._void(job, slot_index, changed)
@@ -269,10 +269,10 @@ class Replicator(Keeper):
             self._pacer.hurry()
         elif job.hurried:
             self._pacer.wait_for()
-        self.counters.copy_s += time.monotonic() - began
-        began = time.monotonic()
+        self.counters.copy_s += clock.monotonic() - began
+        began = clock.monotonic()
         digest = self._spread(job.version, slot, used)
-        self.counters.send_s += time.monotonic() - began
+        self.counters.send_s += clock.monotonic() - began
         if self._refused is not None:
             # The holder's pair may not have begun this version, and then cannot show that it will never have it: were
             # it complete here, nobody could ever abandon it, and no later one begin.

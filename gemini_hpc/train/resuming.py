@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import time
 from typing import Any, NoReturn
 
+from gemini_hpc import clock
 from gemini_hpc.client.agent import AgentLost, AgentRefused
 from gemini_hpc.client.slots import Content
 from gemini_hpc.train import rejecting, restore, rng, start
@@ -55,14 +55,14 @@ class Resuming(Arming):
 
     def _load(self) -> int:
         """The version that the agents have chosen; 0: none, and the training may begin anew. Collective."""
-        began = time.time()
+        began = clock.time()
         shards = self._choose_and_fetch()
         if not shards:
             if self._welcome.rejected and not self._welcome.fresh:
                 self._give_up("; ".join(self._welcome.rejected))
             return 0
         welcome = self._welcome
-        fetched = time.time()
+        fetched = clock.time()
         own = next((s for s in shards if s.manifest.rank == self._rank), shards[self._rank % len(shards)])
         small = restore.load(self._tree, own, shards, self._rank, welcome.chosen_world == self._world)
         self._version = self._resumed_at = welcome.chosen_version
@@ -74,7 +74,7 @@ class Resuming(Arming):
             rng.restore(states)
             if isinstance(self._loader, StatefulLoader):
                 self._loader.before_next_batch(lambda: rng.restore(states))
-        done = time.time()
+        done = clock.time()
         if self._rank == 0:
             place = "the tier" if welcome.stored else "memory"
             self._say(f"resumed at version {self._version} from {place} ({done - began:.2f} s)")
@@ -157,7 +157,7 @@ class Resuming(Arming):
         path = self._choices.start
         if not path:
             return 0
-        began, why = time.time(), self._unsupported
+        began, why = clock.time(), self._unsupported
         if not why:
             try:
                 found = start.load(self._tree, path, self._name, self._rank, self._world)
@@ -172,7 +172,7 @@ class Resuming(Arming):
             if isinstance(self._loader, StatefulLoader):
                 self._loader.before_next_batch(lambda: rng.restore(states))
         if self._rank == 0:
-            self._say(f"starts from {path}: {found.what} ({time.time() - began:.2f} s)")
+            self._say(f"starts from {path}: {found.what} ({clock.time() - began:.2f} s)")
             self._tell_data()
         return self._version
 

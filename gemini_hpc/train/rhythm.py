@@ -15,12 +15,12 @@ All that must be the same on every rank follows from the version's number and fr
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from gemini_hpc import clock
 from gemini_hpc.core import schedule
 from gemini_hpc.core.spans import Trace
 from gemini_hpc.train import telling
@@ -121,7 +121,7 @@ class Rhythm:
         self._next_word = self._record_from = 0
         self._renew = ""
         self._history: deque[tuple[int, int, int]] = deque(maxlen=100)
-        self._begun_at = time.monotonic()
+        self._begun_at = clock.monotonic()
         self._told = (1, 1)
         self.problem = ""
         self.unsealed = 0  # versions that were on their way when the training had to go on
@@ -237,7 +237,7 @@ class Rhythm:
             self._note(without_wait(trace, waited_s if held_s is None else held_s), version)
         if self._stage == "steady" and self._scheme == "gemini":
             self._watch_over(waited_s if device_s is None else device_s, trace, version)
-        self._begun_at = time.monotonic()
+        self._begun_at = clock.monotonic()
         if self._pacer.meter.known:
             self._watch.bytes_per_s = self._pacer.meter.B
         self._dirty = under_way
@@ -278,7 +278,7 @@ class Rhythm:
 
     def _watch_over(self, waited_s: float, trace: Trace | None, version: int) -> None:
         """One iteration under the plan is over."""
-        length_s = time.monotonic() - self._begun_at
+        length_s = clock.monotonic() - self._begun_at
         seen, j = self._oversight, self._agreed.j
         why = seen.iteration(length_s, waited_s, self._watch.launched_before, j, self.saves(version))
         if trace is not None and self._recorded(version) >= self._since:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
+from gemini_hpc import clock
 from gemini_hpc.client.agent import AgentClient
 from gemini_hpc.core import schedule
 from gemini_hpc.core.spans import Profile
@@ -46,7 +46,7 @@ class Teller:
 
     def tell(self, state: Callable[[], TrafficState], *, now: bool = False) -> None:
         """A summary, at once or every few seconds."""
-        at = time.monotonic()
+        at = clock.monotonic()
         if now or at - self._told_at > TELL_EVERY_S:
             self._told_at = at
             self._client.post(local.Traffic(self._set, self._rank, state()))
@@ -55,7 +55,7 @@ class Teller:
         self, picture: Pictured | None, profile: Profile | None, plan: schedule.Plan | None, names: dict[int, str]
     ) -> None:
         """One iteration with all that was sent in it, every half minute."""
-        at = time.monotonic()
+        at = clock.monotonic()
         if picture is None or picture is self._drawn or at - self._drawn_at < DRAW_EVERY_S:
             return
         self._drawn, self._drawn_at = picture, at

@@ -5,7 +5,6 @@ Nothing here raises for a number that is strange (not finite, below 0, beyond al
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
@@ -13,6 +12,7 @@ from itertools import pairwise
 from math import isfinite
 from typing import TypeVar
 
+from gemini_hpc import clock
 from gemini_hpc.wire import local
 from gemini_hpc.wire.bounds import MAX_RANKS, VERSION_BITS
 from gemini_hpc.wire.traffic import (
@@ -87,7 +87,7 @@ def traffic(
     """A summary, its keys as in `TrafficState`; chunk_spans: of each chunk of the plan the number of its span, one of
     `planned_spans`."""
     return TrafficState(
-        t=_within(time.time() if t is None else t, 0.0, 1e11),
+        t=_within(clock.time() if t is None else t, 0.0, 1e11),
         scheme=_word(scheme),
         transport=_word(transport),
         stage=_word(stage),

@@ -6,7 +6,6 @@ import atexit
 import os
 import sys
 import threading
-import time
 import weakref
 import zlib
 from collections import deque
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gemini_hpc import clock
 from gemini_hpc.core.spans import Trace
 from gemini_hpc.train.device import After, Device, Front, Place
 from gemini_hpc.train.dispatch import Dispatch, Signature
@@ -200,11 +200,11 @@ class Watch:
         iteration where it is now."""
         if (front := self._front) is not None:
             return self._wait_front(front, after, timeout_s)
-        deadline = time.monotonic() + timeout_s
+        deadline = clock.monotonic() + timeout_s
         self._wanted = after
         try:
             while (early := self.launched < after) or self._busy():
-                now = time.monotonic()
+                now = clock.monotonic()
                 if now >= deadline:
                     return False
                 soon_s = deadline - now
@@ -227,10 +227,10 @@ class Watch:
             self._wanted = sys.maxsize
 
     def _wait_front(self, front: Front, after: int, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
+        deadline = clock.monotonic() + timeout_s
         lap = front.look().lap
         while (place := front.look()).lap == lap:
-            began_s, now = front.begun_s, time.monotonic()
+            began_s, now = front.begun_s, clock.monotonic()
             if place.launched >= after and not self.in_flight():
                 if place.launched == after:
                     if len(self._begins_s) >= _KINDS:
@@ -256,7 +256,7 @@ class Watch:
 
     def follow(self, asked: Callable[[], bool]) -> Record:
         """Of something else than the training's operations: its end, to the millisecond while times are taken."""
-        record = Record(0, 0, time.monotonic())
+        record = Record(0, 0, clock.monotonic())
         if self._flight is not None:
             self._flight.follow(asked, record)
         return record
@@ -279,7 +279,7 @@ class Watch:
             if iteration.whole and iteration.gate_s is None:
                 if self._flight is not None:
                     self._flight.sweep()
-                iteration.gate_s, iteration.gate_event = time.monotonic(), event
+                iteration.gate_s, iteration.gate_event = clock.monotonic(), event
         except Exception as error:
             self._note(error)
 
@@ -312,7 +312,7 @@ class Watch:
                 if event is not None and self._front is not None:
                     self._front.step(event)
                 elif event is not None and self._flight is not None:
-                    self._front = Front(event, time.monotonic)
+                    self._front = Front(event, clock.monotonic)
             self._number += 1
             if self._device is not None and event is None:  # a graph is being captured
                 done.whole = self._iteration.whole = False
@@ -364,7 +364,7 @@ class Watch:
                 return event
         except Exception as error:
             self._note(error)
-        return time.monotonic()
+        return clock.monotonic()
 
     def _after(self, signature: Signature, args: tuple[Any, ...], result: Any, begun: Any) -> None:
         if os.getpid() != self._pid:  # a fork has the kernels, but neither our thread nor a lock that it can trust
@@ -383,14 +383,14 @@ class Watch:
             work = dist.Work.unbox(returned) if isinstance(returned, torch.ScriptObject) else None
             if self._recording:
                 size_bytes = signature.payload_bytes(args)
-                start_s = begun if isinstance(begun, float) else time.monotonic()
+                start_s = begun if isinstance(begun, float) else clock.monotonic()
                 record = Record(group.kind(signature.name, size_bytes), size_bytes, start_s)
             ended = self._end(group, backend, work, begun, lambda: signature.payload_bytes(args))
         except Exception as error:
             self._note(error)
         with self._lock:
             number = self._launched
-            self._launched, self._launched_at = number + 1, time.monotonic()
+            self._launched, self._launched_at = number + 1, clock.monotonic()
             self._entering += 1
             if record is not None:
                 self._iteration.records.append(record)
@@ -432,7 +432,7 @@ class Watch:
         if not self._device.grouping():
             with suppress(RuntimeError):
                 return self._device.end(work)
-        return After(begun, size() / self.bytes_per_s, time.monotonic)
+        return After(begun, size() / self.bytes_per_s, clock.monotonic)
 
     def _runs_it(self, backend: str) -> bool:
         """Whether operations of such a group run on the device."""

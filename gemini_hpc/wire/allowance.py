@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from gemini_hpc import clock
 
 
 class Allowance:
@@ -13,7 +13,7 @@ class Allowance:
 
     def __init__(self, per_s: float, burst: float) -> None:
         self._per_s, self._burst = per_s, burst
-        self._tokens, self._at = burst, time.monotonic()
+        self._tokens, self._at = burst, clock.monotonic()
         self.missed = 0
 
     def take(self, count: float = 1.0) -> bool:
@@ -32,7 +32,7 @@ class Allowance:
         return self._tokens >= self._burst
 
     def _fill(self) -> None:
-        now = time.monotonic()
+        now = clock.monotonic()
         self._tokens = min(self._burst, self._tokens + (now - self._at) * self._per_s)
         self._at = now
 

@@ -7,7 +7,6 @@ import os
 import select
 import socket
 import struct
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import ParamSpec, TypeVar
 
 import msgspec
 
+from gemini_hpc import clock
 from gemini_hpc.wire import endpoint, handshake, hostname, protocol, version
 from gemini_hpc.wire.frames import (
     LENGTH_BYTES,
@@ -65,7 +65,7 @@ class Link:
         self._reader, self._writer = reader, writer
         self._out, self._in = Sealer(session.send_key), Sealer(session.receive_key)
         self.session = session
-        self.last_heard = time.monotonic()
+        self.last_heard = clock.monotonic()
         self.limit_bytes = MAX_FRAME_BYTES
 
     def send(self, message: Message) -> None:
@@ -91,7 +91,7 @@ class Link:
         except (OSError, EOFError, FrameError, msgspec.MsgspecError) as exc:
             self.close()
             raise LinkClosed(str(exc)) from None
-        self.last_heard = time.monotonic()
+        self.last_heard = clock.monotonic()
         return message
 
     @property

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
-import time
 
 import pytest
 
+from gemini_hpc import clock
 from gemini_hpc.control.daemon import OneLine
 from gemini_hpc.control.fairness import BEHALF, FairGate, PerUser
 
@@ -86,7 +86,7 @@ def test_tasks_work_on_behalf_of_who_started_them() -> None:
 
 def test_budgets_are_per_user_and_forgotten_when_full(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(clock, "monotonic", lambda: now)
     budget = PerUser(per_s=1.0, burst=10.0)
     assert [budget.take(1, 4) for _ in range(4)] == [True, True, False, False]
     assert budget.take(2, 10) and not budget.take(2)

@@ -115,8 +115,8 @@ def test_site_20_suspended_time_is_not_waited_time(scene: Scene, monkeypatch: py
         if ahead > 180.0 + 0.01:
             scene.page.set_sealed(3, 7)
 
-    monkeypatch.setattr("gemini_hpc.client.seal.time.sleep", stopped)
-    monkeypatch.setattr("gemini_hpc.client.seal.time.monotonic", lambda: real() + ahead)
+    monkeypatch.setattr("gemini_hpc.client.seal.clock.sleep", stopped)
+    monkeypatch.setattr("gemini_hpc.client.seal.clock.monotonic", lambda: real() + ahead)
     assert scene.gate.wait(7, lambda: False)
     assert not scene.said, "nothing is degraded"
 
@@ -131,8 +131,8 @@ def test_site_20_a_seal_that_does_not_come_after_a_stop_still_ends_the_wait(
         nonlocal ahead
         ahead += next(stops, 0.5)
 
-    monkeypatch.setattr("gemini_hpc.client.seal.time.sleep", stopped)
-    monkeypatch.setattr("gemini_hpc.client.seal.time.monotonic", lambda: real() + ahead)
+    monkeypatch.setattr("gemini_hpc.client.seal.clock.sleep", stopped)
+    monkeypatch.setattr("gemini_hpc.client.seal.clock.monotonic", lambda: real() + ahead)
     assert not scene.gate.wait(7, lambda: False)
     assert 90 + 60 <= ahead < 90 + 62 and scene.said == ["version 7 was not sealed within 60 s"]
 
@@ -141,7 +141,7 @@ def test_versions_that_are_missed_one_after_the_other_are_no_protection(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("gemini_hpc.client.seal.time.monotonic", lambda: now)
+    monkeypatch.setattr("gemini_hpc.client.seal.clock.monotonic", lambda: now)
     scene.page.set_sealed(3, 4)
     scene.gate.missed(5)
     now += 300.0
@@ -248,8 +248,8 @@ def test_a_wait_now_and_then_while_degraded(scene: Scene, monkeypatch: pytest.Mo
         nonlocal ahead
         ahead += 0.05
 
-    monkeypatch.setattr("gemini_hpc.client.seal.time.sleep", passes)
-    monkeypatch.setattr("gemini_hpc.client.seal.time.monotonic", lambda: real() + ahead)
+    monkeypatch.setattr("gemini_hpc.client.seal.clock.sleep", passes)
+    monkeypatch.setattr("gemini_hpc.client.seal.clock.monotonic", lambda: real() + ahead)
     scene.gate.degrade("a rank has skipped a version")
     waited_s = []
     for version in range(1, 17):

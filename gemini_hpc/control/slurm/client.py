@@ -12,12 +12,12 @@ import logging
 import math
 import os
 import re
-import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
+from gemini_hpc import clock
 from gemini_hpc.control.fairness import FairGate
 from gemini_hpc.control.slurm import fields, ways
 from gemini_hpc.control.slurm.errors import SlurmError, SlurmUnreachable, UnknownJob
@@ -134,7 +134,7 @@ class Slurm:
         try:
             return await self._call(tool, *args)
         except SlurmUnreachable:
-            self.unreachable_at = time.monotonic()
+            self.unreachable_at = clock.monotonic()
             raise
 
     async def _call(self, tool: str, *args: str, refusals: bool = True) -> bytes:
@@ -142,7 +142,7 @@ class Slurm:
         if tool not in self._tools:
             self._tools[tool] = find_tool(tool)
         async with self._accounting_gate if tool == "sacctmgr" else self._gate:
-            began = time.monotonic()
+            began = clock.monotonic()
             process = await asyncio.create_subprocess_exec(
                 self._tools[tool],
                 *args,
@@ -162,7 +162,7 @@ class Slurm:
                     with suppress(ProcessLookupError):
                         process.kill()
             if self._on_call is not None:
-                self._on_call(" ".join((tool, *args)), time.monotonic() - began)
+                self._on_call(" ".join((tool, *args)), clock.monotonic() - began)
         if process.returncode and refusals:
             raise _error((err or out).decode(errors="replace"), tool)
         return out
@@ -211,7 +211,7 @@ class Slurm:
             except Surprise as exc:
                 await self._leave(reader, exc)
             except SlurmUnreachable:
-                self.unreachable_at = time.monotonic()
+                self.unreachable_at = clock.monotonic()
                 raise
         return await commands()
 

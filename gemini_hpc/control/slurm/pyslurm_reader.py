@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
 
+from gemini_hpc import clock
 from gemini_hpc.control.fairness import FairGate
 from gemini_hpc.control.slurm.facts import Job, Node
 from gemini_hpc.control.slurm.jsonform import reason_with_stamp
@@ -71,7 +71,7 @@ class PyslurmReader:
             if self._process is None:
                 self._process = await self._start()
                 timeout_s += START_TIMEOUT_S
-            began = time.monotonic()
+            began = clock.monotonic()
             try:
                 async with asyncio.timeout(timeout_s):
                     answer = await self._exchange(self._process, call, args)
@@ -85,7 +85,7 @@ class PyslurmReader:
                 await self.close()  # its answer would be taken for the next one's
                 raise
             if self._on_call is not None:
-                self._on_call(f"pyslurm {call} {' '.join(map(str, args))}".strip(), time.monotonic() - began)
+                self._on_call(f"pyslurm {call} {' '.join(map(str, args))}".strip(), clock.monotonic() - began)
         kind, error = answer.get("kind"), str(answer.get("error", ""))
         if kind == "refused":
             raise self._refused(error, "pyslurm")

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from gemini_hpc import clock
 from gemini_hpc.train.nccl.device import Broken, Message, Stream
 from gemini_hpc.train.nccl.library import IN_PROGRESS, SUCCESS, UINT8, Library, UniqueId, config
 
@@ -78,13 +78,13 @@ class NcclCommunicator:
 
     def _settle(self, timeout_s: float) -> None:
         """Until the last call has been launched."""
-        deadline = time.monotonic() + timeout_s
+        deadline = clock.monotonic() + timeout_s
         while (state := self._state()) == IN_PROGRESS:
             if self._aborted:
                 raise Broken(self._aborted)
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 raise Broken(f"NCCL has not launched an operation within {timeout_s:g} s")
-            time.sleep(_POLL_S)
+            clock.sleep(_POLL_S)
         if state != SUCCESS:
             raise Broken(self._library.describe(state))
 

@@ -7,12 +7,12 @@ has written, so a copy that was torn on any way is no copy.
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from typing import Any
 
 import torch
 
+from gemini_hpc import clock
 from gemini_hpc.client.agent import AgentLost, AgentRefused
 from gemini_hpc.client.slots import Content
 from gemini_hpc.core.manifest import pack_header
@@ -86,13 +86,13 @@ class StreamedReplicator(Replicator):
         """What the host has to do for a version: when its tensors are in the own slot."""
         grant, layout = carried.grant, self._layout
         slot = grant.slot
-        began = time.monotonic()
+        began = clock.monotonic()
         if not self._driver.filled(carried):
             return self._skip(job, "the device has not filled the own slot")
         if self.shard is None or slot not in self.shard.slots:  # they were made while it was on its way
             return self._skip(job, "larger slots have taken the place of its own")
         area = slot.bytes[layout.tensor_offset : layout.tensor_offset + max(layout.tensor_bytes, 1)]
-        self._pacer.copies.append((began, time.monotonic(), layout.tensor_bytes))
+        self._pacer.copies.append((began, clock.monotonic(), layout.tensor_bytes))
         changed = carried.void + self._capture.torn(job, grant.index, area)
         if changed:
             return self._void(job, grant.index, changed)

@@ -9,13 +9,13 @@ the version has landed, also after its agent has died: nothing else may be writt
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from gemini_hpc import clock
 from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.client.seal import SealGate
 from gemini_hpc.client.slots import Content
@@ -249,7 +249,7 @@ class Desk:
             shard = self._shards[rank]
             for grant in shard.writing:
                 if grant.version == version:
-                    grant.landed, grant.landed_at = True, time.monotonic()
+                    grant.landed, grant.landed_at = True, clock.monotonic()
             shard.writing = [grant for grant in shard.writing if grant.version > version]
             self._changed.notify_all()
 
@@ -314,11 +314,11 @@ class Desk:
         if not self._pins.add(memory.slots):
             raise AgentRefused(self._pins.problem)
         word = (page.sealed, page.abandoned) if page is not None else None
-        if word == shard.asked[0] and time.monotonic() - shard.asked[1] < _LATER_S:
+        if word == shard.asked[0] and clock.monotonic() - shard.asked[1] < _LATER_S:
             return True
         reply, _ = self._client.request(local.Begin(set=self._me.set, rank=rank, version=version))
         if not isinstance(reply, local.Begun) or not 0 <= reply.slot < 2:
-            shard.asked = word, time.monotonic()
+            shard.asked = word, clock.monotonic()
             return True
         shard.asked = None, 0.0
         if memory is not keeper.shard:
@@ -348,5 +348,5 @@ class Desk:
         if (self._me.epoch, grant.version) <= self._gate.sealed:
             return True
         # one that is on its way must not lose its slot to the next, or none would ever be complete again
-        alone_s = time.monotonic() - grant.landed_at if grant.landed else 0.0
+        alone_s = clock.monotonic() - grant.landed_at if grant.landed else 0.0
         return alone_s > HEAD_LATE_S or (grant.version < self._reached and (not grant.handed or alone_s > HEAD_S))

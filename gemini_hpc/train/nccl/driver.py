@@ -9,7 +9,6 @@ gloo, and says so in the next round, after which all profile the training anew f
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from gemini_hpc import clock
 from gemini_hpc.client.agent import AgentClient
 from gemini_hpc.client.seal import SealGate
 from gemini_hpc.core.manifest import TENSOR_ALIGN_BYTES
@@ -368,7 +368,7 @@ class Driver:
         while not mark.query():
             if self._undrained or self._over:
                 return False
-            time.sleep(_LOOK_S)
+            clock.sleep(_LOOK_S)
         if carried.began is not None and carried.began.query():
             took_s = mark.seconds_since(carried.began)
             if took_s > 0:

@@ -9,12 +9,12 @@ its turn, or for a slow rank, harms nobody.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from gemini_hpc import clock
 from gemini_hpc.train.nccl.device import Communicator, Event
 
 PATIENCE_S = 1.5  # longest wait of the training for an operation of ours that does not end
@@ -73,7 +73,7 @@ class Progress:
         say: Callable[[str], None],
         *,
         patience_s: float = PATIENCE_S,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         self._communicator, self._sizes, self._listener, self._say = communicator, tuple(sizes), listener, say
         self._patience_s, self._clock = patience_s, clock
@@ -109,7 +109,7 @@ class Progress:
         thread has ended and nothing had to be aborted."""
         deadline = self._clock() + timeout_s
         while self.busy and self._clock() < deadline and not self.problem:
-            time.sleep(_LOOK_S)
+            clock.sleep(_LOOK_S)
         if self.busy:
             self.fail("the training ended before its last copies")
         self._ending.set()
@@ -124,7 +124,7 @@ class Progress:
 
     def _run(self) -> None:
         while self.busy or not self._ending.is_set():
-            time.sleep(_LOOK_S if self.busy else 10 * _LOOK_S)
+            clock.sleep(_LOOK_S if self.busy else 10 * _LOOK_S)
             try:
                 self.look()
             except Exception as error:  # our own failure must not reach the training

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from gemini_hpc import clock
 from gemini_hpc.train import collective
 from gemini_hpc.train.transport.base import LinkBroken
 from gemini_hpc.train.transport.landing import Landing
@@ -143,12 +143,12 @@ class _Progress:
             self._end()
 
     def _poll(self) -> None:
-        moved_at = time.monotonic()
+        moved_at = clock.monotonic()
         known = 0
         while True:
             with self._changed:
                 if known == len(self._live):  # nothing new
-                    nap_s = min(max(_SHORTEST_S, (time.monotonic() - moved_at) / 8), _LONGEST_S)
+                    nap_s = min(max(_SHORTEST_S, (clock.monotonic() - moved_at) / 8), _LONGEST_S)
                     if not self._stopped and not self._unwanted:
                         self._changed.wait(nap_s if self._live else None)
                 if self._stopped:
@@ -159,7 +159,7 @@ class _Progress:
                     work.request.Cancel()
             over = {id(work) for work in live if work.test()}
             if over or len(live) != known:
-                moved_at = time.monotonic()
+                moved_at = clock.monotonic()
             with self._changed:
                 self._live = [work for work in self._live if id(work) not in over]
                 known = len(live) - len(over)
@@ -176,12 +176,12 @@ class _Progress:
             else:
                 with suppress(MPI.Exception):
                     work.request.Cancel()
-        deadline = time.monotonic() + _CANCEL_S
+        deadline = clock.monotonic() + _CANCEL_S
         while True:
             self._live = [work for work in self._live if not work.test()]
-            if all(work.sending for work in self._live) or time.monotonic() > deadline:
+            if all(work.sending for work in self._live) or clock.monotonic() > deadline:
                 break
-            time.sleep(_LONGEST_S)
+            clock.sleep(_LONGEST_S)
         for work in self._live:
             work.end("interrupted")
 
