@@ -66,9 +66,9 @@ debian-packages:
 $(VENV)/.made: deps
 	@[ -x $(PY) ] || /usr/bin/python3 -m venv $(VENV)
 	@$(PY) -c 'import torch' 2>/dev/null || { echo "installing torch (CPU build)"; $(PY) -m pip install -q $(TORCH); }
-	@$(PY) -c 'import hatchling, numpy, pytest, hypothesis, ruff, mypy, pytest_timeout, xdist, msgspec, xxhash, matplotlib, h5py, safetensors' 2>/dev/null \
+	@$(PY) -c 'import hatchling, numpy, pytest, hypothesis, ruff, mypy, pytest_timeout, xdist, greenlet, msgspec, xxhash, matplotlib, h5py, safetensors' 2>/dev/null \
 	  || { echo "installing Python packages"; $(PY) -m pip install -q hatchling numpy msgspec xxhash \
-	       pytest pytest-timeout pytest-xdist hypothesis ruff mypy "matplotlib>=3.7" "h5py>=3.10" safetensors; }
+	       pytest pytest-timeout pytest-xdist greenlet hypothesis ruff mypy "matplotlib>=3.7" "h5py>=3.10" safetensors; }
 	@$(PY) -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torchao") is None)' \
 	  || { echo "installing torchao"; $(PY) -m pip install -q --no-deps $(TORCHAO); }
 	@touch $@

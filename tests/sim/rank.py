@@ -1,0 +1,333 @@
+"""A training rank without torch: it asks the agent for what a checkpointer asks for, in a thread of its own process.
+
+The state after step v of rank r is a chain of hashes, so it names all that it came from; a training that is resumed
+from v goes on bit for bit, whatever happened. Ranks are in step: none begins step v + 1 before all have ended v, or
+before v is sealed or cannot be for now (R2).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import xxhash
+
+from gemini_hpc.core import placement
+from gemini_hpc.wire import local
+from gemini_hpc.wire.page import ControlPage
+
+from .kernel import Process
+from .system import Connection, Packets, World
+
+SET, SIZE = "default", 4096
+_SEAL_S = 1.5
+
+
+class Content(msgspec.Struct, array_like=True):
+    """What is in a slot."""
+
+    rank: int
+    version: int
+    state: str
+
+
+def advance(state: str, rank: int, version: int) -> str:
+    """One step of one rank."""
+    return hashlib.blake2b(f"{state} {rank} {version}".encode(), digest_size=8).hexdigest()
+
+
+def state_of(rank: int, version: int) -> str:
+    """What a training has after so many steps, however often it was resumed."""
+    known = _known.setdefault(rank, [""])
+    while len(known) <= version:
+        known.append(advance(known[-1], rank, len(known)))
+    return known[version]
+
+
+_known: dict[int, list[str]] = {}
+
+
+class Barrier:
+    """The collectives of one launch."""
+
+    def __init__(self, world: int) -> None:
+        self.at = dict.fromkeys(range(world), 0)
+        self.broken = False
+        self._waiting: list[Callable[[], None]] = []
+
+    def reach(self, rank: int, version: int) -> None:
+        self.at[rank] = version
+        self._wake()
+
+    def fail(self) -> None:
+        """A rank has gone: the others hear of it, or hang."""
+        self.broken = True
+        self._wake()
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for go_on in waiting:
+            go_on()
+
+    def wait(self, world: World, version: int, timeout_s: float) -> bool:
+        deadline = world.loop.now + timeout_s
+        while min(self.at.values()) < version and not self.broken:
+            left = deadline - world.loop.now
+            if left <= 0 or not world.loop.block(self._waiting.append, left):
+                break
+        return min(self.at.values()) >= version
+
+
+class Failed(Exception):
+    """This rank ends; one sentence."""
+
+
+class Rank:
+    """One process of one launch. `watch` is told what it does: (what, rank, version)."""
+
+    def __init__(
+        self,
+        world: World,
+        process: Process,
+        *,
+        path: str,
+        step: str,
+        rank: int,
+        size: int,
+        barrier: Barrier,
+        steps: int,
+        pause_s: float,
+        watch: Callable[[str, Rank, int], object],
+    ) -> None:
+        self.world, self.process, self.path, self.step = world, process, path, step
+        self.rank, self.size, self.barrier, self.steps, self.pause_s = rank, size, barrier, steps, pause_s
+        self.version = self.resumed_at = 0
+        self.epoch = 0
+        self.watch = watch
+        self.reason = ""
+        self.done = False
+        self._agent: Connection | None = None
+        self._page: ControlPage | None = None
+        self._maps: dict[int, list[mmap.mmap]] = {}
+        self._fds: dict[int, list[int]] = {}
+        self._stamps: dict[tuple[int, int], tuple[int, int, int, str]] = {}
+        self._chosen = (0, 0)
+        self._channels: dict[int, Packets] = {}
+        self._n, self._m, self._node_rank = 0, 0, 0
+        self._degraded = False
+        process.on_kill.append(self._ended)
+
+    # ---- life ------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """The thread."""
+        try:
+            self._train()
+            self.done = True
+        except Failed as error:
+            self.reason = str(error)
+        self.watch("ended", self, self.version)
+        self.process.kill()
+
+    def _ended(self) -> None:
+        self.barrier.fail()
+        for fd in [fd for fds in self._fds.values() for fd in fds]:
+            os.close(fd)
+
+    def _train(self) -> None:
+        welcome = self._join()
+        state = self._resume(welcome) if welcome is not None else ""
+        for version in range(self.version + 1, self.steps + 1):
+            self.world.clock.sleep(self.pause_s * self.world.rng.uniform(0.9, 1.1))
+            self.barrier.reach(self.rank, version)
+            if not self.barrier.wait(self.world, version, 60.0):
+                raise Failed(f"step {version}: another rank has gone")
+            state = advance(state, self.rank, version)
+            self.version = version
+            self.watch("step", self, version)
+            if self._agent is not None:
+                self._protect(version, state)
+        if self._agent is not None:
+            try:
+                self._agent.ask(local.Finished(SET, self.rank))
+            except (ConnectionError, TimeoutError):
+                return
+
+    # ---- with the agent --------------------------------------------------------------------------------
+
+    def _hello(self, *, rejoin: bool) -> local.Hello:
+        return local.hello(
+            set=SET, rank=self.rank, world=self.size, local_rank=0, step=self.step, pid=1, rejoin=rejoin
+        )
+
+    def _join(self) -> local.Welcome | None:
+        deadline = self.world.loop.now + 120.0
+        while True:
+            try:
+                agent = Connection(self.path)
+                reply, fds = agent.ask(self._hello(rejoin=False))
+                break
+            except (ConnectionError, TimeoutError) as error:
+                if self.world.loop.now > deadline:
+                    self.reason = f"unprotected: {error}"
+                    return None
+                self.world.clock.sleep(0.1)
+        if not isinstance(reply, local.Welcome):
+            self.reason = f"unprotected: {reply.error if isinstance(reply, local.Error) else reply}"
+            self.watch("unprotected", self, 0)
+            return None
+        self._agent, self._page = agent, ControlPage(fds[0], writable=False)
+        os.close(fds[0])
+        self.epoch, self._n, self._m = reply.epoch, reply.nodes, reply.replicas
+        self._node_rank = reply.node_rank
+        self._chosen = reply.chosen_epoch, reply.chosen_version
+        return reply
+
+    def _resume(self, welcome: local.Welcome) -> str:
+        state, version = "", welcome.chosen_version
+        for rank in range(welcome.chosen_world if version else 0):
+            content = self._fetch(rank)
+            if content.version != version or content.rank != rank or content.state != state_of(rank, version):
+                self.watch("MIXED", self, version)
+                raise Failed(f"version {version}: shard {rank} is {content}")
+            if rank == self.rank:
+                state = content.state
+        self.version = self.resumed_at = version
+        self.watch("resumed", self, version)
+        assert self._agent is not None
+        for home in placement.holds_for(self._node_rank, self._n, self._m):
+            self._register(home)
+        return state
+
+    def _fetch(self, rank: int) -> Content:
+        assert self._agent is not None
+        try:
+            reply, fds = self._agent.ask(local.Fetch(SET, rank))
+        except (ConnectionError, TimeoutError) as error:
+            raise Failed(f"shard {rank}: {error}") from None
+        if not isinstance(reply, local.Copy):
+            raise Failed(f"shard {rank}: {reply}")
+        data = os.pread(fds[0], reply.used, 0)
+        os.close(fds[0])
+        return msgspec.msgpack.decode(data.rstrip(b"\0"), type=Content)
+
+    def _register(self, home: int) -> None:
+        assert self._agent is not None
+        ask = local.Register(SET, home, self.size, home, SIZE, home != self._node_rank)
+        try:
+            reply, fds = self._agent.ask(ask)
+        except (ConnectionError, TimeoutError):
+            return
+        if isinstance(reply, local.Slots):
+            self._fds[home] = fds
+            self._maps[home] = [mmap.mmap(fd, reply.bytes) for fd in fds]
+
+    def _protect(self, version: int, state: str) -> None:
+        try:
+            self._save(version, state)
+        except (ConnectionError, TimeoutError, OSError):
+            self._rejoin()
+            return
+        self._await(version)
+
+    def _save(self, version: int, state: str) -> None:
+        agent = self._agent
+        assert agent is not None
+        if self._node_rank not in self._maps:
+            self._register(self._node_rank)
+        reply, _ = agent.ask(local.Begin(SET, self.rank, version))
+        if not isinstance(reply, local.Begun) or self._node_rank not in self._maps:
+            self.watch("skipped", self, version)
+            return
+        payload = msgspec.msgpack.encode(Content(self.rank, version, state)).ljust(SIZE - 96, b"\0")
+        self._maps[self._node_rank][reply.slot][: len(payload)] = payload
+        digest = xxhash.xxh3_128(payload).hexdigest()
+        for holder in placement.holders(self._node_rank, self._n, self._m)[1:]:
+            self._push(holder, version, payload, digest)
+        agent.ask(local.Landed(SET, self.rank, version, reply.slot, len(payload), digest))
+        self._stamps[self._node_rank, reply.slot] = (self.epoch, version, len(payload), digest)
+
+    def _push(self, holder: int, version: int, payload: bytes, digest: str) -> None:
+        """As `train.transport.host` does; what fails costs this version."""
+        agent = self._agent
+        assert agent is not None
+        channel = self._channels.get(holder)
+        if channel is None or channel.ended:
+            reply, fds = agent.ask(local.OpenPush(SET, self.rank, holder))
+            if not isinstance(reply, local.Ok):
+                return
+            channel = self._channels[holder] = self.world.packets[fds[0]]
+        try:
+            if not self._said(channel, local.PushOffer(version, len(payload))):
+                return
+            for at in range(0, len(payload), 1500):
+                if not self._said(channel, local.PushChunk(min(1500, len(payload) - at))):
+                    return
+            self._said(channel, local.PushDone(digest))
+        except OSError:
+            return
+
+    @staticmethod
+    def _said(channel: Packets, request: Any) -> bool:
+        channel.send(local.encode(request))
+        data = channel.recv(local.MAX_PACKET_BYTES)
+        return bool(data) and isinstance(local.reply_decoder.decode(data), (local.Ok, local.Taken))
+
+    def _await(self, version: int) -> None:
+        page, agent = self._page, self._agent
+        assert page is not None and agent is not None
+        deadline = self.world.loop.now + (0.0 if self._degraded else _SEAL_S)
+        while page.sealed < (self.epoch, version) and self.world.loop.now < deadline and not agent.over:
+            self.world.clock.sleep(0.002)
+        if agent.over:
+            self._rejoin()
+        self._degraded = page.sealed < (self.epoch, version) and not self._degraded
+        self.watch("sealed" if page.sealed >= (self.epoch, version) else "late", self, version)
+
+    def _rejoin(self) -> None:
+        """The agent has gone: its successor gets the memory back."""
+        for _ in range(40):
+            self.world.clock.sleep(0.2)
+            try:
+                agent = Connection(self.path)
+                reply, fds = agent.ask(self._hello(rejoin=True), timeout_s=30.0)
+                if isinstance(reply, local.Welcome):
+                    if (reply.epoch, reply.chosen_epoch, reply.chosen_version) != (self.epoch, *self._chosen):
+                        agent.close()
+                        break
+                    self._agent, self._page = agent, ControlPage(fds[0], writable=False)
+                    os.close(fds[0])
+                    self._channels.clear()
+                    self._hand_back(agent)
+                    self.watch("rejoined", self, self.version)
+                    return
+                agent.close()
+            except (ConnectionError, TimeoutError):
+                continue
+        self._agent = None
+        self.watch("unprotected", self, self.version)
+
+    def _hand_back(self, agent: Connection) -> None:
+        for home, fds in self._fds.items():
+            for index, fd in enumerate(fds):
+                found = self._content(home, index, fd)
+                agent.ask(
+                    local.HandBack(SET, home, self.size, home, SIZE, index, *found, pushed=home != self._node_rank),
+                    [fd],
+                )
+
+    def _content(self, home: int, index: int, fd: int) -> tuple[int, int, int, str]:
+        """(epoch, version, used, digest) of a slot: what this rank knows, else what the agent has committed."""
+        from gemini_hpc.core import record
+
+        known = self._stamps.get((home, index), (0, 0, 0, ""))
+        found = record.parse(os.pread(fd, record.RECORD_BYTES, SIZE))
+        if found is not None:
+            known = max(known, (*found.stamp, found.used_bytes, found.digest))
+        if known[0] != self.epoch and known[:2] != self._chosen:
+            return 0, 0, 0, ""
+        return known

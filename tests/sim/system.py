@@ -1,0 +1,399 @@
+"""What production code asks the system for, where asyncio does not: MUNGE, memory, local sockets, threads.
+
+`install` puts these in their places for the rest of the process, which is therefore one of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from gemini_hpc import clock
+from gemini_hpc.agent import agent as agent_module
+from gemini_hpc.agent import memory, outgoing, threads
+from gemini_hpc.wire import link, local, munge
+from gemini_hpc.wire.frames import bare, read_bare
+from gemini_hpc.wire.handshake import MAX_HELLO_BYTES
+
+from . import kernel
+from .kernel import Process, SimLoop, current
+from .network import Network, Socket
+
+OWNER, SLURM = 1000, 990
+GIB = 1 << 30
+
+
+class World:
+    """What all parts of one simulation share."""
+
+    def __init__(self, seed: int) -> None:
+        self.loop = SimLoop(seed)
+        self.rng = self.loop.rng
+        self.network = Network(self.loop)
+        self.clock = kernel.Clock(self.loop)
+        self.story: list[tuple[float, str]] = []
+        self.listeners: dict[str, LocalServer] = {}
+        self.locks: dict[tuple[int, int], Process] = {}
+        self.uids: dict[str, int] = {}  # of processes, by name; else the owner's
+        self.free_bytes: dict[str, int] = {}
+        self.munged: set[str] = set()  # hosts on which it does not answer
+        self.packets: dict[int, Packets] = {}
+
+    def tell(self, text: str) -> None:
+        """A line of the story."""
+        self.story.append((self.loop.now, text))
+
+
+_world: list[World] = []
+
+
+def world() -> World:
+    """The one that has been installed."""
+    return _world[0]
+
+
+# ---- MUNGE ---------------------------------------------------------------------------------------------
+
+
+def _encode(payload: bytes, *, for_uid: int) -> bytes:
+    if current().host in world().munged:
+        raise munge.MungeError("munged does not answer")
+    uid = world().uids.get(current().name, OWNER)
+    return msgspec.msgpack.encode((uid, for_uid, payload))
+
+
+def _decode(credential: bytes) -> tuple[bytes, int]:
+    if current().host in world().munged:
+        raise munge.MungeError("munged does not answer")
+    uid, for_uid, payload = msgspec.msgpack.decode(credential, type=tuple[int, int, bytes])
+    if for_uid not in (world().uids.get(current().name, OWNER), -1):
+        raise munge.MungeError("Unauthorized credential for client")
+    return payload, uid
+
+
+# ---- connections for threads ---------------------------------------------------------------------------
+
+
+class BlockingLink(link.BlockingLink):
+    """The production one on a simulated socket."""
+
+    sock: Any
+
+    def send_file(self, fd: int, offset: int, length: int) -> None:
+        self.sock.sendall(os.pread(fd, length, offset))
+
+    def fill(self, view: memoryview, silent_s: float) -> None:
+        at = 0
+        while at < len(view):
+            if not self.sock.readable(silent_s):
+                raise link.LinkClosed(f"silent after {at} of {len(view)} bytes")
+            try:
+                n = self.sock.recv_into(view[at:])
+            except OSError as error:
+                raise link.LinkClosed(str(error)) from None
+            if n == 0:
+                raise link.LinkClosed(f"closed after {at} of {len(view)} bytes")
+            at += n
+
+    def bound(self, silent_s: float) -> None:
+        self.sock.settimeout(silent_s)
+        self.sock.user_timeout_s = silent_s
+        self.sock.setsockopt(link.socket.SOL_SOCKET, link.socket.SO_KEEPALIVE, 1)
+
+    def wait(self, timeout_s: float | None) -> bool:
+        return bool(self.sock.readable(timeout_s))
+
+    def shut(self) -> None:
+        self.sock.shutdown(link.socket.SHUT_RDWR)
+
+
+async def _block(me: link.Link, message: Any = None) -> link.BlockingLink:
+    transport: Any = me._writer.transport
+    transport.pause_reading()
+    if message is not None:
+        await me.flush(message)
+    sock: Socket = transport.detach()
+    sock.timeout_s = None
+    return BlockingLink(sock, me.session, me._out, me._in)  # type: ignore[arg-type]
+
+
+def _connect(address: str, port: int, client: Any, timeout_s: float = link.HANDSHAKE_TIMEOUT_S) -> link.BlockingLink:
+    sock: Any = world().network.dial(address, port, timeout_s)
+    try:
+        sock.sendall(bare(client.greeting(link.endpoint.dialled(sock))))
+        return BlockingLink(sock, client.finish(read_bare(sock, MAX_HELLO_BYTES)))
+    except link.FrameError as error:
+        sock.close()
+        raise link.HandshakeError(str(error)) from None
+    except BaseException:
+        sock.close()
+        raise
+
+
+# ---- packets between a rank and its agent --------------------------------------------------------------
+
+
+class Packets:
+    """One end of a pair of SEQPACKET sockets."""
+
+    def __init__(self, process: Process) -> None:
+        self.process, self.other = process, self
+        self.inbox: deque[bytes] = deque()
+        self.ended = False
+        self._waiting: list[Callable[[], None]] = []
+        process.on_kill.append(self.close)
+
+    def recv(self, count: int) -> bytes:
+        """The next packet; b"" at the end."""
+        while not self.inbox and not self.ended:
+            world().loop.block(self._waiting.append)
+        return self.inbox.popleft() if self.inbox else b""
+
+    def send(self, data: bytes, flags: int = 0) -> None:
+        """One packet. Raises OSError."""
+        if self.other.ended or self.ended:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        self.other.inbox.append(bytes(data))
+        self.other.woken()
+
+    def woken(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for go_on in waiting:
+            go_on()
+
+    def shutdown(self, how: int) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """At both ends."""
+        for end in (self, self.other):
+            end.ended = True
+            end.woken()
+
+    def detach(self) -> int:
+        """A number by which the other process finds its end."""
+        number = (1 << 24) + len(world().packets)
+        world().packets[number] = self
+        return number
+
+
+def _pair(*_: Any) -> tuple[Packets, Packets]:
+    a, b = Packets(current()), Packets(current())
+    a.other, b.other = b, a
+    return a, b
+
+
+# ---- the local socket ----------------------------------------------------------------------------------
+
+
+class Client:
+    """One connection to the local socket, as the agent has it."""
+
+    def __init__(self, process: Process, uid: int, hung_up: Callable[[], None]) -> None:
+        self.process, self.pid, self.uid = process, id(process) % 100000, uid
+        self.closed = asyncio.Event()
+        self._hung_up = hung_up
+
+    def signal(self, number: Any) -> None:
+        self.process.kill()
+
+    def lives(self) -> bool:
+        return self.process.alive
+
+    def drop(self) -> None:
+        if not self.closed.is_set():
+            self.closed.set()
+            self._hung_up()
+
+
+class LocalServer:
+    """In place of the agent's: the same four callbacks."""
+
+    def __init__(self, path: str, uid: int, handle: Any, gone: Any, complain: Any) -> None:
+        self.path, self.uid, self._handle, self._gone, self._complain = path, uid, handle, gone, complain
+        self.process = current()
+        self.connections: list[Connection] = []
+        world().listeners[path] = self
+        self.process.on_kill.append(self._killed)
+
+    def _killed(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """No more connections; those that there are end."""
+        if world().listeners.get(self.path) is self:
+            del world().listeners[self.path]
+        for connection in list(self.connections):
+            connection.lost()
+
+    def drop(self, wanted: Callable[[Any], bool]) -> None:
+        for connection in list(self.connections):
+            if wanted(connection.client):
+                connection.client.drop()
+
+    async def serve(self, connection: Connection, packet: bytes, fds: list[int]) -> None:
+        """One request."""
+        client = connection.client
+        if client.closed.is_set():
+            return
+        try:
+            request = local.request_decoder.decode(packet)
+        except msgspec.MsgspecError as error:
+            connection.replied(local.Error(f"not understood: {error}"), [])
+            return
+        try:
+            reply, out = await self._handle(client, request, fds)
+        except Exception as error:
+            self._complain(f"{type(request).__name__} failed: {error!r}")
+            world().tell(f"FAILED {self.process}: {type(request).__name__}: {error!r}")
+            reply, out = local.Error(f"the agent could not serve this {type(request).__name__}"), []
+        connection.replied(reply, out)
+
+    def hung_up(self, connection: Connection) -> None:
+        """It has ended, whoever ended it."""
+        if connection in self.connections:
+            self.connections.remove(connection)
+            connection.client.closed.set()
+            self._gone(connection.client)
+
+
+class Connection:
+    """A process's connection to an agent, for one of its threads. Raises ConnectionError where there is no agent."""
+
+    def __init__(self, path: str) -> None:
+        self._process = current()
+        server = world().listeners.get(path)
+        if server is None:
+            raise ConnectionError(f"no agent at {path}")
+        self._server, self.over = server, False
+        self.client = Client(self._process, OWNER, self._dropped)
+        self._answer: tuple[local.Reply, list[int]] | None = None
+        self._go_on: Callable[[], None] | None = None
+        server.connections.append(self)
+        self._process.on_kill.append(self.close)
+
+    def _wake(self) -> None:
+        go_on, self._go_on = self._go_on, None
+        if go_on is not None and self._process.alive:
+            go_on()
+
+    def lost(self) -> None:
+        """The agent has gone, or has hung up."""
+        self.over = True
+        self._wake()
+
+    def _dropped(self) -> None:
+        self.lost()
+        self._server.process.soon(self._server.hung_up, self)
+
+    def close(self) -> None:
+        """Hang up."""
+        if not self.over:
+            self.over = True
+            self._server.process.soon(self._server.hung_up, self)
+
+    def replied(self, reply: local.Message, fds: list[int]) -> None:
+        """By the agent."""
+        if self.over:
+            _close(fds)
+            return
+        self._answer = local.reply_decoder.decode(local.encode(reply)), fds
+        self._wake()
+
+    def ask(
+        self, request: local.Message, fds: list[int] | None = None, timeout_s: float = 120.0
+    ) -> tuple[local.Reply, list[int]]:
+        """One request and its answer. Raises ConnectionError, TimeoutError."""
+        if self.over or not self._server.process.alive:
+            raise ConnectionError("the agent has gone")
+        self._answer = None
+        server, loop = self._server, world().loop
+        copies = [os.dup(fd) for fd in fds or ()]
+
+        def arrive() -> None:
+            task = server.process.spawn(server.serve(self, local.encode(request), copies))
+            assert task is not None
+
+        loop.call_at(loop.now + loop.rng.uniform(0.00002, 0.0005), arrive, context=server.process.context.copy())
+
+        def wait(go_on: Callable[[], None]) -> None:
+            self._go_on = go_on
+
+        in_time = loop.block(wait, timeout_s)
+        if self._answer is not None:
+            return self._answer
+        if not in_time:
+            self.close()
+            raise TimeoutError("the agent does not answer")
+        raise ConnectionError("the agent has gone")
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        if fd >= 1 << 24:
+            world().packets[fd].close()
+        else:
+            os.close(fd)
+
+
+# ---- the rest ------------------------------------------------------------------------------------------
+
+
+class _Room:
+    """No cgroup."""
+
+    path = ""
+
+    def left_bytes(self) -> int | None:
+        return None
+
+
+def _meminfo() -> dict[str, int]:
+    return {"MemTotal": 64 * GIB, "MemAvailable": world().free_bytes.get(current().host, 32 * GIB)}
+
+
+def _flock(fd: int, operation: int) -> None:
+    info = os.fstat(fd)
+    key, holder = (info.st_dev, info.st_ino), world().locks.get((info.st_dev, info.st_ino))
+    if holder is not None and holder.alive and holder is not current():
+        raise BlockingIOError(errno.EAGAIN, "locked")
+    world().locks[key] = current()
+
+
+def install(made: World) -> None:
+    """For the rest of this process."""
+    _world[:] = [made]
+    clock.use(made.clock)
+    asyncio.set_event_loop(made.loop)
+    asyncio.run_coroutine_threadsafe = kernel.run_coroutine_threadsafe  # type: ignore[assignment]
+    os.urandom = made.rng.randbytes  # type: ignore[assignment]
+    munge.encode, munge.decode = _encode, _decode
+    link.Link.block = _block  # type: ignore[method-assign]
+    link.BlockingLink.connect = staticmethod(_connect)  # type: ignore[assignment, method-assign]
+    agent_module.LocalServer = LocalServer  # type: ignore[assignment, misc]
+    agent_module.fcntl = SimpleNamespace(flock=_flock, LOCK_EX=2, LOCK_NB=4)  # type: ignore[assignment]
+    shim: Any = SimpleNamespace(Thread=kernel.Thread, Lock=threading.Lock)
+    threads.threading = outgoing.threading = shim
+    packets: Any = SimpleNamespace(**{**vars(outgoing.socket), "socketpair": _pair})
+    outgoing.socket = packets
+    memory.meminfo = _meminfo
+    memory.cgroup = SimpleNamespace(Room=_Room, cap_bytes=memory.cgroup.cap_bytes)  # type: ignore[assignment]
+
+
+def story(made: World) -> str:
+    """As text."""
+    return "\n".join(f"{t - 1000:10.4f} {text}" for t, text in made.story)
+
+
+def shown(message: Any) -> str:
+    """A message in a line."""
+    return json.dumps(msgspec.to_builtins(message), default=str)[:300]
