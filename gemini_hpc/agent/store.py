@@ -41,6 +41,10 @@ class Shard:
     pushed: bool = False
     fill: Fill | None = None
     unlike: str = ""
+    handed_back: frozenset[int] = (
+        frozenset()
+    )  # slots that a process has given to this agent after the last one's death
+    waited_for: Stamp | None = None  # a version on which the agents did not decide, though that was waited for
 
     def record(self, index: int) -> CopyRecord | None:
         """What can be told of a complete slot; None of any other."""
