@@ -360,6 +360,12 @@ class Network:
         if both:
             self.deaf.add((b, a))
 
+    def mend(self, a: str, b: str) -> None:
+        """This link is there again, both ways."""
+        self.deaf -= {(a, b), (b, a)}
+        for sock in list(self.open):
+            self.carry(sock)
+
     def heal(self) -> None:
         """All links are there again."""
         self.deaf.clear()

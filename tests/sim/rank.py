@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 import xxhash
 
-from gemini_hpc.core import placement
+from gemini_hpc.client.seal import SealGate
+from gemini_hpc.core import placement, record
 from gemini_hpc.wire import local
 from gemini_hpc.wire.page import ControlPage
 
@@ -25,6 +26,7 @@ from .system import Connection, Packets, World
 
 SET, SIZE = "default", 4096
 _SEAL_S = 1.5
+_TOGETHER = 4  # as the checkpointer's
 
 
 class Content(msgspec.Struct, array_like=True):
@@ -87,7 +89,8 @@ class Failed(Exception):
 
 
 class Rank:
-    """One process of one launch. `watch` is told what it does: (what, rank, version)."""
+    """One process of one launch. last: the last step, which no rank has come near when it is changed; `watch` is told
+    what it does: (what, rank, version)."""
 
     def __init__(
         self,
@@ -99,12 +102,12 @@ class Rank:
         rank: int,
         size: int,
         barrier: Barrier,
-        steps: int,
+        last: Callable[[], int],
         pause_s: float,
         watch: Callable[[str, Rank, int], object],
     ) -> None:
         self.world, self.process, self.path, self.step = world, process, path, step
-        self.rank, self.size, self.barrier, self.steps, self.pause_s = rank, size, barrier, steps, pause_s
+        self.rank, self.size, self.barrier, self.last, self.pause_s = rank, size, barrier, last, pause_s
         self.version = self.resumed_at = 0
         self.epoch = 0
         self.watch = watch
@@ -118,7 +121,8 @@ class Rank:
         self._chosen = (0, 0)
         self._channels: dict[int, Packets] = {}
         self._n, self._m, self._node_rank = 0, 0, 0
-        self._degraded = False
+        self._gate: SealGate | None = None
+        self._crowded = False
         process.on_kill.append(self._ended)
 
     # ---- life ------------------------------------------------------------------------------------------
@@ -141,7 +145,8 @@ class Rank:
     def _train(self) -> None:
         welcome = self._join()
         state = self._resume(welcome) if welcome is not None else ""
-        for version in range(self.version + 1, self.steps + 1):
+        while self.version < self.last():
+            version = self.version + 1
             self.world.clock.sleep(self.pause_s * self.world.rng.uniform(0.9, 1.1))
             self.barrier.reach(self.rank, version)
             if not self.barrier.wait(self.world, version, 60.0):
@@ -185,6 +190,14 @@ class Rank:
         self.epoch, self._n, self._m = reply.epoch, reply.nodes, reply.replicas
         self._node_rank = reply.node_rank
         self._chosen = reply.chosen_epoch, reply.chosen_version
+        self._gate = SealGate(
+            lambda: self._page,
+            lambda: self._agent is None or self._agent.over,
+            self.epoch,
+            _SEAL_S,
+            lambda why: self.watch(f"degraded ({why})", self, self.version),
+            lambda version: self.watch("restored", self, version),
+        )
         return reply
 
     def _resume(self, welcome: local.Welcome) -> str:
@@ -227,66 +240,75 @@ class Rank:
             self._maps[home] = [mmap.mmap(fd, reply.bytes) for fd in fds]
 
     def _protect(self, version: int, state: str) -> None:
+        """As the checkpointer's `step()`, and what it waits for before the next optimizer step."""
+        gate = self._gate
+        assert gate is not None and self._agent is not None
+        if self._crowded and gate.degraded and version % _TOGETHER:
+            self.watch("skipped", self, version)
+            return
         try:
-            self._save(version, state)
+            saved = self._save(version, state)
         except (ConnectionError, TimeoutError, OSError):
             self._rejoin()
             return
-        self._await(version)
+        self._crowded = not saved
+        if not saved:
+            self.watch("skipped", self, version)
+        sealed = gate.wait(version, lambda: not saved)
+        if self._agent.over:
+            self._rejoin()
+        self.watch("sealed" if sealed else "late", self, version)
 
-    def _save(self, version: int, state: str) -> None:
+    def _save(self, version: int, state: str) -> bool:
         agent = self._agent
         assert agent is not None
         if self._node_rank not in self._maps:
             self._register(self._node_rank)
         reply, _ = agent.ask(local.Begin(SET, self.rank, version))
         if not isinstance(reply, local.Begun) or self._node_rank not in self._maps:
-            self.watch("skipped", self, version)
-            return
+            self.watch(f"refused ({reply})", self, version)
+            return False
         payload = msgspec.msgpack.encode(Content(self.rank, version, state)).ljust(SIZE - 96, b"\0")
         self._maps[self._node_rank][reply.slot][: len(payload)] = payload
         digest = xxhash.xxh3_128(payload).hexdigest()
-        for holder in placement.holders(self._node_rank, self._n, self._m)[1:]:
+        taken = [
             self._push(holder, version, payload, digest)
-        agent.ask(local.Landed(SET, self.rank, version, reply.slot, len(payload), digest))
+            for holder in placement.holders(self._node_rank, self._n, self._m)[1:]
+        ]
+        if not all(taken):  # were it complete here, nobody could ever abandon it
+            agent.ask(local.Abort(SET, self.rank, version, reply.slot))
+            return False
+        landed, _ = agent.ask(local.Landed(SET, self.rank, version, reply.slot, len(payload), digest))
         self._stamps[self._node_rank, reply.slot] = (self.epoch, version, len(payload), digest)
+        return isinstance(landed, local.Ok)
 
-    def _push(self, holder: int, version: int, payload: bytes, digest: str) -> None:
+    def _push(self, holder: int, version: int, payload: bytes, digest: str) -> bool:
         """As `train.transport.host` does; what fails costs this version."""
-        agent = self._agent
-        assert agent is not None
+        agent, gate = self._agent, self._gate
+        assert agent is not None and gate is not None
         channel = self._channels.get(holder)
         if channel is None or channel.ended:
             reply, fds = agent.ask(local.OpenPush(SET, self.rank, holder))
             if not isinstance(reply, local.Ok):
-                return
+                return False
             channel = self._channels[holder] = self.world.packets[fds[0]]
         try:
-            if not self._said(channel, local.PushOffer(version, len(payload))):
-                return
-            for at in range(0, len(payload), 1500):
-                if not self._said(channel, local.PushChunk(min(1500, len(payload) - at))):
-                    return
-            self._said(channel, local.PushDone(digest))
+            taken = self._said(channel, local.PushOffer(version, len(payload)))
+            for at in range(0, len(payload) if taken else 0, 1500):
+                taken = taken and self._said(channel, local.PushChunk(min(1500, len(payload) - at)))
+            taken = taken and self._said(channel, local.PushDone(digest))
         except OSError:
-            return
+            taken = False
+        if not taken:
+            self.watch(f"not taken by {holder}", self, version)
+            gate.degrade(f"nothing can be sealed without node rank {holder}'s copies", gone=channel.ended)
+        return taken
 
     @staticmethod
     def _said(channel: Packets, request: Any) -> bool:
         channel.send(local.encode(request))
         data = channel.recv(local.MAX_PACKET_BYTES)
         return bool(data) and isinstance(local.reply_decoder.decode(data), (local.Ok, local.Taken))
-
-    def _await(self, version: int) -> None:
-        page, agent = self._page, self._agent
-        assert page is not None and agent is not None
-        deadline = self.world.loop.now + (0.0 if self._degraded else _SEAL_S)
-        while page.sealed < (self.epoch, version) and self.world.loop.now < deadline and not agent.over:
-            self.world.clock.sleep(0.002)
-        if agent.over:
-            self._rejoin()
-        self._degraded = page.sealed < (self.epoch, version) and not self._degraded
-        self.watch("sealed" if page.sealed >= (self.epoch, version) else "late", self, version)
 
     def _rejoin(self) -> None:
         """The agent has gone: its successor gets the memory back."""
@@ -322,8 +344,6 @@ class Rank:
 
     def _content(self, home: int, index: int, fd: int) -> tuple[int, int, int, str]:
         """(epoch, version, used, digest) of a slot: what this rank knows, else what the agent has committed."""
-        from gemini_hpc.core import record
-
         known = self._stamps.get((home, index), (0, 0, 0, ""))
         found = record.parse(os.pread(fd, record.RECORD_BYTES, SIZE))
         if found is not None:
