@@ -34,16 +34,11 @@ class Filling:
         agent.sets.recount(shard.set)
         return index
 
-    @staticmethod
-    def undecided(training: TrainingSet, shard: Shard) -> Stamp | None:
-        """The version in this shard's slots that is neither sealed nor abandoned, and about which the agents may
-        decide at any moment; None: there is none, or a peer is missing."""
-        if training.sealing is None or training.sealing.degraded:
-            return None
-        sealed = training.sealed or Stamp(0, 0)
-        found = [s.stamp for s in shard.pair.slots if s.stamp is not None and s.stamp > sealed]
-        busy = [s.busy or s.state == "complete" for s in shard.pair.slots if s.stamp is not None and s.stamp > sealed]
-        return max(found) if any(busy) else None
+    def passed(self, shard: Shard, version: int) -> None:
+        """Its rank has gone past this version without saving it. Others may wait for a word about theirs: were it not
+        said, ranks in two groups could save every other version from then on, and none be sealed."""
+        shard.pair.pass_over(Stamp(self._agent.epoch, version))
+        self._agent.sets.recount(shard.set)
 
     def void(self, shard: Shard, index: int) -> None:
         """It will not be completed."""

@@ -123,7 +123,7 @@ class Incoming:
             return "no part in a running training"
         if ask.epoch != agent.epoch or ask.round != rounds.round:
             return f"epoch {agent.epoch}, round {rounds.round} here"
-        if shard is None or shard.registered_round != rounds.round:
+        if shard is None or shard.registered_round != rounds.round or shard.half_back:
             return f"shard of rank {ask.rank} is not registered here"
         if not shard.pushed:
             return f"shard of rank {ask.rank} is filled by a process here"
@@ -224,8 +224,13 @@ class Incoming:
             try:
                 index = agent.filling.begin(training, shard, head.version)
             except Refused as exc:
-                reason = exc.reason
-                if agent.filling.undecided(training, shard) is None or clock.monotonic() > deadline:
+                reason, sealed = exc.reason, training.sealed or Stamp(0, 0)
+                undecided = any(
+                    s.busy or (s.state == "complete" and s.stamp is not None and s.stamp > sealed)
+                    for s in shard.pair.slots
+                )
+                degraded = training.sealing is None or training.sealing.degraded
+                if not undecided or degraded or clock.monotonic() > deadline:
                     break
                 await asyncio.sleep(_RETRY_S)
                 continue

@@ -31,7 +31,6 @@ _CHOICE_S = 10.0
 _LEAVE_S = 2.0
 _REJOIN_S = 5.0  # until a round that has been agreed on is live again behind a new agent
 _MAX_STEP = 64
-_UNDECIDED_S, _RETRY_S = 0.25, 0.001
 _TOLD = 8  # rejected versions
 _EVENTS_PER_S, _EVENTS_BURST = 2.0, 200.0
 
@@ -124,7 +123,7 @@ class Service:
             if isinstance(request, local.Register):
                 return await self._register(client, request)
             if isinstance(request, local.Begin):
-                return await self._begin(client, request)
+                return self._begin(client, request)
             if isinstance(request, local.Fill):
                 return self._fill(client, request)
             if isinstance(request, local.Filled):
@@ -237,6 +236,10 @@ class Service:
             return
         if m.name == "skipped":  # versions that are not saved are steps, too
             training.pace.reached(m.version)
+            for (name, rank), keeper in self._keepers.items():
+                shard = self._agent.store.get(name, rank)
+                if keeper is client and shard is not None and not shard.pushed:
+                    self._agent.filling.passed(shard, m.version)
         elif m.name == "degraded":
             training.complain(f"rank {who[2]}: {m.detail[:300]}")
         elif m.name == "unprotected":  # such a rank tells of no step
@@ -354,36 +357,12 @@ class Service:
             raise Rejected("a recovery round is on")
         self._keep(client, m)
         self._keepers[m.set, m.rank] = client
-        shard.registered_round, shard.pushed, shard.unlike = number, m.pushed, ""
+        shard.registered_round, shard.pushed, shard.unlike, shard.half_back = number, m.pushed, "", False
         fills.release(shard)
         agent.sets.recount(m.set)
         return local.Slots(shard.bytes), [os.dup(memory.fd) for memory in shard.memory]
 
-    async def _begin(self, client: Client, m: local.Begin) -> Reply:
-        """Where the agents are about to decide on an earlier version, that is waited for, for a moment: ranks that
-        are refused where others are not would save every other version from then on, and none be sealed."""
-        deadline, waited = clock.monotonic() + _UNDECIDED_S, False
-        while True:
-            training, shard = self._to_fill(client, m)
-            if training.present.get(who := self._clients[client][2]) is client and who in training.left:
-                return local.Refused(f"rank {who} has given its protection up"), []
-            try:
-                index = self._agent.filling.begin(training, shard, m.version)
-                break
-            except Refused as exc:
-                undecided = self._agent.filling.undecided(training, shard)
-                if undecided is None or undecided == shard.waited_for or clock.monotonic() > deadline:
-                    if waited:
-                        shard.waited_for = undecided  # in vain: others may have no rank that saves
-                    return local.Refused(exc.reason), []
-            waited = True
-            await asyncio.sleep(_RETRY_S)
-        self._fills[m.set, m.rank, index] = client
-        training.begun = max(training.begun, m.version)
-        return local.Begun(index, self._agent.drains.troubles.note(m.set)), []
-
-    def _to_fill(self, client: Client, m: local.Begin) -> tuple[TrainingSet, Shard]:
-        """The shard that this process fills itself."""
+    def _begin(self, client: Client, m: local.Begin) -> Reply:
         agent = self._agent
         training, shard = self._shard(client, m.set, m.rank)
         if shard.registered_round != (agent.rounds.round if agent.rounds else 0) or training.sealing is None:
@@ -393,7 +372,16 @@ class Service:
         if shard.pushed:
             raise Rejected(f"shard of rank {m.rank} is filled by the agent of its home")
         training.pace.reached(m.version)
-        return training, shard
+        if training.present.get(who := self._clients[client][2]) is client and who in training.left:
+            return local.Refused(f"rank {who} has given its protection up"), []
+        try:
+            index = agent.filling.begin(training, shard, m.version)
+        except Refused as exc:
+            agent.filling.passed(shard, m.version)
+            return local.Refused(exc.reason), []
+        self._fills[m.set, m.rank, index] = client
+        training.begun = max(training.begun, m.version)
+        return local.Begun(index, agent.drains.troubles.note(m.set)), []
 
     def _fill(self, client: Client, m: local.Fill) -> Reply:
         agent = self._agent
@@ -453,6 +441,7 @@ class Service:
         if shard is not None:
             del self._fills[m.set, m.rank, m.slot]
             self._agent.filling.void(shard, m.slot)
+            self._agent.filling.passed(shard, m.version)
         return local.Ok(), []
 
     async def _fetch(self, client: Client, m: local.Fetch) -> Reply:
@@ -494,8 +483,8 @@ class Service:
         self._keepers[m.set, m.rank] = client
         assert agent.rounds is not None
         rounds, number = agent.rounds, agent.rounds.round
-        shard.pushed = m.pushed
-        shard.handed_back |= {m.slot}
+        shard.registered_round, shard.pushed = number, m.pushed
+        shard.half_back = True
         if m.digest and 0 < m.used <= m.bytes:
             digest = await asyncio.to_thread(memory.digest, m.used)
             self._keep(client, m)
@@ -511,9 +500,9 @@ class Service:
                 agent.log("damaged", version=m.version, detail=f"shard {m.rank}: handed back with another digest")
         if training.sealing is not None:
             training.sealing.voted |= shard.pair.complete_stamps()
-        if shard.handed_back == {0, 1}:  # half a pair would vote that it has gone past what is in the other slot
-            shard.registered_round = number
-            agent.sets.recount(m.set)
+        shard.handed_back |= {m.slot}
+        shard.half_back = shard.handed_back != {0, 1}
+        agent.sets.recount(m.set)
         return local.Ok(), []
 
 

@@ -24,7 +24,9 @@ class Shard:
 
     registered_round: the last round in which a training rank registered it; resumed_round: the last one whose plan
     has it here. pushed: the home's agent fills it, and a training rank at most those parts that it has as well (fill:
-    the newest version of which it did; unlike: why it must not).
+    the newest version of which it did; unlike: why it must not). handed_back: slots that a process has given to this
+    agent after its predecessor's death; half_back: one is still to come, so the pair has no vote, and nobody else
+    writes to it.
     """
 
     set: str
@@ -41,10 +43,8 @@ class Shard:
     pushed: bool = False
     fill: Fill | None = None
     unlike: str = ""
-    handed_back: frozenset[int] = (
-        frozenset()
-    )  # slots that a process has given to this agent after the last one's death
-    waited_for: Stamp | None = None  # a version on which the agents did not decide, though that was waited for
+    handed_back: frozenset[int] = frozenset()
+    half_back: bool = False
 
     def record(self, index: int) -> CopyRecord | None:
         """What can be told of a complete slot; None of any other."""

@@ -243,10 +243,11 @@ class Rank:
         """As the checkpointer's `step()`, and what it waits for before the next optimizer step."""
         gate = self._gate
         assert gate is not None and self._agent is not None
-        if self._crowded and gate.degraded and version % _TOGETHER:
-            self.watch("skipped", self, version)
-            return
         try:
+            if self._crowded and gate.degraded and version % _TOGETHER:
+                self.watch("skipped", self, version)
+                self._agent.ask(local.Event("skipped", version, self.world.clock.time()))
+                return
             saved = self._save(version, state)
         except (ConnectionError, TimeoutError, OSError):
             self._rejoin()
