@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 from . import campaign
@@ -20,7 +20,7 @@ def one(seed: int) -> tuple[int, str, str]:
         os.close(read)
         problem, text = campaign.run(seed)
         with os.fdopen(write, "w") as out:
-            out.write(f"{problem}\n{text if problem else ''}")
+            out.write(f"{problem}\n{text}")
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as found:
@@ -30,10 +30,20 @@ def one(seed: int) -> tuple[int, str, str]:
     return seed, problem or (f"ended with status {status}" if status else ""), text
 
 
-def several(seeds: range, jobs: int) -> Iterator[tuple[int, str, str]]:
+def twice(seed: int) -> tuple[int, str, str]:
+    """The same, where a second run has to be the first one to the letter."""
+    first, second = one(seed), one(seed)
+    if first == second:
+        return first
+    lines = zip(first[2].splitlines(), second[2].splitlines(), strict=False)
+    where = next((f"{a} | {b}" for a, b in lines if a != b), "one is longer")
+    return seed, f"not repeated: {where}", first[2]
+
+
+def several(run: Callable[[int], tuple[int, str, str]], seeds: range, jobs: int) -> Iterator[tuple[int, str, str]]:
     """As they end."""
     with ProcessPoolExecutor(jobs) as pool:
-        yield from pool.map(one, seeds, chunksize=4)
+        yield from pool.map(run, seeds, chunksize=4)
 
 
 def main() -> int:
@@ -42,6 +52,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=200, metavar="N", help="how many (default: 200)")
     parser.add_argument("--first", type=int, default=1, metavar="SEED", help="the first one (default: 1)")
     parser.add_argument("--seed", type=int, metavar="SEED", help="this one only; print its story")
+    parser.add_argument("--twice", action="store_true", help="run each seed twice: both have to be the same")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     args = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a run
@@ -53,7 +64,8 @@ def main() -> int:
         print(f"seed {args.seed}: {problem or 'nothing wrong'}")
         return 1 if problem else 0
     began, bad = time.monotonic(), 0
-    for count, (seed, problem, _) in enumerate(several(range(args.first, args.first + args.seeds), args.jobs), 1):
+    seeds = range(args.first, args.first + args.seeds)
+    for count, (seed, problem, _) in enumerate(several(twice if args.twice else one, seeds, args.jobs), 1):
         if problem:
             bad += 1
             print(f"seed {seed}: {problem[:300]}", flush=True)

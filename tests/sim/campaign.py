@@ -222,4 +222,7 @@ def run(seed: int) -> tuple[str, str]:
         campaign.run()
     except (Exception, Killed) as error:
         return f"{type(error).__name__}: {error}", story(campaign.world)
+    finally:
+        for node in campaign.nodes.values():
+            node.clear()
     return "", story(campaign.world)

@@ -41,6 +41,7 @@ class World:
         self.network = Network(self.loop)
         self.clock = kernel.Clock(self.loop)
         self.story: list[tuple[float, str]] = []
+        self.paths: dict[str, str] = {}  # of this run, and what the story calls them
         self.listeners: dict[str, LocalServer] = {}
         self.locks: dict[tuple[int, int], Process] = {}
         self.uids: dict[str, int] = {}  # of processes, by name; else the owner's
@@ -52,6 +53,8 @@ class World:
 
     def tell(self, text: str) -> None:
         """A line of the story."""
+        for path, name in self.paths.items():
+            text = text.replace(path, name)
         self.story.append((self.loop.now, text))
 
 
