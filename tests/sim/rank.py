@@ -59,7 +59,17 @@ class Barrier:
     def __init__(self, world: int) -> None:
         self.at = dict.fromkeys(range(world), 0)
         self.broken = False
+        self.homes: dict[int, int] = {}  # by rank: the node rank that its agent has told it, -1: it has none
         self._waiting: list[Callable[[], None]] = []
+
+    def join(self, world: World, rank: int, home: int) -> dict[int, int]:
+        """What all ranks have said."""
+        self.homes[rank] = home
+        self._wake()
+        while len(self.homes) < len(self.at) and not self.broken:
+            if not world.loop.block(self._waiting.append, 200.0):
+                break
+        return self.homes
 
     def reach(self, rank: int, version: int) -> None:
         self.at[rank] = version
@@ -144,7 +154,14 @@ class Rank:
 
     def _train(self) -> None:
         welcome = self._join()
-        state = self._resume(welcome) if welcome is not None else ""
+        homes = self.barrier.join(self.world, self.rank, -1 if welcome is None else self._node_rank)
+        if len(homes) < self.size:
+            raise Failed("another rank has gone before the first step")
+        if -1 in homes.values() and self._agent is not None:
+            self._agent.close()
+            self._agent = None
+            self.watch("unprotected", self, 0)
+        state = self._resume(welcome) if welcome is not None and self._agent is not None else ""
         while self.version < self.last():
             version = self.version + 1
             self.world.clock.sleep(self.pause_s * self.world.rng.uniform(0.9, 1.1))
@@ -212,8 +229,10 @@ class Rank:
         self.version = self.resumed_at = version
         self.watch("resumed", self, version)
         assert self._agent is not None
-        for home in placement.holds_for(self._node_rank, self._n, self._m):
-            self._register(home)
+        kept = placement.holds_for(self._node_rank, self._n, self._m)
+        for rank, home in sorted(self.barrier.homes.items()):
+            if home in kept:
+                self._register(rank)
         return state
 
     def _fetch(self, rank: int) -> Content:
@@ -228,16 +247,16 @@ class Rank:
         os.close(fds[0])
         return msgspec.msgpack.decode(data.rstrip(b"\0"), type=Content)
 
-    def _register(self, home: int) -> None:
+    def _register(self, rank: int) -> None:
         assert self._agent is not None
-        ask = local.Register(SET, home, self.size, home, SIZE, home != self._node_rank)
+        ask = local.Register(SET, rank, self.size, self.barrier.homes[rank], SIZE, rank != self.rank)
         try:
             reply, fds = self._agent.ask(ask)
         except (ConnectionError, TimeoutError):
             return
         if isinstance(reply, local.Slots):
-            self._fds[home] = fds
-            self._maps[home] = [mmap.mmap(fd, reply.bytes) for fd in fds]
+            self._fds[rank] = fds
+            self._maps[rank] = [mmap.mmap(fd, reply.bytes) for fd in fds]
 
     def _protect(self, version: int, state: str) -> None:
         """As the checkpointer's `step()`, and what it waits for before the next optimizer step."""
@@ -263,14 +282,14 @@ class Rank:
     def _save(self, version: int, state: str) -> bool:
         agent = self._agent
         assert agent is not None
-        if self._node_rank not in self._maps:
-            self._register(self._node_rank)
+        if self.rank not in self._maps:
+            self._register(self.rank)
         reply, _ = agent.ask(local.Begin(SET, self.rank, version))
-        if not isinstance(reply, local.Begun) or self._node_rank not in self._maps:
+        if not isinstance(reply, local.Begun) or self.rank not in self._maps:
             self.watch(f"refused ({reply})", self, version)
             return False
         payload = msgspec.msgpack.encode(Content(self.rank, version, state)).ljust(SIZE - 96, b"\0")
-        self._maps[self._node_rank][reply.slot][: len(payload)] = payload
+        self._maps[self.rank][reply.slot][: len(payload)] = payload
         digest = xxhash.xxh3_128(payload).hexdigest()
         taken = [
             self._push(holder, version, payload, digest)
@@ -280,7 +299,7 @@ class Rank:
             agent.ask(local.Abort(SET, self.rank, version, reply.slot))
             return False
         landed, _ = agent.ask(local.Landed(SET, self.rank, version, reply.slot, len(payload), digest))
-        self._stamps[self._node_rank, reply.slot] = (self.epoch, version, len(payload), digest)
+        self._stamps[self.rank, reply.slot] = (self.epoch, version, len(payload), digest)
         return isinstance(landed, local.Ok)
 
     def _push(self, holder: int, version: int, payload: bytes, digest: str) -> bool:
@@ -335,17 +354,18 @@ class Rank:
         self.watch("unprotected", self, self.version)
 
     def _hand_back(self, agent: Connection) -> None:
-        for home, fds in self._fds.items():
+        for rank, fds in self._fds.items():
             for index, fd in enumerate(fds):
-                found = self._content(home, index, fd)
+                found = self._content(rank, index, fd)
+                home = self.barrier.homes[rank]
                 agent.ask(
-                    local.HandBack(SET, home, self.size, home, SIZE, index, *found, pushed=home != self._node_rank),
+                    local.HandBack(SET, rank, self.size, home, SIZE, index, *found, pushed=rank != self.rank),
                     [fd],
                 )
 
-    def _content(self, home: int, index: int, fd: int) -> tuple[int, int, int, str]:
+    def _content(self, rank: int, index: int, fd: int) -> tuple[int, int, int, str]:
         """(epoch, version, used, digest) of a slot: what this rank knows, else what the agent has committed."""
-        known = self._stamps.get((home, index), (0, 0, 0, ""))
+        known = self._stamps.get((rank, index), (0, 0, 0, ""))
         found = record.parse(os.pread(fd, record.RECORD_BYTES, SIZE))
         if found is not None:
             known = max(known, (*found.stamp, found.used_bytes, found.digest))
