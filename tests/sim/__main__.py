@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
-from . import campaign
+from . import campaign, controls
 
 
-def one(seed: int) -> tuple[int, str, str]:
+def one(seed: int, broken: str = "") -> tuple[int, str, str]:
     """A seed, what went wrong, its story."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(read)
-        problem, text = campaign.run(seed)
+        problem, text = campaign.run(seed, controls.CONTROLS.get(broken, lambda: None))
         with os.fdopen(write, "w") as out:
             out.write(f"{problem}\n{text}")
         os._exit(0)
@@ -46,18 +46,38 @@ def several(run: Callable[[int], tuple[int, str, str]], seeds: range, jobs: int)
         yield from pool.map(run, seeds, chunksize=4)
 
 
+def find(rule: str, seeds: range) -> int:
+    """Whether breaking the rule is found: the exit status is 0 where it is."""
+    if rule not in controls.CONTROLS:
+        for name, broken in controls.CONTROLS.items():
+            print(f"{name}: {broken.__doc__}")
+        return 2
+    for seed in seeds:
+        _, problem, _ = one(seed, rule)
+        if problem:
+            print(f"{rule}: seed {seed}: {problem[:300]}")
+            return 0
+    print(f"{rule}: not found by {len(seeds)} seeds")
+    return 1
+
+
 def main() -> int:
     """The exit status: 0 where no seed has found anything."""
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("--seeds", type=int, default=200, metavar="N", help="how many (default: 200)")
     parser.add_argument("--first", type=int, default=1, metavar="SEED", help="the first one (default: 1)")
     parser.add_argument("--seed", type=int, metavar="SEED", help="this one only; print its story")
+    parser.add_argument(
+        "--broken", metavar="RULE", help="with one rule taken away, until a seed finds that; ? lists them"
+    )
     parser.add_argument("--twice", action="store_true", help="run each seed twice: both have to be the same")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     args = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a run
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, "-m", "tests.sim", *sys.argv[1:]])
+    if args.broken:
+        return find(args.broken, range(args.first, args.first + args.seeds))
     if args.seed is not None:
         problem, text = campaign.run(args.seed)
         print(text)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gemini_hpc.core import hostlist
+from gemini_hpc.core import hostlist, placement
 from gemini_hpc.wire import local
 
 from .kernel import Process
@@ -19,6 +19,7 @@ from .rank import SET, Barrier, Rank
 from .system import World
 
 MOST_LAUNCHES = 25
+_IN_FLIGHT_S = 0.5
 
 
 class Wrong(AssertionError):
@@ -33,6 +34,8 @@ class Launch:
     restart: int
     ranks: dict[int, Rank] = field(default_factory=dict)
     resumed: dict[int, int] = field(default_factory=dict)
+    trained: int = 0  # the newest step that a rank has ended
+    unsure: bool = False  # a rank went on without the seal of a version, and said so
     over: bool = False
 
 
@@ -57,9 +60,10 @@ class Job:
         self.dead: set[str] = set()  # nodes of this allocation that have lost power
         self.sealed = 0  # the newest version that a rank was told is sealed
         self.sealed_at = 0.0
-        self.lost_at: dict[str, float] = {}  # by node: when its memory went last
-        self.trained = 0  # the newest step that all ranks have ended
+        self.holders: dict[int, tuple[str, ...]] = {}  # by node rank, when that was sealed
+        self.trained = 0  # the newest step that a rank has ended
         self.on_over: Callable[[], None] = lambda: None
+        self.on_step: Callable[[], None] = lambda: None
         self.unprotected: set[str] = set()  # steps in which a rank trained without protection
         self._said: dict[str, str] = {}
 
@@ -144,20 +148,47 @@ class Job:
             launch.resumed[rank.rank] = version
             if len(set(launch.resumed.values())) > 1:
                 raise Wrong(f"R4: ranks of {launch.step} resume from {launch.resumed}")
-            self._nothing_lost(launch, version)
+            if len(launch.resumed) == 1:
+                self._nothing_lost(launch, version)
         elif what == "unprotected":
             self.unprotected.add(launch.step)
-        elif what == "sealed" and version > self.sealed:
-            self.sealed, self.sealed_at = version, self.world.loop.now
+        elif what == "sealed":
+            if version > self.sealed:
+                self.sealed, self.sealed_at = version, self.world.loop.now
+                self.holders = self._holders(launch)
+        elif what in ("late", "skipped", "rejoined"):
+            launch.unsure = True
         elif what == "step":
             if launch is not self.launches[-1]:
                 raise Wrong(f"rank {rank.rank} of {launch.step} trains, and {self.launches[-1].step} has begun")
-            self.trained = max(self.trained, version)
+            self.trained, launch.trained = max(self.trained, version), max(launch.trained, version)
+            self.on_step()
         elif what == "ended":
             self.world.network.at(self.world.loop.now, self._settle, launch)
 
+    def _holders(self, launch: Launch) -> dict[int, tuple[str, ...]]:
+        """By node rank, the nodes that hold its shard."""
+        homes = next(iter(launch.ranks.values())).barrier.homes
+        names = {homes[rank.rank]: rank.process.host for rank in launch.ranks.values() if rank.rank in homes}
+        count = min(self.replicas, self.size)
+        return {
+            home: tuple(names[h] for h in placement.holders(home, self.size, count) if h in names) for home in names
+        }
+
     def _nothing_lost(self, launch: Launch, version: int) -> None:
-        """No sealed version is lost while a holder of each shard lives."""
+        """No sealed version is lost while a holder of each shard lives; then at most one step is repeated."""
+        if self.sealed and version < self.sealed:
+            lost = {node.name: node.lost_at for node in [*self.nodes, *self.spares]}
+            gone = [
+                home
+                for home, holders in self.holders.items()
+                if all(lost[name] > self.sealed_at - _IN_FLIGHT_S for name in holders)
+            ]
+            if not gone:
+                raise Wrong(f"lost: {launch.step} resumes from {version}, though {self.sealed} was sealed")
+            self.sealed = version
+        elif len(self.launches) > 1 and not (before := self.launches[-2]).unsure and before.trained > version + 1:
+            raise Wrong(f"repeated: {launch.step} resumes from {version}, {before.step} had come to {before.trained}")
 
     def rank_died(self, launch: Launch) -> None:
         """A rank was killed."""
@@ -189,7 +220,6 @@ class Job:
 
     def lost(self, node: Node) -> None:
         """A node of the allocation has lost power; somebody notices, after a while."""
-        self.lost_at[node.name] = self.world.loop.now
         if node in self.nodes and self.state in ("configuring", "running", "completing"):
             first = not self.dead
             self.dead.add(node.name)

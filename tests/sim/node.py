@@ -71,6 +71,7 @@ class Seat:
         """Killed: its memory is where ranks have it; the supervisor starts another."""
         assert self.agent is not None
         free(self.agent)
+        self.node.lost_at = self.node.world.loop.now
         world = self.node.world
         world.tell(f"{self.node.name} agent of job {self.job} dies")
         self.agent, self.deaths = None, self.deaths + 1
@@ -106,6 +107,7 @@ class Node:
         self.seats: dict[int, Seat] = {}
         self.processes: list[Process] = []
         self.boots = 0
+        self.lost_at = -1.0  # when it last had memory that it may not have any more
 
     def seat(self, job: int) -> Seat:
         """The job's place here, made at first use."""
@@ -150,6 +152,7 @@ class Node:
         self.world.tell(f"{self.name} loses power")
         self.world.network.power_off(self.host)
         self.boots += 1
+        self.lost_at = self.world.loop.now
         for process in self.processes:
             process.kill()
         self.processes.clear()

@@ -30,11 +30,12 @@ _TOGETHER = 4  # as the checkpointer's
 
 
 class Content(msgspec.Struct, array_like=True):
-    """What is in a slot."""
+    """What is in a slot. lineage: of each launch that the state has gone through, the epoch and where it began."""
 
     rank: int
     version: int
     state: str
+    lineage: tuple[tuple[int, int], ...]
 
 
 def advance(state: str, rank: int, version: int) -> str:
@@ -133,6 +134,7 @@ class Rank:
         self._n, self._m, self._node_rank = 0, 0, 0
         self._gate: SealGate | None = None
         self._crowded = False
+        self._lineage: tuple[tuple[int, int], ...] = ()
         process.on_kill.append(self._ended)
 
     # ---- life ------------------------------------------------------------------------------------------
@@ -219,20 +221,30 @@ class Rank:
 
     def _resume(self, welcome: local.Welcome) -> str:
         state, version = "", welcome.chosen_version
+        lineages = set()
         for rank in range(welcome.chosen_world if version else 0):
             content = self._fetch(rank)
+            lineages.add(content.lineage)
+            self._lineage = content.lineage
+            if len(lineages) > 1:
+                self.watch("MIXED", self, version)
+                raise Failed(f"version {version} is of several lineages: {sorted(lineages)}")
             if content.version != version or content.rank != rank or content.state != state_of(rank, version):
                 self.watch("MIXED", self, version)
                 raise Failed(f"version {version}: shard {rank} is {content}")
             if rank == self.rank:
                 state = content.state
         self.version = self.resumed_at = version
+        self._lineage = (*self._lineage, (self.epoch, version))
         self.watch("resumed", self, version)
         assert self._agent is not None
         kept = placement.holds_for(self._node_rank, self._n, self._m)
         for rank, home in sorted(self.barrier.homes.items()):
-            if home in kept:
-                self._register(rank)
+            if home in kept and not self._register(rank):
+                self.watch("unprotected", self, version)  # as the checkpointer says it
+                self._agent.close()
+                self._agent = None
+                break
         return state
 
     def _fetch(self, rank: int) -> Content:
@@ -245,18 +257,19 @@ class Rank:
             raise Failed(f"shard {rank}: {reply}")
         data = os.pread(fds[0], reply.used, 0)
         os.close(fds[0])
-        return msgspec.msgpack.decode(data.rstrip(b"\0"), type=Content)
+        return msgspec.json.decode(data.rstrip(b"\0"), type=Content)
 
-    def _register(self, rank: int) -> None:
+    def _register(self, rank: int) -> bool:
         assert self._agent is not None
         ask = local.Register(SET, rank, self.size, self.barrier.homes[rank], SIZE, rank != self.rank)
         try:
             reply, fds = self._agent.ask(ask)
         except (ConnectionError, TimeoutError):
-            return
+            return False
         if isinstance(reply, local.Slots):
             self._fds[rank] = fds
             self._maps[rank] = [mmap.mmap(fd, reply.bytes) for fd in fds]
+        return isinstance(reply, local.Slots)
 
     def _protect(self, version: int, state: str) -> None:
         """As the checkpointer's `step()`, and what it waits for before the next optimizer step."""
@@ -282,13 +295,12 @@ class Rank:
     def _save(self, version: int, state: str) -> bool:
         agent = self._agent
         assert agent is not None
-        if self.rank not in self._maps:
-            self._register(self.rank)
         reply, _ = agent.ask(local.Begin(SET, self.rank, version))
-        if not isinstance(reply, local.Begun) or self.rank not in self._maps:
+        if not isinstance(reply, local.Begun):
             self.watch(f"refused ({reply})", self, version)
             return False
-        payload = msgspec.msgpack.encode(Content(self.rank, version, state)).ljust(SIZE - 96, b"\0")
+        content = Content(self.rank, version, state, self._lineage)
+        payload = msgspec.json.encode(content).ljust(SIZE - 96, b"\0")
         self._maps[self.rank][reply.slot][: len(payload)] = payload
         digest = xxhash.xxh3_128(payload).hexdigest()
         taken = [

@@ -1,0 +1,172 @@
+"""Production code that is broken on purpose: a simulation that does not notice is worth nothing.
+
+Each control takes one rule away. `python -m tests.sim --broken NAME` has to find that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from gemini_hpc.agent import sets
+from gemini_hpc.agent.filling import Filling
+from gemini_hpc.agent.member import Member
+from gemini_hpc.agent.rounds import Rounds
+from gemini_hpc.agent.sealing import Sealing
+from gemini_hpc.agent.sets import Sets
+from gemini_hpc.agent.store import Shard
+from gemini_hpc.agent.successor import StateFile
+from gemini_hpc.core import seal
+from gemini_hpc.core.slots import SlotPair, Stamp
+
+CONTROLS: dict[str, Callable[[], None]] = {}
+
+
+def control(broken: Callable[[], None]) -> Callable[[], None]:
+    """Known by its name."""
+    CONTROLS[broken.__name__.replace("_", "-")] = broken
+    return broken
+
+
+def patch(owner: Any, name: str, value: Any) -> None:
+    """For the rest of this process."""
+    setattr(owner, name, value)
+
+
+@control
+def no_seal_asked() -> None:
+    """R1: a slot is overwritten though nothing newer is sealed."""
+
+    def room(self: SlotPair, stamp: Stamp, *_: Any) -> int:
+        order = sorted((slot.stamp or Stamp(0, 0), index) for index, slot in enumerate(self.slots))
+        return order[0][1]
+
+    patch(SlotPair, "_room", room)
+
+
+@control
+def no_digest() -> None:
+    """R5: what is held is believed to be what it was."""
+    patch(Shard, "settle", lambda self, index, digest: self.record(index) is not None)
+
+
+@control
+def votes_not_kept() -> None:
+    """R1: a version that was voted for is given up before the word on it."""
+    begin = SlotPair.begin
+    nothing: frozenset[Stamp] = frozenset()
+    patch(
+        SlotPair,
+        "begin",
+        lambda self, stamp, sealed, abandoned, *, voted: begin(self, stamp, sealed, abandoned, voted=nothing),
+    )
+
+
+@control
+def sealed_by_some() -> None:
+    """R2, R3: the root seals though shards, or holders, are missing."""
+
+    def tell(self: Any) -> None:
+        self.voted |= self._own.vote.complete
+        ballot = self._merged()
+        if self._root is None:
+            if ballot != self._sent and self._up is not None:
+                self._sent = ballot
+                self._up(ballot)
+            return
+        self._root.update("job", ballot.vote)
+        self.hear(self._root.word(), ballot.degraded)
+
+    patch(Sealing, "_tell", tell)
+
+
+@control
+def half_a_pair_votes() -> None:
+    """A pair of which one slot has been handed back says that it has gone past what is in the other one."""
+
+    def recount(self: Any, name: str) -> None:
+        for shard in self._agent.store.of_set(name):
+            shard.half_back = False
+        recounted(self, name)
+
+    recounted = Sets._recount
+    patch(Sets, "_recount", recount)
+
+
+@control
+def skips_are_not_told() -> None:
+    """What a rank skips is no part of the vote."""
+    patch(Filling, "passed", lambda self, shard, version: None)
+
+
+@control
+def nothing_is_voided() -> None:
+    """R4: after a recovery copies count that it has not chosen."""
+    patch(SlotPair, "void_except", lambda self, *keep: ())
+
+
+@control
+def epochs_stand_still() -> None:
+    """R6: a version after a recovery bears the name of one before it."""
+    decide = Rounds._decide
+
+    def decided(self: Any, records: Any) -> Any:
+        plan, sure = decide(self, records)
+        return msgspec.structs.replace(plan, epoch=1), sure
+
+    patch(Rounds, "_decide", decided)
+
+
+@control
+def state_is_not_written() -> None:
+    """What an agent has agreed to is not on its disk when it dies."""
+
+    def write(self: Any, state: Any) -> bool:
+        self._wanted = state
+        return True
+
+    patch(StateFile, "write", write)
+
+
+@control
+def go_without_acknowledgements() -> None:
+    """R4: agents are live before all have taken the plan."""
+    acknowledged = Rounds._acknowledged
+
+    def at_once(self: Any) -> None:
+        if self.parent is None and self.stage == "planned":
+            self._go()
+        else:
+            acknowledged(self)
+
+    patch(Rounds, "_acknowledged", at_once)
+
+
+@control
+def live_is_forgotten() -> None:
+    """A successor takes a round for live whose end its predecessor had not heard of."""
+    resume = Rounds.resume
+
+    def resumed(self: Any, plan: Any, *, live: bool, begun: int, step: str) -> None:
+        resume(self, plan, live=plan is not None, begun=begun, step=step)
+
+    patch(Rounds, "resume", resumed)
+
+
+@control
+def no_freeze() -> None:
+    """R4: versions are sealed while a recovery decides."""
+    patch(sets.Sets, "freeze", lambda self: None)
+    patch(Member, "cease", _nothing)
+
+
+async def _nothing(self: Any) -> None:
+    """In place of the end of all transfers."""
+
+
+@control
+def abandoned_by_one() -> None:
+    """A version is given up though every pair can still have it."""
+    patch(seal.Vote, "possible", lambda self, stamp: stamp in self.kept)
