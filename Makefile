@@ -108,7 +108,7 @@ lint: install deps-mpi ## ruff and mypy
 	@$(VENV)/bin/ruff check gemini_hpc tests benchmarks examples
 	@$(VENV)/bin/mypy
 
-test: install deps-site deps-mpi deps-fronts deps-stacks lint ## every test, on real clusters in namespaces; up to 8 failures run once more, alone; WORKERS=0: one after the other
+test: install deps-site deps-mpi deps-fronts deps-stacks lint ## every test, on real clusters in namespaces; up to 8 failures run once more, alone (tests/flakes.toml); WORKERS=0: one after the other
 	@$(MAKE) -s -C slurm all test
 	@rm -f .pytest_cache/v/cache/lastfailed
 	@$(PY) -m pytest -q $(DEAL) -m "not long" tests || $(PY) -m tests.once_more $$?
