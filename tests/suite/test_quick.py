@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests import quick
-from tests.suite.test_ledger import defined
+
+from .test_ledger import defined
 
 
 def test_what_is_left_out_exists() -> None:
@@ -68,6 +69,26 @@ def test_no_file_is_given_away() -> None:
     with pytest.raises(pytest.skip.Exception, match="another user"):
         quick.guard("os.chown", ("/a", os.geteuid() + 1, -1, -1))
     quick.guard("os.chown", ("/a", os.geteuid(), -1, -1))
+
+
+@pytest.mark.parametrize(
+    ("event", "arguments"),
+    [
+        ("os.mkdir", ("/var/lib/gemini-x", 0o777, -1)),
+        ("open", ("/sys/fs/cgroup/x", "w", os.O_WRONLY)),
+        ("open", (Path("/etc/x"), None, os.O_RDWR)),
+    ],
+)
+def test_no_file_of_roots_is_made(event: str, arguments: tuple[object, ...]) -> None:
+    with pytest.raises(pytest.skip.Exception, match="root's"):
+        quick.guard(event, arguments)
+
+
+def test_files_are_read_and_a_users_own_are_made() -> None:
+    quick.guard("open", ("/sys/fs/cgroup/x", "r", os.O_RDONLY))
+    quick.guard("open", ("/tmp/x", "w", os.O_WRONLY | os.O_CREAT))
+    quick.guard("open", (7, "w", os.O_WRONLY))
+    quick.guard("os.mkdir", ("/tmp/x", 0o777, -1))
 
 
 def test_what_takes_too_long_is_told() -> None:
