@@ -1,4 +1,5 @@
-# gemini-hpc: `make demo` shows the main job, `make test` runs every test; both install what they need first.
+# gemini-hpc: `make demo` shows the main job, `make test` runs every test, `make check` the quick ones; all install
+# what they need first.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -28,13 +29,15 @@ FRONTS := transformers==5.24.0 accelerate==1.15.0 peft==0.21.2 lightning==2.6.6
 SOURCES := pyproject.toml README.md $(shell find gemini_hpc slurm prolog_epilog examples -type f \
           -not -name '*.pyc' -not -name '*.so' -not -path '*/build/*' 2>/dev/null)
 
+CODE := gemini_hpc tests benchmarks examples
+
 # Other releases of Slurm: the roots are made with debootstrap, kept here, and never changed by a run.
 DEBIAN_ROOTS := debootstrap debian-archive-keyring
 CACHE ?= /var/cache/gemini-hpc
 RELEASE ?=
 ON_EACH_RELEASE := tests/spank tests/devcluster tests/control tests/recovery
 
-.PHONY: help deps deps-site deps-mpi deps-fronts deps-stacks debian-packages venv install demo test test-long test-slurm test-here lint bench clean
+.PHONY: help deps deps-site deps-mpi deps-fronts deps-stacks debian-packages venv install demo check test test-long test-slurm test-here lint bench clean
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -63,19 +66,27 @@ deps-site: deps
 debian-packages:
 	@echo $(DEBIAN) $(DEBIAN_SITE)
 
-$(VENV)/.made: deps
+# From PyPI alone: neither root nor a Debian package.
+define install_python
 	@[ -x $(PY) ] || /usr/bin/python3 -m venv $(VENV)
 	@$(PY) -c 'import torch' 2>/dev/null || { echo "installing torch (CPU build)"; $(PY) -m pip install -q $(TORCH); }
-	@$(PY) -c 'import hatchling, numpy, pytest, hypothesis, ruff, mypy, pytest_timeout, xdist, greenlet, msgspec, xxhash, matplotlib, h5py, safetensors' 2>/dev/null \
+	@$(PY) -c 'import hatchling, numpy, pytest, hypothesis, ruff, mypy, pytest_timeout, xdist, greenlet, msgspec, xxhash, matplotlib, h5py, safetensors, mpi4py' 2>/dev/null \
 	  || { echo "installing Python packages"; $(PY) -m pip install -q hatchling numpy msgspec xxhash \
-	       pytest pytest-timeout pytest-xdist greenlet hypothesis ruff mypy "matplotlib>=3.7" "h5py>=3.10" safetensors; }
+	       pytest pytest-timeout pytest-xdist greenlet hypothesis ruff mypy "matplotlib>=3.7" "h5py>=3.10" safetensors "mpi4py>=4"; }
 	@$(PY) -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torchao") is None)' \
 	  || { echo "installing torchao"; $(PY) -m pip install -q --no-deps $(TORCHAO); }
+	@touch $(VENV)/.python
+endef
+
+$(VENV)/.python: Makefile
+	$(install_python)
+
+$(VENV)/.made: deps
+	$(install_python)
 	@touch $@
 
 deps-mpi: $(VENV)/.made
 	$(call install_debian,$(DEBIAN_MPI) $(DEBIAN_HDF5))
-	@$(PY) -c 'import mpi4py' 2>/dev/null || { echo "installing mpi4py"; $(PY) -m pip install -q 'mpi4py>=4'; }
 	@for mpi in $(MPIS); do [ -x $(VENV)/mpi/$$mpi/bin/mpiexec ] || { echo "installing $$mpi into $(VENV)/mpi"; \
 	  $(PY) -m pip install -q --no-deps --ignore-installed --prefix $(VENV)/mpi/$$mpi $$mpi; }; done
 	@$(PARALLEL)/bin/python -c 'import msgspec, xxhash' 2>/dev/null || { echo "installing into $(PARALLEL)"; \
@@ -105,10 +116,19 @@ demo: install ## a node dies in mid-training: watch the job come back (about two
 	@$(VENV)/bin/gemini-hpc demo
 
 lint: install deps-mpi ## ruff and mypy
-	@$(VENV)/bin/ruff check gemini_hpc tests benchmarks examples
+	@$(VENV)/bin/ruff check $(CODE)
 	@$(VENV)/bin/mypy
 
-test: install deps-site deps-mpi deps-fronts deps-stacks lint ## every test, on real clusters in namespaces; up to 8 failures run once more, alone; WORKERS=0: one after the other
+# The package is taken from this directory: nothing is installed.
+check: $(VENV)/.python ## within 90 s, as any user: ruff, mypy, and the tests that need no root, no cluster and little time
+	@$(PY) -m ruff check $(CODE)
+	@$(PY) -m ruff format --check -q $(CODE)
+	@$(PY) -m mypy
+	@PYTHONPATH=$(CURDIR) $(PY) -m pytest -q -rfE $(DEAL) --quick tests
+# The place for `make check SEEDS=200`, the cluster simulator:
+#	@[ -z "$(SEEDS)" ] || $(PY) -m tests.sim --seeds $(SEEDS)
+
+test: install deps-site deps-mpi deps-fronts deps-stacks lint ## every test, on real clusters in namespaces; up to 8 failures run once more, alone (tests/flakes.toml); WORKERS=0: one after the other
 	@$(MAKE) -s -C slurm all test
 	@rm -f .pytest_cache/v/cache/lastfailed
 	@$(PY) -m pytest -q $(DEAL) -m "not long" tests || $(PY) -m tests.once_more $$?

@@ -1,14 +1,17 @@
-"""For all tests: the order in which `pytest -n 3 --dist loadfile --no-loadscope-reorder` deals the files, and the
-leak check. It looks before and after each test, each file, and, in the main process, the whole run."""
+"""For all tests: the order in which `pytest -n 3 --dist loadfile --no-loadscope-reorder` deals the files; what
+`pytest --quick` leaves out; and the leak check. It looks before and after each test, each file, and, in the main
+process, the whole run."""
 
 from __future__ import annotations
 
 import gc
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import quick
 from dealing import Work, longest_first, taken
 from leaks import Found, assert_nothing_new, machine
 
@@ -21,12 +24,27 @@ _complaint = pytest.StashKey[str]()
 _before_the_run = pytest.StashKey[tuple[Found, int]]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="what needs neither root nor a cluster nor long: quick.py")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     machine.begin()
     config.add_cleanup(machine.end)
+    if config.option.quick:
+        quick.begin()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Saves the import of what is left out as a whole. None: as usual."""
+    below = config.option.quick and collection_path.is_relative_to(quick.TESTS)
+    return True if below and quick.later(collection_path.relative_to(quick.TESTS).as_posix()) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.quick and (left_out := [item for item in items if quick.later(item.nodeid)]):
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not quick.later(item.nodeid)]
     if hasattr(config, "workerinput"):
         items[:] = longest_first(items)
 
@@ -98,8 +116,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    reports = [r for found in terminalreporter.stats.values() for r in found if hasattr(r, "worker_id")]
-    if reports:
+    reports = [r for found in terminalreporter.stats.values() for r in found if isinstance(r, pytest.TestReport)]
+    if config.option.quick:
+        terminalreporter.section("the quick check")
+        why = [str(r.longrepr[2]) for r in reports if r.skipped and isinstance(r.longrepr, tuple)]
+        for line in [*quick.skipped(why), *quick.over_budget([(r.nodeid, r.duration) for r in reports])]:
+            terminalreporter.write_line(line)
+    elif reports := [r for r in reports if hasattr(r, "worker_id")]:
         terminalreporter.section("the longest files")
         for line in taken([Work(r.worker_id, r.nodeid, r.start, r.stop) for r in reports]):
             terminalreporter.write_line(line)

@@ -17,6 +17,7 @@ from commit_world import WEAKNESSES, Violation, World
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from quick import part
 
 
 class CommitMachine(RuleBasedStateMachine):
@@ -88,12 +89,12 @@ class CommitMachine(RuleBasedStateMachine):
 
 TestCommitModel = CommitMachine.TestCase
 TestCommitModel.settings = settings(
-    max_examples=150, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=part(150), stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
 def test_random_campaign() -> None:
-    for seed in range(200):
+    for seed in range(part(200)):
         commit_campaign.run(seed)
 
 
@@ -106,10 +107,10 @@ def tiered(seed: int, *, weak: Sequence[str] = ()) -> TieredWorld:
 def test_random_campaign_with_a_tier() -> None:
     """Drains at any moment of it, all nodes cut now and then: the promises of memory are kept as before, and what is
     whole on the tier comes back."""
-    worlds = [tiered(seed) for seed in range(200)]
-    assert sum(bool(world.tier) for world in worlds) > 50, "versions have become whole"
-    assert sum(world.returns for world in worlds) > 50, "and have been taken"
-    assert sum(world.scavenges for world in worlds) > 50, "also by nodes that were left"
+    worlds = [tiered(seed) for seed in range(part(200))]
+    assert sum(bool(world.tier) for world in worlds) > part(50), "versions have become whole"
+    assert sum(world.returns for world in worlds) > part(50), "and have been taken"
+    assert sum(world.scavenges for world in worlds) > part(50), "also by nodes that were left"
 
 
 @pytest.mark.parametrize("weakness", sorted(TIER_WEAKNESSES))
