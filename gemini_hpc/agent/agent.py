@@ -428,7 +428,7 @@ class Agent:
             member.detached = True
             self._detached_at = clock.monotonic()
             if mesh is not None:
-                mesh.watching = False
+                mesh.detector.watching = False
                 alive = [h for h in mesh.hosts if h not in mesh.dead]
                 hold = bool(mesh.dead) and alive[:1] == [me.node] and not self.reporter.connected
             mapfile.wait(me.directory)

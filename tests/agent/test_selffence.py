@@ -131,7 +131,7 @@ def test_site_06_every_peer_is_looked_for(alive: str | None, monkeypatch: pytest
         hosts = tuple(f"n{i}" for i in range(1, 201))
         quiet = {name: lambda *_: None for name in ("on_link", "on_message", "on_dead", "complain")}
         mesh = Mesh(Settings(), job=1, restart=0, uid=0, host="n1", instance="x", hosts=hosts, **quiet)
-        mesh.dead = {"n3", "n4"}
+        mesh.dead.update({"n3", "n4"})
         try:
             return await mesh.anybody(10.0)
         finally:
