@@ -39,6 +39,7 @@ from gemini_hpc.agent.pledges import Pledges
 from gemini_hpc.agent.pulls import Pulls
 from gemini_hpc.agent.rejections import Rejections
 from gemini_hpc.agent.reporter import Reporter
+from gemini_hpc.agent.retention import Retention
 from gemini_hpc.agent.rounds import Rounds
 from gemini_hpc.agent.scavenge import Scavenge
 from gemini_hpc.agent.selffence import SelfFence
@@ -59,8 +60,6 @@ from gemini_hpc.wire import local, peer, picture, protocol
 
 _SCAVENGES = (peer.ScavengeHave, peer.ScavengeAsk, peer.ScavengeWrite, peer.ScavengeWrote, peer.ScavengeOver)
 _TICK_S = 0.2
-_EMPTY_S = 30.0
-_SPILL_FLOOR = 0.5  # while the last version is being written, so much of the floor is enough
 
 
 class Agent:
@@ -73,10 +72,6 @@ class Agent:
         events = self._events = EventLog(node, lambda: member.restart, self._print)
         log, spawn = events.log, Tasks(events.log).spawn
         self._log, self._complain, self._spawn = log, events.complain, spawn
-        self._stopped, self._leaving = asyncio.Event(), False
-        self._detached_at = clock.monotonic()
-        self._waits = False  # detached, and the job is pending
-        self._unwanted_since: float | None = None  # its memory is to be freed
         self._local: LocalServer | None = None
 
         self.store = store = Store(Budget(settings))
@@ -84,7 +79,7 @@ class Agent:
         self.state = StateFile(directory)
         self.pledges = Pledges(directory)
         tellings = Tellings()
-        tier = self._tier = TierChoice(settings, uid, member)
+        tier = TierChoice(settings, uid, member)
         rejections = Rejections(self.pledges, log)
         keeps = self.keeps = Keeps(member, self.pledges, rejections, tier, log, wanted=self._keep_wanted)
         self.reporter = Reporter(me, member, self, log, spawn)
@@ -98,16 +93,7 @@ class Agent:
         )
         node_saver = NodeSaver(me, member, store, spawn)
         self.drains = drains = Drains(
-            me,
-            member,
-            sets,
-            tier,
-            keeps,
-            rejections,
-            node_saver,
-            log,
-            spawn,
-            scavenging=lambda: self.scavenge.busy,
+            me, member, sets, tier, keeps, rejections, node_saver, log, spawn, scavenging=lambda: self.scavenge.busy
         )
         self.scavenge = Scavenge(node, member, sets, store, rejections, drains, node_saver, log, spawn)
         self.service = Service(
@@ -143,6 +129,16 @@ class Agent:
             log,
             spawn,
         )
+        self._retention = Retention(
+            settings,
+            member,
+            store.budget,
+            tier,
+            drains,
+            self.scavenge,
+            spawn,
+            lambda why: self._log_end("released", why),
+        )
         self._summons = Summons(me, member, self.attach, events, spawn)
         self._fence = SelfFence(settings.self_fence_s, member, self.reporter, sets, log, spawn)
         self._picture = Picture(
@@ -155,7 +151,7 @@ class Agent:
             drains,
             self.state,
             events,
-            kept_until=lambda: self._detached_at + self._kept_s,
+            kept_until=self._retention.kept_until,
         )
         self._callers = Callers(
             me,
@@ -191,7 +187,7 @@ class Agent:
         )
         self.reporter.start()
         self._spawn(self._tick())
-        await self._stopped.wait()
+        await self._retention.over.wait()
         await self.reporter.told()
         server.close()
         self._local.close()
@@ -215,57 +211,14 @@ class Agent:
             self.reporter.beat()
             self._fence.look()
             self.sets.beat()
-            if not self.membership.detached:
-                if self.membership.incarnation is not None:
-                    self.membership.incarnation.rounds.tick(now)
-                self.member.tend()
-                self.keeps.tend()
-                self._detached_at, self._unwanted_since = now, None
+            if self.membership.detached:
+                self._retention.look(now)
                 continue
-            alone_s = now - self._detached_at
-            flushing = self._flushing() and not self.scavenge.due(last=True)  # which it would be from then on
-            short = bool(self.store.budget.taken_bytes) and self.store.budget.below_floor(
-                _SPILL_FLOOR if flushing else 1.0
-            )
-            if self.drains.succeeded and not flushing:  # but for what was to be kept it would have ended then
-                self.release("the training succeeded")
-            elif not self.store.budget.taken_bytes and alone_s > _EMPTY_S and not flushing:
-                self.release("it holds nothing")
-            elif short and flushing:
-                self.release("the node's free memory has fallen far below the floor")
-            elif short:
-                self._let_go("the node's free memory has fallen below the floor")
-            elif alone_s > self._kept_s and not flushing:
-                waited = f"the job has been held, or has waited, for {self._kept_s:g} s" if self._waits else ""
-                self._let_go(waited or f"the retention time of {self._kept_s:g} s is over")
-            elif alone_s > self.identity.settings.tier_scavenge_s > 0 and self.scavenge.due():
-                self.scavenge.begin()
-
-    @property
-    def _kept_s(self) -> float:
-        """For how long what is held stays after the job's end here. With a tier the last version is saved there."""
-        settings = self.identity.settings
-        longer = self._waits and not self._tier.directory
-        return max(settings.retention_s, settings.held_retention_s) if longer else settings.retention_s
-
-    def _let_go(self, reason: str) -> None:
-        """Free everything, unless it has first to be saved."""
-        self._save_last()
-        if not self._flushing():
-            self.release(reason)
-
-    def _save_last(self) -> None:
-        """The memory is to be freed: what nobody has saved is saved now, or never."""
-        if self._unwanted_since is None:
-            self._unwanted_since = clock.monotonic()
-        if self.scavenge.due(last=True):
-            self.scavenge.begin(last=True)
-
-    def release(self, reason: str) -> None:
-        """Free everything and end."""
-        if not self._stopped.is_set():
-            self._log_end("released", reason)
-            self._stopped.set()
+            if self.membership.incarnation is not None:
+                self.membership.incarnation.rounds.tick(now)
+            self.member.tend()
+            self.keeps.tend()
+            self._retention.runs(now)
 
     async def release_on_word(self, reason: str, *, save: bool = False) -> None:
         """The controller knows that this incarnation is over: what still trains here is ended first. save: so is the
@@ -273,32 +226,7 @@ class Agent:
         if not self.membership.detached and self._fence.ranks():
             self._log("self_fenced", detail=f"{reason}; ranks still ran here")
             await self._fence.end_ranks()
-        if self.membership.detached and save:
-            self._save_last()
-        if not self._kept(save):
-            self.release(reason)
-        elif not self._leaving:
-            self._leaving = True
-            self._spawn(self._release_when_flushed(reason, save))
-
-    def _kept(self, save: bool) -> bool:
-        """Whether this agent stays for what is to be saved; without `save` only for what is being written."""
-        return self.membership.detached and self._flushing() and (save or self.drains.busy)
-
-    async def _release_when_flushed(self, reason: str, save: bool) -> None:
-        while self._kept(save) and not self._stopped.is_set():
-            if save:
-                self._save_last()
-            await asyncio.sleep(_TICK_S)
-        self._leaving = False
-        if self.membership.detached:
-            self.release(reason)
-
-    def _flushing(self) -> bool:
-        """Whether what is held here is on its way to the tier since the job ended, or may soon be."""
-        since_s = clock.monotonic() - max(self._detached_at, self._unwanted_since or 0.0)
-        waits = self.drains.last or self.drains.busy or self.scavenge.busy
-        return waits and since_s < self.identity.settings.tier_flush_s
+        self._retention.leave(reason, save=save)
 
     def _log_end(self, name: str, detail: str) -> None:
         """An end of this incarnation, and what was sealed in it: when the agent has gone, the log alone knows."""
@@ -366,7 +294,8 @@ class Agent:
         self.scavenge.reset()
         self.service.drop_others("")
         mapfile.remove(me.directory)
-        member.detached = self._waits = self.drains.succeeded = False
+        member.detached = self.drains.succeeded = False
+        self._retention.attached()
         mesh = Mesh(
             me.settings,
             job=me.job,
@@ -426,7 +355,7 @@ class Agent:
         hold = first = False
         if not member.detached:
             member.detached = True
-            self._detached_at = clock.monotonic()
+            self._retention.ended(clock.monotonic())
             if mesh is not None:
                 mesh.detector.watching = False
                 alive = [h for h in mesh.hosts if h not in mesh.dead]
@@ -441,7 +370,7 @@ class Agent:
             self.drains.succeeded = True
             if not any(self.keeps.of_set(s.name) and s.sealed is not None for s in trained) or not self.drains.tier:
                 self.drains.ended()
-                self.release("the training succeeded")
+                self._retention.release("the training succeeded")
                 return local.Ok("released")
         if first:
             self.drains.detached(dead=dead)
@@ -507,7 +436,7 @@ class Agent:
 
     def job_waits(self) -> None:
         """The job is pending."""
-        self._waits = self.membership.detached
+        self._retention.job_waits()
 
     # ---- the local socket ------------------------------------------------------------------------------
 
