@@ -44,6 +44,7 @@ from gemini_hpc.agent.rounds import Rounds
 from gemini_hpc.agent.scavenge import Scavenge
 from gemini_hpc.agent.selffence import SelfFence
 from gemini_hpc.agent.service import Service
+from gemini_hpc.agent.sessions import Sessions
 from gemini_hpc.agent.sets import Sets
 from gemini_hpc.agent.store import Store
 from gemini_hpc.agent.successor import StateFile
@@ -96,22 +97,22 @@ class Agent:
             me, member, sets, tier, keeps, rejections, node_saver, log, spawn, scavenging=lambda: self.scavenge.busy
         )
         self.scavenge = Scavenge(node, member, sets, store, rejections, drains, node_saver, log, spawn)
+        sessions = Sessions(me, member, sets, drains, tier, rejections, tellings, notice=lambda: self.reporter.notice)
         self.service = Service(
-            me,
+            node,
             member,
+            sessions,
             store,
             sets,
             filling,
             self.transfers.outgoing,
             self.transfers.pulls,
             drains,
-            tier,
             keeps,
             rejections,
             tellings,
             events,
             spawn,
-            notice=lambda: self.reporter.notice,
         )
         self.member = Member(
             me,
@@ -292,7 +293,7 @@ class Agent:
         if member.incarnation is not None:
             member.incarnation.close()
         self.scavenge.reset()
-        self.service.drop_others("")
+        self.service.drop_all()
         mapfile.remove(me.directory)
         member.detached = self.drains.succeeded = False
         self._retention.attached()

@@ -92,7 +92,7 @@ class Member:
         self._scavenge.reset()
         self._drains.freeze()
         self._transfers.incoming.stop()
-        self._service.drop_others(step)
+        self._service.drop_all()
 
     async def inventory(self, *, verify: bool = True) -> peer.InventoryRecord:
         """Verify what is held (unless whoever pulls it will), and tell."""

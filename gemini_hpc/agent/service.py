@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
-from contextlib import suppress
 
 from gemini_hpc import clock
 from gemini_hpc.agent import fills
 from gemini_hpc.agent.drains import Drains
 from gemini_hpc.agent.eventlog import EventLog
 from gemini_hpc.agent.filling import Filling
-from gemini_hpc.agent.identity import Identity
 from gemini_hpc.agent.keeps import Keeps
 from gemini_hpc.agent.local import Client, Reply
 from gemini_hpc.agent.membership import Membership
@@ -22,36 +19,20 @@ from gemini_hpc.agent.pledges import Wish
 from gemini_hpc.agent.pull import PullFailed
 from gemini_hpc.agent.pulls import Pulls
 from gemini_hpc.agent.rejections import Rejections
-from gemini_hpc.agent.rounds import Rounds
+from gemini_hpc.agent.sessions import Rejected, Sessions
 from gemini_hpc.agent.sets import Sets
 from gemini_hpc.agent.store import Shard, Store
 from gemini_hpc.agent.tasks import Spawn
 from gemini_hpc.agent.tellings import Tellings
-from gemini_hpc.agent.tierchoice import TierChoice
 from gemini_hpc.agent.trainingset import TrainingSet
 from gemini_hpc.core import placement, ranges
 from gemini_hpc.core.record import Committed
 from gemini_hpc.core.slots import Refused, Stamp
-from gemini_hpc.wire import local, version
+from gemini_hpc.wire import local
 from gemini_hpc.wire.allowance import Allowance
 
 _MAX_SHARDS = 4096  # on one node, all sets together; each takes two descriptors
-_OTHER_LAUNCH_S = 5.0
-_ROUND_S = 100.0
-_CHOICE_S = 10.0
-_LEAVE_S = 2.0
-_REJOIN_S = 5.0  # until a round that has been agreed on is live again behind a new agent
-_MAX_STEP = 64
-_TOLD = 8  # rejected versions
 _EVENTS_PER_S, _EVENTS_BURST = 2.0, 200.0
-
-
-class Rejected(Exception):
-    """A request that cannot be served; the text is for the user. later: it may be, later."""
-
-    def __init__(self, text: str, *, later: bool = False) -> None:
-        super().__init__(text)
-        self.later = later
 
 
 class Service:
@@ -59,29 +40,26 @@ class Service:
 
     def __init__(
         self,
-        identity: Identity,
+        node: str,
         membership: Membership,
+        sessions: Sessions,
         store: Store,
         sets: Sets,
         filling: Filling,
         outgoing: Outgoing,
         pulls: Pulls,
         drains: Drains,
-        tier: TierChoice,
         keeps: Keeps,
         rejections: Rejections,
         tellings: Tellings,
         log: EventLog,
         spawn: Spawn,
-        *,
-        notice: Callable[[], str],
     ) -> None:
-        """notice: what the controller wants users to know."""
-        self._identity, self._membership, self._store, self._sets = identity, membership, store, sets
+        self._node, self._membership, self._sessions = node, membership, sessions
+        self._store, self._sets = store, sets
         self._filling, self._outgoing, self._pulls = filling, outgoing, pulls
-        self._drains, self._tier, self._keeps, self._rejections = drains, tier, keeps, rejections
-        self._tellings, self._log, self._spawn, self._notice = tellings, log, spawn, notice
-        self._clients: dict[Client, tuple[str, str, int]] = {}
+        self._drains, self._keeps, self._rejections = drains, keeps, rejections
+        self._tellings, self._log, self._spawn = tellings, log, spawn
         self._fills: dict[tuple[str, int, int], Client] = {}
         self._keepers: dict[tuple[str, int], Client] = {}
         self._events = Allowance(_EVENTS_PER_S, _EVENTS_BURST)
@@ -90,38 +68,20 @@ class Service:
 
     def gone(self, client: Client) -> None:
         """A connection has ended: what it was filling is void."""
-        who = self._clients.pop(client, None)
         self._void(client)
         self._keepers = {key: keeper for key, keeper in self._keepers.items() if keeper is not client}
         self._outgoing.gone(client)
         if writing := fills.gone(client, list(self._store)):
             self._spawn(fills.ended(client, writing))
-        if who is not None:
-            training = self._sets.get(who[1])
-            if training is not None and training.present.get(who[2]) is client:
-                del training.present[who[2]]
+        self._sessions.gone(client)
 
-    def steps(self) -> set[str]:
-        """Launches whose training ranks are connected now."""
-        return {step for step, _, _ in self._clients.values()}
-
-    def drop_others(self, step: str) -> None:
-        """A new round: connections of earlier launches (or of this one, which must say hello again) end."""
-        for client in list(self._clients):
-            client.drop()
+    def drop_all(self) -> None:
+        """A new round: all processes must say hello again."""
+        self._sessions.drop_all()
         self._fills.clear()
 
-    def _training(self, client: Client, name: str) -> TrainingSet:
-        who = self._clients.get(client)
-        training = self._sets.get(name)
-        if who is None or who[1] != name or training is None:
-            raise Rejected("say hello first")
-        if self._membership.live is None:
-            raise Rejected("a recovery round is on")
-        return training
-
     def _shard(self, client: Client, name: str, rank: int) -> tuple[TrainingSet, Shard]:
-        training = self._training(client, name)
+        training = self._sessions.training(client, name)
         shard = self._store.get(name, rank)
         if shard is None:
             raise Rejected(f"shard of rank {rank} is not registered here")
@@ -131,8 +91,8 @@ class Service:
         """The set, where this client may write the shard: each shard has one writer on a node, and is one that
         this node keeps, of a training that is as large as its ranks said."""
         here, shards = self._membership, self._store.shards
-        training, n = self._training(client, m.set), len(here.hosts)
-        mine = here.noderanks[self._identity.node]
+        training, n = self._sessions.training(client, m.set), len(here.hosts)
+        mine = here.noderanks[self._node]
         if m.world != training.world or m.rank >= m.world or m.home >= n:
             raise Rejected(f"shard of rank {m.rank} of {m.world}, home {m.home} cannot be")
         if mine not in placement.holders(m.home, n, here.replicas):
@@ -152,7 +112,7 @@ class Service:
             if isinstance(request, local.HandBack):
                 return await self._hand_back(client, request, fds)
             if isinstance(request, local.Hello):
-                return await self._hello(client, request)
+                return await self._sessions.hello(client, request)
             if isinstance(request, local.Register):
                 return await self._register(client, request)
             if isinstance(request, local.Begin):
@@ -178,13 +138,13 @@ class Service:
                     self._log.complain(f"process {client.pid} has more events to tell than are kept")
                 return local.Ok(), []
             if isinstance(request, local.Finished):
-                self._own(client, request)
-                training = self._training(client, request.set)
+                self._sessions.own(client, request)
+                training = self._sessions.training(client, request.set)
                 training.finished.add(request.rank)
                 return local.Ok(), []
             if isinstance(request, local.Reject):
-                self._own(client, request)
-                training = self._training(client, request.set)
+                self._sessions.own(client, request)
+                training = self._sessions.training(client, request.set)
                 if training.chosen is None or training.chosen.version != request.version:
                     raise Rejected(f"version {request.version} is not what the ranks have loaded")
                 epoch = self._membership.epoch
@@ -192,7 +152,7 @@ class Service:
                     raise Rejected(why)
                 return local.Ok(), []
             if isinstance(request, local.KeepVersion):
-                self._own(client, request)
+                self._sessions.own(client, request)
                 if why := self._keeps.ask(Wish(request.set, request.name, request.version)):
                     raise Rejected(why)
                 return local.Ok(), []
@@ -205,68 +165,10 @@ class Service:
                 os.close(fd)
         return local.Error("not a request of a training rank"), []
 
-    async def _hello(self, client: Client, m: local.Hello) -> Reply:
-        me, here = self._identity, self._membership
-        proto = version.common(m.proto, m.most)
-        if not proto:
-            raise Rejected(f"the training process speaks {version.mismatch(m.proto, m.most)}")
-        if not self._sets.may_have(m.set) or m.rank >= m.world or not 0 < len(m.step) <= _MAX_STEP:
-            raise Rejected(f"set {m.set[:64]!r}, rank {m.rank} of {m.world} cannot be")
-        if client in self._clients:
-            raise Rejected("this connection has said hello before")
-        if here.incarnation is None or here.detached:
-            raise Rejected("this node has no part in a running incarnation of the job")
-        await self._alone(m)
-        rounds = here.incarnation.rounds
-        if not m.rejoin:
-            try:
-                async with asyncio.timeout(_ROUND_S):
-                    await self._round_for(rounds, m)
-            except TimeoutError:
-                why = f": {rounds.trouble}" if rounds.trouble else "; see gemini-hpc inspect"
-                raise Rejected(f"the agents did not agree in time{why}") from None
-            if rounds.unseen:
-                raise Rejected(rounds.unseen, later=True)
-        elif not await self._goes_on(rounds, m):
-            raise Rejected("the job has gone on without this process")
-        if client.closed.is_set():
-            raise Rejected("closed")
-        training = self._sets.named(m.set)
-        if training.greeted and m.world != training.world:
-            raise Rejected(f"rank {m.rank} says that {m.world} ranks train, others said {training.world}")
-        training.greeted.add(m.rank)
-        if not m.rejoin:
-            self._tellings.begun(m.set, m.rank)
-        training.finished.discard(m.rank)
-        training.left.pop(m.rank, None)
-        training.present[m.rank] = client
-        training.world = m.world
-        self._clients[client] = (m.step, m.set, m.rank)
-        chosen = training.chosen or Stamp(0, 0)
-        welcome = local.Welcome(
-            job=me.job,
-            restart=here.restart,
-            epoch=here.epoch,
-            node_rank=here.noderanks[me.node],
-            nodes=len(here.hosts),
-            replicas=here.replicas,
-            chosen_epoch=chosen.epoch,
-            chosen_version=chosen.version,
-            chosen_world=training.chosen_world,
-            stored=training.stored,
-            lost=training.lost[:100],
-            notice="; ".join(filter(None, (self._notice(), self._drains.problem))),
-            proto=proto,
-            rejected=self._rejections.sentences(m.set)[-_TOLD:],
-            fresh=self._rejections.fresh(m.set),
-        )
-        return welcome, [training.page_fd()]
-
     def _heard(self, client: Client, m: local.Event) -> None:
         """A rank that says that it is not protected is believed, for what all are told."""
-        who = self._clients.get(client)
-        training = self._sets.get(who[1]) if who is not None else None
-        if who is None or training is None or training.present.get(who[2]) is not client:
+        training, rank = self._sessions.rank_of(client)
+        if training is None or training.present.get(rank) is not client:
             return
         if m.name == "skipped":  # versions that are not saved are steps, too
             training.pace.reached(m.version)
@@ -275,10 +177,10 @@ class Service:
                 if keeper is client and shard is not None and not shard.pushed:
                     self._filling.passed(shard, m.version)
         elif m.name == "degraded":
-            training.complain(f"rank {who[2]}: {m.detail[:300]}")
+            training.complain(f"rank {rank}: {m.detail[:300]}")
         elif m.name == "unprotected":  # such a rank tells of no step
             training.pace.reset()
-            training.left[who[2]] = m.detail[:300]
+            training.left[rank] = m.detail[:300]
             self._void(client)
 
     def _void(self, client: Client) -> None:
@@ -295,7 +197,7 @@ class Service:
         self, client: Client, m: local.Traffic | local.Timeline | local.Keep | local.Recall
     ) -> local.Ok | local.Kept:
         """Of a rank by itself only."""
-        self._own(client, m)
+        self._sessions.own(client, m)
         tellings = self._tellings
         if isinstance(m, local.Recall):
             return local.Kept(tellings.recall(m.set, m.rank, m.key))
@@ -306,65 +208,6 @@ class Service:
         else:
             tellings.timeline(m.set, m.rank, m.timeline)
         return local.Ok()
-
-    def _own(self, client: Client, m: local.OfRank) -> None:
-        if self._training(client, m.set).present.get(m.rank) is not client:
-            raise Rejected(f"rank {m.rank} is not this process's")
-
-    async def _alone(self, m: local.Hello) -> None:
-        """Wait, for a moment, until an earlier process of this rank has left; it may just have been killed."""
-        deadline = clock.monotonic() + _LEAVE_S
-        while True:
-            training = self._sets.get(m.set)
-            other = training.present.get(m.rank) if training is not None else None
-            if other is None or other.closed.is_set() or self._clients.get(other, ("",))[0] != m.step:
-                return
-            if clock.monotonic() > deadline:
-                raise Rejected(
-                    f"rank {m.rank} of set {m.set!r} trains here already (process {other.pid}); "
-                    "several trainings in one job need names: Checkpointer(name=...)"
-                )
-            await asyncio.sleep(0.02)
-
-    async def _goes_on(self, rounds: Rounds, m: local.Hello) -> bool:
-        """Whether the round that a process trains in is live. An agent that has just been started may know that it
-        was agreed on, and have to be told by its peers that everybody knows."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_REJOIN_S):
-                while rounds.stage == "planned":
-                    await rounds.changed()
-        return rounds.stage == "live" and rounds.step == m.step
-
-    async def _round_for(self, rounds: Rounds, m: local.Hello) -> None:
-        """Wait for the round that serves this launch; ask for one where it is a new launch."""
-        await rounds.wait_live(None)
-        training = self._sets.get(m.set)
-        again = training is not None and m.rank in training.greeted
-        chooses = self._tier.heeds(m.tier)
-        if rounds.step == m.step and not again and not rounds.unseen and not chooses:
-            return
-        deadline = clock.monotonic() + _OTHER_LAUNCH_S
-        while others := self.steps() - {m.step}:
-            if clock.monotonic() > deadline:
-                raise Rejected(f"another training of this job is running (step {', '.join(sorted(others))})")
-            await asyncio.sleep(0.02)
-        before = rounds.round
-        need_new = again or chooses or bool(rounds.step or rounds.unseen)
-        patient_until = clock.monotonic() + _CHOICE_S
-        while True:
-            if chooses and clock.monotonic() > patient_until:  # a root of a version that knows nothing of it
-                chooses, need_new = False, again or bool(rounds.unseen)
-            if rounds.stage == "live" and rounds.step == m.step and (rounds.round > before or not need_new):
-                return
-            if rounds.stage == "live":
-                rounds.need(rounds.round, m.step, again, m.tier)
-            if rounds.stage == "live" and rounds.step == m.step and not need_new:
-                return
-            try:
-                async with asyncio.timeout(1.0):  # the wish may be lost with a link: ask again
-                    await rounds.changed()
-            except TimeoutError:
-                continue
 
     async def _register(self, client: Client, m: local.Register) -> Reply:
         training = self._keep(client, m)
@@ -398,8 +241,9 @@ class Service:
         if shard.pushed:
             raise Rejected(f"shard of rank {m.rank} is filled by the agent of its home")
         training.pace.reached(m.version)
-        if training.present.get(who := self._clients[client][2]) is client and who in training.left:
-            return local.Refused(f"rank {who} has given its protection up"), []
+        _, rank = self._sessions.rank_of(client)
+        if training.present.get(rank) is client and rank in training.left:
+            return local.Refused(f"rank {rank} has given its protection up"), []
         try:
             index = self._filling.begin(training, shard, m.version)
         except Refused as exc:
@@ -455,7 +299,7 @@ class Service:
     def _open_push(self, client: Client, m: local.OpenPush) -> Reply:
         here = self._membership
         _, shard = self._shard(client, m.set, m.rank)
-        mine, n = here.noderanks[self._identity.node], len(here.hosts)
+        mine, n = here.noderanks[self._node], len(here.hosts)
         if self._keepers.get((m.set, m.rank)) is not client or shard.pushed:
             raise Rejected(f"shard of rank {m.rank} is not filled by this process")
         if shard.home != mine or m.holder not in placement.holders(mine, n, here.replicas)[1:]:
@@ -472,7 +316,7 @@ class Service:
         return local.Ok(), []
 
     async def _fetch(self, client: Client, m: local.Fetch) -> Reply:
-        training = self._training(client, m.set)
+        training = self._sessions.training(client, m.set)
         copy = training.chosen_copies.get(m.rank)
         if copy is None:
             raise Rejected(f"shard {m.rank} is not part of the chosen version")
