@@ -9,26 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import math
-import pwd
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from gemini_hpc import clock
 from gemini_hpc.agent import tierwork
+from gemini_hpc.agent.eventlog import Log
 from gemini_hpc.agent.gathering import Gathering
+from gemini_hpc.agent.identity import Identity
+from gemini_hpc.agent.keeps import Keeps
+from gemini_hpc.agent.membership import Membership
 from gemini_hpc.agent.nodesaver import NodeSaver, Wanted
+from gemini_hpc.agent.rejections import Rejections
+from gemini_hpc.agent.tasks import Spawn
+from gemini_hpc.agent.tierchoice import TierChoice
 from gemini_hpc.agent.tierwork import TierFailed
+from gemini_hpc.agent.trainingset import TrainingSet
 from gemini_hpc.agent.troubles import Troubles
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import orders, version
 from gemini_hpc.tier.version import Manifest
 from gemini_hpc.wire import bounds, peer, picture
-from gemini_hpc.wire.stored import NodeFile, Tier
-
-if TYPE_CHECKING:
-    from gemini_hpc.agent.agent import Agent
-    from gemini_hpc.agent.trainingset import TrainingSet
+from gemini_hpc.wire.stored import NodeFile
 
 _AGAIN_S = 5.0  # after a failure, or the interval if that is less
 _LOOK_S = 1.0  # from one look at the tier to the next, where it cannot be seen
@@ -40,56 +42,45 @@ _LEAVE_S = 10.0
 _STEP_S = 0.2
 
 
-def site_tier(pattern: str, uid: int) -> str:
-    """The site's directory for this user; "" where there is none."""
-    if "{user}" not in pattern:
-        return pattern
-    try:
-        return pattern.replace("{user}", pwd.getpwuid(uid).pw_name)
-    except KeyError:
-        return ""
-
-
 class Drains:
     """One agent's part in it; it lives as long as the agent."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self.node = NodeSaver(agent)
+    def __init__(
+        self,
+        identity: Identity,
+        membership: Membership,
+        trainings: Iterable[TrainingSet],
+        tier: TierChoice,
+        keeps: Keeps,
+        rejections: Rejections,
+        node: NodeSaver,
+        log: Log,
+        spawn: Spawn,
+        *,
+        scavenging: Callable[[], bool],
+    ) -> None:
+        """scavenging: whether the nodes that are left save the job's last versions by themselves (`scavenge`)."""
+        self._identity, self._membership, self._trainings = identity, membership, trainings
+        self._choice, self._keeps, self._rejections, self.node = tier, keeps, rejections, node
+        self._log, self._spawn, self._scavenging = log, spawn, scavenging
         self._gathering: dict[str, Gathering] = {}
         self._due: dict[str, float] = {}
         self.troubles = Troubles()
         self._tidy: dict[str, asyncio.Task[None]] = {}  # at the root: removes what a life before has left half done
-        self.chosen = Tier()  # by the program
-        self._site = site_tier(agent.settings.tier, agent.uid)
         self._ends_at = math.inf  # by Slurm's word (monotonic)
         self._before_end: dict[str, float] = {}  # at the root: the end before which a version has been saved
         self._took_s: dict[str, float] = {}  # the last save
         self.succeeded = False  # the training has: nobody will complete what is half written
         self.last = False  # the job has ended here, and nobody has said that its last versions are saved
         self._ended = (-1, -1)  # restart and round in which that was said
-        self.unreadable: set[tuple[str, bounds.Stamp]] = set()  # versions of which a shard could not be read
         self._keep_at: dict[str, float] = {}  # at the root: after a failure: when it tries to keep one again
         self._naming: set[str] = set()
         self.saved: dict[str, tuple[Stamp, float]] = {}  # at the root: the newest on the tier, and when (Unix time)
 
     @property
     def tier(self) -> str:
-        """The directory; empty: none. The submission's goes before the program's, and that before the site's."""
-        attach = self._agent.attached_as
-        return (attach.tier if attach is not None else "") or self.chosen.directory or self._site
-
-    @property
-    def interval_s(self) -> float:
-        """From the beginning of one save to that of the next."""
-        attach = self._agent.attached_as
-        submitted = attach.tier_interval if attach is not None else 0
-        return float(submitted or self.chosen.interval_s or self._agent.settings.tier_interval_s)
-
-    def heeds(self, tier: Tier) -> bool:
-        """Whether a program's choice counts and is not known yet; the first one of a job stays."""
-        attach = self._agent.attached_as
-        return bool(tier.directory) and not self.chosen.directory and not (attach is not None and attach.tier)
+        """The directory; empty: none."""
+        return self._choice.directory
 
     def freeze(self) -> None:
         """A round begins: what is on its way will not become whole."""
@@ -113,13 +104,13 @@ class Drains:
         nodes that are done."""
         gathering = self._gathering.get(name)
         files = {} if gathering is None else gathering.files
-        mine = version.node_file(self._agent.noderanks.get(self._agent.node, 0))
+        mine = version.node_file(self._membership.noderanks.get(self._identity.node, 0))
         return self.node.through(name) + sum(f.bytes for f in files.values() if f.name != mine)
 
     def state(self, name: str) -> picture.TierState | None:
         """For `inspect`: what the root knows of a set."""
-        rounds = self._agent.rounds
-        if not self.tier or rounds is None or rounds.parent is not None:
+        incarnation = self._membership.incarnation
+        if not self.tier or incarnation is None or not incarnation.leads:
             return None
         stored, at = self.saved.get(name, (None, 0.0))
         gathering = self._gathering.get(name)
@@ -130,8 +121,8 @@ class Drains:
             saving=None if gathering is None else (gathering.stamp.epoch, gathering.stamp.version),
             written=self.progress(name) if gathering is not None else 0,
             problem=self.troubles.text(name) or self.problem,
-            keeping=self._agent.keeps.of_set(name),
-            kept=self._agent.keeps.given(name),
+            keeping=self._keeps.of_set(name),
+            kept=self._keeps.given(name),
         )
 
     def forget(self, rejected: Callable[[str, Stamp], bool]) -> None:
@@ -142,10 +133,11 @@ class Drains:
         """Free everything; processes end."""
         self.node.close()
 
-    async def leave(self) -> None:
-        """The agent ends: a version that is on its way will not become whole. For a few seconds. The root removes it;
-        so does each node that was still writing, for it may have begun its file after that."""
-        begun = {**self._gathering, **self._agent.scavenge.gathering}
+    async def leave(self, others: Mapping[str, Gathering]) -> None:
+        """The agent ends: a version that is on its way, of ours or of the others', will not become whole. For a few
+        seconds. The root removes it; so does each node that was still writing, for it may have begun its file after
+        that."""
+        begun = {**self._gathering, **others}
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
                 for name, gathering in begun.items():
@@ -173,8 +165,8 @@ class Drains:
     async def _look(
         self, without: Iterable[tuple[str, bounds.Stamp]], *, begin: bool = False, make: bool = False
     ) -> tuple[Manifest, ...]:
-        rejected = self._agent.rejections.all
-        order = orders.Look(self.tier, self._agent.job, "", tuple(without), begin, make, rejected)
+        rejected = self._rejections.all
+        order = orders.Look(self.tier, self._identity.job, "", tuple(without), begin, make, rejected)
         found = await tierwork.carry_out(order)
         self.troubles.over("")
         manifests = found.manifests if isinstance(found, orders.Found) else ()
@@ -185,7 +177,7 @@ class Drains:
         """A job begins: where there is no such directory, its user hears of it now, and not when it is wanted. A
         user's own one of the site's is made then, and never later: where it has vanished it is to be waited for."""
         try:
-            await self._look((), begin=True, make=self.tier == self._site and "{user}" in self._agent.settings.tier)
+            await self._look((), begin=True, make=self._choice.users)
         except TierFailed as error:
             self._silent(str(error))
 
@@ -202,56 +194,60 @@ class Drains:
     def say(self, name: str, number: int, reason: str, host: str = "") -> None:
         """Why a set's version is not on the tier, once."""
         if self.troubles.met(name, reason, host):
-            self._agent.log("not_saved" if name else "tier_silent", version=number, detail=self.troubles.text(name))
+            self._log("not_saved" if name else "tier_silent", version=number, detail=self.troubles.text(name))
 
     # ---- the root --------------------------------------------------------------------------------------
 
     def sealed(self, training: TrainingSet, number: int, stamp: Stamp) -> None:
         """The root has sealed a version: is it one to save?"""
         name, now = training.name, clock.monotonic()
-        if not self.tier or stamp.epoch != self._agent.epoch or self._agent.rejections.covers(name, stamp):
+        if not self.tier or stamp.epoch != self._membership.epoch or self._rejections.covers(name, stamp):
             return
         self.keep(training)
-        due = now >= self._due.setdefault(name, now + self.interval_s) or self._near_end(name, now)
+        due = now >= self._due.setdefault(name, now + self._choice.interval_s) or self._near_end(name, now)
         if self._under_way(name) is None and self._tidied(name).done() and due:
             self._begin(training, number, stamp)
 
     def keep(self, training: TrainingSet) -> None:
         """The root saves what is wanted for good, before what is only due: a save that began with an earlier version
         gives way. Where what is on the tier is wanted, that gets its name."""
-        agent, name, stamp, now = self._agent, training.name, training.sealed, clock.monotonic()
-        wanted = agent.keeps.due(name, stamp) if stamp is not None else {}
-        rounds = agent.rounds
-        if not wanted or stamp is None or rounds is None or rounds.parent is not None or not self.tier:
+        name, stamp, now = training.name, training.sealed, clock.monotonic()
+        wanted = self._keeps.due(name, stamp) if stamp is not None else {}
+        incarnation = self._membership.incarnation
+        if not wanted or stamp is None or incarnation is None or not incarnation.leads or not self.tier:
             return
-        if agent.rejections.covers(name, stamp):
+        if self._rejections.covers(name, stamp):
             return
         first, gathering, there = min(wanted.values()), self._under_way(name), self._serves(name, stamp, wanted)
         if there is not None:
             if name not in self._naming:
                 self._naming.add(name)
-                agent.spawn(self._name(name, there))
+                self._spawn(self._name(name, there))
             return
-        waits = now < self._keep_at.get(name, 0.0) or agent.scavenge.busy or not self._tidied(name).done()
+        waits = now < self._keep_at.get(name, 0.0) or self._scavenging() or not self._tidied(name).done()
         if waits or (gathering is not None and gathering.stamp.version >= first):
             return
         if gathering is not None and not gathering.whole:  # nodes have written all of one whose manifest is missing
             del self._gathering[name]
             gathering.end(f"version {stamp.version} goes before it, which is to be kept")
-        self._begin(training, rounds.round, stamp)
+        self._begin(training, incarnation.rounds.round, stamp)
+
+    def keep_all(self) -> None:
+        """The same for every set."""
+        for training in self._trainings:
+            self.keep(training)
 
     def _serves(self, name: str, sealed: Stamp, wanted: dict[str, int]) -> Stamp | None:
         """The version on the tier, where a wish can have that: of this lineage, and not before what was asked for."""
         known = self.saved.get(name)
-        if known is None or (known[0].epoch != self._agent.epoch and known[0] != sealed):
+        if known is None or (known[0].epoch != self._membership.epoch and known[0] != sealed):
             return None
         return known[0] if min(wanted.values()) <= known[0].version <= sealed.version else None
 
     async def _name(self, name: str, stamp: Stamp) -> str:
         """This version of the tier gets the names that it is to have; why it has not, or ""."""
-        agent = self._agent
-        names = agent.keeps.due(name, stamp)
-        order = orders.Name(self.tier, agent.job, name, (stamp.epoch, stamp.version), names)
+        names = self._keeps.due(name, stamp)
+        order = orders.Name(self.tier, self._identity.job, name, (stamp.epoch, stamp.version), names)
         try:
             done = await tierwork.carry_out(order) if names else None
         except TierFailed as error:
@@ -261,7 +257,7 @@ class Drains:
         finally:
             self._naming.discard(name)
         if isinstance(done, orders.Finished):
-            agent.keeps.saved(name, stamp, done.names)
+            self._keeps.saved(name, stamp, done.names)
         return ""
 
     def ends_in(self, left_s: int | None) -> None:
@@ -270,7 +266,7 @@ class Drains:
 
     def _near_end(self, name: str, now: float) -> bool:
         """Whether it is time for the save before the job's time limit."""
-        ahead_s = self._agent.settings.tier_before_end_s
+        ahead_s = self._identity.settings.tier_before_end_s
         if not ahead_s or self._before_end.get(name) == self._ends_at:
             return False
         return now >= self._ends_at - max(ahead_s, 2 * self._took_s.get(name, 0.0))
@@ -278,14 +274,14 @@ class Drains:
     def _tidied(self, name: str) -> asyncio.Task[None]:
         """Ends when what was begun before, and has not become whole, is gone; nothing is written until then."""
         if name not in self._tidy:
-            self._tidy[name] = self._agent.spawn(self.clean(name))
+            self._tidy[name] = self._spawn(self.clean(name))
         return self._tidy[name]
 
     async def clean(self, name: str, before: Stamp | None = None) -> None:
         """Remove what has not become whole, and is older."""
         limit = None if before is None else (before.epoch, before.version)
         try:
-            await tierwork.carry_out(orders.Clean(self.tier, self._agent.job, name, limit))
+            await tierwork.carry_out(orders.Clean(self.tier, self._identity.job, name, limit))
         except TierFailed as error:
             self.say(name, 0, f"half versions cannot be removed: {error}")
 
@@ -299,13 +295,12 @@ class Drains:
     def _begin(self, training: TrainingSet, number: int, stamp: Stamp) -> Gathering:
         name = training.name
         now = clock.monotonic()
-        self._due[name] = now + self.interval_s
+        self._due[name] = now + self._choice.interval_s
         if self._near_end(name, now):
             self._before_end[name] = self._ends_at
         gathering = self._gathering[name] = Gathering(stamp, training.world)
-        agent = self._agent
         message = peer.DrainDown(number, name, (stamp.epoch, stamp.version), gathering.attempt)
-        agent.spawn(self._ask(message, gathering))
+        self._spawn(self._ask(message, gathering))
         return gathering
 
     async def _ask(self, message: peer.DrainDown, gathering: Gathering) -> None:
@@ -319,19 +314,19 @@ class Drains:
         training that goes on may overtake a version before it is copied: then the next one is tried."""
         reason, wanted = "", training.sealed
         for _ in range(_FLUSH_TRIES):
-            rounds, stamp = self._agent.rounds, training.sealed
-            if rounds is None or rounds.parent is not None or stamp is None or wanted is None:
+            incarnation, stamp = self._membership.incarnation, training.sealed
+            if incarnation is None or not incarnation.leads or stamp is None or wanted is None:
                 return stamp or Stamp(0, 0), reason or "nothing of it has been sealed yet"
-            if self._agent.rejections.covers(training.name, stamp):
+            if self._rejections.covers(training.name, stamp):
                 return stamp, ""  # nobody wants it
             kept = self.saved.get(training.name)
             if kept is not None and kept[0] >= wanted:
                 return kept[0], await self._name(training.name, kept[0])
-            if not self._agent.scavenge.busy:
+            if not self._scavenging():
                 await asyncio.wait([self._tidied(training.name)])
-            if self._agent.scavenge.busy:
+            if self._scavenging():
                 return wanted, reason or "a node is missing, and the others save it by themselves"
-            gathering = self._under_way(training.name) or self._begin(training, rounds.round, stamp)
+            gathering = self._under_way(training.name) or self._begin(training, incarnation.rounds.round, stamp)
             reason = await asyncio.shield(gathering.done)
             if not reason and gathering.stamp >= wanted:
                 return gathering.stamp, ""
@@ -340,38 +335,43 @@ class Drains:
     def detached(self, *, dead: bool) -> None:
         """The job has ended here, without success: the newest version goes to the tier before the memory is freed.
         dead: a node of it is, and it may come back; if it does not, see `scavenge`."""
-        agent, rounds = self._agent, self._agent.rounds
-        sealed = [training for training in agent.sets if training.sealed is not None]
-        possible = bool(self.tier and agent.settings.tier_flush_s and sealed)
-        if rounds is None or (agent.restart, rounds.round) == self._ended:
+        incarnation = self._membership.incarnation
+        sealed = [training for training in self._trainings if training.sealed is not None]
+        possible = bool(self.tier and self._identity.settings.tier_flush_s and sealed)
+        if incarnation is None or (incarnation.restart, incarnation.rounds.round) == self._ended:
             return
         self.last = possible
-        if rounds.parent is None and not dead:
-            agent.spawn(self._end(sealed if possible else []))
+        if incarnation.leads and not dead:
+            self._spawn(self._end(sealed if possible else []))
 
     async def _end(self, sealed: Sequence[TrainingSet]) -> None:
         """The root saves the last versions, and lets all agents go; not where a node is missing."""
         await asyncio.gather(*(self._last(training) for training in sealed))
-        if sealed and self._agent.rejections.all:
+        if sealed and self._rejections.all:
             with suppress(TierFailed):  # for who looks later, when no agent knows
                 await self._look(())
-        if all(map(self._stored, sealed)) or not self._agent.scavenge.missing():
+        incarnation = self._membership.incarnation
+        if all(map(self._stored, sealed)) or incarnation is None or not incarnation.incomplete():
             self.ended()
 
     def _stored(self, training: TrainingSet) -> bool:
         """Whether the tier has what was sealed last."""
-        if training.sealed is not None and self._agent.rejections.covers(training.name, training.sealed):
+        if training.sealed is not None and self._rejections.covers(training.name, training.sealed):
             return True
         known = self.saved.get(training.name)
         return known is not None and training.sealed is not None and known[0] >= training.sealed
 
     def ended(self) -> None:
         """Nobody need wait for the last versions any more, here and on the nodes below."""
-        self.last, rounds = False, self._agent.rounds
-        if rounds is not None:
-            self._ended = self._agent.restart, rounds.round
-            for child in rounds.children if self.tier else ():
-                self._agent.send(child, peer.DrainOver(rounds.round))
+        self.last, incarnation = False, self._membership.incarnation
+        if incarnation is not None:
+            self._ended = incarnation.restart, incarnation.rounds.round
+            if self.tier:
+                incarnation.send_down(peer.DrainOver(incarnation.rounds.round))
+
+    def found(self) -> None:
+        """The last versions are on the tier, by whoever saved them."""
+        self.last = False
 
     async def settle(self, stalled_s: float) -> None:
         """Wait for what the root has begun, as long as it gets on; then give it up."""
@@ -388,45 +388,44 @@ class Drains:
     def leaving(self, hosts: Sequence[str], partition: str) -> None:
         """These nodes, or the partition, are being drained, and may be gone soon: the root saves the newest version
         now."""
-        agent, rounds = self._agent, self._agent.rounds
-        if not self.tier or agent.detached or rounds is None or rounds.parent is not None:
+        incarnation = self._membership.incarnation
+        if not self.tier or self._membership.detached or incarnation is None or not incarnation.leads:
             return
         shown = ", ".join(hosts[:_SHOWN]) + ("" if len(hosts) <= _SHOWN else f" and {len(hosts) - _SHOWN} more")
         said = "; ".join(filter(None, (shown, "".join(c for c in partition[:_SAID] if c.isprintable()))))
-        for training in agent.sets:
+        for training in self._trainings:
             if training.sealed is not None:
-                agent.log("draining", version=training.sealed.version, detail=f"{said}: saving it to the tier")
-                agent.spawn(self._last(training))
+                self._log("draining", version=training.sealed.version, detail=f"{said}: saving it to the tier")
+                self._spawn(self._last(training))
 
     async def _last(self, training: TrainingSet) -> None:
         stamp, reason = await self.flush(training)
         if reason:
-            self._agent.log("not_saved", version=stamp.version, detail=reason)
+            self._log("not_saved", version=stamp.version, detail=reason)
 
     def wanted(self, message: peer.DrainDown) -> None:
         """The root wants this version saved, here and on the nodes below."""
-        rounds = self._agent.rounds
-        if rounds is None or message.round != rounds.round or not self.tier or self._agent.scavenge.busy:
+        incarnation = self._membership.incarnation
+        if incarnation is None or message.round != incarnation.rounds.round or not self.tier or self._scavenging():
             return
-        for child in rounds.children:
-            self._agent.send(child, message)
+        incarnation.send_down(message)
         what = Wanted(message.set, Stamp(*message.stamp), message.attempt)
         self.node.wanted(what, self.tier, lambda files, reason: self._written(message, files, reason))
 
     def _written(self, message: peer.DrainDown, files: tuple[NodeFile, ...], reason: str) -> None:
         for file in (None,) if reason else files:
             up = peer.DrainUp(
-                message.round, message.set, message.stamp, self._agent.node, file, reason, message.attempt
+                message.round, message.set, message.stamp, self._identity.node, file, reason, message.attempt
             )
             self.heard(up)
 
     def heard(self, message: peer.DrainUp) -> None:
         """From an agent, or through one: it goes up to the root, which counts."""
-        rounds = self._agent.rounds
-        if rounds is None or message.round != rounds.round:
+        incarnation = self._membership.incarnation
+        if incarnation is None or message.round != incarnation.rounds.round:
             return
-        if rounds.parent is not None:
-            self._agent.send(rounds.parent, message)
+        if incarnation.rounds.parent is not None:
+            incarnation.send(incarnation.rounds.parent, message)
             return
         gathering = self._gathering.get(message.set)
         if gathering is None or (gathering.stamp, gathering.attempt) != (Stamp(*message.stamp), message.attempt):
@@ -436,7 +435,7 @@ class Drains:
             return
         gathering.take((message.file,))
         if gathering.whole:
-            self._agent.spawn(self._finish(message.set, gathering))
+            self._spawn(self._finish(message.set, gathering))
 
     def _failed(self, name: str, gathering: Gathering, reason: str, host: str = "") -> None:
         if self._gathering.get(name) is gathering:
@@ -459,19 +458,19 @@ class Drains:
 
     async def publish(self, name: str, gathering: Gathering) -> str:
         """All files are there: the version becomes whole. Why it has not, or ""."""
-        agent, settings, stamp = self._agent, self._agent.settings, gathering.stamp
-        if agent.rejections.covers(name, stamp):
+        settings, stamp = self._identity.settings, gathering.stamp
+        if self._rejections.covers(name, stamp):
             return "a training has rejected it"
         order = orders.Finish(
             self.tier,
-            agent.job,
+            self._identity.job,
             name,
             (stamp.epoch, stamp.version),
             gathering.world,
             tuple(sorted(gathering.files.values(), key=lambda f: f.name)),
             settings.tier_keep_last,
             settings.tier_keep_every,
-            agent.keeps.due(name, stamp),
+            self._keeps.due(name, stamp),
         )
         try:
             done = await tierwork.carry_out(order)
@@ -479,15 +478,15 @@ class Drains:
             return str(error)
         trouble = done.trouble if isinstance(done, orders.Finished) else ""
         if isinstance(done, orders.Finished):
-            agent.keeps.saved(name, stamp, done.names)
+            self._keeps.saved(name, stamp, done.names)
         if trouble:
             self.say(name, stamp.version, trouble)
         else:
             self.troubles.over(name)
         self.troubles.over("")
-        if not agent.rejections.covers(name, stamp):  # meanwhile
+        if not self._rejections.covers(name, stamp):  # meanwhile
             self.saved[name] = stamp, clock.time()
         took_s = clock.monotonic() - gathering.began
         detail = f"{gathering.bytes} bytes in {len(gathering.files)} files in {took_s:.1f} s"
-        agent.log("saved", version=stamp.version, detail=detail)
+        self._log("saved", version=stamp.version, detail=detail)
         return ""

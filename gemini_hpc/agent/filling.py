@@ -3,53 +3,53 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 from gemini_hpc import clock
+from gemini_hpc.agent.eventlog import Log
+from gemini_hpc.agent.membership import Membership
+from gemini_hpc.agent.sets import Sets
 from gemini_hpc.agent.store import Shard
+from gemini_hpc.agent.tasks import Spawn
 from gemini_hpc.agent.trainingset import TrainingSet
 from gemini_hpc.core.record import Committed
 from gemini_hpc.core.slots import Refused, Stamp
-
-if TYPE_CHECKING:
-    from gemini_hpc.agent.agent import Agent
 
 
 class Filling:
     """From the word that a slot may be written to, to its verified copy. On the event loop."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, membership: Membership, sets: Sets, log: Log, spawn: Spawn) -> None:
+        self._membership, self._sets, self._log, self._spawn = membership, sets, log, spawn
 
     def begin(self, training: TrainingSet, shard: Shard, version: int) -> int:
         """Index of the slot to fill with this version of the epoch. Raises `core.slots.Refused`."""
-        agent, sealing = self._agent, training.sealing
+        sealing = training.sealing
         if sealing is None:
             raise Refused("a recovery round is on")
-        stamp = Stamp(agent.epoch, version)
+        stamp = Stamp(self._membership.epoch, version)
         index = shard.pair.begin(stamp, training.sealed, sealing.word.abandoned, voted=sealing.voted)
         shard.memory[index].commit(None)
         shard.since[index] = clock.time()
-        agent.sets.drop_guests(training)  # every rank has loaded, or none would have come as far as a save
-        agent.sets.recount(shard.set)
+        self._sets.drop_guests(training)  # every rank has loaded, or none would have come as far as a save
+        self._sets.recount(shard.set)
         return index
 
     def passed(self, shard: Shard, version: int) -> None:
         """Its rank has gone past this version without saving it. Others may wait for a word about theirs: were it not
         said, ranks in two groups could save every other version from then on, and none be sealed."""
-        shard.pair.pass_over(Stamp(self._agent.epoch, version))
-        self._agent.sets.recount(shard.set)
+        shard.pair.pass_over(Stamp(self._membership.epoch, version))
+        self._sets.recount(shard.set)
 
     def void(self, shard: Shard, index: int) -> None:
         """It will not be completed."""
         shard.pair.void(index)
-        self._agent.sets.recount(shard.set)
+        self._sets.recount(shard.set)
 
     def landed(self, shard: Shard, index: int, claimed: Committed) -> None:
         """A process here says that all bytes are there, with a digest made at source: nobody writes any more, they
         are read beside everything else."""
         shard.pair.slots[index].busy = True
-        self._agent.spawn(self._verify(shard, index, claimed))
+        self._spawn(self._verify(shard, index, claimed))
 
     async def _verify(self, shard: Shard, index: int, claimed: Committed) -> None:
         self.arrived(shard, index, claimed, await asyncio.to_thread(shard.memory[index].digest, claimed.used_bytes))
@@ -66,7 +66,7 @@ class Filling:
             shard.memory[index].commit(claimed)
         else:
             shard.pair.void(index)
-            self._agent.log(
+            self._log(
                 "damaged", version=stamp.version, detail=f"shard {shard.rank}: the digest differs after landing"
             )
-        self._agent.sets.recount(shard.set)
+        self._sets.recount(shard.set)

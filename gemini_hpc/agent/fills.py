@@ -8,37 +8,20 @@ if it is, bit for bit, what the home has. All of this runs on the event loop.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from gemini_hpc import clock
+from gemini_hpc.agent.fill import Fill
+from gemini_hpc.agent.filling import Filling
 from gemini_hpc.agent.local import Client
 from gemini_hpc.agent.store import Shard
+from gemini_hpc.agent.trainingset import TrainingSet
 from gemini_hpc.core.ranges import Range
-from gemini_hpc.core.slots import Slot, Stamp
-
-if TYPE_CHECKING:
-    from gemini_hpc.agent.filling import Filling
-    from gemini_hpc.agent.trainingset import TrainingSet
+from gemini_hpc.core.slots import Stamp
 
 WAIT_S = 1.0  # for a rank here that is later than the shard's home
 _LATE = 4  # versions: one that has filled nothing for so long does not any more
 _LOOK_S, _LATE_LOOK_S = 0.001, 0.1
 _WRITES_S = 15.0  # a copy that was begun ends within that; longer than its process waits for it before it rejoins
-
-
-@dataclass(eq=False)
-class Fill:
-    """One version, from the word that the slot may be written to. before: what the slot had; there: what has been
-    filled, when it is over."""
-
-    client: Client
-    version: int
-    stamp: Stamp
-    index: int
-    before: Slot
-    there: tuple[Range, ...] = ()
-    over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 def begin(filling: Filling, client: Client, training: TrainingSet, shard: Shard, version: int, epoch: int) -> int:

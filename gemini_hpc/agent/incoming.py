@@ -12,14 +12,18 @@ import socket
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import xxhash
 
 from gemini_hpc import clock
 from gemini_hpc.agent import fills
+from gemini_hpc.agent.eventlog import Log
+from gemini_hpc.agent.filling import Filling
+from gemini_hpc.agent.membership import Membership
 from gemini_hpc.agent.memory import NoMemory
-from gemini_hpc.agent.store import Key, Shard
+from gemini_hpc.agent.sets import Sets
+from gemini_hpc.agent.store import Key, Shard, Store
 from gemini_hpc.agent.threads import beside
 from gemini_hpc.agent.trainingset import TrainingSet
 from gemini_hpc.core import ranges
@@ -28,9 +32,6 @@ from gemini_hpc.core.record import Committed
 from gemini_hpc.core.slots import Refused, Slot, Stamp
 from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.link import BlockingLink, Link, LinkClosed
-
-if TYPE_CHECKING:
-    from gemini_hpc.agent.agent import Agent
 
 SILENCE_S = 5.0
 SEAL_WAIT_S = 1.5  # for the seal of the version before, which may reach the home sooner than this node
@@ -70,8 +71,9 @@ class _Push:
 class Incoming:
     """The pushes to this node."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, membership: Membership, sets: Sets, store: Store, filling: Filling, log: Log) -> None:
+        self._membership, self._sets, self._store = membership, sets, store
+        self._filling, self._log = filling, log
         self._pushes: dict[Key, _Push] = {}
         self.bytes = 0
 
@@ -117,17 +119,17 @@ class Incoming:
 
     def _refusal(self, push: _Push) -> str:
         """Why nothing is taken from there now; "": it is."""
-        agent, ask = self._agent, push.ask
-        rounds, training, shard = agent.rounds, agent.sets.get(ask.set), agent.store.get(ask.set, ask.rank)
-        if push.stopped or rounds is None or rounds.stage != "live" or training is None or agent.detached:
+        ask, here, incarnation = push.ask, self._membership, self._membership.training
+        training, shard = self._sets.get(ask.set), self._store.get(ask.set, ask.rank)
+        if push.stopped or incarnation is None or training is None:
             return "no part in a running training"
-        if ask.epoch != agent.epoch or ask.round != rounds.round:
-            return f"epoch {agent.epoch}, round {rounds.round} here"
-        if shard is None or shard.registered_round != rounds.round or shard.half_back:
+        if ask.epoch != here.epoch or ask.round != here.round:
+            return f"epoch {here.epoch}, round {here.round} here"
+        if shard is None or shard.registered_round != here.round or shard.half_back:
             return f"shard of rank {ask.rank} is not registered here"
         if not shard.pushed:
             return f"shard of rank {ask.rank} is filled by a process here"
-        if agent.noderanks.get(push.host) != shard.home:
+        if here.noderanks.get(push.host) != shard.home:
             return f"node rank {shard.home} is the home of the shard of rank {ask.rank}"
         return ""
 
@@ -193,7 +195,7 @@ class Incoming:
 
     async def _begin(self, push: _Push, head: peer.PushHead) -> _Taken | str:
         """A slot for this version, or why there is none. Raises LinkClosed for a version that cannot be."""
-        agent, ask = self._agent, push.ask
+        ask = push.ask
         if not 0 < head.used <= head.bytes or not head.version:
             raise LinkClosed(f"version {head.version} of {head.used} bytes for a slot of {head.bytes} cannot be")
         if reason := ranges.fault(head.kept, head.used):
@@ -202,7 +204,7 @@ class Incoming:
         while True:
             if reason := self._refusal(push):
                 return reason
-            training, shard = agent.sets.get(ask.set), agent.store.get(ask.set, ask.rank)
+            training, shard = self._sets.get(ask.set), self._store.get(ask.set, ask.rank)
             assert training is not None and shard is not None
             if head.bytes != shard.bytes:
                 if reason := await self._grow(training, shard, head.bytes):
@@ -214,7 +216,7 @@ class Incoming:
                 break
             if reason := self._refusal(push):
                 return reason
-            if fill is not None and agent.store.get(ask.set, ask.rank) is shard:
+            if fill is not None and self._store.get(ask.set, ask.rank) is shard:
                 shard.pair.slots[fill.index].busy = True
                 # a fill that has failed may have written over what was kept
                 have = [*fill.there, *self._kept(head, fill.before)] if fill.there else []
@@ -222,7 +224,7 @@ class Incoming:
                 return _Taken(shard, fill.index, fill.stamp, view, self._within(have, head), bool(fill.there))
             before = list(shard.pair.slots)
             try:
-                index = agent.filling.begin(training, shard, head.version)
+                index = self._filling.begin(training, shard, head.version)
             except Refused as exc:
                 reason, sealed = exc.reason, training.sealed or Stamp(0, 0)
                 undecided = any(
@@ -236,13 +238,15 @@ class Incoming:
                 continue
             shard.pair.slots[index].busy = True
             there = self._within(self._kept(head, before[index]), head)
-            return _Taken(shard, index, Stamp(agent.epoch, head.version), shard.memory[index].view(), there)
-        agent.log("skipped", version=head.version, detail=f"shard of rank {ask.rank}: {reason}")
+            return _Taken(
+                shard, index, Stamp(self._membership.epoch, head.version), shard.memory[index].view(), there
+            )
+        self._log("skipped", version=head.version, detail=f"shard of rank {ask.rank}: {reason}")
         return reason
 
     def _kept(self, head: peer.PushHead, before: Slot) -> Sequence[Range]:
         """What a slot, as it was before it was given out, had of this version."""
-        had = before.state == "complete" and before.stamp == Stamp(self._agent.epoch, head.base)
+        had = before.state == "complete" and before.stamp == Stamp(self._membership.epoch, head.base)
         return head.kept if had and head.kept and head.kept[-1][1] <= before.bytes_used else ()
 
     @staticmethod
@@ -252,18 +256,16 @@ class Incoming:
 
     async def _grow(self, training: TrainingSet, shard: Shard, size_bytes: int) -> str:
         """The shard has outgrown its slots at its home: larger ones here too. "", or why there are none."""
-        agent = self._agent
-        assert agent.rounds is not None
-        number = agent.rounds.round
+        number = self._membership.round
         try:
-            larger = await agent.store.make(shard.set, shard.rank, shard.world, shard.home, size_bytes)
+            larger = await self._store.make(shard.set, shard.rank, shard.world, shard.home, size_bytes)
         except NoMemory as exc:
             training.note = str(exc)
             return str(exc)
-        if agent.rounds is not None and agent.rounds.round == number:  # else it is nobody's in the new one
+        if self._membership.round == number:  # else it is nobody's in the new one
             larger.registered_round, larger.pushed = number, True
             training.page.set_grown(training.page.grown + 1)
-            agent.sets.recount(shard.set)
+            self._sets.recount(shard.set)
         return ""
 
     async def _end(self, taken: _Taken, claimed: Committed | None, found: str) -> None:
@@ -272,9 +274,9 @@ class Incoming:
         if slot.state != "filling" or slot.stamp != taken.stamp:
             return
         if claimed is None:
-            self._agent.filling.void(taken.shard, taken.index)
+            self._filling.void(taken.shard, taken.index)
         else:
             self.bytes += claimed.used_bytes - ranges.size(taken.there)
             if taken.filled and found != claimed.digest:
                 taken.shard.unlike = f"{local.UNLIKE} rank {taken.shard.rank} has"
-            self._agent.filling.arrived(taken.shard, taken.index, claimed, found)
+            self._filling.arrived(taken.shard, taken.index, claimed, found)

@@ -8,18 +8,19 @@ wish says so again, also in the next incarnation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from gemini_hpc import clock
-from gemini_hpc.agent.pledges import Wish
+from gemini_hpc.agent.eventlog import Log
+from gemini_hpc.agent.incarnation import Incarnation
+from gemini_hpc.agent.membership import Membership
+from gemini_hpc.agent.pledges import Pledges, Wish
+from gemini_hpc.agent.rejections import Rejections
+from gemini_hpc.agent.tierchoice import TierChoice
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import bounds, peer
-
-if TYPE_CHECKING:
-    from gemini_hpc.agent.agent import Agent
 
 MAX_WISHES = 32  # of one set, at a time
 _AGAIN_S = 1.0
@@ -30,15 +31,26 @@ _SHOWN = 16
 class Keeps:
     """One agent's part in it; it lives as long as the agent."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(
+        self,
+        membership: Membership,
+        pledges: Pledges,
+        rejections: Rejections,
+        tier: TierChoice,
+        log: Log,
+        *,
+        wanted: Callable[[], None],
+    ) -> None:
+        """wanted: called at the root, now and then, while wishes wait."""
+        self._membership, self._pledges, self._rejections = membership, pledges, rejections
+        self._tier, self._log, self._wants = tier, log, wanted
         self._given: dict[tuple[str, str], tuple[int, bounds.Stamp | None]] = {}  # None: never
         self._again_at = 0.0
 
     @property
     def wishes(self) -> tuple[Wish, ...]:
         """What has not been done."""
-        return self._agent.pledges.now.wishes
+        return self._pledges.now.wishes
 
     def of_set(self, name: str) -> tuple[str, ...]:
         """Names that versions of a set are to have, for `inspect`."""
@@ -57,7 +69,7 @@ class Keeps:
 
     def ask(self, wish: Wish) -> str:
         """A rank wants this version; why it will not be kept, or "". The same wish may come again."""
-        if not self._agent.drains.tier:
+        if not self._tier.directory:
             return "the job has no tier, which is given with --gemini-tier=DIR"
         known = self._known(wish)
         if known is not None and known != wish.version:
@@ -67,7 +79,7 @@ class Keeps:
         if known is None:
             if sum(other.set == wish.set for other in self.wishes) >= MAX_WISHES:
                 return f"{MAX_WISHES} versions wait to be kept"
-            self._agent.log("keeping", version=wish.version, detail=f"{wish.set}: {wish.name}")
+            self._log("keeping", version=wish.version, detail=f"{wish.set}: {wish.name}")
             self._take(wish)
             self._tell()
         return ""
@@ -84,7 +96,7 @@ class Keeps:
         given = self._given.get((wish.set, wish.name))
         if given is None or given[1] is None:
             return given
-        return None if self._agent.rejections.covers(wish.set, Stamp(*given[1])) else given
+        return None if self._rejections.covers(wish.set, Stamp(*given[1])) else given
 
     def _take(self, wish: Wish) -> None:
         if wish in self.wishes:
@@ -93,8 +105,7 @@ class Keeps:
         self._put((*others, wish))
 
     def _put(self, wishes: tuple[Wish, ...]) -> None:
-        pledges = self._agent.pledges
-        pledges.put(msgspec.structs.replace(pledges.now, wishes=wishes))
+        self._pledges.put(msgspec.structs.replace(self._pledges.now, wishes=wishes))
 
     # ---- agents ----------------------------------------------------------------------------------------
 
@@ -105,50 +116,48 @@ class Keeps:
 
     def _tell(self) -> None:
         self._again_at = clock.monotonic() + _AGAIN_S
-        agent, rounds = self._agent, self._agent.rounds
-        if rounds is None or rounds.stage != "live":
+        incarnation = self._membership.live
+        if incarnation is None:
             return
+        rounds = incarnation.rounds
         for wish in self.wishes:
             message = peer.KeepWish(rounds.round, wish.set, wish.name, wish.version)
             if rounds.parent is not None:
-                agent.send(rounds.parent, message)
+                incarnation.send(rounds.parent, message)
             else:
-                for child in rounds.children:
-                    agent.send(child, message)
-        if rounds.parent is None:
-            for training in agent.sets:
-                agent.drains.keep(training)
+                incarnation.send_down(message)
+        if incarnation.leads:
+            self._wants()
 
     def on_message(self, host: str, message: peer.KeepWish | peer.KeepDone) -> None:
         """From the parent, whose word counts, or from a child."""
-        rounds = self._agent.rounds
-        if rounds is None or rounds.stage != "live" or message.round != rounds.round:
+        incarnation = self._membership.live
+        if incarnation is None or message.round != incarnation.rounds.round:
             return
+        rounds = incarnation.rounds
         if host == rounds.parent:
             if isinstance(message, peer.KeepDone):
                 self._done(message)
             else:
-                self._wanted(message)
+                self._wanted(incarnation, message)
         elif host in rounds.children and isinstance(message, peer.KeepWish):
-            self._heard(host, message)
+            self._heard(incarnation, host, message)
 
-    def _wanted(self, message: peer.KeepWish) -> None:
+    def _wanted(self, incarnation: Incarnation, message: peer.KeepWish) -> None:
         """The root has this wish."""
         self._given.pop((message.set, message.name), None)
         self._take(Wish(message.set, message.name, message.version))
-        rounds = self._agent.rounds
-        for child in rounds.children if rounds is not None else ():
-            self._agent.send(child, message)
+        incarnation.send_down(message)
 
-    def _heard(self, child: str, message: peer.KeepWish) -> None:
-        agent, wish = self._agent, Wish(message.set, message.name, message.version)
+    def _heard(self, incarnation: Incarnation, child: str, message: peer.KeepWish) -> None:
+        wish = Wish(message.set, message.name, message.version)
         given = self._has(wish)
         known = self._known(wish)
         if given is not None and (given[1] is not None or given[0] == wish.version):
             stamp = given[1] if given[0] == wish.version else None
-            agent.send(child, peer.KeepDone(message.round, wish.set, wish.name, wish.version, stamp))
+            incarnation.send(child, peer.KeepDone(message.round, wish.set, wish.name, wish.version, stamp))
         elif known is not None and known != wish.version:
-            agent.send(child, peer.KeepWish(message.round, wish.set, wish.name, known))
+            incarnation.send(child, peer.KeepWish(message.round, wish.set, wish.name, known))
         elif known is None and sum(other.set == wish.set for other in self.wishes) < 2 * MAX_WISHES:
             self._take(wish)
             self._tell()
@@ -158,8 +167,7 @@ class Keeps:
     def saved(self, name: str, stamp: Stamp, names: Mapping[str, tuple[int, bounds.Stamp]]) -> None:
         """At whoever had a version made whole: for each name, the number that it was given for, and the version that
         has it."""
-        rounds = self._agent.rounds
-        number = rounds.round if rounds is not None else 0
+        number = self._membership.round
         for wish in self.wishes:
             if wish.set != name or wish.name not in names:
                 continue
@@ -168,10 +176,10 @@ class Keeps:
             self._done(peer.KeepDone(number, name, wish.name, wish.version, mine))
             if mine is None:
                 detail = f"{name}: {wish.name} is the name of version {has[1]}, and a name is given once"
-                self._agent.log("not_kept", version=wish.version, detail=detail)
+                self._log("not_kept", version=wish.version, detail=detail)
             else:
                 late = f", for version {wish.version}" if has[1] != wish.version else ""
-                self._agent.log("kept", version=has[1], detail=f"{name}: {wish.name}{late}")
+                self._log("kept", version=has[1], detail=f"{name}: {wish.name}{late}")
 
     def _done(self, message: peer.KeepDone) -> None:
         key = message.set, message.name
@@ -180,6 +188,5 @@ class Keeps:
         while len(self._given) > _KNOWN:
             del self._given[next(iter(self._given))]
         self._put(tuple(w for w in self.wishes if (w.set, w.name, w.version) != (*key, message.version)))
-        rounds = self._agent.rounds
-        for child in rounds.children if rounds is not None else ():
-            self._agent.send(child, message)
+        if self._membership.incarnation is not None:
+            self._membership.incarnation.send_down(message)

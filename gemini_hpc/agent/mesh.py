@@ -1,9 +1,8 @@
-"""Links to peer agents: who dials whom, heartbeats, and what silence means.
+"""Links to peer agents: who dials whom, heartbeats, and what is done about silence.
 
 The agent at position p of the host list keeps links to its tree parent and children, to its two neighbours
 on either side of the ring of positions, and to the members of its placement group. The later position dials
-the earlier one. A peer is suspected after `heartbeat_missed` silent heartbeats, or when its connection broke
-and cannot be made again; it is called dead only when other peers cannot reach it either (indirect probing).
+the earlier one. Who counts as dead is decided in `failure_detector`.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 
 from gemini_hpc import clock
+from gemini_hpc.agent.failure_detector import Effect, FailureDetector, Obituary, Probe
 from gemini_hpc.agent.ports import candidates
 from gemini_hpc.config import Settings
 from gemini_hpc.wire import peer, protocol
@@ -20,7 +20,6 @@ from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, connect_any
 from gemini_hpc.wire.message import Message
 
-_MAX_WITNESSES = 3
 _PARALLEL_SEARCHES = 64
 _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 
@@ -51,11 +50,7 @@ class Mesh:
         self.position = {h: i for i, h in enumerate(hosts)}
         self.links: dict[str, Link] = {}
         self.ports: dict[str, int] = {}
-        self.heard: dict[str, float] = {}
-        self.dead: set[str] = set()
-        self.suspects: set[str] = set()
-        self.watching = True
-        self._partners: set[str] = set()
+        self.detector = FailureDetector(host, hosts, self.silence_s, clock.monotonic())
         self._tasks: set[asyncio.Task[None]] = set()
         self._probes: dict[tuple[str, str], asyncio.Future[bool]] = {}
         self._spawn(self._beat())
@@ -70,9 +65,9 @@ class Mesh:
     def want(self, partners: Iterable[str]) -> None:
         """Keep links to these hosts too; dial those that stand before us in the host list."""
         for name in partners:
-            if name == self.host or name in self._partners or name not in self.position:
+            if name == self.host or name in self.detector.partners or name not in self.position:
                 continue
-            self._partners.add(name)
+            self.detector.partners.add(name)
             if self.position[name] < self.position[self.host]:
                 self._spawn(self._keep(name))
 
@@ -125,15 +120,14 @@ class Mesh:
         if old is not None:
             old.abort()
         self.links[name] = link
-        self.heard[name] = clock.monotonic()
         said = "its coming"
         try:
-            self._alive(name)
+            self._do(self.detector.hear(name, clock.monotonic()))
             self._on_link(name)
             while True:
                 message = await link.receive()
-                self.heard[name], said = link.last_heard, type(message).__name__
-                self._alive(name)
+                said = type(message).__name__
+                self._do(self.detector.hear(name, link.last_heard))
                 self._dispatch(name, message)
         except LinkClosed as exc:
             self._complain(f"link to {name} has ended: {exc}")
@@ -164,17 +158,19 @@ class Mesh:
             if future is not None and not future.done():
                 future.set_result(message.alive)
         elif isinstance(message, peer.Obituary):
-            self._obituary(name, message)
+            if message.restart == self.restart:
+                told = self.detector.told(name, message.host, alive=message.alive, now=clock.monotonic())
+                self._do(told)
         else:
             self._on_message(name, message)
 
     def silent(self) -> set[str]:
         """Partners that are suspected now: silent, or without a link."""
-        return self.suspects | {n for n in self._partners if n not in self.links and n in self.heard}
+        return self.detector.silent(self.links)
 
     def unlinked(self) -> set[str]:
         """Partners to which there is no link."""
-        return self._partners - set(self.links)
+        return self.detector.partners - set(self.links)
 
     # ---- heartbeats and suspicion ----------------------------------------------------------------------
 
@@ -183,39 +179,42 @@ class Mesh:
         """Silence after which a peer is suspected."""
         return self._settings.heartbeat_timeout_s()
 
+    @property
+    def dead(self) -> set[str]:
+        """Hosts that count as dead."""
+        return self.detector.dead
+
+    @property
+    def heard(self) -> dict[str, float]:
+        """When something came last, by host (monotonic)."""
+        return self.detector.heard
+
     async def _beat(self) -> None:
-        late_since = clock.monotonic()
         while True:
             await asyncio.sleep(self._settings.heartbeat_s)
-            now = clock.monotonic()
-            if now - late_since > 2 * self.silence_s:  # we ourselves were stopped: hear first, judge later
-                for name in self.heard:
-                    self.heard[name] = now
-            late_since = now
             for link in list(self.links.values()):
                 link.send(peer.Ping())
-            for name in self._partners:
-                heard = self.heard.get(name)
-                silent = heard is not None and now - heard > self.silence_s
-                if silent and self.watching and name not in self.dead and name not in self.suspects:
-                    self.suspects.add(name)
-                    self._spawn(self._suspect(name))
+            self._do(self.detector.tick(clock.monotonic(), self.links))
 
-    async def _suspect(self, name: str) -> None:
+    def _do(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Probe):
+                self._spawn(self._probe(effect))
+            elif isinstance(effect, Obituary):
+                for other in self.links:
+                    self.send(other, peer.Obituary(effect.host, effect.alive, self.restart))
+            else:
+                self._on_dead(effect.host, effect.witnesses, effect.known)
+
+    async def _probe(self, probe: Probe) -> None:
         try:
-            others = [h for h in self.links if h not in (name, *self.suspects)][:_MAX_WITNESSES]
-            timeout_s = self.silence_s
             mine, *theirs = await asyncio.gather(
-                self._reach(name, timeout_s / 2), *(self._ask(other, name, timeout_s) for other in others)
+                self._reach(probe.host, probe.direct_s),
+                *(self._ask(other, probe.host, probe.indirect_s) for other in probe.witnesses),
             )
-            if mine or any(answer is True for answer in theirs):
-                self.heard[name] = clock.monotonic()
-                return
-            witnesses = tuple(o for o, answer in zip(others, theirs, strict=True) if answer is False)
-            if self.watching:
-                self._bury(name, (self.host, *witnesses))
+            self._do(self.detector.judge(probe, mine is True, theirs, clock.monotonic()))
         finally:
-            self.suspects.discard(name)
+            self.detector.give_up(probe)
 
     async def reach(self, name: str, timeout_s: float) -> bool:
         """Whether there is a link to this host, a new one if none lives."""
@@ -278,34 +277,9 @@ class Mesh:
             alive = await self._reach(name, self.silence_s / 2)
             self.send(asker, peer.ProbeAnswer(name, alive))
 
-    def _bury(self, name: str, witnesses: tuple[str, ...]) -> None:
-        known = name in self.dead
-        self.dead.add(name)
-        if not known:
-            for other in self.links:
-                self.send(other, peer.Obituary(name, False, self.restart))
-        self._on_dead(name, witnesses, known)
-
-    def _obituary(self, sender: str, message: peer.Obituary) -> None:
-        name = message.host
-        if message.restart != self.restart or name == self.host or name not in self.position:
-            return
-        heard = self.heard.get(name)
-        if message.alive:
-            if name in self.dead:
-                self._alive(name)
-        elif name not in self.dead and (heard is None or clock.monotonic() - heard > self.silence_s / 2):
-            self._bury(name, (sender,))
-
-    def _alive(self, name: str) -> None:
-        if name in self.dead:
-            self.dead.discard(name)
-            for other in self.links:
-                self.send(other, peer.Obituary(name, True, self.restart))
-
     def close(self) -> None:
         """Drop all links and stop dialling."""
-        self.watching = False
+        self.detector.watching = False
         for task in list(self._tasks):
             task.cancel()
         for link in list(self.links.values()):

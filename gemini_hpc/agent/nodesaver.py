@@ -12,18 +12,17 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from gemini_hpc.agent import tierwork
+from gemini_hpc.agent.identity import Identity
+from gemini_hpc.agent.membership import Membership
 from gemini_hpc.agent.memory import Memfd, NoMemory
-from gemini_hpc.agent.store import Shard
+from gemini_hpc.agent.store import Shard, Store
+from gemini_hpc.agent.tasks import Spawn
 from gemini_hpc.agent.tierwork import TierFailed
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import orders
 from gemini_hpc.wire.stored import NodeFile
-
-if TYPE_CHECKING:
-    from gemini_hpc.agent.agent import Agent
 
 _COPY_BYTES = 16 << 20
 
@@ -45,8 +44,8 @@ class Wanted:
 class NodeSaver:
     """One agent's."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, identity: Identity, membership: Membership, store: Store, spawn: Spawn) -> None:
+        self._identity, self._membership, self._store, self._spawn = identity, membership, store, spawn
         self._copies: dict[tuple[str, int], Memfd] = {}
         self._saving: dict[str, asyncio.Task[None]] = {}
         self._begun: dict[str, Wanted] = {}  # what is being saved here, or was last,
@@ -98,17 +97,21 @@ class NodeSaver:
             self._begun[name] = what
             self._told.pop(name, None)
             self._written[name] = 0
-            self._saving[name] = self._agent.spawn(self._save(what, tier, files, before, told))
+            self._saving[name] = self._spawn(self._save(what, tier, files, before, told))
         return True
+
+    @property
+    def _mine(self) -> int | None:
+        """This node's rank."""
+        return self._membership.noderanks.get(self._identity.node)
 
     def _files(self, what: Wanted) -> dict[int, list[Shard]]:
         """The shards that this node has to save, by their home."""
-        agent, found = self._agent, dict[int, list[Shard]]()
-        mine = agent.noderanks.get(agent.node)
+        found, mine = dict[int, list[Shard]](), self._mine
         if what.homes is None:
-            own = [shard for shard in agent.store.of_set(what.set) if shard.home == mine]
+            own = [shard for shard in self._store.of_set(what.set) if shard.home == mine]
             return {mine: own} if own and mine is not None else {}
-        for shard in agent.store:  # also of a training that has grown since
+        for shard in self._store:  # also of a training that has grown since
             ranks = {other.rank for other in found.get(shard.home, ())}
             wanted = shard.set == what.set and shard.home in what.homes and shard.rank not in ranks
             if wanted and what.stamp in shard.pair.complete_stamps():
@@ -148,10 +151,10 @@ class NodeSaver:
         self, what: Wanted, tier: str, home: int, sources: list[orders.Source], before_bytes: int
     ) -> NodeFile:
         """One file. Raises `TierFailed`."""
-        settings = self._agent.settings
+        settings = self._identity.settings
         order = orders.Write(
             tier,
-            self._agent.job,
+            self._identity.job,
             what.set,
             (what.stamp.epoch, what.stamp.version),
             home,
@@ -175,7 +178,7 @@ class NodeSaver:
         record = shard.record(index) if index is not None else None
         if index is None or record is None:
             raise TierFailed(f"rank {shard.rank} has gone past version {stamp.version}")
-        if self._agent.detached:  # nobody writes there any more
+        if self._membership.detached:  # nobody writes there any more
             fd = os.dup(shard.memory[index].fd)  # the slot itself may be given up meanwhile
             return orders.Source(fd, shard.rank, shard.home, shard.bytes, record.used, record.digest)
         memory = await self._memory(shard)
@@ -184,21 +187,21 @@ class NodeSaver:
 
     def _drop_stale(self) -> None:
         """Copies of shards that are no longer at home here."""
-        mine = self._agent.noderanks.get(self._agent.node)
+        mine = self._mine
         for key in list(self._copies):
             name, rank = key
             task = self._saving.get(name)
-            here = any(shard.rank == rank and shard.home == mine for shard in self._agent.store.of_set(name))
+            here = any(shard.rank == rank and shard.home == mine for shard in self._store.of_set(name))
             if not here and (task is None or task.done()):
                 self._free(key)
 
     def _free(self, key: tuple[str, int]) -> None:
         memory = self._copies.pop(key)
         memory.close()
-        self._agent.budget.give(memory.size_bytes)
+        self._store.budget.give(memory.size_bytes)
 
     async def _memory(self, shard: Shard) -> Memfd:
-        key, budget = (shard.set, shard.rank), self._agent.budget
+        key, budget = (shard.set, shard.rank), self._store.budget
         found = self._copies.get(key)
         if found is not None and found.size_bytes == shard.bytes:
             return found

@@ -14,13 +14,15 @@ from collections import deque
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from io import FileIO
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.agent.local import Client
-from gemini_hpc.agent.store import Shard
+from gemini_hpc.agent.membership import Membership
+from gemini_hpc.agent.mesh import Mesh
+from gemini_hpc.agent.store import Shard, Store
+from gemini_hpc.agent.tasks import Spawn
 from gemini_hpc.agent.threads import beside
 from gemini_hpc.core import ranges
 from gemini_hpc.core.ranges import Range
@@ -29,9 +31,6 @@ from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.handshake import HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed
 from gemini_hpc.wire.message import Message
-
-if TYPE_CHECKING:
-    from gemini_hpc.agent.agent import Agent
 
 SILENCE_S = 5.0
 DIAL_S, ANSWER_S = 2.0, 2.0
@@ -46,8 +45,8 @@ class PushLost(Exception):
 class Outgoing:
     """The pushes from this node."""
 
-    def __init__(self, agent: Agent) -> None:
-        self.agent = agent
+    def __init__(self, membership: Membership, store: Store, spawn: Spawn) -> None:
+        self._membership, self._store, self._spawn = membership, store, spawn
         self._channels: dict[tuple[str, int, str], Channel] = {}
 
     def open(self, client: Client, shard: Shard, host: str) -> int:
@@ -56,8 +55,10 @@ class Outgoing:
         if (older := self._channels.get(key)) is not None:
             older.stop()
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        channel = self._channels[key] = Channel(self, client, shard.set, shard.rank, host, mine)
-        self.agent.spawn(self._carry(key, channel))
+        channel = self._channels[key] = Channel(
+            self._membership, self._store, client, shard.set, shard.rank, host, mine
+        )
+        self._spawn(self._carry(key, channel))
         return theirs.detach()
 
     async def _carry(self, key: tuple[str, int, str], channel: Channel) -> None:
@@ -89,9 +90,16 @@ class Channel:
     """One shard's way to one holder."""
 
     def __init__(
-        self, outgoing: Outgoing, client: Client, set_name: str, rank: int, host: str, sock: socket.socket
+        self,
+        membership: Membership,
+        store: Store,
+        client: Client,
+        set_name: str,
+        rank: int,
+        host: str,
+        sock: socket.socket,
     ) -> None:
-        self._agent, self._loop = outgoing.agent, asyncio.get_running_loop()
+        self._membership, self._store, self._loop = membership, store, asyncio.get_running_loop()
         self.client, self.set, self.rank, self.host = client, set_name, rank, host
         self._sock = sock
         self._lock = threading.Lock()  # guards _link, _awaited, _progress, _stopped, _preparing
@@ -221,26 +229,25 @@ class Channel:
 
     async def _prepare(self, m: local.PushOffer) -> tuple[peer.PushHead, FileIO, BlockingLink | None]:
         """What is offered, its slot, and a new link where there was none. Raises PushLost."""
-        agent = self._agent
-        shard, rounds, mesh = agent.store.get(self.set, self.rank), agent.rounds, agent.mesh
-        if shard is None or rounds is None or mesh is None or rounds.stage != "live" or agent.detached:
+        shard, incarnation = self._store.get(self.set, self.rank), self._membership.training
+        if shard is None or incarnation is None:
             raise PushLost("no part in a running training")
-        index = shard.pair.find(Stamp(agent.epoch, m.version))
+        epoch = self._membership.epoch
+        index = shard.pair.find(Stamp(epoch, m.version))
         if index is None or shard.pair.slots[index].state != "filling" or not 0 < m.used <= shard.bytes:
             raise PushLost(f"version {m.version} of {m.used} bytes is not being made here")
         if reason := ranges.fault(m.kept, m.used):
             raise PushLost(reason)
-        if self.host in mesh.dead:
+        if self.host in incarnation.mesh.dead:
             raise PushLost("it is dead")
         head, link = peer.PushHead(m.version, m.used, shard.bytes, m.base, m.kept), None
         slot = FileIO(shard.memory[index].read_only_fd())  # closed with its last reference, whoever has that
         if self._link is None:
-            link = await self._dial(peer.PushAsk(self.set, self.rank, agent.epoch, rounds.round))
+            ask = peer.PushAsk(self.set, self.rank, epoch, incarnation.rounds.round)
+            link = await self._dial(incarnation.mesh, ask)
         return head, slot, link
 
-    async def _dial(self, ask: peer.PushAsk) -> BlockingLink:
-        mesh = self._agent.mesh
-        assert mesh is not None
+    async def _dial(self, mesh: Mesh, ask: peer.PushAsk) -> BlockingLink:
         if clock.monotonic() < self._not_before:
             raise PushLost("it could not be reached a moment ago")
         self._not_before = clock.monotonic() + DIAL_S + ANSWER_S + self._pause_s
@@ -307,14 +314,14 @@ class Channel:
 
     def _look(self) -> None:
         """Raises PushLost where there is no point in waiting."""
-        mesh = self._agent.mesh
+        incarnation = self._membership.incarnation
         with self._lock:
             if self._stopped:
                 raise PushLost("given up")
             if not self._awaited:
                 return
             silent_s = clock.monotonic() - self._progress
-        if mesh is None or self.host in mesh.dead:
+        if incarnation is None or self.host in incarnation.mesh.dead:
             raise PushLost("it is dead")
         if silent_s > SILENCE_S:
             raise PushLost(f"no acknowledgement for {SILENCE_S:g} s")

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from gemini_hpc.agent.identity import Identity
+from gemini_hpc.agent.incarnation import Incarnation
+from gemini_hpc.agent.mesh import Mesh
 from gemini_hpc.agent.ports import candidates
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.handshake import HandshakeError
 from gemini_hpc.wire.link import LinkClosed, connect_any
-
-if TYPE_CHECKING:
-    from gemini_hpc.agent.agent import Agent
 
 ANSWER_S = 2.0
 DIAL_S = 1.0
@@ -25,21 +25,28 @@ ASK_PART, MAX_ASK_S = 0.4, 4.0
 MAX_HOSTS = 1024
 
 
-async def inventories(agent: Agent, former: Iterable[str]) -> tuple[peer.InventoryRecord, ...]:
+class Holders(Protocol):
+    """The controller, if there is one."""
+
+    async def holders(self, timeout_s: float) -> dict[str, int]:
+        """Where agents of this job are or have been, as far as it knows; port 0: any of the job's."""
+
+
+async def inventories(
+    identity: Identity, incarnation: Incarnation, controller: Holders, former: Iterable[str]
+) -> tuple[peer.InventoryRecord, ...]:
     """What agents outside the allocation hold: on hosts of the former map, and on those that the controller knows."""
-    ports = await agent.reporter.holders(min(MAX_ASK_S, ASK_PART * agent.settings.attach_timeout_s))
-    hosts = [h for h in dict.fromkeys([*former, *ports]) if h not in agent.hosts][:MAX_HOSTS]
-    found = await asyncio.gather(*(_ask(agent, host, ports.get(host)) for host in hosts))
+    ports = await controller.holders(min(MAX_ASK_S, ASK_PART * identity.settings.attach_timeout_s))
+    hosts = [h for h in dict.fromkeys([*former, *ports]) if h not in incarnation.hosts][:MAX_HOSTS]
+    found = await asyncio.gather(*(_ask(identity, incarnation.mesh, host, ports.get(host)) for host in hosts))
     return tuple(record for record in found if record is not None)
 
 
-async def _ask(agent: Agent, host: str, known: int | None) -> peer.InventoryRecord | None:
-    mesh = agent.mesh
-    if mesh is None:
-        return None
-    ports = [known] if known else candidates(agent.settings, agent.job)
+async def _ask(identity: Identity, mesh: Mesh, host: str, known: int | None) -> peer.InventoryRecord | None:
+    settings = identity.settings
+    ports = [known] if known else candidates(settings, identity.job)
     try:
-        link, _ = await connect_any(agent.address_of(host), ports, lambda: mesh.client(host, "inventory"), DIAL_S)
+        link, _ = await connect_any(settings.address_of(host), ports, lambda: mesh.client(host, "inventory"), DIAL_S)
     except (OSError, HandshakeError):
         return None
     try:

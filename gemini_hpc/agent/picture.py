@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from gemini_hpc import clock
+from gemini_hpc.agent.drains import Drains
+from gemini_hpc.agent.eventlog import EventLog
+from gemini_hpc.agent.identity import Identity
+from gemini_hpc.agent.membership import Membership
+from gemini_hpc.agent.rejections import Rejections
+from gemini_hpc.agent.store import Store
+from gemini_hpc.agent.successor import StateFile
+from gemini_hpc.agent.tellings import Tellings
+from gemini_hpc.agent.trainingset import TrainingSet
 from gemini_hpc.wire import page, picture
 
-if TYPE_CHECKING:
-    from gemini_hpc.agent.agent import Agent
-    from gemini_hpc.agent.trainingset import TrainingSet
-
+_EVENTS = 200
 _STATES = {
     page.STATE_ARMING: "arming",
     page.STATE_PROTECTED: "protected",
@@ -21,36 +27,52 @@ _STATES = {
 }
 
 
-def _set(agent: Agent, training: TrainingSet) -> picture.SetState:
-    sealed = training.sealed
-    state = "finished" if training.succeeded else _STATES.get(training.page.state, "unknown")
-    rejected = agent.rejections.sentences(training.name)
-    trouble = training.trouble if state in ("arming", "protected", "degraded") else ""
-    return picture.SetState(
-        name=training.name,
-        world=training.world or training.chosen_world,
-        sealed=None if sealed is None else (sealed.epoch, sealed.version),
-        state="degraded" if trouble else state,
-        ranks=tuple(sorted(training.greeted)),
-        note="; ".join(filter(None, (trouble, training.note or "; ".join(training.lost)[:500], *rejected))),
-        traffic=agent.tellings.states(training.name, training.greeted),
-        tier=agent.drains.state(training.name),
-        pace=_pace(agent, training),
-    )
+class Picture:
+    """Of one agent. kept_until: tells when the memory is freed, unless the job comes back (monotonic)."""
 
+    def __init__(
+        self,
+        identity: Identity,
+        membership: Membership,
+        trainings: Iterable[TrainingSet],
+        store: Store,
+        tellings: Tellings,
+        rejections: Rejections,
+        drains: Drains,
+        state: StateFile,
+        log: EventLog,
+        *,
+        kept_until: Callable[[], float],
+    ) -> None:
+        self._identity, self._membership, self._trainings, self._store = identity, membership, trainings, store
+        self._tellings, self._rejections, self._drains = tellings, rejections, drains
+        self._state, self._log, self._kept_until = state, log, kept_until
 
-def _pace(agent: Agent, training: TrainingSet) -> picture.PaceState | None:
-    state = training.pace.state() if training.present and not agent.detached else None
-    return None if state is None else msgspec.structs.replace(state, stalled_s=agent.settings.stalled_s)
+    def _set(self, training: TrainingSet) -> picture.SetState:
+        sealed, pace = training.sealed, None
+        state = "finished" if training.succeeded else _STATES.get(training.page.state, "unknown")
+        rejected = self._rejections.sentences(training.name)
+        trouble = training.trouble if state in ("arming", "protected", "degraded") else ""
+        if training.present and not self._membership.detached:
+            pace = training.pace.state()
+        if pace is not None:
+            pace = msgspec.structs.replace(pace, stalled_s=self._identity.settings.stalled_s)
+        return picture.SetState(
+            name=training.name,
+            world=training.world or training.chosen_world,
+            sealed=None if sealed is None else (sealed.epoch, sealed.version),
+            state="degraded" if trouble else state,
+            ranks=tuple(sorted(training.greeted)),
+            note="; ".join(filter(None, (trouble, training.note or "; ".join(training.lost)[:500], *rejected))),
+            traffic=self._tellings.states(training.name, training.greeted),
+            tier=self._drains.state(training.name),
+            pace=pace,
+        )
 
-
-def inspect_part(agent: Agent, request: int, record: picture.RecordAsk | None = None) -> picture.InspectPart:
-    """Everything that this node can tell of the job; beside it, if asked for, what one rank has recorded."""
-    held = []
-    for shard in agent.store:
-        for index, slot in enumerate(shard.pair.slots):
-            held.append(
-                picture.HeldSlot(
+    def _held(self) -> Iterable[picture.HeldSlot]:
+        for shard in self._store:
+            for index, slot in enumerate(shard.pair.slots):
+                yield picture.HeldSlot(
                     set=shard.set,
                     rank=shard.rank,
                     world=shard.world,
@@ -63,34 +85,40 @@ def inspect_part(agent: Agent, request: int, record: picture.RecordAsk | None = 
                     since=shard.since[index],
                     verified=shard.verified[index],
                 )
-            )
-    rounds, mesh = agent.rounds, agent.mesh
-    unwritten = f"its recovery state cannot be written: {agent.state.problem}" if agent.state.problem else ""
-    kept = agent.detached and agent.budget.taken_bytes > 0
-    return picture.InspectPart(
-        host=agent.node,
-        job=agent.job,
-        uid=agent.uid,
-        restart=max(agent.restart, 0),
-        replicas=agent.replicas,
-        epoch=agent.epoch,
-        round=rounds.round if rounds is not None else 0,
-        state="detached" if agent.detached else (rounds.stage if rounds is not None else "idle"),
-        hosts=agent.hosts,
-        noderanks=agent.noderanks,
-        address=agent.address or agent.address_of(agent.node),
-        interface=agent.interface,
-        port=agent.port,
-        memory_bytes=agent.budget.taken_bytes,
-        memory_cap_bytes=agent.budget.cap_bytes,
-        sets=tuple(_set(agent, t) for t in agent.sets),
-        held=tuple(held),
-        events=tuple(agent.events[-200:]),
-        suspects=tuple(sorted(mesh.silent() - mesh.dead)) if mesh is not None else (),
-        dead=tuple(sorted(mesh.dead)) if mesh is not None else (),
-        request=request,
-        record=None if record is None else agent.tellings.record(record),
-        problem="; ".join(filter(None, (unwritten, agent.drains.problem))),
-        unprotected=rounds.trouble if rounds is not None and not agent.detached else "",
-        kept_until=clock.time() + max(0.0, agent.detached_at + agent.kept_s - clock.monotonic()) if kept else 0.0,
-    )
+
+    def part(self, request: int, record: picture.RecordAsk | None = None) -> picture.InspectPart:
+        """Everything that this node can tell of the job; beside it, if asked for, what one rank has recorded."""
+        me, member, budget = self._identity, self._membership, self._store.budget
+        incarnation = member.incarnation
+        mesh = incarnation.mesh if incarnation is not None else None
+        stage = incarnation.rounds.stage if incarnation is not None else "idle"
+        trouble = incarnation.rounds.trouble if incarnation is not None and not member.detached else ""
+        unwritten = f"its recovery state cannot be written: {self._state.problem}" if self._state.problem else ""
+        kept = member.detached and budget.taken_bytes > 0
+        return picture.InspectPart(
+            host=me.node,
+            job=me.job,
+            uid=me.uid,
+            restart=max(member.restart, 0),
+            replicas=member.replicas,
+            epoch=member.epoch,
+            round=member.round,
+            state="detached" if member.detached else stage,
+            hosts=member.hosts,
+            noderanks=member.noderanks,
+            address=me.address or me.settings.address_of(me.node),
+            interface=me.interface,
+            port=me.port,
+            memory_bytes=budget.taken_bytes,
+            memory_cap_bytes=budget.cap_bytes,
+            sets=tuple(self._set(t) for t in self._trainings),
+            held=tuple(self._held()),
+            events=tuple(self._log.events[-_EVENTS:]),
+            suspects=tuple(sorted(mesh.silent() - mesh.dead)) if mesh is not None else (),
+            dead=tuple(sorted(mesh.dead)) if mesh is not None else (),
+            request=request,
+            record=None if record is None else self._tellings.record(record),
+            problem="; ".join(filter(None, (unwritten, self._drains.problem))),
+            unprotected=trouble,
+            kept_until=clock.time() + max(0.0, self._kept_until() - clock.monotonic()) if kept else 0.0,
+        )

@@ -8,17 +8,15 @@ incarnations, for as long as one agent lives; on the tier it is marked (`tier.wo
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from gemini_hpc.agent.eventlog import Log
+from gemini_hpc.agent.pledges import Pledges
+from gemini_hpc.agent.trainingset import TrainingSet
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire.bounds import VERSION_BITS
 from gemini_hpc.wire.stored import Rejection
-
-if TYPE_CHECKING:
-    from gemini_hpc.agent.agent import Agent
-    from gemini_hpc.agent.trainingset import TrainingSet
 
 MOST = 3  # of one set, in the life of a job: then the fault is elsewhere
 _KEPT = 256  # of all sets; beyond that the oldest are forgotten
@@ -28,13 +26,13 @@ _NEWEST = (1 << VERSION_BITS) - 1
 class Rejections:
     """One agent's knowledge of them; it lives as long as the agent, and is on disk (`pledges`)."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, pledges: Pledges, log: Log) -> None:
+        self._pledges, self._log = pledges, log
 
     @property
     def all(self) -> tuple[Rejection, ...]:
         """All that this agent knows of."""
-        return self._agent.pledges.now.rejections
+        return self._pledges.now.rejections
 
     def of_set(self, name: str) -> list[Rejection]:
         """Those of a set, in the order of their versions."""
@@ -48,19 +46,19 @@ class Rejections:
         """For the user."""
         return tuple(sentence(found) for found in self.of_set(name))
 
-    def reject(self, training: TrainingSet, reason: str, *, fresh: bool) -> str:
-        """What was loaded is bad; why it is not rejected, or "". fresh: the training may begin anew. Beyond `MOST`
-        that is all that can be had."""
-        agent, name, chosen = self._agent, training.name, training.chosen
+    def reject(self, training: TrainingSet, epoch: int, reason: str, *, fresh: bool) -> str:
+        """What was loaded is bad, and so is what came of it, in epochs up to this one; why it is not rejected, or "".
+        fresh: the training may begin anew. Beyond `MOST` that is all that can be had."""
+        name, chosen = training.name, training.chosen
         assert chosen is not None
         before = self.of_set(name)
-        high = (agent.epoch, _NEWEST)
+        high = (epoch, _NEWEST)
         if not any(found.high == high for found in before):  # else another rank of this node has said so
             if len(before) >= MOST and not fresh:
                 said = "; ".join(map(sentence, before))
                 return f"{len(before)} versions were rejected before it, and the fault may be elsewhere: {said}"
             low = (chosen.epoch, chosen.version) if len(before) < MOST else (0, 0)
-            agent.log("rejected", version=chosen.version, detail=f"{name}: {reason}")
+            self._log("rejected", version=chosen.version, detail=f"{name}: {reason}")
             self.learn((Rejection(name, low, high, reason, fresh),))
         return ""
 
@@ -72,9 +70,9 @@ class Rejections:
         for wide in [r for r in known.values() if r.low == (0, 0)]:  # one that says it all
             for key in [k for k, r in known.items() if r.set == wide.set and r.high < wide.high]:
                 del known[key]
-        pledges = self._agent.pledges
+        pledges = self._pledges
         if not pledges.put(msgspec.structs.replace(pledges.now, rejections=tuple(known.values())[-_KEPT:])):
-            self._agent.log("unwritten", detail="rejected versions cannot be kept on this node's disk")
+            self._log("unwritten", detail="rejected versions cannot be kept on this node's disk")
         return self.all
 
     def covers(self, name: str, stamp: Stamp) -> bool:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from gemini_hpc import clock
-from gemini_hpc.agent.picture import inspect_part
+from gemini_hpc.agent.eventlog import Log
+from gemini_hpc.agent.identity import Identity
+from gemini_hpc.agent.membership import Membership
+from gemini_hpc.agent.tasks import Spawn
 from gemini_hpc.config import ConfigError
-from gemini_hpc.wire import controller, peer, picture
+from gemini_hpc.wire import controller, peer, picture, protocol
 from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, connect
-
-if TYPE_CHECKING:
-    from gemini_hpc.agent.agent import Agent
 
 _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _BACKLOG = 500
@@ -27,11 +28,34 @@ _NOTICE_CHARS = 300
 _LASTED_S = 20.0  # a line that was no mere refusal
 
 
+class Listener(Protocol):
+    """Whom the controller talks to."""
+
+    def inspect(self, request: int) -> picture.InspectPart:
+        """What this node can tell of the job."""
+
+    def ends_in(self, left_s: int | None) -> None:
+        """Slurm ends the job in so many seconds; None: it sets no time."""
+
+    def leaving(self, hosts: Sequence[str], partition: str) -> None:
+        """These nodes, or the partition, are being drained."""
+
+    def job_waits(self) -> None:
+        """The job is pending."""
+
+    async def release_on_word(self, reason: str, *, save: bool = False) -> None:
+        """This incarnation is over; save: so is the job, and what nobody has saved is to be saved."""
+
+
 class Reporter:
     """Dials the controller for as long as the agent lives; without one, nothing is lost but speed."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(
+        self, identity: Identity, membership: Membership, listener: Listener, log: Log, spawn: Spawn
+    ) -> None:
+        self._identity, self._membership, self._listener = identity, membership, listener
+        self._log, self._spawn = log, spawn
+        self.notice = ""  # of the controller's, for users
         self._link: Link | None = None
         self._task: asyncio.Task[None] | None = None
         self._reported = 0.0
@@ -52,15 +76,15 @@ class Reporter:
 
     def start(self) -> None:
         """Begin to dial, where there is a controller."""
-        settings = self._agent.settings
+        settings = self._identity.settings
         if not settings.controller_hosts():
             return
         try:
             self._controller_uid = settings.slurm_uid()
         except ConfigError as exc:
-            self._agent.log("error", detail=f"no controller: {exc}")
+            self._log("error", detail=f"no controller: {exc}")
             return
-        self._task = self._agent.spawn(self._run())
+        self._task = self._spawn(self._run())
 
     def close(self) -> None:
         """Hang up."""
@@ -71,18 +95,18 @@ class Reporter:
 
     def register(self) -> None:
         """Tell which incarnation this agent is in."""
-        agent = self._agent
-        if self._link is not None and agent.restart >= 0:
+        me, incarnation = self._identity, self._membership.incarnation
+        if self._link is not None and incarnation is not None:
             self._link.send(
                 controller.Registration(
-                    job=agent.job,
-                    restart=agent.restart,
-                    host=agent.node,
-                    hosts=agent.hosts,
-                    replicas=agent.replicas,
-                    port=agent.port,
-                    instance=agent.instance,
-                    state="detached" if agent.detached else "attached",
+                    job=me.job,
+                    restart=incarnation.restart,
+                    host=me.node,
+                    hosts=incarnation.hosts,
+                    replicas=incarnation.replicas,
+                    port=me.port,
+                    instance=me.instance,
+                    state="detached" if self._membership.detached else "attached",
                 )
             )
 
@@ -93,7 +117,7 @@ class Reporter:
 
     def _flush(self) -> None:
         if self._link is not None and self._backlog:
-            self._link.send(controller.EventsUp(self._agent.job, tuple(self._backlog)))
+            self._link.send(controller.EventsUp(self._identity.job, tuple(self._backlog)))
             self._backlog.clear()
 
     async def told(self) -> None:
@@ -108,8 +132,8 @@ class Reporter:
     def report(self, host: str, witnesses: tuple[str, ...]) -> None:
         """A peer is silent."""
         if self._link is not None:
-            agent = self._agent
-            self._link.send(controller.Report(agent.job, agent.restart, host, witnesses, clock.time()))
+            job, restart = self._identity.job, self._membership.restart
+            self._link.send(controller.Report(job, restart, host, witnesses, clock.time()))
 
     async def holders(self, timeout_s: float) -> dict[str, int]:
         """Where agents of this job are or have been, as far as the controller knows; port 0: any of the job's.
@@ -123,24 +147,23 @@ class Reporter:
         while self.configured and not answer.done() and clock.monotonic() < deadline:
             if self._link is not None and self._link is not asked:
                 asked = self._link
-                asked.send(controller.HoldersAsk(self._agent.job))
+                asked.send(controller.HoldersAsk(self._identity.job))
             await asyncio.sleep(_LOOK_S)
         return answer.result() if answer.done() else {}
 
     def beat(self) -> None:
         """A sign of life, and again what is still silent; called a few times a second."""
-        agent = self._agent
         if self._link is None:
             return
         self._link.send(peer.Ping())
-        now = clock.monotonic()
-        if agent.mesh is not None and not agent.detached and now - self._reported > _REPEAT_S:
+        now, incarnation = clock.monotonic(), self._membership.incarnation
+        if incarnation is not None and not self._membership.detached and now - self._reported > _REPEAT_S:
             self._reported = now
-            for host in agent.mesh.dead:
-                self.report(host, (agent.node,))
+            for host in incarnation.mesh.dead:
+                self.report(host, (self._identity.node,))
 
     async def _run(self) -> None:
-        tries, hosts = 0, self._agent.settings.controller_hosts()
+        tries, hosts = 0, self._identity.settings.controller_hosts()
         while True:
             began, answered = clock.monotonic(), False
             for host in hosts:
@@ -158,22 +181,20 @@ class Reporter:
             tries += 1
 
     async def _dial(self, host: str) -> Link:
-        agent = self._agent
-        settings = agent.settings
+        me, settings = self._identity, self._identity.settings
         client = Client(
             purpose="control",
             cluster=settings.cluster_name,
-            job=agent.job,
-            restart=max(agent.restart, 0),
-            source=agent.node,
+            job=me.job,
+            restart=max(self._membership.restart, 0),
+            source=me.node,
             target=host,
-            instance=agent.instance,
+            instance=me.instance,
             server_uid=self._controller_uid,
         )
         return await connect(host, settings.controller_port, client)
 
     async def _serve(self, link: Link) -> None:
-        agent = self._agent
         link.fail_after(_SILENT_S)
         self._link = link
         try:
@@ -183,20 +204,26 @@ class Reporter:
             while True:
                 message = await link.receive()
                 if isinstance(message, picture.InspectAsk):
-                    link.send(inspect_part(agent, message.request))
-                elif isinstance(message, controller.Holders) and message.job == agent.job:
-                    if self._holders is not None and not self._holders.done():
-                        self._holders.set_result(message.ports)
-                elif isinstance(message, controller.Notice) and message.job == agent.job:
-                    agent.notice = "".join(c for c in message.text[:_NOTICE_CHARS] if c.isprintable())
-                elif isinstance(message, controller.Ending) and message.job == agent.job:
-                    agent.drains.ends_in(message.left_s)
-                elif isinstance(message, controller.Draining) and message.job == agent.job:
-                    agent.drains.leaving(message.hosts, message.partition)
-                elif isinstance(message, controller.Waits) and message.job == agent.job:
-                    agent.waits = agent.detached
-                elif isinstance(message, controller.Release) and message.job == agent.job:
-                    await agent.release_on_word(f"controller: {message.reason}", save=message.save)
+                    link.send(self._listener.inspect(message.request))
+                else:
+                    await self._heard(message)
         finally:
             self._link = None
             link.close()
+
+    async def _heard(self, message: protocol.AnyMessage) -> None:
+        if getattr(message, "job", None) != self._identity.job:
+            return
+        if isinstance(message, controller.Holders):
+            if self._holders is not None and not self._holders.done():
+                self._holders.set_result(message.ports)
+        elif isinstance(message, controller.Notice):
+            self.notice = "".join(c for c in message.text[:_NOTICE_CHARS] if c.isprintable())
+        elif isinstance(message, controller.Ending):
+            self._listener.ends_in(message.left_s)
+        elif isinstance(message, controller.Draining):
+            self._listener.leaving(message.hosts, message.partition)
+        elif isinstance(message, controller.Waits):
+            self._listener.job_waits()
+        elif isinstance(message, controller.Release):
+            await self._listener.release_on_word(f"controller: {message.reason}", save=message.save)

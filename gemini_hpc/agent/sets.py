@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from gemini_hpc import clock
+from gemini_hpc.agent.incarnation import Incarnation
+from gemini_hpc.agent.membership import Membership
 from gemini_hpc.agent.sealing import REGISTERED, RESUMED, Sealing, from_wire, to_wire
+from gemini_hpc.agent.store import Store
 from gemini_hpc.agent.trainingset import TrainingSet
 from gemini_hpc.core.seal import Word
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import page, peer
 from gemini_hpc.wire.bounds import SET_NAME
-
-if TYPE_CHECKING:
-    from gemini_hpc.agent.agent import Agent
 
 MAX_SETS = 64
 
@@ -23,8 +22,11 @@ MAX_SETS = 64
 class Sets:
     """All of them; iteration is over the `TrainingSet`s."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(
+        self, membership: Membership, store: Store, on_sealed: Callable[[TrainingSet, int, Stamp], None]
+    ) -> None:
+        """on_sealed: called with each version that is sealed, and the round."""
+        self._membership, self._store, self._on_sealed = membership, store, on_sealed
         self._sets: dict[str, TrainingSet] = {}
         self._recounts: set[str] = set()
 
@@ -44,10 +46,10 @@ class Sets:
         training = self._sets.get(name)
         if training is None:
             training = self._sets[name] = TrainingSet(name)
-            rounds = self._agent.rounds
-            if rounds is not None and rounds.stage == "live":
-                training.plan(None, rounds.round)
-                self._open(training)
+            incarnation = self._membership.live
+            if incarnation is not None:
+                training.plan(None, incarnation.rounds.round)
+                self._open(incarnation, training)
         return training
 
     # ---- incarnations ----------------------------------------------------------------------------------
@@ -67,10 +69,10 @@ class Sets:
             self.drop_guests(training)
             training.plan(planned.get(name), plan.round)
 
-    def open(self) -> None:
+    def open(self, incarnation: Incarnation) -> None:
         """All agents agree: votes may be cast."""
         for training in self:
-            self._open(training)
+            self._open(incarnation, training)
 
     def close(self) -> None:
         """Free everything."""
@@ -81,21 +83,20 @@ class Sets:
     def drop_guests(self, training: TrainingSet) -> None:
         """Free copies that were pulled for loading only."""
         for memory in training.guests.values():
-            self._agent.budget.give(memory.size_bytes)
+            self._store.budget.give(memory.size_bytes)
             memory.close()
         training.guests.clear()
 
     # ---- seals -----------------------------------------------------------------------------------------
 
-    def _open(self, training: TrainingSet) -> None:
-        agent, rounds = self._agent, self._agent.rounds
-        assert rounds is not None
+    def _open(self, incarnation: Incarnation, training: TrainingSet) -> None:
+        rounds = incarnation.rounds
         number, name, above = rounds.round, training.name, rounds.parent
         up: Callable[..., None] | None = None
         if above is not None:
-            up = lambda ballot: void(agent.send(above, to_wire(number, name, ballot)))  # noqa: E731
+            up = lambda ballot: void(self._membership.send(above, to_wire(number, name, ballot)))  # noqa: E731
         training.sealing = Sealing(
-            agent.replicas,
+            incarnation.replicas,
             rounds.children,
             up,
             lambda word, degraded: self._sealed(training, number, word, degraded),
@@ -110,41 +111,37 @@ class Sets:
 
     def _recount(self, name: str) -> None:
         self._recounts.discard(name)
-        training, rounds = self._sets.get(name), self._agent.rounds
-        if training is None or training.sealing is None or rounds is None:
+        training, number = self._sets.get(name), self._membership.round
+        if training is None or training.sealing is None:
             return
-        shards = self._agent.store.of_set(name)
         # half a pair would say that it has gone past what is in its other slot
-        here = [s for s in shards if s.registered_round == rounds.round and s.world == training.world]
+        shards = self._store.of_set(name)
+        here = [s for s in shards if s.registered_round == number and s.world == training.world]
         present = [s for s in here if not s.half_back]
         kind, world = REGISTERED, training.world
         if not here:  # nobody has registered yet: the vote is on what the training resumes from
             kind, world = RESUMED, training.chosen_world
-            present = [s for s in shards if s.resumed_round == rounds.round and s.world == world]
+            present = [s for s in shards if s.resumed_round == number and s.world == world]
         training.sealing.recount([s.pair for s in present], world, kind)
 
     def _sealed(self, training: TrainingSet, number: int, word: Word, degraded: bool) -> None:
-        agent, rounds = self._agent, self._agent.rounds
-        if rounds is None or number != rounds.round:
+        incarnation = self._membership.incarnation
+        if incarnation is None or number != incarnation.rounds.round:
             return
-        for child in rounds.children:
-            agent.send(child, _word_down(number, training.name, word, degraded))
+        incarnation.send_down(_word_down(number, training.name, word, degraded))
         self._show(training)
         if word.abandoned:
             training.page.set_abandoned(*max(word.abandoned))
         if word.sealed is not None:
             training.page.set_sealed(*word.sealed)
-            if word.sealed.epoch == agent.epoch:
-                agent.store.drop_stale(training.name, number, training.world, word.sealed)
+            if word.sealed.epoch == self._membership.epoch:
+                self._store.drop_stale(training.name, number, training.world, word.sealed)
                 self.drop_guests(training)
-            agent.pulls.overtaken(training.name, word.sealed)
-            if rounds.parent is None:
-                agent.drains.sealed(training, number, word.sealed)
+            self._on_sealed(training, number, word.sealed)
 
-    def on_link(self, host: str) -> None:
+    def on_link(self, incarnation: Incarnation, host: str) -> None:
         """A link to a peer is new: what it may have missed is told again."""
-        rounds = self._agent.rounds
-        assert rounds is not None
+        rounds = incarnation.rounds
         for training in self:
             sealing = training.sealing
             if sealing is None:
@@ -152,13 +149,12 @@ class Sets:
             if host == rounds.parent:
                 sealing.repeat()
             elif host in rounds.children:
-                self._agent.send(host, _word_down(rounds.round, training.name, sealing.word, sealing.degraded))
+                incarnation.send(host, _word_down(rounds.round, training.name, sealing.word, sealing.degraded))
 
-    def on_message(self, host: str, message: peer.VoteUp | peer.WordDown) -> None:
+    def on_message(self, incarnation: Incarnation, host: str, message: peer.VoteUp | peer.WordDown) -> None:
         """A child's vote or the parent's word."""
-        rounds = self._agent.rounds
-        assert rounds is not None
-        if message.round != rounds.round or rounds.stage != "live" or not self.may_have(message.set):
+        rounds = incarnation.rounds
+        if message.round != rounds.round or not incarnation.live or not self.may_have(message.set):
             return
         sealing = self.named(message.set).sealing
         if sealing is None:
@@ -173,27 +169,28 @@ class Sets:
 
     def beat(self) -> None:
         """This agent lives; called a few times a second."""
-        agent, mesh = self._agent, self._agent.mesh
-        missing = mesh is not None and bool(mesh.silent() | mesh.dead)
+        incarnation = self._membership.incarnation
+        missing = incarnation is not None and bool(incarnation.mesh.silent() | incarnation.mesh.dead)
         self.show_dead()
         for training in self:
             training.page.set_beat_ns(clock.monotonic_ns())
-            if training.sealing is not None and not agent.detached:
+            if training.sealing is not None and not self._membership.detached:
                 training.sealing.miss(missing)
                 self._show(training)
 
     def show_dead(self) -> None:
         """How many nodes are dead."""
-        mesh = self._agent.mesh
+        incarnation = self._membership.incarnation
         for training in self:
-            training.page.set_dead_nodes(len(mesh.dead) if mesh is not None else 0)
+            training.page.set_dead_nodes(len(incarnation.mesh.dead) if incarnation is not None else 0)
 
     def _show(self, training: TrainingSet) -> None:
         """Whether a seal can come: trainers wait for one only then."""
-        sealing, rounds, mesh = training.sealing, self._agent.rounds, self._agent.mesh
-        if sealing is None or rounds is None or mesh is None or rounds.stage != "live":
+        sealing, incarnation = training.sealing, self._membership.live
+        if sealing is None or incarnation is None:
             return
-        cut_off = rounds.parent is not None and rounds.parent not in mesh.links
+        above = incarnation.rounds.parent
+        cut_off = above is not None and above not in incarnation.mesh.links
         if sealing.degraded or cut_off:
             state = page.STATE_DEGRADED
         else:

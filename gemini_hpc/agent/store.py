@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from gemini_hpc import clock
+from gemini_hpc.agent.fill import Fill
 from gemini_hpc.agent.memory import Budget, Memfd, NoMemory
 from gemini_hpc.core.slots import SlotPair, Stamp
 from gemini_hpc.wire.peer import CopyRecord
-
-if TYPE_CHECKING:
-    from gemini_hpc.agent.fills import Fill
 
 Key = tuple[str, int]
 

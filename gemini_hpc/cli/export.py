@@ -115,7 +115,7 @@ def _tell(said: str) -> None:
 
 
 def _site_tier(config: str, job: str) -> str:
-    from gemini_hpc.agent.drains import site_tier
+    from gemini_hpc.agent.tierchoice import site_tier
 
     found = site_tier(load(config).tier, os.getuid())
     if not found:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-from gemini_hpc.agent.picture import _set
+from gemini_hpc.agent.identity import Identity
+from gemini_hpc.agent.membership import Membership
+from gemini_hpc.agent.picture import Picture
 from gemini_hpc.agent.sealing import Sealing
+from gemini_hpc.agent.store import Store
 from gemini_hpc.agent.trainingset import TrainingSet
+from gemini_hpc.config import Settings
 from gemini_hpc.control.picture import picture
 from gemini_hpc.core.seal import Word
 from gemini_hpc.core.slots import Stamp
@@ -19,10 +23,13 @@ from .conftest import JOB, STEP, AgentProcess
 
 
 def state(training: TrainingSet) -> SetState:
-    silent = SimpleNamespace(states=lambda *_: (), state=lambda _: None)
-    agent = SimpleNamespace(tellings=silent, drains=silent, detached=False, settings=SimpleNamespace(stalled_s=60.0))
-    agent.rejections = SimpleNamespace(sentences=lambda name: ())
-    return _set(cast(Any, agent), training)
+    silent: Any = SimpleNamespace(states=lambda *_: (), state=lambda _: None, sentences=lambda _: (), problem="")
+    nothing: Any = SimpleNamespace(taken_bytes=0, cap_bytes=0, events=())
+    identity, store = Identity(Settings(), JOB, 0, "n1", ""), Store(nothing)
+    made = Picture(
+        identity, Membership(), [training], store, silent, silent, silent, silent, nothing, kept_until=lambda: 0.0
+    )
+    return made.part(1).sets[0]
 
 
 def sealed(training: TrainingSet, version: int) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from gemini_hpc.agent import tierwork, workers
+from gemini_hpc.agent.identity import Identity
+from gemini_hpc.agent.membership import Membership
 from gemini_hpc.agent.memory import Budget
 from gemini_hpc.agent.nodesaver import NodeSaver, Wanted
 from gemini_hpc.agent.store import Shard, Store
@@ -35,17 +35,10 @@ class Node:
         self.told: list[Told] = []
         self.budget = Budget(Settings())
         self.store = Store(self.budget)
-        agent: Any = SimpleNamespace(
-            job=7,
-            node="n1",
-            noderanks={"n0": 0, "n1": 1},
-            store=self.store,
-            budget=self.budget,
-            settings=Settings(),
-            detached=False,
-            spawn=asyncio.ensure_future,
-        )
-        self.saver = NodeSaver(agent)
+        membership = Membership()
+        membership.noderanks, membership.detached = {"n0": 0, "n1": 1}, False
+        identity = Identity(Settings(), 7, 0, "n1", "")
+        self.saver = NodeSaver(identity, membership, self.store, asyncio.ensure_future)
 
     async def hold(self, rank: int, home: int, stamp: Stamp = STAMP) -> Shard:
         made = slots.make(rank, 2, ROWS, [(0, (32 * rank, 0), (32, 16))], stamp=stamp)

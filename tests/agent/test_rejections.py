@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from gemini_hpc.agent.incarnation import Incarnation
 from gemini_hpc.agent.keeps import MAX_WISHES, Keeps
+from gemini_hpc.agent.membership import Membership
 from gemini_hpc.agent.pledges import Pledged, Pledges, Wish
 from gemini_hpc.agent.rejections import MOST, Rejections
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
+from gemini_hpc.wire.local import Attach
 
 
 class Agent:
@@ -20,26 +23,27 @@ class Agent:
 
     def __init__(self, directory: Path, *, root: bool = False) -> None:
         self.epoch = 5
-        self.pledges = Pledges(str(directory))
-        self.rejections = Rejections(self)  # type: ignore[arg-type]
-        self.drains: Any = SimpleNamespace(tier="/tier", keep=lambda training: None)
-        self.sets: list[Any] = []
-        above = None if root else "n0"
-        self.rounds = SimpleNamespace(stage="live", round=3, parent=above, children=("n2",))
-        self.keeps = Keeps(self)  # type: ignore[arg-type]
         self.sent: list[tuple[str, Any]] = []
         self.events: list[str] = []
+        pledges = Pledges(str(directory))
+        self.rejections = Rejections(pledges, self.log)
+        self.tier = SimpleNamespace(directory="/tier")
+        rounds: Any = SimpleNamespace(stage="live", round=3, parent=None if root else "n0", children=("n2",))
+        mesh: Any = SimpleNamespace(send=self.send)
+        membership = Membership()
+        membership.incarnation = Incarnation(Attach(7, 0, "n[0-2]", "n1", 2), ("n0", "n1", "n2"), mesh, rounds)
+        self.keeps = Keeps(membership, pledges, self.rejections, cast(Any, self.tier), self.log, wanted=lambda: None)
 
     def send(self, host: str, message: Any) -> bool:
         self.sent.append((host, message))
         return True
 
-    def log(self, name: str, *, version: int = 0, detail: str = "") -> None:
+    def log(self, name: str, *, version: int = 0, detail: str = "", t: float | None = None) -> None:
         self.events.append(name)
 
     def reject(self, number: int, *, fresh: bool = False) -> str:
         training: Any = SimpleNamespace(name="default", chosen=Stamp(2, number))
-        return self.rejections.reject(training, "NaN", fresh=fresh)
+        return self.rejections.reject(training, self.epoch, "NaN", fresh=fresh)
 
 
 def test_it_is_on_disk_and_all_ranks_of_a_node_are_one(tmp_path: Path) -> None:
@@ -122,5 +126,5 @@ def test_only_so_many_wait(tmp_path: Path) -> None:
     assert not any(agent.keeps.ask(wish(f"w{n}", n)) for n in range(MAX_WISHES))
     assert f"{MAX_WISHES} versions wait" in agent.keeps.ask(wish("more", 1))
     assert agent.keeps.due("default", Stamp(5, 2)) == {"w0": 0, "w1": 1, "w2": 2}
-    agent.drains.tier = ""
+    agent.tier.directory = ""
     assert "the job has no tier" in agent.keeps.ask(wish("w1", 1))

@@ -13,13 +13,17 @@ from typing import Any
 
 import pytest
 
-from gemini_hpc.agent import flush, scavenge
+from gemini_hpc.agent import flush, incarnation, scavenge
+from gemini_hpc.agent.flush import Flush
 from gemini_hpc.agent.gathering import Gathering
+from gemini_hpc.agent.incarnation import Incarnation
+from gemini_hpc.agent.membership import Membership
 from gemini_hpc.agent.nodesaver import Told, Wanted
 from gemini_hpc.agent.scavenge import Scavenge
 from gemini_hpc.agent.tierwork import TierFailed
 from gemini_hpc.core.slots import SlotPair, Stamp
 from gemini_hpc.wire.flush import FlushAsk, Flushing
+from gemini_hpc.wire.local import Attach
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import NodeFile, Stored
 
@@ -28,9 +32,10 @@ SEALED, DIGEST = Stamp(1, 5), "0" * 32
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {"_REACH_S": 0.2, "_MUSTER_S": 0.5, "_ASKED_S": 0.5, "_AGAIN_S": 0.05, "_LOST_S": 0.4, "_SILENT_S": 0.3}
+    times = {"_REACH_S": 0.2, "_MUSTER_S": 0.5, "_ASKED_S": 0.5, "_AGAIN_S": 0.05, "_LOST_S": 0.4}
     for name, value in times.items():
         monkeypatch.setattr(scavenge, name, value)
+    monkeypatch.setattr(incarnation, "_SILENT_S", 0.3)
     monkeypatch.setattr(flush, "_LOOK_S", 0.005)
 
 
@@ -56,7 +61,7 @@ class Network:
         del self.agents[host]
         if known:
             for agent in self.agents.values():
-                agent.mesh.dead.add(host)
+                agent.dead.add(host)
 
     async def over(self, timeout_s: float = 10.0) -> None:
         async with asyncio.timeout(timeout_s):
@@ -65,49 +70,48 @@ class Network:
 
 
 class Agent:
-    """One of three or more nodes in a ring of m holders, with one rank each."""
+    """One of three or more nodes in a ring of m holders, with one rank each: its links, and what its drains do."""
 
     silence_s = 0.1
+    tier = "/tier"
 
     def __init__(self, net: Network, node: str) -> None:
-        self.net, self.node, self.hosts = net, node, net.hosts
-        self.detached, self.job = True, 12
-        self.noderanks = {host: rank for rank, host in enumerate(net.hosts)}
-        self.rounds = SimpleNamespace(children=net.hosts[1:] if node == net.hosts[0] else (), parent=None)
-        if node != net.hosts[0]:
-            self.rounds.parent = net.hosts[0]
-        self.sets = [SimpleNamespace(name="default", sealed=SEALED, world=len(net.hosts))]
-        mine, n = self.noderanks[node], len(net.hosts)
-        self.store = [self._shard((mine - step) % n) for step in range(net.m)]
-        self.mesh: Any = self
+        self.net, self.node = net, node
+        root = net.hosts[0]
+        above = None if node == root else root
+        rounds: Any = SimpleNamespace(children=() if above else net.hosts[1:], parent=above)
+        self.sets: list[Any] = [SimpleNamespace(name="default", sealed=SEALED, world=len(net.hosts))]
+        self.position = {host: rank for rank, host in enumerate(net.hosts)}
+        mine, n = self.position[node], len(net.hosts)
+        self.store: list[Any] = [self._shard((mine - step) % n) for step in range(net.m)]
         self.dead: set[str] = set()
         self.heard = dict.fromkeys(net.hosts, time.monotonic())
-        self.position = self.noderanks
         self.saved: dict[str, tuple[Stamp, float]] = {}
+        self.last = True
         self.unable = ""
         self.wrote: list[set[int]] = []
         self.events: list[str] = []
         self.tasks: list[asyncio.Task[Any]] = []
-        self.rejections = SimpleNamespace(covers=lambda name, stamp: stamp in net.rejected)
-        self.drains = SimpleNamespace(
-            node=SimpleNamespace(wanted=self.wanted, cancel=lambda: None),
-            settle=self.settle,
-            stored=self.stored,
-            publish=self.publish,
-            saved=self.saved,
-            say=lambda *words: self.events.append(f"not saved: {words[2]}"),
-            clean=self.clean,
-            tier="/tier",
-            last=True,
-            progress=lambda name: 7,
-        )
-        agent: Any = self
-        self.scavenge = Scavenge(agent)
+        me: Any = self
+        self.membership = Membership()
+        self.membership.incarnation = Incarnation(Attach(12, 0, "", node, net.m), net.hosts, me, rounds)
+        self.membership.noderanks = self.position
+        rejections: Any = SimpleNamespace(covers=lambda name, stamp: stamp in net.rejected)
+        self.scavenge = Scavenge(node, self.membership, me.sets, me.store, rejections, me, me, me.log, me.spawn)
+        self.flush = Flush(12, self.membership, me.sets, me, self.scavenge, me.spawn)
+
+    @property
+    def drains(self) -> Agent:
+        return self
 
     def _shard(self, rank: int) -> Any:
         pair = SlotPair()
         pair.complete(pair.begin(SEALED, None, frozenset(), voted=frozenset()), SEALED, DIGEST, 10)
         return SimpleNamespace(set="default", rank=rank, world=len(self.net.hosts), home=rank, pair=pair)
+
+    def knows_nothing(self) -> None:
+        self.sets.clear()
+        self.store.clear()
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         self.tasks.append(asyncio.ensure_future(coroutine))
@@ -137,6 +141,18 @@ class Agent:
         return self.net.alive(self.node, host)
 
     # ---- of the drains
+
+    def found(self) -> None:
+        self.last = False
+
+    def progress(self, name: str) -> int:
+        return 7
+
+    def say(self, name: str, number: int, reason: str) -> None:
+        self.events.append(f"not saved: {reason}")
+
+    def cancel(self) -> None:
+        pass
 
     def wanted(self, what: Wanted, tier: str, told: Told) -> bool:
         assert what.homes is not None
@@ -316,7 +332,7 @@ def test_where_nothing_is_known_nothing_is_called_saved() -> None:
     async def test(net: Network) -> None:
         net.lose("d")
         for agent in net.agents.values():
-            agent.sets = []
+            agent.sets.clear()
         net.agents["a"].scavenge.begin()
         await net.over()
         assert not any(agent.scavenge.saved for agent in net.agents.values())
@@ -390,8 +406,7 @@ class Caller:
 async def by_hand(net: Network, host: str) -> Flushing:
     """As the command asks."""
     caller: Any = Caller()
-    agent: Any = net.agents[host]
-    await flush.answer(agent, caller)
+    await net.agents[host].flush.answer(caller)
     (word,) = caller.over
     assert all((t.set, t.stamp, t.bytes) == ("default", SEALED, 7) for t in caller.told if not t.over)
     assert not word.root
@@ -452,7 +467,7 @@ def test_by_hand_when_the_job_comes_back() -> None:
         net.lose("b")
         asked = asyncio.ensure_future(by_hand(net, "a"))
         await asyncio.sleep(0.01)
-        net.agents["a"].detached = False
+        net.agents["a"].membership.detached = False
         net.agents["a"].scavenge.reset()
         assert (await asked).reason == "the job has come back meanwhile"
 
@@ -465,7 +480,7 @@ def test_by_hand_of_an_agent_that_knows_of_nothing(host: str) -> None:
 
     async def test(net: Network) -> None:
         net.lose("b")
-        net.agents[host].sets, net.agents[host].store = [], []
+        net.agents[host].knows_nothing()
         word = await by_hand(net, host)
         assert (word.set, word.stamp, word.reason) == ("default", SEALED, "") and net.published
 
@@ -476,7 +491,7 @@ def test_by_hand_where_nobody_knows_of_anything() -> None:
     async def test(net: Network) -> None:
         net.lose("b")
         for agent in net.agents.values():
-            agent.sets, agent.store = [], []
+            agent.knows_nothing()
         word = await by_hand(net, "c")
         assert (word.set, word.where, word.reason) == ("", "", "it has not been saved")
 

@@ -6,13 +6,16 @@ import asyncio
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from gemini_hpc.agent.incarnation import Incarnation
+from gemini_hpc.agent.membership import Membership
 from gemini_hpc.agent.mesh import Mesh
 from gemini_hpc.agent.selffence import SelfFence
 from gemini_hpc.config import Settings
+from gemini_hpc.wire.local import Attach
 
 LIMIT_S = 0.1
 
@@ -35,18 +38,11 @@ class World:
     def __init__(self) -> None:
         self.rank, self.found, self.searched = Rank(), False, 0
         self.refuses = True
-        self.agent = SimpleNamespace(
-            settings=SimpleNamespace(self_fence_s=LIMIT_S),
-            node="n1",
-            hosts=("n1", "n2", "n3"),
-            detached=False,
-            # n3 is no partner of this node, which never hears whether that one is dead.
-            mesh=SimpleNamespace(links={"n2": None}, dead={"n2"}, anybody=self.anybody),
-            reporter=SimpleNamespace(configured=True, connected=False, refused_at=0.0),
-            sets=[SimpleNamespace(present={0: self.rank})],
-            log=lambda name, detail: None,
-            spawn=asyncio.ensure_future,
-        )
+        self.limit_s, self.hosts = LIMIT_S, ("n1", "n2", "n3")
+        # n3 is no partner of this node, which never hears whether that one is dead.
+        self.mesh = SimpleNamespace(links={"n2": None}, dead={"n2"}, anybody=self.anybody)
+        self.controller = SimpleNamespace(configured=True, connected=False, refused_at=0.0)
+        self.detached, self.attached = False, True
 
     async def anybody(self, limit_s: float) -> bool:
         self.searched += 1
@@ -54,11 +50,19 @@ class World:
 
     async def watch(self, seconds: float = 6 * LIMIT_S) -> bool:
         """Whether the rank has been ended after so long."""
-        fence = SelfFence(self.agent)  # type: ignore[arg-type]
+        membership, mesh = Membership(), cast(Any, self.mesh)
+        membership.detached = self.detached
+        if self.attached:
+            attach = Attach(7, 0, ",".join(self.hosts), "n1", 2)
+            membership.incarnation = Incarnation(attach, self.hosts, mesh, cast(Any, None))
+        trainings: Any = [SimpleNamespace(present={0: self.rank})]
+        fence = SelfFence(
+            self.limit_s, membership, self.controller, trainings, lambda *_, **__: None, asyncio.ensure_future
+        )
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if self.refuses:
-                self.agent.reporter.refused_at = time.monotonic()
+                self.controller.refused_at = time.monotonic()
             fence.look()
             await asyncio.sleep(0.01)
         return bool(self.rank.signals)
@@ -76,16 +80,16 @@ def change(path: str, value: Any) -> Callable[[World], None]:
 
 
 STATES = {
-    "the controller is there": change("agent.reporter.connected", True),
+    "the controller is there": change("controller.connected", True),
     "the controller has not been dialled since": change("refuses", False),
-    "one peer is there": change("agent.mesh.dead", {"n3"}),
+    "one peer is there": change("mesh.dead", {"n3"}),
     "a peer that is no partner is there": change("found", True),
-    "a job of one node": change("agent.hosts", ("n1",)),
-    "the job has ended here": change("agent.detached", True),
-    "a site without a controller": change("agent.reporter.configured", False),
-    "a site that does not want it": change("agent.settings.self_fence_s", 0.0),
-    "before the first incarnation": change("agent.mesh", None),
-    "not for so long yet": change("agent.settings.self_fence_s", 100.0),
+    "a job of one node": change("hosts", ("n1",)),
+    "the job has ended here": change("detached", True),
+    "a site without a controller": change("controller.configured", False),
+    "a site that does not want it": change("limit_s", 0.0),
+    "before the first incarnation": change("attached", False),
+    "not for so long yet": change("limit_s", 100.0),
 }
 
 
@@ -127,7 +131,7 @@ def test_site_06_every_peer_is_looked_for(alive: str | None, monkeypatch: pytest
         hosts = tuple(f"n{i}" for i in range(1, 201))
         quiet = {name: lambda *_: None for name in ("on_link", "on_message", "on_dead", "complain")}
         mesh = Mesh(Settings(), job=1, restart=0, uid=0, host="n1", instance="x", hosts=hosts, **quiet)
-        mesh.dead = {"n3", "n4"}
+        mesh.dead.update({"n3", "n4"})
         try:
             return await mesh.anybody(10.0)
         finally:

@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 import pwd
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from gemini_hpc.agent.drains import Drains, site_tier
+from gemini_hpc.agent.incarnation import Incarnation
+from gemini_hpc.agent.membership import Membership
+from gemini_hpc.agent.tierchoice import TierChoice, site_tier
 from gemini_hpc.config import Settings
+from gemini_hpc.wire.local import Attach
 from gemini_hpc.wire.stored import Tier
 
 
-def drains(submitted: str = "", interval_s: int = 0, *, site: str = "", uid: int = 0) -> Drains:
-    attach = SimpleNamespace(tier=submitted, tier_interval=interval_s)
-    agent: Any = SimpleNamespace(attached_as=attach, settings=Settings(tier=site, tier_interval_s=600.0), uid=uid)
-    return Drains(agent)
+def choice(submitted: str = "", interval_s: int = 0, *, site: str = "") -> TierChoice:
+    membership, unused = Membership(), cast(Any, None)
+    attach = Attach(7, 0, "n1", "n1", 1, submitted, interval_s)
+    membership.incarnation = Incarnation(attach, ("n1",), unused, unused)
+    return TierChoice(Settings(tier=site, tier_interval_s=600.0), 0, membership)
 
 
 def test_the_submission_goes_before_the_program_and_that_before_the_site() -> None:
-    made = drains(site="/site")
-    assert (made.tier, made.interval_s) == ("/site", 600.0)
+    made = choice(site="/site")
+    assert (made.directory, made.interval_s) == ("/site", 600.0)
     made.chosen = Tier("/program", 60)
-    assert (made.tier, made.interval_s) == ("/program", 60.0)
-    made = drains("/submitted", 30, site="/site")
+    assert (made.directory, made.interval_s) == ("/program", 60.0)
+    made = choice("/submitted", 30, site="/site")
     made.chosen = Tier("/program", 60)
-    assert (made.tier, made.interval_s) == ("/submitted", 30.0)
+    assert (made.directory, made.interval_s) == ("/submitted", 30.0)
 
 
 def test_the_first_choice_of_a_job_stays() -> None:
-    made = drains(site="/site")
+    made = choice(site="/site")
     assert made.heeds(Tier("/program")) and not made.heeds(Tier())
     made.chosen = Tier("/program")
     assert not made.heeds(Tier("/other"))
-    assert not drains("/submitted").heeds(Tier("/program"))
+    assert not choice("/submitted").heeds(Tier("/program"))
 
 
 def test_the_sites_directory_is_the_users() -> None:

@@ -14,21 +14,26 @@ from __future__ import annotations
 import errno
 import random
 from collections import deque
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
 
-from gemini_hpc.agent.agent import Agent
+from gemini_hpc.agent.identity import Identity
+from gemini_hpc.agent.incarnation import Incarnation
 from gemini_hpc.agent.member import Member
+from gemini_hpc.agent.membership import Membership
 from gemini_hpc.agent.pledges import Pledges
 from gemini_hpc.agent.rejections import Rejections
 from gemini_hpc.agent.rounds import Rounds
 from gemini_hpc.agent.successor import StateFile
+from gemini_hpc.agent.tierchoice import TierChoice
+from gemini_hpc.config import Settings
 from gemini_hpc.core import placement
 from gemini_hpc.wire import local, peer, protocol
 from gemini_hpc.wire.message import Message
-from gemini_hpc.wire.stored import Rejection, Tier
+from gemini_hpc.wire.stored import Rejection
 
 JOB, REPLICAS, FANOUT = 7, 2, 2
 QUIET_S = 120.0
@@ -92,7 +97,8 @@ class _Still:
 
 
 class _Transfers(_Still):
-    async def ended(self) -> None: ...
+    def __init__(self) -> None:
+        self.incoming, self.pulls = _Still(), SimpleNamespace(unreadable=frozenset(), start=lambda orders: None)
 
     async def cease(self) -> None: ...
 
@@ -100,14 +106,6 @@ class _Transfers(_Still):
 class _Sets(_Still):
     def __iter__(self) -> Any:
         return iter(())
-
-
-class _Drains(_Still):
-    def __init__(self) -> None:
-        self.tier, self.chosen, self.unreadable = "", Tier(), frozenset[Any]()
-
-    def heeds(self, tier: Tier) -> bool:
-        return False
 
 
 class _Store:
@@ -123,56 +121,71 @@ class _Store:
 
 
 class _Mesh(_Still):
-    def __init__(self) -> None:
+    def __init__(self, send: Callable[[str, Message], bool]) -> None:
         self.ports: dict[str, int] = {}
+        self.send = send
 
 
 class Node:
-    """What `Member` asks an agent for."""
+    """One agent: the production `Member`, and around it what its rounds ask for."""
 
     def __init__(self, cluster: Cluster, name: str, instance: int) -> None:
         self.cluster, self.node, self.instance = cluster, name, str(instance)
-        self.job, self.restart, self.replicas, self.port = JOB, 1, min(REPLICAS, len(cluster.hosts)), 1
-        self.hosts, self.nodelist, self.directory = cluster.hosts, ",".join(cluster.hosts), "/run/gemini-hpc/7"
-        self.noderanks: dict[str, int] = {}
-        self.map_restart, self.epoch, self.doubt, self.again = -1, 0, False, instance > 0
-        self.sets, self.scavenge, self.service, self.mesh = _Sets(), _Still(), _Still(), _Mesh()
-        self.incoming, self.outgoing, self.pulls, self.drains = _Transfers(), _Transfers(), _Transfers(), _Drains()
-        self.store, self.state = _Store(), Disk(cluster, name)
-        self.pledges = Promises(cluster, name)
-        self.rejections = Rejections(cast(Agent, self))
+        self.identity = Identity(Settings(), JOB, 0, name, "/run/gemini-hpc/7", instance > 0, self.instance, port=1)
+        self.membership = Membership()
+        self.store = _Store()
+        self.state = Disk(cluster, name)
+        self.rejections = Rejections(Promises(cluster, name), self.log)
         self.jobs: deque[Coroutine[object, object, None]] = deque()
-        self.member = cluster.member(cast(Agent, self))
+        still: Any = _Still()
+        sets, transfers, spawn = cast(Any, _Sets()), cast(Any, _Transfers()), cast(Any, self.jobs.append)
+        tier = TierChoice(self.identity.settings, 0, self.membership)
+        self.member = cluster.member(
+            self.identity,
+            self.membership,
+            self.state,
+            cast(Any, self.store),
+            sets,
+            transfers,
+            still,
+            still,
+            tier,
+            self.rejections,
+            still,
+            still,
+            self.log,
+            spawn,
+        )
+        self.member.node = self
         self.rounds = cluster.rounds(self.member, name, cluster.hosts, self.jobs.append, FANOUT)
+        self.attach = local.Attach(JOB, 1, ",".join(cluster.hosts), name, REPLICAS)
+        mesh: Any = _Mesh(self.send)
+        self.incarnation = Incarnation(self.attach, cluster.hosts, mesh, self.rounds)
+        self.membership.incarnation = self.incarnation
 
     def start(self) -> None:
         """As `Agent.attach` does, or after a death `Agent._take_over`."""
         state = self.state.read()
         if state is not None:
-            self.member.succeed(state)
+            self.member.succeed(self.incarnation, state)
             if self.rounds.stage == "live":
                 self.cluster.opened(self)
             return
-        self.member.attach(local.Attach(JOB, self.restart, self.nodelist, self.node, REPLICAS))
+        self.member.attach(self.attach)
         if self.rounds.parent is None:
             self.rounds.begin("")
 
     def send(self, host: str, message: Message) -> bool:
         return self.cluster.send(self.node, host, message)
 
-    def log(self, name: str, *, version: int = 0, detail: str = "") -> None:
+    def log(self, name: str, *, version: int = 0, detail: str = "", t: float | None = None) -> None:
         self.cluster.events[name] = self.cluster.events.get(name, 0) + 1
-
-    def spawn(self, job: Coroutine[object, object, None]) -> None:
-        self.jobs.append(job)
 
 
 class SimulatedMember(Member):
     """The production one; it tells the cluster what it has done."""
 
-    @property
-    def node(self) -> Node:
-        return cast(Node, self._agent)
+    node: Node
 
     async def outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
         return ()
@@ -188,7 +201,7 @@ class SimulatedMember(Member):
         super().live(plan)
         self.node.cluster.opened(self.node, plan)
 
-    def _write_map(self, plan: peer.PlanDown) -> None:
+    def _write_map(self, incarnation: Incarnation, plan: peer.PlanDown) -> None:
         self.node.cluster.effect(self.node.node)
 
 
@@ -210,7 +223,7 @@ class Cluster:
         seed: int,
         *,
         rounds: type[Rounds] = CountedRounds,
-        member: type[Member] = SimulatedMember,
+        member: type[SimulatedMember] = SimulatedMember,
         full: bool = False,
         rejects: bool = False,
     ) -> None:
@@ -453,10 +466,12 @@ class Cluster:
         m, n = REPLICAS, len(self.hosts)
         version = self.rng.randrange(1, 100)
         for node in self.nodes.values():
-            mine = node.noderanks[node.node]
+            mine = node.membership.noderanks[node.node]
             for rank in range(n):
                 if n > 1 and mine in placement.holders(rank, n, m):
-                    copy = peer.CopyRecord("default", rank, n, rank, 64, 64, (node.epoch, version), "0" * 32)
+                    copy = peer.CopyRecord(
+                        "default", rank, n, rank, 64, 64, (node.membership.epoch, version), "0" * 32
+                    )
                     node.store.held = [c for c in node.store.held if c.rank != rank] + [copy]
 
     def _reject(self) -> None:

@@ -23,7 +23,7 @@ class SimAgent(Agent):
     world: World
 
     def _print(self, t: float, name: str, version: int, detail: str) -> None:
-        self.world.tell(f"{self.node} {self.restart} {name} v{version} {detail}")
+        self.world.tell(f"{self.identity.node} {self.membership.restart} {name} v{version} {detail}")
 
 
 class Seat:

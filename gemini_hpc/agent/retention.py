@@ -1,0 +1,189 @@
+"""When what an agent holds is freed, after its job has ended on its node.
+
+It is kept for the job's next incarnation, which may come. Where there is a tier, what nobody has saved is saved
+first, unless the node needs the memory at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from gemini_hpc import clock
+from gemini_hpc.agent.drains import Drains
+from gemini_hpc.agent.membership import Membership
+from gemini_hpc.agent.memory import Budget
+from gemini_hpc.agent.scavenge import Scavenge
+from gemini_hpc.agent.tasks import Spawn
+from gemini_hpc.agent.tierchoice import TierChoice
+from gemini_hpc.config import Settings
+
+_LOOK_S = 0.2
+_EMPTY_S = 30.0
+_SPILL_FLOOR = 0.5  # while the last version is being written, so much of the floor is enough
+
+Action = Literal["stay", "release", "save", "scavenge"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the decision depends on.
+
+    ended_s: since the job ended here; kept_s: for how long what is held stays; unsaved_s: after which the nodes that
+    are left save what is unsaved by themselves, 0: never. waits: the job is pending; succeeded: its training has;
+    holds: memory is taken; short: the node's is short, for what is being done; saving: what is held is on its way to
+    the tier, or may soon be; unsaved: a node is missing, and nobody saves what those that are left could.
+    """
+
+    ended_s: float
+    kept_s: float
+    unsaved_s: float
+    waits: bool = False
+    succeeded: bool = False
+    holds: bool = True
+    short: bool = False
+    saving: bool = False
+    unsaved: bool = False
+
+
+def decide(held: Held) -> tuple[Action, str]:
+    """What is to be done with it, and why. save: free it, unless it has first to be saved."""
+    if held.succeeded and not held.saving:  # but for what was to be kept it would have ended then
+        return "release", "the training succeeded"
+    if not held.holds and held.ended_s > _EMPTY_S and not held.saving:
+        return "release", "it holds nothing"
+    if held.short and held.saving:
+        return "release", "the node's free memory has fallen far below the floor"
+    if held.short:
+        return "save", "the node's free memory has fallen below the floor"
+    if held.ended_s > held.kept_s and not held.saving:
+        waited = f"the job has been held, or has waited, for {held.kept_s:g} s" if held.waits else ""
+        return "save", waited or f"the retention time of {held.kept_s:g} s is over"
+    if held.ended_s > held.unsaved_s > 0 and held.unsaved:
+        return "scavenge", ""
+    return "stay", ""
+
+
+class Retention:
+    """Of one agent. farewell: called once, with the reason, when all is to be freed."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        membership: Membership,
+        budget: Budget,
+        tier: TierChoice,
+        drains: Drains,
+        scavenge: Scavenge,
+        spawn: Spawn,
+        farewell: Callable[[str], None],
+    ) -> None:
+        self._settings, self._membership, self._budget = settings, membership, budget
+        self._tier, self._drains, self._scavenge = tier, drains, scavenge
+        self._spawn, self._farewell = spawn, farewell
+        self._ended_at = clock.monotonic()
+        self._waits = False
+        self._unwanted_since: float | None = None  # its memory is to be freed
+        self._leaving = False
+        self.over = asyncio.Event()
+
+    # ---- what happens to the job -----------------------------------------------------------------------
+
+    def attached(self) -> None:
+        """An incarnation begins."""
+        self._waits = False
+
+    def runs(self, now: float) -> None:
+        """Called a few times a second while it is on."""
+        self._ended_at, self._unwanted_since = now, None
+
+    def ended(self, now: float) -> None:
+        """The job has ended here."""
+        self._ended_at = now
+
+    def job_waits(self) -> None:
+        """It is pending."""
+        self._waits = self._membership.detached
+
+    # ---- how long --------------------------------------------------------------------------------------
+
+    @property
+    def _kept_s(self) -> float:
+        """For how long what is held stays after the job's end here. With a tier the last version is saved there."""
+        settings = self._settings
+        longer = self._waits and not self._tier.directory
+        return max(settings.retention_s, settings.held_retention_s) if longer else settings.retention_s
+
+    def kept_until(self) -> float:
+        """When it is freed, unless the job comes back (monotonic)."""
+        return self._ended_at + self._kept_s
+
+    def look(self, now: float) -> None:
+        """Called a few times a second while the job does not run here."""
+        saving = self._saving() and not self._scavenge.due(last=True)  # which it would be from then on
+        holds = bool(self._budget.taken_bytes)
+        action, reason = decide(
+            Held(
+                now - self._ended_at,
+                self._kept_s,
+                self._settings.tier_scavenge_s,
+                waits=self._waits,
+                succeeded=self._drains.succeeded,
+                holds=holds,
+                short=holds and self._budget.below_floor(_SPILL_FLOOR if saving else 1.0),
+                saving=saving,
+                unsaved=self._scavenge.due(),
+            )
+        )
+        if action == "save":
+            self._save()
+        if action == "release" or (action == "save" and not self._saving()):
+            self.release(reason)
+        elif action == "scavenge":
+            self._scavenge.begin()
+
+    def _saving(self) -> bool:
+        """Whether what is held here is on its way to the tier since the job ended, or may soon be."""
+        since_s = clock.monotonic() - max(self._ended_at, self._unwanted_since or 0.0)
+        waits = self._drains.last or self._drains.busy or self._scavenge.busy
+        return waits and since_s < self._settings.tier_flush_s
+
+    def _save(self) -> None:
+        """The memory is to be freed: what nobody has saved is saved now, or never."""
+        if self._unwanted_since is None:
+            self._unwanted_since = clock.monotonic()
+        if self._scavenge.due(last=True):
+            self._scavenge.begin(last=True)
+
+    # ---- the end ---------------------------------------------------------------------------------------
+
+    def release(self, reason: str) -> None:
+        """Free everything and end."""
+        if not self.over.is_set():
+            self._farewell(reason)
+            self.over.set()
+
+    def leave(self, reason: str, *, save: bool) -> None:
+        """This incarnation is over. save: so is the job, and what nobody has saved is saved before."""
+        if self._membership.detached and save:
+            self._save()
+        if not self._stays(save):
+            self.release(reason)
+        elif not self._leaving:
+            self._leaving = True
+            self._spawn(self._leave_when_saved(reason, save))
+
+    def _stays(self, save: bool) -> bool:
+        """Whether this agent stays for what is to be saved; without `save` only for what is being written."""
+        return self._membership.detached and self._saving() and (save or self._drains.busy)
+
+    async def _leave_when_saved(self, reason: str, save: bool) -> None:
+        while self._stays(save) and not self.over.is_set():
+            if save:
+                self._save()
+            await asyncio.sleep(_LOOK_S)
+        self._leaving = False
+        if self._membership.detached:
+            self.release(reason)

@@ -1,0 +1,223 @@
+"""Which processes train here: each has said hello as one rank of one training, in a round that serves its launch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from gemini_hpc import clock
+from gemini_hpc.agent.drains import Drains
+from gemini_hpc.agent.identity import Identity
+from gemini_hpc.agent.local import Client, Reply
+from gemini_hpc.agent.membership import Membership
+from gemini_hpc.agent.rejections import Rejections
+from gemini_hpc.agent.rounds import Rounds
+from gemini_hpc.agent.sets import Sets
+from gemini_hpc.agent.tellings import Tellings
+from gemini_hpc.agent.tierchoice import TierChoice
+from gemini_hpc.agent.trainingset import TrainingSet
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.wire import local, version
+
+_OTHER_LAUNCH_S = 5.0
+_ROUND_S = 100.0
+_CHOICE_S = 10.0
+_LEAVE_S = 2.0
+_REJOIN_S = 5.0  # until a round that has been agreed on is live again behind a new agent
+_MAX_STEP = 64
+_TOLD = 8  # rejected versions
+
+
+class Rejected(Exception):
+    """A request that cannot be served; the text is for the user. later: it may be, later."""
+
+    def __init__(self, text: str, *, later: bool = False) -> None:
+        super().__init__(text)
+        self.later = later
+
+
+class Session(NamedTuple):
+    """What a process has said."""
+
+    step: str
+    set: str
+    rank: int
+
+
+class Sessions:
+    """Of one agent."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        membership: Membership,
+        sets: Sets,
+        drains: Drains,
+        tier: TierChoice,
+        rejections: Rejections,
+        tellings: Tellings,
+        notice: Callable[[], str],
+    ) -> None:
+        """notice: tells what the controller wants users to know."""
+        self._identity, self._membership, self._sets, self._drains = identity, membership, sets, drains
+        self._tier, self._rejections, self._tellings, self._notice = tier, rejections, tellings, notice
+        self._clients: dict[Client, Session] = {}
+
+    # ---- who is there ----------------------------------------------------------------------------------
+
+    def gone(self, client: Client) -> None:
+        """A connection has ended."""
+        training, rank = self.rank_of(client)
+        self._clients.pop(client, None)
+        if training is not None and training.present.get(rank) is client:
+            del training.present[rank]
+
+    def drop_all(self) -> None:
+        """A new round: all processes must say hello again."""
+        for client in list(self._clients):
+            client.drop()
+
+    def rank_of(self, client: Client) -> tuple[TrainingSet | None, int]:
+        """The training, and the rank that this process has said it is; None, where it is none."""
+        session = self._clients.get(client)
+        return (None, -1) if session is None else (self._sets.get(session.set), session.rank)
+
+    def training(self, client: Client, name: str) -> TrainingSet:
+        """The set, of which this process is a rank, while it may train. Raises `Rejected`."""
+        who = self._clients.get(client)
+        training = self._sets.get(name)
+        if who is None or who.set != name or training is None:
+            raise Rejected("say hello first")
+        if self._membership.live is None:
+            raise Rejected("a recovery round is on")
+        return training
+
+    def own(self, client: Client, m: local.OfRank) -> None:
+        """Raises `Rejected` unless this process is the rank of which it speaks."""
+        if self.training(client, m.set).present.get(m.rank) is not client:
+            raise Rejected(f"rank {m.rank} is not this process's")
+
+    def _steps(self) -> set[str]:
+        """Launches whose training ranks are connected now."""
+        return {session.step for session in self._clients.values()}
+
+    def _step(self, client: Client) -> str:
+        session = self._clients.get(client)
+        return "" if session is None else session.step
+
+    # ---- hello -----------------------------------------------------------------------------------------
+
+    async def hello(self, client: Client, m: local.Hello) -> Reply:
+        """A process says which rank it is; answered when it may train. Raises `Rejected`."""
+        me, here = self._identity, self._membership
+        proto = version.common(m.proto, m.most)
+        if not proto:
+            raise Rejected(f"the training process speaks {version.mismatch(m.proto, m.most)}")
+        if not self._sets.may_have(m.set) or m.rank >= m.world or not 0 < len(m.step) <= _MAX_STEP:
+            raise Rejected(f"set {m.set[:64]!r}, rank {m.rank} of {m.world} cannot be")
+        if client in self._clients:
+            raise Rejected("this connection has said hello before")
+        if here.incarnation is None or here.detached:
+            raise Rejected("this node has no part in a running incarnation of the job")
+        await self._alone(m)
+        rounds = here.incarnation.rounds
+        if not m.rejoin:
+            try:
+                async with asyncio.timeout(_ROUND_S):
+                    await self._round_for(rounds, m)
+            except TimeoutError:
+                why = f": {rounds.trouble}" if rounds.trouble else "; see gemini-hpc inspect"
+                raise Rejected(f"the agents did not agree in time{why}") from None
+            if rounds.unseen:
+                raise Rejected(rounds.unseen, later=True)
+        elif not await self._goes_on(rounds, m):
+            raise Rejected("the job has gone on without this process")
+        if client.closed.is_set():
+            raise Rejected("closed")
+        training = self._sets.named(m.set)
+        if training.greeted and m.world != training.world:
+            raise Rejected(f"rank {m.rank} says that {m.world} ranks train, others said {training.world}")
+        training.greeted.add(m.rank)
+        if not m.rejoin:
+            self._tellings.begun(m.set, m.rank)
+        training.finished.discard(m.rank)
+        training.left.pop(m.rank, None)
+        training.present[m.rank] = client
+        training.world = m.world
+        self._clients[client] = Session(m.step, m.set, m.rank)
+        chosen = training.chosen or Stamp(0, 0)
+        welcome = local.Welcome(
+            job=me.job,
+            restart=here.restart,
+            epoch=here.epoch,
+            node_rank=here.noderanks[me.node],
+            nodes=len(here.hosts),
+            replicas=here.replicas,
+            chosen_epoch=chosen.epoch,
+            chosen_version=chosen.version,
+            chosen_world=training.chosen_world,
+            stored=training.stored,
+            lost=training.lost[:100],
+            notice="; ".join(filter(None, (self._notice(), self._drains.problem))),
+            proto=proto,
+            rejected=self._rejections.sentences(m.set)[-_TOLD:],
+            fresh=self._rejections.fresh(m.set),
+        )
+        return welcome, [training.page_fd()]
+
+    async def _alone(self, m: local.Hello) -> None:
+        """Wait, for a moment, until an earlier process of this rank has left; it may just have been killed."""
+        deadline = clock.monotonic() + _LEAVE_S
+        while True:
+            training = self._sets.get(m.set)
+            other = training.present.get(m.rank) if training is not None else None
+            if other is None or other.closed.is_set() or self._step(other) != m.step:
+                return
+            if clock.monotonic() > deadline:
+                raise Rejected(
+                    f"rank {m.rank} of set {m.set!r} trains here already (process {other.pid}); "
+                    "several trainings in one job need names: Checkpointer(name=...)"
+                )
+            await asyncio.sleep(0.02)
+
+    async def _goes_on(self, rounds: Rounds, m: local.Hello) -> bool:
+        """Whether the round that a process trains in is live. An agent that has just been started may know that it
+        was agreed on, and have to be told by its peers that everybody knows."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_REJOIN_S):
+                while rounds.stage == "planned":
+                    await rounds.changed()
+        return rounds.stage == "live" and rounds.step == m.step
+
+    async def _round_for(self, rounds: Rounds, m: local.Hello) -> None:
+        """Wait for the round that serves this launch; ask for one where it is a new launch."""
+        await rounds.wait_live(None)
+        training = self._sets.get(m.set)
+        again = training is not None and m.rank in training.greeted
+        chooses = self._tier.heeds(m.tier)
+        if rounds.step == m.step and not again and not rounds.unseen and not chooses:
+            return
+        deadline = clock.monotonic() + _OTHER_LAUNCH_S
+        while others := self._steps() - {m.step}:
+            if clock.monotonic() > deadline:
+                raise Rejected(f"another training of this job is running (step {', '.join(sorted(others))})")
+            await asyncio.sleep(0.02)
+        before = rounds.round
+        need_new = again or chooses or bool(rounds.step or rounds.unseen)
+        patient_until = clock.monotonic() + _CHOICE_S
+        while True:
+            if chooses and clock.monotonic() > patient_until:  # a root of a version that knows nothing of it
+                chooses, need_new = False, again or bool(rounds.unseen)
+            if rounds.stage == "live" and rounds.step == m.step and (rounds.round > before or not need_new):
+                return
+            if rounds.stage == "live":
+                rounds.need(rounds.round, m.step, again, m.tier)
+            if rounds.stage == "live" and rounds.step == m.step and not need_new:
+                return
+            try:
+                async with asyncio.timeout(1.0):  # the wish may be lost with a link: ask again
+                    await rounds.changed()
+            except TimeoutError:
+                continue

@@ -1,0 +1,191 @@
+"""When a peer is suspected, when it is dead, and when it is alive again: the decisions, without network or clock."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from gemini_hpc.agent.failure_detector import Dead, FailureDetector, Obituary, Probe
+
+HOSTS = ("a", "b", "c", "d", "e", "f")
+SILENCE_S = 2.0
+
+
+class Watch:
+    """The detector of `a`, which has links to all others and heard of them at time 0."""
+
+    def __init__(self) -> None:
+        self.detector = FailureDetector("a", HOSTS, SILENCE_S, 0.0)
+        self.links = [*HOSTS[1:]]
+        for host in self.links:
+            self.detector.partners.add(host)
+            assert self.detector.hear(host, 0.0) == []
+
+    def hear(self, at: float, *silent: str) -> None:
+        """Of all but these."""
+        for host in HOSTS[1:]:
+            if host not in silent:
+                self.detector.hear(host, at)
+
+    def probes(self, now: float) -> list[Probe]:
+        found = self.detector.tick(now, self.links)
+        assert all(isinstance(effect, Probe) for effect in found)
+        return [effect for effect in found if isinstance(effect, Probe)]
+
+    def suspect(self, host: str) -> Probe:
+        """Silent from 0 to 3, while all others are heard and the clock is looked at."""
+        for now in (1.0, 2.0):
+            self.hear(now, host)
+            assert self.probes(now) == []
+        self.hear(3.0, host)
+        (probe,) = self.probes(3.0)
+        return probe
+
+
+def test_a_silent_partner_is_probed_once_by_itself_and_by_three_others() -> None:
+    watch = Watch()
+    assert watch.suspect("b") == Probe("b", ("c", "d", "e"), 1.0, 2.0)
+    assert watch.detector.silent(watch.links) == {"b"} and not watch.detector.dead
+    watch.hear(4.0, "b")
+    assert watch.probes(4.0) == [], "it is being probed"
+
+
+def test_who_is_no_partner_or_was_never_heard_is_not_suspected() -> None:
+    watch = Watch()
+    watch.detector.partners.discard("b")
+    del watch.detector.heard["c"]
+    watch.hear(1.9, "b", "c")
+    watch.probes(1.9)
+    watch.hear(3.8, "b", "c")
+    assert watch.probes(3.8) == [] and watch.detector.silent([]) == {"d", "e", "f"}
+
+
+def test_suspects_are_no_witnesses() -> None:
+    watch = Watch()
+    watch.hear(1.9, "b", "c")
+    watch.probes(1.9)
+    watch.hear(3.8, "b", "c")
+    assert {probe.host: probe.witnesses for probe in watch.probes(3.8)} == {
+        "b": ("d", "e", "f"),
+        "c": ("d", "e", "f"),
+    }
+
+
+@pytest.mark.parametrize("mine, theirs", [(True, [False, False, False]), (False, [None, True, False])])
+def test_whom_anybody_reaches_is_alive(mine: bool, theirs: list[bool | None]) -> None:
+    watch = Watch()
+    probe = watch.suspect("b")
+    assert watch.detector.judge(probe, mine, theirs, 4.5) == []
+    assert not watch.detector.suspects and not watch.detector.dead and watch.detector.heard["b"] == 4.5
+    watch.hear(5.0, "b")
+    assert watch.probes(5.0) == [], "as if it had been heard then"
+
+
+def test_whom_nobody_reaches_is_dead_and_all_are_told() -> None:
+    """A witness that does not answer is none."""
+    watch = Watch()
+    found = watch.detector.judge(watch.suspect("b"), False, [False, None, False], 4.5)
+    assert found == [Obituary("b", alive=False), Dead("b", ("a", "c", "e"), known=False)]
+    assert watch.detector.dead == {"b"} and watch.detector.silent(watch.links) == set()
+    watch.hear(5.0, "b")
+    assert watch.probes(5.0) == [], "the dead are not probed"
+
+
+def test_who_stopped_watching_buries_nobody() -> None:
+    watch = Watch()
+    probe = watch.suspect("b")
+    watch.detector.watching = False
+    assert watch.detector.judge(probe, False, [False, False, False], 4.5) == [] and not watch.detector.dead
+    watch.hear(5.5, "c")
+    assert watch.probes(5.5) == [] and not watch.detector.suspects
+
+
+def test_a_probe_that_is_given_up_may_come_again() -> None:
+    watch = Watch()
+    watch.detector.give_up(watch.suspect("b"))
+    watch.hear(4.0, "b")
+    assert [probe.host for probe in watch.probes(4.0)] == ["b"]
+
+
+def test_who_was_stopped_itself_hears_first() -> None:
+    watch = Watch()
+    watch.probes(1.0)
+    assert watch.probes(1.0 + 2 * SILENCE_S + 0.1) == [], "nothing was heard, for nobody listened"
+    watch.probes(6.5)
+    assert {probe.host for probe in watch.probes(7.2)} == set(HOSTS[1:])
+
+
+def test_an_obituary_is_believed_unless_the_peer_was_just_heard() -> None:
+    watch = Watch()
+    detector = watch.detector
+    watch.hear(5.0, "b", "c")
+    assert detector.told("d", "e", alive=False, now=5.0 + SILENCE_S / 2) == [] and not detector.dead
+    assert detector.told("d", "e", alive=False, now=6.1) != [], "silent for longer than half of what makes a suspect"
+    assert detector.hear("e", 6.1)
+    dead = [Obituary("b", alive=False), Dead("b", ("d",), known=False)]
+    assert detector.told("d", "b", alive=False, now=5.0) == dead
+    assert detector.told("c", "b", alive=False, now=5.0) == [], "it is known"
+    assert detector.told("c", "a", alive=False, now=5.0) == [], "this agent knows better"
+    assert detector.told("c", "x", alive=False, now=5.0) == [], "no host of this incarnation"
+    assert detector.dead == {"b"}
+
+
+def test_the_dead_come_back_and_all_are_told_once() -> None:
+    for back in ("heard", "told"):
+        detector = Watch().detector
+        detector.told("d", "b", alive=False, now=5.0)
+        alive = [Obituary("b", alive=True)]
+        if back == "heard":
+            assert detector.hear("b", 6.0) == alive and detector.hear("b", 6.1) == []
+        else:
+            assert detector.told("c", "b", alive=True, now=6.0) == alive
+            assert detector.told("d", "b", alive=True, now=6.0) == []
+        assert not detector.dead
+
+
+def test_one_that_is_buried_while_it_is_probed_is_buried_once() -> None:
+    watch = Watch()
+    probe = watch.suspect("b")
+    assert watch.detector.told("c", "b", alive=False, now=4.0)
+    assert watch.detector.judge(probe, False, [False, False, False], 4.5) == [
+        Dead("b", ("a", "c", "d", "e"), known=True)
+    ], "more witnesses, and no news"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_comes(seed: int) -> None:
+    """One is probed once at a time; nobody dies who is heard, or without news that says so; news alternate."""
+    rng, watch, now = random.Random(seed), Watch(), 0.0
+    detector, told, under_way = watch.detector, dict.fromkeys(HOSTS, True), list[Probe]()
+    deaths = 0
+    for _ in range(400):
+        now += rng.expovariate(4.0)
+        host, before = rng.choice(HOSTS[1:]), set(detector.dead)
+        kind = rng.choice(["hear", "tick", "tick", "judge", "told"])
+        if kind == "hear":
+            effects = detector.hear(host, now) if host != "b" else []
+        elif kind == "tick":
+            effects = detector.tick(now, rng.sample(HOSTS[1:], 3))
+        elif kind == "judge" and under_way:
+            probe = under_way.pop(rng.randrange(len(under_way)))
+            answers = [rng.choice([False, None, False, True]) for _ in probe.witnesses]
+            effects = detector.judge(probe, probe.host != "b" and rng.random() < 0.5, answers, now)
+        else:
+            effects = detector.told("f", host, alive=rng.random() < 0.5, now=now)
+        for effect in effects:
+            if isinstance(effect, Probe):
+                assert effect.host not in {probe.host for probe in under_way} | detector.dead
+                assert effect.host not in effect.witnesses and "a" not in effect.witnesses
+                under_way.append(effect)
+            elif isinstance(effect, Obituary):
+                assert told[effect.host] is not effect.alive
+                told[effect.host] = effect.alive
+            else:
+                deaths += not effect.known
+                assert effect.host in detector.dead and effect.known is (effect.host in before)
+        assert {probe.host for probe in under_way} == detector.suspects
+        assert detector.dead == {name for name, alive in told.items() if not alive} and "a" not in detector.dead
+        if kind == "hear" and host != "b":
+            assert host not in detector.dead
+    assert deaths
