@@ -13,26 +13,19 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import xxhash
 
 from gemini_hpc.core import placement
 from gemini_hpc.wire import local
 from gemini_hpc.wire.page import ControlPage
 
+from . import slot
 from .kernel import Process
+from .slot import SIZE, Content
 from .system import Connection, Packets, World
 
-SET, SIZE = "default", 4096
+SET = "default"
 _SEAL_S = 1.5
-
-
-class Content(msgspec.Struct, array_like=True):
-    """What is in a slot."""
-
-    rank: int
-    version: int
-    state: str
 
 
 def advance(state: str, rank: int, version: int) -> str:
@@ -213,7 +206,10 @@ class Rank:
             raise Failed(f"shard {rank}: {reply}")
         data = os.pread(fds[0], reply.used, 0)
         os.close(fds[0])
-        return msgspec.msgpack.decode(data.rstrip(b"\0"), type=Content)
+        try:
+            return slot.unpack(data)
+        except ValueError as error:
+            raise Failed(f"shard {rank}: {error}") from None
 
     def _register(self, home: int) -> None:
         assert self._agent is not None
@@ -243,7 +239,7 @@ class Rank:
         if not isinstance(reply, local.Begun) or self._node_rank not in self._maps:
             self.watch("skipped", self, version)
             return
-        payload = msgspec.msgpack.encode(Content(self.rank, version, state)).ljust(SIZE - 96, b"\0")
+        payload = slot.pack(Content(self.rank, version, state), self.epoch, self.size)
         self._maps[self._node_rank][reply.slot][: len(payload)] = payload
         digest = xxhash.xxh3_128(payload).hexdigest()
         for holder in placement.holders(self._node_rank, self._n, self._m)[1:]:
@@ -264,8 +260,8 @@ class Rank:
         try:
             if not self._said(channel, local.PushOffer(version, len(payload))):
                 return
-            for at in range(0, len(payload), 1500):
-                if not self._said(channel, local.PushChunk(min(1500, len(payload) - at))):
+            for at in range(0, len(payload), 4500):
+                if not self._said(channel, local.PushChunk(min(4500, len(payload) - at))):
                     return
             self._said(channel, local.PushDone(digest))
         except OSError:
