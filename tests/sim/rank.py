@@ -134,7 +134,8 @@ class Rank:
     def _train(self) -> None:
         welcome = self._join()
         state = self._resume(welcome) if welcome is not None else ""
-        for version in range(self.version + 1, self.steps + 1):
+        while self.version < self.steps:
+            version = self.version + 1
             self.world.clock.sleep(self.pause_s * self.world.rng.uniform(0.9, 1.1))
             self.barrier.reach(self.rank, version)
             if not self.barrier.wait(self.world, version, 60.0):
