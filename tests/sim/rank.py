@@ -238,35 +238,41 @@ class Rank:
             self._register(self._node_rank)
         reply, _ = agent.ask(local.Begin(SET, self.rank, version))
         if not isinstance(reply, local.Begun) or self._node_rank not in self._maps:
+            self.reason = reply.reason if isinstance(reply, local.Refused) else str(reply)
             self.watch("skipped", self, version)
             return
         payload = slot.pack(Content(self.rank, version, state), self.epoch, self.size)
         self._maps[self._node_rank][reply.slot][: len(payload)] = payload
         digest = xxhash.xxh3_128(payload).hexdigest()
-        for holder in placement.holders(self._node_rank, self._n, self._m)[1:]:
-            self._push(holder, version, payload, digest)
+        holders = placement.holders(self._node_rank, self._n, self._m)[1:]
+        if not all([self._push(holder, version, payload, digest) for holder in holders]):
+            # as `train.replicator`: where a holder has not begun it nobody could abandon it, and no later one begin
+            agent.ask(local.Abort(SET, self.rank, version, reply.slot))
+            self.reason = "a holder could not take it"
+            self.watch("skipped", self, version)
+            return
         agent.ask(local.Landed(SET, self.rank, version, reply.slot, len(payload), digest))
         self._stamps[self._node_rank, reply.slot] = (self.epoch, version, len(payload), digest)
 
-    def _push(self, holder: int, version: int, payload: bytes, digest: str) -> None:
-        """As `train.transport.host` does; what fails costs this version."""
+    def _push(self, holder: int, version: int, payload: bytes, digest: str) -> bool:
+        """As `train.transport.host` does; what fails costs this version. Whether the holder has it."""
         agent = self._agent
         assert agent is not None
         channel = self._channels.get(holder)
         if channel is None or channel.ended:
             reply, fds = agent.ask(local.OpenPush(SET, self.rank, holder))
             if not isinstance(reply, local.Ok):
-                return
+                return False
             channel = self._channels[holder] = self.world.packets[fds[0]]
         try:
             if not self._said(channel, local.PushOffer(version, len(payload))):
-                return
+                return False
             for at in range(0, len(payload), 4500):
                 if not self._said(channel, local.PushChunk(min(4500, len(payload) - at))):
-                    return
-            self._said(channel, local.PushDone(digest))
+                    return False
+            return self._said(channel, local.PushDone(digest))
         except OSError:
-            return
+            return False
 
     @staticmethod
     def _said(channel: Packets, request: Any) -> bool:
