@@ -241,6 +241,7 @@ class Rank:
             self.reason = reply.reason if isinstance(reply, local.Refused) else str(reply)
             self.watch("skipped", self, version)
             return
+        self._stamps.pop((self._node_rank, reply.slot), None)
         payload = slot.pack(Content(self.rank, version, state), self.epoch, self.size)
         self._maps[self._node_rank][reply.slot][: len(payload)] = payload
         digest = xxhash.xxh3_128(payload).hexdigest()
