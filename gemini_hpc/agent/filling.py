@@ -26,6 +26,8 @@ class Filling:
         agent, sealing = self._agent, training.sealing
         if sealing is None:
             raise Refused("a recovery round is on")
+        if shard.awaited:
+            raise Refused("its memory has not been handed back yet")
         stamp = Stamp(agent.epoch, version)
         index = shard.pair.begin(stamp, training.sealed, sealing.word.abandoned, voted=sealing.voted)
         shard.memory[index].commit(None)

@@ -354,6 +354,7 @@ class Service:
         self._keep(client, m)
         self._keepers[m.set, m.rank] = client
         shard.registered_round, shard.pushed, shard.unlike = number, m.pushed, ""
+        shard.awaited = frozenset()
         fills.release(shard)
         agent.sets.recount(m.set)
         return local.Slots(shard.bytes), [os.dup(memory.fd) for memory in shard.memory]
@@ -466,7 +467,10 @@ class Service:
         except (ValueError, OSError) as exc:
             raise Rejected(str(exc)) from None
         try:
+            known = shard
             shard = await agent.store.make(m.set, m.rank, m.world, m.home, m.bytes, reserve=False)
+            if shard is not known:
+                shard.awaited = frozenset((0, 1))
             if self._keep(client, m) and shard.pair.slots[m.slot].state != "empty":
                 raise Rejected(f"slot {m.slot} of rank {m.rank} is no longer empty")
         except BaseException:
@@ -491,6 +495,7 @@ class Service:
                 memory.commit(Committed(stamp, m.used, digest))
             else:
                 agent.log("damaged", version=m.version, detail=f"shard {m.rank}: handed back with another digest")
+        shard.awaited -= {m.slot}
         if training.sealing is not None:
             training.sealing.voted |= shard.pair.complete_stamps()
         agent.sets.recount(m.set)

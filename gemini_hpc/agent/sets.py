@@ -114,9 +114,11 @@ class Sets:
         if training is None or training.sealing is None or rounds is None:
             return
         shards = self._agent.store.of_set(name)
-        present = [s for s in shards if s.registered_round == rounds.round and s.world == training.world]
+        registered = [s for s in shards if s.registered_round == rounds.round and s.world == training.world]
+        # A pair with one slot handed back would say that it never will have what is in the other one.
+        present = [s for s in registered if not s.awaited]
         kind, world = REGISTERED, training.world
-        if not present:  # nobody has registered yet: the vote is on what the training resumes from
+        if not registered:  # nobody has registered yet: the vote is on what the training resumes from
             kind, world = RESUMED, training.chosen_world
             present = [s for s in shards if s.resumed_round == rounds.round and s.world == world]
         training.sealing.recount([s.pair for s in present], world, kind)

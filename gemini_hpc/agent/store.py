@@ -23,8 +23,9 @@ class Shard:
     """Both slots of one shard on this node. home: node rank where its training rank lives.
 
     registered_round: the last round in which a training rank registered it; resumed_round: the last one whose plan
-    has it here. pushed: the home's agent fills it, and a training rank at most those parts that it has as well (fill:
-    the newest version of which it did; unlike: why it must not).
+    has it here. awaited: slots that are still to be handed back after an agent's death: until then it is not known
+    what the pair has. pushed: the home's agent fills it, and a training rank at most those parts that it has as well
+    (fill: the newest version of which it did; unlike: why it must not).
     """
 
     set: str
@@ -38,6 +39,7 @@ class Shard:
     verified: list[float] = field(default_factory=lambda: [0.0, 0.0])
     registered_round: int = 0
     resumed_round: int = 0
+    awaited: frozenset[int] = frozenset()
     pushed: bool = False
     fill: Fill | None = None
     unlike: str = ""
