@@ -141,7 +141,7 @@ class Sealing:
         self.degraded = degraded
         sealed, known = word.sealed, self.word.sealed
         if known is not None and (sealed is None or sealed < known):
-            # A root that has been started again does not know yet what is sealed; what it abandons is dead all the same.
+            # A root that has been started again may not know yet what is sealed; what it abandons is dead.
             word = Word(known, frozenset(s for s in word.abandoned if s > known))
             sealed = known
         self.word = word
