@@ -24,11 +24,11 @@ def clean(directory: str, keep_last: int, *, before: Stamp | None = None) -> lis
     whole, going = 0, []
     for stamp in version.stamps(directory):
         path = f"{directory}/{version.name(stamp)}"
-        if os.path.lexists(f"{path}/{version.MANIFEST}"):
+        if version.there(f"{path}/{version.MANIFEST}"):
             if version.rejected(directory, stamp):
                 continue
             whole += 1
-            if whole > keep_last and not os.path.lexists(f"{path}/{version.KEPT}"):
+            if whole > keep_last and not version.there(f"{path}/{version.KEPT}"):
                 going.append(stamp)
         elif before is None or stamp < before:
             going.append(stamp)
