@@ -1,7 +1,7 @@
 """The shared file system: a real directory, whose operations take time, fail, hang, and end with who asked for them.
 
-Code of the tier gets `Files` in place of `os`. Each operation of a worker is a moment at which everybody else goes on,
-and at which it may be killed: then the operation has happened, or not, and nothing comes after it.
+Code of the tier gets `Files` in place of `os`. Each operation of a worker is a moment at which everybody else goes
+on, and at which it may be killed: then the operation has happened, or not, and nothing comes after it.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Files:
 
     def open_file(self, path: str, mode: str = "r") -> Any:
         """In place of `open`."""
-        return self.create(path, lambda: open(path, mode))  # noqa: SIM115
+        return self.create(path, lambda: open(path, mode))
 
     def fsync(self, fd: int) -> None:
         def do() -> None:

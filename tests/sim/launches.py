@@ -31,7 +31,9 @@ class Wrong(AssertionError):
 class Job:
     """One job, whose nodes may be exchanged. watch: called in a rank's thread when it says what it does."""
 
-    def __init__(self, seed: int, *, nodes: int = 3, replicas: int = 2, interval_s: int = 1, **settings: object) -> None:
+    def __init__(
+        self, seed: int, *, nodes: int = 3, replicas: int = 2, interval_s: int = 1, **settings: object
+    ) -> None:
         self.world = World(seed)
         self.rng, self.loop = self.world.rng, self.world.loop
         install(self.world)

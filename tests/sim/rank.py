@@ -246,7 +246,8 @@ class Rank:
         self._maps[self._node_rank][reply.slot][: len(payload)] = payload
         digest = xxhash.xxh3_128(payload).hexdigest()
         holders = placement.holders(self._node_rank, self._n, self._m)[1:]
-        if not all([self._push(holder, version, payload, digest) for holder in holders]):
+        pushed = [self._push(holder, version, payload, digest) for holder in holders]
+        if not all(pushed):
             # as `train.replicator`: where a holder has not begun it nobody could abandon it, and no later one begin
             agent.ask(local.Abort(SET, self.rank, version, reply.slot))
             self.reason = "a holder could not take it"

@@ -25,7 +25,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import hdf5, index, lustre, names, nodefile, orders, place, retention, version, worker
 
 from . import slot
-from .files import FileSystem, Files, NothingAhead, Straight, copy_of
+from .files import Files, FileSystem, NothingAhead, Straight, copy_of
 from .kernel import Process, current
 from .rank import state_of
 from .system import World
