@@ -41,6 +41,21 @@ def _again(job: Job, *, fresh: bool, steps: int) -> None:
     job.check(chosen == {(newest.epoch, newest.version)}, f"{newest} is on the tier, {chosen} was chosen")
 
 
+def _launch_again(job: Job) -> None:
+    """Another step of the same incarnation, or several: a rank whose agent dies while it loads ends."""
+    for _ in range(5):
+        job.end_step()
+        job.sleep(job.rng.uniform(0.2, 1.0))
+        job.launch(_MANY)
+        ranks = job.ranks
+        job.wait(
+            lambda: len(job.resumed) == len(job.hosts) or not all(r.process.alive for r in ranks), 120.0, "a launch"
+        )
+        if len(job.resumed) == len(job.hosts) and all(r.process.alive for r in ranks):
+            return
+    job.check(False, "no launch resumes")
+
+
 def _succeed(job: Job) -> None:
     """The training ends, and the job with it; no agent stays, and nothing half done."""
     job.wait(lambda: not job.running, 300.0, "the training ends")
@@ -168,18 +183,63 @@ def node_lost(job: Job) -> None:
     job.power_off([lost])
     job.sleep(job.rng.uniform(0.0, 10.0))
     job.end("1")
+    sealed = _known(job)
+    job.check(sealed >= job.sealed or lost == job.hosts[0], f"ranks saw {job.sealed}, agents know {sealed}")
     job.tier.deaths = job.rng.choice([0.0, 0.0, 0.1])
+    faults, kind = job.tier.system.faults, job.rng.choice(["", "", "full", "hangs"])
+    faults.hangs, faults.full = kind == "hangs", 0.5 if kind == "full" else 0.0
     if job.replicas > 2 and job.rng.random() < 0.5:
         job.sleep(job.rng.uniform(0.0, 6.0))
         job.nodes[job.rng.choice(job.up)].kill_agent(JOB, job.rng.randrange(200))
-    sealed = max(t.sealed for a in map(job.agent, job.up) if a is not None for t in a.sets if t.sealed is not None)
-    job.check(sealed >= job.sealed or lost == job.hosts[0], f"ranks saw {job.sealed}, agents know {sealed}")
+    if kind:
+        job.sleep(job.rng.uniform(1.0, 200.0))
+        job.tier.system.over()
     job.wait(lambda: (job.tier.offered() or [Stamp(0, 0)])[0] >= sealed, 900.0, f"{sealed} is on the tier")
     job.tier.deaths = 0.0
-    job.wait(lambda: not job.agents, 1000.0, "all agents have ended")
+    job.wait(lambda: not job.agents, 1500.0, "all agents have ended")
     _only_what_stays(job)
     _again(job, fresh=True, steps=10)
     _succeed(job)
+
+
+def _known(job: Job) -> Stamp:
+    """The newest seal that an agent knows of."""
+    agents = [agent for agent in map(job.agent, job.up) if agent is not None]
+    return max((t.sealed for a in agents for t in a.sets if t.sealed is not None), default=Stamp(0, 0))
+
+
+def comes_back(job: Job) -> None:
+    """A job loses a node and comes back with another one, while what was left is on its way to the tier or has just
+    got there: nothing older than what was sealed last comes back, and nothing is mixed."""
+    _begin(job)
+    for _ in range(2):
+        job.sleep(job.rng.uniform(0.8, 4.0))
+        lost = job.rng.choice(job.hosts)
+        job.power_off([lost])
+        job.sleep(job.rng.uniform(0.0, 4.0))
+        job.end("1")
+        sealed = max(_known(job), (job.tier.offered() or [Stamp(0, 0)])[0])
+        job.sleep(job.rng.uniform(0.0, 8.0))
+        job.allocate([*job.up, *job.add(1)])
+        _launch_again(job)
+        chosen = {Stamp(*rank._chosen) for rank in job.ranks}
+        job.check(min(chosen) >= sealed, f"{sealed} was sealed, {chosen} was chosen")
+    _saves(job, 2, 60.0)
+    _finish_at(job, 3)
+    _succeed(job)
+
+
+def succeeds(job: Job) -> None:
+    """A short job ends well, whoever dies about then: no agent stays, and where nobody died nothing half done."""
+    _begin(job, job.rng.randrange(1, 30))
+    deaths = job.rng.choice([0, 0, 1, 3])
+    job.wait(lambda: not job.running, 60.0, "the training ends")
+    for _ in range(deaths):
+        job.nodes[job.rng.choice(job.hosts)].kill_agent(JOB, job.rng.randrange(30))
+    job.end("0")
+    job.wait(lambda: not job.agents, 2000.0, "all agents have ended")
+    if not deaths:
+        _only_what_stays(job)
 
 
 def kept(job: Job) -> None:
@@ -243,10 +303,7 @@ def rejected(job: Job) -> None:
     job.watch = lambda what, rank, number: None
     if job.rng.random() < 0.5:
         _kills(job, 2)
-    job.end_step()
-    job.sleep(job.rng.uniform(0.2, 1.0))
-    job.launch(_MANY)
-    job.wait(lambda: len(job.resumed) == len(job.hosts), 120.0, "all ranks resume")
+    _launch_again(job)
     job.check(all(Stamp(*rank._chosen) < bad for rank in job.ranks), f"{bad} is chosen, or what came of it")
     job.sleep(job.rng.uniform(0.0, 6.0))
     job.check(bad not in job.tier.offered(), f"{bad} is offered still")
@@ -255,11 +312,14 @@ def rejected(job: Job) -> None:
     _succeed(job)
 
 
+_LEFT: dict[str, object] = {"nodes": 4, "tier_scavenge_s": 3.0, "retention_s": 900.0, "interval_s": 4}
 STORIES: dict[str, tuple[Callable[[Job], None], dict[str, object]]] = {
     "power": (power, {}),
     "agents_die": (agents_die, {}),
     "bad_tier": (bad_tier, {}),
-    "node_lost": (node_lost, {"nodes": 4, "tier_scavenge_s": 3.0, "retention_s": 300.0, "interval_s": 4}),
+    "node_lost": (node_lost, _LEFT),
+    "comes_back": (comes_back, _LEFT),
+    "succeeds": (succeeds, {}),
     "kept": (kept, {}),
     "rejected": (rejected, {}),
 }
@@ -268,7 +328,7 @@ STORIES: dict[str, tuple[Callable[[Job], None], dict[str, object]]] = {
 def tell(name: str, seed: int) -> tuple[str, str]:
     """What went wrong, or "", and the story. For one process of its own."""
     scenario, options = STORIES[name]
-    more = {"replicas": 2 + seed % 2} if name == "node_lost" else {}
+    more = {"replicas": 2 + seed % 2} if name in ("node_lost", "comes_back") else {}
     job = Job(seed, **{**options, **more})  # type: ignore[arg-type]
     wrong = ""
     try:
