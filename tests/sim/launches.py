@@ -138,9 +138,21 @@ class Job:
         return self._everywhere("prolog", prolog)
 
     def end(self, exit_code: str) -> dict[str, str]:
-        """The epilogs of this incarnation; what they said."""
+        """The epilogs of this incarnation; what they said. An agent that has not answered is ended by root, later."""
         self.end_step()
-        return self._everywhere("epilog", lambda name: self.nodes[name].epilog(JOB, self.restart, exit_code))
+        said = self._everywhere("epilog", lambda name: self.nodes[name].epilog(JOB, self.restart, exit_code))
+        for host, answer in said.items():
+            if answer not in ("released", "detached", "hold"):
+                self.world.network.at(self.loop.now + 1.0, self._reap, host, self.restart)
+        return said
+
+    def _reap(self, host: str, restart: int) -> None:
+        seat = self.nodes[host].seats.get(JOB)
+        if seat is not None and self.restart == restart:
+            seat.ended = True
+            if seat.process is not None:
+                seat.process.kill()
+            del self.nodes[host].seats[JOB]
 
     def _everywhere(self, name: str, what: Callable[[str], str]) -> dict[str, str]:
         said: dict[str, str] = {}

@@ -229,6 +229,26 @@ def comes_back(job: Job) -> None:
     _succeed(job)
 
 
+def ends_again(job: Job) -> None:
+    """A job fails, is run again at once, while its last version is still on its way, and fails again: each time what
+    was sealed last gets to the tier."""
+    _begin(job)
+    for _ in range(3):
+        job.wait(lambda: job.sealed > Stamp(0, 0), 30.0, "a version is sealed")
+        job.sleep(job.rng.uniform(0.0, 3.0))
+        job.end("1")
+        job.sleep(job.rng.choice([0.0, job.rng.uniform(0.0, 0.6)]))
+        job.allocate(job.hosts)
+        job.launch(_MANY)
+        job.wait(lambda: len(job.resumed) == len(job.hosts), 120.0, "all ranks resume")
+    job.sleep(job.rng.uniform(0.0, 3.0))
+    job.end("1")
+    sealed = _known(job)
+    job.wait(lambda: (job.tier.offered() or [Stamp(0, 0)])[0] >= sealed, 150.0, f"{sealed} is on the tier")
+    job.wait(lambda: not job.agents, 1500.0, "all agents have ended")
+    _only_what_stays(job)
+
+
 def succeeds(job: Job) -> None:
     """A short job ends well, whoever dies about then: no agent stays, and where nobody died nothing half done."""
     _begin(job, job.rng.randrange(1, 30))
@@ -319,6 +339,7 @@ STORIES: dict[str, tuple[Callable[[Job], None], dict[str, object]]] = {
     "bad_tier": (bad_tier, {}),
     "node_lost": (node_lost, _LEFT),
     "comes_back": (comes_back, _LEFT),
+    "ends_again": (ends_again, {"interval_s": 600}),
     "succeeds": (succeeds, {}),
     "kept": (kept, {}),
     "rejected": (rejected, {}),
