@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from contextlib import suppress
 
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import place, version
 
-_UNBORN = re.compile(r"\.e[0-9]{7}-v[0-9]{13}\..{1,40}\.tmp")  # directories that got no layout and no name
+_UNBORN = re.compile(r"\.e[0-9]{7}-v[0-9]{13}\..{1,40}\.tmp")  # directories that got no name, or lost it
 
 
 def for_good(serial: int, keep_every: int) -> bool:
@@ -35,7 +36,7 @@ def clean(directory: str, keep_last: int, *, before: Stamp | None = None) -> lis
     for entry in os.listdir(directory) if os.path.isdir(directory) else ():
         if _UNBORN.fullmatch(entry):
             with suppress(OSError):
-                os.rmdir(f"{directory}/{entry}")
+                shutil.rmtree(f"{directory}/{entry}")
     going.reverse()
     for stamp in going:
         place.remove(f"{directory}/{version.name(stamp)}")

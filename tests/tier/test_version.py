@@ -150,6 +150,25 @@ def test_what_a_file_system_that_fails_does_not_show_is_not_gone(
     assert version.stamps(str(above)) == [Stamp(1, number) for number in (4, 3, 2, 1)]
 
 
+def test_what_is_half_removed_is_no_version_and_goes_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody who still writes there can make it whole."""
+    save(tmp_path, Stamp(1, 1), manifest=False)
+    save(tmp_path, Stamp(1, 2))
+    above = tmp_path / "gemini-9/default"
+    with monkeypatch.context() as patch:
+        _fails(patch, "unlink", version.node_file(1))
+        patch.setattr(place.shutil, "rmtree", lambda path: os.unlink(f"{path}/{version.node_file(1)}"))
+        with pytest.raises(OSError, match="Input/output"):
+            retention.clean(str(above), 2)
+    assert version.stamps(str(above)) == [Stamp(1, 2)]
+    with pytest.raises(FileNotFoundError), place.replaced(str(above / version.name(Stamp(1, 1))), version.MANIFEST):
+        pass
+    retention.clean(str(above), 2)
+    assert os.listdir(above) == [version.name(Stamp(1, 2))]
+
+
 def test_names_that_cannot_be_read_are_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, Stamp(1, 1))
     where = str(tmp_path / "gemini-9/default" / version.name(Stamp(1, 1)))
