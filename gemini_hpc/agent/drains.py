@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import pwd
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -59,6 +60,7 @@ class Drains:
         self._gathering: dict[str, Gathering] = {}
         self._due: dict[str, float] = {}
         self.troubles = Troubles()
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by set: to make whole, or to remove
         self._tidy: dict[str, asyncio.Task[None]] = {}  # at the root: removes what a life before has left half done
         self.chosen = Tier()  # by the program
         self._site = site_tier(agent.settings.tier, agent.uid)
@@ -285,7 +287,8 @@ class Drains:
         """Remove what has not become whole, and is older."""
         limit = None if before is None else (before.epoch, before.version)
         try:
-            await tierwork.carry_out(orders.Clean(self.tier, self._agent.job, name, limit))
+            async with self._turns[name]:  # of a round before one may just become whole
+                await tierwork.carry_out(orders.Clean(self.tier, self._agent.job, name, limit))
         except TierFailed as error:
             self.say(name, 0, f"half versions cannot be removed: {error}")
 
@@ -343,19 +346,29 @@ class Drains:
         agent, rounds = self._agent, self._agent.rounds
         sealed = [training for training in agent.sets if training.sealed is not None]
         possible = bool(self.tier and agent.settings.tier_flush_s and sealed)
-        if rounds is None or (agent.restart, rounds.round) == self._ended:
+        ended = self._now
+        if rounds is None or ended == self._ended:
             return
         self.last = possible
         if rounds.parent is None and not dead:
-            agent.spawn(self._end(sealed if possible else []))
+            agent.spawn(self._end(sealed if possible else [], ended))
 
-    async def _end(self, sealed: Sequence[TrainingSet]) -> None:
-        """The root saves the last versions, and lets all agents go; not where a node is missing."""
+    @property
+    def _now(self) -> tuple[int, int]:
+        """Restart and round."""
+        rounds = self._agent.rounds
+        return self._agent.restart, -1 if rounds is None else rounds.round
+
+    async def _end(self, sealed: Sequence[TrainingSet], ended: tuple[int, int]) -> None:
+        """The root saves the last versions, and lets all agents go; not where a node is missing, nor where the job
+        has come back meanwhile."""
         await asyncio.gather(*(self._last(training) for training in sealed))
         if sealed and self._agent.rejections.all:
             with suppress(TierFailed):  # for who looks later, when no agent knows
                 await self._look(())
-        if all(map(self._stored, sealed)) or not self._agent.scavenge.missing():
+        if not all(map(self._stored, sealed)):  # a node that was lost a moment ago is not missing yet
+            await asyncio.sleep(self._agent.scavenge.silent_s)
+        if ended == self._now and (all(map(self._stored, sealed)) or not self._agent.scavenge.missing()):
             self.ended()
 
     def _stored(self, training: TrainingSet) -> bool:
@@ -369,7 +382,7 @@ class Drains:
         """Nobody need wait for the last versions any more, here and on the nodes below."""
         self.last, rounds = False, self._agent.rounds
         if rounds is not None:
-            self._ended = self._agent.restart, rounds.round
+            self._ended = self._now
             for child in rounds.children if self.tier else ():
                 self._agent.send(child, peer.DrainOver(rounds.round))
 
@@ -474,7 +487,8 @@ class Drains:
             agent.keeps.due(name, stamp),
         )
         try:
-            done = await tierwork.carry_out(order)
+            async with self._turns[name]:
+                done = await tierwork.carry_out(order)
         except TierFailed as error:
             return str(error)
         trouble = done.trouble if isinstance(done, orders.Finished) else ""

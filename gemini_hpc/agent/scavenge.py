@@ -88,6 +88,12 @@ class Scavenge:
     def _able(self) -> bool:
         return bool(self._agent.drains.tier) and self._agent.mesh is not None
 
+    @property
+    def silent_s(self) -> float:
+        """After such a silence a node is missing."""
+        mesh = self._agent.mesh
+        return _SILENT_S if mesh is None else max(_SILENT_S, 3 * mesh.silence_s)
+
     def missing(self) -> bool:
         """Whether a node has died, or a neighbour in the tree is silent: all stay until they hear that the last
         versions are saved."""
@@ -95,8 +101,7 @@ class Scavenge:
         if mesh is None or rounds is None:
             return False
         kin = [*rounds.children, *([rounds.parent] if rounds.parent is not None else [])]
-        silent_s = max(_SILENT_S, 3 * mesh.silence_s)
-        now = clock.monotonic()
+        now, silent_s = clock.monotonic(), self.silent_s
         return bool(mesh.dead) or any(now - mesh.heard.get(host, 0.0) > silent_s for host in kin)
 
     def begin(self, *, last: bool = False, asked: bool = False) -> None:
