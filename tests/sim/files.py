@@ -42,6 +42,7 @@ class FileSystem:
         self.faults = Faults()
         self.named: Callable[[str], object] = lambda path: None  # a file has got its name
         self.removed: Callable[[str], object] = lambda path: None
+        self.renamed: Callable[[str, Callable[[], None]], object] = lambda path, rename: rename()
         self._waiting: list[Callable[[], None]] = []
         self._late: list[Callable[[], object]] = []  # what hangs, of workers that have been killed
         self._pending: dict[Process, Callable[[], object]] = {}
@@ -190,7 +191,7 @@ class Files:
 
     def rename(self, source: str, target: str) -> None:
         def do() -> None:
-            os.rename(source, target)
+            self._system.renamed(source, lambda: os.rename(source, target))
             self._system.named(target)
 
         self._do(CHANGE, do)

@@ -12,7 +12,7 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,7 +138,7 @@ class Tier:
     def __init__(self, world: World, root: str) -> None:
         self.world, self.root = world, root
         self.system = FileSystem(world.loop, root)
-        self.system.named, self.system.removed = self._named, self._removed
+        self.system.named, self.system.removed, self.system.renamed = self._named, self._removed, self._renamed
         self.refuses = self.deaths = 0.0
         self.workers: list[Worker] = []
         self.published: list[Stamp] = []
@@ -189,12 +189,22 @@ class Tier:
 
     def _removed(self, path: str) -> None:
         if path.endswith(f"/{version.MANIFEST}"):
-            where = os.path.dirname(path)
-            self.world.tell(f"TIER {os.path.basename(where)} is no more")
-            if len(self.offered()) < KEEP_LAST:
-                self.wrong.append(f"{os.path.basename(where)} was whole, and removed: {self.offered()} are left")
-            if os.path.lexists(f"{where}/{version.KEPT}"):
-                self.wrong.append(f"{os.path.basename(where)} was to be kept, and removed")
+            self._no_more(os.path.dirname(path), kept=os.path.lexists(f"{os.path.dirname(path)}/{version.KEPT}"))
+
+    def _renamed(self, path: str, rename: Callable[[], None]) -> None:
+        is_version = version.stamp_of(os.path.basename(path)) is not None
+        whole, kept = (os.path.lexists(f"{path}/{name}") for name in (version.MANIFEST, version.KEPT))
+        rename()
+        if is_version and whole:
+            self._no_more(path, kept=kept)
+
+    def _no_more(self, where: str, *, kept: bool) -> None:
+        """A version that was whole has been removed."""
+        self.world.tell(f"TIER {os.path.basename(where)} is no more")
+        if len(self.offered()) < KEEP_LAST:
+            self.wrong.append(f"{os.path.basename(where)} was whole, and removed: {self.offered()} are left")
+        if kept:
+            self.wrong.append(f"{os.path.basename(where)} was to be kept, and removed")
 
     def _audit(self, stamp: Stamp) -> None:
         where = f"{self.directory}/{version.name(stamp)}"
@@ -228,7 +238,7 @@ class Tier:
         here: Any = files
         for module in (place, version, retention, names, nodefile, worker):
             module.os = here  # type: ignore[attr-defined]
-        place.shutil = copy_of("shutil", files)  # type: ignore[attr-defined]
+        place.shutil = retention.shutil = copy_of("shutil", files)  # type: ignore[attr-defined]
         place.tempfile = SimpleNamespace(mkdtemp=files.mkdtemp)  # type: ignore[attr-defined]
         worker.open = names.open = files.open_file  # type: ignore[attr-defined]
         worker.sys = _System()  # type: ignore[attr-defined]
