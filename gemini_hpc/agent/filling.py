@@ -26,8 +26,6 @@ class Filling:
         agent, sealing = self._agent, training.sealing
         if sealing is None:
             raise Refused("a recovery round is on")
-        if shard.awaited:
-            raise Refused("its memory has not been handed back yet")
         stamp = Stamp(agent.epoch, version)
         index = shard.pair.begin(stamp, training.sealed, sealing.word.abandoned, voted=sealing.voted)
         shard.memory[index].commit(None)
@@ -35,6 +33,12 @@ class Filling:
         agent.sets.drop_guests(training)  # every rank has loaded, or none would have come as far as a save
         agent.sets.recount(shard.set)
         return index
+
+    def passed(self, shard: Shard, version: int) -> None:
+        """Its rank has gone past this version without saving it. Others may wait for a word about theirs: were it not
+        said, ranks in two groups could save every other version from then on, and none be sealed."""
+        shard.pair.pass_over(Stamp(self._agent.epoch, version))
+        self._agent.sets.recount(shard.set)
 
     def void(self, shard: Shard, index: int) -> None:
         """It will not be completed."""

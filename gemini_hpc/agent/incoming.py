@@ -123,7 +123,7 @@ class Incoming:
             return "no part in a running training"
         if ask.epoch != agent.epoch or ask.round != rounds.round:
             return f"epoch {agent.epoch}, round {rounds.round} here"
-        if shard is None or shard.registered_round != rounds.round:
+        if shard is None or shard.registered_round != rounds.round or shard.half_back:
             return f"shard of rank {ask.rank} is not registered here"
         if not shard.pushed:
             return f"shard of rank {ask.rank} is filled by a process here"

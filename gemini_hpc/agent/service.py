@@ -236,6 +236,10 @@ class Service:
             return
         if m.name == "skipped":  # versions that are not saved are steps, too
             training.pace.reached(m.version)
+            for (name, rank), keeper in self._keepers.items():
+                shard = self._agent.store.get(name, rank)
+                if keeper is client and shard is not None and not shard.pushed:
+                    self._agent.filling.passed(shard, m.version)
         elif m.name == "degraded":
             training.complain(f"rank {who[2]}: {m.detail[:300]}")
         elif m.name == "unprotected":  # such a rank tells of no step
@@ -353,8 +357,7 @@ class Service:
             raise Rejected("a recovery round is on")
         self._keep(client, m)
         self._keepers[m.set, m.rank] = client
-        shard.registered_round, shard.pushed, shard.unlike = number, m.pushed, ""
-        shard.awaited = frozenset()
+        shard.registered_round, shard.pushed, shard.unlike, shard.half_back = number, m.pushed, "", False
         fills.release(shard)
         agent.sets.recount(m.set)
         return local.Slots(shard.bytes), [os.dup(memory.fd) for memory in shard.memory]
@@ -374,6 +377,7 @@ class Service:
         try:
             index = agent.filling.begin(training, shard, m.version)
         except Refused as exc:
+            agent.filling.passed(shard, m.version)
             return local.Refused(exc.reason), []
         self._fills[m.set, m.rank, index] = client
         training.begun = max(training.begun, m.version)
@@ -437,6 +441,7 @@ class Service:
         if shard is not None:
             del self._fills[m.set, m.rank, m.slot]
             self._agent.filling.void(shard, m.slot)
+            self._agent.filling.passed(shard, m.version)
         return local.Ok(), []
 
     async def _fetch(self, client: Client, m: local.Fetch) -> Reply:
@@ -467,10 +472,7 @@ class Service:
         except (ValueError, OSError) as exc:
             raise Rejected(str(exc)) from None
         try:
-            known = shard
             shard = await agent.store.make(m.set, m.rank, m.world, m.home, m.bytes, reserve=False)
-            if shard is not known:
-                shard.awaited = frozenset((0, 1))
             if self._keep(client, m) and shard.pair.slots[m.slot].state != "empty":
                 raise Rejected(f"slot {m.slot} of rank {m.rank} is no longer empty")
         except BaseException:
@@ -482,6 +484,7 @@ class Service:
         assert agent.rounds is not None
         rounds, number = agent.rounds, agent.rounds.round
         shard.registered_round, shard.pushed = number, m.pushed
+        shard.half_back = True
         if m.digest and 0 < m.used <= m.bytes:
             digest = await asyncio.to_thread(memory.digest, m.used)
             self._keep(client, m)
@@ -495,9 +498,10 @@ class Service:
                 memory.commit(Committed(stamp, m.used, digest))
             else:
                 agent.log("damaged", version=m.version, detail=f"shard {m.rank}: handed back with another digest")
-        shard.awaited -= {m.slot}
         if training.sealing is not None:
             training.sealing.voted |= shard.pair.complete_stamps()
+        shard.handed_back |= {m.slot}
+        shard.half_back = shard.handed_back != {0, 1}
         agent.sets.recount(m.set)
         return local.Ok(), []
 

@@ -114,11 +114,11 @@ class Sets:
         if training is None or training.sealing is None or rounds is None:
             return
         shards = self._agent.store.of_set(name)
-        registered = [s for s in shards if s.registered_round == rounds.round and s.world == training.world]
-        # A pair with one slot handed back would say that it never will have what is in the other one.
-        present = [s for s in registered if not s.awaited]
+        # half a pair would say that it has gone past what is in its other slot
+        here = [s for s in shards if s.registered_round == rounds.round and s.world == training.world]
+        present = [s for s in here if not s.half_back]
         kind, world = REGISTERED, training.world
-        if not registered:  # nobody has registered yet: the vote is on what the training resumes from
+        if not here:  # nobody has registered yet: the vote is on what the training resumes from
             kind, world = RESUMED, training.chosen_world
             present = [s for s in shards if s.resumed_round == rounds.round and s.world == world]
         training.sealing.recount([s.pair for s in present], world, kind)

@@ -23,9 +23,10 @@ class Shard:
     """Both slots of one shard on this node. home: node rank where its training rank lives.
 
     registered_round: the last round in which a training rank registered it; resumed_round: the last one whose plan
-    has it here. awaited: slots that are still to be handed back after an agent's death: until then it is not known
-    what the pair has. pushed: the home's agent fills it, and a training rank at most those parts that it has as well
-    (fill: the newest version of which it did; unlike: why it must not).
+    has it here. pushed: the home's agent fills it, and a training rank at most those parts that it has as well (fill:
+    the newest version of which it did; unlike: why it must not). handed_back: slots that a process has given to this
+    agent after its predecessor's death; half_back: one is still to come, so the pair has no vote, and nobody else
+    writes to it.
     """
 
     set: str
@@ -39,10 +40,11 @@ class Shard:
     verified: list[float] = field(default_factory=lambda: [0.0, 0.0])
     registered_round: int = 0
     resumed_round: int = 0
-    awaited: frozenset[int] = frozenset()
     pushed: bool = False
     fill: Fill | None = None
     unlike: str = ""
+    handed_back: frozenset[int] = frozenset()
+    half_back: bool = False
 
     def record(self, index: int) -> CopyRecord | None:
         """What can be told of a complete slot; None of any other."""

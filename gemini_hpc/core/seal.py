@@ -30,7 +30,7 @@ class Vote:
     - `complete`: stamps complete in every one of them.
     - `seen`: stamps complete in at least one of them: those about which somebody waits for a word.
     - `floor`, `kept`: stamps that all of them can still have are those above `floor` and those in `kept`.
-      `floor` is the highest stamp that any of the pairs has begun; None where nothing was begun.
+      `floor` is the highest stamp that any of the pairs has begun or passed; None where nothing was.
     """
 
     complete: frozenset[Stamp] = _NONE
@@ -71,9 +71,9 @@ def vote_of(pairs: Iterable[SlotPair], expected: int | None = None) -> Vote:
         Vote(
             complete=pair.complete_stamps(),
             seen=pair.complete_stamps(),
-            floor=pair.high,
+            floor=pair.floor,
             kept=frozenset(slot.stamp for slot in pair.slots if slot.stamp is not None)
-            | (_NONE if pair.high is None else {pair.high}),
+            | (_NONE if pair.high is None or pair.high != pair.floor or pair.high == pair.passed else {pair.high}),
         )
         for pair in pairs
     )

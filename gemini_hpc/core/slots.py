@@ -47,12 +47,14 @@ class Slot:
 class SlotPair:
     """Both slots of one shard on one holder.
 
-    `high` is the newest stamp ever begun since the last recovery. A pair never goes back below it: that is what
-    makes "this pair will never have s" a lasting fact, on which abandoning stands.
+    `high` is the newest stamp ever begun since the last recovery, `passed` the newest one that its writer has told
+    that it skips. A pair never goes back below the one, nor to the other: that is what makes "this pair will never
+    have s" a lasting fact, on which abandoning stands.
     """
 
     slots: list[Slot] = field(default_factory=lambda: [Slot(), Slot()])
     high: Stamp | None = None
+    passed: Stamp | None = None
 
     def begin(
         self, stamp: Stamp, sealed: Stamp | None, abandoned: frozenset[Stamp], *, voted: frozenset[Stamp]
@@ -73,10 +75,22 @@ class SlotPair:
             raise Refused(f"version {stamp} is already {self.slots[present].state} here")
         if self.high is not None and stamp < self.high:
             raise Refused(f"version {stamp} comes after {self.high} was begun: a slot does not go back")
+        if self.passed is not None and stamp <= self.passed:
+            raise Refused(f"version {stamp} comes after {self.passed} was skipped: a slot does not go back")
         index = self._room(stamp, sealed, abandoned, voted)
         self.slots[index] = Slot("filling", stamp)
         self.high = stamp
         return index
+
+    def pass_over(self, stamp: Stamp) -> None:
+        """The writer skips this version: nothing up to it will be begun any more."""
+        if self.find(stamp) is None and (self.passed is None or stamp > self.passed):
+            self.passed = stamp
+
+    @property
+    def floor(self) -> Stamp | None:
+        """Of the stamps that are not in its slots, the pair can still have those above this one."""
+        return max((s for s in (self.high, self.passed) if s is not None), default=None)
 
     def _room(self, stamp: Stamp, sealed: Stamp | None, abandoned: frozenset[Stamp], voted: frozenset[Stamp]) -> int:
         for index, slot in enumerate(self.slots):
@@ -138,7 +152,7 @@ class SlotPair:
             if slot.stamp is not None and (slot.state != "complete" or slot.stamp not in keep):
                 voided.append(slot.stamp)
                 self.void(index)
-        self.high = self.newest()
+        self.high, self.passed = self.newest(), None
         return tuple(voided)
 
     def complete_stamps(self) -> frozenset[Stamp]:

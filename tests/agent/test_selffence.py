@@ -37,9 +37,11 @@ class World:
         self.refuses = True
         self.agent = SimpleNamespace(
             settings=SimpleNamespace(self_fence_s=LIMIT_S),
+            node="n1",
             hosts=("n1", "n2", "n3"),
             detached=False,
-            mesh=SimpleNamespace(links={"n2": None}, dead={"n2", "n3"}, anybody=self.anybody),
+            # n3 is no partner of this node, which never hears whether that one is dead.
+            mesh=SimpleNamespace(links={"n2": None}, dead={"n2"}, anybody=self.anybody),
             reporter=SimpleNamespace(configured=True, connected=False, refused_at=0.0),
             sets=[SimpleNamespace(present={0: self.rank})],
             log=lambda name, detail: None,

@@ -198,6 +198,28 @@ def test_what_a_round_has_not_seen_is_not_forgotten_by_the_next(requeued: bool) 
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(("restart", "looks", "chosen"), [(1, 0, (1, 5)), (2, 1, (1, 9))])
+def test_what_an_incarnation_long_ago_has_left_is_not_the_newest(
+    restart: int, looks: int, chosen: tuple[int, int]
+) -> None:
+    """Memory has version 5 of incarnation 0, sealed and whole; the one after it may have left 9 on the tier."""
+
+    async def run() -> None:
+        host = Host("n1", restart=restart)
+        host.sees = True
+        copy = peer.CopyRecord("default", 0, 1, 0, 64, 64, (1, 5), "0" * 32)
+        host.older = peer.InventoryRecord("n1", {"n1": 0}, 0, 1, (copy,), (("default", (1, 5)),), 1, "i")
+        spawned: list[asyncio.Task[None]] = []
+        rounds = Rounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
+        rounds.begin("")
+        while spawned:
+            await spawned.pop(0)
+        assert rounds.plan is not None and [s.chosen for s in rounds.plan.sets] == [chosen]
+        assert len(host.looks) == looks
+
+    asyncio.run(run())
+
+
 def test_a_tier_that_the_program_chooses_is_looked_at_before_it_is_served() -> None:
     """The first round of a restart knew of none, and had nothing."""
 

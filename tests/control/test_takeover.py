@@ -150,6 +150,20 @@ def test_a_node_that_we_have_not_drained_is_left_alone(tmp_path: Path, reason: s
     assert take_over(HalfDone(reason, flags), tmp_path) == []
 
 
+class Meddled(HalfDone):
+    """An administrator takes the node back while it is being judged."""
+
+    async def owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
+        self.all["n2"] = dataclasses.replace(self.all["n2"], reason="", flags=frozenset())
+        return await super().owners(names)
+
+
+def test_a_node_that_is_taken_back_while_it_is_judged_is_left_alone(tmp_path: Path) -> None:
+    slurm = Meddled()
+    assert take_over(slurm, tmp_path) == []
+    assert not slurm.all["n2"].reason, "it was judged, or this test shows nothing"
+
+
 def test_a_takeover_that_fails_is_told_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.05)
     good, calls = recoveries.Recoveries._resume_one, list[int]()

@@ -19,6 +19,7 @@ from gemini_hpc.core.recovery import CopyInfo, Inventory, Pull, RecoveryPlan, Se
 from gemini_hpc.core.seal import Root, Subtree, Vote, Word, children, merge, parent, vote_of
 from gemini_hpc.core.slots import Refused, SlotPair, Stamp
 
+SKIPPED = 5  # versions of which a trainer may skip one
 FANOUT = 2  # so that five agents already make a tree with an inner node
 
 WEAKNESSES = {
@@ -79,6 +80,7 @@ class Trainer:
     chain: str
     started: int
     salt: int
+    skipped: Stamp | None = None
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,11 @@ class World:
         found += [
             (f"{host} begins {trainer.rank}@{trainer.stamp}", partial(self.begin, host, trainer))
             for trainer, host in self.copies_to_begin()
+        ]
+        found += [
+            (f"rank {trainer.rank} skips {trainer.stamp}", partial(self.skip, host, trainer))
+            for trainer, host in self.copies_to_begin()
+            if host == trainer.host and trainer.stamp.version % SKIPPED == 0
         ]
         for agent in self.agents.values():
             if agent.frozen:
@@ -192,7 +199,13 @@ class World:
 
     def wants(self, host: str, trainer: Trainer) -> bool:
         pair = self.agents[host].pairs.get(trainer.rank)
-        return pair is not None and (pair.high is None or pair.high < trainer.stamp)
+        return pair is not None and (pair.floor is None or pair.floor < trainer.stamp)
+
+    def skip(self, host: str, trainer: Trainer) -> None:
+        """The trainer goes past this version without saving it."""
+        self.agents[host].pairs[trainer.rank].pass_over(trainer.stamp)
+        trainer.skipped = trainer.stamp
+        self.check()
 
     def may_step(self, trainer: Trainer, *, patient: bool = False) -> bool:
         version = trainer.stamp.version
@@ -205,7 +218,7 @@ class World:
             return False
         if version == 0 or "step-unsealed" in self.weak:
             return True
-        if agent.sealed is not None and agent.sealed >= trainer.stamp:
+        if (agent.sealed is not None and agent.sealed >= trainer.stamp) or trainer.skipped == trainer.stamp:
             return True
         if trainer.stamp in agent.abandoned:
             return True  # there is nothing to wait for

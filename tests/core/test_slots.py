@@ -148,3 +148,20 @@ def test_whatever_is_asked(
             assert sealed is not None and other.stamp <= sealed
         else:
             assert recycled.stamp in abandoned or (sealed is not None and other.stamp <= sealed)
+
+
+def test_what_the_writer_skips_is_not_begun_any_more() -> None:
+    pair = SlotPair()
+    begin(pair, v(3))
+    pair.pass_over(v(5))
+    assert pair.floor == v(5)
+    for gone in (4, 5):
+        with pytest.raises(Refused, match="does not go back"):
+            begin(pair, v(gone))
+    pair.pass_over(v(4))
+    assert pair.floor == v(5), "it is not taken back"
+    begin(pair, v(6))
+    pair.pass_over(v(6))
+    assert pair.passed == v(5), "what is being filled is not skipped"
+    pair.void_except()
+    assert pair.floor is None

@@ -51,7 +51,7 @@ class Job:
         self.ranks: list[Rank] = []
         self.resumed: dict[int, int] = {}  # by rank, of the last launch
         self.sealed: Stamp = Stamp(0, 0)
-        self.reached = 0
+        self.reached = self.last = 0
         self.stepped_at = 0.0
         self.unprotected: list[str] = []
         self.slowest_s = 0.0  # between two steps
@@ -173,6 +173,7 @@ class Job:
     def launch(self, steps: int, *, pause_s: float = 0.1) -> None:
         """A step of this incarnation."""
         self.launches += 1
+        self.last = steps
         self.ranks, self.resumed = [], {}
         self.stepped_at, self.slowest_s = self.loop.now, 0.0
         barrier = Barrier(len(self.hosts))
@@ -191,7 +192,7 @@ class Job:
                 rank=number,
                 size=len(self.hosts),
                 barrier=barrier,
-                steps=steps,
+                last=lambda: self.last,
                 pause_s=pause_s,
                 watch=self._watch,
             )
@@ -223,6 +224,11 @@ class Job:
     def running(self) -> bool:
         """Whether a rank trains."""
         return any(rank.process.alive for rank in self.ranks)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all ranks do."""
+        return all(rank.process.alive for rank in self.ranks)
 
     # ---- agents ----------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ class Host:
     def __init__(self, name: str, address: str) -> None:
         self.name, self.address, self.up = name, address, True
         self.listeners: dict[int, Server] = {}
-        self.sockets: set[Socket] = set()
+        self.sockets: dict[Socket, None] = {}  # in order, so that a seed repeats a run
         self.next_port = 40000
 
 
@@ -52,7 +52,7 @@ class Socket:
         self.sending = False
         self.waiting: list[Callable[[], None]] = []
         self.reader: Callable[[], None] | None = None
-        host.sockets.add(self)
+        host.sockets[self] = None
         process.on_kill.append(self.close)
 
     # ---- for the transport and for threads -------------------------------------------------------------
@@ -102,12 +102,12 @@ class Socket:
         else:
             self.transmit(None)
         self.closed = True
-        self.host.sockets.discard(self)
+        self.host.sockets.pop(self, None)
         peer = self.peer
         if peer is not None and reset:
             self.network.reset(self, peer)
         if not self.under_way and self in self.network.open:
-            self.network.open.discard(self)
+            self.network.open.pop(self, None)
 
     # ---- as socket.socket ------------------------------------------------------------------------------
 
@@ -311,7 +311,7 @@ class Network:
         self.hosts: dict[str, Host] = {}
         self.deaf: set[tuple[str, str]] = set()  # (from, to): nothing passes
         self.slow_s: dict[str, float] = {}  # by host: so much later
-        self.open: set[Socket] = set()
+        self.open: dict[Socket, None] = {}
         self.unknown: set[str] = set()  # names that nobody resolves now
         self._nobody = contextvars.Context()
         loop.network = self
@@ -360,6 +360,12 @@ class Network:
         if both:
             self.deaf.add((b, a))
 
+    def mend(self, a: str, b: str) -> None:
+        """This link is there again, both ways."""
+        self.deaf -= {(a, b), (b, a)}
+        for sock in list(self.open):
+            self.carry(sock)
+
     def heal(self) -> None:
         """All links are there again."""
         self.deaf.clear()
@@ -377,7 +383,7 @@ class Network:
         peer = sock.peer
         if peer is None or sock.sending or not sock.under_way:
             return
-        self.open.add(sock)
+        self.open[sock] = None
         if not self.hears(sock.host, peer.host) or not self.hears(peer.host, sock.host):
             self._unanswered(sock)
             return
@@ -419,7 +425,7 @@ class Network:
         if sock.under_way:
             self.carry(sock)
         else:
-            self.open.discard(sock)
+            self.open.pop(sock, None)
 
     def reset(self, source: Socket, target: Socket) -> None:
         """The host of one end says that there is no connection (any more)."""
@@ -455,7 +461,7 @@ class Network:
         host.up = False
         for sock in list(host.sockets):
             sock.reader, sock.under_way = None, deque()
-            self.open.discard(sock)
+            self.open.pop(sock, None)
         host.sockets.clear()
         host.listeners.clear()
 

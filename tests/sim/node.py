@@ -102,6 +102,7 @@ class Node:
         self.world, self.name, self.settings = world, name, settings
         self.host = world.network.add(name)
         self.root = tempfile.mkdtemp(prefix=f"gemini-sim-{name}-")
+        world.paths[self.root] = f"/run/{name}"
         self.seats: dict[int, Seat] = {}
         self.processes: list[Process] = []
         self.boots = 0
@@ -160,6 +161,10 @@ class Node:
         self.world.tell(f"{self.name} has booted")
         os.makedirs(self.root, exist_ok=True)
         self.world.network.power_on(self.host)
+
+    def clear(self) -> None:
+        """The simulation is over."""
+        shutil.rmtree(self.root, ignore_errors=True)
 
     def kill_agent(self, job: int, within: int) -> None:
         """The agent dies after so many of its next turns."""

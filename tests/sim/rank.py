@@ -15,7 +15,8 @@ from typing import Any
 
 import xxhash
 
-from gemini_hpc.core import placement
+from gemini_hpc.client.seal import SealGate
+from gemini_hpc.core import placement, record
 from gemini_hpc.wire import local
 from gemini_hpc.wire.page import ControlPage
 
@@ -26,6 +27,7 @@ from .system import Connection, Packets, World
 
 SET = "default"
 _SEAL_S = 1.5
+_TOGETHER = 4  # as the checkpointer's
 
 
 def advance(state: str, rank: int, version: int) -> str:
@@ -50,7 +52,17 @@ class Barrier:
     def __init__(self, world: int) -> None:
         self.at = dict.fromkeys(range(world), 0)
         self.broken = False
+        self.homes: dict[int, int] = {}  # by rank: the node rank that its agent has told it, -1: it has none
         self._waiting: list[Callable[[], None]] = []
+
+    def join(self, world: World, rank: int, home: int) -> dict[int, int]:
+        """What all ranks have said."""
+        self.homes[rank] = home
+        self._wake()
+        while len(self.homes) < len(self.at) and not self.broken:
+            if not world.loop.block(self._waiting.append, 200.0):
+                break
+        return self.homes
 
     def reach(self, rank: int, version: int) -> None:
         self.at[rank] = version
@@ -80,7 +92,8 @@ class Failed(Exception):
 
 
 class Rank:
-    """One process of one launch. `watch` is told what it does: (what, rank, version)."""
+    """One process of one launch. last: the last step, which no rank has come near when it is changed; `watch` is told
+    what it does: (what, rank, version)."""
 
     def __init__(
         self,
@@ -92,12 +105,12 @@ class Rank:
         rank: int,
         size: int,
         barrier: Barrier,
-        steps: int,
+        last: Callable[[], int],
         pause_s: float,
         watch: Callable[[str, Rank, int], object],
     ) -> None:
         self.world, self.process, self.path, self.step = world, process, path, step
-        self.rank, self.size, self.barrier, self.steps, self.pause_s = rank, size, barrier, steps, pause_s
+        self.rank, self.size, self.barrier, self.last, self.pause_s = rank, size, barrier, last, pause_s
         self.version = self.resumed_at = 0
         self.epoch = 0
         self.watch = watch
@@ -111,7 +124,8 @@ class Rank:
         self._chosen = (0, 0)
         self._channels: dict[int, Packets] = {}
         self._n, self._m, self._node_rank = 0, 0, 0
-        self._degraded = False
+        self._gate: SealGate | None = None
+        self._crowded = False
         process.on_kill.append(self._ended)
 
     # ---- life ------------------------------------------------------------------------------------------
@@ -133,8 +147,15 @@ class Rank:
 
     def _train(self) -> None:
         welcome = self._join()
-        state = self._resume(welcome) if welcome is not None else ""
-        while self.version < self.steps:
+        homes = self.barrier.join(self.world, self.rank, -1 if welcome is None else self._node_rank)
+        if len(homes) < self.size:
+            raise Failed("another rank has gone before the first step")
+        if -1 in homes.values() and self._agent is not None:
+            self._agent.close()
+            self._agent = None
+            self.watch("unprotected", self, 0)
+        state = self._resume(welcome) if welcome is not None and self._agent is not None else ""
+        while self.version < self.last():
             version = self.version + 1
             self.world.clock.sleep(self.pause_s * self.world.rng.uniform(0.9, 1.1))
             self.barrier.reach(self.rank, version)
@@ -179,6 +200,14 @@ class Rank:
         self.epoch, self._n, self._m = reply.epoch, reply.nodes, reply.replicas
         self._node_rank = reply.node_rank
         self._chosen = reply.chosen_epoch, reply.chosen_version
+        self._gate = SealGate(
+            lambda: self._page,
+            lambda: self._agent is None or self._agent.over,
+            self.epoch,
+            _SEAL_S,
+            lambda why: self.watch(f"degraded ({why})", self, self.version),
+            lambda version: self.watch("restored", self, version),
+        )
         return reply
 
     def _resume(self, welcome: local.Welcome) -> str:
@@ -193,8 +222,10 @@ class Rank:
         self.version = self.resumed_at = version
         self.watch("resumed", self, version)
         assert self._agent is not None
-        for home in placement.holds_for(self._node_rank, self._n, self._m):
-            self._register(home)
+        kept = placement.holds_for(self._node_rank, self._n, self._m)
+        for rank, home in sorted(self.barrier.homes.items()):
+            if home in kept:
+                self._register(rank)
         return state
 
     def _fetch(self, rank: int) -> Content:
@@ -212,54 +243,66 @@ class Rank:
         except ValueError as error:
             raise Failed(f"shard {rank}: {error}") from None
 
-    def _register(self, home: int) -> None:
+    def _register(self, rank: int) -> None:
         assert self._agent is not None
-        ask = local.Register(SET, home, self.size, home, SIZE, home != self._node_rank)
+        ask = local.Register(SET, rank, self.size, self.barrier.homes[rank], SIZE, rank != self.rank)
         try:
             reply, fds = self._agent.ask(ask)
         except (ConnectionError, TimeoutError):
             return
         if isinstance(reply, local.Slots):
-            self._fds[home] = fds
-            self._maps[home] = [mmap.mmap(fd, reply.bytes) for fd in fds]
+            self._fds[rank] = fds
+            self._maps[rank] = [mmap.mmap(fd, reply.bytes) for fd in fds]
 
     def _protect(self, version: int, state: str) -> None:
+        """As the checkpointer's `step()`, and what it waits for before the next optimizer step."""
+        gate = self._gate
+        assert gate is not None and self._agent is not None
         try:
-            self._save(version, state)
+            if self._crowded and gate.degraded and version % _TOGETHER:
+                self.watch("skipped", self, version)
+                self._agent.ask(local.Event("skipped", version, self.world.clock.time()))
+                return
+            saved = self._save(version, state)
         except (ConnectionError, TimeoutError, OSError):
             self._rejoin()
             return
-        self._await(version)
+        self._crowded = not saved
+        if not saved:
+            self.watch("skipped", self, version)
+        sealed = gate.wait(version, lambda: not saved)
+        if self._agent.over:
+            self._rejoin()
+        self.watch("sealed" if sealed else "late", self, version)
 
-    def _save(self, version: int, state: str) -> None:
+    def _save(self, version: int, state: str) -> bool:
         agent = self._agent
         assert agent is not None
-        if self._node_rank not in self._maps:
-            self._register(self._node_rank)
+        if self.rank not in self._maps:
+            self._register(self.rank)
         reply, _ = agent.ask(local.Begin(SET, self.rank, version))
-        if not isinstance(reply, local.Begun) or self._node_rank not in self._maps:
-            self.reason = reply.reason if isinstance(reply, local.Refused) else str(reply)
-            self.watch("skipped", self, version)
-            return
-        self._stamps.pop((self._node_rank, reply.slot), None)
+        if not isinstance(reply, local.Begun) or self.rank not in self._maps:
+            self.watch(f"refused ({reply})", self, version)
+            return False
+        self._stamps.pop((self.rank, reply.slot), None)
         payload = slot.pack(Content(self.rank, version, state), self.epoch, self.size)
-        self._maps[self._node_rank][reply.slot][: len(payload)] = payload
+        self._maps[self.rank][reply.slot][: len(payload)] = payload
         digest = xxhash.xxh3_128(payload).hexdigest()
-        holders = placement.holders(self._node_rank, self._n, self._m)[1:]
-        pushed = [self._push(holder, version, payload, digest) for holder in holders]
-        if not all(pushed):
-            # as `train.replicator`: where a holder has not begun it nobody could abandon it, and no later one begin
+        taken = [
+            self._push(holder, version, payload, digest)
+            for holder in placement.holders(self._node_rank, self._n, self._m)[1:]
+        ]
+        if not all(taken):  # were it complete here, nobody could ever abandon it
             agent.ask(local.Abort(SET, self.rank, version, reply.slot))
-            self.reason = "a holder could not take it"
-            self.watch("skipped", self, version)
-            return
-        agent.ask(local.Landed(SET, self.rank, version, reply.slot, len(payload), digest))
-        self._stamps[self._node_rank, reply.slot] = (self.epoch, version, len(payload), digest)
+            return False
+        landed, _ = agent.ask(local.Landed(SET, self.rank, version, reply.slot, len(payload), digest))
+        self._stamps[self.rank, reply.slot] = (self.epoch, version, len(payload), digest)
+        return isinstance(landed, local.Ok)
 
     def _push(self, holder: int, version: int, payload: bytes, digest: str) -> bool:
-        """As `train.transport.host` does; what fails costs this version. Whether the holder has it."""
-        agent = self._agent
-        assert agent is not None
+        """As `train.transport.host` does; what fails costs this version."""
+        agent, gate = self._agent, self._gate
+        assert agent is not None and gate is not None
         channel = self._channels.get(holder)
         if channel is None or channel.ended:
             reply, fds = agent.ask(local.OpenPush(SET, self.rank, holder))
@@ -267,31 +310,22 @@ class Rank:
                 return False
             channel = self._channels[holder] = self.world.packets[fds[0]]
         try:
-            if not self._said(channel, local.PushOffer(version, len(payload))):
-                return False
-            for at in range(0, len(payload), 4500):
-                if not self._said(channel, local.PushChunk(min(4500, len(payload) - at))):
-                    return False
-            return self._said(channel, local.PushDone(digest))
+            taken = self._said(channel, local.PushOffer(version, len(payload)))
+            for at in range(0, len(payload) if taken else 0, 4500):
+                taken = taken and self._said(channel, local.PushChunk(min(4500, len(payload) - at)))
+            taken = taken and self._said(channel, local.PushDone(digest))
         except OSError:
-            return False
+            taken = False
+        if not taken:
+            self.watch(f"not taken by {holder}", self, version)
+            gate.degrade(f"nothing can be sealed without node rank {holder}'s copies", gone=channel.ended)
+        return taken
 
     @staticmethod
     def _said(channel: Packets, request: Any) -> bool:
         channel.send(local.encode(request))
         data = channel.recv(local.MAX_PACKET_BYTES)
         return bool(data) and isinstance(local.reply_decoder.decode(data), (local.Ok, local.Taken))
-
-    def _await(self, version: int) -> None:
-        page, agent = self._page, self._agent
-        assert page is not None and agent is not None
-        deadline = self.world.loop.now + (0.0 if self._degraded else _SEAL_S)
-        while page.sealed < (self.epoch, version) and self.world.loop.now < deadline and not agent.over:
-            self.world.clock.sleep(0.002)
-        if agent.over:
-            self._rejoin()
-        self._degraded = page.sealed < (self.epoch, version) and not self._degraded
-        self.watch("sealed" if page.sealed >= (self.epoch, version) else "late", self, version)
 
     def _rejoin(self) -> None:
         """The agent has gone: its successor gets the memory back."""
@@ -317,19 +351,18 @@ class Rank:
         self.watch("unprotected", self, self.version)
 
     def _hand_back(self, agent: Connection) -> None:
-        for home, fds in self._fds.items():
+        for rank, fds in self._fds.items():
             for index, fd in enumerate(fds):
-                found = self._content(home, index, fd)
+                found = self._content(rank, index, fd)
+                home = self.barrier.homes[rank]
                 agent.ask(
-                    local.HandBack(SET, home, self.size, home, SIZE, index, *found, pushed=home != self._node_rank),
+                    local.HandBack(SET, rank, self.size, home, SIZE, index, *found, pushed=rank != self.rank),
                     [fd],
                 )
 
-    def _content(self, home: int, index: int, fd: int) -> tuple[int, int, int, str]:
+    def _content(self, rank: int, index: int, fd: int) -> tuple[int, int, int, str]:
         """(epoch, version, used, digest) of a slot: what this rank knows, else what the agent has committed."""
-        from gemini_hpc.core import record
-
-        known = self._stamps.get((home, index), (0, 0, 0, ""))
+        known = self._stamps.get((rank, index), (0, 0, 0, ""))
         found = record.parse(os.pread(fd, record.RECORD_BYTES, SIZE))
         if found is not None:
             known = max(known, (*found.stamp, found.used_bytes, found.digest))

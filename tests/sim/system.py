@@ -19,7 +19,7 @@ import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.agent import agent as agent_module
-from gemini_hpc.agent import memory, outgoing, threads
+from gemini_hpc.agent import memory, outgoing, successor, threads
 from gemini_hpc.wire import link, local, munge
 from gemini_hpc.wire.frames import bare, read_bare
 from gemini_hpc.wire.handshake import MAX_HELLO_BYTES
@@ -41,15 +41,20 @@ class World:
         self.network = Network(self.loop)
         self.clock = kernel.Clock(self.loop)
         self.story: list[tuple[float, str]] = []
+        self.paths: dict[str, str] = {}  # of this run, and what the story calls them
         self.listeners: dict[str, LocalServer] = {}
         self.locks: dict[tuple[int, int], Process] = {}
         self.uids: dict[str, int] = {}  # of processes, by name; else the owner's
         self.free_bytes: dict[str, int] = {}
         self.munged: set[str] = set()  # hosts on which it does not answer
+        self.full: set[str] = set()  # hosts on which jobs' directories have no room
         self.packets: dict[int, Packets] = {}
+        self.put: Callable[[Any, bytes], None] = lambda file, data: None
 
     def tell(self, text: str) -> None:
         """A line of the story."""
+        for path, name in self.paths.items():
+            text = text.replace(path, name)
         self.story.append((self.loop.now, text))
 
 
@@ -369,6 +374,12 @@ def _flock(fd: int, operation: int) -> None:
     world().locks[key] = current()
 
 
+def _put(file: Any, data: bytes) -> None:
+    if current().host in world().full:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    world().put(file, data)
+
+
 def install(made: World) -> None:
     """For the rest of this process."""
     _world[:] = [made]
@@ -386,6 +397,8 @@ def install(made: World) -> None:
     packets: Any = SimpleNamespace(**{**vars(outgoing.socket), "socketpair": _pair})
     outgoing.socket = packets
     memory.meminfo = _meminfo
+    made.put = successor.StateFile._put
+    successor.StateFile._put = _put  # type: ignore[method-assign, assignment]
     memory.cgroup = SimpleNamespace(Room=_Room, cap_bytes=memory.cgroup.cap_bytes)  # type: ignore[assignment]
 
 

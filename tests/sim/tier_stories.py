@@ -1,4 +1,4 @@
-"""What jobs with a tier go through; `python -m sim.tier_stories NAME SEED...` tells the seeds that go wrong."""
+"""What jobs with a tier go through; `python -m tests.sim.tier_stories NAME SEED...` tells the seeds that go wrong."""
 
 from __future__ import annotations
 
@@ -47,11 +47,8 @@ def _launch_again(job: Job) -> None:
         job.end_step()
         job.sleep(job.rng.uniform(0.2, 1.0))
         job.launch(_MANY)
-        ranks = job.ranks
-        job.wait(
-            lambda: len(job.resumed) == len(job.hosts) or not all(r.process.alive for r in ranks), 120.0, "a launch"
-        )
-        if len(job.resumed) == len(job.hosts) and all(r.process.alive for r in ranks):
+        job.wait(lambda: len(job.resumed) == len(job.hosts) or not job.whole, 120.0, "all ranks resume, or one ends")
+        if job.whole:
             return
     job.check(False, "no launch resumes")
 
@@ -89,8 +86,7 @@ def _saves(job: Job, count: int, within_s: float) -> None:
 
 
 def _finish_at(job: Job, steps: int) -> None:
-    for rank in job.ranks:
-        rank.steps = job.reached + steps
+    job.last = job.reached + steps
 
 
 def _kills(job: Job, count: int, *, least_s: float = 0.3, most_s: float = 1.5) -> None:

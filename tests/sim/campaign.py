@@ -1,0 +1,228 @@
+"""One seed: a job, faults, and what must hold whatever happens.
+
+Faults end after a while; then the job has to come to its end, and everything it held is to be free.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from gemini_hpc.config import Settings
+
+from .jobs import Job, Wrong
+from .kernel import Killed, Stuck
+from .node import Node
+from .system import World, install, story
+
+JOB = 7
+FAULTS_S = 12.0
+SETTLE_S, MORE_STEPS, UNSEALED = 5.0, 60, 4
+LIVELY_S = 240.0
+QUIET_S = 30.0
+
+
+class Campaign:
+    """One run."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.world = World(seed)
+        install(self.world)
+        rng = self.rng = random.Random(seed ^ 0x5EED)
+        size, spares = rng.randint(2, 5), rng.randint(0, 2)
+        settings = Settings(cluster_name="sim", memory_floor_bytes=0, attach_timeout_s=5.0, retention_s=120.0)
+        nodes = [Node(self.world, f"n{i}", settings) for i in range(1, size + spares + 1)]
+        self.nodes = {node.name: node for node in nodes}
+        replicas = min(size, rng.choice((1, 2, 2, 2, 3)))
+        self.job = Job(
+            self.world,
+            JOB,
+            nodes[:size],
+            nodes[size:],
+            replicas=replicas,
+            pause_s=rng.choice((0.05, 0.1, 0.15)),
+        )
+        self.job.on_over = self._over
+        self.problem: BaseException | None = None
+        self.finished_at = 0.0
+        self.faults: list[tuple[float, str]] = []
+        self.losses = 0
+
+    # ---- running ---------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Raises what went wrong."""
+        loop = self.world.loop
+        loop.after_turn = self._look
+        self.job.start()
+        self._draw_faults()
+        try:
+            loop.run_forever()
+        except Stuck:
+            raise Wrong("nothing happens any more") from None
+        if self.problem is not None:
+            raise self.problem
+
+    def _quiet(self) -> None:
+        """Faults are over, and their effects have had time to show: some steps more, which have to be protected."""
+        self.job.steps = self.job.trained + MORE_STEPS
+        self._tell(f"none any more; the last step is {self.job.steps}")
+        self._at(LIVELY_S, self._late)
+
+    def _late(self) -> None:
+        if self.job.state != "completed":
+            self._fail(Wrong(f"liveness: {LIVELY_S:g} s after the last fault the job is {self.job.state}"))
+
+    def _over(self) -> None:
+        self.finished_at = self.world.loop.now
+        last = self.job.launches[-1]
+        if last.step not in self.job.unprotected and self.job.sealed < self.job.steps - UNSEALED:
+            self._fail(Wrong(f"protection: sealed {self.job.sealed} of {self.job.steps}, though the faults are over"))
+        self.world.network.at(self.world.loop.now + QUIET_S, self._all_free)
+
+    def _all_free(self) -> None:
+        held = [
+            f"{node.name}: {seat.agent}" for node in self.nodes.values() for seat in node.seats.values() if seat.agent
+        ]
+        if held and not self._cut_off():
+            self._fail(Wrong(f"held {QUIET_S:g} s after the job's success: {held}"))
+        self.world.loop.stop()
+
+    def _cut_off(self) -> bool:
+        return False
+
+    def _fail(self, problem: BaseException) -> None:
+        self.problem = self.problem or problem
+        self.world.loop.stop()
+
+    def _look(self) -> None:
+        """After every turn."""
+        for _, text in self.world.story[self._seen :]:
+            if "FAILED" in text or " error v" in text:
+                self._fail(Wrong(f"production code failed: {text}"))
+        self._seen = len(self.world.story)
+
+    _seen = 0
+    _last = 0.0
+
+    # ---- faults ----------------------------------------------------------------------------------------
+
+    def _draw_faults(self) -> None:
+        kinds: list[Callable[[], None]] = [
+            self._kill_agent,
+            self._kill_agent,
+            self._cut,
+            self._cut_one_way,
+            self._slow,
+            self._power,
+            self._pause,
+            self._kill_rank,
+            self._no_munge,
+            self._disk_full,
+        ]
+        mine = self.rng.sample(kinds, self.rng.randint(1, len(kinds)))
+        for _ in range(self.rng.randint(0, 8)):
+            self._at(self.rng.uniform(0.0, FAULTS_S), self.rng.choice(mine))
+        self._last = self.world.loop.now + FAULTS_S
+        self._at(FAULTS_S, self._wait)
+
+    def _wait(self) -> None:
+        self._at(self._last - self.world.loop.now + SETTLE_S, self._quiet)
+
+    def _at(self, after_s: float, what: Callable[[], None]) -> None:
+        self.world.network.at(self.world.loop.now + after_s, what)
+
+    def _some(self) -> Node:
+        return self.rng.choice(self.job.nodes)
+
+    def _tell(self, text: str) -> None:
+        self.world.tell(f"FAULT {text}")
+
+    def _kill_agent(self) -> None:
+        node, within = self._some(), self.rng.choice((0, 1, 3, 10, 30, 100, 300))
+        self._tell(f"agent on {node.name} dies within {within} turns")
+        node.kill_agent(JOB, within)
+        self.job.lost_at[node.name] = self.world.loop.now + 1.0
+
+    def _ends(self, after_s: float, what: Callable[[], None]) -> None:
+        self._last = max(self._last, self.world.loop.now + after_s)
+        self._at(after_s, what)
+
+    def _cut(self) -> None:
+        a, b = self.rng.sample([node.name for node in self.nodes.values()], 2)
+        lasts = self.rng.choice((0.2, 1.0, 3.0, 8.0))
+        self._tell(f"link {a} {b} is cut for {lasts} s")
+        self.world.network.cut(a, b)
+        self._ends(lasts, lambda: self._heal(a, b))
+
+    def _cut_one_way(self) -> None:
+        a, b = self.rng.sample([node.name for node in self.nodes.values()], 2)
+        lasts = self.rng.choice((0.2, 1.0, 3.0, 8.0))
+        self._tell(f"link {a} to {b} is cut for {lasts} s")
+        self.world.network.cut(a, b, both=False)
+        self._ends(lasts, lambda: self._heal(a, b))
+
+    def _heal(self, a: str, b: str) -> None:
+        self._tell(f"link {a} {b} is back")
+        self.world.network.mend(a, b)
+
+    def _slow(self) -> None:
+        node, lasts, much = self._some(), self.rng.choice((1.0, 4.0)), self.rng.choice((0.02, 0.2, 0.8))
+        self._tell(f"{node.name} is slow by {much} s for {lasts} s")
+        self.world.network.slow_s[node.name] = much
+        self._ends(lasts, lambda: self.world.network.slow_s.pop(node.name, None))
+
+    def _power(self) -> None:
+        node = self._some()
+        if not node.host.up:
+            return
+        self._tell(f"power cut of {node.name}")
+        self.losses += 1
+        node.power_off()
+        self.job.lost(node)
+        self._ends(self.rng.uniform(1.0, 15.0), node.power_on)
+
+    def _pause(self) -> None:
+        node, lasts = self._some(), self.rng.choice((0.1, 0.7, 2.0, 5.0))
+        seat = node.seats.get(JOB)
+        if seat is None or seat.process is None or not seat.process.alive:
+            return
+        process = seat.process
+        self._tell(f"agent on {node.name} is stopped for {lasts} s")
+        process.stop()
+        self._ends(lasts, process.resume)
+
+    def _kill_rank(self) -> None:
+        launch = self.job.launches[-1] if self.job.launches else None
+        if launch is None or launch.over:
+            return
+        rank = self.rng.choice(sorted(launch.ranks))
+        self._tell(f"rank {rank} is killed")
+        launch.ranks[rank].process.kill()
+        self.job.rank_died(launch)
+
+    def _no_munge(self) -> None:
+        node, lasts = self._some(), self.rng.choice((0.5, 3.0))
+        self._tell(f"munged on {node.name} does not answer for {lasts} s")
+        self.world.munged.add(node.name)
+        self._ends(lasts, lambda: self.world.munged.discard(node.name))
+
+    def _disk_full(self) -> None:
+        node, lasts = self._some(), self.rng.choice((0.5, 3.0))
+        self._tell(f"the job's directory on {node.name} is full for {lasts} s")
+        self.world.full.add(node.name)
+        self._ends(lasts, lambda: self.world.full.discard(node.name))
+
+
+def run(seed: int) -> tuple[str, str]:
+    """(what went wrong or "", the story) of one seed. Only once in a process."""
+    campaign = Campaign(seed)
+    try:
+        campaign.run()
+    except (Exception, Killed) as error:
+        return f"{type(error).__name__}: {error}", story(campaign.world)
+    finally:
+        for node in campaign.nodes.values():
+            node.clear()
+    return "", story(campaign.world)

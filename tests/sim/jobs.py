@@ -1,0 +1,245 @@
+"""A job as Slurm runs it, without a Slurm: prologs, launches of ranks, epilogs, requeues on other nodes.
+
+What Slurm decides is drawn within the bounds of what was seen of it: when it notices a dead node, how far apart the
+prologs are, how long a job completes. A launch that fails on nodes that all live is started again in the same
+allocation, as `gemini-hpc run` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gemini_hpc.core import hostlist
+from gemini_hpc.wire import local
+
+from .kernel import Process
+from .node import Node
+from .rank import SET, Barrier, Rank
+from .system import World
+
+MOST_LAUNCHES = 25
+
+
+class Wrong(AssertionError):
+    """What must not happen."""
+
+
+@dataclass
+class Launch:
+    """One srun."""
+
+    step: str
+    restart: int
+    ranks: dict[int, Rank] = field(default_factory=dict)
+    resumed: dict[int, int] = field(default_factory=dict)
+    over: bool = False
+
+
+class Job:
+    """One job. spares: nodes that a requeue may use; none left: it waits until one of its own has booted."""
+
+    def __init__(
+        self,
+        world: World,
+        number: int,
+        nodes: list[Node],
+        spares: list[Node],
+        *,
+        replicas: int,
+        pause_s: float,
+    ) -> None:
+        self.world, self.number, self.nodes, self.spares = world, number, nodes, spares
+        self.replicas, self.steps, self.pause_s = replicas, 1 << 30, pause_s
+        self.size = len(nodes)
+        self.restart, self.launches = 0, list[Launch]()
+        self.state = "pending"
+        self.dead: set[str] = set()  # nodes of this allocation that have lost power
+        self.sealed = 0  # the newest version that a rank was told is sealed
+        self.sealed_at = 0.0
+        self.lost_at: dict[str, float] = {}  # by node: when its memory went last
+        self.trained = 0  # the newest step that all ranks have ended
+        self.on_over: Callable[[], None] = lambda: None
+        self.unprotected: set[str] = set()  # steps in which a rank trained without protection
+        self._said: dict[str, str] = {}
+
+    # ---- starting --------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """Nodes of the allocation."""
+        return sorted(node.name for node in self.nodes)
+
+    def start(self) -> None:
+        """An incarnation begins: prologs, then a launch."""
+        self.state, self._said, restart = "configuring", {}, self.restart
+        self.dead = {node.name for node in self.nodes if not node.host.up}
+        self.world.tell(f"job {self.number} restart {restart} begins on {','.join(self.names)}")
+        nodelist = hostlist.compress(self.names)
+        for node in self.nodes:
+            attach = local.Attach(self.number, restart, nodelist, node.name, self.replicas)
+            process = Process(self.world.loop, f"prolog-{self.number}", node.name)
+            node.processes.append(process)
+            self.world.loop.thread(
+                process,
+                lambda node=node, attach=attach: self._prolog(node, attach, restart),
+                self.world.rng.uniform(0, 0.3),
+            )
+
+    def _prolog(self, node: Node, attach: local.Attach, restart: int) -> None:
+        said = node.prolog(attach)
+        self.world.tell(f"{node.name} prolog of restart {restart}: {said}")
+        if restart == self.restart and self.state == "configuring":
+            self._said[node.name] = said
+            if len(self._said) == len(self.nodes):
+                self.state = "running"
+                self._launch()
+
+    def _launch(self) -> None:
+        if len(self.launches) >= MOST_LAUNCHES:
+            raise Wrong(f"job {self.number} was launched {MOST_LAUNCHES} times and has not come to its end")
+        launch = Launch(f"{self.number}.{len(self.launches)}", self.restart)
+        self.launches.append(launch)
+        barrier = Barrier(self.size)
+        ranks = self._node_ranks()
+        self.world.tell(f"job {self.number} launches {launch.step} {ranks}")
+        for node in self.nodes:
+            process = Process(self.world.loop, f"rank-{ranks[node.name]}", node.name)
+            node.processes.append(process)
+            rank = Rank(
+                self.world,
+                process,
+                path=f"{node.root}/{self.number}/agent.sock",
+                step=launch.step,
+                rank=ranks[node.name],
+                size=self.size,
+                barrier=barrier,
+                last=lambda: self.steps,
+                pause_s=self.pause_s,
+                watch=lambda what, rank, version: self._saw(launch, what, rank, version),
+            )
+            launch.ranks[rank.rank] = rank
+            self.world.loop.thread(process, rank.run, self.world.rng.uniform(0, 0.2))
+
+    def _node_ranks(self) -> dict[str, int]:
+        """From the map files, all of one kind, or none: then by position."""
+        found: dict[str, int] = {}
+        for node in self.nodes:
+            try:
+                with open(f"{node.root}/{self.number}/map", encoding="ascii") as f:
+                    found[node.name] = int(f.read().split("noderank=")[1].split()[0])
+            except OSError:
+                return {name: i for i, name in enumerate(self.names)}
+        if sorted(found.values()) != list(range(self.size)):
+            raise Wrong(f"the maps of job {self.number} give node ranks {found}")
+        return found
+
+    # ---- what ranks do ---------------------------------------------------------------------------------
+
+    def _saw(self, launch: Launch, what: str, rank: Rank, version: int) -> None:
+        self.world.tell(f"rank {rank.rank} of {launch.step} {what} {version} {rank.reason}")
+        if what == "MIXED":
+            raise Wrong(f"rank {rank.rank} of {launch.step} has loaded what is not version {version}")
+        if what == "resumed":
+            launch.resumed[rank.rank] = version
+            if len(set(launch.resumed.values())) > 1:
+                raise Wrong(f"R4: ranks of {launch.step} resume from {launch.resumed}")
+            self._nothing_lost(launch, version)
+        elif what == "unprotected":
+            self.unprotected.add(launch.step)
+        elif what == "sealed" and version > self.sealed:
+            self.sealed, self.sealed_at = version, self.world.loop.now
+        elif what == "step":
+            if launch is not self.launches[-1]:
+                raise Wrong(f"rank {rank.rank} of {launch.step} trains, and {self.launches[-1].step} has begun")
+            self.trained = max(self.trained, version)
+        elif what == "ended":
+            self.world.network.at(self.world.loop.now, self._settle, launch)
+
+    def _nothing_lost(self, launch: Launch, version: int) -> None:
+        """No sealed version is lost while a holder of each shard lives."""
+
+    def rank_died(self, launch: Launch) -> None:
+        """A rank was killed."""
+        self._settle(launch)
+
+    def _settle(self, launch: Launch) -> None:
+        if launch.over or launch is not self.launches[-1]:
+            return
+        gone = [r for r in launch.ranks.values() if not r.process.alive]
+        if len(gone) == self.size and all(r.done for r in gone):
+            launch.over = True
+            self._end("completed", "0")
+        elif gone and not all(r.done for r in gone):
+            launch.over = True
+            self.world.network.at(self.world.loop.now + self.world.rng.uniform(0.05, 1.0), self._clear, launch)
+
+    def _clear(self, launch: Launch) -> None:
+        """srun ends what is left of a launch."""
+        for rank in launch.ranks.values():
+            rank.process.kill()
+        if launch is self.launches[-1] and self.state == "running":
+            self.world.network.at(self.world.loop.now + self.world.rng.uniform(0.1, 1.0), self._again, launch)
+
+    def _again(self, launch: Launch) -> None:
+        if self.state == "running" and launch is self.launches[-1] and not self.dead:
+            self._launch()
+
+    # ---- nodes that die --------------------------------------------------------------------------------
+
+    def lost(self, node: Node) -> None:
+        """A node of the allocation has lost power; somebody notices, after a while."""
+        self.lost_at[node.name] = self.world.loop.now
+        if node in self.nodes and self.state in ("configuring", "running", "completing"):
+            first = not self.dead
+            self.dead.add(node.name)
+            if first:
+                self.world.network.at(
+                    self.world.loop.now + self.world.rng.uniform(0.5, 6.0), self._requeue, self.restart
+                )
+
+    def _requeue(self, restart: int) -> None:
+        if restart != self.restart or self.state in ("completed", "completing"):
+            return
+        self._end("requeued", "")
+
+    def _end(self, how: str, exit_code: str) -> None:
+        """The script is over: ranks end, epilogs run; a requeued job begins again."""
+        self.state = "completing"
+        self.world.tell(f"job {self.number} restart {self.restart} is {how}")
+        for launch in self.launches:
+            launch.over = True
+            for rank in launch.ranks.values():
+                rank.process.kill()
+        for node in self.nodes:
+            if node.host.up:
+                process = Process(self.world.loop, f"epilog-{self.number}", node.name)
+                node.processes.append(process)
+                self.world.loop.thread(
+                    process,
+                    lambda node=node, restart=self.restart: node.epilog(self.number, restart, exit_code),
+                    self.world.rng.uniform(0, 0.3),
+                )
+        if how == "completed":
+            self.state = "completed"
+            self.on_over()
+        else:
+            self.world.network.at(self.world.loop.now + self.world.rng.uniform(0.4, 3.0), self._reallocate)
+
+    def _reallocate(self) -> None:
+        up = [node for node in self.nodes if node.host.up]
+        more = [node for node in self.spares if node.host.up][: self.size - len(up)]
+        down = [node for node in self.nodes if not node.host.up]
+        if len(up) + len(more) < self.size:
+            self.world.network.at(self.world.loop.now + 1.0, self._reallocate)
+            return
+        self.spares = [node for node in self.spares if node not in more] + down
+        self.nodes = [*up, *more]
+        self.restart += 1
+        self.dead = set()
+        self.start()
+
+
+def of_set() -> str:
+    """The name of the training set of these jobs."""
+    return SET

@@ -1,0 +1,31 @@
+"""Simulated clusters by seed: a few of them, in processes of their own (`make sim` runs as many as you like)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def simulate(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.sim", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def test_nothing_goes_wrong() -> None:
+    done = simulate("--seeds", "60", "--jobs", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_seed_repeats_a_run_to_the_letter() -> None:
+    first, second = simulate("--seed", "12"), simulate("--seed", "12")
+    assert first.returncode == 0 and "resumed" in first.stdout and "FAULT" in first.stdout, first.stderr
+    assert first.stdout == second.stdout
