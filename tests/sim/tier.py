@@ -11,9 +11,8 @@ import contextvars
 import io
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import h5py
@@ -22,10 +21,10 @@ import msgspec
 from gemini_hpc.agent import tierwork
 from gemini_hpc.agent.workers import NoWorker
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier import hdf5, index, lustre, names, nodefile, orders, place, retention, version, worker
+from gemini_hpc.tier import hdf5, lustre, names, nodefile, orders, place, retention, version, worker
 
 from . import slot
-from .files import Files, FileSystem, NothingAhead, Straight, copy_of
+from .files import READ, Files, FileSystem, NothingAhead, Straight, copy_of
 from .kernel import Process, current
 from .rank import state_of
 from .system import World
@@ -234,24 +233,25 @@ class Tier:
 
     def install(self) -> None:
         """For the rest of this process."""
-        files = Files(self.system)
-        here: Any = files
+        files, system, create = Files(self.system), self.system, hdf5.create
         for module in (place, version, retention, names, nodefile, worker):
-            module.os = here  # type: ignore[attr-defined]
-        place.shutil = retention.shutil = copy_of("shutil", files)  # type: ignore[attr-defined]
-        place.tempfile = SimpleNamespace(mkdtemp=files.mkdtemp)  # type: ignore[attr-defined]
-        worker.open = names.open = files.open_file  # type: ignore[attr-defined]
-        worker.sys = _System()  # type: ignore[attr-defined]
-        worker._no_longer_than = lambda parent: None
-        worker._humble = lambda: None
-        worker._say = lambda answer: _at_work().say(answer)
-        worker.Ahead = NothingAhead  # type: ignore[misc, assignment]
-        lustre.is_lustre = lambda path: False
-        create, opened = hdf5.create, h5py.File
-        hdf5.create = lambda path: files.create(str(path), lambda: create(path))
-        shim = {**vars(h5py), "File": lambda path, mode: self.system.operate("read", lambda: opened(path, mode))}
-        nodefile.h5py = SimpleNamespace(**shim)  # type: ignore[attr-defined]
-        nodefile.Behind = lambda path, *, direct: Straight(files, path)  # type: ignore[misc, assignment]
-        assert index.hdf5 is hdf5 and threading.current_thread() is threading.main_thread()
-        tierwork._Process = Handle  # type: ignore[assignment, misc]
-        tierwork._supervisor[:] = [self]  # type: ignore[list-item]
+            _put(module, os=files)
+        shutil = copy_of("shutil", files)
+        _put(place, shutil=shutil, tempfile=SimpleNamespace(mkdtemp=files.mkdtemp))
+        _put(retention, shutil=shutil)
+        _put(names, open=files.open_file)
+        _put(worker, open=files.open_file, sys=_System(), Ahead=NothingAhead)
+        _put(worker, _no_longer_than=lambda parent: None, _humble=lambda: None)
+        _put(worker, _say=lambda answer: _at_work().say(answer))
+        _put(lustre, is_lustre=lambda path: False)
+        _put(hdf5, create=lambda path: files.create(str(path), lambda: create(path)))
+        opened = {"File": lambda path, mode: system.operate(READ, lambda: h5py.File(path, mode))}
+        _put(nodefile, h5py=SimpleNamespace(**{**vars(h5py), **opened}))
+        _put(nodefile, Behind=lambda path, *, direct: Straight(files, path))
+        _put(tierwork, _Process=Handle, _supervisor=[self])
+
+
+def _put(module: ModuleType, **values: Any) -> None:
+    """In place of what is there."""
+    for name, value in values.items():
+        setattr(module, name, value)

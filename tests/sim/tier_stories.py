@@ -14,6 +14,7 @@ from gemini_hpc.wire import local
 from .launches import Job
 from .rank import SET, Rank
 from .tier import JOB, KEEP_LAST
+from .tier_broken import BROKEN
 
 _MANY = 100_000  # steps: until something ends it
 
@@ -342,13 +343,15 @@ STORIES: dict[str, tuple[Callable[[Job], None], dict[str, object]]] = {
 }
 
 
-def tell(name: str, seed: int) -> tuple[str, str]:
-    """What went wrong, or "", and the story. For one process of its own."""
+def tell(name: str, seed: int, broken: str = "") -> tuple[str, str]:
+    """What went wrong, or "", and the story. For one process of its own. broken: what does not work (`BROKEN`)."""
     scenario, options = STORIES[name]
     more = {"replicas": 2 + seed % 2} if name in ("node_lost", "comes_back") else {}
     job = Job(seed, **{**options, **more})  # type: ignore[arg-type]
     wrong = ""
     try:
+        if broken:
+            BROKEN[broken]()
         job.run(scenario)
     except BaseException as error:
         where = "" if isinstance(error, AssertionError) else traceback.format_exc()
@@ -359,22 +362,29 @@ def tell(name: str, seed: int) -> tuple[str, str]:
 
 
 def main() -> int:
-    """One seed: its story as well; several: each in a process of its own."""
-    name, seeds = sys.argv[1], [int(seed) for seed in sys.argv[2:]]
+    """One seed: its story as well; several: each in a process of its own. A break may stand before the seeds."""
+    name, *words = sys.argv[1:]
+    broken = words.pop(0) if words[0] in BROKEN else ""
+    seeds = [int(seed) for seed in words]
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a run
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, "-m", "tests.sim.tier_stories", *sys.argv[1:]])
     failed = 0
     for seed in seeds:
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
+            status = 2
             try:
-                wrong, story = tell(name, seed)
+                wrong, story = tell(name, seed, broken)
                 if len(seeds) == 1:
                     print(story)
                 if wrong:
                     print(f"{name} {seed}: {wrong}")
                 sys.stdout.flush()
+                status = 1 if wrong else 0
             finally:
-                os._exit(1 if wrong else 0)
+                os._exit(status)
         failed += os.waitpid(child, 0)[1] != 0
     return min(failed, 1)
 
