@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
@@ -66,6 +67,7 @@ class Drains:
         self._gathering: dict[str, Gathering] = {}
         self._due: dict[str, float] = {}
         self.troubles = Troubles()
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by set: to make whole, or to remove
         self._tidy: dict[str, asyncio.Task[None]] = {}  # at the root: removes what a life before has left half done
         self._ends_at = math.inf  # by Slurm's word (monotonic)
         self._before_end: dict[str, float] = {}  # at the root: the end before which a version has been saved
@@ -281,7 +283,8 @@ class Drains:
         """Remove what has not become whole, and is older."""
         limit = None if before is None else (before.epoch, before.version)
         try:
-            await tierwork.carry_out(orders.Clean(self.tier, self._identity.job, name, limit))
+            async with self._turns[name]:  # of a round before one may just become whole
+                await tierwork.carry_out(orders.Clean(self.tier, self._identity.job, name, limit))
         except TierFailed as error:
             self.say(name, 0, f"half versions cannot be removed: {error}")
 
@@ -335,23 +338,33 @@ class Drains:
     def detached(self, *, dead: bool) -> None:
         """The job has ended here, without success: the newest version goes to the tier before the memory is freed.
         dead: a node of it is, and it may come back; if it does not, see `scavenge`."""
-        incarnation = self._membership.incarnation
+        incarnation, ended = self._membership.incarnation, self._now
         sealed = [training for training in self._trainings if training.sealed is not None]
         possible = bool(self.tier and self._identity.settings.tier_flush_s and sealed)
-        if incarnation is None or (incarnation.restart, incarnation.rounds.round) == self._ended:
+        if incarnation is None or ended == self._ended:
             return
         self.last = possible
         if incarnation.leads and not dead:
-            self._spawn(self._end(sealed if possible else []))
+            self._spawn(self._end(sealed if possible else [], ended))
 
-    async def _end(self, sealed: Sequence[TrainingSet]) -> None:
-        """The root saves the last versions, and lets all agents go; not where a node is missing."""
+    @property
+    def _now(self) -> tuple[int, int]:
+        """Restart and round."""
+        incarnation = self._membership.incarnation
+        return (-1, -1) if incarnation is None else (incarnation.restart, incarnation.rounds.round)
+
+    async def _end(self, sealed: Sequence[TrainingSet], ended: tuple[int, int]) -> None:
+        """The root saves the last versions, and lets all agents go; not where a node is missing, nor where the job
+        has come back meanwhile."""
         await asyncio.gather(*(self._last(training) for training in sealed))
         if sealed and self._rejections.all:
             with suppress(TierFailed):  # for who looks later, when no agent knows
                 await self._look(())
+        if not all(map(self._stored, sealed)) and self._membership.incarnation is not None:
+            await asyncio.sleep(self._membership.incarnation.silent_s)  # a node may just have been lost
         incarnation = self._membership.incarnation
-        if all(map(self._stored, sealed)) or incarnation is None or not incarnation.incomplete():
+        whole = incarnation is None or not incarnation.incomplete() or all(map(self._stored, sealed))
+        if ended == self._now and whole:
             self.ended()
 
     def _stored(self, training: TrainingSet) -> bool:
@@ -365,7 +378,7 @@ class Drains:
         """Nobody need wait for the last versions any more, here and on the nodes below."""
         self.last, incarnation = False, self._membership.incarnation
         if incarnation is not None:
-            self._ended = incarnation.restart, incarnation.rounds.round
+            self._ended = self._now
             if self.tier:
                 incarnation.send_down(peer.DrainOver(incarnation.rounds.round))
 
@@ -473,7 +486,8 @@ class Drains:
             self._keeps.due(name, stamp),
         )
         try:
-            done = await tierwork.carry_out(order)
+            async with self._turns[name]:
+                done = await tierwork.carry_out(order)
         except TierFailed as error:
             return str(error)
         trouble = done.trouble if isinstance(done, orders.Finished) else ""

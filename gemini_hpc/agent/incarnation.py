@@ -55,11 +55,15 @@ class Incarnation:
         for child in self.rounds.children:
             self.mesh.send(child, message)
 
+    @property
+    def silent_s(self) -> float:
+        """After such a silence a node is missing."""
+        return max(_SILENT_S, 3 * self.mesh.silence_s)
+
     def incomplete(self) -> bool:
         """Whether a node has died, or a neighbour in the tree is silent."""
-        mesh, rounds = self.mesh, self.rounds
+        mesh, rounds, silent_s = self.mesh, self.rounds, self.silent_s
         kin = [*rounds.children, *([rounds.parent] if rounds.parent is not None else [])]
-        silent_s = max(_SILENT_S, 3 * mesh.silence_s)
         now = clock.monotonic()
         return bool(mesh.dead) or any(now - mesh.heard.get(host, 0.0) > silent_s for host in kin)
 

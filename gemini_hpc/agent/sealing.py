@@ -139,9 +139,11 @@ class Sealing:
         if word == self.word and degraded == self.degraded:
             return
         self.degraded = degraded
-        sealed = word.sealed
-        if self.word.sealed is not None and (sealed is None or sealed < self.word.sealed):
-            return
+        sealed, known = word.sealed, self.word.sealed
+        if known is not None and (sealed is None or sealed < known):
+            # A root that has been started again may not know yet what is sealed; what it abandons is dead.
+            word = Word(known, frozenset(s for s in word.abandoned if s > known))
+            sealed = known
         self.word = word
         if sealed is not None:
             self.voted = frozenset(s for s in self.voted if s > sealed)

@@ -7,6 +7,7 @@ one, or the first one after it that could be saved.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from typing import Annotated
@@ -19,6 +20,7 @@ from gemini_hpc.wire.bounds import SET_NAME, SetName, Strict, Version
 
 MAX_NAMES = 1024  # of one version
 _MAX_BYTES = 1 << 20
+_NO_NAMES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 
 Names = Annotated[dict[SetName, Version], msgspec.Meta(max_length=MAX_NAMES)]
 _decoder = Strict(msgspec.json.Decoder(Names))
@@ -37,15 +39,19 @@ def checked(name: object) -> str:
 
 
 def of_version(where: str) -> dict[str, int]:
-    """The names of the version in this directory, each with the number that was asked for. A file that cannot be read
-    names nothing."""
+    """The names of the version in this directory, each with the number that was asked for. A file that is none, is
+    another's or says something else names nothing. Raises OSError where the file system fails: it may have names."""
     try:
         fd = os.open(f"{where}/{version.KEPT}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as file:
             data = file.read(_MAX_BYTES + 1)
         return dict(_decoder.decode(data)) if data and len(data) <= _MAX_BYTES else {}
-    except (OSError, msgspec.MsgspecError):
+    except msgspec.MsgspecError:
         return {}
+    except OSError as error:
+        if error.errno in _NO_NAMES:
+            return {}
+        raise
 
 
 def of_set(directory: str) -> dict[str, tuple[int, Stamp]]:
@@ -54,7 +60,7 @@ def of_set(directory: str) -> dict[str, tuple[int, Stamp]]:
     found: dict[str, tuple[int, Stamp]] = {}
     for stamp in sorted(version.stamps(directory), key=lambda stamp: version.rejected(directory, stamp)):
         where = f"{directory}/{version.name(stamp)}"
-        if os.path.lexists(f"{where}/{version.MANIFEST}"):
+        if version.there(f"{where}/{version.MANIFEST}"):
             for name, asked in of_version(where).items():
                 found.setdefault(name, (asked, stamp))
     return found

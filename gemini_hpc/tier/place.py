@@ -125,12 +125,13 @@ def publish(temporary: str, directory: str, name: str) -> None:
 
 
 def remove(directory: str) -> None:
-    """A version, its manifest first: what is half removed is no version. Raises OSError."""
+    """A version, in one step: under another name it is none, whoever is writing there. Raises OSError."""
+    above, name = os.path.split(directory)
+    gone = f"{above}/.{name}.{os.urandom(6).hex()}.tmp"
     with suppress(FileNotFoundError):
-        os.unlink(f"{directory}/{version.MANIFEST}")
-        sync_directory(directory)
-    with suppress(FileNotFoundError):
-        shutil.rmtree(directory)
+        os.rename(directory, gone)
+        sync_directory(above)
+        shutil.rmtree(gone)
 
 
 class Pace:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from contextlib import suppress
 
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import place, version
 
-_UNBORN = re.compile(r"\.e[0-9]{7}-v[0-9]{13}\..{1,40}\.tmp")  # directories that got no layout and no name
+_UNBORN = re.compile(r"\.e[0-9]{7}-v[0-9]{13}\..{1,40}\.tmp")  # directories that got no name, or lost it
 
 
 def for_good(serial: int, keep_every: int) -> bool:
@@ -24,18 +25,18 @@ def clean(directory: str, keep_last: int, *, before: Stamp | None = None) -> lis
     whole, going = 0, []
     for stamp in version.stamps(directory):
         path = f"{directory}/{version.name(stamp)}"
-        if os.path.lexists(f"{path}/{version.MANIFEST}"):
+        if version.there(f"{path}/{version.MANIFEST}"):
             if version.rejected(directory, stamp):
                 continue
             whole += 1
-            if whole > keep_last and not os.path.lexists(f"{path}/{version.KEPT}"):
+            if whole > keep_last and not version.there(f"{path}/{version.KEPT}"):
                 going.append(stamp)
         elif before is None or stamp < before:
             going.append(stamp)
     for entry in os.listdir(directory) if os.path.isdir(directory) else ():
         if _UNBORN.fullmatch(entry):
             with suppress(OSError):
-                os.rmdir(f"{directory}/{entry}")
+                shutil.rmtree(f"{directory}/{entry}")
     going.reverse()
     for stamp in going:
         place.remove(f"{directory}/{version.name(stamp)}")

@@ -119,9 +119,19 @@ def stamps(directory: str) -> list[Stamp]:
     return sorted((found for entry in names if (found := stamp_of(entry)) is not None), reverse=True)
 
 
+def there(path: str) -> bool:
+    """Whether there is such a file. Raises OSError where that cannot be seen: what a file system that fails does not
+    show is not gone."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def rejected(directory: str, stamp: Stamp) -> bool:
-    """Whether a training has found this version bad: nobody takes it by itself."""
-    return os.path.lexists(f"{directory}/{name(stamp)}/{REJECTED}")
+    """Whether a training has found this version bad: nobody takes it by itself. Raises OSError."""
+    return there(f"{directory}/{name(stamp)}/{REJECTED}")
 
 
 def read(directory: str, stamp: Stamp) -> Manifest | None:

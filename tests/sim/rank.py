@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import xxhash
 
 from gemini_hpc.client.seal import SealGate
@@ -21,21 +20,14 @@ from gemini_hpc.core import placement, record
 from gemini_hpc.wire import local
 from gemini_hpc.wire.page import ControlPage
 
+from . import slot
 from .kernel import Process
+from .slot import SIZE, Content
 from .system import Connection, Packets, World
 
-SET, SIZE = "default", 4096
+SET = "default"
 _SEAL_S = 1.5
 _TOGETHER = 4  # as the checkpointer's
-
-
-class Content(msgspec.Struct, array_like=True):
-    """What is in a slot. lineage: of each launch that the state has gone through, the epoch and where it began."""
-
-    rank: int
-    version: int
-    state: str
-    lineage: tuple[tuple[int, int], ...]
 
 
 def advance(state: str, rank: int, version: int) -> str:
@@ -257,7 +249,10 @@ class Rank:
             raise Failed(f"shard {rank}: {reply}")
         data = os.pread(fds[0], reply.used, 0)
         os.close(fds[0])
-        return msgspec.json.decode(data.rstrip(b"\0"), type=Content)
+        try:
+            return slot.unpack(data)
+        except ValueError as error:
+            raise Failed(f"shard {rank}: {error}") from None
 
     def _register(self, rank: int) -> bool:
         assert self._agent is not None
@@ -299,8 +294,8 @@ class Rank:
         if not isinstance(reply, local.Begun):
             self.watch(f"refused ({reply})", self, version)
             return False
-        content = Content(self.rank, version, state, self._lineage)
-        payload = msgspec.json.encode(content).ljust(SIZE - 96, b"\0")
+        self._stamps.pop((self.rank, reply.slot), None)
+        payload = slot.pack(Content(self.rank, version, state, self._lineage), self.epoch, self.size)
         self._maps[self.rank][reply.slot][: len(payload)] = payload
         digest = xxhash.xxh3_128(payload).hexdigest()
         taken = [
@@ -326,8 +321,8 @@ class Rank:
             channel = self._channels[holder] = self.world.packets[fds[0]]
         try:
             taken = self._said(channel, local.PushOffer(version, len(payload)))
-            for at in range(0, len(payload) if taken else 0, 1500):
-                taken = taken and self._said(channel, local.PushChunk(min(1500, len(payload) - at)))
+            for at in range(0, len(payload) if taken else 0, 4500):
+                taken = taken and self._said(channel, local.PushChunk(min(4500, len(payload) - at)))
             taken = taken and self._said(channel, local.PushDone(digest))
         except OSError:
             taken = False

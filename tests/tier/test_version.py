@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from gemini_hpc.core.directory import Row
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier import index, nodefile, place, retention, version
+from gemini_hpc.tier import index, names, nodefile, place, retention, version
 from gemini_hpc.tier.version import Manifest
 
 from . import slots
@@ -118,6 +119,68 @@ def test_retention(tmp_path: Path) -> None:
     assert version.stamps(str(above)) == [Stamp(1, n) for n in (9, 5, 4, 2)]
     assert [n for n in range(1, 9) if retention.for_good(n, 3)] == [3, 6]
     assert not retention.for_good(1, 0)
+
+
+def _fails(monkeypatch: pytest.MonkeyPatch, call: str, name: str) -> None:
+    """From now on the file system fails for files of this name."""
+    real = getattr(os, call)
+
+    def failing(path: str, *args: int, **options: int) -> object:
+        if str(path).endswith(f"/{name}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, call, failing)
+
+
+@pytest.mark.parametrize("name", [version.MANIFEST, version.KEPT, version.REJECTED])
+def test_what_a_file_system_that_fails_does_not_show_is_not_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """No whole version is taken for a half one, no kept one for another, no rejected one for a good one."""
+    for number in range(1, 5):
+        save(tmp_path, Stamp(1, number))
+    above = tmp_path / "gemini-9/default"
+    for kept in (1, 2):
+        names.give(str(above / version.name(Stamp(1, kept))), {f"best-{kept}": kept})
+    with monkeypatch.context() as patch:
+        _fails(patch, "lstat", name)
+        with pytest.raises(OSError, match="Input/output"):
+            retention.clean(str(above), 1)
+    assert version.stamps(str(above)) == [Stamp(1, number) for number in (4, 3, 2, 1)]
+
+
+def test_what_is_half_removed_is_no_version_and_goes_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody who still writes there can make it whole."""
+    save(tmp_path, Stamp(1, 1), manifest=False)
+    save(tmp_path, Stamp(1, 2))
+    above = tmp_path / "gemini-9/default"
+    with monkeypatch.context() as patch:
+        _fails(patch, "unlink", version.node_file(1))
+        patch.setattr(place.shutil, "rmtree", lambda path: os.unlink(f"{path}/{version.node_file(1)}"))
+        with pytest.raises(OSError, match="Input/output"):
+            retention.clean(str(above), 2)
+    assert version.stamps(str(above)) == [Stamp(1, 2)]
+    with pytest.raises(FileNotFoundError), place.replaced(str(above / version.name(Stamp(1, 1))), version.MANIFEST):
+        pass
+    retention.clean(str(above), 2)
+    assert os.listdir(above) == [version.name(Stamp(1, 2))]
+
+
+def test_names_that_cannot_be_read_are_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, Stamp(1, 1))
+    where = str(tmp_path / "gemini-9/default" / version.name(Stamp(1, 1)))
+    names.give(where, {"best": 1})
+    with monkeypatch.context() as patch:
+        _fails(patch, "open", version.KEPT)
+        with pytest.raises(OSError, match="Input/output"):
+            names.give(where, {"other": 1})
+        with pytest.raises(OSError, match="Input/output"):
+            names.of_set(os.path.dirname(where))
+    names.give(where, {"other": 1})
+    assert names.of_version(where) == {"best": 1, "other": 1}
 
 
 def test_a_tier_that_is_not_there_is_not_made(tmp_path: Path) -> None:

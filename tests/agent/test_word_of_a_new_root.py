@@ -1,0 +1,17 @@
+"""A root that has been started again does not know at once what is sealed."""
+
+from __future__ import annotations
+
+from gemini_hpc.agent.sealing import Sealing
+from gemini_hpc.core.seal import Word
+from gemini_hpc.core.slots import Stamp
+
+SEALED, BEGUN = Stamp(1, 8), Stamp(1, 9)
+
+
+def test_what_a_root_abandons_that_does_not_know_yet_what_is_sealed_counts() -> None:
+    told: list[Word] = []
+    sealing = Sealing(2, ("below",), lambda _: None, lambda word, degraded: told.append(word))
+    sealing.hear(Word(SEALED), False)
+    sealing.hear(Word(None, frozenset({SEALED, BEGUN})), False)
+    assert sealing.word == Word(SEALED, frozenset({BEGUN})) == told[-1]

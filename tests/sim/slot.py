@@ -1,0 +1,52 @@
+"""What a scripted rank saves: a slot as a training leaves it, with one tensor, the state of this rank."""
+
+from __future__ import annotations
+
+import msgspec
+
+from gemini_hpc.core import directory
+from gemini_hpc.core.directory import Manifest, Row
+from gemini_hpc.core.manifest import Layout, pack_header, parse_header
+from gemini_hpc.core.slots import Stamp
+
+_TENSOR_BYTES = 2048
+SIZE = 12288  # a page each for header, manifest and tensor
+
+
+class Content(msgspec.Struct, array_like=True):
+    """What is in the tensor. lineage: of each launch that the state has gone through, its epoch and its beginning."""
+
+    rank: int
+    version: int
+    state: str
+    lineage: tuple[tuple[int, int], ...] = ()
+
+
+def pack(content: Content, epoch: int, world: int) -> bytes:
+    """All of the slot."""
+    row = Row("state", "uint8", (_TENSOR_BYTES * world,), True, "cpu")
+    pieces = directory.place((row,), [(0, (_TENSOR_BYTES * content.rank,), (_TENSOR_BYTES,))])
+    manifest = directory.pack(Manifest(content.rank, world, (row,), pieces))
+    layout = Layout.plan(len(manifest), _TENSOR_BYTES, 0)
+    assert layout.total == SIZE
+    slot = bytearray(SIZE)
+    header = pack_header(layout, 0, Stamp(epoch, content.version), content.rank, world)
+    slot[: len(header)] = header
+    slot[layout.manifest_offset : layout.manifest_offset + len(manifest)] = manifest
+    tensor = msgspec.json.encode(content).ljust(_TENSOR_BYTES, b"\0")
+    slot[layout.tensor_offset : layout.tensor_offset + _TENSOR_BYTES] = tensor
+    return bytes(slot)
+
+
+def unpack(slot: bytes) -> Content:
+    """Inverse of `pack`. Raises ValueError where its parts do not fit together."""
+    header = parse_header(slot, SIZE)
+    layout = header.layout
+    manifest = slot[layout.manifest_offset : layout.manifest_offset + layout.manifest_bytes]
+    if directory.unpack(manifest, layout.tensor_bytes).rank != header.rank:
+        raise ValueError(f"a header of rank {header.rank}, a directory of another one")
+    tensor = slot[layout.tensor_offset : layout.tensor_offset + _TENSOR_BYTES]
+    content = msgspec.json.decode(tensor.rstrip(b"\0"), type=Content)
+    if (content.rank, content.version) != (header.rank, header.stamp.version):
+        raise ValueError(f"{content} in a slot of rank {header.rank}, {header.stamp}")
+    return content
