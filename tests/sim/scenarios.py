@@ -1,0 +1,285 @@
+"""What happens to a simulated site, by name: `python -m tests.sim.scenarios NAME --seed 3` tells a story."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+
+from .jobs import Wrong
+from .kernel import Killed
+from .site import Site
+from .system import story
+
+
+def success(seed: int) -> Site:
+    """A job runs to its end."""
+    site = Site(seed)
+    site.training.steps = 15
+
+    def check() -> None:
+        if site.fenced or site.hit or site.training.restart:
+            raise Wrong(f"nothing had happened: fenced {site.fenced}, restart {site.training.restart}")
+
+    site.checks.append(check)
+    return site
+
+
+def _loses_power(site: Site, also: Callable[[], None] = lambda: None) -> None:
+    """A node of the training's loses power; the job comes back on the others and a spare, and trains on."""
+    site.when_trained(5, lambda: _cut(site, also))
+
+
+def _cut(site: Site, also: Callable[[], None]) -> None:
+    name, nodes = site.victim(), set(site.training.names)
+    site.power_off(name)
+    also()
+
+    def again() -> None:
+        if site.training.restart == 0 or site.training.state != "running":
+            site.at(1.0, again)
+            return
+        site.last(12)
+
+    site.at(1.0, again)
+
+    def check() -> None:
+        if site.training.restart < 1:
+            raise Wrong("the job was not requeued")
+        if not nodes - {name} <= set(site.training.names):
+            raise Wrong(f"survivors {sorted(nodes - {name})} of which only some of {site.training.names} were used")
+
+    site.checks.append(check)
+
+
+def power(seed: int) -> Site:
+    """A node loses power: it is fenced, and the job is back within seconds."""
+    site = Site(seed)
+    _loses_power(site)
+
+    def check() -> None:
+        if len(site.fenced) != 1 or site.training.restart != 1:
+            raise Wrong(f"fenced {site.fenced}, restart {site.training.restart}")
+
+    site.checks.append(check)
+    return site
+
+
+def controller_killed(seed: int) -> Site:
+    """The same, and the controller dies at some moment of the recovery, perhaps more than once."""
+    site = Site(seed)
+
+    def also() -> None:
+        for _ in range(site.rng.choice((1, 1, 2, 3))):
+            within = site.rng.choice((0, 1, 2, 5, 10, 30, 100))
+            site.at(site.rng.uniform(0.0, 16.0), lambda within=within: site.controllers[0].kill(within))  # type: ignore[misc]
+
+    _loses_power(site, also)
+    return site
+
+
+def slurmctld_killed(seed: int) -> Site:
+    """The same, and slurmctld is killed and comes back."""
+    site = Site(seed)
+
+    def also() -> None:
+        at = site.rng.uniform(0.0, 14.0)
+        site.at(at, lambda: site.ctld.kill("ctl"))
+        site.at(at + site.rng.choice((0.5, 2.0, 8.0, 15.0)), lambda: site.ctld.start("ctl"))
+
+    _loses_power(site, also)
+    return site
+
+
+def busy(seed: int) -> Site:
+    """All other nodes are busy, and others' jobs wait."""
+    site = Site(seed, nodes=6, fillers=16)
+    _loses_power(site)
+    return site
+
+
+def hangs(seed: int) -> Site:
+    """All processes of a node stop for a while: its kernel lives, so it is never fenced."""
+    site = Site(seed)
+
+    def stop() -> None:
+        name = site.victim()
+        site.tell(f"{name} hangs")
+        stopped = [p for p in site.nodes[name].processes if p.alive]
+        for process in stopped:
+            process.stop()
+
+        def resume() -> None:
+            site.tell(f"{name} goes on")
+            for process in stopped:
+                process.resume()
+            site.at(20.0, lambda: site.last(5))
+
+        site.at(site.rng.uniform(8.0, 25.0), resume)
+
+    site.when_trained(5, stop)
+    site.checks.append(lambda: _nobody_fenced(site))
+    return site
+
+
+def cut_off(seed: int) -> Site:
+    """A node is cut off from the controller's host, not from its peers."""
+    site = Site(seed)
+
+    def cut() -> None:
+        name, lasts = site.victim(), site.rng.uniform(10.0, 40.0)
+        site.tell(f"{name} is cut off from ctl for {lasts:.0f} s")
+        site.world.network.cut("ctl", name, both=site.rng.random() < 0.7)
+
+        def mend() -> None:
+            site.world.network.mend("ctl", name)
+            site.at(5.0, lambda: site.last(5))
+
+        site.at(lasts, mend)
+
+    site.when_trained(5, cut)
+    site.checks.append(lambda: _nobody_fenced(site))
+    return site
+
+
+def _nobody_fenced(site: Site) -> None:
+    if site.fenced:
+        raise Wrong(f"fenced: {site.fenced}")
+
+
+def backup(seed: int) -> Site:
+    """slurmctld's host loses power during a recovery; its backup, and the controller there, take over."""
+    site = Site(seed, backup=True)
+
+    def also() -> None:
+        site.at(site.rng.uniform(0.0, 14.0), off)
+
+    def off() -> None:
+        site.tell("the primary's host loses power")
+        site.controllers[0].restarts = False
+        if (process := site.controllers[0].process) is not None:
+            process.kill()
+        site.world.network.power_off(site.hosts[0])
+
+    _loses_power(site, also)
+    return site
+
+
+def no_controller(seed: int) -> Site:
+    """No controller anywhere: Slurm finds the dead node by itself, and a survivor's epilog holds the others."""
+    site = Site(seed, nodes=6, fillers=site_fillers(seed))
+
+    def also() -> None:
+        site.controllers[0].restarts = False
+        site.controllers[0].kill(0)
+
+    site.when_trained(3, also)
+    site.when_trained(5, lambda: _cut(site, lambda: None))
+    return site
+
+
+def site_fillers(seed: int) -> int:
+    """Half of these sites are busy."""
+    return 14 if seed % 2 else 0
+
+
+def reboot(seed: int) -> Site:
+    """A node loses power and boots within seconds."""
+    site = Site(seed)
+
+    def cut() -> None:
+        name = site.victim()
+        site.power_off(name)
+        site.at(site.rng.choice((0.5, 1.5, 4.0, 8.0)), lambda: site.power_on(name))
+        site.at(60.0, lambda: site.last(12))
+
+    site.when_trained(5, cut)
+    return site
+
+
+def second(seed: int) -> Site:
+    """A survivor loses power while the job is on its way back."""
+    site = Site(seed, nodes=7, size=4, replicas=3)
+
+    def also() -> None:
+        site.at(site.rng.uniform(0.5, 14.0), again)
+
+    def again() -> None:
+        up = [name for name in site.training.names if site.nodes[name].host.up]
+        site.power_off(site.rng.choice(up))
+
+    _loses_power(site, also)
+    site.checks.clear()
+    return site
+
+
+SCENARIOS: dict[str, Callable[[int], Site]] = {
+    s.__name__: s
+    for s in (
+        success, power, controller_killed, slurmctld_killed, busy, hangs, cut_off, backup, no_controller, reboot, second
+    )
+}  # fmt: skip
+
+
+def tell(name: str, seed: int) -> tuple[str, str, float]:
+    """(what went wrong or "", the story, virtual seconds). Only once in a process."""
+    site = SCENARIOS[name](seed)
+    try:
+        site.run()
+    except (Exception, Killed) as error:
+        return f"{type(error).__name__}: {error}", story(site.world), site.world.loop.now - 1000
+    return "", story(site.world), site.world.loop.now - 1000
+
+
+def one(name: str, seed: int) -> tuple[str, float]:
+    """What went wrong, in a process of its own, and the virtual seconds that it took."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        problem, _, took = tell(name, seed)
+        with os.fdopen(write, "w") as out:
+            out.write(f"{took:.0f}\n{problem}")
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as found:
+        took, problem = found.readline(), found.read()
+    _, status = os.waitpid(pid, 0)
+    return problem or (f"ended with status {status}" if status else ""), float(took or 0)
+
+
+def main() -> int:
+    """The exit status: 0 where no seed has found anything."""
+    parser = argparse.ArgumentParser(prog="python -m tests.sim.scenarios", description=__doc__)
+    parser.add_argument("names", nargs="+", choices=[*SCENARIOS, "all"])
+    parser.add_argument("--seed", type=int, help="this one only; print its story")
+    parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=20)
+    args = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a run
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, "-m", "tests.sim.scenarios", *sys.argv[1:]])
+    names = list(SCENARIOS) if "all" in args.names else args.names
+    if args.seed is not None:
+        problem, text, _ = tell(names[0], args.seed)
+        print(text)
+        print(f"{names[0]} seed {args.seed}: {problem or 'nothing wrong'}")
+        sys.stdout.flush()
+        os._exit(1 if problem else 0)
+    wrong = 0
+    for name in names:
+        began, virtual = time.monotonic(), 0.0
+        for seed in range(args.first, args.first + args.seeds):
+            problem, took = one(name, seed)
+            virtual += took
+            if problem:
+                wrong += 1
+                print(f"{name} seed {seed}: {problem[:400]}", flush=True)
+        print(f"{name}: {args.seeds} seeds, {virtual:.0f} s simulated in {time.monotonic() - began:.1f} s", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
