@@ -147,7 +147,7 @@ class Site:
 
     def _look(self) -> None:
         for _, text in self.world.story[self._seen :]:
-            if "FAILED" in text or " error v" in text:
+            if text.startswith("FAILED") or " error v" in text:
                 self.fail(Wrong(f"production code failed: {text}"))
         self._seen = len(self.world.story)
 
