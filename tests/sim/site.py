@@ -32,7 +32,8 @@ FILLER = "filler"
 OTHER = 2000
 BOOT_GRACE_S = 5.0  # a node that has just booted may be held for dead a moment longer
 HELD_S = 90.0  # nothing is held for a job that has ended so long ago
-LIMIT_S = 900.0
+RESERVED_S = 660.0  # but for what a slurmctld had forgotten that was deleted: that ends by itself
+LIMIT_S = 1500.0
 
 
 class Filler:
@@ -181,6 +182,7 @@ class Site:
                 return
             self.done = True
             self.at(HELD_S, self._all_free)
+            self.at(RESERVED_S, self._ended)
 
     def _given_up(self, state: str) -> None:
         job = self.ctld.state.jobs[self.training.number]
@@ -189,10 +191,19 @@ class Site:
 
     def _all_free(self) -> None:
         agents = [name for name, node in self.nodes.items() for seat in node.seats.values() if seat.agent]
-        held = [name for name in self.ctld.state.reservations if name.startswith(PREFIX)]
+        held = [] if self.ctld.kills else self._reserved()
         named = [j.raw_id for j in self.ctld.state.jobs.values() if j.reservation.startswith(PREFIX)]
         if agents or held or named:
             self.fail(Wrong(f"held {HELD_S:g} s after the end: agents {agents}, reservations {held}, jobs {named}"))
+        if not self._reserved():
+            self._ended()
+
+    def _reserved(self) -> list[str]:
+        return [name for name in self.ctld.state.reservations if name.startswith(PREFIX)]
+
+    def _ended(self) -> None:
+        if self._reserved():
+            self.fail(Wrong(f"held {RESERVED_S:g} s after the end: {self._reserved()}"))
         for check in self.checks:
             try:
                 check()

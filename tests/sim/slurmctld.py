@@ -121,6 +121,7 @@ class Slurmctld:
         self.boot_time = self.now - 3600.0
         self.changed_by_us: Callable[[str, str], None] = lambda what, name: None
         self.job_over: Callable[[int, str], None] = lambda raw_id, state: None
+        self.kills = 0
         self._next_id, self._saving, self._scheduling = 7, False, False
         self._gone_since: float | None = None
         for name, slurmd in slurmds.items():
@@ -141,6 +142,7 @@ class Slurmctld:
         """This host's slurmctld ends; what it has not saved is lost."""
         self.world.tell(f"slurmctld on {name} is killed")
         self.running[name] = False
+        self.kills += 1
         if self.charge is not None and self.charge.name == name:
             self.charge = None
             for part in ("jobs", "nodes", "reservations"):

@@ -136,7 +136,11 @@ class Training(Job):
             self._launch()
         elif self.fails_after_s is not None:  # else it waits, as `gemini-hpc run` does
             after_s = self.world.rng.uniform(*self.fails_after_s)
-            self.world.network.at(self.world.loop.now + after_s, self._end, "failed", "1")
+            self.world.network.at(self.world.loop.now + after_s, self._fails, self.restart)
+
+    def _fails(self, restart: int) -> None:
+        if restart == self.restart:
+            self._end("failed", "1")
 
     def lost(self, node: Node) -> None:
         """A node has lost power, and all that it had in memory."""
