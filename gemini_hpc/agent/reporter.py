@@ -25,6 +25,7 @@ _SILENT_S = 5.0
 _LAST_WORD_S = 1.0
 _NOTICE_CHARS = 300
 _LASTED_S = 20.0  # a line that was no mere refusal
+_ENDED_S = 180.0  # so long after the job's end here a controller may have to hear of the death that has ended it
 
 
 class Reporter:
@@ -134,10 +135,16 @@ class Reporter:
             return
         self._link.send(peer.Ping())
         now = clock.monotonic()
-        if agent.mesh is not None and not agent.detached and now - self._reported > _REPEAT_S:
+        if agent.mesh is not None and self._matters(now) and now - self._reported > _REPEAT_S:
             self._reported = now
             for host in agent.mesh.dead:
                 self.report(host, (agent.node,))
+
+    def _matters(self, now: float) -> bool:
+        """Whether a death may still be news: of a job that runs here, or has just ended here and is not pending again.
+        Its script may have ended before a controller could act, and a new controller has heard of nothing."""
+        agent = self._agent
+        return not agent.detached or (not agent.waits and now - agent.detached_at < _ENDED_S)
 
     async def _run(self) -> None:
         tries, hosts = 0, self._agent.settings.controller_hosts()
