@@ -141,8 +141,8 @@ class Reporter:
                 self.report(host, (agent.node,))
 
     def _matters(self, now: float) -> bool:
-        """Whether a death may still be news: of a job that runs here, or has just ended here and is not pending again.
-        Its script may have ended before a controller could act, and a new controller has heard of nothing."""
+        """Whether a death may still be news: of a job that runs here, or has just ended here and is not pending
+        again. Its script may have ended before a controller could act, and a new controller has heard of nothing."""
         agent = self._agent
         return not agent.detached or (not agent.waits and now - agent.detached_at < _ENDED_S)
 

@@ -16,6 +16,7 @@ from typing import Any
 from gemini_hpc import config
 from gemini_hpc.config import Settings
 from gemini_hpc.control import hold, primary, service
+from gemini_hpc.control.daemon import ServiceError
 
 from .kernel import Process, current
 from .network import Host
@@ -41,8 +42,8 @@ def install(made: World, seed: int) -> None:
     names: Any = SimpleNamespace(
         gethostname=lambda: current().host, getaddrinfo=_nowhere, socket=socket.socket, SOCK_DGRAM=socket.SOCK_DGRAM
     )
-    primary.socket = names
-    primary.fcntl = SimpleNamespace(flock=flock, LOCK_EX=2, LOCK_NB=4)  # type: ignore[assignment]
+    here: Any = primary
+    here.socket, here.fcntl = names, SimpleNamespace(flock=flock, LOCK_EX=2, LOCK_NB=4)
     hold._log = lambda text: world().tell(f"hold on {current().host}: {text}")
 
 
@@ -88,11 +89,13 @@ class ControlHost:
         process.on_kill.append(self._again)
         slurm: Any = SimSlurm(self.ctld, process, self.state_save)
         self.world.tell(f"{self.host.name} controller starts")
-        process.spawn(service._act(self.settings, slurm)).add_done_callback(lambda task: self._returned(process, task))
+        process.spawn(service._act(self.settings, slurm)).add_done_callback(
+            lambda task: self._returned(process, task)
+        )
 
     def _returned(self, process: Process, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, service.ServiceError):
+        if error is not None and not isinstance(error, ServiceError):
             self._fault(f"the controller ends: {error!r}")
         process.kill()
 

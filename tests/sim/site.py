@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from gemini_hpc.config import Settings
 from gemini_hpc.control.reservation import PREFIX
-from gemini_hpc.control.slurm.facts import COMPLETED
+from gemini_hpc.control.slurm.facts import COMPLETED, LIVE
 
 from . import controlhost, system
 from .controlhost import ControlHost, Log
@@ -24,7 +24,7 @@ from .jobs import Wrong
 from .kernel import Stuck
 from .node import Node
 from .slurmctld import Slurmctld
-from .slurmd import Slurmd
+from .slurmd import Slurmd, Work
 from .system import OWNER, World
 from .training import Training
 
@@ -32,7 +32,7 @@ FILLER = "filler"
 OTHER = 2000
 BOOT_GRACE_S = 5.0  # a node that has just booted may be held for dead a moment longer
 HELD_S = 90.0  # nothing is held for a job that has ended so long ago
-RESERVED_S = 660.0  # but for what a slurmctld had forgotten that was deleted: that ends by itself
+RESERVED_S = 660.0  # but for what nobody deletes, or slurmctld forgets to have deleted: that ends by itself
 LIMIT_S = 1500.0
 
 
@@ -84,9 +84,11 @@ class Site:
         self.hosts = [self.world.network.add(name) for name in names]
         self.nodes = {f"n{i}": Node(self.world, f"n{i}", self.settings) for i in range(1, nodes + 1)}
         self.place = tempfile.mkdtemp(prefix="gemini-sim-site-")
-        self.training = Training(self.world, 0, self.nodes, size, replicas=replicas, pause_s=self.rng.choice((0.2, 0.4)))
+        self.training = Training(
+            self.world, 0, self.nodes, size, replicas=replicas, pause_s=self.rng.choice((0.2, 0.4))
+        )
         self.training.state_save, self.training.on_wrong = f"{self.place}/save", self.fail
-        work = {"training": self.training, FILLER: Filler(self.world)}
+        work: dict[str, Work] = {"training": self.training, FILLER: Filler(self.world)}
         self.slurmds = {
             name: Slurmd(self.world, node, self.settings.slurmd_port, work) for name, node in self.nodes.items()
         }
@@ -95,15 +97,21 @@ class Site:
         Log(self.world, lambda text: self.fail(Wrong(f"fault: {text}")))
         self.controllers = [
             ControlHost(
-                self.world, host, self.settings, self.ctld, self.place, lambda text: self.fail(Wrong(f"fault: {text}"))
+                self.world,
+                host,
+                self.settings,
+                self.ctld,
+                self.place,
+                lambda text: self.fail(Wrong(f"fault: {text}")),
             )
             for host in self.hosts
         ]
         self.fenced: list[tuple[float, str]] = []
         self.hit: set[int] = set()  # jobs that have lost a node
         self.booted: dict[str, float] = {}
-        self.done = False
+        self.done = self.forgetful = False  # forgetful: reservations may be left to end by themselves
         self._seen = 0
+        self.back_s = 0.0  # from the power cut until the job ran again
         self.training.number = self.ctld.submit("training", OWNER, size, priority=self.rng.choice((0, 10)))
         self._fillers = fillers
         self.at(1.0, self._fill)
@@ -191,8 +199,9 @@ class Site:
 
     def _all_free(self) -> None:
         agents = [name for name, node in self.nodes.items() for seat in node.seats.values() if seat.agent]
-        held = [] if self.ctld.kills else self._reserved()
-        named = [j.raw_id for j in self.ctld.state.jobs.values() if j.reservation.startswith(PREFIX)]
+        held = [] if self.forgetful or self.ctld.kills else self._reserved()
+        alive = [j for j in self.ctld.state.jobs.values() if j.state in LIVE]
+        named = [j.raw_id for j in alive if j.reservation.startswith(PREFIX)]
         if agents or held or named:
             self.fail(Wrong(f"held {HELD_S:g} s after the end: agents {agents}, reservations {held}, jobs {named}"))
         if not self._reserved():

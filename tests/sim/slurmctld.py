@@ -40,8 +40,8 @@ ON = {"IGNORE_JOBS", "FLEX", "NO_HOLD_JOBS_AFTER"}
 
 @dataclass
 class JobRecord:
-    """One job. kind: who runs its script; runs_s: how long that takes, where it is a filler's; `after`: the state that
-    follows COMPLETING; `ended`: the incarnation that completes; `resent`: when its nodes were told last."""
+    """One job. kind: who runs its script; runs_s: how long that takes, or its limit; `after`: the state that follows
+    COMPLETING; `ended`: the incarnation that completes."""
 
     raw_id: int
     user_id: int
@@ -111,7 +111,9 @@ class State:
 class Slurmctld:
     """All of Slurm but its slurmds. hosts: of slurmctld, the primary first."""
 
-    def __init__(self, world: World, hosts: list[Host], slurmds: dict[str, Slurmd], *, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, world: World, hosts: list[Host], slurmds: dict[str, Slurmd], *, timeout_s: float = 60.0
+    ) -> None:
         self.world, self.hosts, self.slurmds, self.timeout_s = world, hosts, slurmds, timeout_s
         self.rng = world.rng
         self.expire_s = self.rng.choice((5.0, 120.0))
@@ -300,7 +302,9 @@ class Slurmctld:
                 if self.hears(name):
                     code = "" if job.after == PENDING else str(job.exit_code)
                     batch_up = self.slurmds[job.batch_host].node.host.up if job.batch_host else True
-                    self.slurmds[name].deliver(self.slurmds[name].terminate, job.raw_id, job.ended, code, not batch_up)
+                    self.slurmds[name].deliver(
+                        self.slurmds[name].terminate, job.raw_id, job.ended, code, not batch_up
+                    )
             if job.completing or job.state not in _ACTIVE:
                 continue
             for name in job.nodes:
@@ -318,7 +322,13 @@ class Slurmctld:
     def ready(self, name: str, raw_id: int, restart: int) -> None:
         """A prolog is over."""
         job = self.state.jobs.get(raw_id)
-        if job and job.restarts == restart and job.state == CONFIGURING and name in job.nodes and name not in job.ready:
+        if (
+            job
+            and job.restarts == restart
+            and job.state == CONFIGURING
+            and name in job.nodes
+            and name not in job.ready
+        ):
             job.ready.append(name)
             self.changed()
             self.work()
@@ -404,7 +414,9 @@ class Slurmctld:
     def find(self, raw_id: int) -> JobRecord:
         """Raises `UnknownJob`."""
         job = self.state.jobs.get(raw_id)
-        if job is None or (job.state not in (PENDING, *_ACTIVE) and not job.completing and self.now - job.end > 300.0):
+        if job is None or (
+            job.state not in (PENDING, *_ACTIVE) and not job.completing and self.now - job.end > 300.0
+        ):
             raise UnknownJob(f"job {raw_id} is not known")
         return job
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from gemini_hpc.control import hold
+from gemini_hpc.control.reservation import HOLD_S
 from gemini_hpc.control.slurm.errors import SlurmError
 from gemini_hpc.core import hostlist
 from gemini_hpc.wire import local
@@ -39,8 +40,8 @@ class Training(Job):
         self.lost_in: set[str] = set()  # nodes that went since the last seal
         self.unsealed = False  # some step went on without its seal
         self.repeated: list[int] = []
-        # How long the script of a job that has lost a node goes on, if it ends by itself: ranks hear nothing of a node
-        # without power, so it does not end before the agents have noticed.
+        # How long the script of a job that has lost a node goes on, if it ends by itself: ranks hear nothing of a
+        # node without power, so it does not end before the agents have noticed.
         self.fails_after_s: tuple[float, float] | None = world.rng.choice((None, (4.0, 12.0)))
         self._script: Process | None = None
         self._ended: Callable[[int], None] = lambda code: None
@@ -93,12 +94,12 @@ class Training(Job):
         loop, ends = self.world.loop, os.pipe()
         os.set_blocking(ends[0], False)
         args = argparse.Namespace(job=raw_id, restart=restart, node=node.name)
-        slurm: Any = lambda timeout_s: SimSlurm(self.ctld, process, self.state_save)  # noqa: E731
-        hold.Slurm = slurm  # type: ignore[misc]
+        there: Any = hold
+        there.Slurm = lambda timeout_s: SimSlurm(self.ctld, process, self.state_save)
 
         async def work(steps: Coroutine[Any, Any, None]) -> None:
             try:
-                async with asyncio.timeout(hold.HOLD_S):
+                async with asyncio.timeout(HOLD_S):
                     await steps
             except (hold.NothingToHoldError, SlurmError, OSError, ValueError) as exc:
                 self.world.tell(f"hold on {node.name} ends: {exc}")
