@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
+import random
 import sys
 import time
 from collections.abc import Callable
 
+from .chaos import Chaos
 from .jobs import Wrong
 from .kernel import Killed
 from .site import Site
 from .system import story
 
-BACK_S = 16.0  # from a power cut to the script that runs again: 2 s, 5 s, and what Slurm takes
+BACK_S = 26.0  # from a power cut to the script that runs again: 2 s, 5 s, and what Slurm takes, up to 10 s
 REAL_S = 20.0  # no run takes so long
 
 
@@ -218,6 +220,36 @@ def second(seed: int) -> Site:
     return site
 
 
+def outage(seed: int) -> Site:
+    """More nodes than may be fenced lose power at once: all are left to Slurm, and come back."""
+    site = Site(seed, nodes=7, size=5, replicas=3)
+
+    def cut() -> None:
+        for name in site.rng.sample(site.training.names, 3):
+            site.at(site.rng.uniform(0.0, 1.0), lambda name=name: site.power_off(name))  # type: ignore[misc]
+            site.at(site.rng.uniform(70.0, 80.0), lambda name=name: site.power_on(name))  # type: ignore[misc]
+        site.at(100.0, lambda: site.last(12))
+
+    site.when_trained(5, cut)
+    site.checks.append(lambda: _nobody_fenced(site))
+    return site
+
+
+def chaos(seed: int) -> Site:
+    """Anything, for half a minute; then all is mended, and the training has to come to its end."""
+    rng = random.Random(seed)
+    site = Site(
+        seed,
+        nodes=rng.randint(5, 8),
+        size=rng.randint(2, 4),
+        fillers=rng.choice((0, 0, 10, 20)),
+        backup=rng.random() < 0.3,
+        settle_s=rng.choice((5.0, 15.0)),
+    )
+    Chaos(site).plan()
+    return site
+
+
 SCENARIOS: dict[str, Callable[[int], Site]] = {
     "success": success,
     "power": power,
@@ -230,6 +262,8 @@ SCENARIOS: dict[str, Callable[[int], Site]] = {
     "no-controller": no_controller,
     "reboot": reboot,
     "second": second,
+    "outage": outage,
+    "chaos": chaos,
 }
 
 

@@ -256,6 +256,11 @@ class Site:
             self.booted[name] = self.world.loop.now
             self.slurmds[name].booted()
 
+    def restart_slurmd(self, name: str) -> None:
+        """slurmd alone is started anew."""
+        if self.nodes[name].host.up and not self.slurmds[name].process.alive:
+            self.slurmds[name].restarted()
+
     def victim(self) -> str:
         """Some node of the training's."""
         return self.rng.choice(self.training.names)

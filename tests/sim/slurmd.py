@@ -56,6 +56,10 @@ class Slurmd:
         self.node.processes.append(self.process)
         self.process.context.run(self.world.network.listen, asyncio.Protocol, self.port)
 
+    def restarted(self) -> None:
+        """The daemon alone: what runs goes on."""
+        self._up()
+
     def booted(self) -> None:
         """The node has power again: an empty slurmd."""
         self.known.clear()

@@ -21,6 +21,8 @@ NAMES = (
     "no-controller",
     "reboot",
     "second",
+    "outage",
+    "chaos",
 )
 
 

@@ -37,7 +37,7 @@ class Training(Job):
         self.ctld: Slurmctld
         self.on_wrong: Callable[[Wrong], None]
         self.on_seen: Callable[[str, int], None] = lambda what, version: None
-        self.lost_in: set[str] = set()  # nodes that went since the last seal
+        self.lost_in: dict[str, int] = {}  # nodes that went, until a later launch has sealed: launches so far
         self.unsealed = False  # some step went on without its seal
         self.repeated: list[int] = []
         # How long the script of a job that has lost a node goes on, if it ends by itself: ranks hear nothing of a
@@ -146,9 +146,13 @@ class Training(Job):
     def lost(self, node: Node) -> None:
         """A node has lost power, and all that it had in memory."""
         self.lost_at[node.name] = self.world.loop.now
-        self.lost_in.add(node.name)
+        self.gone(node.name)
         if node in self.nodes:
             self.dead.add(node.name)
+
+    def gone(self, name: str) -> None:
+        """What this node has in memory may be lost."""
+        self.lost_in[name] = len(self.launches)
 
     # ---- what must hold --------------------------------------------------------------------------------
 
@@ -158,7 +162,8 @@ class Training(Job):
         except Wrong as exc:
             self.on_wrong(exc)
         if what == "sealed":
-            self.lost_in.clear()
+            at = self.launches.index(launch)
+            self.lost_in = {name: count for name, count in self.lost_in.items() if count > at}
         elif what in ("late", "skipped"):
             self.unsealed = True
         self.on_seen(what, version)
@@ -167,8 +172,7 @@ class Training(Job):
         if len(launch.resumed) > 1:
             return
         self.repeated.append(self.trained - version)
-        gone = {name for name in self.lost_in if name in self.all}
-        if len(gone) < self.replicas:
+        if len(self.lost_in) < self.replicas:
             if version < self.sealed:
                 raise Wrong(f"lost: {self.sealed} was sealed, {launch.step} resumes from {version}")
             if not self.unsealed and self.trained - version > 1:
