@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from .broken import BROKEN
 from .chaos import Chaos
 from .jobs import Wrong
 from .kernel import Killed
@@ -302,10 +303,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="this one only; print its story")
     parser.add_argument("--first", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--broken", choices=list(BROKEN), help="break production code in this way")
     args = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a run
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, "-m", "tests.sim.scenarios", *sys.argv[1:]])
+    if args.broken:
+        BROKEN[args.broken]()
     names = list(SCENARIOS) if "all" in args.names else args.names
     if args.seed is not None:
         problem, text, _ = tell(names[0], args.seed)

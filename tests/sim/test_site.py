@@ -55,3 +55,21 @@ def test_a_seed_repeats_a_run_to_the_letter(name: str) -> None:
     first, second = simulate(name, "--seed", "7"), simulate(name, "--seed", "7")
     assert first.returncode == 0 and "FAULT" in first.stdout and "resumed" in first.stdout, first.stderr
     assert first.stdout == second.stdout
+
+
+_BROKEN = [
+    ("no-reservation", "busy", 8, "survivors"),
+    ("keeps-reservations", "power", 2, "held"),
+    ("fences-living-kernels", "hangs", 6, "healthy"),
+    ("no-budget", "outage", 2, "budget"),
+    ("starts-now", "power", 3, "ended"),
+    ("resumes-nothing", "controller-killed", 20, "held"),
+    ("tells-once", "backup", 20, "ended"),
+    ("leaves-the-failed", "backup", 40, "ended"),
+]
+
+
+@pytest.mark.parametrize(("broken", "name", "seeds", "found"), _BROKEN)
+def test_what_is_broken_on_purpose_is_found(broken: str, name: str, seeds: int, found: str) -> None:
+    done = simulate(name, "--broken", broken, "--seeds", str(seeds))
+    assert done.returncode == 1 and f"Wrong: {found}" in done.stdout, done.stdout + done.stderr
