@@ -59,15 +59,6 @@ def tells_once() -> None:
     Reporter._matters = lambda self, now: not self._agent.detached  # type: ignore[method-assign]
 
 
-def leaves_the_failed() -> None:
-    """A job whose script ended before its node was fenced is not sent back by a new controller, as up to then."""
-
-    async def never(*_: Any) -> bool:
-        return False
-
-    Recoveries._fell = never  # type: ignore[method-assign]
-
-
 BROKEN: dict[str, Callable[[], None]] = {
     b.__name__.replace("_", "-"): b
     for b in (
@@ -78,6 +69,5 @@ BROKEN: dict[str, Callable[[], None]] = {
         starts_now,
         resumes_nothing,
         tells_once,
-        leaves_the_failed,
     )
 }

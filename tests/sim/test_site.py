@@ -65,7 +65,6 @@ _BROKEN = [
     ("starts-now", "power", 3, "ended"),
     ("resumes-nothing", "controller-killed", 20, "held"),
     ("tells-once", "backup", 20, "ended"),
-    ("leaves-the-failed", "backup", 40, "ended"),
 ]
 
 
