@@ -172,7 +172,11 @@ class Site:
         self.world.tell(f"Slurm: {what} {name}")
         now = self.world.loop.now
         if what in ("drain", "down"):
-            if self.nodes[name].host.up and now - self.booted.get(name, -1e9) > BOOT_GRACE_S:
+            if (
+                self.nodes[name].host.up
+                and now - self.booted.get(name, -1e9) > BOOT_GRACE_S
+                and not self._unseen(name)
+            ):
                 self.fail(Wrong(f"healthy: {name} has power, and is set {what}"))
             if what == "down":
                 self.fenced.append((now, name))
@@ -181,6 +185,16 @@ class Site:
                 self.fail(Wrong(f"budget: {sorted(window)} are fenced"))
         elif what in ("update", "requeue") and int(name) not in self.hit:
             self.fail(Wrong(f"changed: job {name} has lost no node"))
+
+    def _unseen(self, name: str) -> bool:
+        """Whether it is a survivor of a recovery that no controller's host reaches: such a one is fenced on the
+        controller's own word, for its agents do not watch each other any more. Known, and told."""
+        network, host = self.world.network, self.nodes[name].host
+        reached = any(network.hears(h, host) and network.hears(host, h) for h in self.hosts)
+        recovering = self.training.number in self.hit and self.training.state != "running"
+        if recovering and not reached:
+            self.world.tell(f"KNOWN: {name} is fenced, which only the controller cannot reach")
+        return recovering and not reached
 
     def _over(self, raw_id: int, state: str) -> None:
         if raw_id == self.training.number:
