@@ -439,6 +439,10 @@ class Agent:
         """The job is pending."""
         self._retention.job_waits()
 
+    def deaths_matter(self, now: float) -> bool:
+        """Whether a death may still be news for the controller."""
+        return not self.membership.detached or self._retention.just_ended(now)
+
     # ---- the local socket ------------------------------------------------------------------------------
 
     async def _handle_local(self, client: Client, request: local.Request, fds: list[int]) -> Reply:

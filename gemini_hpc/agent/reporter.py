@@ -43,6 +43,10 @@ class Listener(Protocol):
     def job_waits(self) -> None:
         """The job is pending."""
 
+    def deaths_matter(self, now: float) -> bool:
+        """Whether a death may still be news: of a job that runs here, or has just ended here and is not pending
+        again. Its script may have ended before a controller could act, and a new controller has heard of nothing."""
+
     async def release_on_word(self, reason: str, *, save: bool = False) -> None:
         """This incarnation is over; save: so is the job, and what nobody has saved is to be saved."""
 
@@ -157,7 +161,8 @@ class Reporter:
             return
         self._link.send(peer.Ping())
         now, incarnation = clock.monotonic(), self._membership.incarnation
-        if incarnation is not None and not self._membership.detached and now - self._reported > _REPEAT_S:
+        due = now - self._reported > _REPEAT_S
+        if incarnation is not None and due and self._listener.deaths_matter(now):
             self._reported = now
             for host in incarnation.mesh.dead:
                 self.report(host, (self._identity.node,))

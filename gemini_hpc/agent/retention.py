@@ -22,6 +22,7 @@ from gemini_hpc.config import Settings
 
 _LOOK_S = 0.2
 _EMPTY_S = 30.0
+_JUST_S = 180.0
 _SPILL_FLOOR = 0.5  # while the last version is being written, so much of the floor is enough
 
 Action = Literal["stay", "release", "save", "scavenge"]
@@ -106,6 +107,10 @@ class Retention:
     def job_waits(self) -> None:
         """It is pending."""
         self._waits = self._membership.detached
+
+    def just_ended(self, now: float) -> bool:
+        """Whether the job has ended here a short while ago, and is not pending again."""
+        return not self._waits and now - self._ended_at < _JUST_S
 
     # ---- how long --------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from gemini_hpc.control.registry import Registry, Track
 from gemini_hpc.control.reservation import PREFIX, RESERVED_MINUTES
 from gemini_hpc.control.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.control.slurm.api import SlurmApi
-from gemini_hpc.control.slurm.facts import COMPLETING, CONFIGURING, RUNNING, Job, Node
+from gemini_hpc.control.slurm.facts import COMPLETING, CONFIGURING, FAILED, NODE_FAIL, RUNNING, Job, Node
 from gemini_hpc.wire.controller import Report
 from gemini_hpc.wire.picture import EventRecord
 
@@ -294,6 +294,7 @@ class Recoveries:
             nodes = await self.slurm.nodes()
             found = any(n in nodes and nodes[n].down for n in names["dead"])
             in_flight = found and job is not None and job.restarts > restart
+        in_flight = in_flight or await self._fell(job, restart, begun)
         if job is None or track is None or not in_flight or (job.state == RUNNING and job.restarts > restart):
             for name in reserved:
                 await self._delete(job, name)
@@ -348,6 +349,15 @@ class Recoveries:
         await self.slurm.node_resume(host)
         why = verdict.why if verdict is not None else "the job is gone"
         self.say(raw_id, restart, "resumed", host, f"the drain of an interrupted recovery is undone: {why}")
+
+    async def _fell(self, job: Job | None, restart: int, begun: set[str]) -> bool:
+        """Whether the script had ended before its node was set DOWN: nobody but us sends such a job back."""
+        if job is None or job.restarts != restart or job.state not in (FAILED, NODE_FAIL) or not begun:
+            return False
+        if clock.time() - job.end_time > self.settings.retention_s:
+            return False  # its copies are gone
+        nodes = await self.slurm.nodes()
+        return any(n in nodes and nodes[n].down for n in begun)
 
     async def _not_down(self, host: str) -> Node | None:
         """The node as it is now, unless it is DOWN or unknown."""

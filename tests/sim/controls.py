@@ -87,7 +87,7 @@ def half_a_pair_votes() -> None:
     """A pair of which one slot has been handed back says that it has gone past what is in the other one."""
 
     def recount(self: Any, name: str) -> None:
-        for shard in self._agent.store.of_set(name):
+        for shard in self._store.of_set(name):
             shard.half_back = False
         recounted(self, name)
 

@@ -104,6 +104,10 @@ class SimLoop(asyncio.base_events.BaseEventLoop):
     def time(self) -> float:
         return self.now
 
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+        # Who waits for the rest of a time would else wait for nothing again and again: no clock goes on meanwhile.
+        return super().call_later(max(delay, 1e-6), callback, *args, context=context)
+
     def ready(self, handles: deque[asyncio.Handle]) -> None:
         """These are to be called next."""
         self._ready.extend(handles)

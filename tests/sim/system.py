@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -44,6 +44,7 @@ class World:
         self.paths: dict[str, str] = {}  # of this run, and what the story calls them
         self.listeners: dict[str, LocalServer] = {}
         self.locks: dict[tuple[int, int], Process] = {}
+        self.handles: dict[tuple[int, int], IO[str]] = {}  # through which a lock is held
         self.uids: dict[str, int] = {}  # of processes, by name; else the owner's
         self.free_bytes: dict[str, int] = {}
         self.munged: set[str] = set()  # hosts on which it does not answer
@@ -366,12 +367,17 @@ def _meminfo() -> dict[str, int]:
     return {"MemTotal": 64 * GIB, "MemAvailable": world().free_bytes.get(current().host, 32 * GIB)}
 
 
-def _flock(fd: int, operation: int) -> None:
-    info = os.fstat(fd)
+def flock(file: int | IO[str], operation: int) -> None:
+    """A lock ends with its process, or when the file is closed."""
+    info = os.fstat(file if isinstance(file, int) else file.fileno())
     key, holder = (info.st_dev, info.st_ino), world().locks.get((info.st_dev, info.st_ino))
-    if holder is not None and holder.alive and holder is not current():
+    handle = world().handles.get(key)
+    free = holder is None or not holder.alive or (handle is not None and handle.closed)
+    if not free and holder is not current():
         raise BlockingIOError(errno.EAGAIN, "locked")
     world().locks[key] = current()
+    if not isinstance(file, int):
+        world().handles[key] = file
 
 
 def _put(file: Any, data: bytes) -> None:
@@ -391,7 +397,7 @@ def install(made: World) -> None:
     link.Link.block = _block  # type: ignore[method-assign]
     link.BlockingLink.connect = staticmethod(_connect)  # type: ignore[assignment, method-assign]
     agent_module.LocalServer = LocalServer  # type: ignore[assignment, misc]
-    agent_module.fcntl = SimpleNamespace(flock=_flock, LOCK_EX=2, LOCK_NB=4)  # type: ignore[assignment]
+    agent_module.fcntl = SimpleNamespace(flock=flock, LOCK_EX=2, LOCK_NB=4)  # type: ignore[assignment]
     shim: Any = SimpleNamespace(Thread=kernel.Thread, Lock=threading.Lock)
     threads.threading = outgoing.threading = shim
     packets: Any = SimpleNamespace(**{**vars(outgoing.socket), "socketpair": _pair})

@@ -29,7 +29,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(place, "time", made)
+    monkeypatch.setattr(place, "clock", made)
     return made
 
 

@@ -129,7 +129,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
     device = TimedDevice()
     clock = SimpleNamespace(monotonic=device.clock)
     for module in (watch_module, iteration_module):
-        monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(module, "clock", clock)
     watch = Watch(lambda ranks: True, device=lambda: device)
     watch.start()
     assert not watch.problem

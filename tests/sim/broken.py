@@ -1,0 +1,73 @@
+"""Production code broken on purpose, by name: what a simulated site must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gemini_hpc.agent.agent import Agent
+from gemini_hpc.control import recovery
+from gemini_hpc.control.fencing import Act, Case, Verdict, Veto
+from gemini_hpc.control.recoveries import Recoveries
+from gemini_hpc.control.reservation import Held
+
+from .slurm import SimSlurm
+
+
+async def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def no_reservation() -> None:
+    """Survivors are pinned, and not reserved."""
+    Held.reserve = _nothing  # type: ignore[method-assign]
+
+
+def keeps_reservations() -> None:
+    """What is held is never let go of."""
+    Held.clean = _nothing  # type: ignore[method-assign]
+
+
+def fences_living_kernels() -> None:
+    """A node that hangs is set DOWN."""
+    judge = recovery.judge
+
+    def worse(case: Case) -> Verdict:
+        verdict = judge(case)
+        return Verdict(Act.FENCE, "it hangs") if (verdict.act, verdict.veto) == (Act.LEAVE, Veto.KERNEL) else verdict
+
+    recovery.judge = worse
+
+
+def no_budget() -> None:
+    """As many nodes as there are may be fenced."""
+    recovery.budget = recovery.user_budget = lambda configured, cluster: 99
+
+
+def starts_now() -> None:
+    """`StartTime=now`: the credentials are revoked."""
+    asked = SimSlurm.set_start_time
+    SimSlurm.set_start_time = lambda self, job, start: asked(self, job, "now")  # type: ignore[method-assign]
+
+
+def resumes_nothing() -> None:
+    """What a dead controller has begun stays so."""
+    Recoveries.resume = _nothing  # type: ignore[method-assign]
+
+
+def tells_once() -> None:
+    """Agents of a job that has ended tell nobody of the death that has ended it, as up to November 2026."""
+    Agent.deaths_matter = lambda self, now: not self.membership.detached  # type: ignore[method-assign]
+
+
+BROKEN: dict[str, Callable[[], None]] = {
+    b.__name__.replace("_", "-"): b
+    for b in (
+        no_reservation,
+        keeps_reservations,
+        fences_living_kernels,
+        no_budget,
+        starts_now,
+        resumes_nothing,
+        tells_once,
+    )
+}

@@ -1,0 +1,280 @@
+"""A whole site in one thread: nodes with production agents, Slurm, the production controller, jobs.
+
+What must hold is looked at all the time: no healthy node is set DOWN or drained by us, no job is changed but one that
+has lost a node, the budget of fencing is kept, ranks resume from what was sealed, nothing is held for a job that has
+ended, and no task of production code dies of a fault of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+
+from gemini_hpc.config import Settings
+from gemini_hpc.control.reservation import PREFIX
+from gemini_hpc.control.slurm.facts import COMPLETED, LIVE
+
+from . import controlhost, system
+from .controlhost import ControlHost, Log
+from .jobs import Wrong
+from .kernel import Stuck
+from .node import Node
+from .slurmctld import Slurmctld
+from .slurmd import Slurmd, Work
+from .system import OWNER, World
+from .training import Training
+
+FILLER = "filler"
+OTHER = 2000
+BOOT_GRACE_S = 5.0  # a node that has just booted may be held for dead a moment longer
+HELD_S = 90.0  # nothing is held for a job that has ended so long ago
+RESERVED_S = 660.0  # but for what nobody deletes, or slurmctld forgets to have deleted: that ends by itself
+LIMIT_S = 1500.0
+
+
+class Filler:
+    """A job of somebody else's; a `slurmd.Work`."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def prolog(self, node: Node, raw_id: int, restart: int, nodes: tuple[str, ...]) -> None:
+        self.world.clock.sleep(self.world.rng.uniform(0.02, 0.3))
+
+    def begin(self, raw_id: int, restart: int, nodes: tuple[str, ...], ended: Callable[[int], None]) -> None: ...
+
+    def kill(self, node: Node, raw_id: int) -> None: ...
+
+    def epilog(self, node: Node, raw_id: int, restart: int, code: str, nodes: tuple[str, ...]) -> None:
+        self.world.clock.sleep(self.world.rng.uniform(0.02, 0.4))
+
+
+class Site:
+    """One simulated cluster. `fillers`: jobs of another user's, each for a whole node."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        nodes: int = 5,
+        size: int = 3,
+        replicas: int = 2,
+        fillers: int = 0,
+        backup: bool = False,
+        settle_s: float = 15.0,
+    ) -> None:
+        gc.disable()  # what a collector ends runs its `finally` blocks
+        self.world = World(seed)
+        system.install(self.world)
+        controlhost.install(self.world, seed)
+        self.rng = random.Random(seed ^ 0x517E)
+        self.problem: BaseException | None = None
+        names = ["ctl", "ctl2"][: 1 + backup]
+        self.settings = Settings(
+            cluster_name="sim",
+            memory_floor_bytes=0,
+            controller_host=",".join(names),
+            retention_s=120.0,
+            slurm_settle_s=settle_s,
+        )
+        self.hosts = [self.world.network.add(name) for name in names]
+        self.nodes = {f"n{i}": Node(self.world, f"n{i}", self.settings) for i in range(1, nodes + 1)}
+        self.place = tempfile.mkdtemp(prefix="gemini-sim-site-")
+        self.training = Training(
+            self.world, 0, self.nodes, size, replicas=replicas, pause_s=self.rng.choice((0.2, 0.4))
+        )
+        self.training.state_save, self.training.on_wrong = f"{self.place}/save", self.fail
+        work: dict[str, Work] = {"training": self.training, FILLER: Filler(self.world)}
+        self.slurmds = {
+            name: Slurmd(self.world, node, self.settings.slurmd_port, work) for name, node in self.nodes.items()
+        }
+        self.ctld = self.training.ctld = Slurmctld(self.world, self.hosts, self.slurmds)
+        self.ctld.changed_by_us, self.ctld.job_over = self._changed, self._over
+        Log(self.world, lambda text: self.fail(Wrong(f"fault: {text}")))
+        self.controllers = [
+            ControlHost(
+                self.world,
+                host,
+                self.settings,
+                self.ctld,
+                self.place,
+                lambda text: self.fail(Wrong(f"fault: {text}")),
+            )
+            for host in self.hosts
+        ]
+        self.fenced: list[tuple[float, str]] = []
+        self.hit: set[int] = set()  # jobs that have lost a node
+        self.booted: dict[str, float] = {}
+        self.done = self.forgetful = False  # forgetful: reservations may be left to end by themselves
+        self._seen = 0
+        self.back_s = 0.0  # from the power cut until the job ran again
+        self.training.number = self.ctld.submit("training", OWNER, size, priority=self.rng.choice((0, 10)))
+        self._fillers = fillers
+        self.at(1.0, self._fill)
+        self.checks: list[Callable[[], None]] = []  # when all is over
+
+    # ---- running ---------------------------------------------------------------------------------------
+
+    def at(self, after_s: float, what: Callable[[], None]) -> None:
+        """So much later."""
+        self.world.network.at(self.world.loop.now + after_s, what)
+
+    def tell(self, text: str) -> None:
+        """A line of the story."""
+        self.world.tell(f"FAULT {text}")
+
+    def fail(self, problem: BaseException) -> None:
+        """The first one counts."""
+        if self.problem is None:
+            self.world.tell(f"WRONG {problem}")
+            self.problem = problem
+        self.world.loop.stop()
+
+    def run(self) -> None:
+        """Until the training has ended and all is free. Raises what went wrong."""
+        loop = self.world.loop
+        loop.after_turn = self._look
+        self.at(LIMIT_S, lambda: self.fail(Wrong(f"liveness: after {LIMIT_S:g} s the job is {self._state()}")))
+        try:
+            loop.run_forever()
+        except Stuck:
+            raise Wrong("nothing happens any more") from None
+        finally:
+            logging.getLogger("gemini_hpc.control").handlers.clear()
+            for place in (self.place, *(node.root for node in self.nodes.values())):
+                shutil.rmtree(place, ignore_errors=True)
+        if self.problem is not None:
+            raise self.problem
+
+    def _state(self) -> str:
+        job = self.ctld.state.jobs.get(self.training.number)
+        return f"{job.shown} {job.reason} restart {job.restarts} on {job.nodes}" if job else "gone"
+
+    def _look(self) -> None:
+        for _, text in self.world.story[self._seen :]:
+            if text.startswith("FAILED") or " error v" in text:
+                self.fail(Wrong(f"production code failed: {text}"))
+        self._seen = len(self.world.story)
+
+    def _fill(self) -> None:
+        for _ in range(self._fillers):
+            priority = self.rng.choice((-10, 20))
+            self.ctld.submit(FILLER, OTHER, 1, priority=priority, runs_s=self.rng.uniform(10.0, 60.0))
+
+    # ---- what must hold --------------------------------------------------------------------------------
+
+    def _changed(self, what: str, name: str) -> None:
+        """slurmctld does what somebody has asked for."""
+        self.world.tell(f"Slurm: {what} {name}")
+        now = self.world.loop.now
+        if what in ("drain", "down"):
+            if (
+                self.nodes[name].host.up
+                and now - self.booted.get(name, -1e9) > BOOT_GRACE_S
+                and not self._unseen(name)
+            ):
+                self.fail(Wrong(f"healthy: {name} has power, and is set {what}"))
+            if what == "down":
+                self.fenced.append((now, name))
+            window = {n for t, n in self.fenced if t > now - self.settings.fence_budget_window_s}
+            if len(window) > self.settings.fence_budget_nodes:
+                self.fail(Wrong(f"budget: {sorted(window)} are fenced"))
+        elif what in ("update", "requeue") and int(name) not in self.hit:
+            self.fail(Wrong(f"changed: job {name} has lost no node"))
+
+    def _unseen(self, name: str) -> bool:
+        """Whether it is a survivor of a recovery that no controller's host reaches: such a one is fenced on the
+        controller's own word, for its agents do not watch each other any more. Known, and told."""
+        network, host = self.world.network, self.nodes[name].host
+        reached = any(network.hears(h, host) and network.hears(host, h) for h in self.hosts)
+        recovering = self.training.number in self.hit and self.training.state != "running"
+        if recovering and not reached:
+            self.world.tell(f"KNOWN: {name} is fenced, which only the controller cannot reach")
+        return recovering and not reached
+
+    def _over(self, raw_id: int, state: str) -> None:
+        if raw_id == self.training.number:
+            if state != COMPLETED:
+                # a survivor's script may end before anybody has noticed: then it is sent back
+                self.at(60.0, lambda: self._given_up(state))
+                return
+            self.done = True
+            self.at(HELD_S, self._all_free)
+            self.at(RESERVED_S, self._ended)
+
+    def _given_up(self, state: str) -> None:
+        job = self.ctld.state.jobs[self.training.number]
+        if job.state == state:
+            self.fail(Wrong(f"ended: the job is {state}"))
+
+    def _all_free(self) -> None:
+        agents = [name for name, node in self.nodes.items() for seat in node.seats.values() if seat.agent]
+        held = [] if self.forgetful or self.ctld.kills else self._reserved()
+        alive = [j for j in self.ctld.state.jobs.values() if j.state in LIVE]
+        named = [j.raw_id for j in alive if j.reservation.startswith(PREFIX)]
+        if agents or held or named:
+            self.fail(Wrong(f"held {HELD_S:g} s after the end: agents {agents}, reservations {held}, jobs {named}"))
+        if not self._reserved():
+            self._ended()
+
+    def _reserved(self) -> list[str]:
+        return [name for name in self.ctld.state.reservations if name.startswith(PREFIX)]
+
+    def _ended(self) -> None:
+        if self._reserved():
+            self.fail(Wrong(f"held {RESERVED_S:g} s after the end: {self._reserved()}"))
+        for check in self.checks:
+            try:
+                check()
+            except Wrong as exc:
+                self.fail(exc)
+        self.world.loop.stop()
+
+    # ---- faults ----------------------------------------------------------------------------------------
+
+    def when_trained(self, version: int, what: Callable[[], None]) -> None:
+        """As soon as so many steps are sealed; once."""
+        before = self.training.on_seen
+
+        def seen(kind: str, at: int) -> None:
+            before(kind, at)
+            if kind == "sealed" and at >= version and self.training.on_seen is seen:
+                self.training.on_seen = before
+                self.at(self.rng.uniform(0.0, 1.0), what)
+
+        self.training.on_seen = seen
+
+    def last(self, more: int) -> None:
+        """The training ends after so many more steps."""
+        self.training.steps = self.training.trained + more
+
+    def power_off(self, name: str) -> None:
+        """A node loses power."""
+        self.tell(f"power cut of {name}")
+        self.nodes[name].power_off()
+        self.training.lost(self.nodes[name])
+        job = self.ctld.state.jobs[self.training.number]
+        self.hit |= {j.raw_id for j in self.ctld.used_by(name)}
+        if name in job.req_nodes:
+            self.hit.add(job.raw_id)
+
+    def power_on(self, name: str) -> None:
+        """It boots."""
+        node = self.nodes[name]
+        if not node.host.up:
+            node.power_on()
+            self.booted[name] = self.world.loop.now
+            self.slurmds[name].booted()
+
+    def restart_slurmd(self, name: str) -> None:
+        """slurmd alone is started anew."""
+        if self.nodes[name].host.up and not self.slurmds[name].process.alive:
+            self.slurmds[name].restarted()
+
+    def victim(self) -> str:
+        """Some node of the training's."""
+        return self.rng.choice(self.training.names)

@@ -1,0 +1,74 @@
+"""Simulated sites by seed, in processes of their own: `python -m tests.sim.scenarios NAME --seed N` tells a story."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NAMES = (
+    "success",
+    "power",
+    "controller-killed",
+    "slurmctld-killed",
+    "busy",
+    "hangs",
+    "cut-off",
+    "backup",
+    "no-controller",
+    "reboot",
+    "second",
+    "outage",
+    "chaos",
+)
+
+
+def simulate(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.sim.scenarios", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_goes_wrong(name: str) -> None:
+    done = simulate(name, "--seeds", "10")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_goes_wrong_for_many(name: str) -> None:
+    done = simulate(name, "--first", "1000", "--seeds", "150")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["power", "controller-killed", "backup"])
+def test_a_seed_repeats_a_run_to_the_letter(name: str) -> None:
+    first, second = simulate(name, "--seed", "7"), simulate(name, "--seed", "7")
+    assert first.returncode == 0 and "FAULT" in first.stdout and "resumed" in first.stdout, first.stderr
+    assert first.stdout == second.stdout
+
+
+_BROKEN = [
+    ("no-reservation", "busy", 8, "survivors"),
+    ("keeps-reservations", "power", 2, "held"),
+    ("fences-living-kernels", "hangs", 6, "healthy"),
+    ("no-budget", "outage", 2, "budget"),
+    ("starts-now", "power", 3, "ended"),
+    ("resumes-nothing", "controller-killed", 20, "held"),
+    ("tells-once", "backup", 20, "ended"),
+]
+
+
+@pytest.mark.parametrize(("broken", "name", "seeds", "found"), _BROKEN)
+def test_what_is_broken_on_purpose_is_found(broken: str, name: str, seeds: int, found: str) -> None:
+    done = simulate(name, "--broken", broken, "--seeds", str(seeds))
+    assert done.returncode == 1 and f"Wrong: {found}" in done.stdout, done.stdout + done.stderr
