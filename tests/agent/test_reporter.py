@@ -1,4 +1,4 @@
-"""What an agent tells the controller of a death, again and again, and for how long."""
+"""What an agent tells the controller of a death, again and again, for as long as that is news."""
 
 from __future__ import annotations
 
@@ -7,33 +7,40 @@ from typing import Any
 
 import pytest
 
-from gemini_hpc import clock
 from gemini_hpc.agent import reporter
+from gemini_hpc.agent.identity import Identity
+from gemini_hpc.agent.membership import Membership
 from gemini_hpc.agent.reporter import Reporter
+from gemini_hpc.agent.retention import _JUST_S, Retention
+from gemini_hpc.config import Settings
 from gemini_hpc.wire.controller import Report
 
 
-def told(*, detached: bool, ago_s: float = 0.0, waits: bool = False) -> list[str]:
-    """The hosts of which a new controller hears."""
-    agent: Any = SimpleNamespace(job=7, restart=0, node="n1", mesh=SimpleNamespace(dead={"n2"}))
-    agent.detached, agent.waits, agent.detached_at = detached, waits, clock.monotonic() - ago_s
-    sent: list[Any] = []
-    mine = Reporter(agent)
+@pytest.mark.parametrize(("matters", "hosts"), [(True, ["n2"]), (False, [])])
+def test_a_new_controller_hears_of_a_death_that_matters(matters: bool, hosts: list[str]) -> None:
+    membership, sent = Membership(), list[Any]()
+    incarnation: Any = SimpleNamespace(restart=0, mesh=SimpleNamespace(dead={"n2"}))
+    membership.incarnation = incarnation
+    listener: Any = SimpleNamespace(deaths_matter=lambda now: matters)
+    log: Any = lambda *_, **__: None  # noqa: E731
+    mine = Reporter(Identity(Settings(), 7, 0, "n1", "/run/gemini-hpc/7"), membership, listener, log, log)
     mine._link, mine._reported = SimpleNamespace(send=sent.append), -reporter._REPEAT_S - 1.0  # type: ignore[assignment]
     mine.beat()
-    return [m.host for m in sent if isinstance(m, Report)]
+    assert [m.host for m in sent if isinstance(m, Report)] == hosts
 
 
 @pytest.mark.parametrize(
-    ("detached", "ago_s", "waits", "hosts"),
+    ("ago_s", "waits", "told"),
     [
-        (False, 0.0, False, ["n2"]),
-        (True, 5.0, False, ["n2"]),  # the script has ended, perhaps before a controller could act
-        (True, 5.0, True, []),  # the job is pending: somebody has acted
-        (True, reporter._ENDED_S + 1.0, False, []),
+        (5.0, False, True),  # the script has ended, perhaps before a controller could act
+        (5.0, True, False),  # the job is pending: somebody has acted
+        (_JUST_S + 1.0, False, False),
     ],
 )
-def test_a_death_is_told_until_somebody_has_acted(
-    detached: bool, ago_s: float, waits: bool, hosts: list[str]
-) -> None:
-    assert told(detached=detached, ago_s=ago_s, waits=waits) == hosts
+def test_a_job_has_just_ended(ago_s: float, waits: bool, told: bool) -> None:
+    parts: Any = SimpleNamespace()
+    mine = Retention(Settings(), Membership(), parts, parts, parts, parts, parts, parts)
+    mine.ended(1000.0)
+    if waits:
+        mine.job_waits()
+    assert mine.just_ended(1000.0 + ago_s) is told

@@ -60,7 +60,7 @@ class Job:
         self.dead: set[str] = set()  # nodes of this allocation that have lost power
         self.sealed = 0  # the newest version that a rank was told is sealed
         self.sealed_at = 0.0
-        self.holders: dict[int, tuple[str, ...]] = {}  # by node rank, when that was sealed
+        self.holders: dict[int, tuple[Node, ...]] = {}  # by node rank, when that was sealed
         self.trained = 0  # the newest step that a rank has ended
         self.on_over: Callable[[], None] = lambda: None
         self.on_step: Callable[[], None] = lambda: None
@@ -166,10 +166,11 @@ class Job:
         elif what == "ended":
             self.world.network.at(self.world.loop.now, self._settle, launch)
 
-    def _holders(self, launch: Launch) -> dict[int, tuple[str, ...]]:
+    def _holders(self, launch: Launch) -> dict[int, tuple[Node, ...]]:
         """By node rank, the nodes that hold its shard."""
         homes = next(iter(launch.ranks.values())).barrier.homes
-        names = {homes[rank.rank]: rank.process.host for rank in launch.ranks.values() if rank.rank in homes}
+        nodes = {node.name: node for node in self.nodes}
+        names = {homes[r.rank]: nodes[r.process.host] for r in launch.ranks.values() if r.rank in homes}
         count = min(self.replicas, self.size)
         return {
             home: tuple(names[h] for h in placement.holders(home, self.size, count) if h in names) for home in names
@@ -178,11 +179,10 @@ class Job:
     def _nothing_lost(self, launch: Launch, version: int) -> None:
         """No sealed version is lost while a holder of each shard lives; then at most one step is repeated."""
         if self.sealed and version < self.sealed:
-            lost = {node.name: node.lost_at for node in [*self.nodes, *self.spares]}
             gone = [
                 home
                 for home, holders in self.holders.items()
-                if all(lost[name] > self.sealed_at - _IN_FLIGHT_S for name in holders)
+                if all(node.lost_at > self.sealed_at - _IN_FLIGHT_S for node in holders)
             ]
             if not gone:
                 raise Wrong(f"lost: {launch.step} resumes from {version}, though {self.sealed} was sealed")

@@ -145,7 +145,6 @@ class Training(Job):
 
     def lost(self, node: Node) -> None:
         """A node has lost power, and all that it had in memory."""
-        self.lost_at[node.name] = self.world.loop.now
         self.gone(node.name)
         if node in self.nodes:
             self.dead.add(node.name)
