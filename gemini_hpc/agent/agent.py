@@ -69,38 +69,38 @@ class Agent:
     def __init__(self, settings: Settings, *, job: int, uid: int, node: str, directory: str, again: bool) -> None:
         me = self.identity = Identity(settings, job=job, uid=uid, node=node, directory=directory, again=again)
         me.address, me.interface = interface_address(settings.interface)
-        member = self.membership = Membership()
-        events = self._events = EventLog(node, lambda: member.restart, self._print)
+        here = self.membership = Membership()
+        events = self._events = EventLog(node, lambda: here.restart, self._print)
         log, spawn = events.log, Tasks(events.log).spawn
         self._log, self._complain, self._spawn = log, events.complain, spawn
         self._local: LocalServer | None = None
 
         self.store = store = Store(Budget(settings))
-        self.sets = sets = Sets(member, store, self._sealed)
+        self.sets = sets = Sets(here, store, self._sealed)
         self.state = StateFile(directory)
         self.pledges = Pledges(directory)
         tellings = Tellings()
-        tier = TierChoice(settings, uid, member)
+        tier = TierChoice(settings, uid, here)
         rejections = Rejections(self.pledges, log)
-        keeps = self.keeps = Keeps(member, self.pledges, rejections, tier, log, wanted=self._keep_wanted)
-        self.reporter = Reporter(me, member, self, log, spawn)
+        keeps = self.keeps = Keeps(here, self.pledges, rejections, tier, log, wanted=self._keep_wanted)
+        self.reporter = Reporter(me, here, self, log, spawn)
         events.follow(self.reporter.tell)
 
-        filling = Filling(member, sets, log, spawn)
+        filling = Filling(here, sets, log, spawn)
         self.transfers = Transfers(
-            Incoming(member, sets, store, filling, log),
-            Outgoing(member, store, spawn),
-            Pulls(me, member, store, sets, tier, log, spawn),
+            Incoming(here, sets, store, filling, log),
+            Outgoing(here, store, spawn),
+            Pulls(me, here, store, sets, tier, log, spawn),
         )
-        node_saver = NodeSaver(me, member, store, spawn)
+        node_saver = NodeSaver(me, here, store, spawn)
         self.drains = drains = Drains(
-            me, member, sets, tier, keeps, rejections, node_saver, log, spawn, scavenging=lambda: self.scavenge.busy
+            me, here, sets, tier, keeps, rejections, node_saver, log, spawn, scavenging=lambda: self.scavenge.busy
         )
-        self.scavenge = Scavenge(node, member, sets, store, rejections, drains, node_saver, log, spawn)
-        sessions = Sessions(me, member, sets, drains, tier, rejections, tellings, notice=lambda: self.reporter.notice)
+        self.scavenge = Scavenge(node, here, sets, store, rejections, drains, node_saver, log, spawn)
+        sessions = Sessions(me, here, sets, drains, tier, rejections, tellings, notice=lambda: self.reporter.notice)
         self.service = Service(
             node,
-            member,
+            here,
             sessions,
             store,
             sets,
@@ -116,7 +116,7 @@ class Agent:
         )
         self.member = Member(
             me,
-            member,
+            here,
             self.state,
             store,
             sets,
@@ -132,7 +132,7 @@ class Agent:
         )
         self._retention = Retention(
             settings,
-            member,
+            here,
             store.budget,
             tier,
             drains,
@@ -140,11 +140,11 @@ class Agent:
             spawn,
             lambda why: self._log_end("released", why),
         )
-        self._summons = Summons(me, member, self.attach, events, spawn)
-        self._fence = SelfFence(settings.self_fence_s, member, self.reporter, sets, log, spawn)
+        self._summons = Summons(me, here, self.attach, events, spawn)
+        self._fence = SelfFence(settings.self_fence_s, here, self.reporter, sets, log, spawn)
         self._picture = Picture(
             me,
-            member,
+            here,
             sets,
             store,
             tellings,
@@ -156,11 +156,11 @@ class Agent:
         )
         self._callers = Callers(
             me,
-            member,
+            here,
             store,
             self.transfers.incoming,
             self._summons,
-            Flush(job, member, sets, drains, self.scavenge, spawn),
+            Flush(job, here, sets, drains, self.scavenge, spawn),
             self._picture,
             lambda: self.member.inventory(verify=False),
             events.complain,
@@ -171,7 +171,7 @@ class Agent:
     async def run(self) -> None:
         """Serve until released."""
         asyncio.get_running_loop().set_exception_handler(self._failed)
-        me, member = self.identity, self.membership
+        me, here = self.identity, self.membership
         lock = os.open(me.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -193,8 +193,8 @@ class Agent:
         server.close()
         self._local.close()
         self.reporter.close()
-        if member.incarnation is not None:
-            member.incarnation.mesh.close()
+        if here.incarnation is not None:
+            here.incarnation.mesh.close()
         self.drains.close()
         await self.drains.leave(self.scavenge.gathering)
         await self.transfers.cease()
@@ -252,14 +252,14 @@ class Agent:
 
     async def attach(self, m: local.Attach) -> local.Message:
         """Enter an incarnation, on the word of the prolog or of a peer; answers when the agents agree, or do not."""
-        me, member = self.identity, self.membership
+        me, here = self.identity, self.membership
         if m.job != me.job or m.node != me.node:
             return local.Error(f"this is the agent of job {me.job} on {me.node}")
-        if member.incarnation is None:
+        if here.incarnation is None:
             self._take_over(m)
-        incarnation = member.incarnation
-        if m.restart < member.restart:
-            return local.Error(f"restart {m.restart} is over, {member.restart} is on")
+        incarnation = here.incarnation
+        if m.restart < here.restart:
+            return local.Error(f"restart {m.restart} is over, {here.restart} is on")
         if incarnation is None or m.restart > incarnation.restart or m.nodelist != incarnation.attach.nodelist:
             try:
                 hosts = tuple(hostlist.expand(m.nodelist))
@@ -276,26 +276,26 @@ class Agent:
                 if m.restart == 0 and self.drains.tier:
                     self._spawn(self.drains.glance())
             self._spawn(self._summons.call(incarnation))
-        member.detached = False
+        here.detached = False
         bound_s = max(0.2, me.settings.attach_timeout_s - 0.5)
         try:
             async with asyncio.timeout(bound_s):
                 await incarnation.rounds.wait_live(None)
         except TimeoutError:
             mapfile.settle(me.directory)
-            self._log("unmapped", detail=f"not all agents of {len(member.hosts)} nodes agreed within {bound_s:g} s")
+            self._log("unmapped", detail=f"not all agents of {len(here.hosts)} nodes agreed within {bound_s:g} s")
             return local.Ready("unmapped")
         return local.Ready("mapped")
 
     def _enter(self, m: local.Attach, hosts: tuple[str, ...]) -> Incarnation:
         """A new incarnation: new links, new rounds; what is held stays."""
-        me, member = self.identity, self.membership
-        if member.incarnation is not None:
-            member.incarnation.close()
+        me, here = self.identity, self.membership
+        if here.incarnation is not None:
+            here.incarnation.close()
         self.scavenge.reset()
         self.service.drop_all()
         mapfile.remove(me.directory)
-        member.detached = self.drains.succeeded = False
+        here.detached = self.drains.succeeded = False
         self._retention.attached()
         mesh = Mesh(
             me.settings,
@@ -311,7 +311,7 @@ class Agent:
             complain=self._complain,
         )
         rounds = Rounds(self.member, me.node, hosts, self._spawn)
-        member.incarnation = incarnation = Incarnation(m, hosts, mesh, rounds)
+        here.incarnation = incarnation = Incarnation(m, hosts, mesh, rounds)
         mesh.want(mesh.ring())
         mesh.want(rounds.children)
         if rounds.parent is not None:
@@ -347,15 +347,15 @@ class Agent:
             self._spawn(self._summons.call(incarnation))
 
     def _epilog(self, m: local.Epilog) -> local.Message:
-        me, member = self.identity, self.membership
+        me, here = self.identity, self.membership
         if m.job != me.job:
             return local.Error(f"this is the agent of job {me.job}")
-        if m.restart < member.restart:
+        if m.restart < here.restart:
             return local.Ok("detached")
-        mesh = member.incarnation.mesh if member.incarnation is not None else None
+        mesh = here.incarnation.mesh if here.incarnation is not None else None
         hold = first = False
-        if not member.detached:
-            member.detached = True
+        if not here.detached:
+            here.detached = True
             self._retention.ended(clock.monotonic())
             if mesh is not None:
                 mesh.detector.watching = False
@@ -375,7 +375,7 @@ class Agent:
                 return local.Ok("released")
         if first:
             self.drains.detached(dead=dead)
-        return local.Ok("hold" if hold else "detached", member.restart)
+        return local.Ok("hold" if hold else "detached", here.restart)
 
     # ---- peers -----------------------------------------------------------------------------------------
 

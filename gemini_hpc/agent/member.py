@@ -96,7 +96,7 @@ class Member:
 
     async def inventory(self, *, verify: bool = True) -> peer.InventoryRecord:
         """Verify what is held (unless whoever pulls it will), and tell."""
-        me, member = self._identity, self._membership
+        me, here = self._identity, self._membership
         await self._transfers.cease()
         for shard in list(self._store):
             shard.pair.void_filling()
@@ -110,16 +110,16 @@ class Member:
         sealed = ((s.name, s.sealed) for s in self._sets)
         return peer.InventoryRecord(
             host=me.node,
-            noderanks=member.noderanks or None,
-            map_restart=member.map_restart,
-            max_epoch=member.epoch,
+            noderanks=here.noderanks or None,
+            map_restart=here.map_restart,
+            max_epoch=here.epoch,
             copies=tuple(self._store.copies()),
             sealed=tuple((name, (s.epoch, s.version)) for name, s in sealed if s is not None),
             port=me.port,
             instance=me.instance,
             unreadable=tuple(sorted(self._transfers.pulls.unreadable)),
             unbroken=not me.again,
-            doubt=member.doubt,
+            doubt=here.doubt,
             rejected=self._rejections.all,
         )
 
@@ -187,14 +187,14 @@ class Member:
         return incarnation
 
     def _adopt(self, incarnation: Incarnation, plan: peer.PlanDown) -> None:
-        node, member, m = self._identity.node, self._membership, incarnation.replicas
-        self._tier.chosen, member.doubt = plan.tier, plan.doubt
+        node, here, m = self._identity.node, self._membership, incarnation.replicas
+        self._tier.chosen, here.doubt = plan.tier, plan.doubt
         self._rejections.learn(plan.rejected)
         self._drains.forget(self._rejections.covers)
-        member.noderanks, member.map_restart, member.epoch = dict(plan.noderanks), member.restart, plan.epoch
+        here.noderanks, here.map_restart, here.epoch = dict(plan.noderanks), here.restart, plan.epoch
         incarnation.mesh.ports.update({h: p for h, p in plan.ports.items() if h != node})
-        by_rank = {rank: host for host, rank in member.noderanks.items()}
-        mine, n = member.noderanks[node], len(incarnation.hosts)
+        by_rank = {rank: host for host, rank in here.noderanks.items()}
+        mine, n = here.noderanks[node], len(incarnation.hosts)
         group = set(placement.holders(mine, n, m)) | set(placement.holds_for(mine, n, m))
         incarnation.mesh.want(by_rank[rank] for rank in group)
         self._sets.plan(plan)

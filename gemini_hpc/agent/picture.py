@@ -88,24 +88,24 @@ class Picture:
 
     def part(self, request: int, record: picture.RecordAsk | None = None) -> picture.InspectPart:
         """Everything that this node can tell of the job; beside it, if asked for, what one rank has recorded."""
-        me, member, budget = self._identity, self._membership, self._store.budget
-        incarnation = member.incarnation
+        me, here, budget = self._identity, self._membership, self._store.budget
+        incarnation = here.incarnation
         mesh = incarnation.mesh if incarnation is not None else None
         stage = incarnation.rounds.stage if incarnation is not None else "idle"
-        trouble = incarnation.rounds.trouble if incarnation is not None and not member.detached else ""
+        trouble = incarnation.rounds.trouble if incarnation is not None and not here.detached else ""
         unwritten = f"its recovery state cannot be written: {self._state.problem}" if self._state.problem else ""
-        kept = member.detached and budget.taken_bytes > 0
+        kept = here.detached and budget.taken_bytes > 0
         return picture.InspectPart(
             host=me.node,
             job=me.job,
             uid=me.uid,
-            restart=max(member.restart, 0),
-            replicas=member.replicas,
-            epoch=member.epoch,
-            round=member.round,
-            state="detached" if member.detached else stage,
-            hosts=member.hosts,
-            noderanks=member.noderanks,
+            restart=max(here.restart, 0),
+            replicas=here.replicas,
+            epoch=here.epoch,
+            round=here.round,
+            state="detached" if here.detached else stage,
+            hosts=here.hosts,
+            noderanks=here.noderanks,
             address=me.address or me.settings.address_of(me.node),
             interface=me.interface,
             port=me.port,
