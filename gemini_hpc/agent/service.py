@@ -247,7 +247,6 @@ class Service:
         try:
             index = self._filling.begin(training, shard, m.version)
         except Refused as exc:
-            self._filling.passed(shard, m.version)
             return local.Refused(exc.reason), []
         self._fills[m.set, m.rank, index] = client
         training.begun = max(training.begun, m.version)
@@ -312,7 +311,6 @@ class Service:
         if shard is not None:
             del self._fills[m.set, m.rank, m.slot]
             self._filling.void(shard, m.slot)
-            self._filling.passed(shard, m.version)
         return local.Ok(), []
 
     async def _fetch(self, client: Client, m: local.Fetch) -> Reply:

@@ -293,6 +293,7 @@ class Rank:
         reply, _ = agent.ask(local.Begin(SET, self.rank, version))
         if not isinstance(reply, local.Begun):
             self.watch(f"refused ({reply})", self, version)
+            agent.ask(local.Event("skipped", version, self.world.clock.time()))
             return False
         self._stamps.pop((self.rank, reply.slot), None)
         payload = slot.pack(Content(self.rank, version, state, self._lineage), self.epoch, self.size)
