@@ -125,8 +125,10 @@ check: $(VENV)/.python ## within 90 s, as any user: ruff, mypy, and the tests th
 	@$(PY) -m ruff format --check -q $(CODE)
 	@$(PY) -m mypy
 	@PYTHONPATH=$(CURDIR) $(PY) -m pytest -q -rfE $(DEAL) --quick tests
-# The place for `make check SEEDS=200`, the cluster simulator:
-#	@[ -z "$(SEEDS)" ] || $(PY) -m tests.sim --seeds $(SEEDS)
+	@[ -z "$(SEEDS)" ] || PYTHONPATH=$(CURDIR) $(PY) -m tests.sim --seeds $(SEEDS)
+
+sim: $(VENV)/.python ## simulated clusters with faults: SEEDS=1000 for so many; SEED=7 repeats one and prints its story
+	@PYTHONPATH=$(CURDIR) $(PY) -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),200))
 
 test: install deps-site deps-mpi deps-fronts deps-stacks lint ## every test, on real clusters in namespaces; up to 8 failures run once more, alone (tests/flakes.toml); WORKERS=0: one after the other
 	@$(MAKE) -s -C slurm all test

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from . import controls
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -29,3 +33,13 @@ def test_a_seed_repeats_a_run_to_the_letter() -> None:
     first, second = simulate("--seed", "12"), simulate("--seed", "12")
     assert first.returncode == 0 and "resumed" in first.stdout and "FAULT" in first.stdout, first.stderr
     assert first.stdout == second.stdout
+
+
+# The first seed that finds it is among so many: tried with the simulator as it is now.
+_CONTROLS = dict.fromkeys(controls.CONTROLS, 120)
+
+
+@pytest.mark.parametrize("rule", _CONTROLS)
+def test_what_is_broken_on_purpose_is_found(rule: str) -> None:
+    done = simulate("--broken", rule, "--seeds", str(_CONTROLS[rule]))
+    assert done.returncode == 0, done.stdout + done.stderr
