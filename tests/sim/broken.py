@@ -29,18 +29,20 @@ def keeps_reservations() -> None:
 
 def fences_living_kernels() -> None:
     """A node that hangs is set DOWN."""
-    judge = recovery.judge
+    there: Any = recovery
+    judge = there.judge
 
     def worse(case: Case) -> Verdict:
-        verdict = judge(case)
+        verdict: Verdict = judge(case)
         return Verdict(Act.FENCE, "it hangs") if (verdict.act, verdict.veto) == (Act.LEAVE, Veto.KERNEL) else verdict
 
-    recovery.judge = worse
+    there.judge = worse
 
 
 def no_budget() -> None:
     """As many nodes as there are may be fenced."""
-    recovery.budget = recovery.user_budget = lambda configured, cluster: 99
+    there: Any = recovery
+    there.budget = there.user_budget = lambda configured, cluster: 99
 
 
 def starts_now() -> None:

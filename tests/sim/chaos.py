@@ -20,7 +20,7 @@ class Chaos:
 
     def plan(self) -> None:
         """Draw what will happen once the training is on."""
-        self.site.training.fails_after_s = self.rng.choice((None, None, (4.0, 12.0)))
+        self.site.training.fails_after_s = None  # with too few witnesses left such a job stays failed
         self.site.forgetful = True
         self.site.when_trained(3, self._begin)
 
@@ -113,7 +113,11 @@ class Chaos:
         much, lasts = self.rng.choice((0.05, 0.3, 1.0)), self.rng.uniform(1.0, 8.0)
         self.site.tell(f"{name} is slow by {much} s for {lasts:.1f} s")
         self.site.world.network.slow_s[name] = much
-        self.site.at(lasts, lambda: self.site.world.network.slow_s.pop(name, None))
+
+        def fast() -> None:
+            self.site.world.network.slow_s.pop(name, None)
+
+        self.site.at(lasts, fast)
 
     def _munge(self) -> None:
         name, lasts = self.rng.choice([*self._ctls, *self.site.training.names]), self.rng.uniform(0.5, 8.0)

@@ -188,7 +188,8 @@ def no_controller(seed: int) -> Site:
         site.controllers[0].kill(0)
 
     site.when_trained(3, also)
-    site.when_trained(5, lambda: _cut(site, lambda: None))
+    # One survivor's epilog holds all, and another's may end before: on a busy site its node is stolen then.
+    site.when_trained(5, lambda: _cut(site, lambda: None, kept=seed % 2 == 0))
     return site
 
 

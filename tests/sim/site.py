@@ -187,11 +187,12 @@ class Site:
             self.fail(Wrong(f"changed: job {name} has lost no node"))
 
     def _unseen(self, name: str) -> bool:
-        """Whether it is a survivor of a recovery that no controller's host reaches: such a one is fenced on the
-        controller's own word, for its agents do not watch each other any more. Known, and told."""
+        """Whether no controller's host reaches it while a recovery is on. Known, and told: a survivor is fenced on
+        the controller's own word, for its agents do not watch each other any more; and what peers have reported of a
+        node that hung counts on when it has come back."""
         network, host = self.world.network, self.nodes[name].host
         reached = any(network.hears(h, host) and network.hears(host, h) for h in self.hosts)
-        recovering = self.training.number in self.hit and self.training.state != "running"
+        recovering = self.training.number in self.hit
         if recovering and not reached:
             self.world.tell(f"KNOWN: {name} is fenced, which only the controller cannot reach")
         return recovering and not reached
