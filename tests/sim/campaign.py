@@ -129,6 +129,8 @@ class Campaign:
             self._no_munge,
             self._disk_full,
             self._damage,
+            self._cut_and_fail,
+            self._cut_and_fail,
         ]
         mine = self.rng.sample(kinds, self.rng.randint(1, len(kinds)))
         for _ in range(self.rng.randint(0, 10)):
@@ -234,6 +236,16 @@ class Campaign:
         byte = os.pread(shard.memory[index].fd, 1, at)
         os.pwrite(shard.memory[index].fd, bytes([byte[0] ^ 1]), at)
         node.lost_at = self.world.loop.now
+
+    def _cut_and_fail(self) -> None:
+        """Nothing can be sealed for a while, and then the launch fails: what was sealed before has to be there."""
+        if len(self.job.nodes) > 1:
+            a, b = self.rng.sample([node.name for node in self.job.nodes], 2)
+            lasts = self.rng.uniform(2.5, 6.0)
+            self._tell(f"link {a} {b} is cut for {lasts:.1f} s, in which a rank will fail")
+            self.world.network.cut(a, b)
+            self._at(self.rng.uniform(1.0, lasts), self._kill_rank)
+            self._ends(lasts, lambda: self._heal(a, b))
 
     def _no_munge(self) -> None:
         node, lasts = self._some(), self.rng.choice((0.5, 3.0))
