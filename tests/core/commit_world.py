@@ -199,7 +199,9 @@ class World:
 
     def wants(self, host: str, trainer: Trainer) -> bool:
         pair = self.agents[host].pairs.get(trainer.rank)
-        return pair is not None and (pair.floor is None or pair.floor < trainer.stamp)
+        if pair is None or trainer.skipped == trainer.stamp:  # what it has told that it skips it never begins
+            return False
+        return pair.floor is None or pair.floor < trainer.stamp
 
     def skip(self, host: str, trainer: Trainer) -> None:
         """The trainer goes past this version without saving it."""

@@ -174,7 +174,7 @@ class Job:
         """A step of this incarnation."""
         self.launches += 1
         self.last = steps
-        self.ranks, self.resumed = [], {}
+        self.ranks, self.resumed, self.unprotected = [], {}, []
         self.stepped_at, self.slowest_s = self.loop.now, 0.0
         barrier = Barrier(len(self.hosts))
         for name in self.hosts:
