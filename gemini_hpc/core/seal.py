@@ -72,8 +72,7 @@ def vote_of(pairs: Iterable[SlotPair], expected: int | None = None) -> Vote:
             complete=pair.complete_stamps(),
             seen=pair.complete_stamps(),
             floor=pair.floor,
-            kept=frozenset(slot.stamp for slot in pair.slots if slot.stamp is not None)
-            | (_NONE if pair.high is None or pair.high != pair.floor or pair.high == pair.passed else {pair.high}),
+            kept=pair.kept,
         )
         for pair in pairs
     )

@@ -92,6 +92,12 @@ class SlotPair:
         """Of the stamps that are not in its slots, the pair can still have those above this one."""
         return max((s for s in (self.high, self.passed) if s is not None), default=None)
 
+    @property
+    def kept(self) -> frozenset[Stamp]:
+        """Those up to `floor` that it has, is filling, or can begin once more."""
+        again = {self.high} if self.high is not None and (self.passed is None or self.high > self.passed) else set()
+        return frozenset(again | {slot.stamp for slot in self.slots if slot.stamp is not None})
+
     def _room(self, stamp: Stamp, sealed: Stamp | None, abandoned: frozenset[Stamp], voted: frozenset[Stamp]) -> int:
         for index, slot in enumerate(self.slots):
             if slot.state == "filling" and not slot.busy:
