@@ -43,7 +43,7 @@ def test_bit_identical(make_job: MakeJob, kind: str, world: int, nodes: int, m: 
     job = make_job(nodes, m)
     job.stop_after(7)  # what a failure right after the seal of version 7 leaves
     options = {"kind": kind, "steps": 12, **FULL, **more}
-    whole = train(job, world, **options)
+    whole = train(job, world, **options, armed=True, sealed_until=7)
     assert not job.corrupt
     assert whole[0]["report"]["captured"]["eager"] == {}
     chosen = job.requeue(lost=(nodes - 1,) if m > 1 else ())

@@ -218,6 +218,13 @@ def lag(gpu: fake_gpu.FakePlatform, collective_s: float) -> None:
     pins.of_training = lambda device: gpu.pin
 
 
+def wait_for_seal(ckpt: gemini.Checkpointer, version: int) -> None:
+    assert ckpt._client is not None
+    deadline = time.monotonic() + 20
+    while ckpt._client.page.sealed[1] < version and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
 def look_at(model: nn.Module) -> None:
     """An evaluation, of which nothing is left but what FSDP2 keeps of it."""
     states = torch.get_rng_state()
@@ -424,6 +431,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
                 model(x)
         if step == o.get("flip_at") and rank == world - 1:  # one element, in one replica
             net.blocks[1].weight.data[5, 7] += 0.5
+        if step - start > 2 and step <= o.get("sealed_until", 0):  # beside other tests a seal may take longer
+            wait_for_seal(ckpt, step - 1)
         ckpt.step()
         if o.get("armed") and step == start + 1:  # so short a training would be over before its memory is there
             deadline = time.monotonic() + 20
