@@ -7,16 +7,17 @@ import inspect
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from msgspec.structs import fields
 
 from gemini_hpc import config
 from gemini_hpc.cli.main import build_parser
 from gemini_hpc.control.picture import picture
 from gemini_hpc.wire.picture import EventRecord, HeldSlot, InspectPart, SetState
 from gemini_hpc.wire.traffic import TrafficState
+from tests.docs.tables import ADMIN, with_tables
 from tests.releases import __main__ as releases
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,6 +178,11 @@ def test_every_setting_is_documented_with_its_default() -> None:
     wanted = {f.name: list(f.default) if isinstance(f.default, tuple) else f.default for f in fields(config.Settings)}
     assert found == wanted
     assert [type(found[key]) for key in wanted] == [type(value) for value in wanted.values()]
+
+
+def test_the_table_of_settings_is_made_from_them() -> None:
+    text = ADMIN.read_text()
+    assert text == with_tables(text), "python -m tests.docs.tables writes it anew"
 
 
 def texts_of(part: str) -> list[str]:

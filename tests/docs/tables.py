@@ -1,0 +1,39 @@
+"""Tables of the documents that are made from code: `python -m tests.docs.tables` writes them anew."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+from msgspec.structs import fields
+
+from gemini_hpc.settings import Settings
+
+ADMIN = Path(__file__).resolve().parents[2] / "docs" / "admin.md"
+HEAD = "| key | default | meaning |\n|---|---|---|\n"
+
+
+def settings_table() -> str:
+    """The rows of gemini.toml."""
+    return "".join(
+        f"| `{f.name}` | `{_toml(f.default)}` | {get_args(f.type)[1].description} |\n" for f in fields(Settings)
+    )
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def with_tables(text: str) -> str:
+    """The administrators' guide with its table as it has to be."""
+    assert HEAD in text
+    begin = text.index(HEAD) + len(HEAD)
+    end = re.compile(r"^(?!\|)", re.M).search(text, begin)
+    assert end is not None
+    return text[:begin] + settings_table() + text[end.start() :]
+
+
+if __name__ == "__main__":
+    ADMIN.write_text(with_tables(ADMIN.read_text()))
