@@ -21,7 +21,7 @@ from tests.docs.tables import ADMIN, with_tables
 from tests.releases import __main__ as releases
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 # Options of other programs that the pages name.
 FOREIGN = {
     *("--requeue", "--open-mode", "--wrap", "--ntasks-per-node", "--kill-on-bad-exit", "--export", "--output"),
