@@ -208,10 +208,10 @@ def slurm_api(facts: Facts) -> Outcome:
 
 
 CHECKS = (
-    Check("controller.runs", "SITE 5", ON_CONTROLLER, runs),
-    Check("controller.journal", "SITE 5", ON_CONTROLLER, journal),
+    Check("controller.runs", "one-controller", ON_CONTROLLER, runs),
+    Check("controller.journal", "one-controller", ON_CONTROLLER, journal),
     Check("controller.alerts", "", ON_CONTROLLER, alerts),
-    Check("controller.primary", "SITE 5", ON_CONTROLLER, primary),
-    Check("controller.lock", "SITE 5", ON_CONTROLLER, lock),
+    Check("controller.primary", "one-controller", ON_CONTROLLER, primary),
+    Check("controller.lock", "one-controller", ON_CONTROLLER, lock),
     Check("controller.slurm-api", "asking Slurm", ON_CONTROLLER, slurm_api),
 )

@@ -258,8 +258,8 @@ CHECKS = (
     Check("files.scripts", CVE, ANYWHERE, site_scripts),
     Check("files.plugin", CVE, ANYWHERE, plugin_file),
     Check("files.python", CVE, ANYWHERE, python),
-    Check("files.version", "SITE 20", ANYWHERE, version),
-    Check("files.tier", "SITE 12", ON_NODE, tier),
+    Check("files.version", "not-a-failure", ANYWHERE, version),
+    Check("files.tier", "hold-only-after-a-death", ON_NODE, tier),
     Check("files.run-dir", "CVE-2023-41914", ON_NODE, run_dir),
-    Check("files.state-dir", "SITE 1", ON_CONTROLLER, state_dir),
+    Check("files.state-dir", "believe-slurm", ON_CONTROLLER, state_dir),
 )

@@ -60,7 +60,7 @@ def _bare(answer: JobAnswer, sure: bool) -> tuple[str, ...]:
 
 
 def agents(facts: Facts) -> Outcome:
-    """Nodes with agents against nodes of the job (SITE 22)."""
+    """Nodes with agents against nodes of the job."""
     known = protected(facts)
     rows = [facts.queue[i] for i in sorted(known.sure) + sorted(known.perhaps, reverse=True)]
     running = [row.raw_id for row in rows if row.state == RUNNING][:MAX_JOBS]
@@ -107,7 +107,7 @@ def _as_seen(known: Protected) -> str:
 
 
 def requeue(facts: Facts) -> Outcome:
-    """Slurm and the controller never requeue these (SITE 13)."""
+    """Slurm and the controller never requeue these."""
     known = protected(facts)
     if not known.sure and not known.complete:
         raise Unavailable("which jobs are protected is seen on the controller host, by root or SlurmUser")
@@ -126,7 +126,7 @@ def requeue(facts: Facts) -> Outcome:
 
 
 def tasks(facts: Facts) -> Outcome:
-    """Tasks of protected jobs here whose slurmstepd did not load the plugin (SITE 22).
+    """Tasks of protected jobs here whose slurmstepd did not load the plugin.
 
     Their environment would not tell: what the batch script's node has set is handed on to them by srun.
     """
@@ -153,7 +153,7 @@ def tasks(facts: Facts) -> Outcome:
 
 
 CHECKS = (
-    Check("jobs.agents", "SITE 22", ANYWHERE, agents),
-    Check("jobs.requeue", "SITE 13", ANYWHERE, requeue),
-    Check("jobs.tasks", "SITE 22", ON_NODE, tasks),
+    Check("jobs.agents", "plugin-loaded", ANYWHERE, agents),
+    Check("jobs.requeue", "requeue", ANYWHERE, requeue),
+    Check("jobs.tasks", "plugin-loaded", ON_NODE, tasks),
 )

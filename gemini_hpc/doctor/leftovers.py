@@ -73,7 +73,7 @@ def _ago(seconds: float | None) -> str:
 
 
 def nodes(facts: Facts) -> Outcome:
-    """A fenced node waits for the administrator (SITE 4)."""
+    """A fenced node waits for the administrator."""
     told = [
         f"{n.name} {n.state}{'+DRAIN' if 'DRAIN' in n.flags else ''} {_ago(age_s(n.reason, clock.time()))}"
         for n in facts.nodes.values()
@@ -101,7 +101,7 @@ def changed(path: str) -> float:
 
 
 def directories(facts: Facts) -> Outcome:
-    """Directories of jobs that are over, and agents that outstay their retention (SITE 16)."""
+    """Directories of jobs that are over, and agents that outstay their retention."""
     run_dir, now = facts.settings.run_dir, clock.time()
     try:
         names = sorted(os.listdir(run_dir))[:MAX_LOOKED_AT]
@@ -155,7 +155,7 @@ def _open_recoveries(path: str) -> set[int]:
 
 
 def pins(facts: Facts) -> Outcome:
-    """A node list that is not the user's, on a job that waits (SITE 10)."""
+    """A node list that is not the user's, on a job that waits."""
     facts.need_slurm_user("the controller's records")
     state_dir = facts.settings.state_dir
     recovering = _open_recoveries(os.path.join(state_dir, "journal.jsonl"))
@@ -182,8 +182,8 @@ def pins(facts: Facts) -> Outcome:
 
 
 CHECKS = (
-    Check("leftovers.reservations", "SITE 11", ANYWHERE, reservations),
-    Check("leftovers.nodes", "SITE 4", ANYWHERE, nodes),
-    Check("leftovers.pins", "SITE 10", ON_CONTROLLER, pins),
-    Check("leftovers.directories", "SITE 16", ON_NODE, directories),
+    Check("leftovers.reservations", "reservations", ANYWHERE, reservations),
+    Check("leftovers.nodes", "administrators-resume", ANYWHERE, nodes),
+    Check("leftovers.pins", "pins", ON_CONTROLLER, pins),
+    Check("leftovers.directories", "give-way", ON_NODE, directories),
 )

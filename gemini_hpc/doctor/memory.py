@@ -1,4 +1,4 @@
-"""Room for the replicas beside jobs and slurmd (SITE 15)."""
+"""Room for the replicas beside jobs and slurmd."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def unit(facts: Facts) -> Outcome:
 
 
 CHECKS = (
-    Check("memory.carve-out", "SITE 15", ON_NODE, carve_out),
-    Check("memory.slurmd-cgroup", "SITE 15", ON_NODE, slurmd_cgroup),
-    Check("memory.unit", "SITE 15", ON_NODE, unit),
+    Check("memory.carve-out", "memory", ON_NODE, carve_out),
+    Check("memory.slurmd-cgroup", "memory", ON_NODE, slurmd_cgroup),
+    Check("memory.unit", "memory", ON_NODE, unit),
 )

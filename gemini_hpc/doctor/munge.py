@@ -123,8 +123,8 @@ def key(facts: Facts) -> Outcome:
 
 
 CHECKS = (
-    Check("munge.answers", "SITE 1", ANYWHERE, answers),
+    Check("munge.answers", "believe-slurm", ANYWHERE, answers),
     Check("munge.version", "CVE-2026-25506", ANYWHERE, version),
-    Check("munge.clock", "SITE 1", ANYWHERE, clocks),
+    Check("munge.clock", "believe-slurm", ANYWHERE, clocks),
     Check("munge.key", "CVE-2026-25506", ANYWHERE, key),
 )

@@ -219,9 +219,9 @@ def controller(facts: Facts) -> Outcome:
 
 
 CHECKS = (
-    Check("network.controller", "SITE 2", ANYWHERE, controller),
-    Check("network.slurm-ports", "SITE 17", ANYWHERE, slurm_ports),
-    Check("network.ephemeral", "SITE 17", frozenset((NODE, CONTROLLER)), ephemeral),
-    Check("network.in-use", "SITE 17", frozenset((NODE, CONTROLLER)), in_use),
-    Check("network.addresses", "SITE 2", ON_NODE, addresses),
+    Check("network.controller", "prove-death", ANYWHERE, controller),
+    Check("network.slurm-ports", "all-or-nothing-map", ANYWHERE, slurm_ports),
+    Check("network.ephemeral", "all-or-nothing-map", frozenset((NODE, CONTROLLER)), ephemeral),
+    Check("network.in-use", "all-or-nothing-map", frozenset((NODE, CONTROLLER)), in_use),
+    Check("network.addresses", "prove-death", ON_NODE, addresses),
 )

@@ -1,4 +1,4 @@
-"""The SPANK plugin: where it does not load, Slurm says so in a log at most (SITE 22)."""
+"""The SPANK plugin: where it does not load, Slurm says so in a log at most."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def run_dir(facts: Facts) -> Outcome:
 
 
 CHECKS = (
-    Check("plugin.line", "SITE 22", ANYWHERE, line),
-    Check("plugin.release", "SITE 22", ANYWHERE, release),
-    Check("plugin.run-dir", "SITE 22", ANYWHERE, run_dir),
+    Check("plugin.line", "plugin-loaded", ANYWHERE, line),
+    Check("plugin.release", "plugin-loaded", ANYWHERE, release),
+    Check("plugin.run-dir", "plugin-loaded", ANYWHERE, run_dir),
 )

@@ -81,6 +81,6 @@ def epilog(facts: Facts) -> Outcome:
 
 
 CHECKS = (
-    Check("scripts.prolog", "SITE 19", ANYWHERE, prolog),
-    Check("scripts.epilog", "SITE 16", ANYWHERE, epilog),
+    Check("scripts.prolog", "users-errors", ANYWHERE, prolog),
+    Check("scripts.epilog", "give-way", ANYWHERE, epilog),
 )

@@ -27,7 +27,7 @@ FOREIGN = {
     *("--requeue", "--open-mode", "--wrap", "--ntasks-per-node", "--kill-on-bad-exit", "--export", "--output"),
     "--node-rank",  # torchrun's
     *("--mem", "--bind", "--container-mounts", "--mpi"),
-    *("--signal", "--full", "--no-kill"),
+    *("--signal", "--full", "--no-kill", "--contiguous", "--switches"),
     "--with-ft",  # Open MPI's
 }
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)

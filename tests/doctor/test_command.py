@@ -71,8 +71,8 @@ def test_one_check_never_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> No
         "d.cannot": cannot,
         "e.good": lambda _: ok("fine"),
     }
-    checks = tuple(Check(name, "SITE 1", ANYWHERE, look) for name, look in looks.items())
-    checks += (Check("f.node", "SITE 1", ON_NODE, breaks),)
+    checks = tuple(Check(name, "believe-slurm", ANYWHERE, look) for name, look in looks.items())
+    checks += (Check("f.node", "believe-slurm", ON_NODE, breaks),)
     began = time.monotonic()
     found = {f.check: f for f in examine.examine(Told(), checks=checks)}
     released.set()
@@ -88,7 +88,7 @@ def test_a_fact_that_hangs_is_not_waited_for_twice(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(examine, "CHECK_TIMEOUT_S", 0.3)
     released, facts = threading.Event(), Told()
     look = lambda f: ok(str(f._remembered("hung", released.wait)))  # noqa: E731
-    checks = tuple(Check(f"x.{n}", "SITE 1", ANYWHERE, look) for n in range(5))
+    checks = tuple(Check(f"x.{n}", "believe-slurm", ANYWHERE, look) for n in range(5))
     began = time.monotonic()
     statuses = [f.status for f in examine.examine(facts, checks=checks)]
     released.set()
@@ -107,8 +107,10 @@ def test_the_text() -> None:
 def test_every_check_is_documented_and_broken_by_a_test() -> None:
     names = {c.name: c.rule for c in examine.CHECKS}
     assert len(names) == len(examine.CHECKS)
-    table = dict(re.findall(r"^\| `([a-z]+\.[a-z-]+)` \| ([^|]*?) ?\|", (ROOT / "docs/admin.md").read_text(), re.M))
-    assert table == names
+    rows = re.findall(r"^\| `([a-z]+\.[a-z-]+)` \| ([^|]*?) ?\|", (ROOT / "docs/admin.md").read_text(), re.M)
+    assert {name: re.sub(r"\[(.*)\]\(requirements.md#\1\)", r"\1", rule) for name, rule in rows} == names
+    demands = re.findall(r"^### (.*)$", (ROOT / "docs/requirements.md").read_text(), re.M)
+    assert {rule for _, rule in rows if not rule.startswith("[")} & set(demands) == set(), "a link is missing"
     tests = "\n".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     assert [name for name in names if f'"{name}"' not in tests] == []
 
