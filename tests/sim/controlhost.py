@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from gemini_hpc import config
+from gemini_hpc import settings as site_settings
 from gemini_hpc.config import Settings
 from gemini_hpc.control import hold, primary, service
 from gemini_hpc.control.daemon import ServiceError
@@ -40,7 +40,7 @@ def install(made: World, seed: int) -> None:
     os.getpid = lambda: 4242
     os.fdatasync = lambda fd: None
     made.uids[CONTROLLER] = SLURM
-    config._uid = lambda name, otherwise: SLURM
+    site_settings._uid = lambda name, otherwise: SLURM
     names: Any = SimpleNamespace(
         gethostname=lambda: current().host, getaddrinfo=_nowhere, socket=socket.socket, SOCK_DGRAM=socket.SOCK_DGRAM
     )
