@@ -290,7 +290,9 @@ class Agent:
     def _enter(self, m: local.Attach, hosts: tuple[str, ...]) -> Incarnation:
         """A new incarnation: new links, new rounds; what is held stays."""
         me, here = self.identity, self.membership
+        expected: tuple[str, ...] = ()
         if here.incarnation is not None:
+            expected = tuple(h for h in here.incarnation.hosts if h not in here.incarnation.mesh.dead)
             here.incarnation.close()
         self.scavenge.reset()
         self.service.drop_all()
@@ -309,6 +311,7 @@ class Agent:
             on_message=self._on_message,
             on_dead=self._on_dead,
             complain=self._complain,
+            expected=expected,
         )
         rounds = Rounds(self.member, me.node, hosts, self._spawn)
         here.incarnation = incarnation = Incarnation(m, hosts, mesh, rounds)
@@ -358,7 +361,8 @@ class Agent:
             here.detached = True
             self._retention.ended(clock.monotonic())
             if mesh is not None:
-                mesh.detector.watching = False
+                # With a dead node the job is on its way back: who else is lost meanwhile is news, too.
+                mesh.detector.watching = bool(mesh.dead)
                 alive = [h for h in mesh.hosts if h not in mesh.dead]
                 hold = bool(mesh.dead) and alive[:1] == [me.node] and not self.reporter.connected
             mapfile.wait(me.directory)
@@ -405,9 +409,10 @@ class Agent:
             self.scavenge.on_message(name, message)
 
     def _on_dead(self, host: str, witnesses: tuple[str, ...], known: bool) -> None:
-        if self.membership.detached or self.membership.incarnation is None:
+        if self.membership.incarnation is None or not self.deaths_matter(clock.monotonic()):
             return
-        self.sets.show_dead()
+        if not self.membership.detached:
+            self.sets.show_dead()
         if not known:
             self._log("detected", detail=f"{host} is silent; witnesses {', '.join(witnesses)}")
         self.reporter.report(host, witnesses)

@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 MAX_WITNESSES = 3
+COMES_S = 4.0  # within which a survivor of the incarnation before should be heard: no prolog of it need have run
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,16 @@ Effect = Probe | Obituary | Dead
 
 
 class FailureDetector:
-    """Of one agent in one incarnation, about the hosts of its list. silence_s: after which a peer is suspected."""
+    """Of one agent in one incarnation, about the hosts of its list. silence_s: after which a peer is suspected.
+    expected: those that have an agent already. Of the others it is not known when they come, so they are suspected
+    only once they have been heard."""
 
-    def __init__(self, me: str, hosts: Collection[str], silence_s: float, now: float) -> None:
+    def __init__(
+        self, me: str, hosts: Collection[str], silence_s: float, now: float, expected: Collection[str] = ()
+    ) -> None:
         self._me, self._hosts, self._silence_s = me, frozenset(hosts) - {me}, silence_s
         self._ticked_at = now
+        self._comes = dict.fromkeys(self._hosts.intersection(expected), now + COMES_S)
         self.partners: set[str] = set()  # to whom there should be a link
         self.heard: dict[str, float] = {}  # when, last
         self.suspects: set[str] = set()
@@ -73,10 +79,12 @@ class FailureDetector:
         if now - self._ticked_at > 2 * self._silence_s:  # we ourselves were stopped: hear first, judge later
             for host in self.heard:
                 self.heard[host] = now
+            self._comes = dict.fromkeys(self._comes, now + COMES_S)
         self._ticked_at = now
         if not self.watching:
             return []
-        late = [host for host in self.partners if now - self.heard.get(host, now) > self._silence_s]
+        last = {**self._comes, **self.heard}
+        late = [host for host in self.partners if now - last.get(host, now) > self._silence_s]
         fresh = [host for host in late if host not in self.dead and host not in self.suspects]
         self.suspects.update(fresh)
         return [self._probe(host, links) for host in fresh]

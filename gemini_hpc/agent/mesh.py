@@ -8,7 +8,7 @@ the earlier one. Who counts as dead is decided in `failure_detector`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from contextlib import suppress
 
 from gemini_hpc import clock
@@ -41,6 +41,7 @@ class Mesh:
         on_message: Callable[[str, protocol.AnyMessage], None],
         on_dead: Callable[[str, tuple[str, ...], bool], None],
         complain: Callable[[str], None],
+        expected: Collection[str] = (),
     ) -> None:
         self._settings = settings
         self._job, self.restart, self._uid = job, restart, uid
@@ -50,7 +51,7 @@ class Mesh:
         self.position = {h: i for i, h in enumerate(hosts)}
         self.links: dict[str, Link] = {}
         self.ports: dict[str, int] = {}
-        self.detector = FailureDetector(host, hosts, self.silence_s, clock.monotonic())
+        self.detector = FailureDetector(host, hosts, self.silence_s, clock.monotonic(), expected)
         self._tasks: set[asyncio.Task[None]] = set()
         self._probes: dict[tuple[str, str], asyncio.Future[bool]] = {}
         self._spawn(self._beat())

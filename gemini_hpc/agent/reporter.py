@@ -63,6 +63,7 @@ class Reporter:
         self._link: Link | None = None
         self._task: asyncio.Task[None] | None = None
         self._reported = 0.0
+        self._told: set[str] = set()  # who was reported in this incarnation
         self.refused_at = 0.0  # when the last call that nobody took was begun (monotonic)
         self._controller_uid = 0
         self._holders: asyncio.Future[dict[str, int]] | None = None
@@ -98,8 +99,9 @@ class Reporter:
             self._link.close()
 
     def register(self) -> None:
-        """Tell which incarnation this agent is in."""
+        """Tell which incarnation this agent is in, and whom it holds for dead there."""
         me, incarnation = self._identity, self._membership.incarnation
+        self._told.clear()
         if self._link is not None and incarnation is not None:
             self._link.send(
                 controller.Registration(
@@ -111,6 +113,7 @@ class Reporter:
                     port=me.port,
                     instance=me.instance,
                     state="detached" if self._membership.detached else "attached",
+                    dead=tuple(sorted(incarnation.mesh.dead)),
                 )
             )
 
@@ -137,6 +140,7 @@ class Reporter:
         """A peer is silent."""
         if self._link is not None:
             job, restart = self._identity.job, self._membership.restart
+            self._told.add(host)
             self._link.send(controller.Report(job, restart, host, witnesses, clock.time()))
 
     async def holders(self, timeout_s: float) -> dict[str, int]:
@@ -156,11 +160,13 @@ class Reporter:
         return answer.result() if answer.done() else {}
 
     def beat(self) -> None:
-        """A sign of life, and again what is still silent; called a few times a second."""
+        """A sign of life, and again who is still silent, or who is not any more; called a few times a second."""
         if self._link is None:
             return
         self._link.send(peer.Ping())
         now, incarnation = clock.monotonic(), self._membership.incarnation
+        if incarnation is not None and self._told - incarnation.mesh.dead:
+            self.register()
         due = now - self._reported > _REPEAT_S
         if incarnation is not None and due and self._listener.deaths_matter(now):
             self._reported = now

@@ -34,7 +34,7 @@ class Claim(Enum):
     """Why a node is looked at."""
 
     REPORTED = "reported"  # by agents of its job
-    SURVIVOR = "survivor"  # of a recovery under way: our own probes found it silent
+    SURVIVOR = "survivor"  # of a recovery under way: our own probes found it silent, which agents have to confirm
     TAKEN_OVER = "taken over"  # an earlier controller had confirmed its death, and had begun to fence it
 
 
@@ -210,8 +210,8 @@ def _kernel_lives(case: Case) -> Verdict:
 
 
 def witnesses_needed(case: Case) -> int:
-    """Two on different nodes, or as many as are left; none but the controller's own probes once it has begun."""
-    if case.claim is not Claim.REPORTED:
+    """Two on different nodes, or as many as are left; none more where a controller had heard them before it died."""
+    if case.claim is Claim.TAKEN_OVER:
         return 0
     return max(1, min(WITNESSES, len(set(case.members) - case.suspects)))
 
@@ -222,8 +222,9 @@ def judge(case: Case) -> Verdict:
     if of_job or job is None:
         return _dismiss(Veto.JOB, of_job)
     witnesses = (case.witnesses & set(case.members)) - case.suspects - {case.node}
-    if len(witnesses) < witnesses_needed(case):
-        return _wait(Veto.WITNESSES, f"{len(witnesses)} of {witnesses_needed(case)} witnesses")
+    lacks = f"{len(witnesses)} of {needed} witnesses" if len(witnesses) < (needed := witnesses_needed(case)) else ""
+    if lacks and case.claim is Claim.REPORTED:
+        return _wait(Veto.WITNESSES, lacks)
     if case.slurmd is Port.ANSWERS:
         return _slurmd_answers(case, job)
     if Port.UNKNOWN in (case.slurmd, case.agent, case.kernel):
@@ -239,6 +240,8 @@ def judge(case: Case) -> Verdict:
     if case.others_asked and case.others_reached < REACH_SHARE * case.others_asked:
         why = f"the controller itself reaches only {case.others_reached} of {case.others_asked} other nodes"
         return _wait(Veto.REACH, why)
+    if lacks:  # no packet comes here from it: no proof that none goes anywhere
+        return _wait(Veto.WITNESSES, f"silent to the controller: {lacks}")
     return _silent(case, len(witnesses))
 
 
@@ -255,7 +258,8 @@ def _silent(case: Case, witnesses: int) -> Verdict:
         if fenced + max(1, silent) > allowed:
             why = f"{name}: {fenced} nodes fenced lately, {max(1, silent)} silent now, {allowed} allowed"
             return _leave(veto, f"{why}: left to Slurm; call the administrator")
-    by = f", {witnesses} witnesses" if case.claim is Claim.REPORTED else f", {case.claim.value}"
+    by = "" if case.claim is Claim.REPORTED else f", {case.claim.value}"
+    by += "" if case.claim is Claim.TAKEN_OVER else f", {witnesses} witnesses"
     return Verdict(Act.FENCE, f"no answer from slurmd, agent and kernel for {case.silent_s:.1f} s{by}")
 
 

@@ -57,7 +57,7 @@ class Recoveries:
         self._cool: dict[tuple[int, int], tuple[float, float]] = {}
         self._outage: dict[tuple[int, str], float] = {}  # (owner of the job, host)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._later: set[tuple[int, int, int, str, str]] = set()
+        self._later: set[tuple[int, int, int, str]] = set()
         self._resuming = set(journal.left_open())
         self.reserving = asyncio.Lock()
         self._over = False  # this controller has stepped down
@@ -176,31 +176,36 @@ class Recoveries:
         if message.host not in members or reporter not in members or message.host == reporter:
             log.info("job=%d reporter=%s host=%s: not plausible", track.raw_id, reporter, message.host[:64])
             return
-        key = (track.raw_id, message.restart)
-        if f"{track.raw_id}.{message.restart}" in self._resuming:
+        said_by = {reporter, *message.witnesses} & set(members)
+        track.witnesses.hear(message.restart, message.host, said_by, clock.monotonic())
+        self._look_at(track, message.restart, message.host, said_by)
+
+    def _look_at(self, track: Track, restart: int, host: str, said_by: set[str]) -> None:
+        key = (track.raw_id, restart)
+        if self._over or f"{track.raw_id}.{restart}" in self._resuming:
             return
         recovery = self._active.get(key)
         if recovery is None:
             pause_s = self._cool.get(key, (0.0, 0.0))[0] - clock.monotonic()
             if pause_s > 0:
-                self._hear_later(track, reporter, message, pause_s)
+                self._look_later(track, restart, host, said_by, pause_s)
                 return
-            recovery = self._active[key] = Recovery(self, track, message.restart)
-            recovery.report(message.host, {reporter, *message.witnesses} & set(members))
+            recovery = self._active[key] = Recovery(self, track, restart)
+            recovery.report(host, said_by)
             self._start(f"recovery {recovery.key}", lambda: self._run(key, recovery), recovery.died)
         elif not recovery.acting:
-            recovery.report(message.host, {reporter, *message.witnesses} & set(members))
+            recovery.report(host, said_by)
 
-    def _hear_later(self, track: Track, reporter: str, message: Report, pause_s: float) -> None:
-        """A report that comes during the pause is heard after it, once: its sender may not repeat it."""
-        what = (track.user_id, track.raw_id, message.restart, message.host, reporter)
+    def _look_later(self, track: Track, restart: int, host: str, said_by: set[str], pause_s: float) -> None:
+        """What is reported during the pause is looked at after it: its sender may not repeat it."""
+        what = (track.user_id, track.raw_id, restart, host)
         if what in self._later or sum(w[0] == track.user_id for w in self._later) >= MAX_LATER:
             return
         self._later.add(what)
 
         def again() -> None:
             self._later.discard(what)
-            self.report(track, reporter, message)
+            self._look_at(track, restart, host, said_by)
 
         asyncio.get_running_loop().call_later(pause_s + 0.01, again)
 

@@ -56,7 +56,6 @@ class Suspect:
     claim: Claim = Claim.REPORTED
     since: float = field(default_factory=clock.monotonic)
     reported_at: float = field(default_factory=clock.time)
-    witnesses: set[str] = field(default_factory=set)
     seen: probe.Seen | None = None
     left: Veto | None = None  # the last reason for leaving it to Slurm that was told
     down: bool = False  # the journal has that it is being set DOWN
@@ -125,14 +124,10 @@ class Recovery:
         self.say("task_died", "", why)
 
     def report(self, host: str, witnesses: set[str]) -> None:
-        """Count a report; the first one about a host starts its probes."""
-        suspect = self.suspects.get(host)
-        if suspect is None:
-            if len(self.suspects) >= MAX_SUSPECTS:
-                return
-            suspect = self.suspects[host] = Suspect(host)
+        """The first report about a host starts its probes."""
+        if host not in self.suspects and len(self.suspects) < MAX_SUSPECTS:
+            self.suspects[host] = Suspect(host)
             self.say("detected", host, f"reported by {','.join(sorted(witnesses))}")
-        suspect.witnesses |= witnesses
 
     async def run(self) -> None:
         """Judge, and act if that is what follows."""
@@ -193,13 +188,15 @@ class Recovery:
         strangers = {uid for uid, _ in facts.owners.get(host, ()) if uid != track.user_id}
         lately = clock.monotonic() - LINKED_FACTOR * settings.fence_confirm_s
         window_s, whole = settings.fence_budget_window_s, budget(settings.fence_budget_nodes, len(facts.nodes))
+        # A survivor may already be in the next incarnation, and be missed there.
+        later, dead = suspect.claim is Claim.SURVIVOR, self.survivors.dead if self.survivors is not None else ()
         return Case(
             claim=suspect.claim,
             node=host,
             restart=self.restart,
             members=track.members(self.restart),
-            witnesses=frozenset(suspect.witnesses),
-            suspects=frozenset(self.suspects),
+            witnesses=track.witnesses.fresh(self.restart, host, clock.monotonic(), later=later),
+            suspects=frozenset(self.suspects) | frozenset(dead),
             job=facts.job,
             slurm_node=facts.nodes.get(host),
             slurmd=seen.found("slurmd") if seen else Port.SILENT,

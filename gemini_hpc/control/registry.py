@@ -19,6 +19,7 @@ from gemini_hpc.control.reservation import HOLD_S, PREFIX
 from gemini_hpc.control.slurm import SlurmError
 from gemini_hpc.control.slurm.api import SlurmApi
 from gemini_hpc.control.slurm.facts import COMPLETING, CONFIGURING, PENDING, RUNNING, Job
+from gemini_hpc.control.witnesses import Witnesses
 from gemini_hpc.wire.link import Link
 from gemini_hpc.wire.picture import EventRecord, InspectAsk
 
@@ -86,6 +87,7 @@ class Track:
         self._path = path
         self.job: Job | None = None
         self.agents: dict[str, Agent] = {}
+        self.witnesses = Witnesses()
         self.running_since: tuple[int, float] | None = None
         self.noticed = -1  # the last incarnation that has been looked at for this
         self.looked = -1

@@ -322,6 +322,8 @@ class Controller:
         elif isinstance(message, controller.Registration) and (message.job, message.host) == (agent.job, agent.host):
             agent.restart, agent.state = message.restart, message.state[:32]
             agent.port = message.port if 0 < message.port < 65536 else agent.port
+            if message.dead is not None:
+                track.witnesses.take_back(message.restart, agent.host, message.dead)
             if message.restart not in track.stored.allocations:
                 with suppress(SlurmError):
                     track.learn(await self.read_job(agent.job, fresh=True))

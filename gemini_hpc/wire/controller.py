@@ -8,7 +8,8 @@ from gemini_hpc.wire.picture import EventRecord
 
 
 class Registration(Message, frozen=True, tag="register"):
-    """Agent -> controller, first message after the handshake and again after each attach (a hint: SITE 1)."""
+    """Agent -> controller, first message after the handshake, again after each attach, and when a node of which it
+    has reported that it is silent is heard again (a hint). dead: nodes that it holds for dead; None: not said."""
 
     job: Job
     restart: Restart
@@ -18,6 +19,7 @@ class Registration(Message, frozen=True, tag="register"):
     port: Port
     instance: str
     state: str
+    dead: tuple[str, ...] | None = None
 
 
 class Report(Message, frozen=True, tag="report"):

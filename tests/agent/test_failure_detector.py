@@ -51,6 +51,19 @@ def test_a_silent_partner_is_probed_once_by_itself_and_by_three_others() -> None
     assert watch.probes(4.0) == [], "it is being probed"
 
 
+def test_who_has_an_agent_already_is_expected() -> None:
+    """A survivor that dies before it is in the next incarnation is missed there."""
+    detector = FailureDetector("a", HOSTS, SILENCE_S, 10.0, expected=("b", "c", "z"))
+    detector.partners.update(HOSTS[1:])
+    detector.hear("c", 15.9)
+    assert detector.tick(11.0, ["c"]) == detector.tick(13.0, ["c"]) == detector.tick(16.0, ["c"]) == []
+    assert detector.tick(16.1, ["c"]) == [Probe("b", ("c",), 1.0, 2.0)], "of d nobody knows when it comes"
+    stopped = FailureDetector("a", HOSTS, SILENCE_S, 10.0, expected=("b",))
+    stopped.partners.add("b")
+    assert stopped.tick(20.0, []) == stopped.tick(23.0, []) == stopped.tick(26.0, []) == []
+    assert stopped.tick(26.1, []) != []
+
+
 def test_who_is_no_partner_or_was_never_heard_is_not_suspected() -> None:
     watch = Watch()
     watch.detector.partners.discard("b")

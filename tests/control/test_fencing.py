@@ -93,7 +93,7 @@ def everything_holds(c: Case) -> bool:
         and c.silent_s >= c.confirm_s
         and c.slurm_node is not None
         and not c.slurm_node.down
-        and (c.claim is not Claim.REPORTED or c.witnesses == {"n1", "n3"})
+        and (c.claim is Claim.TAKEN_OVER or c.witnesses == {"n1", "n3"})
         and not c.strangers
         and c.others_reached >= 9
         and c.slurm_up_s >= c.settle_s

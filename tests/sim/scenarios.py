@@ -115,23 +115,27 @@ def hangs(seed: int) -> Site:
     site = Site(seed)
 
     def stop() -> None:
-        name = site.victim()
-        site.tell(f"{name} hangs")
-        stopped = [p for p in site.nodes[name].processes if p.alive]
-        for process in stopped:
-            process.stop()
-
-        def resume() -> None:
-            site.tell(f"{name} goes on")
-            for process in stopped:
-                process.resume()
-            site.at(20.0, lambda: site.last(5))
-
-        site.at(site.rng.uniform(8.0, 25.0), resume)
+        _hang(site, site.victim(), site.rng.uniform(8.0, 25.0), lambda: site.at(20.0, lambda: site.last(5)))
 
     site.when_trained(5, stop)
     site.checks.append(lambda: _nobody_fenced(site))
     return site
+
+
+def _hang(site: Site, name: str, lasts: float, then: Callable[[], None]) -> None:
+    """All processes of a node stop for so long."""
+    site.tell(f"{name} hangs for {lasts:.1f} s")
+    stopped = [p for p in site.nodes[name].processes if p.alive]
+    for process in stopped:
+        process.stop()
+
+    def resume() -> None:
+        site.tell(f"{name} goes on")
+        for process in stopped:
+            process.resume()
+        then()
+
+    site.at(lasts, resume)
 
 
 def cut_off(seed: int) -> Site:
@@ -150,6 +154,51 @@ def cut_off(seed: int) -> Site:
         site.at(lasts, mend)
 
     site.when_trained(5, cut)
+    site.checks.append(lambda: _nobody_fenced(site))
+    return site
+
+
+def survivor_cut(seed: int) -> Site:
+    """A survivor is cut off from the controller's host, not from its peers, while the job is on its way back."""
+    site = Site(seed, nodes=6)
+
+    def cut() -> None:
+        name = site.rng.choice([n for n in site.training.names if site.nodes[n].host.up])
+        lasts = site.rng.uniform(8.0, 40.0)
+        site.tell(f"{name} is cut off from ctl for {lasts:.0f} s")
+        site.world.network.cut("ctl", name)
+        site.at(lasts, lambda: site.world.network.mend("ctl", name))
+
+    def also() -> None:
+        site.at(site.rng.uniform(0.5, 14.0), cut)
+
+    _loses_power(site, also, kept=False)
+
+    def check() -> None:
+        if len(site.fenced) != 1:
+            raise Wrong(f"fenced {site.fenced}")
+
+    site.checks.append(check)
+    return site
+
+
+def hung_and_cut(seed: int) -> Site:
+    """Two nodes hang. One goes on, and is then cut off from the controller's host: what its peers had said of it is
+    over, though the recovery is still on for the other one."""
+    site = Site(seed, size=4)
+
+    def stop() -> None:
+        other, name = site.rng.sample(site.training.names, 2)
+        later = site.rng.choice((0.5, 2.0, 12.0, 30.0))
+        _hang(site, other, 55.0, lambda: site.at(5.0, lambda: site.last(5)))
+        _hang(site, name, site.rng.uniform(4.0, 12.0), lambda: site.at(later, lambda: cut(name)))
+
+    def cut(name: str) -> None:
+        site.tell(f"{name} is cut off from ctl")
+        site.world.network.cut("ctl", name)
+        site.at(15.0, lambda: site.world.network.mend("ctl", name))
+
+    site.when_trained(5, stop)
     site.checks.append(lambda: _nobody_fenced(site))
     return site
 
@@ -260,6 +309,8 @@ SCENARIOS: dict[str, Callable[[int], Site]] = {
     "busy": busy,
     "hangs": hangs,
     "cut-off": cut_off,
+    "survivor-cut": survivor_cut,
+    "hung-and-cut": hung_and_cut,
     "backup": backup,
     "no-controller": no_controller,
     "reboot": reboot,

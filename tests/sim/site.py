@@ -175,7 +175,7 @@ class Site:
             if (
                 self.nodes[name].host.up
                 and now - self.booted.get(name, -1e9) > BOOT_GRACE_S
-                and not self._unseen(name)
+                and not self._seems_dead(name)
             ):
                 self.fail(Wrong(f"healthy: {name} has power, and is set {what}"))
             if what == "down":
@@ -186,16 +186,11 @@ class Site:
         elif what in ("update", "requeue") and int(name) not in self.hit:
             self.fail(Wrong(f"changed: job {name} has lost no node"))
 
-    def _unseen(self, name: str) -> bool:
-        """Whether no controller's host reaches it while a recovery is on. Known, and told: a survivor is fenced on
-        the controller's own word, for its agents do not watch each other any more; and what peers have reported of a
-        node that hung counts on when it has come back."""
+    def _seems_dead(self, name: str) -> bool:
+        """Whether nothing on the node runs, and no controller's host reaches its kernel: nobody can know better."""
         network, host = self.world.network, self.nodes[name].host
         reached = any(network.hears(h, host) and network.hears(host, h) for h in self.hosts)
-        recovering = self.training.number in self.hit
-        if recovering and not reached:
-            self.world.tell(f"KNOWN: {name} is fenced, which only the controller cannot reach")
-        return recovering and not reached
+        return not reached and all(p.stopped for p in self.nodes[name].processes if p.alive)
 
     def _over(self, raw_id: int, state: str) -> None:
         if raw_id == self.training.number:

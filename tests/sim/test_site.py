@@ -17,6 +17,8 @@ NAMES = (
     "busy",
     "hangs",
     "cut-off",
+    "survivor-cut",
+    "hung-and-cut",
     "backup",
     "no-controller",
     "reboot",
