@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from quick import part
 
 from . import controls
 
@@ -25,7 +26,7 @@ def simulate(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_nothing_goes_wrong() -> None:
-    done = simulate("--seeds", "40", "--jobs", "1")
+    done = simulate("--seeds", str(part(40)), "--jobs", "1")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -19,10 +19,10 @@ from .tier_broken import BROKEN
 _MANY = 100_000  # steps: until something ends it
 
 
-def _begin(job: Job, steps: int = _MANY) -> None:
+def _begin(job: Job, steps: int = _MANY, pause_s: float = 0.1) -> None:
     said = job.allocate(list(job.nodes))
     job.check(set(said.values()) == {"mapped"}, f"the prologs said {said}")
-    job.launch(steps)
+    job.launch(steps, pause_s=pause_s)
 
 
 def _again(job: Job, *, fresh: bool, steps: int) -> None:
@@ -130,7 +130,7 @@ def agents_die(job: Job) -> None:
 def bad_tier(job: Job) -> None:
     """Full, slow, hanging, broken, not there: training does not care, one hears of it once, and it is over when it
     is over."""
-    _begin(job)
+    _begin(job, pause_s=0.3)
     job.sleep(job.rng.uniform(1.5, 5.0))
     faults, kind = job.tier.system.faults, job.rng.choice(["full", "slow", "hangs", "broken", "gone", "refuses"])
     for _ in range(2):
