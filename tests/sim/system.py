@@ -20,6 +20,7 @@ import msgspec
 from gemini_hpc import clock
 from gemini_hpc.agent import agent as agent_module
 from gemini_hpc.agent import memory, outgoing, successor, threads
+from gemini_hpc.client import seal
 from gemini_hpc.wire import link, local, munge
 from gemini_hpc.wire.frames import bare, read_bare
 from gemini_hpc.wire.handshake import MAX_HELLO_BYTES
@@ -403,6 +404,7 @@ def install(made: World) -> None:
     packets: Any = SimpleNamespace(**{**vars(outgoing.socket), "socketpair": _pair})
     outgoing.socket = packets
     memory.meminfo = _meminfo
+    seal._POLL_S = 0.002  # a look costs as much as a message here
     made.put = successor.StateFile._put
     successor.StateFile._put = _put  # type: ignore[method-assign, assignment]
     memory.cgroup = SimpleNamespace(Room=_Room, cap_bytes=memory.cgroup.cap_bytes)  # type: ignore[assignment]
