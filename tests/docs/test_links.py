@@ -206,7 +206,7 @@ def test_every_argument_and_the_report_are_documented() -> None:
 
     import gemini_hpc as gemini
 
-    text = (ROOT / "docs" / "training.md").read_text()
+    text = (ROOT / "docs" / "reference.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text, re.M))
     parameters = inspect.signature(gemini.Checkpointer).parameters.values()
     tuning = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not None}
@@ -214,7 +214,7 @@ def test_every_argument_and_the_report_are_documented() -> None:
         assert rows.get(name, "").strip('"') == str(default), name
     model = torch.nn.Linear(2, 2)
     ckpt = gemini.Checkpointer(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    table = section("docs/training.md", "report")
+    table = section("docs/reference.md", "report")
     report = ckpt.report()
     assert all(f"`{key}`" in table for key in [*report, *report["captured"]])
     ckpt.close()
