@@ -128,7 +128,7 @@ class InterpreterError(Exception):
 def version(facts: Facts) -> Outcome:
     """What prologs start is this version."""
     wanted = f"gemini-hpc {__version__}, as this command"
-    fix = f"install it with {os.path.dirname(PYTHON)}/pip (README, Installing on a cluster)"
+    fix = f"install it with {os.path.dirname(PYTHON)}/pip (docs/install.md)"
     if NODE not in facts.roles and CONTROLLER not in facts.roles and not os.path.lexists(PYTHON):
         return ok(f"no {PYTHON} on this host, and no prolog that needs it")
     try:

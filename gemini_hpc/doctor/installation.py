@@ -14,7 +14,7 @@ from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, wrong
 
 PYTHON = "/opt/gemini-hpc/venv/bin/python3"  # fixed in prolog and epilog
 SCRIPTS = "/opt/gemini-hpc/prolog_epilog"
-README = "README, Installing on a cluster"
+GUIDE = "docs/install.md"
 
 
 def _slurm() -> bool:
@@ -64,11 +64,11 @@ def parts(facts: Facts) -> Outcome:
     wanted = "Slurm, MUNGE and gemini-hpc on every host of the cluster"
     if no_basis:
         first = "install Slurm and MUNGE first"
-        fix = f"{first}, then gemini-hpc ({README}); `make demo` in a checkout shows it on this host alone"
+        fix = f"{first}, then gemini-hpc ({GUIDE}); `make demo` in a checkout shows it on this host alone"
         return wrong(f"not on this host: {'; '.join(no_basis + missing)}", wanted, fix)
     if len(missing) == len(ours):
         found = f"gemini-hpc is not installed on this host. Not here: {'; '.join(missing)}"
-        return wrong(found, wanted, f"{README}, steps 1 to 5; `make demo` in a checkout shows it on this host alone")
+        return wrong(found, wanted, f"{GUIDE}, steps 1 to 5; `make demo` in a checkout shows it on this host alone")
     return ok("Slurm, MUNGE and gemini-hpc are here" + (f"; not {'; '.join(missing)}" if missing else ""))
 
 

@@ -111,7 +111,7 @@ def test_nothing_is_installed(package: Path) -> None:
     done = doctor(package, "bare", 0)
     text = " ".join(done.stdout.split())
     assert "WRONG install.parts not on this host: Slurm's commands (scontrol); MUNGE" in text
-    assert "/opt/gemini-hpc/venv/bin/python3" in text and "README, Installing on a cluster" in text
+    assert "/opt/gemini-hpc/venv/bin/python3" in text and "docs/install.md" in text
     assert "make demo" in text and "defect" not in text
     assert max(map(len, done.stdout.splitlines())) <= 80
 
