@@ -139,6 +139,7 @@ class Agent:
             self.scavenge,
             spawn,
             lambda why: self._log_end("released", why),
+            clock.monotonic(),
         )
         self._summons = Summons(me, here, self.attach, events, spawn)
         self._fence = SelfFence(settings.self_fence_s, here, self.reporter, sets, log, spawn)
@@ -209,8 +210,8 @@ class Agent:
         while True:
             await asyncio.sleep(_TICK_S)
             now = clock.monotonic()
-            self.reporter.beat()
-            self._fence.look()
+            self.reporter.beat(now)
+            self._fence.look(now)
             self.sets.beat()
             if self.membership.detached:
                 self._retention.look(now)
@@ -218,7 +219,7 @@ class Agent:
             if self.membership.incarnation is not None:
                 self.membership.incarnation.rounds.tick(now)
             self.member.tend()
-            self.keeps.tend()
+            self.keeps.tend(now)
             self._retention.runs(now)
 
     async def release_on_word(self, reason: str, *, save: bool = False) -> None:
@@ -227,7 +228,7 @@ class Agent:
         if not self.membership.detached and self._fence.ranks():
             self._log("self_fenced", detail=f"{reason}; ranks still ran here")
             await self._fence.end_ranks()
-        self._retention.leave(reason, save=save)
+        self._retention.leave(clock.monotonic(), reason, save=save)
 
     def _log_end(self, name: str, detail: str) -> None:
         """An end of this incarnation, and what was sealed in it: when the agent has gone, the log alone knows."""
@@ -419,7 +420,7 @@ class Agent:
         self.transfers.pulls.overtaken(training.name, stamp)
         incarnation = self.membership.incarnation
         if incarnation is not None and incarnation.leads:
-            self.drains.sealed(training, number, stamp)
+            self.drains.sealed(training, stamp)
 
     # ---- the controller --------------------------------------------------------------------------------
 

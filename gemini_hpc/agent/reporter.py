@@ -155,12 +155,12 @@ class Reporter:
             await asyncio.sleep(_LOOK_S)
         return answer.result() if answer.done() else {}
 
-    def beat(self) -> None:
+    def beat(self, now: float) -> None:
         """A sign of life, and again what is still silent; called a few times a second."""
         if self._link is None:
             return
         self._link.send(peer.Ping())
-        now, incarnation = clock.monotonic(), self._membership.incarnation
+        incarnation = self._membership.incarnation
         due = now - self._reported > _REPEAT_S
         if incarnation is not None and due and self._listener.deaths_matter(now):
             self._reported = now
