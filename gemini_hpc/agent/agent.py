@@ -270,8 +270,7 @@ class Agent:
                 return local.Error(f"node list: {exc}")
             if m.replicas > len(hosts):
                 self._log("refused", detail=f"{m.replicas} replicas on {len(hosts)} nodes")
-            incarnation = self._enter(m, hosts)
-            self.member.attach(m)
+            incarnation = self._enter(m, hosts, begun=True)
             if incarnation.leads:
                 incarnation.rounds.begin("")
                 if m.restart == 0 and self.drains.tier:
@@ -288,8 +287,8 @@ class Agent:
             return local.Ready("unmapped")
         return local.Ready("mapped")
 
-    def _enter(self, m: local.Attach, hosts: tuple[str, ...]) -> Incarnation:
-        """A new incarnation: new links, new rounds; what is held stays."""
+    def _enter(self, m: local.Attach, hosts: tuple[str, ...], *, begun: bool) -> Incarnation:
+        """A new incarnation: new links, new rounds; what is held stays. begun: this agent is the first of it here."""
         me, here = self.identity, self.membership
         if here.incarnation is not None:
             here.incarnation.close()
@@ -313,6 +312,8 @@ class Agent:
         )
         rounds = Rounds(self.member, me.node, hosts, self._spawn)
         here.incarnation = incarnation = Incarnation(m, hosts, mesh, rounds)
+        if begun:
+            self.member.attach(m)  # before anybody hears of it, the controller included
         mesh.want(mesh.ring())
         mesh.want(rounds.children)
         if rounds.parent is not None:
@@ -341,7 +342,7 @@ class Agent:
         except ValueError as exc:
             self._log("error", detail=f"the file `state` in {me.directory} cannot be used: {exc}")
             return
-        incarnation = self._enter(m, hosts)
+        incarnation = self._enter(m, hosts, begun=False)
         self._log("restarted", detail="waiting for the trainers to hand their memory back")
         self.member.succeed(incarnation, state)
         if not state.live:
