@@ -139,6 +139,7 @@ class Agent:
             self.scavenge,
             spawn,
             lambda why: self._log_end("released", why),
+            clock.monotonic(),
         )
         self._summons = Summons(me, here, self.attach, events, spawn)
         self._fence = SelfFence(settings.self_fence_s, here, self.reporter, sets, log, spawn)
@@ -209,8 +210,8 @@ class Agent:
         while True:
             await asyncio.sleep(_TICK_S)
             now = clock.monotonic()
-            self.reporter.beat()
-            self._fence.look()
+            self.reporter.beat(now)
+            self._fence.look(now)
             self.sets.beat()
             if self.membership.detached:
                 self._retention.look(now)
@@ -218,7 +219,7 @@ class Agent:
             if self.membership.incarnation is not None:
                 self.membership.incarnation.rounds.tick(now)
             self.member.tend()
-            self.keeps.tend()
+            self.keeps.tend(now)
             self._retention.runs(now)
 
     async def release_on_word(self, reason: str, *, save: bool = False) -> None:
@@ -227,7 +228,7 @@ class Agent:
         if not self.membership.detached and self._fence.ranks():
             self._log("self_fenced", detail=f"{reason}; ranks still ran here")
             await self._fence.end_ranks()
-        self._retention.leave(reason, save=save)
+        self._retention.leave(clock.monotonic(), reason, save=save)
 
     def _log_end(self, name: str, detail: str) -> None:
         """An end of this incarnation, and what was sealed in it: when the agent has gone, the log alone knows."""
@@ -269,8 +270,7 @@ class Agent:
                 return local.Error(f"node list: {exc}")
             if m.replicas > len(hosts):
                 self._log("refused", detail=f"{m.replicas} replicas on {len(hosts)} nodes")
-            incarnation = self._enter(m, hosts)
-            self.member.attach(m)
+            incarnation = self._enter(m, hosts, begun=True)
             if incarnation.leads:
                 incarnation.rounds.begin("")
                 if m.restart == 0 and self.drains.tier:
@@ -287,8 +287,8 @@ class Agent:
             return local.Ready("unmapped")
         return local.Ready("mapped")
 
-    def _enter(self, m: local.Attach, hosts: tuple[str, ...]) -> Incarnation:
-        """A new incarnation: new links, new rounds; what is held stays."""
+    def _enter(self, m: local.Attach, hosts: tuple[str, ...], *, begun: bool) -> Incarnation:
+        """A new incarnation: new links, new rounds; what is held stays. begun: this agent is the first of it here."""
         me, here = self.identity, self.membership
         expected: tuple[str, ...] = ()
         if here.incarnation is not None:
@@ -315,6 +315,8 @@ class Agent:
         )
         rounds = Rounds(self.member, me.node, hosts, self._spawn)
         here.incarnation = incarnation = Incarnation(m, hosts, mesh, rounds)
+        if begun:
+            self.member.attach(m)  # before anybody hears of it, the controller included
         mesh.want(mesh.ring())
         mesh.want(rounds.children)
         if rounds.parent is not None:
@@ -343,7 +345,7 @@ class Agent:
         except ValueError as exc:
             self._log("error", detail=f"the file `state` in {me.directory} cannot be used: {exc}")
             return
-        incarnation = self._enter(m, hosts)
+        incarnation = self._enter(m, hosts, begun=False)
         self._log("restarted", detail="waiting for the trainers to hand their memory back")
         self.member.succeed(incarnation, state)
         if not state.live:
@@ -424,7 +426,7 @@ class Agent:
         self.transfers.pulls.overtaken(training.name, stamp)
         incarnation = self.membership.incarnation
         if incarnation is not None and incarnation.leads:
-            self.drains.sealed(training, number, stamp)
+            self.drains.sealed(training, stamp)
 
     # ---- the controller --------------------------------------------------------------------------------
 

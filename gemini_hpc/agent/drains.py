@@ -1,19 +1,22 @@
-"""Saving sealed versions to the tier, in the background (DESIGN section 3).
+"""Saving sealed versions to the tier, in the background.
 
 The root chooses a version right when it seals it, and tells all agents. Each writes what its node has of it (see
 `nodesaver`) and tells the root; when that has heard of every rank it has the index and the manifest written. Nothing
-here is waited for by the training, and what fails is told, dropped, and tried again with a newer version.
+here is waited for by the training, and what fails is told, dropped, and tried again with a newer version. `saves`
+decides; this sends, writes and looks.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections import defaultdict
+import os
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 
 from gemini_hpc import clock
+from gemini_hpc.agent import saves_events as events
 from gemini_hpc.agent import tierwork
 from gemini_hpc.agent.eventlog import Log
 from gemini_hpc.agent.gathering import Gathering
@@ -22,6 +25,7 @@ from gemini_hpc.agent.keeps import Keeps
 from gemini_hpc.agent.membership import Membership
 from gemini_hpc.agent.nodesaver import NodeSaver, Wanted
 from gemini_hpc.agent.rejections import Rejections
+from gemini_hpc.agent.saves import Saves
 from gemini_hpc.agent.tasks import Spawn
 from gemini_hpc.agent.tierchoice import TierChoice
 from gemini_hpc.agent.tierwork import TierFailed
@@ -33,14 +37,11 @@ from gemini_hpc.tier.version import Manifest
 from gemini_hpc.wire import bounds, peer, picture
 from gemini_hpc.wire.stored import NodeFile
 
-_AGAIN_S = 5.0  # after a failure, or the interval if that is less
 _LOOK_S = 1.0  # from one look at the tier to the next, where it cannot be seen
-_GATHER_S = 3600.0
-_FLUSH_TRIES = 3
 _SHOWN = 16  # nodes in a line
 _SAID = 200  # characters of another's sentence
 _LEAVE_S = 10.0
-_STEP_S = 0.2
+_TICK_S = 0.2
 
 
 class Drains:
@@ -64,47 +65,37 @@ class Drains:
         self._identity, self._membership, self._trainings = identity, membership, trainings
         self._choice, self._keeps, self._rejections, self.node = tier, keeps, rejections, node
         self._log, self._spawn, self._scavenging = log, spawn, scavenging
-        self._gathering: dict[str, Gathering] = {}
-        self._due: dict[str, float] = {}
+        self._decides = Saves()
+        self._events: deque[events.Event] = deque()
+        self._stepping = False
+        self._clock: asyncio.Task[None] | None = None
+        self._numbers = count(1)
+        self._answers: dict[int, asyncio.Future[tuple[Stamp, str]]] = {}
+        self._settled: dict[int, asyncio.Future[None]] = {}
+        self._publishing: dict[int, asyncio.Future[None]] = {}  # by attempt
         self.troubles = Troubles()
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by set: to make whole, or to remove
-        self._tidy: dict[str, asyncio.Task[None]] = {}  # at the root: removes what a life before has left half done
-        self._ends_at = math.inf  # by Slurm's word (monotonic)
-        self._before_end: dict[str, float] = {}  # at the root: the end before which a version has been saved
-        self._took_s: dict[str, float] = {}  # the last save
         self.succeeded = False  # the training has: nobody will complete what is half written
-        self.last = False  # the job has ended here, and nobody has said that its last versions are saved
-        self._ended = (-1, -1)  # restart and round in which that was said
-        self._keep_at: dict[str, float] = {}  # at the root: after a failure: when it tries to keep one again
-        self._naming: set[str] = set()
-        self.saved: dict[str, tuple[Stamp, float]] = {}  # at the root: the newest on the tier, and when (Unix time)
 
     @property
     def tier(self) -> str:
         """The directory; empty: none."""
         return self._choice.directory
 
-    def freeze(self) -> None:
-        """A round begins: what is on its way will not become whole."""
-        self.last = False
-        self.give_up("a recovery round came between")
-        self._tidy.clear()
-
-    def give_up(self, reason: str) -> None:
-        """What the root has begun will not become whole."""
-        for gathering in self._gathering.values():
-            gathering.end(reason)
-        self._gathering.clear()
+    @property
+    def last(self) -> bool:
+        """Whether the job has ended here, and nobody has said that its last versions are saved."""
+        return self._decides.last
 
     @property
     def busy(self) -> bool:
         """Whether something is being written here, or waited for."""
-        return bool(self._gathering) or self.node.busy
+        return bool(self._decides.gathering) or self.node.busy
 
     def progress(self, name: str) -> int:
         """Bytes of a set that are on the tier, as far as the root knows: what it has written itself, and the files of
         nodes that are done."""
-        gathering = self._gathering.get(name)
+        gathering = self._decides.gathering.get(name)
         files = {} if gathering is None else gathering.files
         mine = version.node_file(self._membership.noderanks.get(self._identity.node, 0))
         return self.node.through(name) + sum(f.bytes for f in files.values() if f.name != mine)
@@ -114,8 +105,8 @@ class Drains:
         incarnation = self._membership.incarnation
         if not self.tier or incarnation is None or not incarnation.leads:
             return None
-        stored, at = self.saved.get(name, (None, 0.0))
-        gathering = self._gathering.get(name)
+        stored, at = self._decides.saved.get(name, (None, 0.0))
+        gathering = self._decides.gathering.get(name)
         return picture.TierState(
             directory=self.tier,
             stored=None if stored is None else (stored.epoch, stored.version),
@@ -127,9 +118,196 @@ class Drains:
             kept=self._keeps.given(name),
         )
 
-    def forget(self, rejected: Callable[[str, Stamp], bool]) -> None:
-        """Such versions are on the tier in vain."""
-        self.saved = {name: found for name, found in self.saved.items() if not rejected(name, found[0])}
+    # ---- what happens ----------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """A round begins: what is on its way will not become whole."""
+        self._happened(events.Freeze())
+
+    def forget(self) -> None:
+        """Versions have been rejected: such ones are on the tier in vain."""
+        self._happened(events.Rejected())
+
+    def sealed(self, training: TrainingSet, stamp: Stamp) -> None:
+        """The root has sealed a version: is it one to save?"""
+        self._happened(events.Sealed(training.name, stamp))
+
+    def keep_all(self) -> None:
+        """The root saves what is wanted for good."""
+        for training in self._trainings:
+            self._happened(events.Keep(training.name))
+
+    def wanted(self, message: peer.DrainDown) -> None:
+        """The root wants this version saved, here and on the nodes below."""
+        self._happened(events.Wanted(message))
+
+    def heard(self, message: peer.DrainUp) -> None:
+        """From an agent, or through one: it goes up to the root, which counts."""
+        self._happened(events.Heard(message))
+
+    def ends_in(self, left_s: int | None) -> None:
+        """Slurm ends the job in so many seconds; None: it sets no time."""
+        self._happened(events.EndsIn(left_s))
+
+    def detached(self, *, dead: bool) -> None:
+        """The job has ended here, without success: the newest version goes to the tier before the memory is freed.
+        dead: a node of it is, and it may come back; if it does not, see `scavenge`."""
+        self._happened(events.Detached(dead))
+
+    def ended(self) -> None:
+        """Nobody need wait for the last versions any more, here and on the nodes below."""
+        self._happened(events.Ended())
+
+    def found(self) -> None:
+        """The last versions are on the tier, by whoever saved them."""
+        self._happened(events.Found())
+
+    def leaving(self, hosts: Sequence[str], partition: str) -> None:
+        """These nodes, or the partition, are being drained, and may be gone soon: the root saves the newest version
+        now."""
+        incarnation = self._membership.incarnation
+        if not self.tier or self._membership.detached or incarnation is None or not incarnation.leads:
+            return
+        shown = ", ".join(hosts[:_SHOWN]) + ("" if len(hosts) <= _SHOWN else f" and {len(hosts) - _SHOWN} more")
+        said = "; ".join(filter(None, (shown, "".join(c for c in partition[:_SAID] if c.isprintable()))))
+        for training in self._trainings:
+            if training.sealed is not None:
+                self._log("draining", version=training.sealed.version, detail=f"{said}: saving it to the tier")
+        self._happened(events.Leaving())
+
+    async def flush(self, training: TrainingSet) -> tuple[Stamp, str]:
+        """The root brings the newest sealed version to the tier now: which one, and why it is not there or ""."""
+        number = next(self._numbers)
+        answer: asyncio.Future[tuple[Stamp, str]] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        self._happened(events.Ask(number, training.name))
+        return await answer
+
+    async def settle(self, stalled_s: float) -> None:
+        """Wait for what the root has begun, as long as it gets on; then give it up."""
+        number = next(self._numbers)
+        settled = self._settled[number] = asyncio.get_running_loop().create_future()
+        self._happened(events.Settle(number, stalled_s))
+        try:
+            await settled
+        finally:
+            self._settled.pop(number, None)
+            self._happened(events.Unsettle(number))
+
+    # ---- what is decided -------------------------------------------------------------------------------
+
+    def _facts(self, now: float) -> events.Facts:
+        here, incarnation, settings = self._membership, self._membership.incarnation, self._identity.settings
+        return events.Facts(
+            here=None if incarnation is None else (incarnation.restart, incarnation.rounds.round),
+            leads=incarnation is not None and incarnation.leads,
+            parent=None if incarnation is None else incarnation.rounds.parent,
+            epoch=here.epoch,
+            sealed={t.name: (t.sealed, t.world) for t in self._trainings if t.sealed is not None},
+            missing=incarnation is not None and incarnation.incomplete(now),
+            silent_s=0.0 if incarnation is None else incarnation.silent_s,
+            scavenging=self._scavenging(),
+            tier=bool(self.tier),
+            interval_s=self._choice.interval_s,
+            before_end_s=settings.tier_before_end_s,
+            flushes=bool(settings.tier_flush_s),
+            rejected=self._rejections.covers,
+            any_rejected=bool(self._rejections.all),
+            names=self._keeps.due,
+            through=self.progress,
+            attempt=int.from_bytes(os.urandom(4)),
+        )
+
+    def _happened(self, event: events.Event) -> None:
+        """One after the other, also where what is done about one makes the next one happen."""
+        self._events.append(event)
+        if self._stepping:
+            return
+        self._stepping = True
+        try:
+            while self._events:
+                now = clock.monotonic()
+                for effect in self._decides.step(self._events.popleft(), self._facts(now), now):
+                    self._do(effect)
+        finally:
+            self._stepping = False
+        if self._decides.waits and (self._clock is None or self._clock.done()):
+            self._clock = self._spawn(self._ticks())
+
+    async def _ticks(self) -> None:
+        while self._decides.waits:
+            await asyncio.sleep(_TICK_S)
+            self._happened(events.Tick())
+
+    def _do(self, effect: events.Effect) -> None:
+        incarnation = self._membership.incarnation
+        match effect:
+            case events.Order():  # what was being said when it was decided goes first
+                asyncio.get_running_loop().call_soon(self.wanted, effect.message)
+            case events.Write():
+                self._write(effect.message)
+            case events.Down() if incarnation is not None:
+                incarnation.send_down(effect.message)
+            case events.Up() if incarnation is not None:
+                incarnation.send(effect.host, effect.message)
+            case events.Answer():
+                answer = self._answers.pop(effect.id)
+                if not answer.done():
+                    answer.set_result((effect.stamp, effect.reason))
+            case events.Settled():
+                if not self._settled[effect.id].done():
+                    self._settled[effect.id].set_result(None)
+            case events.Failed():
+                self.say(effect.name, effect.stamp.version, effect.reason, effect.host)
+            case events.NotSaved():
+                self._log("not_saved", version=effect.stamp.version, detail=effect.reason)
+            case events.Clean() | events.Publish() | events.Name() | events.Look():
+                self._spawn(self._work(effect))
+
+    async def _work(self, effect: events.Clean | events.Publish | events.Name | events.Look) -> None:
+        """Do what takes its time, and tell what has come of it, also where that is a fault of ours."""
+        reason = "a fault of gemini-hpc"
+        try:
+            reason = await self._outcome(effect)
+        finally:
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():
+                match effect:
+                    case events.Clean():
+                        self._happened(events.Cleaned(effect.name, effect.number))
+                    case events.Publish():
+                        self._happened(events.Published(effect.name, effect.gathering, reason))
+                    case events.Name():
+                        self._happened(events.Named(effect.name, effect.stamp, effect.flush, reason))
+                    case events.Look():
+                        self._happened(events.Looked())
+
+    async def _outcome(self, effect: events.Clean | events.Publish | events.Name | events.Look) -> str:
+        match effect:
+            case events.Clean():
+                await self.clean(effect.name)
+            case events.Publish():
+                return await self.publish(effect.name, effect.gathering)
+            case events.Name():
+                return await self._name(effect.name, effect.stamp)
+            case events.Look():
+                with suppress(TierFailed):
+                    await self._look(())
+        return ""
+
+    def _write(self, message: peer.DrainDown) -> None:
+        """This node's part."""
+
+        def told(files: tuple[NodeFile, ...], reason: str) -> None:
+            for file in (None,) if reason else files:
+                up = peer.DrainUp(
+                    message.round, message.set, message.stamp, self._identity.node, file, reason, message.attempt
+                )
+                self.heard(up)
+
+        self.node.wanted(Wanted(message.set, Stamp(*message.stamp), message.attempt), self.tier, told)
+
+    # ---- the end ---------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Free everything; processes end."""
@@ -139,16 +317,24 @@ class Drains:
         """The agent ends: a version that is on its way, of ours or of the others', will not become whole. For a few
         seconds. The root removes it; so does each node that was still writing, for it may have begun its file after
         that."""
-        begun = {**self._gathering, **others}
+        begun = {**self._decides.gathering, **others}
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
                 for name, gathering in begun.items():
                     if gathering.whole:  # its manifest is being written
-                        await asyncio.wait([gathering.done])
+                        await asyncio.wait([self._published(gathering)])
                     else:  # a newer one may be another incarnation's
                         await self.clean(name, Stamp(gathering.stamp.epoch, gathering.stamp.version + 1))
                 for cut in await self.node.cut_short() if self.succeeded else ():
                     await self.clean(cut.set, Stamp(cut.stamp.epoch, cut.stamp.version + 1))
+
+    def _published(self, gathering: Gathering) -> asyncio.Future[None]:
+        """When its manifest is there, or will not be."""
+        if gathering.attempt not in self._publishing:
+            self._publishing[gathering.attempt] = asyncio.get_running_loop().create_future()
+        return self._publishing[gathering.attempt]
+
+    # ---- the tier --------------------------------------------------------------------------------------
 
     async def stored(self, without: Iterable[tuple[str, bounds.Stamp]], within_s: float) -> tuple[Manifest, ...]:
         """The newest whole version of each set on the tier, but for these. Raises `TierFailed` where that cannot be
@@ -172,7 +358,7 @@ class Drains:
         found = await tierwork.carry_out(order)
         self.troubles.over("")
         manifests = found.manifests if isinstance(found, orders.Found) else ()
-        self.saved.update({m.set: (Stamp(*m.stamp), m.time) for m in manifests})
+        self._happened(events.Stored({m.set: (Stamp(*m.stamp), m.time) for m in manifests}))
         return manifests
 
     async def glance(self) -> None:
@@ -198,54 +384,6 @@ class Drains:
         if self.troubles.met(name, reason, host):
             self._log("not_saved" if name else "tier_silent", version=number, detail=self.troubles.text(name))
 
-    # ---- the root --------------------------------------------------------------------------------------
-
-    def sealed(self, training: TrainingSet, number: int, stamp: Stamp) -> None:
-        """The root has sealed a version: is it one to save?"""
-        name, now = training.name, clock.monotonic()
-        if not self.tier or stamp.epoch != self._membership.epoch or self._rejections.covers(name, stamp):
-            return
-        self.keep(training)
-        due = now >= self._due.setdefault(name, now + self._choice.interval_s) or self._near_end(name, now)
-        if self._under_way(name) is None and self._tidied(name).done() and due:
-            self._begin(training, number, stamp)
-
-    def keep(self, training: TrainingSet) -> None:
-        """The root saves what is wanted for good, before what is only due: a save that began with an earlier version
-        gives way. Where what is on the tier is wanted, that gets its name."""
-        name, stamp, now = training.name, training.sealed, clock.monotonic()
-        wanted = self._keeps.due(name, stamp) if stamp is not None else {}
-        incarnation = self._membership.incarnation
-        if not wanted or stamp is None or incarnation is None or not incarnation.leads or not self.tier:
-            return
-        if self._rejections.covers(name, stamp):
-            return
-        first, gathering, there = min(wanted.values()), self._under_way(name), self._serves(name, stamp, wanted)
-        if there is not None:
-            if name not in self._naming:
-                self._naming.add(name)
-                self._spawn(self._name(name, there))
-            return
-        waits = now < self._keep_at.get(name, 0.0) or self._scavenging() or not self._tidied(name).done()
-        if waits or (gathering is not None and gathering.stamp.version >= first):
-            return
-        if gathering is not None and not gathering.whole:  # nodes have written all of one whose manifest is missing
-            del self._gathering[name]
-            gathering.end(f"version {stamp.version} goes before it, which is to be kept")
-        self._begin(training, incarnation.rounds.round, stamp)
-
-    def keep_all(self) -> None:
-        """The same for every set."""
-        for training in self._trainings:
-            self.keep(training)
-
-    def _serves(self, name: str, sealed: Stamp, wanted: dict[str, int]) -> Stamp | None:
-        """The version on the tier, where a wish can have that: of this lineage, and not before what was asked for."""
-        known = self.saved.get(name)
-        if known is None or (known[0].epoch != self._membership.epoch and known[0] != sealed):
-            return None
-        return known[0] if min(wanted.values()) <= known[0].version <= sealed.version else None
-
     async def _name(self, name: str, stamp: Stamp) -> str:
         """This version of the tier gets the names that it is to have; why it has not, or ""."""
         names = self._keeps.due(name, stamp)
@@ -253,31 +391,10 @@ class Drains:
         try:
             done = await tierwork.carry_out(order) if names else None
         except TierFailed as error:
-            self.saved.pop(name, None)  # perhaps it is not there any more: then the next one is saved
-            self.say(name, stamp.version, str(error))
             return str(error)
-        finally:
-            self._naming.discard(name)
         if isinstance(done, orders.Finished):
             self._keeps.saved(name, stamp, done.names)
         return ""
-
-    def ends_in(self, left_s: int | None) -> None:
-        """Slurm ends the job in so many seconds; None: it sets no time."""
-        self._ends_at = math.inf if left_s is None else clock.monotonic() + left_s
-
-    def _near_end(self, name: str, now: float) -> bool:
-        """Whether it is time for the save before the job's time limit."""
-        ahead_s = self._identity.settings.tier_before_end_s
-        if not ahead_s or self._before_end.get(name) == self._ends_at:
-            return False
-        return now >= self._ends_at - max(ahead_s, 2 * self._took_s.get(name, 0.0))
-
-    def _tidied(self, name: str) -> asyncio.Task[None]:
-        """Ends when what was begun before, and has not become whole, is gone; nothing is written until then."""
-        if name not in self._tidy:
-            self._tidy[name] = self._spawn(self.clean(name))
-        return self._tidy[name]
 
     async def clean(self, name: str, before: Stamp | None = None) -> None:
         """Remove what has not become whole, and is older."""
@@ -288,189 +405,17 @@ class Drains:
         except TierFailed as error:
             self.say(name, 0, f"half versions cannot be removed: {error}")
 
-    def _under_way(self, name: str) -> Gathering | None:
-        found = self._gathering.get(name)
-        if found is not None and clock.monotonic() - found.began >= _GATHER_S:
-            self._failed(name, found, f"not all nodes have written it within {_GATHER_S:.0f} s")
-            return None
-        return found
-
-    def _begin(self, training: TrainingSet, number: int, stamp: Stamp) -> Gathering:
-        name = training.name
-        now = clock.monotonic()
-        self._due[name] = now + self._choice.interval_s
-        if self._near_end(name, now):
-            self._before_end[name] = self._ends_at
-        gathering = self._gathering[name] = Gathering(stamp, training.world)
-        message = peer.DrainDown(number, name, (stamp.epoch, stamp.version), gathering.attempt)
-        self._spawn(self._ask(message, gathering))
-        return gathering
-
-    async def _ask(self, message: peer.DrainDown, gathering: Gathering) -> None:
-        """All agents, again and again: one that has died meanwhile has forgotten it, and says so."""
-        while not gathering.whole and self._under_way(message.set) is gathering:
-            self.wanted(message)
-            await asyncio.wait([gathering.done], timeout=_AGAIN_S)
-
-    async def flush(self, training: TrainingSet) -> tuple[Stamp, str]:
-        """The root brings the newest sealed version to the tier now: which one, and why it is not there or "". A
-        training that goes on may overtake a version before it is copied: then the next one is tried."""
-        reason, wanted = "", training.sealed
-        for _ in range(_FLUSH_TRIES):
-            incarnation, stamp = self._membership.incarnation, training.sealed
-            if incarnation is None or not incarnation.leads or stamp is None or wanted is None:
-                return stamp or Stamp(0, 0), reason or "nothing of it has been sealed yet"
-            if self._rejections.covers(training.name, stamp):
-                return stamp, ""  # nobody wants it
-            kept = self.saved.get(training.name)
-            if kept is not None and kept[0] >= wanted:
-                return kept[0], await self._name(training.name, kept[0])
-            if not self._scavenging():
-                await asyncio.wait([self._tidied(training.name)])
-            if self._scavenging():
-                return wanted, reason or "a node is missing, and the others save it by themselves"
-            gathering = self._under_way(training.name) or self._begin(training, incarnation.rounds.round, stamp)
-            reason = await asyncio.shield(gathering.done)
-            if not reason and gathering.stamp >= wanted:
-                return gathering.stamp, ""
-        return wanted or Stamp(0, 0), reason
-
-    def detached(self, *, dead: bool) -> None:
-        """The job has ended here, without success: the newest version goes to the tier before the memory is freed.
-        dead: a node of it is, and it may come back; if it does not, see `scavenge`."""
-        incarnation, ended = self._membership.incarnation, self._now
-        sealed = [training for training in self._trainings if training.sealed is not None]
-        possible = bool(self.tier and self._identity.settings.tier_flush_s and sealed)
-        if incarnation is None or ended == self._ended:
-            return
-        self.last = possible
-        if incarnation.leads and not dead:
-            self._spawn(self._end(sealed if possible else [], ended))
-
-    @property
-    def _now(self) -> tuple[int, int]:
-        """Restart and round."""
-        incarnation = self._membership.incarnation
-        return (-1, -1) if incarnation is None else (incarnation.restart, incarnation.rounds.round)
-
-    async def _end(self, sealed: Sequence[TrainingSet], ended: tuple[int, int]) -> None:
-        """The root saves the last versions, and lets all agents go; not where a node is missing, nor where the job
-        has come back meanwhile."""
-        await asyncio.gather(*(self._last(training) for training in sealed))
-        if sealed and self._rejections.all:
-            with suppress(TierFailed):  # for who looks later, when no agent knows
-                await self._look(())
-        if not all(map(self._stored, sealed)) and self._membership.incarnation is not None:
-            await asyncio.sleep(self._membership.incarnation.silent_s)  # a node may just have been lost
-        incarnation = self._membership.incarnation
-        whole = incarnation is None or not incarnation.incomplete() or all(map(self._stored, sealed))
-        if ended == self._now and whole:
-            self.ended()
-
-    def _stored(self, training: TrainingSet) -> bool:
-        """Whether the tier has what was sealed last."""
-        if training.sealed is not None and self._rejections.covers(training.name, training.sealed):
-            return True
-        known = self.saved.get(training.name)
-        return known is not None and training.sealed is not None and known[0] >= training.sealed
-
-    def ended(self) -> None:
-        """Nobody need wait for the last versions any more, here and on the nodes below."""
-        self.last, incarnation = False, self._membership.incarnation
-        if incarnation is not None:
-            self._ended = self._now
-            if self.tier:
-                incarnation.send_down(peer.DrainOver(incarnation.rounds.round))
-
-    def found(self) -> None:
-        """The last versions are on the tier, by whoever saved them."""
-        self.last = False
-
-    async def settle(self, stalled_s: float) -> None:
-        """Wait for what the root has begun, as long as it gets on; then give it up."""
-        known, since = -1, clock.monotonic()
-        while self._gathering and clock.monotonic() - since < stalled_s:
-            through = sum(self.progress(name) for name in self._gathering)
-            if through != known:
-                known, since = through, clock.monotonic()
-            await asyncio.sleep(_STEP_S)
-        self.give_up("a node is missing: the others save what is left")
-        if tidying := [task for task in self._tidy.values() if not task.done()]:
-            await asyncio.wait(tidying, timeout=stalled_s)
-
-    def leaving(self, hosts: Sequence[str], partition: str) -> None:
-        """These nodes, or the partition, are being drained, and may be gone soon: the root saves the newest version
-        now."""
-        incarnation = self._membership.incarnation
-        if not self.tier or self._membership.detached or incarnation is None or not incarnation.leads:
-            return
-        shown = ", ".join(hosts[:_SHOWN]) + ("" if len(hosts) <= _SHOWN else f" and {len(hosts) - _SHOWN} more")
-        said = "; ".join(filter(None, (shown, "".join(c for c in partition[:_SAID] if c.isprintable()))))
-        for training in self._trainings:
-            if training.sealed is not None:
-                self._log("draining", version=training.sealed.version, detail=f"{said}: saving it to the tier")
-                self._spawn(self._last(training))
-
-    async def _last(self, training: TrainingSet) -> None:
-        stamp, reason = await self.flush(training)
-        if reason:
-            self._log("not_saved", version=stamp.version, detail=reason)
-
-    def wanted(self, message: peer.DrainDown) -> None:
-        """The root wants this version saved, here and on the nodes below."""
-        incarnation = self._membership.incarnation
-        if incarnation is None or message.round != incarnation.rounds.round or not self.tier or self._scavenging():
-            return
-        incarnation.send_down(message)
-        what = Wanted(message.set, Stamp(*message.stamp), message.attempt)
-        self.node.wanted(what, self.tier, lambda files, reason: self._written(message, files, reason))
-
-    def _written(self, message: peer.DrainDown, files: tuple[NodeFile, ...], reason: str) -> None:
-        for file in (None,) if reason else files:
-            up = peer.DrainUp(
-                message.round, message.set, message.stamp, self._identity.node, file, reason, message.attempt
-            )
-            self.heard(up)
-
-    def heard(self, message: peer.DrainUp) -> None:
-        """From an agent, or through one: it goes up to the root, which counts."""
-        incarnation = self._membership.incarnation
-        if incarnation is None or message.round != incarnation.rounds.round:
-            return
-        if incarnation.rounds.parent is not None:
-            incarnation.send(incarnation.rounds.parent, message)
-            return
-        gathering = self._gathering.get(message.set)
-        if gathering is None or (gathering.stamp, gathering.attempt) != (Stamp(*message.stamp), message.attempt):
-            return
-        if message.file is None:
-            self._failed(message.set, gathering, message.reason, message.host)
-            return
-        gathering.take((message.file,))
-        if gathering.whole:
-            self._spawn(self._finish(message.set, gathering))
-
-    def _failed(self, name: str, gathering: Gathering, reason: str, host: str = "") -> None:
-        if self._gathering.get(name) is gathering:
-            del self._gathering[name]
-            self._due[name] = min(self._due.get(name, 0.0), clock.monotonic() + _AGAIN_S)
-            self._keep_at[name] = clock.monotonic() + _AGAIN_S
-            self._tidy.pop(name, None)
-        self.say(name, gathering.stamp.version, reason, host)
-        gathering.end(f"{host}: {reason}" if host else reason)
-
-    async def _finish(self, name: str, gathering: Gathering) -> None:
-        reason = await self.publish(name, gathering)
-        if reason:
-            self._failed(name, gathering, reason)
-            return
-        if self._gathering.get(name) is gathering:
-            del self._gathering[name]
-        self._took_s[name] = clock.monotonic() - gathering.began
-        gathering.end()
-
     async def publish(self, name: str, gathering: Gathering) -> str:
         """All files are there: the version becomes whole. Why it has not, or ""."""
+        over = self._published(gathering)
+        try:
+            return await self._publish(name, gathering)
+        finally:
+            self._publishing.pop(gathering.attempt, None)
+            if not over.done():
+                over.set_result(None)
+
+    async def _publish(self, name: str, gathering: Gathering) -> str:
         settings, stamp = self._identity.settings, gathering.stamp
         if self._rejections.covers(name, stamp):
             return "a training has rejected it"
@@ -498,8 +443,7 @@ class Drains:
         else:
             self.troubles.over(name)
         self.troubles.over("")
-        if not self._rejections.covers(name, stamp):  # meanwhile
-            self.saved[name] = stamp, clock.time()
+        self._happened(events.Stored({name: (stamp, clock.time())}))
         took_s = clock.monotonic() - gathering.began
         detail = f"{gathering.bytes} bytes in {len(gathering.files)} files in {took_s:.1f} s"
         self._log("saved", version=stamp.version, detail=detail)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
+from gemini_hpc import clock
 from gemini_hpc.agent.drains import Drains
 from gemini_hpc.agent.membership import Membership
 from gemini_hpc.agent.scavenge import Scavenge
@@ -43,7 +44,7 @@ class Flush:
             if not isinstance(await link.receive(), FlushAsk):
                 return
         trainings = [t for t in self._trainings if t.sealed is not None]
-        if self._scavenge.serves:
+        if self._scavenge.serves(clock.monotonic()):
             await self._left(link)
             return
         why, root = self._refusal()

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from gemini_hpc import clock
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire.stored import NodeFile
 
 
 @dataclass
 class Gathering:
-    """done: when it is there, "", or why it will not be."""
+    """attempt: of several saves of a version, which; began: when (monotonic)."""
 
     stamp: Stamp
     world: int
-    attempt: int = field(default_factory=lambda: int.from_bytes(os.urandom(4)))
-    began: float = field(default_factory=clock.monotonic)
+    attempt: int
+    began: float
     files: dict[str, NodeFile] = field(default_factory=dict)
-    done: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def take(self, files: Iterable[NodeFile]) -> None:
         """These are on the tier."""
@@ -41,8 +37,3 @@ class Gathering:
     def bytes(self) -> int:
         """Of all files."""
         return sum(file.bytes for file in self.files.values())
-
-    def end(self, reason: str = "") -> None:
-        """Tell those who wait."""
-        if not self.done.done():
-            self.done.set_result(reason)

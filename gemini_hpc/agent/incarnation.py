@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gemini_hpc import clock
 from gemini_hpc.agent.mesh import Mesh
 from gemini_hpc.agent.rounds import Rounds
 from gemini_hpc.wire import local
@@ -60,11 +59,10 @@ class Incarnation:
         """After such a silence a node is missing."""
         return max(_SILENT_S, 3 * self.mesh.silence_s)
 
-    def incomplete(self) -> bool:
+    def incomplete(self, now: float) -> bool:
         """Whether a node has died, or a neighbour in the tree is silent."""
         mesh, rounds, silent_s = self.mesh, self.rounds, self.silent_s
         kin = [*rounds.children, *([rounds.parent] if rounds.parent is not None else [])]
-        now = clock.monotonic()
         return bool(mesh.dead) or any(now - mesh.heard.get(host, 0.0) > silent_s for host in kin)
 
     def close(self) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from gemini_hpc import clock
 from gemini_hpc.agent.eventlog import Log
 from gemini_hpc.agent.incarnation import Incarnation
 from gemini_hpc.agent.membership import Membership
@@ -79,8 +78,8 @@ class Keeps:
         if known is None:
             if sum(other.set == wish.set for other in self.wishes) >= MAX_WISHES:
                 return f"{MAX_WISHES} versions wait to be kept"
-            self._log("keeping", version=wish.version, detail=f"{wish.set}: {wish.name}")
             self._take(wish)
+            self._log("keeping", version=wish.version, detail=f"{wish.set}: {wish.name}")
             self._tell()
         return ""
 
@@ -109,13 +108,13 @@ class Keeps:
 
     # ---- agents ----------------------------------------------------------------------------------------
 
-    def tend(self) -> None:
+    def tend(self, now: float) -> None:
         """Called a few times a second: what is not done is said again, and at the root tried again."""
-        if self.wishes and clock.monotonic() >= self._again_at:
+        if self.wishes and now >= self._again_at:
+            self._again_at = now + _AGAIN_S
             self._tell()
 
     def _tell(self) -> None:
-        self._again_at = clock.monotonic() + _AGAIN_S
         incarnation = self._membership.live
         if incarnation is None:
             return

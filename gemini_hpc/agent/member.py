@@ -190,7 +190,7 @@ class Member:
         node, here, m = self._identity.node, self._membership, incarnation.replicas
         self._tier.chosen, here.doubt = plan.tier, plan.doubt
         self._rejections.learn(plan.rejected)
-        self._drains.forget(self._rejections.covers)
+        self._drains.forget()
         here.noderanks, here.map_restart, here.epoch = dict(plan.noderanks), here.restart, plan.epoch
         incarnation.mesh.ports.update({h: p for h, p in plan.ports.items() if h != node})
         by_rank = {rank: host for host, rank in here.noderanks.items()}

@@ -58,8 +58,8 @@ class Rejections:
                 said = "; ".join(map(sentence, before))
                 return f"{len(before)} versions were rejected before it, and the fault may be elsewhere: {said}"
             low = (chosen.epoch, chosen.version) if len(before) < MOST else (0, 0)
-            self._log("rejected", version=chosen.version, detail=f"{name}: {reason}")
             self.learn((Rejection(name, low, high, reason, fresh),))
+            self._log("rejected", version=chosen.version, detail=f"{name}: {reason}")
         return ""
 
     def learn(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:

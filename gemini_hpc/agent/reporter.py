@@ -159,12 +159,12 @@ class Reporter:
             await asyncio.sleep(_LOOK_S)
         return answer.result() if answer.done() else {}
 
-    def beat(self) -> None:
+    def beat(self, now: float) -> None:
         """A sign of life, and again who is still silent, or who is not any more; called a few times a second."""
         if self._link is None:
             return
         self._link.send(peer.Ping())
-        now, incarnation = clock.monotonic(), self._membership.incarnation
+        incarnation = self._membership.incarnation
         if incarnation is not None and self._told - incarnation.mesh.dead:
             self.register()
         due = now - self._reported > _REPEAT_S

@@ -80,11 +80,12 @@ class Retention:
         scavenge: Scavenge,
         spawn: Spawn,
         farewell: Callable[[str], None],
+        now: float,
     ) -> None:
         self._settings, self._membership, self._budget = settings, membership, budget
         self._tier, self._drains, self._scavenge = tier, drains, scavenge
         self._spawn, self._farewell = spawn, farewell
-        self._ended_at = clock.monotonic()
+        self._ended_at = now
         self._waits = False
         self._unwanted_since: float | None = None  # its memory is to be freed
         self._leaving = False
@@ -127,7 +128,7 @@ class Retention:
 
     def look(self, now: float) -> None:
         """Called a few times a second while the job does not run here."""
-        saving = self._saving() and not self._scavenge.due(last=True)  # which it would be from then on
+        saving = self._saving(now) and not self._scavenge.due(now, last=True)  # which it would be from then on
         holds = bool(self._budget.taken_bytes)
         action, reason = decide(
             Held(
@@ -139,27 +140,27 @@ class Retention:
                 holds=holds,
                 short=holds and self._budget.below_floor(_SPILL_FLOOR if saving else 1.0),
                 saving=saving,
-                unsaved=self._scavenge.due(),
+                unsaved=self._scavenge.due(now),
             )
         )
         if action == "save":
-            self._save()
-        if action == "release" or (action == "save" and not self._saving()):
+            self._save(now)
+        if action == "release" or (action == "save" and not self._saving(now)):
             self.release(reason)
         elif action == "scavenge":
             self._scavenge.begin()
 
-    def _saving(self) -> bool:
+    def _saving(self, now: float) -> bool:
         """Whether what is held here is on its way to the tier since the job ended, or may soon be."""
-        since_s = clock.monotonic() - max(self._ended_at, self._unwanted_since or 0.0)
+        since_s = now - max(self._ended_at, self._unwanted_since or 0.0)
         waits = self._drains.last or self._drains.busy or self._scavenge.busy
         return waits and since_s < self._settings.tier_flush_s
 
-    def _save(self) -> None:
+    def _save(self, now: float) -> None:
         """The memory is to be freed: what nobody has saved is saved now, or never."""
         if self._unwanted_since is None:
-            self._unwanted_since = clock.monotonic()
-        if self._scavenge.due(last=True):
+            self._unwanted_since = now
+        if self._scavenge.due(now, last=True):
             self._scavenge.begin(last=True)
 
     # ---- the end ---------------------------------------------------------------------------------------
@@ -170,24 +171,24 @@ class Retention:
             self._farewell(reason)
             self.over.set()
 
-    def leave(self, reason: str, *, save: bool) -> None:
+    def leave(self, now: float, reason: str, *, save: bool) -> None:
         """This incarnation is over. save: so is the job, and what nobody has saved is saved before."""
         if self._membership.detached and save:
-            self._save()
-        if not self._stays(save):
+            self._save(now)
+        if not self._stays(now, save):
             self.release(reason)
         elif not self._leaving:
             self._leaving = True
             self._spawn(self._leave_when_saved(reason, save))
 
-    def _stays(self, save: bool) -> bool:
+    def _stays(self, now: float, save: bool) -> bool:
         """Whether this agent stays for what is to be saved; without `save` only for what is being written."""
-        return self._membership.detached and self._saving() and (save or self._drains.busy)
+        return self._membership.detached and self._saving(now) and (save or self._drains.busy)
 
     async def _leave_when_saved(self, reason: str, save: bool) -> None:
-        while self._stays(save) and not self.over.is_set():
+        while self._stays(clock.monotonic(), save) and not self.over.is_set():
             if save:
-                self._save()
+                self._save(clock.monotonic())
             await asyncio.sleep(_LOOK_S)
         self._leaving = False
         if self._membership.detached:

@@ -63,12 +63,11 @@ class SelfFence:
         lost = len(incarnation.hosts) > 1 and set(incarnation.mesh.links) <= incarnation.mesh.dead
         return lost and controller.configured and not controller.connected
 
-    def look(self) -> None:
+    def look(self, now: float) -> None:
         """End the local ranks once this node has been alone for too long."""
         if not self._limit_s or not self._alone():
             self._alone_since = None
             return
-        now = clock.monotonic()
         self._alone_since = self._alone_since or now
         if now - self._alone_since < self._limit_s or not self.ranks() or (self._asking and not self._asking.done()):
             return

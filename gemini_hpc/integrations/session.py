@@ -28,7 +28,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.train import collective
 from gemini_hpc.train.membership import ARMED, Membership
 from gemini_hpc.train.receiver import Reserved
-from gemini_hpc.train.replicator import Identity, register
+from gemini_hpc.train.registration import Identity, register
 from gemini_hpc.train.restore import Saved
 from gemini_hpc.train.shared import Keeper, Slot, map_copy
 from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, Pending

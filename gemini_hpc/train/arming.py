@@ -33,9 +33,10 @@ from gemini_hpc.train.pins import Pins
 from gemini_hpc.train.plan import Draft, Plan, lay_out
 from gemini_hpc.train.planner import LEAST_CHUNK_BYTES, Planner
 from gemini_hpc.train.receiver import Receiver, Reserved
+from gemini_hpc.train.registration import register
 from gemini_hpc.train.replanning import Replanning
 from gemini_hpc.train.replica import Replica
-from gemini_hpc.train.replicator import Replicator, register
+from gemini_hpc.train.replicator import Replicator
 from gemini_hpc.train.rhythm import Rhythm
 from gemini_hpc.train.shared import Keeper, Shard
 from gemini_hpc.train.source import StateChangedError

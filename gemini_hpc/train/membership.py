@@ -20,7 +20,7 @@ from gemini_hpc.client.seal import SealGate
 from gemini_hpc.core import placement
 from gemini_hpc.train import collective
 from gemini_hpc.train.capture import Job
-from gemini_hpc.train.replicator import Identity
+from gemini_hpc.train.registration import Identity
 from gemini_hpc.train.shared import Keeper
 from gemini_hpc.train.transport.base import Transport
 from gemini_hpc.train.transport.choice import Kind

@@ -9,7 +9,7 @@ from gemini_hpc import clock
 from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.client.seal import SealGate
 from gemini_hpc.client.slots import Content
-from gemini_hpc.train.replicator import Identity, register
+from gemini_hpc.train.registration import Identity, register
 from gemini_hpc.train.shared import Keeper, Shard, Slot
 from gemini_hpc.train.transport.base import Head, Inbox, LinkBroken
 from gemini_hpc.wire import local

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -21,12 +21,10 @@ from gemini_hpc.core.manifest import HEADER_BYTES, Layout, parse_header
 from gemini_hpc.core.ranges import Range, largest, merged
 from gemini_hpc.train.capture import Capture, Job
 from gemini_hpc.train.ownership import Own
+from gemini_hpc.train.receiver import Reserved
 from gemini_hpc.train.shared import Shard
 from gemini_hpc.train.tree import local as part_here
 from gemini_hpc.wire import local
-
-if TYPE_CHECKING:
-    from gemini_hpc.train.receiver import Reserved
 
 _GAP_BYTES = 63  # of padding between two tensors
 

@@ -24,21 +24,11 @@ from gemini_hpc.train.outstanding import Outstanding
 from gemini_hpc.train.pacer import Pacer
 from gemini_hpc.train.pins import Pins
 from gemini_hpc.train.plan import Plan, small_capacity
+from gemini_hpc.train.registration import Identity, register
 from gemini_hpc.train.replica import Replica
 from gemini_hpc.train.shared import Keeper, Shard, Slot
 from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, VersionLost
 from gemini_hpc.wire import local
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who this rank is, for the agent."""
-
-    set: str
-    rank: int
-    world: int
-    node_rank: int
-    epoch: int
 
 
 @dataclass
@@ -54,20 +44,6 @@ class Counters:
     sent_bytes: int = 0
     kept_bytes: int = 0  # that holders had, from an earlier version or from their own tensors
     reasons: dict[str, int] = field(default_factory=dict)
-
-
-def register(
-    client: AgentClient, me: Identity, rank: int, home: int, total_bytes: int, *, pushed: bool = False
-) -> Shard:
-    """Ask the agent for a shard's slots and map them. pushed: its home's agent fills them; total_bytes 0 then: as
-    large as they are now. Raises AgentLost, AgentRefused."""
-    reply, fds = client.request(
-        local.Register(set=me.set, rank=rank, world=me.world, home=home, bytes=total_bytes, pushed=pushed),
-        timeout_s=120.0,
-    )
-    if not isinstance(reply, local.Slots) or reply.bytes != (total_bytes or reply.bytes):
-        raise AgentRefused(f"the agent answered a registration of {total_bytes} bytes with {reply}")
-    return Shard(rank, me.world, home, reply.bytes, fds, pushed=pushed)
 
 
 class Replicator(Keeper):

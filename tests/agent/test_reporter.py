@@ -25,7 +25,7 @@ def test_a_new_controller_hears_of_a_death_that_matters(matters: bool, hosts: li
     log: Any = lambda *_, **__: None  # noqa: E731
     mine = Reporter(Identity(Settings(), 7, 0, "n1", "/run/gemini-hpc/7"), membership, listener, log, log)
     mine._link, mine._reported = SimpleNamespace(send=sent.append), -reporter._REPEAT_S - 1.0  # type: ignore[assignment]
-    mine.beat()
+    mine.beat(0.0)
     assert [m.host for m in sent if isinstance(m, Report)] == hosts
 
 
@@ -39,7 +39,7 @@ def test_a_new_controller_hears_of_a_death_that_matters(matters: bool, hosts: li
 )
 def test_a_job_has_just_ended(ago_s: float, waits: bool, told: bool) -> None:
     parts: Any = SimpleNamespace()
-    mine = Retention(Settings(), Membership(), parts, parts, parts, parts, parts, parts)
+    mine = Retention(Settings(), Membership(), parts, parts, parts, parts, parts, parts, 0.0)
     mine.ended(1000.0)
     if waits:
         mine.job_waits()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gemini_hpc.agent import flush, incarnation, scavenge
+from gemini_hpc.agent import flush, incarnation, scavenge, scavenging
 from gemini_hpc.agent.flush import Flush
 from gemini_hpc.agent.gathering import Gathering
 from gemini_hpc.agent.incarnation import Incarnation
@@ -32,9 +32,10 @@ SEALED, DIGEST = Stamp(1, 5), "0" * 32
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {"_REACH_S": 0.2, "_MUSTER_S": 0.5, "_ASKED_S": 0.5, "_AGAIN_S": 0.05, "_LOST_S": 0.4}
+    times = {"REACH_S": 0.2, "MUSTER_S": 0.5, "ASKED_S": 0.5, "AGAIN_S": 0.05, "LOST_S": 0.4}
     for name, value in times.items():
-        monkeypatch.setattr(scavenge, name, value)
+        monkeypatch.setattr(scavenging, name, value)
+    monkeypatch.setattr(scavenge, "_TICK_S", 0.01)
     monkeypatch.setattr(incarnation, "_SILENT_S", 0.3)
     monkeypatch.setattr(flush, "_LOOK_S", 0.005)
 
@@ -140,6 +141,9 @@ class Agent:
             self.heard[host] = time.monotonic()
         return self.net.alive(self.node, host)
 
+    def due(self, *, last: bool = False) -> bool:
+        return self.scavenge.due(time.monotonic(), last=last)
+
     # ---- of the drains
 
     def found(self) -> None:
@@ -216,13 +220,13 @@ def test_a_version_that_a_training_has_rejected_is_not_saved() -> None:
 def test_whoever_is_lost_and_whoever_begins(gone: str, begins: str) -> None:
     async def test(net: Network) -> None:
         net.lose(gone)
-        assert net.agents[begins].scavenge.due() and net.agents[begins].scavenge.due(last=True)
+        assert net.agents[begins].due() and net.agents[begins].due(last=True)
         net.agents[begins].scavenge.begin()
         await net.over()
         leader = "b" if gone == "a" else "a"
         assert net.published == [(leader, FILES)]
         for agent in net.agents.values():
-            assert agent.scavenge.saved and not agent.drains.last and not agent.scavenge.due(last=True), agent.node
+            assert agent.scavenge.saved and not agent.drains.last and not agent.due(last=True), agent.node
             assert len(agent.wrote) <= 1, "nobody is asked to write twice"
 
     run(test)
@@ -248,7 +252,7 @@ def test_the_same_leader_tries_again() -> None:
         net.agents["c"].scavenge.begin()
         await net.over()
         assert not net.published and all(a.drains.last for a in net.agents.values()), "nobody may leave"
-        assert not net.agents["c"].scavenge.due() and net.agents["c"].scavenge.due(last=True)
+        assert not net.agents["c"].due() and net.agents["c"].due(last=True)
         net.tier_down = False
         net.agents["c"].scavenge.begin(last=True)
         await net.over()
@@ -359,11 +363,11 @@ def test_one_that_missed_the_end_hears_of_it_and_is_quiet() -> None:
 def test_a_neighbour_that_falls_silent_is_missing_only_while_all_should_be_there() -> None:
     async def test(net: Network) -> None:
         agent = net.agents["b"]
-        assert not agent.scavenge.due(last=True)
+        assert not agent.due(last=True)
         agent.heard["a"] -= 5
-        assert agent.scavenge.due(last=True)
+        assert agent.due(last=True)
         agent.drains.last = False  # all is saved, so it may leave
-        assert not agent.scavenge.due(last=True)
+        assert not agent.due(last=True)
 
     run(test)
 
@@ -513,8 +517,8 @@ def test_by_hand_when_somebody_has_removed_it() -> None:
 
 def test_by_hand_puts_off_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is tried again by itself, however often somebody asks."""
-    monkeypatch.setattr(scavenge, "_GAP_S", 1.0)
-    monkeypatch.setattr(scavenge, "_LONGEST_GAP_S", 8.0)
+    monkeypatch.setattr(scavenging, "GAP_S", 1.0)
+    monkeypatch.setattr(scavenging, "LONGEST_GAP_S", 8.0)
 
     async def test(net: Network) -> None:
         net.lose("b")
@@ -525,7 +529,7 @@ def test_by_hand_puts_off_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         deadline = time.monotonic() + 5
         while not net.published and time.monotonic() < deadline:
             for agent in net.agents.values():
-                if agent.scavenge.due():
+                if agent.due():
                     agent.scavenge.begin()
             await asyncio.sleep(0.01)
         assert net.published
@@ -540,7 +544,7 @@ def test_gaps_between_tries_grow_to_a_quarter_of_an_hour() -> None:
         gaps = []
         for _ in range(7):
             net.agents["a"].scavenge.begin()
-            gaps.append(round(net.agents["a"].scavenge._again_at - time.monotonic()))
+            gaps.append(round(net.agents["a"].scavenge._decides.again_at - time.monotonic()))
             await net.over()
         assert gaps == [60, 120, 240, 480, 900, 900, 900]
 

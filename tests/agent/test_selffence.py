@@ -63,7 +63,7 @@ class World:
         while time.monotonic() < end:
             if self.refuses:
                 self.controller.refused_at = time.monotonic()
-            fence.look()
+            fence.look(time.monotonic())
             await asyncio.sleep(0.01)
         return bool(self.rank.signals)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from gemini_hpc.agent.agent import Agent
 from gemini_hpc.agent.successor import NAME, State, StateFile
+from gemini_hpc.config import Settings
 from gemini_hpc.wire import local, peer
 
 from .conftest import AgentProcess
@@ -75,6 +78,25 @@ def test_an_agent_says_that_it_cannot_write_it_and_when_it_can(agent: AgentProce
     trainer.step()
     found = StateFile(str(agent.directory)).read()
     assert found is not None and found.live and found.step == "77.0"
+
+
+def test_nobody_hears_of_an_incarnation_before_the_file_says_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the controller either, to which events go as well."""
+    said: list[State | None] = []
+    file = StateFile(str(tmp_path))
+
+    async def enter() -> None:
+        agent = Agent(Settings(), job=77, uid=os.getuid(), node="n1", directory=str(tmp_path), again=False)
+        monkeypatch.setattr(agent.reporter, "register", lambda: said.append(file.read()))
+        monkeypatch.setattr(agent.reporter, "tell", lambda *_: said.append(file.read()))
+        monkeypatch.setattr(agent, "_log", lambda *_, **__: said.append(file.read()))
+        await agent.attach(ATTACH)
+        agent.sets.close()
+
+    asyncio.run(enter())
+    assert said and all(found is not None and found.attach == ATTACH for found in said)
 
 
 @pytest.mark.parametrize("left", ["planned", "live", "attached"])

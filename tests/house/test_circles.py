@@ -14,8 +14,6 @@ PACKAGE = Path(gemini_hpc.__file__).parent
 # They may shrink, and none may come.
 KNOWN = {
     frozenset({"control.recoveries", "control.recovery"}),  # a recovery asks for all others of its controller
-    frozenset({"train.nccl.driver", "train.nccl.joint"}),
-    frozenset({"train.receiver", "train.replica", "train.replicator"}),
 }
 Graph = dict[str, set[str]]
 

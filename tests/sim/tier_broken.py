@@ -46,5 +46,5 @@ BROKEN: dict[str, Callable[[], None]] = {
     "unmarked": lambda: _put(worker, _mark=lambda *_: None),
     "untidy": lambda: _put(retention, clean=lambda directory, keep_last, *, before=None: []),
     "at_once": lambda: _put(Drains, _turns=property(lambda self: _NoTurns(), lambda self, value: None)),
-    "left": lambda: _put(Scavenge, due=lambda self, *, last=False: False),
+    "left": lambda: _put(Scavenge, due=lambda self, now, *, last=False: False),
 }

@@ -18,7 +18,8 @@ from gemini_hpc.train.capture import Job
 from gemini_hpc.train.nccl.courier import StreamedReceiver, StreamedReplicator
 from gemini_hpc.train.nccl.desk import Desk
 from gemini_hpc.train.nccl.driver import Carried
-from gemini_hpc.train.replicator import Counters, Identity
+from gemini_hpc.train.registration import Identity
+from gemini_hpc.train.replicator import Counters
 from gemini_hpc.train.shared import Keeper
 from gemini_hpc.train.transport.base import Head
 from gemini_hpc.wire import local

@@ -16,7 +16,8 @@ from gemini_hpc.core.manifest import Layout
 from gemini_hpc.train.capture import Bound, Job
 from gemini_hpc.train.pacer import Pacer
 from gemini_hpc.train.plan import Plan
-from gemini_hpc.train.replicator import Identity, Replicator
+from gemini_hpc.train.registration import Identity
+from gemini_hpc.train.replicator import Replicator
 from gemini_hpc.train.transport.base import Head, VersionLost
 from gemini_hpc.wire import page
 

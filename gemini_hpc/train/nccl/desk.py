@@ -20,7 +20,7 @@ from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.client.seal import SealGate
 from gemini_hpc.client.slots import Content
 from gemini_hpc.train.pins import Pin, Pins
-from gemini_hpc.train.replicator import Identity
+from gemini_hpc.train.registration import Identity
 from gemini_hpc.train.shared import Keeper, Slot
 from gemini_hpc.wire import local
 from gemini_hpc.wire.page import ControlPage

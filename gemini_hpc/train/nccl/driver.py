@@ -29,16 +29,16 @@ from gemini_hpc.train.nccl import owncopy
 from gemini_hpc.train.nccl.desk import Desk, Grant
 from gemini_hpc.train.nccl.device import Event
 from gemini_hpc.train.nccl.exchange import Exchange, Save
-from gemini_hpc.train.nccl.joint import Joint
 from gemini_hpc.train.nccl.launchlog import pack, unequal
 from gemini_hpc.train.nccl.meeting import Joined
 from gemini_hpc.train.nccl.owncopy import OwnCopy, OwnSlot, Piecework
 from gemini_hpc.train.nccl.program import whole
 from gemini_hpc.train.nccl.progress import Progress
+from gemini_hpc.train.nccl.route import Joint
 from gemini_hpc.train.nccl.source import Piece, Tensors
 from gemini_hpc.train.nccl.unhooked import Finding, Unhooked
 from gemini_hpc.train.pacer import Pacer
-from gemini_hpc.train.replicator import Identity
+from gemini_hpc.train.registration import Identity
 from gemini_hpc.train.shared import Keeper
 from gemini_hpc.train.timetable import Route
 from gemini_hpc.train.watch import Watch

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from gemini_hpc.core import spans
 from gemini_hpc.core.spans import Profile
 from gemini_hpc.train.arguments import Choices
 from gemini_hpc.train.link import LinkMeter
 from gemini_hpc.train.nccl import program, refusal
-from gemini_hpc.train.nccl.program import Program, Terms
+from gemini_hpc.train.nccl.driver import Driver
+from gemini_hpc.train.nccl.program import Terms
+from gemini_hpc.train.nccl.route import Joint
 from gemini_hpc.train.pacer import Scheme
 from gemini_hpc.train.planner import Planner
 from gemini_hpc.train.teller import Kept
 from gemini_hpc.train.timetable import Route
 from gemini_hpc.train.watch import Watch
-
-if TYPE_CHECKING:
-    from gemini_hpc.train.nccl.driver import Driver
 
 
 class _Word(msgspec.Struct, frozen=True, array_like=True):
@@ -31,22 +27,6 @@ class _Word(msgspec.Struct, frozen=True, array_like=True):
     B: float = 0.0
     alpha: float = 0.0
     refusal: str = ""
-
-
-@dataclass(frozen=True)
-class Joint(Route):
-    """Of all ranks: `terms` and what follows from them are the same on each; the profile is this rank's."""
-
-    terms: Terms
-
-    @property
-    def usable(self) -> tuple[spans.Window, ...]:
-        """All of them: nobody has to notice that one has begun."""
-        return self.windows
-
-    def program(self, s: int) -> Program:
-        """What all ranks enqueue."""
-        return program.program(self.terms, s)
 
 
 class JointPlanner(Planner):
