@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from gemini_hpc.agent.agent import Agent
 from gemini_hpc.config import Settings
 
+from . import invariants
 from .jobs import Job, Wrong
 from .kernel import Killed, Stuck
 from .node import Node
@@ -54,6 +56,17 @@ class Campaign:
         self.finished_at = 0.0
         self.faults: list[tuple[float, str]] = []
         self.losses = 0
+        self._armed: dict[str, list[Callable[[Node], None]]] = {}  # by marked point: faults that wait for it
+        self.truth = invariants.Truth(self._agents, lambda text: self._fail(Wrong(text)), self._at_point)
+        invariants.install(self.truth)
+        for node in nodes:
+            node.on_death = self.truth.died
+
+    def _agents(self) -> Iterator[Agent]:
+        for node in self.nodes.values():
+            seat = node.seats.get(JOB)
+            if seat is not None and seat.agent is not None:
+                yield seat.agent
 
     # ---- running ---------------------------------------------------------------------------------------
 
@@ -131,6 +144,9 @@ class Campaign:
             self._damage,
             self._cut_and_fail,
             self._cut_and_fail,
+            self._damage_and_fail,
+            self._root_dies_alone,
+            *[self._arm] * 6,
         ]
         mine = self.rng.sample(kinds, self.rng.randint(1, len(kinds)))
         for _ in range(self.rng.randint(0, 10)):
@@ -144,6 +160,7 @@ class Campaign:
 
     def _wait(self) -> None:
         self._due.clear()
+        self._armed.clear()
         self._at(self._last - self.world.loop.now + SETTLE_S, self._quiet)
 
     def _stepped(self) -> None:
@@ -236,6 +253,7 @@ class Campaign:
         byte = os.pread(shard.memory[index].fd, 1, at)
         os.pwrite(shard.memory[index].fd, bytes([byte[0] ^ 1]), at)
         node.lost_at = self.world.loop.now
+        self.truth.damaged = True
 
     def _cut_and_fail(self) -> None:
         """Nothing can be sealed for a while, and then the launch fails: what was sealed before has to be there."""
@@ -246,6 +264,54 @@ class Campaign:
             self.world.network.cut(a, b)
             self._at(self.rng.uniform(1.0, lasts), self._kill_rank)
             self._ends(lasts, lambda: self._heal(a, b))
+
+    def _damage_and_fail(self) -> None:
+        """A bit flips after a copy is complete, and before the next recovery."""
+        self._damage()
+        self._at(self.rng.uniform(0.0, 0.1), self._kill_rank)
+
+    def _root_dies_alone(self) -> None:
+        """The root's agent dies while a version is on its way that others will not have: its successor is told of it
+        by its own ranks first."""
+        root, *others = self.job.names
+        if len(others) > 1:
+            a, b = self.rng.sample(others, 2)
+            self._tell(f"link {a} {b} is cut for 4 s, and the agent on {root} will die")
+            self.world.network.cut(a, b)
+            self._ends(4.0, lambda: self._heal(a, b))
+            self._at(self.rng.uniform(0.0, 0.5), lambda: self._dies_here(self.nodes[root]))
+
+    def _arm(self) -> None:
+        """A fault at the next time that somebody comes to a marked point, and sometimes one more soon after it."""
+        point = self.rng.choice(invariants.POINTS)
+        faults = self.rng.choices(
+            (self._dies_here, self._cut_here, self._rank_dies_here, self._power_here), (6, 4, 2, 1), k=2
+        )
+        self._armed.setdefault(point, []).extend(faults[: self.rng.randint(1, 2)])
+        if point in invariants.RECOVERING and self.rng.random() < 0.7:
+            self._at(self.rng.uniform(0.0, 1.0), self._kill_rank)
+
+    def _at_point(self, point: str, host: str) -> None:
+        if self._armed.get(point) and (node := self.nodes.get(host)) is not None and node in self.job.nodes:
+            self._tell(f"{host} is at the point: {point}")
+            self._armed[point].pop(0)(node)
+
+    def _dies_here(self, node: Node) -> None:
+        self._tell(f"agent on {node.name} dies at once")
+        node.kill_agent(JOB, 0)
+
+    def _cut_here(self, node: Node) -> None:
+        other = self.rng.choice([name for name in self.nodes if name != node.name])
+        lasts = self.rng.choice((0.2, 1.0, 3.0))
+        self._tell(f"link {node.name} {other} is cut for {lasts} s")
+        self.world.network.cut(node.name, other)
+        self._ends(lasts, lambda: self._heal(node.name, other))
+
+    def _rank_dies_here(self, node: Node) -> None:
+        self._at(0.0, self._kill_rank)
+
+    def _power_here(self, node: Node) -> None:
+        self._at(0.0, self._power)
 
     def _no_munge(self) -> None:
         node, lasts = self._some(), self.rng.choice((0.5, 3.0))

@@ -12,14 +12,15 @@ import msgspec
 
 from gemini_hpc.agent import sets
 from gemini_hpc.agent.filling import Filling
-from gemini_hpc.agent.member import Member
 from gemini_hpc.agent.rounds import Rounds
-from gemini_hpc.agent.sealing import Sealing
+from gemini_hpc.agent.sealing import Sealing, from_wire
 from gemini_hpc.agent.sets import Sets
 from gemini_hpc.agent.store import Shard
 from gemini_hpc.agent.successor import StateFile
 from gemini_hpc.core import seal
+from gemini_hpc.core.seal import Word
 from gemini_hpc.core.slots import SlotPair, Stamp
+from gemini_hpc.wire import peer
 
 CONTROLS: dict[str, Callable[[], None]] = {}
 
@@ -157,13 +158,22 @@ def live_is_forgotten() -> None:
 
 @control
 def no_freeze() -> None:
-    """R4: versions are sealed while a recovery decides."""
+    """R4: versions are sealed while a recovery decides.
+
+    That a recovery takes the seal away is redundant: votes and words are not heard while a round is on, nor what
+    names another round. Both are broken here.
+    """
+
+    def heard(self: Any, incarnation: Any, host: str, message: Any) -> None:
+        if self.may_have(message.set) and (sealing := self.named(message.set).sealing) is not None:
+            if isinstance(message, peer.VoteUp):
+                sealing.heard(host, from_wire(message))
+            elif host == incarnation.rounds.parent:
+                sealed = None if message.sealed is None else Stamp(*message.sealed)
+                sealing.hear(Word(sealed, frozenset(Stamp(*s) for s in message.abandoned)), message.degraded)
+
     patch(sets.Sets, "freeze", lambda self: None)
-    patch(Member, "cease", _nothing)
-
-
-async def _nothing(self: Any) -> None:
-    """In place of the end of all transfers."""
+    patch(sets.Sets, "on_message", heard)
 
 
 @control

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 from gemini_hpc.agent.agent import Agent
@@ -70,6 +71,7 @@ class Seat:
     def _died(self) -> None:
         """Killed: its memory is where ranks have it; the supervisor starts another."""
         assert self.agent is not None
+        self.node.on_death(self.agent)
         free(self.agent)
         self.node.lost_at = self.node.world.loop.now
         world = self.node.world
@@ -107,6 +109,7 @@ class Node:
         self.seats: dict[int, Seat] = {}
         self.processes: list[Process] = []
         self.boots = 0
+        self.on_death: Callable[[Agent], None] = lambda agent: None
         self.lost_at = -1.0  # when it last had memory that it may not have any more
 
     def seat(self, job: int) -> Seat:

@@ -1,0 +1,350 @@
+"""What must hold at each event of a simulated job, checked from outside: production methods are wrapped.
+
+A violation is told to the campaign, which ends the run. It is not raised: production code outlives exceptions. The
+moments at which something is checked are also the marked points at which a campaign lets faults happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gemini_hpc.agent import successor
+from gemini_hpc.agent.agent import Agent
+from gemini_hpc.agent.filling import Filling
+from gemini_hpc.agent.member import Member
+from gemini_hpc.agent.rounds import Rounds
+from gemini_hpc.agent.sealing import Ballot, Sealing
+from gemini_hpc.agent.store import Shard
+from gemini_hpc.agent.trainingset import TrainingSet
+from gemini_hpc.core import placement
+from gemini_hpc.core.record import Committed
+from gemini_hpc.core.seal import Vote, Word
+from gemini_hpc.core.slots import SlotPair, Stamp
+from gemini_hpc.wire import peer
+from gemini_hpc.wire.message import Message
+
+from .kernel import _PROCESS
+
+_NEVER = Stamp(0, 0)
+POINTS = (
+    "begun",
+    "complete",
+    "voted",
+    "word",
+    "noted",
+    "collecting",
+    "planned",
+    "acknowledged",
+    "go",
+    "live",
+    "handed back",
+)
+RECOVERING = ("noted", "collecting", "planned", "acknowledged", "go", "live")  # which only a recovery comes to
+
+
+class Truth:
+    """What has really happened, whatever any agent believes."""
+
+    def __init__(
+        self,
+        agents: Callable[[], Iterator[Agent]],
+        wrong: Callable[[str], None],
+        point: Callable[[str, str], None],
+    ) -> None:
+        self.agents, self.wrong, self.point = agents, wrong, point
+        self.sealed: dict[int, Stamp] = {}  # by epoch: the newest one that a root has sealed
+        self.digests: dict[tuple[int, Stamp], str] = {}  # by shard
+        self.taken: dict[Any, set[str]] = {}  # by plan: hosts that have it
+        self.were_live: set[tuple[str, Any]] = set()  # by node: plans that it has heard the end of
+        self.went: set[Any] = set()  # plans that a root has said go to
+        self.heard: dict[tuple[int, str], frozenset[Stamp]] = {}  # by root and child: what it has said is complete
+        self.damaged = False  # a bit has flipped in a copy
+        self.left: dict[tuple[str, int], frozenset[Stamp]] = {}  # by node and shard: what a dead agent had complete
+
+    # ---- who it is -------------------------------------------------------------------------------------
+
+    def owner(self, sealing: Sealing) -> tuple[Agent, TrainingSet] | None:
+        """Whose part of a seal this is."""
+        for agent in self.agents():
+            for training in agent.sets:
+                if training.sealing is sealing:
+                    return agent, training
+        return None
+
+    def died(self, agent: Agent) -> None:
+        """Its memory is where ranks have it, for a successor."""
+        for shard in agent.store:
+            self.left[agent.identity.node, shard.rank] = shard.pair.complete_stamps()
+
+    # ---- R1 --------------------------------------------------------------------------------------------
+
+    def overwritten(self, training: TrainingSet, shard: Shard, lost: Stamp, abandoned: bool) -> None:
+        """A slot that had `lost` complete is given out; abandoned: its agent has heard that from the root."""
+        complete = shard.pair.complete_stamps()
+        held = f"[{', '.join(map(str, sorted(complete)))}]"
+        sealed = [s for s in complete if s <= max(self.sealed.get(s.epoch, _NEVER), training.settled or _NEVER)]
+        if lost == self.sealed.get(lost.epoch) and max(complete, default=_NEVER) < lost:
+            self.wrong(f"R1: shard {shard.rank} gives {lost} up, which was sealed, and keeps {held}")
+        elif not abandoned and not sealed:
+            self.wrong(f"R1: shard {shard.rank} gives {lost} up for {held}, of which nothing is sealed")
+        elif not abandoned and max(sealed) < lost and training.sealing and lost in training.sealing.voted:
+            self.wrong(f"R1: shard {shard.rank} gives {lost} up, which was voted for, and keeps {held}")
+
+    # ---- R2, R3 ----------------------------------------------------------------------------------------
+
+    def seals(self, root: Sealing, stamp: Stamp) -> None:
+        """Every holder has it, complete, and is in the round in which it is sealed."""
+        self.sealed[stamp.epoch] = max(stamp, self.sealed.get(stamp.epoch, _NEVER))
+        found = self.owner(root)
+        if found is None:
+            return
+        mine, training = found
+        here = mine.membership.incarnation
+        assert here is not None
+        number, hosts = here.rounds.round, len(here.hosts)
+        if here.rounds.stage != "live":
+            self.wrong(f"R4: {stamp} is sealed in round {number}, which is not over")
+        for child in here.rounds.children:
+            if stamp not in self.heard.get((id(root), child), frozenset()):
+                self.wrong(f"R3: {stamp} is sealed, and {child} has not said that it has it")
+        for agent in self.agents():
+            incarnation = agent.membership.incarnation
+            same = incarnation is not None and incarnation.restart == here.restart
+            if not same or agent.identity.again or agent.membership.round != number:
+                continue
+            node_rank = agent.membership.noderanks.get(agent.identity.node, -1)
+            for rank in range(training.world):
+                shard = agent.store.get(training.name, rank)
+                home = shard.home % hosts if shard is not None else rank % hosts
+                if node_rank not in placement.holders(home, hosts, here.replicas):
+                    continue
+                if shard is None or stamp not in shard.pair.complete_stamps():
+                    self.wrong(f"R2: {stamp} is sealed, and {agent.identity.node} has no copy of shard {rank}")
+
+    def word(self, word: Word) -> None:
+        """What was sealed last is not abandoned. A root that was started again and has forgotten a seal says so of
+        one that a damaged pair has lost: then it counts whether a holder obeys (`overwritten`)."""
+        for stamp in word.abandoned:
+            if stamp == self.sealed.get(stamp.epoch) and not self.damaged:
+                self.wrong(f"R2: {stamp} is abandoned, and it was sealed")
+
+    def votes(self, agent: Agent, pairs: list[SlotPair]) -> None:
+        """No vote says that a version will never come which ranks here are about to hand back."""
+        for shard in agent.store:
+            left = self.left.get((agent.identity.node, shard.rank), frozenset())
+            if not any(shard.pair is pair for pair in pairs) or len(shard.handed_back) != 1:
+                continue
+            vote = Vote(floor=shard.pair.floor, kept=shard.pair.kept)
+            for stamp in sorted(left):
+                if not vote.possible(stamp):
+                    self.wrong(
+                        f"R2: shard {shard.rank} will never have {stamp}, it says, and that is still to come back"
+                    )
+
+    # ---- R4 --------------------------------------------------------------------------------------------
+
+    def takes(self, member: Member, plan: peer.PlanDown) -> None:
+        """What the plan does not keep does not count any more."""
+        self.taken.setdefault(_name(member, plan), set()).add(member._identity.node)
+        keep = {s.name: {Stamp(*stamp) for stamp in s.keep} for s in plan.sets}
+        for shard in member._store:
+            self.left.pop((member._identity.node, shard.rank), None)
+            if more := shard.pair.complete_stamps() - keep.get(shard.set, set()):
+                self.wrong(
+                    f"R4: shard {shard.rank} still counts {sorted(map(str, more))} after the plan without them"
+                )
+
+    def lives(self, member: Member, plan: peer.PlanDown) -> None:
+        """Every member has taken the plan, and the root has said go."""
+        if _name(member, plan) not in self.went:
+            self.wrong(f"R4: {member._identity.node} is live in round {plan.round}, and nobody has said go")
+        self.were_live.add((member._identity.node, _name(member, plan)))
+        if missing := plan.noderanks.keys() - self.taken.get(_name(member, plan), set()):
+            self.wrong(f"R4: {member._identity.node} is live, and {sorted(missing)} have not taken the plan")
+
+    def says(self, member: Member, message: Message) -> None:
+        """What a message promises is on the disk of who sends it, unless the agent complains that it cannot be."""
+        if member._state.problem or not isinstance(message, (peer.Collect, peer.PlanAck, peer.Go)):
+            return
+        where = Path(member._identity.directory) / successor.NAME
+        try:
+            state = msgspec.json.decode(where.read_bytes(), type=successor.State)
+        except OSError:
+            state = None
+        promised = False
+        if state is not None and isinstance(message, peer.Collect):
+            promised = member._current().rounds.parent is not None or state.begun >= message.round
+        elif state is not None and state.plan is not None:
+            promised = state.plan.round == message.round and (state.live or not isinstance(message, peer.Go))
+        incarnation = member._membership.incarnation
+        follows = (
+            isinstance(message, peer.Collect) and incarnation is not None and incarnation.rounds.parent is not None
+        )
+        if not promised and not follows and not member._membership.detached:
+            self.wrong(f"R4: {member._identity.node} says {type(message).__name__} {message.round}, not on its disk")
+
+    # ---- R5, R6 ----------------------------------------------------------------------------------------
+
+    def completes(self, shard: Shard, claimed: Committed) -> None:
+        """The name of a version names one content."""
+        known = self.digests.setdefault((shard.rank, claimed.stamp), claimed.digest)
+        if known != claimed.digest:
+            self.wrong(f"R6: {claimed.stamp} of shard {shard.rank} names two contents")
+
+    def settles(self, shard: Shard, index: int) -> None:
+        """What was verified is what was saved."""
+        record = shard.record(index)
+        if record is not None and shard.memory[index].digest(record.used) != record.digest:
+            self.wrong(f"R5: {record.stamp} of shard {shard.rank} counts, and its bytes are other ones")
+
+
+def _name(member: Member, plan: peer.PlanDown) -> Any:
+    return member.restart, plan.round, plan.epoch, tuple(sorted(plan.counted.items()))
+
+
+def install(truth: Truth) -> None:
+    """For the rest of this process, around whatever these methods are now."""
+    _slots(truth)
+    _seals(truth)
+    _rounds(truth)
+
+
+def _around(owner: Any, name: str, wrapped: Callable[..., Any]) -> None:
+    """wrapped: is given the method as it was, and then what that is given."""
+    was = getattr(owner, name)
+    setattr(owner, name, lambda *args, **named: wrapped(was, *args, **named))
+
+
+def _host() -> str:
+    found = _PROCESS.get()
+    return found.host if found is not None else ""
+
+
+def _slots(truth: Truth) -> None:
+    def begin(was: Any, self: Filling, training: TrainingSet, shard: Shard, version: int) -> int:
+        before, sealing = [(s.state, s.stamp) for s in shard.pair.slots], training.sealing
+        index: int = was(self, training, shard, version)
+        state, stamp = before[index]
+        if state == "complete" and stamp is not None and sealing is not None:
+            truth.overwritten(training, shard, stamp, stamp in sealing.word.abandoned)
+        truth.left.pop((_host(), shard.rank), None)
+        truth.point("begun", _host())
+        return index
+
+    def arrived(was: Any, self: Filling, shard: Shard, index: int, claimed: Committed, found: str) -> None:
+        was(self, shard, index, claimed, found)
+        if shard.pair.slots[index].state == "complete":
+            truth.completes(shard, claimed)
+            truth.point("complete", _host())
+
+    def settle(was: Any, self: Shard, index: int, digest: str) -> bool:
+        whole: bool = was(self, index, digest)
+        if whole:
+            truth.settles(self, index)
+        return whole
+
+    def restore(was: Any, self: SlotPair, *args: Any) -> None:
+        was(self, *args)
+        truth.point("handed back", _host())
+
+    _around(Filling, "begin", begin)
+    _around(Filling, "arrived", arrived)
+    _around(Shard, "settle", settle)
+    _around(SlotPair, "restore", restore)
+
+
+def _seals(truth: Truth) -> None:
+    def tell(was: Any, self: Sealing) -> None:
+        root = self._root
+        before = root.word().sealed if root is not None else None
+        was(self)
+        if root is not None:
+            word = root.word()
+            truth.word(word)
+            if word.sealed is not None and word.sealed != before:
+                truth.seals(self, word.sealed)
+
+    def heard(was: Any, self: Sealing, child: str, ballot: Ballot) -> None:
+        truth.heard[id(self), child] = ballot.vote.complete
+        was(self, child, ballot)
+
+    def recount(was: Any, self: Sealing, pairs: list[SlotPair], world: int, kind: int) -> None:
+        found = truth.owner(self)
+        if found is not None:
+            truth.votes(found[0], pairs)
+        was(self, pairs, world, kind)
+        truth.point("voted", _host())
+
+    def hear(was: Any, self: Sealing, word: Word, degraded: bool) -> None:
+        before = self.word.sealed
+        was(self, word, degraded)
+        if self.word.sealed != before:
+            truth.point("word", _host())
+
+    _around(Sealing, "_tell", tell)
+    _around(Sealing, "recount", recount)
+    _around(Sealing, "hear", hear)
+    _around(Sealing, "heard", heard)
+
+
+def _rounds(truth: Truth) -> None:
+    def stage(was: Any, self: Rounds, name: str) -> None:
+        if name == "live" and isinstance(self._host, Member) and self.plan is not None:
+            truth.lives(self._host, self.plan)
+        was(self, name)
+
+    def go(was: Any, self: Rounds) -> None:
+        if self.parent is None and isinstance(self._host, Member) and self.plan is not None:
+            truth.went.add(_name(self._host, self.plan))
+        was(self)
+
+    def resume(was: Any, self: Rounds, plan: peer.PlanDown | None, **named: Any) -> None:
+        here = self._host
+        known = (
+            plan is None
+            or not isinstance(here, Member)
+            or (here._identity.node, _name(here, plan)) in truth.were_live
+        )
+        was(self, plan, **named)
+        if self.stage == "live" and not known:
+            truth.wrong(f"R4: {self._name} is live again in round {self.round}, and was not before")
+
+    def apply(was: Any, self: Member, plan: peer.PlanDown) -> None:
+        was(self, plan)
+        truth.takes(self, plan)
+        truth.point("planned", self._identity.node)
+
+    def live(was: Any, self: Member, plan: peer.PlanDown) -> None:
+        was(self, plan)
+        truth.point("live", self._identity.node)
+
+    def freeze(was: Any, self: Member, step: str) -> None:
+        was(self, step)
+        truth.point("collecting", self._identity.node)
+
+    def send(was: Any, self: Member, host: str, message: Message) -> bool:
+        truth.says(self, message)
+        sent: bool = was(self, host, message)
+        if isinstance(message, peer.PlanAck):
+            truth.point("acknowledged", self._identity.node)
+        elif isinstance(message, peer.Go):
+            truth.point("go", self._identity.node)
+        return sent
+
+    def write(was: Any, self: successor.StateFile, state: successor.State) -> bool:
+        there: bool = was(self, state)
+        truth.point("noted", _host())
+        return there
+
+    _around(Rounds, "_stage", stage)
+    _around(Rounds, "resume", resume)
+    _around(Rounds, "_go", go)
+    _around(Member, "apply", apply)
+    _around(Member, "live", live)
+    _around(Member, "freeze", freeze)
+    _around(Member, "send", send)
+    _around(successor.StateFile, "write", write)
