@@ -147,6 +147,11 @@ class Recoveries:
         """One recovery; after a fault what it has begun is finished as after a restart of the controller."""
         try:
             await recovery.run()
+        except SlurmUnreachable as exc:
+            # No fault of ours: what was begun is finished, or undone, as soon as Slurm answers again.
+            log.warning("recovery %s waits for Slurm: %s", recovery.key, exc)
+            if recovery.key in self.journal.left_open():
+                self._take_over(recovery.key)
         except Exception as exc:
             if self._over:
                 raise asyncio.CancelledError from exc

@@ -24,7 +24,7 @@ from gemini_hpc.control.fencing import REASON, Act, Case, Claim, Port, Verdict, 
 from gemini_hpc.control.registry import Track
 from gemini_hpc.control.rescue import Rescue
 from gemini_hpc.control.reservation import Held
-from gemini_hpc.control.slurm import SlurmError, UnknownJob
+from gemini_hpc.control.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.control.slurm.facts import PENDING, RUNNING, Job, Node
 from gemini_hpc.control.survivors import Survivors
 from gemini_hpc.wire.picture import InspectAsk
@@ -38,6 +38,7 @@ TICK_S, SLOW_TICK_S = 0.05, 0.5
 REFRESH_S, SLOW_REFRESH_S = 0.5, 2.0
 FRESH_S = 0.25
 AGAIN_S = 2.0  # so long a passing doubt of our own sight, or a Slurm that does not answer, is waited out before DOWN
+RESERVE_S = 10.0  # so long a Slurm that does not answer is asked again to reserve nodes
 COLLECT_S = 0.3
 WATCH_S = 60.0
 LEFT_S = 600.0  # what is left to Slurm is watched so long: SlurmdTimeout is 300 s by default
@@ -388,7 +389,7 @@ class Recovery:
         helper = self.rescue(job, alive, dead)
         if self._ahead is not None:
             helper.held.name, helper.held.own = self._ahead.held.name, self._ahead.held.own
-        await helper.reserve(job, facts.nodes, self.wanted(job, facts.nodes, len(dead)))
+        await self._reserve(helper, job, facts, len(dead))
         try:
             spared: list[str] = []
             for host in dead:
@@ -416,6 +417,20 @@ class Recovery:
             self.say("closed", "", "no node is dead any more")
             return
         await self.finish(helper)
+
+    async def _reserve(self, helper: Rescue, job: Job, facts: Facts, dead: int) -> None:
+        """Hold nodes for the requeue. Raises `SlurmError`, where Slurm is silent after a while. Nobody is fenced on
+        these facts: each dead node is judged once more afterwards."""
+        began = clock.monotonic()
+        while True:
+            try:
+                await helper.reserve(job, facts.nodes, self.wanted(job, facts.nodes, dead))
+                return
+            except SlurmUnreachable as exc:
+                if clock.monotonic() - began > RESERVE_S:
+                    raise
+                log.warning("job=%s restart=%d slurm=%s", self._track.raw_id, self.restart, exc)
+            await asyncio.sleep(REFRESH_S)
 
     async def _judge_again(self, suspect: Suspect, facts: Facts) -> Verdict:
         """The same judgement right before a node is set DOWN: it may have come back while others were reserved, or

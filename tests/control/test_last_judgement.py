@@ -18,6 +18,7 @@ from gemini_hpc.control.primary import Primary
 from gemini_hpc.control.probe import Look
 from gemini_hpc.control.recoveries import Recoveries
 from gemini_hpc.control.registry import Registry, Track
+from gemini_hpc.control.slurm import SlurmUnreachable
 from gemini_hpc.control.slurm.facts import Job, Node, Reservation, Row
 from gemini_hpc.wire.controller import Report
 
@@ -261,6 +262,49 @@ def test_who_cannot_reach_nodes_whose_agents_speak_fences_nobody(
         del found["n1"], found["n3"]
         await controller.until(lambda: bool(slurm.done))
         assert slurm.done == ["down n2"]
+        controller.end()
+
+    asyncio.run(work())
+
+
+def test_a_slurm_that_is_silent_while_nodes_are_reserved_is_asked_again(
+    tmp_path: Path, found: dict[str, Look]
+) -> None:
+    slurm, found["n2"] = TwoJobs(), SILENT
+
+    async def silent() -> None:
+        raise SlurmUnreachable("no answer")
+
+    async def work() -> None:
+        slurm.reserving = silent
+        controller = Controller(slurm, tmp_path)
+        controller.report(JOB, "n2")
+        await controller.until(lambda: "down n2" in slurm.done)
+        assert slurm.held and "task_died" not in controller.events(JOB)
+        controller.end()
+
+    asyncio.run(work())
+
+
+def test_a_slurm_that_stays_silent_is_waited_for_from_the_journal(
+    tmp_path: Path, found: dict[str, Look], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gemini_hpc.control.recovery.RESERVE_S", 0.0)
+    slurm, found["n2"] = TwoJobs(), SILENT
+
+    async def silent() -> None:
+        slurm.reserving = silent
+        raise SlurmUnreachable("no answer")
+
+    async def work() -> None:
+        slurm.reserving = silent
+        controller = Controller(slurm, tmp_path)
+        controller.report(JOB, "n2")
+        await controller.until(
+            lambda: "detected" in controller.events(JOB) and not controller.home.active(JOB.raw_id)
+        )
+        assert not slurm.done and not slurm.held and not controller.journal.left_open()
+        assert "task_died" not in controller.events(JOB)
         controller.end()
 
     asyncio.run(work())

@@ -18,7 +18,6 @@ from gemini_hpc import settings as site_settings
 from gemini_hpc.config import Settings
 from gemini_hpc.control import hold, primary, service
 from gemini_hpc.control.daemon import ServiceError
-from gemini_hpc.control.slurm.errors import SlurmUnreachable
 
 from .kernel import Process, current
 from .network import Host
@@ -62,9 +61,7 @@ class Log(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
         self._world.tell(f"controller@{current().host}: {text}")
-        # That Slurm does not answer while nodes are reserved ends the recovery's task, which is begun anew.
-        silent = record.exc_info is not None and isinstance(record.exc_info[1], SlurmUnreachable)
-        if record.exc_info and not silent and current().alive:
+        if record.exc_info and current().alive:
             self._fault(text)
 
 
