@@ -126,10 +126,10 @@ class Truth:
                     self.wrong(f"R2: {stamp} is sealed, and {agent.identity.node} has no copy of shard {rank}")
 
     def word(self, word: Word) -> None:
-        """What was sealed last is not abandoned. A root that was started again and has forgotten a seal says so of
+        """What was sealed last, in any epoch, is not abandoned. A root that was started again and has forgotten a seal says so of
         one that a damaged pair has lost: then it counts whether a holder obeys (`overwritten`)."""
         for stamp in word.abandoned:
-            if stamp == self.sealed.get(stamp.epoch) and not self.damaged:
+            if stamp == max(self.sealed.values(), default=_NEVER) and not self.damaged:
                 self.wrong(f"R2: {stamp} is abandoned, and it was sealed")
 
     def votes(self, agent: Agent, pairs: list[SlotPair]) -> None:
