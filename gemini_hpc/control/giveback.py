@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 
 from gemini_hpc import clock
 from gemini_hpc.config import Settings
@@ -24,11 +25,19 @@ log = logging.getLogger("gemini_hpc.control")
 PER_DAY = 2
 DAY_S = 86400.0
 MAX_INTERVAL_S = 10.0
+_STAMP = re.compile(r"\s*\[[^][\s]+@[0-9-]{10}T[0-9:]{8}\]$")
 
 
 def is_ours(node: Node) -> bool:
     """Whether this node is out of service, and we have put it out."""
     return node.withheld and node.reason.startswith(REASON)
+
+
+def drained_for(node: Node) -> str:
+    """The reason for which somebody else has drained this node, without who it was and when; "" where nobody has."""
+    if "DRAIN" not in node.flags or is_ours(node):
+        return ""
+    return _STAMP.sub("", node.reason) or "drained by hand"
 
 
 class GiveBack:

@@ -343,8 +343,10 @@ class Recoveries:
         """slurmctld died before it had saved that this node is DOWN; the node is no less dead for that."""
         if await self._not_down(host) is None:
             return
-        if (await recovery.judge_taken_over(host)).act is Act.FENCE and await self._not_down(host) is not None:
-            await recovery.fence(host)
+        if (await recovery.judge_taken_over(host)).act is not Act.FENCE:
+            return
+        if (node := await self._not_down(host)) is not None:
+            await recovery.fence(host, node)
 
     async def _half_fenced(self, host: str, recovery: Recovery | None, raw_id: int, restart: int) -> None:
         """Died between drain and DOWN: finish where that still follows, else give the node back."""
@@ -354,7 +356,7 @@ class Recoveries:
         if not await self._still_drained(host):
             return  # an administrator, or Slurm, has been there meanwhile
         if recovery is not None and verdict is not None and verdict.act is Act.FENCE:
-            await recovery.fence(host)
+            await recovery.fence(host, None)
             return
         await self.slurm.node_resume(host)
         why = verdict.why if verdict is not None else "the job is gone"

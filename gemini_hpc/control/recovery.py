@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from gemini_hpc import clock
 from gemini_hpc.agent.ports import candidates as agent_ports
-from gemini_hpc.control import probe
+from gemini_hpc.control import giveback, probe
 from gemini_hpc.control.decide import candidates_wanted
 from gemini_hpc.control.fencing import REASON, Act, Case, Claim, Port, Verdict, Veto, budget, judge, user_budget
 from gemini_hpc.control.registry import Track
@@ -58,6 +58,7 @@ class Suspect:
     since: float = field(default_factory=clock.monotonic)
     reported_at: float = field(default_factory=clock.time)
     seen: probe.Seen | None = None
+    node: Node | None = None  # as Slurm had it when it was last judged
     left: Veto | None = None  # the last reason for leaving it to Slurm that was told
     down: bool = False  # the journal has that it is being set DOWN
     verdict: Verdict = field(default_factory=lambda: Verdict(Act.WAIT, "just reported"))
@@ -226,7 +227,7 @@ class Recovery:
     def _judge(self, suspect: Suspect, facts: Facts) -> Verdict:
         """One suspect, now; what is new is told."""
         verdict, before = judge(self._case(suspect, facts)), suspect.verdict
-        suspect.verdict = verdict
+        suspect.verdict, suspect.node = verdict, facts.nodes.get(suspect.host)
         if verdict.veto in BUDGETS:
             # A mass outage: these count again when the next one is judged.
             self._home.remember_silent(self._home.silent({suspect.host}))
@@ -365,7 +366,7 @@ class Recovery:
                 verdict = self._judge(suspect, facts)
             if verdict.act is Act.FENCE:
                 self.say("confirmed", host, verdict.why)
-                await self.fence(host)
+                await self.fence(host, suspect.node)
             if verdict.act not in (Act.FENCE, Act.ADOPT):
                 return False
         except SlurmError as exc:
@@ -398,7 +399,7 @@ class Recovery:
                     verdict = await self._judge_again(self.suspects[host], facts)
                 # Nothing is awaited between this judgement and what it leads to.
                 if verdict.act is Act.FENCE:
-                    await self.fence(host)
+                    await self.fence(host, self.suspects[host].node)
                 elif verdict.act is Act.ADOPT:
                     self.say("down", host, "by Slurm itself")
                 else:
@@ -526,10 +527,12 @@ class Recovery:
         if outcome != "running":
             self.say("closed", "", outcome)
 
-    async def fence(self, host: str) -> None:
-        """Set a node DOWN and drained."""
+    async def fence(self, host: str, node: Node | None) -> None:
+        """Set a node DOWN and drained. One that somebody else has drained keeps his reason: with ours the drain would
+        be taken for ours, and be undone with it. node: as Slurm has it."""
         began = clock.monotonic()
-        reason = f"{REASON}, job {self._track.raw_id} restart {self.restart}"
+        theirs = giveback.drained_for(node) if node is not None else ""
+        reason = theirs or f"{REASON}, job {self._track.raw_id} restart {self.restart}"
         self.note("down", "before", node=host, user_id=self._track.user_id)
         if host in self.suspects:
             self.suspects[host].down = True  # counted as fenced from here on

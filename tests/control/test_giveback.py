@@ -113,3 +113,18 @@ def test_a_reason_that_outlives_a_resume_is_not_taken_for_a_drain(
     asyncio.run(many())
     assert slurm.resumed == 1 and journal.given_back("n1", giveback.DAY_S) == 1
     journal.close()
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "kept"),
+    [
+        ("IDLE+DRAIN", "broken fan [root@2026-11-26T06:00:00]", "broken fan"),
+        ("IDLE+DRAIN", f"{REASON}, job 7 restart 0 [slurm@2026-11-26T06:00:00]", ""),
+        ("IDLE+DRAIN", "", "drained by hand"),
+        ("DOWN*", "Not responding [slurm@2026-11-26T06:00:00]", ""),
+        ("IDLE", "broken fan [root@2026-11-26T06:00:00]", ""),
+    ],
+)
+def test_what_others_have_drained_keeps_their_reason(state: str, reason: str, kept: str) -> None:
+    reasons = f" Reason={reason}" if reason else ""
+    assert giveback.drained_for(parse_node(f"NodeName=n1 NodeAddr=n1 CPUTot=4 State={state}{reasons}")) == kept

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from gemini_hpc.agent.agent import Agent
-from gemini_hpc.control import recovery
+from gemini_hpc.control import giveback, recovery, rescue
 from gemini_hpc.control.fencing import Act, Case, Verdict, Veto
 from gemini_hpc.control.recoveries import Recoveries
 from gemini_hpc.control.reservation import Held
+from gemini_hpc.control.slurm.facts import CANCELLED
 
 from .slurm import SimSlurm
 
@@ -61,6 +62,28 @@ def tells_once() -> None:
     Agent.deaths_matter = lambda self, now: not self.membership.detached  # type: ignore[method-assign]
 
 
+def no_user_budget() -> None:
+    """One user's jobs may use up all of the budget."""
+    there: Any = recovery
+    there.user_budget = lambda configured, whole: whole
+
+
+def anybodys_candidates() -> None:
+    """Nodes of other owners' protected jobs serve as replacements."""
+    Recoveries.protected_of_others = lambda self, user_id: set()  # type: ignore[method-assign]
+
+
+def takes_drains_for_ours() -> None:
+    """What an administrator has drained gets our reason when it dies, as up to November 2026."""
+    giveback.drained_for = lambda node: ""
+
+
+def sends_back_the_cancelled() -> None:
+    """A job that ends in mid-recovery is sent back, whatever it has ended by."""
+    there: Any = rescue
+    there.FAILED = CANCELLED
+
+
 BROKEN: dict[str, Callable[[], None]] = {
     b.__name__.replace("_", "-"): b
     for b in (
@@ -71,5 +94,9 @@ BROKEN: dict[str, Callable[[], None]] = {
         starts_now,
         resumes_nothing,
         tells_once,
+        no_user_budget,
+        anybodys_candidates,
+        takes_drains_for_ours,
+        sends_back_the_cancelled,
     )
 }

@@ -126,8 +126,8 @@ class Truth:
                     self.wrong(f"R2: {stamp} is sealed, and {agent.identity.node} has no copy of shard {rank}")
 
     def word(self, word: Word) -> None:
-        """What was sealed last, in any epoch, is not abandoned. A root that was started again and has forgotten a seal says so of
-        one that a damaged pair has lost: then it counts whether a holder obeys (`overwritten`)."""
+        """What was sealed last, in any epoch, is not abandoned. A root that was started again and has forgotten a
+        seal says so of one that a damaged pair has lost: then it counts whether a holder obeys (`overwritten`)."""
         for stamp in word.abandoned:
             if stamp == max(self.sealed.values(), default=_NEVER) and not self.damaged:
                 self.wrong(f"R2: {stamp} is abandoned, and it was sealed")

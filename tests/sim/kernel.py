@@ -46,6 +46,7 @@ class Process:
         self.context = contextvars.copy_context()
         self.context.run(_PROCESS.set, self)
         self.dies_in = -1  # callbacks; -1: not so soon
+        self.user_id: int | None = None  # None: as `system` has it
 
     def __repr__(self) -> str:
         return f"{self.name}@{self.host}"

@@ -42,13 +42,15 @@ class Seat:
     def start(self, *, again: bool = False) -> None:
         """A new agent."""
         world, node = self.node.world, self.node
+        uid = world.owners.get(self.job, OWNER)
         process = self.process = Process(world.loop, f"agent-{self.job}", node.name)
+        process.user_id = uid
         node.processes.append(process)
         process.on_kill.append(self._died)
 
         def make() -> SimAgent:
             agent = SimAgent(
-                node.settings, job=self.job, uid=OWNER, node=node.name, directory=self.directory, again=again
+                node.settings, job=self.job, uid=uid, node=node.name, directory=self.directory, again=again
             )
             agent.process, agent.world = process, world
             return agent

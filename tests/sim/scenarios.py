@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from . import admin_stories, many
 from .broken import BROKEN
 from .chaos import Chaos
 from .jobs import Wrong
@@ -317,6 +318,8 @@ SCENARIOS: dict[str, Callable[[int], Site]] = {
     "second": second,
     "outage": outage,
     "chaos": chaos,
+    **many.STORIES,
+    **admin_stories.STORIES,
 }
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
 
 from gemini_hpc.config import Settings
 from gemini_hpc.control.reservation import PREFIX
-from gemini_hpc.control.slurm.facts import COMPLETED, LIVE
+from gemini_hpc.control.slurm.facts import COMPLETED, LIVE, RUNNING
 
 from . import controlhost, system
 from .controlhost import ControlHost, Log
@@ -25,7 +26,7 @@ from .kernel import Stuck
 from .node import Node
 from .slurmctld import Slurmctld
 from .slurmd import Slurmd, Work
-from .system import OWNER, World
+from .system import World
 from .training import Training
 
 FILLER = "filler"
@@ -33,6 +34,7 @@ OTHER = 2000
 BOOT_GRACE_S = 5.0  # a node that has just booted may be held for dead a moment longer
 HELD_S = 90.0  # nothing is held for a job that has ended so long ago
 RESERVED_S = 660.0  # but for what nobody deletes, or slurmctld forgets to have deleted: that ends by itself
+KNOWN_S = 15.0  # whoever has run for so long is known to the controller
 LIMIT_S = 1500.0
 
 
@@ -66,6 +68,8 @@ class Site:
         fillers: int = 0,
         backup: bool = False,
         settle_s: float = 15.0,
+        user_budget: int = 2,
+        auto_resume_s: float = 0.0,
     ) -> None:
         gc.disable()  # what a collector ends runs its `finally` blocks
         self.world = World(seed)
@@ -80,6 +84,8 @@ class Site:
             controller_host=",".join(names),
             retention_s=120.0,
             slurm_settle_s=settle_s,
+            fence_budget_user_nodes=user_budget,
+            auto_resume_s=auto_resume_s,
         )
         self.hosts = [self.world.network.add(name) for name in names]
         self.nodes = {f"n{i}": Node(self.world, f"n{i}", self.settings) for i in range(1, nodes + 1)}
@@ -88,9 +94,9 @@ class Site:
             self.world, 0, self.nodes, size, replicas=replicas, pause_s=self.rng.choice((0.2, 0.4))
         )
         self.training.state_save, self.training.on_wrong = f"{self.place}/save", self.fail
-        work: dict[str, Work] = {"training": self.training, FILLER: Filler(self.world)}
+        self.work: dict[str, Work] = {"training": self.training, FILLER: Filler(self.world)}
         self.slurmds = {
-            name: Slurmd(self.world, node, self.settings.slurmd_port, work) for name, node in self.nodes.items()
+            name: Slurmd(self.world, node, self.settings.slurmd_port, self.work) for name, node in self.nodes.items()
         }
         self.ctld = self.training.ctld = Slurmctld(self.world, self.hosts, self.slurmds)
         self.ctld.changed_by_us, self.ctld.job_over = self._changed, self._over
@@ -109,13 +115,32 @@ class Site:
         self.fenced: list[tuple[float, str]] = []
         self.hit: set[int] = set()  # jobs that have lost a node
         self.booted: dict[str, float] = {}
-        self.done = self.forgetful = False  # forgetful: reservations may be left to end by themselves
+        self.over: set[int] = set()  # protected jobs that have ended
+        self.ended_by_admin: set[int] = set()
+        self.forgetful = False  # reservations may be left to end by themselves
         self._seen = 0
         self.back_s = 0.0  # from the power cut until the job ran again
-        self.training.number = self.ctld.submit("training", OWNER, size, priority=self.rng.choice((0, 10)))
+        self.trainings: dict[int, Training] = {}
+        self._submit(self.training, "training", self.rng.choice((0, 10)))
         self._fillers = fillers
         self.at(1.0, self._fill)
         self.checks: list[Callable[[], None]] = []  # when all is over
+
+    def _submit(self, training: Training, kind: str, priority: int) -> None:
+        training.number = self.ctld.submit(kind, training.user_id, training.size, priority=priority)
+        self.trainings[training.number] = training
+        self.world.owners[training.number] = training.user_id
+
+    def add(self, user_id: int, size: int, *, replicas: int = 2, priority: int = 0) -> Training:
+        """One more protected job."""
+        training = Training(
+            self.world, 0, self.nodes, size, replicas=replicas, pause_s=self.rng.choice((0.2, 0.4)), user_id=user_id
+        )
+        training.state_save, training.on_wrong, training.ctld = f"{self.place}/save", self.fail, self.ctld
+        kind = f"training {len(self.trainings) + 1}"
+        self.work[kind] = training
+        self._submit(training, kind, priority)
+        return training
 
     # ---- running ---------------------------------------------------------------------------------------
 
@@ -135,7 +160,7 @@ class Site:
         self.world.loop.stop()
 
     def run(self) -> None:
-        """Until the training has ended and all is free. Raises what went wrong."""
+        """Until all trainings have ended and all is free. Raises what went wrong."""
         loop = self.world.loop
         loop.after_turn = self._look
         self.at(LIMIT_S, lambda: self.fail(Wrong(f"liveness: after {LIMIT_S:g} s the job is {self._state()}")))
@@ -151,8 +176,8 @@ class Site:
             raise self.problem
 
     def _state(self) -> str:
-        job = self.ctld.state.jobs.get(self.training.number)
-        return f"{job.shown} {job.reason} restart {job.restarts} on {job.nodes}" if job else "gone"
+        jobs = [self.ctld.state.jobs.get(number) for number in self.trainings]
+        return ", ".join(f"{j.shown} {j.reason} restart {j.restarts} on {j.nodes}" if j else "gone" for j in jobs)
 
     def _look(self) -> None:
         for _, text in self.world.story[self._seen :]:
@@ -180,9 +205,9 @@ class Site:
                 self.fail(Wrong(f"healthy: {name} has power, and is set {what}"))
             if what == "down":
                 self.fenced.append((now, name))
-            window = {n for t, n in self.fenced if t > now - self.settings.fence_budget_window_s}
-            if len(window) > self.settings.fence_budget_nodes:
-                self.fail(Wrong(f"budget: {sorted(window)} are fenced"))
+            self._budget(now)
+        elif what == "reserve":
+            self._nobody_elses(now, name)
         elif what in ("update", "requeue") and int(name) not in self.hit:
             self.fail(Wrong(f"changed: job {name} has lost no node"))
 
@@ -192,33 +217,64 @@ class Site:
         reached = any(network.hears(h, host) and network.hears(host, h) for h in self.hosts)
         return not reached and all(p.stopped for p in self.nodes[name].processes if p.alive)
 
+    def _budget(self, now: float) -> None:
+        window = {n for t, n in self.fenced if t > now - self.settings.fence_budget_window_s}
+        if len(window) > self.settings.fence_budget_nodes:
+            self.fail(Wrong(f"budget: {sorted(window)} are fenced"))
+        users: dict[int, set[str]] = {}
+        for node in window:
+            if found := re.search(r"job (\d+) restart", self.ctld.state.nodes[node].reason):
+                users.setdefault(self.trainings[int(found[1])].user_id, set()).add(node)
+        if any(len(nodes) > self.settings.fence_budget_user_nodes for nodes in users.values()):
+            self.fail(Wrong(f"budget of a user: {users} are fenced"))
+
+    def _nobody_elses(self, now: float, reservation: str) -> None:
+        """No node of another owner's protected job is reserved by us, unless it has just begun, and is not known."""
+        held = self.ctld.state.reservations[reservation]
+        for job in self.ctld.state.jobs.values():
+            if job.raw_id not in self.trainings or job.user_id == held.user_id or job.state != RUNNING:
+                continue
+            if self.ctld.now - job.start > KNOWN_S and (both := set(job.nodes) & set(held.nodes)):
+                self.fail(Wrong(f"candidates: {sorted(both)} of job {job.raw_id} are in {reservation}"))
+
     def _over(self, raw_id: int, state: str) -> None:
-        if raw_id == self.training.number:
-            if state != COMPLETED:
-                # a survivor's script may end before anybody has noticed: then it is sent back
-                self.at(60.0, lambda: self._given_up(state))
-                return
-            self.done = True
-            self.at(HELD_S, self._all_free)
+        if raw_id not in self.trainings:
+            return
+        if state != COMPLETED and raw_id not in self.ended_by_admin:
+            # a survivor's script may end before anybody has noticed: then it is sent back
+            self.at(60.0, lambda: self._given_up(raw_id, state))
+            return
+        self.over.add(raw_id)
+        self.at(HELD_S, lambda: self._all_free(raw_id))
+        if self.done:
             self.at(RESERVED_S, self._ended)
 
-    def _given_up(self, state: str) -> None:
-        job = self.ctld.state.jobs[self.training.number]
-        if job.state == state:
+    @property
+    def done(self) -> bool:
+        """Whether all protected jobs have ended."""
+        return self.over == self.trainings.keys()
+
+    def _given_up(self, raw_id: int, state: str) -> None:
+        if self.ctld.state.jobs[raw_id].state == state:
             self.fail(Wrong(f"ended: the job is {state}"))
 
-    def _all_free(self) -> None:
-        agents = [name for name, node in self.nodes.items() for seat in node.seats.values() if seat.agent]
-        held = [] if self.forgetful or self.ctld.kills else self._reserved()
-        alive = [j for j in self.ctld.state.jobs.values() if j.state in LIVE]
-        named = [j.raw_id for j in alive if j.reservation.startswith(PREFIX)]
+    def _all_free(self, raw_id: int) -> None:
+        nodes = self.nodes.items()
+        agents = [name for name, node in nodes if (seat := node.seats.get(raw_id)) is not None and seat.agent]
+        held = [] if self.forgetful or self.ctld.kills else self._reserved(f"{PREFIX}{raw_id}_")
+        named = self.ctld.state.jobs[raw_id].state in LIVE
         if agents or held or named:
-            self.fail(Wrong(f"held {HELD_S:g} s after the end: agents {agents}, reservations {held}, jobs {named}"))
-        if not self._reserved():
+            self.fail(Wrong(f"held {HELD_S:g} s after the end: agents {agents}, reservations {held}, job {named}"))
+        if self.done and not self._reserved() and not self._still_looked_at():
             self._ended()
 
-    def _reserved(self) -> list[str]:
-        return [name for name in self.ctld.state.reservations if name.startswith(PREFIX)]
+    def _still_looked_at(self) -> bool:
+        """Whether a job has ended so lately that it has not been looked at since."""
+        now = self.ctld.now
+        return any(now - self.ctld.state.jobs[n].end < HELD_S - 1.0 for n in self.trainings)
+
+    def _reserved(self, prefix: str = PREFIX) -> list[str]:
+        return [name for name in self.ctld.state.reservations if name.startswith(prefix)]
 
     def _ended(self) -> None:
         if self._reserved():
@@ -245,18 +301,18 @@ class Site:
         self.training.on_seen = seen
 
     def last(self, more: int) -> None:
-        """The training ends after so many more steps."""
-        self.training.steps = self.training.trained + more
+        """The trainings end after so many more steps."""
+        for training in self.trainings.values():
+            training.steps = training.trained + more
 
     def power_off(self, name: str) -> None:
         """A node loses power."""
         self.tell(f"power cut of {name}")
         self.nodes[name].power_off()
-        self.training.lost(self.nodes[name])
-        job = self.ctld.state.jobs[self.training.number]
+        for training in self.trainings.values():
+            training.lost(self.nodes[name])
         self.hit |= {j.raw_id for j in self.ctld.used_by(name)}
-        if name in job.req_nodes:
-            self.hit.add(job.raw_id)
+        self.hit |= {number for number in self.trainings if name in self.ctld.state.jobs[number].req_nodes}
 
     def power_on(self, name: str) -> None:
         """It boots."""
@@ -272,5 +328,7 @@ class Site:
             self.slurmds[name].restarted()
 
     def victim(self) -> str:
-        """Some node of the training's."""
-        return self.rng.choice(self.training.names)
+        """Some node of a training's."""
+        trainings = [t for t in self.trainings.values() if t.state == "running"] or [self.training]
+        training = trainings[0] if len(trainings) == 1 else self.rng.choice(trainings)
+        return self.rng.choice(training.names)

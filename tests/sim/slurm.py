@@ -16,12 +16,11 @@ from gemini_hpc import clock
 from gemini_hpc.control.slurm.api import SlurmApi
 from gemini_hpc.control.slurm.errors import SlurmError, SlurmUnreachable
 from gemini_hpc.control.slurm.facts import (
+    CANCELLED,
     COMPLETED,
-    CONFIGURING,
     FAILED,
     NODE_FAIL,
     PENDING,
-    RUNNING,
     Config,
     Job,
     Node,
@@ -31,7 +30,7 @@ from gemini_hpc.control.slurm.facts import (
 
 from .kernel import Process
 from .network import Host
-from .slurmctld import Held, JobRecord, Slurmctld
+from .slurmctld import ACTIVE, Held, JobRecord, Slurmctld
 
 T = TypeVar("T")
 TIMEOUT_S, TCP_TIMEOUT_S = 10.0, 2.0
@@ -247,7 +246,7 @@ class SimSlurm(SlurmApi):
         def delete() -> None:
             if name not in self._ctld.state.reservations:
                 raise SlurmError("Requested reservation is invalid")
-            if any(j.reservation == name for j in self._jobs() if j.state in (PENDING, RUNNING, CONFIGURING)):
+            if any(j.reservation == name and (j.state == PENDING or j.state in ACTIVE) for j in self._jobs()):
                 raise SlurmError("Requested reservation is busy")
             del self._ctld.state.reservations[name]
 
@@ -310,9 +309,9 @@ class SimSlurm(SlurmApi):
             record = self._ctld.find(job.raw_id)
             if record.completing or record.state == PENDING:
                 raise SlurmError("Job is pending or completing")
-            if record.state in (RUNNING, CONFIGURING):
+            if record.state in ACTIVE:
                 self._ctld.kill_job(record, PENDING)
-            elif record.state in (FAILED, NODE_FAIL, COMPLETED):
+            elif record.state in (FAILED, NODE_FAIL, COMPLETED, CANCELLED):
                 record.ended, record.restarts = record.restarts, record.restarts + 1
                 record.state, record.pending_since = PENDING, self._ctld.now
                 record.begin = self._ctld.now + self._ctld.expire_s + 1.0

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from gemini_hpc.control.slurm.errors import SlurmError, UnknownJob
 from gemini_hpc.control.slurm.facts import (
+    CANCELLED,
     COMPLETED,
     COMPLETING,
     CONFIGURING,
@@ -34,14 +35,15 @@ TICK_S, PING_S = 0.5, 5.0
 SCHED_S = 30.0  # the scheduler runs so often by itself, and after each change
 TRAP_S = 1.5  # who starts sooner than that after a requeue finds the credentials revoked
 TAKE_OVER_S = 20.0
-_ACTIVE = (CONFIGURING, RUNNING)
+SUSPENDED = "SUSPENDED"
+ACTIVE = (CONFIGURING, RUNNING, SUSPENDED)
 ON = {"IGNORE_JOBS", "FLEX", "NO_HOLD_JOBS_AFTER"}
 
 
 @dataclass
 class JobRecord:
     """One job. kind: who runs its script; runs_s: how long that takes, or its limit; `after`: the state that follows
-    COMPLETING; `ended`: the incarnation that completes."""
+    COMPLETING; `ended`: the incarnation that completes; `held`: why it may not start."""
 
     raw_id: int
     user_id: int
@@ -67,6 +69,8 @@ class JobRecord:
     end: float = 0.0
     pending_since: float = 0.0
     exit_code: int = 0
+    held: str = ""
+    held_since: float = 0.0
 
     @property
     def shown(self) -> str:
@@ -76,7 +80,8 @@ class JobRecord:
 
 @dataclass
 class NodeRecord:
-    """One node. `heard`: when its slurmd last answered."""
+    """One node. `heard`: when its slurmd last answered; `reboot`: REQUESTED or ISSUED by an administrator, `asap`
+    with a drain."""
 
     name: str
     down: bool = False
@@ -86,17 +91,20 @@ class NodeRecord:
     slurmd_start: float = 0.0
     heard: float = 0.0
     silent: bool = False
+    reboot: str = ""
+    asap: bool = False
 
 
 @dataclass
 class Held:
-    """One reservation."""
+    """One reservation. maint: an administrator's."""
 
     name: str
     nodes: list[str]
     user_id: int
     start: float
     end: float
+    maint: bool = False
 
 
 @dataclass
@@ -162,6 +170,10 @@ class Slurmctld:
         self.charge, self.boot_time, self._gone_since = host, self.now, None
         for node in self.state.nodes.values():
             node.heard = self.now
+        # Reading its state, slurmctld ends what runs on a node that is DOWN in it, and does not requeue it.
+        for job in list(self.state.jobs.values()):
+            if job.state in ACTIVE and any(self.state.nodes[n].down for n in job.nodes):
+                self.kill_job(job, NODE_FAIL)
 
     def _backup(self) -> None:
         now = self.world.loop.now
@@ -188,6 +200,10 @@ class Slurmctld:
         self._saving = False
         if self.charge is not None:
             setattr(self.disk, part, copy.deepcopy(getattr(self.state, part)))
+
+    def save_all(self) -> None:
+        """What an administrator is told is done is saved."""
+        self.disk = copy.deepcopy(self.state)
 
     def _scheduled(self) -> None:
         self._scheduling = False
@@ -235,9 +251,12 @@ class Slurmctld:
         if node.down:  # ReturnToService=2
             node.down = False
             self.changed()
+        if rebooted and node.reboot == "ISSUED":
+            node.reboot, node.drain = "", node.drain and not node.asap
+            self.changed()
         for raw_id, restart in slurmd.jobs():
             job = self.state.jobs.get(raw_id)
-            mine = job is not None and node.name in job.nodes and (job.state in _ACTIVE or job.completing)
+            mine = job is not None and node.name in job.nodes and (job.state in ACTIVE or job.completing)
             if job is None or not mine or restart != (job.ended if job.completing else job.restarts):
                 slurmd.deliver(slurmd.terminate, raw_id, restart, "", False)
         for job in list(self.state.jobs.values()):
@@ -256,7 +275,7 @@ class Slurmctld:
                 job.completing.remove(name)
                 job.nodes = list(job.completing)
                 self._completed(job)
-            elif name in job.nodes and job.state in _ACTIVE:
+            elif name in job.nodes and job.state in ACTIVE:
                 self.kill_job(job, PENDING if job.requeue else NODE_FAIL)
         self.changed()
 
@@ -283,6 +302,17 @@ class Slurmctld:
         self.changed()
         self.work()
 
+    def cancel(self, job: JobRecord) -> None:
+        """scancel, in any state."""
+        if job.completing:
+            job.after = job.state = CANCELLED
+        elif job.state in ACTIVE:
+            self.kill_job(job, CANCELLED)
+        elif job.state == PENDING:
+            job.state, job.end = CANCELLED, self.now
+            self.world.tell(f"job {job.raw_id} is {CANCELLED}")
+            self.job_over(job.raw_id, CANCELLED)
+
     def _completed(self, job: JobRecord) -> None:
         if job.completing or not job.after:
             return
@@ -305,13 +335,13 @@ class Slurmctld:
                     self.slurmds[name].deliver(
                         self.slurmds[name].terminate, job.raw_id, job.ended, code, not batch_up
                     )
-            if job.completing or job.state not in _ACTIVE:
+            if job.completing or job.state not in ACTIVE:
                 continue
             for name in job.nodes:
                 if name not in job.ready and self.hears(name):
                     slurmd = self.slurmds[name]
                     slurmd.deliver(slurmd.prolog, job.raw_id, job.restarts, tuple(job.nodes), job.kind)
-            if len(job.ready) == len(job.nodes):
+            if len(job.ready) == len(job.nodes) and job.state != SUSPENDED:
                 job.state = RUNNING
                 if not job.scripted and self.hears(job.batch_host):
                     slurmd, left_s = self.slurmds[job.batch_host], job.runs_s
@@ -367,18 +397,18 @@ class Slurmctld:
 
     def used_by(self, name: str) -> list[JobRecord]:
         """What runs or ends on a node."""
-        return [j for j in self.state.jobs.values() if name in j.nodes and (j.completing or j.state in _ACTIVE)]
+        return [j for j in self.state.jobs.values() if name in j.nodes and (j.completing or j.state in ACTIVE)]
 
-    def reserved_by(self, name: str) -> str:
-        """The reservation that a node is in."""
-        return next((r.name for r in self.state.reservations.values() if name in r.nodes), "")
+    def reserved_by(self, name: str) -> list[Held]:
+        """The reservations that a node is in."""
+        return [r for r in self.state.reservations.values() if name in r.nodes]
 
     def schedule(self) -> None:
         """Whoever can start does, in order of priority."""
         waiting = [j for j in self.state.jobs.values() if j.state == PENDING and not j.completing]
         for job in sorted(waiting, key=lambda j: (-j.priority, j.raw_id)):
-            if job.begin > self.now:
-                job.reason = "BeginTime"
+            if job.held or job.begin > self.now:
+                job.reason = job.held or "BeginTime"
                 continue
             free = [n for n in self.state.nodes if self._free(n, job)]
             if set(job.req_nodes) - set(free):
@@ -393,9 +423,11 @@ class Slurmctld:
             self._begin(job, [*job.req_nodes, *self.rng.sample(others, missing)])
 
     def _free(self, name: str, job: JobRecord) -> bool:
-        node, held = self.state.nodes[name], self.reserved_by(name)
-        usable = not (node.down or node.drain or node.silent or self.used_by(name))
-        return usable and held in ("", job.reservation)
+        node = self.state.nodes[name]
+        usable = not (node.down or node.drain or node.silent or node.reboot or self.used_by(name))
+        # What slurmctld has forgotten of a job is ended when the node registers, before the job begins there again.
+        left = any(raw_id == job.raw_id for raw_id, _ in self.slurmds[name].jobs())
+        return usable and not left and all(r.name == job.reservation for r in self.reserved_by(name))
 
     def _begin(self, job: JobRecord, names: list[str]) -> None:
         if job.restarts and self.now - job.pending_since < TRAP_S:
@@ -414,9 +446,7 @@ class Slurmctld:
     def find(self, raw_id: int) -> JobRecord:
         """Raises `UnknownJob`."""
         job = self.state.jobs.get(raw_id)
-        if job is None or (
-            job.state not in (PENDING, *_ACTIVE) and not job.completing and self.now - job.end > 300.0
-        ):
+        if job is None or (job.state not in (PENDING, *ACTIVE) and not job.completing and self.now - job.end > 300.0):
             raise UnknownJob(f"job {raw_id} is not known")
         return job
 
@@ -430,7 +460,7 @@ class Slurmctld:
     def job_facts(self, raw_id: int) -> Job:
         """As squeue tells."""
         job = self.find(raw_id)
-        over = job.shown not in (PENDING, COMPLETING, *_ACTIVE)
+        over = job.shown not in (PENDING, COMPLETING, *ACTIVE)
         end = job.end if over or job.completing else job.start + job.runs_s if job.nodes else 0.0
         return Job(
             id=str(raw_id), raw_id=raw_id, state=job.shown, reason=job.reason, user_id=job.user_id, user="user",
@@ -448,7 +478,9 @@ class Slurmctld:
         flags = {"DRAIN"} if node.drain else set()
         flags |= {"NOT_RESPONDING"} if node.silent else set()
         flags |= {"COMPLETING"} if any(j.completing for j in used) else set()
-        flags |= {"RESERVED"} if self.reserved_by(name) else set()
+        held = [r for r in self.reserved_by(name) if r.start <= self.now]
+        flags |= {"MAINT"} if any(r.maint for r in held) else {"RESERVED"} if held else set()
+        flags |= {f"REBOOT_{node.reboot}"} if node.reboot else set()
         return Node(
             name=name, state=state, flags=frozenset(flags), address=name, port=0, partitions=("all",),
             features=frozenset(), cpus=8, memory_mb=64000, reason=node.reason, boot_time=node.boot,
@@ -458,7 +490,14 @@ class Slurmctld:
     def reservation_facts(self) -> list[Reservation]:
         """As `scontrol show reservation` tells."""
         return [
-            Reservation(r.name, tuple(r.nodes), (str(r.user_id),), "ACTIVE", frozenset(ON), r.start)
+            Reservation(
+                r.name,
+                tuple(r.nodes),
+                (str(r.user_id),),
+                "ACTIVE" if r.start <= self.now else "INACTIVE",
+                frozenset({"MAINT", "IGNORE_JOBS", "SPEC_NODES"} if r.maint else ON),
+                r.start,
+            )
             for r in self.state.reservations.values()
         ]
 

@@ -47,6 +47,7 @@ class World:
         self.locks: dict[tuple[int, int], Process] = {}
         self.handles: dict[tuple[int, int], IO[str]] = {}  # through which a lock is held
         self.uids: dict[str, int] = {}  # of processes, by name; else the owner's
+        self.owners: dict[int, int] = {}  # of jobs that are not that owner's
         self.free_bytes: dict[str, int] = {}
         self.munged: set[str] = set()  # hosts on which it does not answer
         self.full: set[str] = set()  # hosts on which jobs' directories have no room
@@ -68,13 +69,18 @@ def world() -> World:
     return _world[0]
 
 
+def user_of(process: Process) -> int:
+    """Who runs it."""
+    return world().uids.get(process.name, OWNER) if process.user_id is None else process.user_id
+
+
 # ---- MUNGE ---------------------------------------------------------------------------------------------
 
 
 def _encode(payload: bytes, *, for_uid: int) -> bytes:
     if current().host in world().munged:
         raise munge.MungeError("munged does not answer")
-    uid = world().uids.get(current().name, OWNER)
+    uid = user_of(current())
     return msgspec.msgpack.encode((uid, for_uid, payload))
 
 
@@ -82,7 +88,7 @@ def _decode(credential: bytes) -> tuple[bytes, int]:
     if current().host in world().munged:
         raise munge.MungeError("munged does not answer")
     uid, for_uid, payload = msgspec.msgpack.decode(credential, type=tuple[int, int, bytes])
-    if for_uid not in (world().uids.get(current().name, OWNER), -1):
+    if for_uid not in (user_of(current()), -1):
         raise munge.MungeError("Unauthorized credential for client")
     return payload, uid
 
@@ -282,7 +288,7 @@ class Connection:
         if server is None:
             raise ConnectionError(f"no agent at {path}")
         self._server, self.over = server, False
-        self.client = Client(self._process, OWNER, self._dropped)
+        self.client = Client(self._process, user_of(self._process), self._dropped)
         self._answer: tuple[local.Reply, list[int]] | None = None
         self._go_on: Callable[[], None] | None = None
         server.connections.append(self)

@@ -26,6 +26,19 @@ NAMES = (
     "second",
     "outage",
     "chaos",
+    "neighbours",
+    "both",
+    "budgets",
+    "waits",
+    "drained-dies",
+    "drains",
+    "cancels",
+    "holds",
+    "requeues",
+    "suspends",
+    "downs",
+    "reboots",
+    "maintains",
 )
 
 
@@ -68,6 +81,10 @@ _BROKEN = [
     ("starts-now", "power", 3, "ended"),
     ("resumes-nothing", "controller-killed", 20, "held"),
     ("tells-once", "backup", 20, "ended"),
+    ("no-user-budget", "budgets", 1, "budget of a user"),
+    ("anybodys-candidates", "neighbours", 8, "candidates"),
+    ("takes-drains-for-ours", "drained-dies", 4, "administrator"),
+    ("sends-back-the-cancelled", "cancels", 20, "administrator"),
 ]
 
 

@@ -15,12 +15,12 @@ from gemini_hpc.core import hostlist
 from gemini_hpc.wire import local
 
 from .jobs import Job, Launch, Wrong
-from .kernel import Process
+from .kernel import Process, current
 from .node import Node
 from .rank import Rank
 from .slurm import SimSlurm
 from .slurmctld import Slurmctld
-from .system import World
+from .system import OWNER, World
 
 MAP_S = 5.0  # so long a step waits for a map that is said to come
 HOLD_WAIT_S = 4.5
@@ -30,10 +30,18 @@ class Training(Job):
     """See the module; a `slurmd.Work`. on_wrong: hears what must not happen."""
 
     def __init__(
-        self, world: World, number: int, nodes: dict[str, Node], size: int, *, replicas: int, pause_s: float
+        self,
+        world: World,
+        number: int,
+        nodes: dict[str, Node],
+        size: int,
+        *,
+        replicas: int,
+        pause_s: float,
+        user_id: int = OWNER,
     ) -> None:
         super().__init__(world, number, list(nodes.values())[:size], [], replicas=replicas, pause_s=pause_s)
-        self.all, self.state_save = nodes, ""
+        self.all, self.state_save, self.user_id = nodes, "", user_id
         self.ctld: Slurmctld
         self.on_wrong: Callable[[Wrong], None]
         self.on_seen: Callable[[str, int], None] = lambda what, version: None
@@ -43,7 +51,7 @@ class Training(Job):
         # How long the script of a job that has lost a node goes on, if it ends by itself: ranks hear nothing of a
         # node without power, so it does not end before the agents have noticed.
         self.fails_after_s: tuple[float, float] | None = world.rng.choice((None, (4.0, 12.0)))
-        self._script: Process | None = None
+        self.script: Process | None = None
         self._ended: Callable[[int], None] = lambda code: None
 
     # ---- for slurmds -----------------------------------------------------------------------------------
@@ -56,7 +64,7 @@ class Training(Job):
         self.restart, self.nodes, self._ended = restart, [self.all[n] for n in sorted(nodes)], ended
         self.dead = {node.name for node in self.nodes if not node.host.up}
         self.state = "running"
-        script = self._script = Process(self.world.loop, f"batch-{raw_id}", self.nodes[0].name)
+        script = self.script = Process(self.world.loop, f"batch-{raw_id}", self.nodes[0].name)
         self.nodes[0].processes.append(script)
 
         def run() -> None:
@@ -73,8 +81,8 @@ class Training(Job):
 
     def kill(self, node: Node, raw_id: int) -> None:
         self.state = "completing"
-        if self._script is not None and self._script.host == node.name:
-            self._script.kill()
+        if self.script is not None and self.script.host == node.name:
+            self.script.kill()
         for launch in self.launches[-1:]:
             launch.over = True
             for rank in launch.ranks.values():
@@ -95,7 +103,7 @@ class Training(Job):
         os.set_blocking(ends[0], False)
         args = argparse.Namespace(job=raw_id, restart=restart, node=node.name)
         there: Any = hold
-        there.Slurm = lambda timeout_s: SimSlurm(self.ctld, process, self.state_save)
+        there.Slurm = lambda timeout_s: SimSlurm(self.ctld, current(), self.state_save)
 
         async def work(steps: Coroutine[Any, Any, None]) -> None:
             try:
@@ -119,7 +127,12 @@ class Training(Job):
 
     @property
     def _runs(self) -> bool:
-        return self.state == "running" and self._script is not None and self._script.alive
+        return self.state == "running" and self.script is not None and self.script.alive
+
+    def _launch(self) -> None:
+        super()._launch()
+        for rank in self.launches[-1].ranks.values():
+            rank.process.user_id = self.user_id
 
     def _end(self, how: str, exit_code: str) -> None:
         if self._runs:
