@@ -127,8 +127,9 @@ check: $(VENV)/.python ## within 90 s, as any user: ruff, mypy, and the tests th
 	@PYTHONPATH=$(CURDIR) $(PY) -m pytest -q -rfE $(DEAL) --quick tests
 	@[ -z "$(SEEDS)" ] || PYTHONPATH=$(CURDIR) $(PY) -m tests.sim --seeds $(SEEDS)
 
-sim: $(VENV)/.python ## simulated clusters with faults: SEEDS=1000 for so many; SEED=7 repeats one and prints its story
-	@PYTHONPATH=$(CURDIR) $(PY) -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),200))
+sim: $(VENV)/.python ## simulated clusters with faults: SEEDS=1000 for so many; SEED=7 repeats one and prints its story, SITE=1 that of a whole site
+	@PYTHONPATH=$(CURDIR) $(PY) -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),200)) $(if $(SITE),--site)
+	@[ -n "$(SEED)$(SITE)" ] || PYTHONPATH=$(CURDIR) $(PY) -m tests.sim --site --seeds $(or $(SEEDS),200)
 
 test: install deps-site deps-mpi deps-fronts deps-stacks lint ## every test, on real clusters in namespaces; up to 8 failures run once more, alone (tests/flakes.toml); WORKERS=0: one after the other
 	@$(MAKE) -s -C slurm all test

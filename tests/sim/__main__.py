@@ -9,16 +9,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
-from . import campaign, controls
+from . import campaign, controls, mix
+
+Run = Callable[[int, Callable[[], None]], tuple[str, str]]
 
 
-def one(seed: int, broken: str = "") -> tuple[int, str, str]:
+def one(seed: int, broken: str = "", run: Run = campaign.run) -> tuple[int, str, str]:
     """A seed, what went wrong, its story."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(read)
-        problem, text = campaign.run(seed, controls.CONTROLS.get(broken, lambda: None))
+        problem, text = run(seed, controls.CONTROLS.get(broken, lambda: None))
         with os.fdopen(write, "w") as out:
             out.write(f"{problem}\n{text}")
         os._exit(0)
@@ -30,14 +32,24 @@ def one(seed: int, broken: str = "") -> tuple[int, str, str]:
     return seed, problem or (f"ended with status {status}" if status else ""), text
 
 
-def twice(seed: int) -> tuple[int, str, str]:
+def of_site(seed: int) -> tuple[int, str, str]:
+    """The same of a whole site."""
+    return one(seed, run=mix.run)
+
+
+def twice(seed: int, once: Callable[[int], tuple[int, str, str]] = one) -> tuple[int, str, str]:
     """The same, where a second run has to be the first one to the letter."""
-    first, second = one(seed), one(seed)
+    first, second = once(seed), once(seed)
     if first == second:
         return first
     lines = zip(first[2].splitlines(), second[2].splitlines(), strict=False)
     where = next((f"{a} | {b}" for a, b in lines if a != b), "one is longer")
     return seed, f"not repeated: {where}", first[2]
+
+
+def site_twice(seed: int) -> tuple[int, str, str]:
+    """The same of a whole site."""
+    return twice(seed, of_site)
 
 
 def several(run: Callable[[int], tuple[int, str, str]], seeds: range, jobs: int) -> Iterator[tuple[int, str, str]]:
@@ -71,6 +83,9 @@ def main() -> int:
         "--broken", metavar="RULE", help="with one rule taken away, until a seed finds that; ? lists them"
     )
     parser.add_argument("--twice", action="store_true", help="run each seed twice: both have to be the same")
+    parser.add_argument(
+        "--site", action="store_true", help="whole sites, with Slurm, controller, tier and an administrator"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     args = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a run
@@ -79,19 +94,20 @@ def main() -> int:
     if args.broken:
         return find(args.broken, range(args.first, args.first + args.seeds))
     if args.seed is not None:
-        problem, text = campaign.run(args.seed)
+        _, problem, text = of_site(args.seed) if args.site else one(args.seed)
         print(text)
         print(f"seed {args.seed}: {problem or 'nothing wrong'}")
         return 1 if problem else 0
+    run = (site_twice if args.twice else of_site) if args.site else twice if args.twice else one
     began, bad = time.monotonic(), 0
     seeds = range(args.first, args.first + args.seeds)
-    for count, (seed, problem, _) in enumerate(several(twice if args.twice else one, seeds, args.jobs), 1):
+    for count, (seed, problem, _) in enumerate(several(run, seeds, args.jobs), 1):
         if problem:
             bad += 1
             print(f"seed {seed}: {problem[:300]}", flush=True)
         if count % 100 == 0:
             print(f"{count} seeds, {bad} of them wrong, {time.monotonic() - began:.0f} s", flush=True)
-    print(f"{args.seeds} seeds in {time.monotonic() - began:.1f} s: {bad} went wrong")
+    print(f"{args.seeds} {'sites' if args.site else 'seeds'} in {time.monotonic() - began:.1f} s: {bad} went wrong")
     return 1 if bad else 0
 
 

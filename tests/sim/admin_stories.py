@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from .admin import Admin
 from .jobs import Wrong
-from .many import all_trained, come_back, cut_one_of
+from .many import all_trained, come_back, cut_one_of, end_after
 from .site import Site
 
 RECOVERY_S = 20.0  # from a power cut until the job runs again, and some more
@@ -79,7 +79,9 @@ def holds(seed: int) -> Site:
         if seed % 2:
             admin.requeue(number, hold=True)
         admin.hold(number)
-        site.at(site.rng.choice((5.0, 60.0, 150.0)), lambda: (admin.release(number), site.last(12)))
+        after_s = site.rng.choice((5.0, 60.0, 150.0))
+        site.at(after_s, lambda: admin.release(number))
+        end_after(site, after_s, 12)
 
     _during(site, hold)
     return site
@@ -89,7 +91,12 @@ def requeues(seed: int) -> Site:
     """The job is requeued by hand in mid-recovery, or when it has just come back."""
     site = Site(seed)
     admin, number = Admin(site), site.training.number
-    _during(site, lambda: (admin.requeue(number), site.at(60.0, lambda: site.last(12))))
+
+    def requeue() -> None:
+        admin.requeue(number)
+        end_after(site, 60.0, 12)
+
+    _during(site, requeue)
     return site
 
 
@@ -101,8 +108,11 @@ def suspends(seed: int) -> Site:
     def suspend() -> None:
         admin.suspend(number)
         if seed % 2:
-            site.at(site.rng.uniform(0.0, 20.0), lambda: cut_one_of(site, site.training))
-        site.at(site.rng.uniform(20.0, 60.0), lambda: (admin.go_on(number), site.last(25)))
+            name = site.victim()
+            site.at(site.rng.uniform(0.0, 20.0), lambda: site.power_off(name))
+        after_s = site.rng.uniform(20.0, 60.0)
+        site.at(after_s, lambda: admin.go_on(number))
+        end_after(site, after_s, 25)
 
     all_trained(site, 5, suspend)
 
@@ -135,7 +145,8 @@ def reboots(seed: int) -> Site:
     def reboot() -> None:
         for name in site.rng.sample(list(site.nodes), site.rng.randint(1, 2)):
             admin.reboot(name, asap=site.rng.random() < 0.5)
-        site.at(60.0, lambda: (admin.restore(), site.last(12)))
+        site.at(60.0, admin.restore)
+        end_after(site, 60.0, 12)
 
     _during(site, reboot)
     return site

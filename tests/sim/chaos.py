@@ -24,8 +24,9 @@ class Chaos:
         self.site.forgetful = True
         self.site.when_trained(3, self._begin)
 
-    def _begin(self) -> None:
-        kinds: list[Callable[[], None]] = [
+    def kinds(self) -> list[Callable[[], None]]:
+        """What may happen."""
+        return [
             self._power,
             self._power,
             self._controller,
@@ -38,6 +39,9 @@ class Chaos:
             self._munge,
             self._agent,
         ]
+
+    def _begin(self) -> None:
+        kinds = self.kinds()
         mine = self.rng.sample(kinds, self.rng.randint(2, len(kinds)))
         for _ in range(self.rng.randint(1, 9)):
             self.site.at(self.rng.uniform(0.0, FAULTS_S), self.rng.choice(mine))
@@ -61,7 +65,8 @@ class Chaos:
     # ---- faults ----------------------------------------------------------------------------------------
 
     def _power(self) -> None:
-        up = [name for name in self.site.training.names if self.site.nodes[name].host.up]
+        names = sorted({name for training in self.site.trainings.values() for name in training.names})
+        up = [name for name in names if self.site.nodes[name].host.up]
         if len(self._lost) < MOST_LOST and up:
             name = self.rng.choice(up)
             self._lost.append(name)
@@ -109,7 +114,7 @@ class Chaos:
             self.site.at(self.rng.uniform(0.5, 20.0), lambda: self.site.restart_slurmd(name))
 
     def _slow(self) -> None:
-        name = self.rng.choice([*self._ctls, *self.site.training.names])
+        name = self.rng.choice([*self._ctls, *self.site.nodes])
         much, lasts = self.rng.choice((0.05, 0.3, 1.0)), self.rng.uniform(1.0, 8.0)
         self.site.tell(f"{name} is slow by {much} s for {lasts:.1f} s")
         self.site.world.network.slow_s[name] = much
@@ -120,7 +125,7 @@ class Chaos:
         self.site.at(lasts, fast)
 
     def _munge(self) -> None:
-        name, lasts = self.rng.choice([*self._ctls, *self.site.training.names]), self.rng.uniform(0.5, 8.0)
+        name, lasts = self.rng.choice([*self._ctls, *self.site.nodes]), self.rng.uniform(0.5, 8.0)
         self.site.tell(f"munged on {name} does not answer for {lasts:.1f} s")
         self.site.world.munged.add(name)
         self.site.at(lasts, lambda: self.site.world.munged.discard(name))
@@ -128,5 +133,7 @@ class Chaos:
     def _agent(self) -> None:
         name, within = self.site.victim(), self.rng.choice((0, 3, 30, 100))
         self.site.tell(f"agent on {name} dies within {within} turns")
-        self.site.nodes[name].kill_agent(self.site.training.number, within)
-        self.site.training.gone(name)
+        for number, training in self.site.trainings.items():
+            if name in training.names:
+                self.site.nodes[name].kill_agent(number, within)
+                training.gone(name)

@@ -37,11 +37,20 @@ def come_back(site: Site, trainings: list[Training], what: Callable[[], None]) -
     site.at(1.0, look)
 
 
+def end_after(site: Site, after_s: float, more: int) -> None:
+    """The trainings end so much later, after so many more steps."""
+    site.at(after_s, lambda: site.last(more))
+
+
 def cut_one_of(site: Site, training: Training) -> str:
     """One node of this job's loses power; which."""
     name = site.rng.choice([n for n in training.names if site.nodes[n].host.up])
     site.power_off(name)
     return name
+
+
+def _cut(site: Site, training: Training) -> None:
+    cut_one_of(site, training)
 
 
 def _untouched(site: Site, training: Training) -> None:
@@ -104,7 +113,7 @@ def budgets(seed: int) -> Site:
         if seed % 4 == 1:  # both of one owner first
             order.sort(key=lambda t: t.user_id)
         for i, training in enumerate(order):
-            site.at(i * apart_s, lambda t=training: cut_one_of(site, t))  # type: ignore[misc]
+            site.at(i * apart_s, lambda t=training: _cut(site, t))  # type: ignore[misc]
         come_back(site, order, lambda: site.last(12))
 
     all_trained(site, 5, cut)
@@ -130,7 +139,12 @@ def waits(seed: int) -> Site:
         site.add(OTHER, 3, priority=50)
         lost = cut_one_of(site, began)
         left = set(began.names) - {lost}
-        come_back(site, [began], lambda: (_kept(began, left), site.last(12)))
+
+        def back() -> None:
+            _kept(began, left)
+            site.last(12)
+
+        come_back(site, [began], back)
 
     site.at(1.0, look)
     return site

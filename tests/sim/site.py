@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import random
 import re
 import shutil
@@ -27,6 +28,7 @@ from .node import Node
 from .slurmctld import Slurmctld
 from .slurmd import Slurmd, Work
 from .system import World
+from .tier import JOB, Tier
 from .training import Training
 
 FILLER = "filler"
@@ -35,6 +37,7 @@ BOOT_GRACE_S = 5.0  # a node that has just booted may be held for dead a moment 
 HELD_S = 90.0  # nothing is held for a job that has ended so long ago
 RESERVED_S = 660.0  # but for what nobody deletes, or slurmctld forgets to have deleted: that ends by itself
 KNOWN_S = 15.0  # whoever has run for so long is known to the controller
+TIER_WELL_S = 90.0  # after so long without a fault of the tier's, all that is saved there is found
 LIMIT_S = 1500.0
 
 
@@ -70,6 +73,7 @@ class Site:
         settle_s: float = 15.0,
         user_budget: int = 2,
         auto_resume_s: float = 0.0,
+        tier: bool = False,
     ) -> None:
         gc.disable()  # what a collector ends runs its `finally` blocks
         self.world = World(seed)
@@ -90,6 +94,7 @@ class Site:
         self.hosts = [self.world.network.add(name) for name in names]
         self.nodes = {f"n{i}": Node(self.world, f"n{i}", self.settings) for i in range(1, nodes + 1)}
         self.place = tempfile.mkdtemp(prefix="gemini-sim-site-")
+        self.world.paths[self.place] = "/site"
         self.training = Training(
             self.world, 0, self.nodes, size, replicas=replicas, pause_s=self.rng.choice((0.2, 0.4))
         )
@@ -125,6 +130,24 @@ class Site:
         self._fillers = fillers
         self.at(1.0, self._fill)
         self.checks: list[Callable[[], None]] = []  # when all is over
+        self.tier = self._tier() if tier else None
+        self.tier_well_since = 0.0
+
+    def _tier(self) -> Tier:
+        """Of the first job, whose number the simulated tier knows."""
+        assert self.training.number == JOB
+        root = f"{self.place}/tier"
+        os.mkdir(root)
+        tier = Tier(self.world, root)
+        tier.install()
+
+        def newest() -> int:
+            well = self.world.loop.now - self.tier_well_since > TIER_WELL_S
+            return max((stamp.version for stamp in tier.offered()[:1]), default=0) if well else 0
+
+        self.training.tier, self.training.on_tier = (root, self.rng.choice((1, 3, 10))), newest
+        self.checks.append(tier.audit)
+        return tier
 
     def _submit(self, training: Training, kind: str, priority: int) -> None:
         training.number = self.ctld.submit(kind, training.user_id, training.size, priority=priority)
@@ -184,6 +207,8 @@ class Site:
             if text.startswith("FAILED") or " error v" in text:
                 self.fail(Wrong(f"production code failed: {text}"))
         self._seen = len(self.world.story)
+        if self.tier is not None and self.tier.wrong:
+            self.fail(Wrong(f"tier: {self.tier.wrong[0]}"))
 
     def _fill(self) -> None:
         for _ in range(self._fillers):
@@ -245,9 +270,13 @@ class Site:
             self.at(60.0, lambda: self._given_up(raw_id, state))
             return
         self.over.add(raw_id)
-        self.at(HELD_S, lambda: self._all_free(raw_id))
+        self.at(self._held_s(raw_id), lambda: self._all_free(raw_id))
         if self.done:
             self.at(RESERVED_S, self._ended)
+
+    def _held_s(self, raw_id: int) -> float:
+        """Nothing is held for this job so long after its end."""
+        return HELD_S + (self.settings.tier_flush_s if self.trainings[raw_id].tier[0] else 0.0)
 
     @property
     def done(self) -> bool:
@@ -264,14 +293,15 @@ class Site:
         held = [] if self.forgetful or self.ctld.kills else self._reserved(f"{PREFIX}{raw_id}_")
         named = self.ctld.state.jobs[raw_id].state in LIVE
         if agents or held or named:
-            self.fail(Wrong(f"held {HELD_S:g} s after the end: agents {agents}, reservations {held}, job {named}"))
+            held_s = self._held_s(raw_id)
+            self.fail(Wrong(f"held {held_s:g} s after the end: agents {agents}, reservations {held}, job {named}"))
         if self.done and not self._reserved() and not self._still_looked_at():
             self._ended()
 
     def _still_looked_at(self) -> bool:
         """Whether a job has ended so lately that it has not been looked at since."""
         now = self.ctld.now
-        return any(now - self.ctld.state.jobs[n].end < HELD_S - 1.0 for n in self.trainings)
+        return any(now - self.ctld.state.jobs[n].end < self._held_s(n) - 1.0 for n in self.trainings)
 
     def _reserved(self, prefix: str = PREFIX) -> list[str]:
         return [name for name in self.ctld.state.reservations if name.startswith(prefix)]

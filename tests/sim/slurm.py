@@ -34,7 +34,6 @@ from .slurmctld import ACTIVE, Held, JobRecord, Slurmctld
 
 T = TypeVar("T")
 TIMEOUT_S, TCP_TIMEOUT_S = 10.0, 2.0
-SLOW = 0.02  # of the answers take long
 
 
 class SimSlurm(SlurmApi):
@@ -88,7 +87,9 @@ class SimSlurm(SlurmApi):
             result, error = what(), None
         except SlurmError as exc:
             result, error = None, exc
-        took_s = self._rng.uniform(0.3, 2.0) if self._rng.random() < SLOW else self._rng.uniform(0.005, 0.04)
+        took_s = (
+            self._rng.uniform(0.3, 2.0) if self._rng.random() < self._ctld.slow else self._rng.uniform(0.005, 0.04)
+        )
 
         def back() -> None:
             if not self._network.hears(host, me) or self._ctld.charge is not host:

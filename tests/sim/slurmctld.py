@@ -27,6 +27,7 @@ from gemini_hpc.control.slurm.facts import (
     Reservation,
 )
 
+from .kernel import START_S
 from .network import Host
 from .slurmd import Slurmd
 from .system import World
@@ -35,6 +36,7 @@ TICK_S, PING_S = 0.5, 5.0
 SCHED_S = 30.0  # the scheduler runs so often by itself, and after each change
 TRAP_S = 1.5  # who starts sooner than that after a requeue finds the credentials revoked
 TAKE_OVER_S = 20.0
+SLOW = 0.02  # of the answers take long, and are not true any more when they come
 SUSPENDED = "SUSPENDED"
 ACTIVE = (CONFIGURING, RUNNING, SUSPENDED)
 ON = {"IGNORE_JOBS", "FLEX", "NO_HOLD_JOBS_AFTER"}
@@ -131,7 +133,7 @@ class Slurmctld:
         self.boot_time = self.now - 3600.0
         self.changed_by_us: Callable[[str, str], None] = lambda what, name: None
         self.job_over: Callable[[int, str], None] = lambda raw_id, state: None
-        self.kills = 0
+        self.kills, self.slow = 0, SLOW
         self._next_id, self._saving, self._scheduling = 7, False, False
         self._gone_since: float | None = None
         for name, slurmd in slurmds.items():
@@ -143,8 +145,9 @@ class Slurmctld:
 
     @property
     def now(self) -> float:
-        """Unix time."""
-        return self.world.clock.time()
+        """Unix time, as its host has it."""
+        skew_s = self.world.clock.skew_s.get(self.charge.name, 0.0) if self.charge is not None else 0.0
+        return START_S + self.world.loop.now + skew_s
 
     # ---- its own life ----------------------------------------------------------------------------------
 

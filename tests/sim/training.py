@@ -46,6 +46,9 @@ class Training(Job):
         self.on_wrong: Callable[[Wrong], None]
         self.on_seen: Callable[[str, int], None] = lambda what, version: None
         self.lost_in: dict[str, int] = {}  # nodes that went, until a later launch has sealed: launches so far
+        self.tier: tuple[str, int] = ("", 0)  # its directory, seconds between saves
+        self.on_tier: Callable[[], int] = lambda: 0  # the newest version that is to be found there
+        self._saved = 0  # the same, when this incarnation began
         self.unsealed = False  # some step went on without its seal
         self.repeated: list[int] = []
         # How long the script of a job that has lost a node goes on, if it ends by itself: ranks hear nothing of a
@@ -57,13 +60,14 @@ class Training(Job):
     # ---- for slurmds -----------------------------------------------------------------------------------
 
     def prolog(self, node: Node, raw_id: int, restart: int, nodes: tuple[str, ...]) -> None:
-        attach = local.Attach(raw_id, restart, hostlist.compress(sorted(nodes)), node.name, self.replicas)
+        nodelist = hostlist.compress(sorted(nodes))
+        attach = local.Attach(raw_id, restart, nodelist, node.name, self.replicas, *self.tier)
         self.world.tell(f"{node.name} prolog of restart {restart}: {node.prolog(attach)}")
 
     def begin(self, raw_id: int, restart: int, nodes: tuple[str, ...], ended: Callable[[int], None]) -> None:
         self.restart, self.nodes, self._ended = restart, [self.all[n] for n in sorted(nodes)], ended
         self.dead = {node.name for node in self.nodes if not node.host.up}
-        self.state = "running"
+        self.state, self._saved = "running", self.on_tier()
         script = self.script = Process(self.world.loop, f"batch-{raw_id}", self.nodes[0].name)
         self.nodes[0].processes.append(script)
 
@@ -189,4 +193,6 @@ class Training(Job):
                 raise Wrong(f"lost: {self.sealed} was sealed, {launch.step} resumes from {version}")
             if not self.unsealed and self.trained - version > 1:
                 raise Wrong(f"R2: {self.trained} steps were trained, {launch.step} resumes from {version}")
+        elif version < self._saved:
+            raise Wrong(f"tier: {self._saved} was saved there, {launch.step} resumes from {version}")
         self.trained, self.sealed, self.unsealed = version, version, False

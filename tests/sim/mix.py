@@ -1,0 +1,248 @@
+"""All that a site can meet, drawn by its seed: several jobs, others that wait, an administrator, faults of all kinds.
+
+Faults end after a while, and the administrator gives back what he has taken; then each training has to come to its
+end, but for those that he has cancelled.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Callable
+
+from .admin import Admin
+from .chaos import Chaos
+from .kernel import Killed
+from .site import FILLER, OTHER, Site
+from .system import OWNER, story
+from .training import Training
+
+THIRD = 3000
+
+
+class Mix(Chaos):
+    """See the module."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        self.admin = Admin(site)
+        self._tier_is = ""
+
+    def plan(self) -> None:
+        for training in self.site.trainings.values():
+            training.fails_after_s = None
+        super().plan()
+
+    def kinds(self) -> list[Callable[[], None]]:
+        return [
+            *super().kinds(),
+            self._pause,
+            self._rank,
+            self._damage,
+            self._full,
+            self._cut_peers,
+            self._step_clock,
+            self._stale,
+            self._wanted,
+            self._tier,
+            self._tier,
+            self._all_lost,
+            *(self._administrator,) * 6,
+        ]
+
+    def _mend(self) -> None:
+        self.site.ctld.slow = 0.02
+        if self.site.tier is not None:
+            self._tier_well()
+        self.site.world.clock.skew_s.clear()
+        super()._mend()
+
+    def _resume(self) -> None:
+        self.admin.restore()
+        self.admin.drained.clear()
+        super()._resume()
+
+    def _some(self) -> Training:
+        running = [t for t in self.site.trainings.values() if t.state == "running"]
+        return self.rng.choice(running or [self.site.training])
+
+    # ---- faults ----------------------------------------------------------------------------------------
+
+    def _pause(self) -> None:
+        training = self._some()
+        name, lasts = self.rng.choice(training.names), self.rng.choice((0.1, 0.7, 2.0, 5.0))
+        seat = self.site.nodes[name].seats.get(training.number)
+        if seat is not None and (process := seat.process) is not None and process.alive:
+            self.site.tell(f"agent of job {training.number} on {name} is stopped for {lasts} s")
+            process.stop()
+            self.site.at(lasts, process.resume)
+
+    def _rank(self) -> None:
+        training = self._some()
+        launch = training.launches[-1] if training.launches else None
+        if launch is not None and not launch.over:
+            rank = self.rng.choice(sorted(launch.ranks))
+            self.site.tell(f"rank {rank} of {launch.step} is killed")
+            launch.ranks[rank].process.kill()
+            training.rank_died(launch)
+
+    def _damage(self) -> None:
+        """A bit flips in a copy that is complete."""
+        training = self._some()
+        name = self.rng.choice(training.names)
+        seat = self.site.nodes[name].seats.get(training.number)
+        shards = list(seat.agent.store) if seat is not None and seat.agent is not None else []
+        found = [(s, i) for s in shards for i in (0, 1) if s.pair.slots[i].state == "complete"]
+        if not found:
+            return
+        shard, index = self.rng.choice(found)
+        slot = shard.pair.slots[index]
+        self.site.tell(f"a bit flips on {name} in {slot.stamp} of shard {shard.rank} of job {training.number}")
+        at = self.rng.randrange(slot.bytes_used)
+        byte = os.pread(shard.memory[index].fd, 1, at)
+        os.pwrite(shard.memory[index].fd, bytes([byte[0] ^ 1]), at)
+        training.gone(name)
+
+    def _full(self) -> None:
+        name, lasts = self.site.victim(), self.rng.choice((0.5, 3.0))
+        self.site.tell(f"directories of jobs on {name} are full for {lasts} s")
+        self.site.world.full.add(name)
+        self.site.at(lasts, lambda: self.site.world.full.discard(name))
+
+    def _cut_peers(self) -> None:
+        a, b = self.rng.sample(list(self.site.nodes), 2)
+        lasts, both = self.rng.choice((0.2, 1.0, 3.0, 8.0)), self.rng.random() < 0.6
+        self.site.tell(f"link {a} {'and' if both else 'to'} {b} is cut for {lasts} s")
+        self.site.world.network.cut(a, b, both=both)
+        self.site.at(lasts, lambda: self.site.world.network.mend(a, b))
+
+    def _step_clock(self) -> None:
+        """A host's time of day jumps, by less than MUNGE bears."""
+        name, by = self.rng.choice([*self._ctls, *self.site.nodes]), self.rng.uniform(-50.0, 50.0)
+        by = by / 5 if name in self._ctls else by
+        self.site.tell(f"the clock of {name} jumps by {by:.1f} s")
+        self.site.world.clock.skew_s[name] = by
+
+    def _stale(self) -> None:
+        lasts = self.rng.uniform(1.0, 15.0)
+        self.site.tell(f"slurmctld answers late for {lasts:.1f} s")
+        self.site.ctld.slow = 0.6
+
+        def over() -> None:
+            self.site.ctld.slow = 0.02
+
+        self.site.at(lasts, over)
+
+    def _tier(self) -> None:
+        """Full, slow, hanging, broken, not there, and no workers for it."""
+        if self.site.tier is None or self._tier_is:
+            return
+        faults, kind = (
+            self.site.tier.system.faults,
+            self.rng.choice(["full", "slow", "hangs", "broken", "gone", "refuses"]),
+        )
+        lasts, much = self.rng.uniform(1.0, 40.0), self.rng.choice((0.1, 0.5, 1.0))
+        self.site.tell(f"the tier: {kind} for {lasts:.1f} s")
+        self._tier_is, self.site.tier_well_since = kind, math.inf
+        if kind == "full":
+            faults.full = much
+        elif kind == "slow":
+            faults.slow_s = 10.0 * much
+        elif kind == "hangs":
+            faults.hangs = True
+        elif kind == "broken":
+            faults.broken = much
+        elif kind == "gone":
+            self.site.tier.system.vanish()
+        else:
+            self.site.tier.refuses = much
+        self.site.at(lasts, self._tier_well)
+
+    def _tier_well(self) -> None:
+        tier = self.site.tier
+        if tier is not None and self._tier_is:
+            self.site.tell("the tier is well")
+            tier.system.over()
+            if self._tier_is == "gone":
+                tier.system.come_back()
+            tier.refuses, self._tier_is = 0.0, ""
+            self.site.tier_well_since = self.site.world.loop.now
+
+    def _all_lost(self) -> None:
+        """All nodes of the job with a tier lose power."""
+        if self.site.tier is not None and not self._lost and self.site.training.state == "running":
+            for name in self.site.training.names:
+                if self.site.nodes[name].host.up:
+                    self._lost.append(name)
+                    self.site.power_off(name)
+
+    def _wanted(self) -> None:
+        """Somebody wants several nodes."""
+        if self.site.ctld.charge is not None:
+            runs_s = self.rng.uniform(5.0, 40.0)
+            self.site.ctld.submit(
+                FILLER, THIRD, self.rng.randint(1, 3), priority=self.rng.choice((-5, 5, 30)), runs_s=runs_s
+            )
+
+    # ---- the administrator -----------------------------------------------------------------------------
+
+    def _administrator(self) -> None:
+        admin, number = self.admin, self._some().number
+        name, after_s = self.rng.choice(list(self.site.nodes)), self.rng.uniform(1.0, 40.0)
+        what = self.rng.choice(
+            ("drain", "drain", "down", "reboot", "maintain", "requeue", "hold", "suspend", "suspend", "cancel")
+        )
+        if what == "drain":
+            admin.drain(name)
+            self.site.at(after_s, lambda: admin.resume(name))
+        elif what == "down":
+            admin.down(name)
+        elif what == "reboot":
+            admin.reboot(name, asap=self.rng.random() < 0.5)
+        elif what == "maintain":
+            names = self.rng.sample(list(self.site.nodes), self.rng.randint(1, 3))
+            admin.maintain(names, after_s=self.rng.choice((0.0, 0.0, 20.0)), lasts_s=after_s)
+        elif what == "requeue":
+            admin.requeue(number)
+        elif what == "hold":
+            admin.requeue(number, hold=self.rng.random() < 0.5)
+            admin.hold(number)
+            self.site.at(after_s, lambda: admin.release(number))
+        elif what == "suspend":
+            admin.suspend(number)
+            self.site.at(after_s, lambda: admin.go_on(number))
+        elif self.rng.random() < 0.3:
+            admin.cancel(number)
+
+
+def mix(seed: int) -> Site:
+    """Anything, for half a minute; then all is mended, and the trainings have to come to their ends."""
+    rng = random.Random(seed)
+    site = Site(
+        seed,
+        nodes=rng.randint(5, 9),
+        size=rng.randint(2, 4),
+        fillers=rng.choice((0, 0, 0, 6, 12)),
+        backup=rng.random() < 0.3,
+        settle_s=rng.choice((5.0, 15.0)),
+        user_budget=rng.choice((1, 2)),
+        auto_resume_s=rng.choice((0.0, 8.0)),
+        tier=rng.random() < 0.35,
+    )
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        size = rng.randint(2, 3)
+        site.add(rng.choice((OWNER, OTHER, THIRD)), size, replicas=min(size, rng.randint(1, 3)))
+    Mix(site).plan()
+    return site
+
+
+def run(seed: int, broken: Callable[[], None] = lambda: None) -> tuple[str, str]:
+    """(what went wrong or "", the story) of one seed. Only once in a process. broken: breaks the code on purpose."""
+    broken()
+    site = mix(seed)
+    try:
+        site.run()
+    except (Exception, Killed) as error:
+        return f"{type(error).__name__}: {error}", story(site.world)
+    return "", story(site.world)
