@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import quick
 from dealing import Work, longest_first, taken
-from leaks import Found, assert_nothing_new, machine
+from leaks import Found, assert_nothing_new, machine, new
 
 # What ends by itself after a test may take that long: a process that was sent its signal, a memfd of a dead agent.
 SETTLE_S = 10.0
@@ -55,19 +55,27 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def look() -> Found:
+def look(before: Found) -> Found:
     """What is there now, also where a process has ended since the last look. What only garbage of the tests' own
-    process holds is not left behind."""
-    gc.collect()
+    process holds is not left behind; to collect it takes longest, so that is done only where something is new."""
     machine.rescan()
-    return machine.present()
+    found = machine.present()
+    if new(before, found):
+        gc.collect()
+        machine.rescan()
+        found = machine.present()
+    return found
+
+
+def _nothing_new(before: Found) -> None:
+    assert_nothing_new(before, lambda: look(before), SETTLE_S)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_leaks_of_a_file() -> Iterator[None]:
     before = machine.present()
     yield
-    assert_nothing_new(before, look, SETTLE_S)
+    _nothing_new(before)
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +84,7 @@ def no_leaks(request: pytest.FixtureRequest, no_leaks_of_a_file: None) -> Iterat
     before = machine.present()
     yield
     if request.node.stash.get(_outcome, True):
-        assert_nothing_new(before, look, SETTLE_S)
+        _nothing_new(before)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -105,7 +113,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     before, shmem = session.stash[_before_the_run]
     try:
-        assert_nothing_new(before, look, SETTLE_S)
+        _nothing_new(before)
         deadline = time.monotonic() + SETTLE_S
         while not machine.strangers() and (grown := machine.shmem_bytes() - shmem) > SHMEM_TOLERANCE_BYTES:
             assert time.monotonic() < deadline, f"{grown >> 20} MiB of shared memory more than before the tests"
