@@ -195,13 +195,8 @@ class Scavenging:
         if self.stage == "calling" and now >= self._until:
             self._at += 1
             yield from self._seek(facts, now)
-        elif self.stage == "following" and now - facts.heard.get(self.leader, 0.0) > LOST_S:
-            self.leader = ""  # it cannot be reached any more
-            self._tries, self._at = self._tries + 1, 0
-            if self._tries < TRIES:
-                yield from self._seek(facts, now)
-            else:
-                self.stage = "idle"
+        elif self.stage == "following":
+            yield from self._follow(facts, now)
         elif self.stage == "mustering":
             yield from self._muster(facts, now)
         elif self.stage == "writing":
@@ -209,10 +204,22 @@ class Scavenging:
 
     # ---- who -------------------------------------------------------------------------------------------
 
+    def _follow(self, facts: Facts, now: float) -> Iterator[Effect]:
+        if now - facts.heard.get(self.leader, 0.0) > LOST_S:
+            self.leader = ""  # it cannot be reached any more
+            self._tries, self._at = self._tries + 1, 0
+            if self._tries < TRIES:
+                yield from self._seek(facts, now)
+            else:
+                self.stage = "idle"
+        elif now >= self._until:  # that it is over may have been lost with a link
+            self._until = now + ASKED_S
+            yield Send(self.leader, facts.own)
+
     def _seek(self, facts: Facts, now: float) -> Iterator[Effect]:
         """The first host of the list that can be reached leads, or whoever does already."""
         if self.leader:
-            self.stage = "following"
+            self.stage, self._until = "following", now + ASKED_S
             return
         while self._at < len(facts.hosts) and facts.hosts[self._at] in facts.dead:
             self._at += 1
@@ -272,14 +279,18 @@ class Scavenging:
                 self.stage = "idle"
 
     def _called(self, host: str, message: peer.ScavengeHave, facts: Facts, now: float) -> Iterator[Effect]:
-        """An answer, or a call to lead."""
+        """An answer, a call to lead, or the question of one that follows whether it is over."""
         if self.leads:
             self._lead.have[host] = message
             if self.stage == "mustering":
                 yield from self._muster(facts, now)
         elif self.saved:
             yield Send(host, peer.ScavengeOver(True))
-        elif message.calls and not self.busy and facts.detached:
+        elif self.busy:
+            return
+        elif not message.calls:
+            yield Send(host, peer.ScavengeOver(False, self.reason[:SAID]))
+        elif facts.detached:
             yield from self._step(Begin(), facts, now)
 
     def _takes(self, host: str, facts: Facts) -> bool:
@@ -297,7 +308,7 @@ class Scavenging:
             self.gathering.clear()
             yield Halt()
         if self.busy:
-            self.stage = "following"
+            self.stage, self._until = "following", now + ASKED_S
         elif facts.detached and not self._over:
             yield from self._start(facts, now)
 
@@ -314,7 +325,7 @@ class Scavenging:
         if lead.queue:
             yield from self._look()
         else:
-            self.saved = facts.unwanted
+            self.saved = self.saved or facts.unwanted
             yield from self._end(facts)
 
     def _reach(self, hosts: Collection[str], now: float) -> Iterator[Effect]:
@@ -431,7 +442,7 @@ class Scavenging:
         if lead.queue:
             yield from self._look()
         else:
-            self.saved = all(lead.done)
+            self.saved = self.saved or all(lead.done)  # another one may have saved it meanwhile
             yield from self._end(facts)
 
     def _end(self, facts: Facts) -> Iterator[Effect]:
