@@ -14,13 +14,13 @@ import logging
 import math
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from gemini_hpc import clock
 from gemini_hpc.agent.ports import candidates as agent_ports
 from gemini_hpc.control import giveback, probe
 from gemini_hpc.control.decide import candidates_wanted
 from gemini_hpc.control.fencing import REASON, Act, Case, Claim, Port, Verdict, Veto, budget, judge, user_budget
+from gemini_hpc.control.neighbours import Neighbours
 from gemini_hpc.control.registry import Track
 from gemini_hpc.control.rescue import Rescue
 from gemini_hpc.control.reservation import Held
@@ -28,9 +28,6 @@ from gemini_hpc.control.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.control.slurm.facts import PENDING, RUNNING, Job, Node
 from gemini_hpc.control.survivors import Survivors
 from gemini_hpc.wire.picture import InspectAsk
-
-if TYPE_CHECKING:
-    from gemini_hpc.control.recoveries import Recoveries
 
 log = logging.getLogger("gemini_hpc.control")
 
@@ -88,7 +85,7 @@ class Facts:
 class Recovery:
     """The failure of one or more nodes in one incarnation."""
 
-    def __init__(self, home: Recoveries, track: Track, restart: int) -> None:
+    def __init__(self, home: Neighbours, track: Track, restart: int) -> None:
         self._home = home
         self._track = track
         self.restart = restart
