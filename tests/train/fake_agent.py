@@ -48,6 +48,9 @@ class Held:
         return max((parse_header(os.pread(fd, HEADER_BYTES, 0), self.bytes).small_bytes for fd in fds), default=0)
 
 
+PROTECTED = ("protected", "degraded")  # states of a training from which versions are taken, if agents take them
+
+
 class Node:
     """One node's agent."""
 
@@ -352,7 +355,8 @@ class FakeJob:
                     node.page.set_state(page.STATE_PROTECTED)
 
     def stop_after(self, version: int) -> None:
-        """No version above this one will be taken any more: what a crash just after its seal leaves behind."""
+        """No version above this one will be taken any more: what a crash just after its seal leaves. A training
+        that goes on is degraded after a while."""
         self.seal_until = version
         self.refuse_begin = lambda node, m: "the test stops here" if m.version > version else ""
 
