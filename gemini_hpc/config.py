@@ -1,30 +1,42 @@
-"""Reading the site's settings, `/etc/gemini-hpc/gemini.toml`; unknown keys are errors."""
+"""Reading the site's settings, `/etc/gemini-hpc/gemini.toml`; unknown keys are errors. Standard library only: root's
+prolog and epilog do it."""
 
 from __future__ import annotations
 
+import math
 import os
-from typing import Any, get_args
+from dataclasses import fields
+from typing import Any
 
-import msgspec
-
-from gemini_hpc.settings import UNBOUNDED, ConfigError, Settings
+from gemini_hpc.settings import SLURM_APIS, UNBOUNDED, ConfigError, Settings
 
 __all__ = ["CONFIG_PATH", "ConfigError", "Settings", "load", "parse"]
 
 CONFIG_PATH = "/etc/gemini-hpc/gemini.toml"
 
-_WANTED = {str: "a string", bool: "true or false", tuple[str, ...]: "a list of strings"}
+_KINDS = {
+    str: "a string",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    tuple: "a list of strings",
+}
 
 
-def _wanted(setting: Any) -> str:
-    """A setting's type, for a message."""
-    kind, about = get_args(setting)
-    if get_args(kind) and kind not in _WANTED:
-        return f"one of {', '.join(get_args(kind))}"
-    if kind in _WANTED:
-        return _WANTED[kind]
-    limits = f">= {about.ge:g}" if about.le == UNBOUNDED else f"from {about.ge:g} to {about.le:g}"
-    return f"a {'whole ' if kind is int else ''}number {limits}"
+def _convert(key: str, want: Any, value: Any, least: float, most: float) -> Any:
+    wanted = type(want)
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value) if abs(value) <= most else math.inf
+    if wanted is tuple and isinstance(value, list) and all(isinstance(v, str) for v in value):
+        return tuple(value)
+    if type(value) is not wanted:
+        raise ConfigError(f"{key}: wanted {_KINDS[wanted]}, found {_shown(value)}")
+    if wanted in (int, float) and not least <= value <= most:
+        limits = f"from {least:g} to {most:g}" if most < UNBOUNDED else f">= {least:g}"
+        raise ConfigError(f"{key}: wanted a number {limits}, found {_shown(value)}")
+    if wanted is str and not value.isprintable():
+        raise ConfigError(f"{key}: wanted printable text, found {_shown(value)}")
+    return value
 
 
 def _shown(value: Any) -> str:
@@ -32,16 +44,6 @@ def _shown(value: Any) -> str:
         return f"a number of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _value(key: str, setting: Any, found: Any) -> Any:
-    try:
-        value = msgspec.convert(found, setting)
-    except msgspec.ValidationError:
-        raise ConfigError(f"{key}: wanted {_wanted(setting)}, found {_shown(found)}") from None
-    if isinstance(value, str) and not value.isprintable():
-        raise ConfigError(f"{key}: wanted printable text, found {_shown(value)}")
-    return value
 
 
 def parse(text: str, where: str = CONFIG_PATH) -> Settings:
@@ -55,18 +57,22 @@ def parse(text: str, where: str = CONFIG_PATH) -> Settings:
         raise ConfigError(f"{where}: not valid TOML: {str(exc)[:200]}") from None
     except (RecursionError, ValueError):  # nested without end, or a number of thousands of digits
         raise ConfigError(f"{where}: not TOML that can be settings") from None
-    known = {f.name: f.type for f in msgspec.structs.fields(Settings)}
+    known = {f.name: f for f in fields(Settings)}
     values: dict[str, Any] = {}
-    for key, found in table.items():
+    for key, value in table.items():
         if key not in known:
             near = get_close_matches(key, known, 1)
             instead = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(sorted(known))}"
             raise ConfigError(f"{where}: unknown key {key[:80]!r}; {instead}")
+        field_, limits = known[key], known[key].metadata
         try:
-            values[key] = _value(key, known[key], found)
+            values[key] = _convert(key, field_.default, value, limits["least"], limits["most"])
         except ConfigError as exc:
             raise ConfigError(f"{where}: {exc}") from None
     settings = Settings(**values)
+    if settings.slurm_api not in SLURM_APIS:
+        names = ", ".join(SLURM_APIS)
+        raise ConfigError(f"{where}: slurm_api: wanted one of {names}, found {_shown(settings.slurm_api)}")
     if settings.agent_port_base + settings.agent_port_count > 65536:
         raise ConfigError(
             f"{where}: agent_port_base + agent_port_count: wanted at most 65536, found "

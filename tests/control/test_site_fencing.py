@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 
-from msgspec.structs import fields
 from waiting import until
 
 from gemini_hpc.config import Settings

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from gemini_hpc.config import Settings
@@ -498,7 +497,7 @@ def test_a_controller_that_steps_down_begins_nothing_and_leaves_what_is_held(tmp
 
 def test_the_locks_are_kept_until_all_work_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(state_dir=str(tmp_path / "state"), controller_host="localhost")
-    msgspec.structs.force_setattr(settings, "controller_port", 0)
+    object.__setattr__(settings, "controller_port", 0)
     slurm = Waiting()
     ended = list[bool]()
 

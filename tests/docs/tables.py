@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
-
-from msgspec.structs import fields
+from typing import Any
 
 from gemini_hpc.settings import Settings
 
@@ -17,9 +16,7 @@ HEAD = "| key | default | meaning |\n|---|---|---|\n"
 
 def settings_table() -> str:
     """The rows of gemini.toml."""
-    return "".join(
-        f"| `{f.name}` | `{_toml(f.default)}` | {get_args(f.type)[1].description} |\n" for f in fields(Settings)
-    )
+    return "".join(f"| `{f.name}` | `{_toml(f.default)}` | {f.metadata['text']} |\n" for f in fields(Settings))
 
 
 def _toml(value: Any) -> str:

@@ -7,10 +7,10 @@ import inspect
 import re
 import tomllib
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from msgspec.structs import fields
 
 from gemini_hpc import config
 from gemini_hpc.cli.main import build_parser

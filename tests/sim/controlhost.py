@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import random
@@ -11,8 +12,6 @@ import socket
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-
-import msgspec
 
 from gemini_hpc import settings as site_settings
 from gemini_hpc.config import Settings
@@ -72,7 +71,7 @@ class ControlHost:
         self, made: World, host: Host, settings: Settings, ctld: Slurmctld, place: str, fault: Callable[[str], None]
     ) -> None:
         self.world, self.host, self.ctld = made, host, ctld
-        self.settings = msgspec.structs.replace(settings, state_dir=f"{place}/state")
+        self.settings = dataclasses.replace(settings, state_dir=f"{place}/state")
         self.state_save = f"{place}/save"
         self._fault = fault
         self.restarts = True

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_hpc.config import ConfigError, Settings, load, parse
 
-KEYS = sorted(f.name for f in msgspec.structs.fields(Settings))
+KEYS = sorted(f.name for f in dataclasses.fields(Settings))
 
 
 def refused(text: str, *words: str) -> None:
@@ -27,7 +27,7 @@ def refused(text: str, *words: str) -> None:
 def test_defaults_are_valid() -> None:
     defaults = Settings()
     lines = []
-    for f in msgspec.structs.fields(Settings):
+    for f in dataclasses.fields(Settings):
         value = getattr(defaults, f.name)
         lines.append(f"{f.name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}")
     assert parse("\n".join(lines)) == defaults == parse("")
@@ -51,7 +51,7 @@ def test_values_are_taken() -> None:
         ("heartbeat_s = nan", ("heartbeat_s", "found nan")),
         ("retention_s = inf", ("retention_s", "found inf")),
         ("retention_s = -1", ("retention_s", ">= 0")),
-        ("retention_s = 1" + "0" * 400, ("retention_s", "a number of 1329 bits")),
+        ("retention_s = 1" + "0" * 400, ("retention_s", "found inf")),
         ("controller_port = 0", ("controller_port", "from 1 to 65535")),
         ("controller_port = 65536", ("controller_port", "65536")),
         ("controller_port = 1" + "0" * 400, ("controller_port", "a number of 1329 bits")),
