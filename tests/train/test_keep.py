@@ -158,7 +158,8 @@ def test_where_nothing_can_be_kept(
 
 def test_a_job_without_a_tier_says_so(real_job: MakeJob) -> None:
     job = real_job(1, 1)
-    running = Run(job, 1, {"steps": 6, "keep": {"4": "four"}})  # type: ignore[arg-type]
+    steps = {"steps": 6, "keep": {"4": "four"}, "armed": True, "sealed_until": 4}
+    running = Run(job, 1, steps)  # type: ignore[arg-type]
     (result,) = running.wait()
     assert result["kept"] == {"four": False} and result["report"]["state"] == "protected"
     assert running.stderr[0].count("is not kept as four: the job has no tier, which is given with --gemini-tier") == 1
