@@ -42,6 +42,7 @@ from gemini_hpc.agent.reporter import Reporter
 from gemini_hpc.agent.retention import Retention
 from gemini_hpc.agent.rounds import Rounds
 from gemini_hpc.agent.scavenge import Scavenge
+from gemini_hpc.agent.sealnotes import SealNotes
 from gemini_hpc.agent.selffence import SelfFence
 from gemini_hpc.agent.service import Service
 from gemini_hpc.agent.sessions import Sessions
@@ -76,7 +77,8 @@ class Agent:
         self._local: LocalServer | None = None
 
         self.store = store = Store(Budget(settings))
-        self.sets = sets = Sets(here, store, self._sealed)
+        self._notes = SealNotes(directory)
+        self.sets = sets = Sets(here, store, self._notes, self._sealed)
         self.state = StateFile(directory)
         self.pledges = Pledges(directory)
         tellings = Tellings()
@@ -204,6 +206,7 @@ class Agent:
         mapfile.remove(me.directory)
         mapfile.settle(me.directory)
         self.state.remove()
+        self._notes.remove()
         self.pledges.remove()
 
     async def _tick(self) -> None:

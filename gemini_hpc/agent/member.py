@@ -16,6 +16,7 @@ from gemini_hpc.agent.membership import Membership
 from gemini_hpc.agent.ports import master_port
 from gemini_hpc.agent.rejections import Rejections
 from gemini_hpc.agent.scavenge import Scavenge
+from gemini_hpc.agent.sealnotes import Within
 from gemini_hpc.agent.service import Service
 from gemini_hpc.agent.sets import Sets
 from gemini_hpc.agent.store import Store
@@ -246,6 +247,7 @@ class Member:
         plan, rounds = state.plan, incarnation.rounds
         if plan is not None:
             self._adopt(incarnation, plan)
+            self._sets.recall(Within(incarnation.restart, plan.round, plan.epoch))
         rounds.resume(plan, live=state.live, begun=state.begun, step=state.step)
         if plan is not None and state.live and rounds.stage == "live":
             self._write_map(incarnation, plan)

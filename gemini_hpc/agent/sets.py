@@ -9,6 +9,7 @@ from gemini_hpc import clock
 from gemini_hpc.agent.incarnation import Incarnation
 from gemini_hpc.agent.membership import Membership
 from gemini_hpc.agent.sealing import REGISTERED, RESUMED, Sealing, from_wire, to_wire
+from gemini_hpc.agent.sealnotes import SealNotes, Within
 from gemini_hpc.agent.store import Store
 from gemini_hpc.agent.trainingset import TrainingSet
 from gemini_hpc.core.seal import Word
@@ -23,10 +24,14 @@ class Sets:
     """All of them; iteration is over the `TrainingSet`s."""
 
     def __init__(
-        self, membership: Membership, store: Store, on_sealed: Callable[[TrainingSet, int, Stamp], None]
+        self,
+        membership: Membership,
+        store: Store,
+        notes: SealNotes,
+        on_sealed: Callable[[TrainingSet, int, Stamp], None],
     ) -> None:
         """on_sealed: called with each version that is sealed, and the round."""
-        self._membership, self._store, self._on_sealed = membership, store, on_sealed
+        self._membership, self._store, self._notes, self._on_sealed = membership, store, notes, on_sealed
         self._sets: dict[str, TrainingSet] = {}
         self._recounts: set[str] = set()
 
@@ -68,6 +73,14 @@ class Sets:
             training = self.named(name)
             self.drop_guests(training)
             training.plan(planned.get(name), plan.round)
+
+    def recall(self, within: Within) -> None:
+        """What this agent's dead predecessor has seen sealed in the round of the plan that was taken last."""
+        for name, sealed in self._notes.read(within).items():
+            if self.may_have(name):
+                training = self.named(name)
+                training.settled = max(sealed, training.settled or sealed)
+                training.page.set_sealed(*training.settled)
 
     def open(self, incarnation: Incarnation) -> None:
         """All agents agree: votes may be cast."""
@@ -128,6 +141,11 @@ class Sets:
         incarnation = self._membership.incarnation
         if incarnation is None or number != incarnation.rounds.round:
             return
+        if word.sealed is not None and word.sealed != training.noted:
+            # before anybody hears of it, and gives up what is older
+            within = Within(incarnation.restart, number, self._membership.epoch)
+            self._notes.note(training.name, within, word.sealed)
+            training.noted = word.sealed
         incarnation.send_down(_word_down(number, training.name, word, degraded))
         self._show(training)
         if word.abandoned:

@@ -21,6 +21,7 @@ class TrainingSet:
         self.sealing: Sealing | None = None
         self.chosen: Stamp | None = None
         self.settled: Stamp | None = None
+        self.noted: Stamp | None = None  # what a successor would find of it
         self.chosen_world = 0
         self.stored = False
         self.chosen_copies: dict[int, peer.CopyRecord] = {}
@@ -71,7 +72,7 @@ class TrainingSet:
         self.left.clear()
         self._complaint = "", None
         self.chosen, self.settled, self.chosen_world, self.sources, self.lost = None, None, 0, {}, ()
-        self.chosen_copies = {}
+        self.chosen_copies, self.noted = {}, None
         self.stored = plan is not None and plan.stored
         self.note = ""
         self.begun = 0

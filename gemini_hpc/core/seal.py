@@ -121,8 +121,9 @@ class Root(Subtree):
     """The top of the tree: what it has sealed stays sealed, what it has abandoned is never sealed.
 
     It need not outlive its agent: a new root that hears every member again can only find the same (a voter keeps
-    what it voted for, a dead stamp stays dead), so a restart delays words and never contradicts one. `sealed` is what
-    the agent of a restarted root still knows, from the page that its trainers have handed back; None in a new epoch.
+    what it voted for, a dead stamp stays dead), so a restart delays words and never contradicts one. But a copy that
+    is found damaged is no longer kept: so `sealed` is what the restarted root's predecessor has noted (or the plan of
+    the recovery says).
     """
 
     __slots__ = ("_facts", "_sealed")

@@ -146,6 +146,7 @@ class Campaign:
             self._cut_and_fail,
             self._damage_and_fail,
             self._root_dies_alone,
+            self._root_forgets,
             *[self._arm] * 6,
         ]
         mine = self.rng.sample(kinds, self.rng.randint(1, len(kinds)))
@@ -239,9 +240,9 @@ class Campaign:
         launch.ranks[rank].process.kill()
         self.job.rank_died(launch)
 
-    def _damage(self) -> None:
+    def _damage(self, node: Node | None = None) -> None:
         """A bit flips in a copy that is complete."""
-        node = self._some()
+        node = node or self._some()
         seat = node.seats.get(JOB)
         shards = list(seat.agent.store) if seat is not None and seat.agent is not None else []
         found = [(shard, i) for shard in shards for i in (0, 1) if shard.pair.slots[i].state == "complete"]
@@ -253,7 +254,6 @@ class Campaign:
         byte = os.pread(shard.memory[index].fd, 1, at)
         os.pwrite(shard.memory[index].fd, bytes([byte[0] ^ 1]), at)
         node.lost_at = self.world.loop.now
-        self.truth.damaged = True
 
     def _cut_and_fail(self) -> None:
         """Nothing can be sealed for a while, and then the launch fails: what was sealed before has to be there."""
@@ -269,6 +269,12 @@ class Campaign:
         """A bit flips after a copy is complete, and before the next recovery."""
         self._damage()
         self._at(self.rng.uniform(0.0, 0.1), self._kill_rank)
+
+    def _root_forgets(self) -> None:
+        """A copy is damaged on the root's node, whose agent dies then: its successor has one version less."""
+        root = self.nodes[self.job.names[0]]
+        self._damage(root)
+        self._at(self.rng.choice((0.0, 0.02, 0.1)), lambda: self._dies_here(root))
 
     def _root_dies_alone(self) -> None:
         """The root's agent dies while a version is on its way that others will not have: its successor is told of it

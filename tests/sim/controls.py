@@ -14,6 +14,7 @@ from gemini_hpc.agent import sets
 from gemini_hpc.agent.filling import Filling
 from gemini_hpc.agent.rounds import Rounds
 from gemini_hpc.agent.sealing import Sealing, from_wire
+from gemini_hpc.agent.sealnotes import SealNotes
 from gemini_hpc.agent.sets import Sets
 from gemini_hpc.agent.store import Shard
 from gemini_hpc.agent.successor import StateFile
@@ -154,6 +155,12 @@ def live_is_forgotten() -> None:
         resume(self, plan, live=plan is not None, begun=begun, step=step)
 
     patch(Rounds, "resume", resumed)
+
+
+@control
+def seals_are_forgotten() -> None:
+    """R2: a root's successor knows of no seal, and abandons one of which a copy is damaged."""
+    patch(SealNotes, "read", lambda self, within: {})
 
 
 @control

@@ -62,7 +62,6 @@ class Truth:
         self.were_live: set[tuple[str, Any]] = set()  # by node: plans that it has heard the end of
         self.went: set[Any] = set()  # plans that a root has said go to
         self.heard: dict[tuple[int, str], frozenset[Stamp]] = {}  # by root and child: what it has said is complete
-        self.damaged = False  # a bit has flipped in a copy
         self.left: dict[tuple[str, int], frozenset[Stamp]] = {}  # by node and shard: what a dead agent had complete
 
     # ---- who it is -------------------------------------------------------------------------------------
@@ -126,10 +125,9 @@ class Truth:
                     self.wrong(f"R2: {stamp} is sealed, and {agent.identity.node} has no copy of shard {rank}")
 
     def word(self, word: Word) -> None:
-        """What was sealed last, in any epoch, is not abandoned. A root that was started again and has forgotten a
-        seal says so of one that a damaged pair has lost: then it counts whether a holder obeys (`overwritten`)."""
+        """What was sealed last, in any epoch, is not abandoned, whatever has become of copies since."""
         for stamp in word.abandoned:
-            if stamp == max(self.sealed.values(), default=_NEVER) and not self.damaged:
+            if stamp == max(self.sealed.values(), default=_NEVER):
                 self.wrong(f"R2: {stamp} is abandoned, and it was sealed")
 
     def votes(self, agent: Agent, pairs: list[SlotPair]) -> None:

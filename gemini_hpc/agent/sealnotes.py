@@ -1,0 +1,106 @@
+"""What was sealed last in each training set: one file in the job's directory, for a successor.
+
+A root that is killed after a seal may be the only one that knows of it. Its successor must not abandon that version,
+even where a copy has been damaged since. One line a set, written in place before the word leaves, without a sync: the
+file has to outlive the process, not the node. A line counts in the recovery round that it names, and in no other.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import NamedTuple
+
+import msgspec
+
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.wire import bounds
+
+NAME = "seals"
+_LINE_BYTES = 256
+_MOST_BYTES = 64 * _LINE_BYTES
+
+
+class Within(NamedTuple):
+    """Where a seal was made: the incarnation, its recovery round, and the epoch that this gave."""
+
+    restart: int
+    round: int
+    epoch: int
+
+
+class _Line(msgspec.Struct, frozen=True, array_like=True):
+    set: bounds.SetName
+    restart: bounds.Restart
+    round: bounds.Round
+    epoch: bounds.Epoch
+    sealed: bounds.Stamp
+
+
+_decoder = bounds.Strict(msgspec.json.Decoder(_Line))
+
+
+class SealNotes:
+    """The file. Where it cannot be written the seal of a killed root may be forgotten, as the state of its round."""
+
+    def __init__(self, directory: str) -> None:
+        self._path = os.path.join(directory, NAME)
+        self._fd: int | None = None
+        self._places: dict[str, int] = {}  # number of the line, by set
+
+    def note(self, name: str, within: Within, sealed: Stamp) -> bool:
+        """Keep this as the set's newest seal; whether it is in the file."""
+        line = _Line(name, *within, (sealed.epoch, sealed.version))
+        try:
+            self._put(name, msgspec.json.encode(line).ljust(_LINE_BYTES - 1) + b"\n")
+        except OSError:
+            return False
+        return True
+
+    def read(self, within: Within) -> dict[str, Stamp]:
+        """By set, what a predecessor has noted in this round."""
+        found: dict[str, Stamp] = {}
+        for line in self._lines():
+            if line is not None and (line.restart, line.round, line.epoch) == within:
+                found[line.set] = Stamp(*line.sealed)
+        return found
+
+    def remove(self) -> None:
+        """Nobody is to go on from here."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+        self._places.clear()
+        with suppress(OSError):
+            os.unlink(self._path)
+
+    def _lines(self) -> list[_Line | None]:
+        lines: list[_Line | None] = []
+        with suppress(OSError):
+            for text in self._get().splitlines():
+                try:
+                    lines.append(_decoder.decode(text))
+                except msgspec.MsgspecError:  # cut off, or the owner's doing
+                    lines.append(None)
+        return lines
+
+    # ---- the disk --------------------------------------------------------------------------------------
+
+    def _get(self) -> bytes:
+        fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return os.pread(fd, _MOST_BYTES, 0)
+        finally:
+            os.close(fd)
+
+    def _put(self, name: str, line: bytes) -> None:
+        if self._fd is None:
+            there = self._lines()
+            self._places = {old.set: number for number, old in enumerate(there) if old is not None}
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            self._fd = os.open(self._path, flags, 0o600)
+        place = self._places.get(name)
+        if place is None:
+            taken = set(self._places.values())
+            place = self._places[name] = next(n for n in range(len(taken) + 1) if n not in taken)
+        os.pwrite(self._fd, line, place * _LINE_BYTES)
