@@ -62,6 +62,7 @@ from gemini_hpc.wire import local, peer, picture, protocol
 
 _SCAVENGES = (peer.ScavengeHave, peer.ScavengeAsk, peer.ScavengeWrite, peer.ScavengeWrote, peer.ScavengeOver)
 _TICK_S = 0.2
+_WATCH_ON = 4.0  # after a job's failure, in silences after which a peer is suspected: one, and the probes
 
 
 class Agent:
@@ -218,12 +219,21 @@ class Agent:
             self.sets.beat()
             if self.membership.detached:
                 self._retention.look(now)
+                self._watch_on(now)
                 continue
             if self.membership.incarnation is not None:
                 self.membership.incarnation.rounds.tick(now)
             self.member.tend()
             self.keeps.tend(now)
             self._retention.runs(now)
+
+    def _watch_on(self, now: float) -> None:
+        """Where no node has been found dead by then, none was lost before the script had failed."""
+        incarnation = self.membership.incarnation
+        if incarnation is None or incarnation.mesh.dead:
+            return
+        if self._retention.ended_s(now) > _WATCH_ON * incarnation.mesh.silence_s:
+            incarnation.mesh.detector.watching = False
 
     async def release_on_word(self, reason: str, *, save: bool = False) -> None:
         """The controller knows that this incarnation is over: what still trains here is ended first. save: so is the
@@ -366,8 +376,9 @@ class Agent:
             here.detached = True
             self._retention.ended(clock.monotonic())
             if mesh is not None:
-                # With a dead node the job is on its way back: who else is lost meanwhile is news, too.
-                mesh.detector.watching = bool(mesh.dead)
+                # With a dead node the job is on its way back: who else is lost meanwhile is news, too. And a script
+                # may fail of a node's loss before anybody here has noticed it.
+                mesh.detector.watching = bool(mesh.dead) or m.exit_code not in ("", "0")
                 alive = [h for h in mesh.hosts if h not in mesh.dead]
                 hold = bool(mesh.dead) and alive[:1] == [me.node] and not self.reporter.connected
             mapfile.wait(me.directory)

@@ -105,6 +105,10 @@ class Retention:
         """The job has ended here."""
         self._ended_at = now
 
+    def ended_s(self, now: float) -> float:
+        """Since when, in seconds."""
+        return now - self._ended_at
+
     def job_waits(self) -> None:
         """It is pending."""
         self._waits = self._membership.detached

@@ -62,6 +62,17 @@ def tells_once() -> None:
     Agent.deaths_matter = lambda self, now: not self.membership.detached  # type: ignore[method-assign]
 
 
+def looks_away() -> None:
+    """Agents of a job that has failed do not look whether a node was lost just before, as up to November 2026."""
+
+    def watch(self: Any, now: float) -> None:
+        incarnation = self.membership.incarnation
+        if incarnation is not None and not incarnation.mesh.dead:
+            incarnation.mesh.detector.watching = False
+
+    Agent._watch_on = watch  # type: ignore[method-assign]
+
+
 def no_user_budget() -> None:
     """One user's jobs may use up all of the budget."""
     there: Any = recovery
@@ -94,6 +105,7 @@ BROKEN: dict[str, Callable[[], None]] = {
         starts_now,
         resumes_nothing,
         tells_once,
+        looks_away,
         no_user_budget,
         anybodys_candidates,
         takes_drains_for_ours,

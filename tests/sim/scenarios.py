@@ -78,6 +78,29 @@ def power(seed: int) -> Site:
     return site
 
 
+def ends_early(seed: int) -> Site:
+    """The script ends by itself, without success, before any agent has noticed that a node is lost."""
+    site = Site(seed)
+    site.training.fails_after_s = (0.0, 1.5)
+    _loses_power(site)
+    return site
+
+
+def fails(seed: int) -> Site:
+    """The script fails for a reason of its own: it stays so, no node is suspected, and all is freed."""
+    site = Site(seed)
+    site.ended_by_admin.add(site.training.number)
+    site.when_trained(5, lambda: site.training._fails(0))
+
+    def check() -> None:
+        told = [text for _, text in site.world.story if " detected v" in text]
+        if site.fenced or site.training.restart or told:
+            raise Wrong(f"nothing had happened: fenced {site.fenced}, restart {site.training.restart}, {told}")
+
+    site.checks.append(check)
+    return site
+
+
 def controller_killed(seed: int) -> Site:
     """The same, and the controller dies at some moment of the recovery, perhaps more than once."""
     site = Site(seed)
@@ -305,6 +328,8 @@ def chaos(seed: int) -> Site:
 SCENARIOS: dict[str, Callable[[int], Site]] = {
     "success": success,
     "power": power,
+    "ends-early": ends_early,
+    "fails": fails,
     "controller-killed": controller_killed,
     "slurmctld-killed": slurmctld_killed,
     "busy": busy,

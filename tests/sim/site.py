@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from gemini_hpc.config import Settings
 from gemini_hpc.control.reservation import PREFIX
-from gemini_hpc.control.slurm.facts import COMPLETED, LIVE, RUNNING
+from gemini_hpc.control.slurm.facts import COMPLETED, FAILED, LIVE, RUNNING
 
 from . import controlhost, system
 from .controlhost import ControlHost, Log
@@ -275,8 +275,10 @@ class Site:
             self.at(RESERVED_S, self._ended)
 
     def _held_s(self, raw_id: int) -> float:
-        """Nothing is held for this job so long after its end."""
-        return HELD_S + (self.settings.tier_flush_s if self.trainings[raw_id].tier[0] else 0.0)
+        """Nothing is held for this job so long after its end. A failed one may be sent back by its user."""
+        failed = self.ctld.state.jobs[raw_id].state == FAILED
+        flush_s = self.settings.tier_flush_s if self.trainings[raw_id].tier[0] else 0.0
+        return HELD_S + flush_s + (self.settings.retention_s if failed else 0.0)
 
     @property
     def done(self) -> bool:

@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[2]
 NAMES = (
     "success",
     "power",
+    "ends-early",
+    "fails",
     "controller-killed",
     "slurmctld-killed",
     "busy",
@@ -81,6 +83,7 @@ _BROKEN = [
     ("starts-now", "power", 3, "ended"),
     ("resumes-nothing", "controller-killed", 20, "held"),
     ("tells-once", "backup", 20, "ended"),
+    ("looks-away", "ends-early", 10, "ended"),
     ("no-user-budget", "budgets", 1, "budget of a user"),
     ("anybodys-candidates", "neighbours", 8, "candidates"),
     ("takes-drains-for-ours", "drained-dies", 4, "administrator"),

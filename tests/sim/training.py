@@ -51,9 +51,9 @@ class Training(Job):
         self._saved = 0  # the same, when this incarnation began
         self.unsealed = False  # some step went on without its seal
         self.repeated: list[int] = []
-        # How long the script of a job that has lost a node goes on, if it ends by itself: ranks hear nothing of a
-        # node without power, so it does not end before the agents have noticed.
-        self.fails_after_s: tuple[float, float] | None = world.rng.choice((None, (4.0, 12.0)))
+        # How long the script of a job that has lost a node goes on, if it ends by itself: before or after the agents
+        # have noticed (a connection that is reset, or that nobody answers on).
+        self.fails_after_s: tuple[float, float] | None = world.rng.choice((None, (0.0, 3.0), (4.0, 12.0)))
         self.script: Process | None = None
         self._ended: Callable[[int], None] = lambda code: None
 
