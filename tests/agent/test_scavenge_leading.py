@@ -4,7 +4,6 @@ agents and of the network only what they ask for."""
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from itertools import permutations
@@ -12,7 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import virtual
 
+from gemini_hpc import clock
 from gemini_hpc.agent import flush, incarnation, scavenge, scavenging
 from gemini_hpc.agent.flush import Flush
 from gemini_hpc.agent.gathering import Gathering
@@ -86,7 +87,7 @@ class Agent:
         mine, n = self.position[node], len(net.hosts)
         self.store: list[Any] = [self._shard((mine - step) % n) for step in range(net.m)]
         self.dead: set[str] = set()
-        self.heard = dict.fromkeys(net.hosts, time.monotonic())
+        self.heard = dict.fromkeys(net.hosts, clock.monotonic())
         self.saved: dict[str, tuple[Stamp, float]] = {}
         self.last = True
         self.unable = ""
@@ -129,7 +130,7 @@ class Agent:
         def arrive() -> None:
             if self.net.alive(self.node, host):
                 other = self.net.agents[host]
-                other.heard[self.node] = time.monotonic()
+                other.heard[self.node] = clock.monotonic()
                 other.scavenge.on_message(self.node, message)
 
         asyncio.get_running_loop().call_later(0.001, arrive)
@@ -138,11 +139,11 @@ class Agent:
     async def reach(self, host: str, timeout_s: float) -> bool:
         await asyncio.sleep(0.001 if self.net.alive(self.node, host) else timeout_s)
         if self.net.alive(self.node, host):
-            self.heard[host] = time.monotonic()
+            self.heard[host] = clock.monotonic()
         return self.net.alive(self.node, host)
 
     def due(self, *, last: bool = False) -> bool:
-        return self.scavenge.due(time.monotonic(), last=last)
+        return self.scavenge.due(clock.monotonic(), last=last)
 
     # ---- of the drains
 
@@ -198,7 +199,7 @@ def run(test: Callable[[Network], Awaitable[None]], hosts: str = "abcd", *, m: i
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert result is None or isinstance(result, asyncio.CancelledError), result
 
-    asyncio.run(inside())
+    virtual.run(inside())
 
 
 FILES = [f"node-{rank:04d}.h5" for rank in range(4)]
@@ -526,8 +527,8 @@ def test_by_hand_puts_off_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(12):
             assert (await by_hand(net, "c")).reason == "not mounted"
         net.tier_down = False
-        deadline = time.monotonic() + 5
-        while not net.published and time.monotonic() < deadline:
+        deadline = clock.monotonic() + 5
+        while not net.published and clock.monotonic() < deadline:
             for agent in net.agents.values():
                 if agent.due():
                     agent.scavenge.begin()
@@ -544,7 +545,7 @@ def test_gaps_between_tries_grow_to_a_quarter_of_an_hour() -> None:
         gaps = []
         for _ in range(7):
             net.agents["a"].scavenge.begin()
-            gaps.append(round(net.agents["a"].scavenge._decides.again_at - time.monotonic()))
+            gaps.append(round(net.agents["a"].scavenge._decides.again_at - clock.monotonic()))
             await net.over()
         assert gaps == [60, 120, 240, 480, 900, 900, 900]
 
