@@ -363,6 +363,7 @@ class Service:
                 shard.since[m.slot] = shard.verified[m.slot] = clock.time()
                 memory.commit(Committed(stamp, m.used, digest))
             else:
+                shard.pair.pass_over(stamp)  # nobody writes it again: what waits for this version is to know
                 self._log.log("damaged", version=m.version, detail=f"shard {m.rank}: handed back with another digest")
         if training.sealing is not None:
             training.sealing.voted |= shard.pair.complete_stamps()

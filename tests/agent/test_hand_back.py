@@ -51,3 +51,20 @@ def test_half_a_pair_says_nothing_of_what_it_lacks(agent: AgentProcess) -> None:
     back(first, 0, 1, 1)
     until(lambda: page.sealed == (1, 1), 10.0, what="version 1 is sealed")
     assert page.abandoned == (0, 0)
+
+
+def test_a_version_that_comes_back_damaged_is_given_up(agent: AgentProcess) -> None:
+    """Version 2 is complete, and not sealed; nobody writes it again. Its other holders wait for a word on it."""
+    for rank in (0, 1):
+        joined(agent, rank, rejoin=False)[0].close()
+    agent.kill()
+    agent.start(again=True)
+    (first, page), (second, _) = (joined(agent, rank, rejoin=True) for rank in (0, 1))
+    for slot in (0, 1):
+        back(second, 1, slot, slot + 1)
+    back(first, 0, 0, 1)
+    fd = memfd()
+    assert first.ask(local.HandBack("default", 0, 2, 0, SIZE, 1, 1, 2, 10, "0" * 32), [fd]) == local.Ok()
+    os.close(fd)
+    until(lambda: page.abandoned == (1, 2), 10.0, what="version 2 is abandoned")
+    assert page.sealed == (1, 1)
