@@ -145,6 +145,8 @@ class Campaign:
             self._cut_and_fail,
             self._cut_and_fail,
             self._damage_and_fail,
+            self._fail_and_lose,
+            self._fail_and_lose,
             self._root_dies_alone,
             self._root_forgets,
             *[self._arm] * 6,
@@ -211,8 +213,8 @@ class Campaign:
         self.world.network.slow_s[node.name] = much
         self._ends(lasts, lambda: self.world.network.slow_s.pop(node.name, None))
 
-    def _power(self) -> None:
-        node = self._some()
+    def _power(self, node: Node | None = None) -> None:
+        node = node or self._some()
         if not node.host.up:
             return
         self._tell(f"power cut of {node.name}")
@@ -264,6 +266,17 @@ class Campaign:
             self.world.network.cut(a, b)
             self._at(self.rng.uniform(1.0, lasts), self._kill_rank)
             self._ends(lasts, lambda: self._heal(a, b))
+
+    def _fail_and_lose(self) -> None:
+        """A version that not all holders have is chosen, and one that has it loses power before it is sealed."""
+        if len(self.job.nodes) > 1:
+            a, b = self.rng.sample([node.name for node in self.job.nodes], 2)
+            self._tell(f"link {a} {b} is cut for a moment, in which a rank will fail, and then a node")
+            self.world.network.cut(a, b)
+            self._ends(0.6, lambda: self._heal(a, b))
+            self._at(self.rng.uniform(0.2, 0.6), self._kill_rank)
+            point = self.rng.choice(("planned", "acknowledged", "go", "live", "begun"))
+            self._at(0.61, lambda: self._armed.setdefault(point, []).insert(0, self._power_here))
 
     def _damage_and_fail(self) -> None:
         """A bit flips after a copy is complete, and before the next recovery."""
@@ -317,7 +330,7 @@ class Campaign:
         self._at(0.0, self._kill_rank)
 
     def _power_here(self, node: Node) -> None:
-        self._at(0.0, self._power)
+        self._at(0.0, self._power if self.rng.random() < 0.5 else lambda: self._power(node))
 
     def _no_munge(self) -> None:
         node, lasts = self._some(), self.rng.choice((0.5, 3.0))

@@ -6,11 +6,12 @@ Each control takes one rule away. `python -m tests.sim --broken NAME` has to fin
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from gemini_hpc.agent import sets
+from gemini_hpc.agent import sealing, sets
 from gemini_hpc.agent.filling import Filling
 from gemini_hpc.agent.rounds import Rounds
 from gemini_hpc.agent.sealing import Sealing, from_wire
@@ -18,7 +19,7 @@ from gemini_hpc.agent.sealnotes import SealNotes
 from gemini_hpc.agent.sets import Sets
 from gemini_hpc.agent.store import Shard
 from gemini_hpc.agent.successor import StateFile
-from gemini_hpc.core import seal
+from gemini_hpc.core import recovery, seal
 from gemini_hpc.core.seal import Word
 from gemini_hpc.core.slots import SlotPair, Stamp
 from gemini_hpc.wire import peer
@@ -187,3 +188,40 @@ def no_freeze() -> None:
 def abandoned_by_one() -> None:
     """A version is given up though every pair can still have it."""
     patch(seal.Vote, "possible", lambda self, stamp: stamp in self.kept)
+
+
+@control
+def half_of_the_pairs_vote() -> None:
+    """R2: an agent votes for what is complete in some of its pairs, not in all."""
+    votes = seal.vote_of
+
+    def vote_of(pairs: Any, expected: int | None = None) -> seal.Vote:
+        vote = votes(pairs, expected)
+        return seal.Vote(vote.seen, vote.seen, vote.floor, vote.kept)
+
+    patch(sealing, "vote_of", vote_of)
+
+
+@control
+def nothing_is_abandoned() -> None:
+    """R2: who waits for a version that will never be complete waits for ever."""
+    word = seal.Root.word
+    patch(seal.Root, "word", lambda self: Word(word(self).sealed))
+
+
+@control
+def no_fallback_is_kept() -> None:
+    """R4: of a version that was chosen and never sealed there may be one copy; what was sealed before is voided."""
+    patch(recovery, "_fallback", lambda chosen, choosable, sealed: ())
+
+
+@control
+def the_chosen_counts_as_sealed() -> None:
+    """R4: a version that was chosen and never sealed counts as sealed at once."""
+    plan = recovery.plan
+
+    def planned(*args: Any, **named: Any) -> recovery.RecoveryPlan:
+        made = plan(*args, **named)
+        return replace(made, sets=tuple(replace(s, sealed=s.chosen) for s in made.sets))
+
+    patch(recovery, "plan", planned)

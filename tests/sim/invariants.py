@@ -110,6 +110,7 @@ class Truth:
         for child in here.rounds.children:
             if stamp not in self.heard.get((id(root), child), frozenset()):
                 self.wrong(f"R3: {stamp} is sealed, and {child} has not said that it has it")
+        homes = self._homes(training, number)
         for agent in self.agents():
             incarnation = agent.membership.incarnation
             same = incarnation is not None and incarnation.restart == here.restart
@@ -118,11 +119,23 @@ class Truth:
             node_rank = agent.membership.noderanks.get(agent.identity.node, -1)
             for rank in range(training.world):
                 shard = agent.store.get(training.name, rank)
-                home = shard.home % hosts if shard is not None else rank % hosts
+                home = homes.get(rank, rank) % hosts
                 if node_rank not in placement.holders(home, hosts, here.replicas):
                     continue
                 if shard is None or stamp not in shard.pair.complete_stamps():
                     self.wrong(f"R2: {stamp} is sealed, and {agent.identity.node} has no copy of shard {rank}")
+
+    def _homes(self, training: TrainingSet, number: int) -> dict[int, int]:
+        """By rank, as its ranks have registered them in this round, or as they were resumed. What an agent has of a
+        rank that it no longer holds for may say otherwise."""
+        resumed, registered = {}, {}
+        for agent in self.agents():
+            for shard in agent.store.of_set(training.name):
+                if shard.registered_round == number:
+                    registered[shard.rank] = shard.home
+                elif shard.resumed_round == number:
+                    resumed[shard.rank] = shard.home
+        return resumed | registered
 
     def word(self, word: Word) -> None:
         """What was sealed last, in any epoch, is not abandoned, whatever has become of copies since."""
@@ -146,7 +159,10 @@ class Truth:
     # ---- R4 --------------------------------------------------------------------------------------------
 
     def takes(self, member: Member, plan: peer.PlanDown) -> None:
-        """What the plan does not keep does not count any more."""
+        """What the plan does not keep does not count any more, and what it says to be sealed is."""
+        for one in plan.sets:
+            if one.sealed is not None and Stamp(*one.sealed) > self.sealed.get(one.sealed[0], _NEVER):
+                self.wrong(f"R4: {Stamp(*one.sealed)} counts as sealed in round {plan.round}, and has not been")
         self.taken.setdefault(_name(member, plan), set()).add(member._identity.node)
         keep = {s.name: {Stamp(*stamp) for stamp in s.keep} for s in plan.sets}
         for shard in member._store:
