@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import moved
 import pytest
 import quick
 from dealing import Work, longest_first, taken
@@ -41,7 +42,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if below and quick.later(collection_path.relative_to(quick.TESTS).as_posix()) else None
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if moved.instead(item.nodeid.removeprefix("tests/")):
+            item.add_marker("long")
     if config.option.quick and (left_out := [item for item in items if quick.later(item.nodeid)]):
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not quick.later(item.nodeid)]

@@ -19,7 +19,6 @@ from .rank import SET, Barrier, Rank
 from .system import World
 
 MOST_LAUNCHES = 25
-_IN_FLIGHT_S = 0.5
 
 
 class Wrong(AssertionError):
@@ -35,6 +34,7 @@ class Launch:
     ranks: dict[int, Rank] = field(default_factory=dict)
     resumed: dict[int, int] = field(default_factory=dict)
     trained: int = 0  # the newest step that a rank has ended
+    stepped_at: dict[int, float] = field(default_factory=dict)  # by version: when a rank had it first
     unsure: bool = False  # a rank went on without the seal of a version, and said so
     over: bool = False
 
@@ -59,7 +59,7 @@ class Job:
         self.state = "pending"
         self.dead: set[str] = set()  # nodes of this allocation that have lost power
         self.sealed = 0  # the newest version that a rank was told is sealed
-        self.sealed_at = 0.0
+        self.saved_from = 0.0  # when a rank had that: whoever is lost after it may have voted
         self.holders: dict[int, tuple[Node, ...]] = {}  # by node rank, when that was sealed
         self.trained = 0  # the newest step that a rank has ended
         self.on_over: Callable[[], None] = lambda: None
@@ -146,6 +146,7 @@ class Job:
             raise Wrong(f"rank {rank.rank} of {launch.step} has loaded what is not version {version}")
         if what == "resumed":
             launch.resumed[rank.rank] = version
+            launch.stepped_at.setdefault(version, self.world.loop.now)
             if len(set(launch.resumed.values())) > 1:
                 raise Wrong(f"R4: ranks of {launch.step} resume from {launch.resumed}")
             if len(launch.resumed) == 1:
@@ -154,7 +155,7 @@ class Job:
             self.unprotected.add(launch.step)
         elif what == "sealed":
             if version > self.sealed:
-                self.sealed, self.sealed_at = version, self.world.loop.now
+                self.sealed, self.saved_from = version, launch.stepped_at.get(version, 0.0)
                 self.holders = self._holders(launch)
         elif what in ("late", "skipped", "rejoined"):
             launch.unsure = True
@@ -162,6 +163,7 @@ class Job:
             if launch is not self.launches[-1]:
                 raise Wrong(f"rank {rank.rank} of {launch.step} trains, and {self.launches[-1].step} has begun")
             self.trained, launch.trained = max(self.trained, version), max(launch.trained, version)
+            launch.stepped_at.setdefault(version, self.world.loop.now)
             self.on_step()
         elif what == "ended":
             self.world.network.at(self.world.loop.now, self._settle, launch)
@@ -182,7 +184,7 @@ class Job:
             gone = [
                 home
                 for home, holders in self.holders.items()
-                if all(node.lost_at > self.sealed_at - _IN_FLIGHT_S for node in holders)
+                if all(node.lost_at > self.saved_from for node in holders)
             ]
             if not gone:
                 raise Wrong(f"lost: {launch.step} resumes from {version}, though {self.sealed} was sealed")
