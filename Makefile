@@ -134,13 +134,13 @@ sim: $(VENV)/.python ## simulated clusters with faults: SEEDS=1000 for so many; 
 	@PYTHONPATH=$(CURDIR) $(PY) -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),200)) $(if $(SITE),--site)
 	@[ -n "$(SEED)$(SITE)" ] || PYTHONPATH=$(CURDIR) $(PY) -m tests.sim --site --seeds $(or $(SEEDS),200)
 
-test: install deps-site deps-mpi deps-fronts deps-stacks lint ## every test, on real clusters in namespaces; up to 8 failures run once more, alone (tests/flakes.toml); WORKERS=0: one after the other
+test: install deps-site deps-mpi deps-fronts deps-stacks lint ## the tests, on real clusters in namespaces; up to 8 failures run once more, alone (tests/flakes.toml); WORKERS=0: one after the other
 	@$(MAKE) -s -C slurm all test
 	@rm -f .pytest_cache/v/cache/lastfailed
-	@$(PY) -m pytest -q $(DEAL) -m "not long" tests || $(PY) -m tests.once_more $$?
+	@$(PY) -m pytest -q $(DEAL) tests || $(PY) -m tests.once_more $$?
 
-test-long: install deps-site deps-mpi deps-fronts deps-stacks ## the long campaigns
-	@$(PY) -m pytest -q $(DEAL) -m long tests
+test-long: install deps-site deps-mpi deps-fronts deps-stacks ## the long campaigns, and the variants of tests/moved.toml
+	@$(PY) -m pytest -q $(DEAL) -m "long or variant" tests
 
 test-slurm: install ## what depends on Slurm's release, on another: RELEASE=24.11 or 26.05; the first time makes its root below CACHE
 	$(call install_debian,$(DEBIAN_ROOTS))

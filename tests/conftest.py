@@ -46,7 +46,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if moved.instead(item.nodeid.removeprefix("tests/")):
-            item.add_marker("long")
+            item.add_marker("variant")
     if config.option.quick and (left_out := [item for item in items if quick.later(item.nodeid)]):
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not quick.later(item.nodeid)]

@@ -41,22 +41,22 @@ def test_nothing_goes_wrong_in_many_runs(name: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# what does not work, and a story in which that is seen
+# what does not work, a story in which that is seen, and the seed that shows it now (or one soon after)
 _BROKEN = [
-    ("power", "unsynced", "was chosen"),
-    ("bad_tier", "blind", "was whole, and removed"),
-    ("kept", "forgetful", "was to be kept, and removed"),
-    ("rejected", "unmarked", ""),
-    ("agents_die", "untidy", "stay"),
-    ("ends_again", "at_once", "whole"),
-    ("node_lost", "left", "is on the tier"),
+    ("power", "unsynced", "was chosen", 1),
+    ("bad_tier", "blind", "was whole, and removed", 38),
+    ("kept", "forgetful", "was to be kept, and removed", 1),
+    ("rejected", "unmarked", "", 1),
+    ("agents_die", "untidy", "stay", 1),
+    ("ends_again", "at_once", "whole", 12),
+    ("node_lost", "left", "is on the tier", 1),
 ]
 
 
-@pytest.mark.parametrize(("name", "broken", "words"), _BROKEN)
-def test_what_is_broken_on_purpose_is_found(name: str, broken: str, words: str) -> None:
-    for first in range(1, 41, 8):
-        done = told(name, broken, seeds=range(first, first + 8))
+@pytest.mark.parametrize(("name", "broken", "words", "seed"), _BROKEN)
+def test_what_is_broken_on_purpose_is_found(name: str, broken: str, words: str, seed: int) -> None:
+    for first in (seed, *range(seed + 1, seed + 41, 8)):
+        done = told(name, broken, seeds=range(first, first + (1 if first == seed else 8)))
         if done.returncode and words in done.stdout:
             return
     pytest.fail(f"not found: {done.stdout}{done.stderr}")
