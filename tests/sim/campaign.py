@@ -138,6 +138,7 @@ class Campaign:
             self._slow,
             self._power,
             self._pause,
+            self._pause_rank,
             self._kill_rank,
             self._no_munge,
             self._disk_full,
@@ -230,6 +231,17 @@ class Campaign:
             return
         process = seat.process
         self._tell(f"agent on {node.name} is stopped for {lasts} s")
+        process.stop()
+        self._ends(lasts, process.resume)
+
+    def _pause_rank(self) -> None:
+        """All others wait for it, in a step or for its vote; nobody is called dead for that."""
+        launch = self.job.launches[-1] if self.job.launches else None
+        if launch is None or launch.over:
+            return
+        rank, lasts = self.rng.choice(sorted(launch.ranks)), self.rng.choice((0.1, 0.7, 2.0, 5.0))
+        self._tell(f"rank {rank} is stopped for {lasts} s")
+        process = launch.ranks[rank].process
         process.stop()
         self._ends(lasts, process.resume)
 

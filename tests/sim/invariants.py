@@ -172,6 +172,20 @@ class Truth:
                     f"R4: shard {shard.rank} still counts {sorted(map(str, more))} after the plan without them"
                 )
 
+    def decides(self, records: tuple[peer.InventoryRecord, ...], plan: peer.PlanDown) -> None:
+        """Until what was chosen is sealed, what is sealed and whole is kept beside it."""
+        for one in plan.sets:
+            if one.chosen is None or Stamp(*one.chosen) <= self.sealed.get(one.chosen[0], _NEVER):
+                continue
+            found: dict[Stamp, set[int]] = {}
+            for copy in (c for record in records for c in record.copies if c.set == one.name):
+                stamp = Stamp(*copy.stamp)
+                if stamp < Stamp(*one.chosen) and stamp <= self.sealed.get(stamp.epoch, _NEVER):
+                    found.setdefault(stamp, set()).add(copy.rank)
+            whole = max((stamp for stamp, ranks in found.items() if len(ranks) == one.world), default=None)
+            if whole is not None and tuple(whole) not in {tuple(stamp) for stamp in one.keep}:
+                self.wrong(f"R4: {Stamp(*one.chosen)} is chosen unsealed, and {whole} is not kept beside it")
+
     def lives(self, member: Member, plan: peer.PlanDown) -> None:
         """Every member has taken the plan, and the root has said go."""
         if _name(member, plan) not in self.went:
@@ -311,6 +325,11 @@ def _rounds(truth: Truth) -> None:
             truth.lives(self._host, self.plan)
         was(self, name)
 
+    def decide(was: Any, self: Rounds, records: tuple[peer.InventoryRecord, ...]) -> Any:
+        plan, sure = was(self, records)
+        truth.decides(records, plan)
+        return plan, sure
+
     def go(was: Any, self: Rounds) -> None:
         if self.parent is None and isinstance(self._host, Member) and self.plan is not None:
             truth.went.add(_name(self._host, self.plan))
@@ -357,6 +376,7 @@ def _rounds(truth: Truth) -> None:
     _around(Rounds, "_stage", stage)
     _around(Rounds, "resume", resume)
     _around(Rounds, "_go", go)
+    _around(Rounds, "_decide", decide)
     _around(Member, "apply", apply)
     _around(Member, "live", live)
     _around(Member, "freeze", freeze)
