@@ -92,10 +92,10 @@ def _nodes_healthy(path: str, ended: threading.Event) -> bool:
 
 def _send_back(why: str, ended: threading.Event) -> None:
     """Requeue it, and wait for Slurm to end it."""
+    _say(f"{why}: requeuing it")  # before Slurm does that, and ends this process
     if problem := sendback.requeue():
-        _say(f"{why}, and Slurm does not requeue it: {problem}")
+        _say(f"Slurm does not requeue this job: {problem}")
         return
-    _say(f"{why}: requeued")
     ended.wait(SENT_BACK_WAIT_S)
 
 

@@ -46,4 +46,4 @@ def test_without_a_controller_the_job_sends_itself_back(lite: Lite, cluster: Clu
     finally:
         cluster.controller_start()
     assert victim not in job.hosts() and job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
-    assert "run on without its lost node (--no-kill): requeued" in job.story()
+    assert "run on without its lost node (--no-kill): requeuing it" in job.story()
