@@ -55,14 +55,17 @@ def test_what_is_kept_stays_and_another_job_begins_there(real_job: MakeJob, tier
     results = running.wait()
     assert all(r["kept"] == {"six": True, "later": True} for r in results)
     until(lambda: set(given(tier)) == {"six", "later"}, what="both names are given")
-    assert given(tier) == {"six": 6, "later": 14}
-    assert len(whole(tier)) > 3 and min(whole(tier)) == 6, "two of the others are left, and both that were kept"
-    assert {line.partition(" version=")[2].split()[0] for line in events(job, "kept")} == {"6", "14"}
+    kept = given(tier)
+    assert 6 <= kept["six"] < 14 <= kept["later"], "these, or the first ones after them that could be"
+    left = whole(tier)
+    assert len(left) > 3 and min(left) == kept["six"], "two of the others are left, and both that were kept"
+    told_of = {int(line.partition(" version=")[2].split()[0]) for line in events(job, "kept")}
+    assert told_of == set(kept.values())
     told = state(tier, job)
     assert dict(told.kept).keys() == {"six", "later"} and not told.keeping
     # Another job, elsewhere, goes on from there as the first one did.
     again = train(None, 2, kind="ddp", steps=40, seed=5, kwargs={"start": f"{tier}/gemini-81@six"})
-    assert [r["start"] for r in again] == [6, 6]
+    assert [r["start"] for r in again] == [kept["six"]] * 2
     assert [r["digest"] for r in again] == [r["digest"] for r in results]
 
 
