@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
+from . import broken as of_sites
 from . import campaign, controls, mix
 
 Run = Callable[[int, Callable[[], None]], tuple[str, str]]
+BROKEN = {**controls.CONTROLS, **of_sites.BROKEN}
 
 
 def one(seed: int, broken: str = "", run: Run = campaign.run) -> tuple[int, str, str]:
@@ -20,7 +22,7 @@ def one(seed: int, broken: str = "", run: Run = campaign.run) -> tuple[int, str,
     pid = os.fork()
     if pid == 0:
         os.close(read)
-        problem, text = run(seed, controls.CONTROLS.get(broken, lambda: None))
+        problem, text = run(seed, BROKEN.get(broken, lambda: None))
         with os.fdopen(write, "w") as out:
             out.write(f"{problem}\n{text}")
         os._exit(0)
@@ -58,14 +60,16 @@ def several(run: Callable[[int], tuple[int, str, str]], seeds: range, jobs: int)
         yield from pool.map(run, seeds, chunksize=4)
 
 
-def find(rule: str, seeds: range) -> int:
+def find(rule: str, seeds: range, run: Run = campaign.run) -> int:
     """Whether breaking the rule is found: the exit status is 0 where it is."""
-    if rule not in controls.CONTROLS:
-        for name, broken in controls.CONTROLS.items():
-            print(f"{name}: {broken.__doc__}")
+    rules = of_sites.BROKEN if run is mix.run else controls.CONTROLS
+    if rule not in rules:
+        for kind, listed in (("", controls.CONTROLS), ("--site ", of_sites.BROKEN)):
+            for name, broken in listed.items():
+                print(f"{kind}--broken {name}: {broken.__doc__}")
         return 2
     for seed in seeds:
-        _, problem, _ = one(seed, rule)
+        _, problem, _ = one(seed, rule, run)
         if problem:
             print(f"{rule}: seed {seed}: {problem[:300]}")
             return 0
@@ -92,7 +96,8 @@ def main() -> int:
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, "-m", "tests.sim", *sys.argv[1:]])
     if args.broken:
-        return find(args.broken, range(args.first, args.first + args.seeds))
+        run_one = mix.run if args.site else campaign.run
+        return find(args.broken, range(args.first, args.first + args.seeds), run_one)
     if args.seed is not None:
         _, problem, text = of_site(args.seed) if args.site else one(args.seed)
         print(text)
