@@ -467,7 +467,16 @@ class Recovery:
     async def _send_back(self, job: Job) -> None:
         began = clock.monotonic()
         self.note("requeue", "before", state=job.state)
-        await self._home.slurm.requeue(job)
+        try:
+            await self._home.slurm.requeue(job)
+        except SlurmUnreachable:
+            raise
+        except SlurmError as exc:
+            # Slurm may have been faster: its registration told it that the batch host has booted. The job is followed
+            # just so, and what is held for it stays.
+            self.note("requeue", "failed", error=str(exc))
+            self.say("refused", "", str(exc))
+            return
         self.note("requeue", "after")
         self.say("sent_back", "", f"scontrol requeue [{(clock.monotonic() - began) * 1000:.0f} ms]")
 

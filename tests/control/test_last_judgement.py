@@ -18,7 +18,7 @@ from gemini_hpc.control.primary import Primary
 from gemini_hpc.control.probe import Look
 from gemini_hpc.control.recoveries import Recoveries
 from gemini_hpc.control.registry import Registry, Track
-from gemini_hpc.control.slurm import SlurmUnreachable
+from gemini_hpc.control.slurm import SlurmError, SlurmUnreachable
 from gemini_hpc.control.slurm.facts import Job, Node, Reservation, Row
 from gemini_hpc.wire.controller import Report
 
@@ -36,6 +36,7 @@ class TwoJobs(HalfDone):
         self.all |= {n: dataclasses.replace(self.all["n1"], name=n, address=n) for n in OTHER.nodes}
         self.jobs = {JOB.raw_id: JOB, OTHER.raw_id: OTHER}
         self.held: dict[str, list[str]] = {}
+        self.requeue_refused = ""
         self.reserving: Callable[[], Awaitable[None]] | None = None
         self.setting_down: Callable[[], None] = lambda: None
         self.asked: Callable[[set[str]], None] = lambda names: None
@@ -52,6 +53,17 @@ class TwoJobs(HalfDone):
             if name in job.nodes:
                 self.jobs[job.raw_id] = dataclasses.replace(job, state="COMPLETING")
         return self.all[name]
+
+    async def requeue(self, job: Job) -> None:
+        self.jobs[job.raw_id] = dataclasses.replace(job, state="PENDING", restarts=job.restarts + 1)
+        if self.requeue_refused:
+            raise SlurmError(self.requeue_refused)
+
+    async def pin(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
+        self.done.append(f"pin {','.join(nodes)}")
+        return job
+
+    async def set_start_time(self, job: Job, start: str) -> None: ...
 
     async def owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
         self.asked(set(names))
@@ -281,6 +293,25 @@ def test_a_slurm_that_is_silent_while_nodes_are_reserved_is_asked_again(
         controller.report(JOB, "n2")
         await controller.until(lambda: "down n2" in slurm.done)
         assert slurm.held and "task_died" not in controller.events(JOB)
+        controller.end()
+
+    asyncio.run(work())
+
+
+def test_slurm_may_send_a_job_back_faster_than_we_do(tmp_path: Path, found: dict[str, Look]) -> None:
+    """The batch host has booted, and its registration comes between our last look at the job and our requeue."""
+    slurm, found["n2"] = TwoJobs(), Look(Port.ANSWERS, Port.SILENT, Port.ANSWERS)
+    slurm.all["n2"] = dataclasses.replace(slurm.all["n2"], slurmd_start=time.time(), flags=frozenset())
+
+    async def work() -> None:
+        controller = Controller(slurm, tmp_path)
+        slurm.requeue_refused = "Job is pending or completing"
+        controller.report(JOB, "n2")
+        await controller.until(lambda: '"refused"' in controller.events(JOB))
+        await controller.until(lambda: bool(slurm.done))
+        assert slurm.held and slurm.done[0].startswith("pin") and "task_died" not in controller.events(JOB), (
+            "its survivors stay held"
+        )
         controller.end()
 
     asyncio.run(work())
