@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gemini_hpc.control.slurm.facts import PENDING, RUNNING
+from gemini_hpc.control.slurm.facts import FAILED, PENDING, RUNNING
 
 from .jobs import Wrong
 from .kernel import Process
@@ -66,7 +66,7 @@ class Admin:
 
         def do() -> None:
             node = self.ctld.state.nodes[name]
-            node.drain, node.reason = True, f"fan of {name}"
+            node.drain, node.reason, node.asap = True, f"fan of {name}", False  # no reboot ends this drain
             self.drained[name] = node.reason
 
         self._do(f"drains {name}", do)
@@ -157,6 +157,18 @@ class Admin:
             self.ctld.kill_job(job, PENDING)
 
         self._do(f"{'requeueholds' if hold else 'requeues'} job {number}", do)
+
+    def send_back(self, number: int) -> None:
+        """The same of a job that has failed, by its user."""
+
+        def do() -> None:
+            job = self._job(number)
+            if job.state == FAILED and not job.completing:
+                job.ended, job.restarts = job.restarts, job.restarts + 1
+                job.state, job.pending_since = PENDING, self.ctld.now
+                job.begin = self.ctld.now + self.ctld.expire_s + 1.0
+
+        self._do(f"requeues job {number}, which has failed", do)
 
     def _hold(self, job: JobRecord) -> None:
         job.held, job.held_since = "JobHeldAdmin", self.ctld.now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .calm import CONTROLLER
 from .site import Site
 
 FAULTS_S, MENDED_S, RESUMED_S = 35.0, 70.0, 90.0
@@ -16,6 +17,7 @@ class Chaos:
     def __init__(self, site: Site) -> None:
         self.site, self.rng = site, site.rng
         self._lost: list[str] = []
+        self.most_lost = MOST_LOST
         self._ctls = [host.name for host in site.hosts]
 
     def plan(self) -> None:
@@ -67,7 +69,7 @@ class Chaos:
     def _power(self) -> None:
         names = sorted({name for training in self.site.trainings.values() for name in training.names})
         up = [name for name in names if self.site.nodes[name].host.up]
-        if len(self._lost) < MOST_LOST and up:
+        if len(self._lost) < self.most_lost and up:
             name = self.rng.choice(up)
             self._lost.append(name)
             self.site.power_off(name)
@@ -76,7 +78,7 @@ class Chaos:
 
     def _controller(self) -> None:
         within = self.rng.choice((0, 1, 3, 10, 30, 100))
-        self.site.tell(f"the controller dies within {within} turns")
+        self.site.tell(f"the controller dies within {within} turns", CONTROLLER)
         self.rng.choice(self.site.controllers).kill(within)
 
     def _slurmctld(self) -> None:

@@ -12,8 +12,10 @@ import random
 from collections.abc import Callable
 
 from .admin import Admin
-from .chaos import Chaos
-from .kernel import Killed
+from .calm import CONTROLLER
+from .chaos import FAULTS_S, MENDED_S, RESUMED_S, Chaos
+from .kernel import Killed, current
+from .moments import BEFORE_DOWN, ON_THE_WAY, Moments
 from .site import FILLER, OTHER, Site
 from .system import OWNER, story
 from .training import Training
@@ -27,12 +29,37 @@ class Mix(Chaos):
     def __init__(self, site: Site) -> None:
         super().__init__(site)
         self.admin = Admin(site)
+        self.moments = Moments()
+        self.most_lost = self.rng.choice((1, 2, 2, 3, 4))
         self._tier_is = ""
 
     def plan(self) -> None:
         for training in self.site.trainings.values():
-            training.fails_after_s = None
-        super().plan()
+            training.fails_after_s = self.rng.choice((None, None, (0.0, 1.5), (0.0, 4.0), (4.0, 12.0)))
+        self.site.send_back = self.admin.send_back
+        self.site.when_trained(3, self._begin)
+
+    def _begin(self) -> None:
+        kinds = self.kinds()
+        mine = self.rng.sample(kinds, self.rng.randint(2, len(kinds)))
+        for _ in range(self.rng.choice((0, 1, 2, 3, 5, 8))):
+            self.site.at(self.rng.uniform(0.0, FAULTS_S), self.rng.choice(mine))
+        for _ in range(self.rng.choice((1, 1, 1, 2, 3))):
+            self.site.at(self.rng.uniform(0.0, FAULTS_S), self.rng.choice(self.scenes()))
+        for _ in range(self.rng.choice((0, 0, 1, 1, 2, 3))):
+            self._strike()
+        self.site.at(MENDED_S - 5.0, self.moments.over)
+        self.site.at(MENDED_S, self._mend)
+        self.site.at(RESUMED_S, self._resume)
+
+    def scenes(self) -> list[Callable[[], None]]:
+        """What most runs are about."""
+        return [
+            *(self._power,) * 4,
+            *(self._outage,) * 2,
+            *(self._drained_dies,) * 2,
+            self._hang,
+        ]
 
     def kinds(self) -> list[Callable[[], None]]:
         return [
@@ -66,6 +93,94 @@ class Mix(Chaos):
     def _some(self) -> Training:
         running = [t for t in self.site.trainings.values() if t.state == "running"]
         return self.rng.choice(running or [self.site.training])
+
+    # ---- at moments of a recovery ----------------------------------------------------------------------
+
+    def _strike(self) -> None:
+        """Something happens just when, or soon after, a recovery comes to some moment."""
+        moment = self.rng.choice(self.rng.choice((BEFORE_DOWN, ON_THE_WAY)))
+        after_s = self.rng.choice((0.0, 0.0, self.rng.uniform(0.0, 0.5), self.rng.uniform(0.0, 5.0)))
+        what = self.rng.choice(
+            (
+                *(self._controller_dies,) * 5,
+                *(self._cancelled,) * (3 if moment in BEFORE_DOWN else 1),
+                self._requeued,
+                self._held_back,
+                self._power_of,
+                self._power_of,
+                self._survivor_drained,
+                lambda number: self._slurmctld(),
+                lambda number: self._cut(),
+                lambda number: self._hang(),
+                lambda number: self._agent(),
+            )
+        )
+
+        def now(number: int) -> None:
+            self.site.tell(f"{moment} of job {number}")
+            if what == self._controller_dies:
+                self._controller_dies(number)
+            elif after_s == 0.0:
+                what(number)
+            else:
+                self.site.at(after_s, lambda: what(number))
+
+        self.moments.at(moment, now)
+
+    def _controller_dies(self, number: int) -> None:
+        within = self.rng.choice((0, 0, 1, 3, 10, 30, 100))
+        self.site.tell(f"the controller dies within {within} turns", CONTROLLER)
+        current().dies_in = within
+
+    def _cancelled(self, number: int) -> None:
+        self.admin.cancel(number)
+
+    def _requeued(self, number: int) -> None:
+        self.admin.requeue(number, hold=self.rng.random() < 0.3)
+        self.site.at(self.rng.uniform(1.0, 30.0), lambda: self.admin.release(number))
+
+    def _held_back(self, number: int) -> None:
+        self.admin.hold(number)
+        self.site.at(self.rng.uniform(1.0, 30.0), lambda: self.admin.release(number))
+
+    def _survivors(self, number: int) -> list[str]:
+        return [name for name in self.site.trainings[number].names if self.site.nodes[name].host.up]
+
+    def _power_of(self, number: int) -> None:
+        """One more node of this job's loses power."""
+        if len(self._lost) < self.most_lost and (names := self._survivors(number)):
+            self._lose(self.rng.choice(names))
+
+    def _survivor_drained(self, number: int) -> None:
+        if names := self._survivors(number):
+            name = self.rng.choice(names)
+            self.admin.drain(name)
+            self.site.at(self.rng.uniform(1.0, 40.0), lambda: self.admin.resume(name))
+
+    # ---- scenes ----------------------------------------------------------------------------------------
+
+    def _lose(self, name: str) -> None:
+        if name not in self._lost and self.site.nodes[name].host.up:
+            self._lost.append(name)
+            self.site.power_off(name)
+
+    def _outage(self) -> None:
+        """Several nodes lose power at about one time, of one job or of several."""
+        names = sorted({name for training in self.site.trainings.values() for name in training.names})
+        count = min(len(names), self.rng.randint(2, 4))
+        within_s = self.rng.choice((0.0, 1.0, 5.0, 15.0))
+        for name in self.rng.sample(names, count):
+            self.site.at(self.rng.uniform(0.0, within_s), lambda name=name: self._lose(name))  # type: ignore[misc]
+
+    def _drained_dies(self) -> None:
+        """A node is drained, loses power a while after, and boots; it is given back at the end of all."""
+        name = self.site.victim()
+        if not self.site.nodes[name].host.up:
+            return
+        self.admin.drain(name)
+        after_s = self.rng.uniform(0.5, 12.0)
+        self.site.at(after_s, lambda: self._lose(name))
+        self.site.at(after_s + self.rng.uniform(6.0, 20.0), lambda: self.site.power_on(name))
 
     # ---- faults ----------------------------------------------------------------------------------------
 
@@ -219,19 +334,20 @@ class Mix(Chaos):
 def mix(seed: int) -> Site:
     """Anything, for half a minute; then all is mended, and the trainings have to come to their ends."""
     rng = random.Random(seed)
+    size, others = rng.randint(2, 4), [rng.randint(2, 3) for _ in range(rng.choice((0, 1, 1, 2)))]
     site = Site(
         seed,
-        nodes=rng.randint(5, 9),
-        size=rng.randint(2, 4),
-        fillers=rng.choice((0, 0, 0, 6, 12)),
+        nodes=max(4, size + sum(others) + rng.choice((-1, 0, 0, 1, 1, 2, 3))),
+        size=size,
+        fillers=rng.choice((0, 0, 0, 6, 12, 20)),
         backup=rng.random() < 0.3,
         settle_s=rng.choice((5.0, 15.0)),
+        budget=rng.choice((1, 2, 2)),
         user_budget=rng.choice((1, 2)),
-        auto_resume_s=rng.choice((0.0, 8.0)),
+        auto_resume_s=rng.choice((0.0, 4.0, 8.0)),
         tier=rng.random() < 0.35,
     )
-    for _ in range(rng.choice((0, 1, 1, 2))):
-        size = rng.randint(2, 3)
+    for size in others:
         site.add(rng.choice((OWNER, OTHER, THIRD)), size, replicas=min(size, rng.randint(1, 3)))
     Mix(site).plan()
     return site

@@ -21,6 +21,8 @@ from gemini_hpc.control.reservation import PREFIX
 from gemini_hpc.control.slurm.facts import COMPLETED, FAILED, LIVE, RUNNING
 
 from . import controlhost, system
+from .calm import OTHER as OTHER_FAULT
+from .calm import POWER, Calm
 from .controlhost import ControlHost, Log
 from .jobs import Wrong
 from .kernel import Stuck
@@ -71,6 +73,7 @@ class Site:
         fillers: int = 0,
         backup: bool = False,
         settle_s: float = 15.0,
+        budget: int = 2,
         user_budget: int = 2,
         auto_resume_s: float = 0.0,
         tier: bool = False,
@@ -88,6 +91,7 @@ class Site:
             controller_host=",".join(names),
             retention_s=120.0,
             slurm_settle_s=settle_s,
+            fence_budget_nodes=budget,
             fence_budget_user_nodes=user_budget,
             auto_resume_s=auto_resume_s,
         )
@@ -123,9 +127,12 @@ class Site:
         self.over: set[int] = set()  # protected jobs that have ended
         self.ended_by_admin: set[int] = set()
         self.forgetful = False  # reservations may be left to end by themselves
+        self.send_back: Callable[[int], None] | None = None  # does so with a failed job, where its user would
         self._seen = 0
         self.back_s = 0.0  # from the power cut until the job ran again
         self.trainings: dict[int, Training] = {}
+        self.calm = Calm(self)
+        self.ctld.job_begins = self.calm.begins
         self._submit(self.training, "training", self.rng.choice((0, 10)))
         self._fillers = fillers
         self.at(1.0, self._fill)
@@ -152,6 +159,8 @@ class Site:
     def _submit(self, training: Training, kind: str, priority: int) -> None:
         training.number = self.ctld.submit(kind, training.user_id, training.size, priority=priority)
         self.trainings[training.number] = training
+        training.on_excuse = lambda: training.number in self.calm.out_of_reach
+        training.on_failed = lambda restart: self.calm.script_fails(training.number, restart)
         self.world.owners[training.number] = training.user_id
 
     def add(self, user_id: int, size: int, *, replicas: int = 2, priority: int = 0) -> Training:
@@ -171,9 +180,10 @@ class Site:
         """So much later."""
         self.world.network.at(self.world.loop.now + after_s, what)
 
-    def tell(self, text: str) -> None:
-        """A line of the story."""
+    def tell(self, text: str, kind: str = OTHER_FAULT) -> None:
+        """A line of the story: a fault, of which kind."""
         self.world.tell(f"FAULT {text}")
+        self.calm.disturb(kind)
 
     def fail(self, problem: BaseException) -> None:
         """The first one counts."""
@@ -287,12 +297,16 @@ class Site:
 
     def _given_up(self, raw_id: int, state: str) -> None:
         if self.ctld.state.jobs[raw_id].state == state:
+            if state == FAILED and self.send_back is not None and self.calm.excuses_failed(raw_id):
+                self.send_back(raw_id)
+                return
             self.fail(Wrong(f"ended: the job is {state}"))
 
     def _all_free(self, raw_id: int) -> None:
         nodes = self.nodes.items()
         agents = [name for name, node in nodes if (seat := node.seats.get(raw_id)) is not None and seat.agent]
-        held = [] if self.forgetful or self.ctld.kills else self._reserved(f"{PREFIX}{raw_id}_")
+        held = [] if self.forgetful else self._reserved(f"{PREFIX}{raw_id}_")
+        held = [name for name in held if name not in self.ctld.doubtful]
         named = self.ctld.state.jobs[raw_id].state in LIVE
         if agents or held or named:
             held_s = self._held_s(raw_id)
@@ -339,7 +353,8 @@ class Site:
 
     def power_off(self, name: str) -> None:
         """A node loses power."""
-        self.tell(f"power cut of {name}")
+        self.tell(f"power cut of {name}", POWER)
+        self.calm.loses(name)
         self.nodes[name].power_off()
         for training in self.trainings.values():
             training.lost(self.nodes[name])

@@ -230,6 +230,8 @@ class SimSlurm(SlurmApi):
         def create() -> None:
             self._overlap(name, nodes)
             now = self._ctld.now
+            if self._process.host not in self._ctld.running:
+                self._ctld.doubtful.add(name)  # whoever ends this epilog leaves it
             self._ctld.state.reservations[name] = Held(name, list(nodes), user_id, now, now + 60.0 * minutes)
 
         await self._change("reserve", name, create)

@@ -133,6 +133,8 @@ class Slurmctld:
         self.boot_time = self.now - 3600.0
         self.changed_by_us: Callable[[str, str], None] = lambda what, name: None
         self.job_over: Callable[[int, str], None] = lambda raw_id, state: None
+        self.job_begins: Callable[[JobRecord], None] = lambda job: None
+        self.doubtful: set[str] = set()  # reservations that were there when a slurmctld died, or that an epilog made
         self.kills, self.slow = 0, SLOW
         self._next_id, self._saving, self._scheduling = 7, False, False
         self._gone_since: float | None = None
@@ -156,6 +158,7 @@ class Slurmctld:
         self.world.tell(f"slurmctld on {name} is killed")
         self.running[name] = False
         self.kills += 1
+        self.doubtful |= self.state.reservations.keys() | self.disk.reservations.keys()
         if self.charge is not None and self.charge.name == name:
             self.charge = None
             for part in ("jobs", "nodes", "reservations"):
@@ -441,6 +444,7 @@ class Slurmctld:
         job.state, job.reason, job.start, job.nodes = CONFIGURING, "", self.now, sorted(names)
         job.ready, job.scripted, job.batch_host = [], False, min(names)
         self.world.tell(f"job {job.raw_id} restart {job.restarts} starts on {','.join(job.nodes)}")
+        self.job_begins(job)
         self.changed()
         self.work()
 

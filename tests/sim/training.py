@@ -54,6 +54,8 @@ class Training(Job):
         # How long the script of a job that has lost a node goes on, if it ends by itself: before or after the agents
         # have noticed (a connection that is reset, or that nobody answers on).
         self.fails_after_s: tuple[float, float] | None = world.rng.choice((None, (0.0, 3.0), (4.0, 12.0)))
+        self.on_excuse: Callable[[], bool] = lambda: False  # whether copies may be out of reach of this incarnation
+        self.on_failed: Callable[[int], None] = lambda restart: None
         self.script: Process | None = None
         self._ended: Callable[[int], None] = lambda code: None
 
@@ -158,6 +160,7 @@ class Training(Job):
 
     def _fails(self, restart: int) -> None:
         if restart == self.restart:
+            self.on_failed(restart)
             self._end("failed", "1")
 
     def lost(self, node: Node) -> None:
@@ -188,7 +191,7 @@ class Training(Job):
         if len(launch.resumed) > 1:
             return
         self.repeated.append(self.trained - version)
-        if len(self.lost_in) < self.replicas:
+        if len(self.lost_in) < self.replicas and not self.on_excuse():
             if version < self.sealed:
                 raise Wrong(f"lost: {self.sealed} was sealed, {launch.step} resumes from {version}")
             if not self.unsealed and self.trained - version > 1:

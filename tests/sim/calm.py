@@ -1,0 +1,149 @@
+"""Which recoveries nothing disturbs: of those more is asked than of others.
+
+Chaos excuses much: who is cut off, slow or dead cannot do what he has to. What had a power cut to deal with, and
+nothing beside, has no excuse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .jobs import Wrong
+from .slurmctld import SLOW, JobRecord
+
+if TYPE_CHECKING:
+    from .site import Site
+
+LOOK_S = 0.5
+BEFORE_S = 5.0  # so long before a power cut all had to be well
+PINNED_S = 110.0  # who has waited longer may go anywhere
+SETTLED_S = 20.0  # so long after a slurmctld has started nobody is fenced
+POWER, CONTROLLER, OTHER = "power", "controller", "other"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A job lost its first node of an incarnation that had sealed something. nodes: all that it ran on."""
+
+    at: float
+    nodes: tuple[str, ...]
+
+
+class Calm:
+    """See the module. It looks at all that faults may have left, every LOOK_S."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self._last: dict[str, float] = {}  # by kind of disturbance: when it was there last
+        self._lives = 0
+        self._began: dict[int, float] = {}  # by job: when its incarnation did
+        self._lost: dict[str, float] = {}  # by node: when it lost power last
+        self._cuts: dict[tuple[int, int], Cut] = {}
+        self._nodes: dict[int, set[str]] = {}  # by job: where it began last
+        self.out_of_reach: set[int] = set()  # jobs whose copies may be
+        self._failed: dict[int, int] = {}  # by job: the incarnation whose script has failed
+        site.at(LOOK_S, self._look)
+
+    def disturb(self, kind: str) -> None:
+        """Something of this kind happens now."""
+        self._last[kind] = self.site.world.loop.now
+
+    def since(self, at: float, but: Collection[str]) -> bool:
+        """Whether nothing has been wrong since then but these."""
+        return all(kind in but or last < at for kind, last in self._last.items())
+
+    def _look(self) -> None:
+        self.site.at(LOOK_S, self._look)
+        site = self.site
+        lives = sum(host.lives for host in site.controllers)
+        if lives != self._lives or not all(c.process and c.process.alive for c in site.controllers):
+            self._lives = lives
+            self.disturb(CONTROLLER)
+        if any(is_so() for is_so in self._unwell()):
+            self.disturb(OTHER)
+
+    def _unwell(self) -> list[Callable[[], bool]]:
+        site, ctld, world = self.site, self.site.ctld, self.site.world
+        names = [n for n in site.nodes if site.nodes[n].host.up]
+        return [
+            lambda: bool(world.network.deaf or world.network.slow_s or world.munged or world.full),
+            lambda: bool(world.clock.skew_s) or not all(host.up for host in site.hosts),
+            lambda: ctld.charge is not ctld.hosts[0] or ctld.slow > SLOW,
+            lambda: ctld.now - ctld.boot_time < SETTLED_S + site.settings.slurm_settle_s,
+            lambda: any(p.stopped for n in names for p in site.nodes[n].processes if p.alive),
+            lambda: not all(site.slurmds[n].process.alive for n in names),
+            lambda: any(n.reboot or (n.drain and not self._by_us(n.reason)) for n in ctld.state.nodes.values()),
+            lambda: any(r.maint for r in ctld.state.reservations.values()),
+            lambda: any(ctld.state.jobs[number].held for number in site.trainings),
+        ]
+
+    @staticmethod
+    def _by_us(reason: str) -> bool:
+        return reason.startswith("gemini-hpc")
+
+    # ---- what happens to jobs --------------------------------------------------------------------------
+
+    def loses(self, name: str) -> None:
+        """A node loses power."""
+        now = self.site.world.loop.now
+        self.disturb(POWER)
+        self._lost[name] = now
+        for number, training in self.site.trainings.items():
+            job = self.site.ctld.state.jobs[number]
+            runs = name in job.nodes and job.scripted and not job.completing and training.state == "running"
+            if runs and training.restart == job.restarts and training.sealed_at > self._began.get(number, math.inf):
+                self._cuts.setdefault((number, job.restarts), Cut(now, tuple(job.nodes)))
+
+    def script_fails(self, number: int, restart: int) -> None:
+        """It ends by itself."""
+        self._failed[number] = restart
+
+    def excuses_failed(self, number: int) -> bool:
+        """Whether a job that has lost a node, whose script ended by that, may stay FAILED: its witnesses were
+        hindered, or too few. A controller that dies is no excuse: the agents tell the next one."""
+        restart = self.site.ctld.state.jobs[number].restarts
+        cut = self._cuts.get((number, restart))
+        if self._failed.get(number) != restart:
+            return False
+        return cut is None or not self._alone(cut) or not self.since(cut.at - BEFORE_S, (POWER, CONTROLLER))
+
+    def _alone(self, cut: Cut) -> bool:
+        """Whether one of its nodes was lost, and has not come back."""
+        lost = [n for n in cut.nodes if self._lost.get(n, -math.inf) >= cut.at]
+        return len(lost) == 1 and not any(self.site.booted.get(n, -math.inf) >= cut.at for n in lost)
+
+    def begins(self, job: JobRecord) -> None:
+        """A protected job starts: after a recovery that nothing has disturbed it is on all its survivors."""
+        if job.raw_id not in self.site.trainings:
+            return
+        self._copies(job)
+        self._began[job.raw_id] = self.site.world.loop.now
+        cut = self._cuts.get((job.raw_id, job.restarts - 1))
+        if cut is None or self._failed.get(job.raw_id) == job.restarts - 1:
+            return
+        lost = {n for n in cut.nodes if self._lost.get(n, -math.inf) >= cut.at}
+        if any(self.site.booted.get(n, -math.inf) >= cut.at for n in lost):
+            return  # nobody may have held anything: Slurm may have sent it back by itself
+        if not self.since(cut.at - BEFORE_S, (POWER,)) or self.site.ctld.now - job.pending_since > PINNED_S:
+            return
+        if left := set(cut.nodes) - lost - set(job.nodes):
+            text = f"survivors: job {job.raw_id} is on {job.nodes}, and {sorted(left)} of {cut.nodes} are left out"
+            self.site.fail(Wrong(text))
+
+    def _copies(self, job: JobRecord) -> None:
+        """Whether this incarnation may not find what the last one had: it was lost on purpose, as documented."""
+        site, now = self.site, self.site.world.loop.now
+        before, self._nodes[job.raw_id] = self._nodes.get(job.raw_id, set()), set(job.nodes)
+        # With none of its nodes from before agents know of each other by the controller only (docs/faults.md).
+        alone = not before & set(job.nodes) and not self.since(now - BEFORE_S, (POWER,))
+        # A save to a tier that is full or broken is given up at once, and what waits is let go of after a while.
+        ended = now - (site.ctld.now - job.end)
+        late = site.ctld.now - job.pending_since > site.settings.retention_s
+        unsaved = bool(site.trainings[job.raw_id].tier[0]) and late and site.tier_well_since > ended - 1.0
+        if job.restarts and (alone or unsaved):
+            self.out_of_reach.add(job.raw_id)
+        else:
+            self.out_of_reach.discard(job.raw_id)
