@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gemini_hpc.control.slurm.facts import PENDING
+
 from .jobs import Wrong
 from .slurmctld import SLOW, JobRecord
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from .site import Site
 
 LOOK_S = 0.5
+FAILED_S = 35.0  # so long after its end a job that has lost a node is sent back, a takeover of the backup included
 BEFORE_S = 5.0  # so long before a power cut all had to be well
 PINNED_S = 110.0  # who has waited longer may go anywhere
 SETTLED_S = 20.0  # so long after a slurmctld has started nobody is fenced
@@ -44,6 +47,7 @@ class Calm:
         self._cuts: dict[tuple[int, int], Cut] = {}
         self._nodes: dict[int, set[str]] = {}  # by job: where it began last
         self.out_of_reach: set[int] = set()  # jobs whose copies may be
+        self._hindered: set[tuple[int, int]] = set()  # incarnations that failed, and may stay so
         self._failed: dict[int, int] = {}  # by job: the incarnation whose script has failed
         site.at(LOOK_S, self._look)
 
@@ -64,15 +68,20 @@ class Calm:
             self.disturb(CONTROLLER)
         if any(is_so() for is_so in self._unwell()):
             self.disturb(OTHER)
+        ctld = site.ctld
+        if ctld.charge is not ctld.hosts[0] or ctld.now - ctld.boot_time < SETTLED_S + site.settings.slurm_settle_s:
+            self.disturb(CONTROLLER if self._host_lost() else OTHER)
+
+    def _host_lost(self) -> bool:
+        """Slurm and the controller move to the other host; that is one disturbance."""
+        return not all(host.up for host in self.site.hosts)
 
     def _unwell(self) -> list[Callable[[], bool]]:
         site, ctld, world = self.site, self.site.ctld, self.site.world
         names = [n for n in site.nodes if site.nodes[n].host.up]
         return [
             lambda: bool(world.network.deaf or world.network.slow_s or world.munged or world.full),
-            lambda: bool(world.clock.skew_s) or not all(host.up for host in site.hosts),
-            lambda: ctld.charge is not ctld.hosts[0] or ctld.slow > SLOW,
-            lambda: ctld.now - ctld.boot_time < SETTLED_S + site.settings.slurm_settle_s,
+            lambda: bool(world.clock.skew_s) or ctld.slow > SLOW,
             lambda: any(p.stopped for n in names for p in site.nodes[n].processes if p.alive),
             lambda: not all(site.slurmds[n].process.alive for n in names),
             lambda: any(n.reboot or (n.drain and not self._by_us(n.reason)) for n in ctld.state.nodes.values()),
@@ -100,15 +109,18 @@ class Calm:
     def script_fails(self, number: int, restart: int) -> None:
         """It ends by itself."""
         self._failed[number] = restart
+        self.site.at(FAILED_S, lambda: self._still_failed(number, restart))
+
+    def _still_failed(self, number: int, restart: int) -> None:
+        """A job that has lost a node, whose script ended by that, is sent back by now. It may stay FAILED where its
+        witnesses were hindered, or too few. A controller that dies is no excuse: the agents tell the next one."""
+        cut = self._cuts.get((number, restart))
+        if cut is None or not self._alone(cut) or not self.since(cut.at - BEFORE_S, (POWER, CONTROLLER)):
+            self._hindered.add((number, restart))
 
     def excuses_failed(self, number: int) -> bool:
-        """Whether a job that has lost a node, whose script ended by that, may stay FAILED: its witnesses were
-        hindered, or too few. A controller that dies is no excuse: the agents tell the next one."""
-        restart = self.site.ctld.state.jobs[number].restarts
-        cut = self._cuts.get((number, restart))
-        if self._failed.get(number) != restart:
-            return False
-        return cut is None or not self._alone(cut) or not self.since(cut.at - BEFORE_S, (POWER, CONTROLLER))
+        """Whether nobody could be expected to send it back."""
+        return (number, self.site.ctld.state.jobs[number].restarts) in self._hindered
 
     def _alone(self, cut: Cut) -> bool:
         """Whether one of its nodes was lost, and has not come back."""
@@ -116,22 +128,34 @@ class Calm:
         return len(lost) == 1 and not any(self.site.booted.get(n, -math.inf) >= cut.at for n in lost)
 
     def begins(self, job: JobRecord) -> None:
-        """A protected job starts: after a recovery that nothing has disturbed it is on all its survivors."""
-        if job.raw_id not in self.site.trainings:
-            return
-        self._copies(job)
-        self._began[job.raw_id] = self.site.world.loop.now
-        cut = self._cuts.get((job.raw_id, job.restarts - 1))
-        if cut is None or self._failed.get(job.raw_id) == job.restarts - 1:
-            return
+        """A job starts. After a recovery that nothing has disturbed a protected one is on all its survivors, and no
+        other job has been there before."""
+        if job.raw_id in self.site.trainings:
+            self._copies(job)
+            self._began[job.raw_id] = self.site.world.loop.now
+        for number in self.site.trainings:
+            waiting = self.site.ctld.state.jobs[number]
+            left = set(self._survivors(waiting))
+            if waiting is job and left - set(job.nodes):
+                self._wrong(f"job {number} is on {job.nodes}, and its {sorted(left - set(job.nodes))} are left out")
+            elif waiting.state == PENDING and waiting is not job and left & set(job.nodes):
+                self._wrong(f"job {job.raw_id} is on {sorted(left & set(job.nodes))}, for which job {number} waits")
+
+    def _wrong(self, text: str) -> None:
+        self.site.fail(Wrong(f"survivors: {text}"))
+
+    def _survivors(self, job: JobRecord) -> list[str]:
+        """The nodes that are held for a job that comes back, as far as nothing excuses that they are not."""
+        restart = job.restarts - 1
+        cut = self._cuts.get((job.raw_id, restart))
+        if cut is None or self._failed.get(job.raw_id) == restart or not self.since(cut.at - BEFORE_S, (POWER,)):
+            return []
         lost = {n for n in cut.nodes if self._lost.get(n, -math.inf) >= cut.at}
         if any(self.site.booted.get(n, -math.inf) >= cut.at for n in lost):
-            return  # nobody may have held anything: Slurm may have sent it back by itself
-        if not self.since(cut.at - BEFORE_S, (POWER,)) or self.site.ctld.now - job.pending_since > PINNED_S:
-            return
-        if left := set(cut.nodes) - lost - set(job.nodes):
-            text = f"survivors: job {job.raw_id} is on {job.nodes}, and {sorted(left)} of {cut.nodes} are left out"
-            self.site.fail(Wrong(text))
+            return []  # nobody may have held anything: Slurm may have sent it back by itself
+        if self.site.ctld.now - job.pending_since > PINNED_S:
+            return []
+        return [n for n in cut.nodes if n not in lost]
 
     def _copies(self, job: JobRecord) -> None:
         """Whether this incarnation may not find what the last one had: it was lost on purpose, as documented."""

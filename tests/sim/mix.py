@@ -32,10 +32,11 @@ class Mix(Chaos):
         self.moments = Moments()
         self.most_lost = self.rng.choice((1, 2, 2, 3, 4))
         self._tier_is = ""
+        self._primary_off = False
 
     def plan(self) -> None:
         for training in self.site.trainings.values():
-            training.fails_after_s = self.rng.choice((None, None, (0.0, 1.5), (0.0, 4.0), (4.0, 12.0)))
+            training.fails_after_s = self.rng.choice((None, None, None, (0.0, 1.5), (0.0, 4.0), (4.0, 12.0)))
         self.site.send_back = self.admin.send_back
         self.site.when_trained(3, self._begin)
 
@@ -55,9 +56,12 @@ class Mix(Chaos):
     def scenes(self) -> list[Callable[[], None]]:
         """What most runs are about."""
         return [
-            *(self._power,) * 4,
+            *(self._power,) * 3,
             *(self._outage,) * 2,
             *(self._drained_dies,) * 2,
+            *(self._ends_early,) * 2,
+            *(self._blind,) * 2,
+            *(self._crowded,) * 2,
             self._hang,
         ]
 
@@ -79,6 +83,7 @@ class Mix(Chaos):
         ]
 
     def _mend(self) -> None:
+        self._primary_back()
         self.site.ctld.slow = 0.02
         if self.site.tier is not None:
             self._tier_well()
@@ -171,6 +176,59 @@ class Mix(Chaos):
         within_s = self.rng.choice((0.0, 1.0, 5.0, 15.0))
         for name in self.rng.sample(names, count):
             self.site.at(self.rng.uniform(0.0, within_s), lambda name=name: self._lose(name))  # type: ignore[misc]
+
+    def _cut_one(self, training: Training) -> None:
+        names = [name for name in training.names if self.site.nodes[name].host.up]
+        if training.state == "running" and names and len(self._lost) < self.most_lost:
+            self._lose(self.rng.choice(names))
+
+    def _ends_early(self) -> None:
+        """A node is lost, and the script ends by itself before anybody has noticed."""
+        training = self._some()
+        training.fails_after_s = (0.0, 1.0)
+        self._cut_one(training)
+
+    def _blind(self) -> None:
+        """The same, and the controller dies meanwhile: its host may, where there is another one."""
+        host, after_s = self.site.controllers[0], self.rng.uniform(0.0, 4.0)
+        lost = len(self.site.hosts) > 1 and self.rng.random() < 0.6
+
+        def dies() -> None:
+            if lost and not self._primary_off:
+                self._lose_primary()
+            else:
+                self.site.tell("the controller dies", CONTROLLER)
+                host.kill(0)
+
+        self._ends_early()
+        self.site.at(after_s, dies)
+
+    def _lose_primary(self) -> None:
+        """slurmctld's host loses power, and the controller there."""
+        self._primary_off = True
+        self.site.tell("the primary's host loses power", CONTROLLER)
+        host = self.site.controllers[0]
+        host.restarts = False
+        if host.process is not None:
+            host.process.kill()
+        self.site.world.network.power_off(self.site.hosts[0])
+
+    def _primary_back(self) -> None:
+        if self._primary_off:
+            self._primary_off = False
+            self.site.world.network.power_on(self.site.hosts[0])
+            self.site.ctld.start(self.site.hosts[0].name)
+            self.site.controllers[0].restarts = True
+            self.site.controllers[0].start()
+
+    def _crowded(self) -> None:
+        """Others' jobs wait for every node that is free, or will be; then one is lost."""
+        training = self._some()
+        training.fails_after_s = None
+        for _ in range(self.rng.randint(4, 10)):
+            runs_s = self.rng.uniform(5.0, 40.0)
+            self.site.ctld.submit(FILLER, OTHER, 1, priority=self.rng.choice((-10, 20)), runs_s=runs_s)
+        self.site.at(self.rng.uniform(0.5, 4.0), lambda: self._cut_one(training))
 
     def _drained_dies(self) -> None:
         """A node is drained, loses power a while after, and boots; it is given back at the end of all."""
