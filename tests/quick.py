@@ -83,6 +83,7 @@ LATER = {
     "sim/test_site.py::test_nothing_goes_wrong[success]": "time",
     "sim/test_site.py::test_nothing_goes_wrong[survivor-cut]": "time",
     "sim/test_site.py::test_nothing_goes_wrong[outage]": "time",
+    "sim/test_site.py::test_the_mix_comes_to_what_is_broken_by_itself": "time",
     "sim/test_site.py::test_what_is_broken_on_purpose_is_found": "time",
     "sim/test_tier.py::test_a_seed_repeats_a_run_to_the_letter": "time",
     "sim/test_tier.py::test_nothing_goes_wrong[comes_back]": "time",
