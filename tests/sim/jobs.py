@@ -59,6 +59,7 @@ class Job:
         self.state = "pending"
         self.dead: set[str] = set()  # nodes of this allocation that have lost power
         self.sealed = 0  # the newest version that a rank was told is sealed
+        self.sealed_at = 0.0
         self.saved_from = 0.0  # when a rank had that: whoever is lost after it may have voted
         self.holders: dict[int, tuple[Node, ...]] = {}  # by node rank, when that was sealed
         self.trained = 0  # the newest step that a rank has ended
@@ -155,7 +156,8 @@ class Job:
             self.unprotected.add(launch.step)
         elif what == "sealed":
             if version > self.sealed:
-                self.sealed, self.saved_from = version, launch.stepped_at.get(version, 0.0)
+                self.sealed, self.sealed_at = version, self.world.loop.now
+                self.saved_from = launch.stepped_at.get(version, 0.0)
                 self.holders = self._holders(launch)
         elif what in ("late", "skipped", "rejoined"):
             launch.unsure = True
