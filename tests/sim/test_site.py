@@ -57,7 +57,7 @@ def simulate(*words: str, program: str = "tests.sim.scenarios") -> subprocess.Co
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_goes_wrong(name: str) -> None:
-    done = simulate(name, "--seeds", str(part(4)))
+    done = simulate(name, "--seeds", str(part(3)))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -97,18 +97,20 @@ def test_what_is_broken_on_purpose_is_found(broken: str, name: str, seeds: int, 
     assert done.returncode == 1 and f"Wrong: {found}" in done.stdout, done.stdout + done.stderr
 
 
+# the seed to begin with: of today's code the first that finds it
 _MIXED = [
-    ("keeps-reservations", "held"),
-    ("resumes-nothing", "held"),
-    ("fences-living-kernels", "healthy"),
-    ("anybodys-candidates", "candidates"),
-    ("no-budget", "budget"),
-    ("looks-away", "ended"),
+    ("keeps-reservations", "held", 2),
+    ("resumes-nothing", "held", 2),
+    ("fences-living-kernels", "healthy", 4),
+    ("anybodys-candidates", "candidates", 4),
+    ("no-budget", "budget", 10),
+    ("looks-away", "ended", 14),
 ]
 
 
-@pytest.mark.parametrize(("broken", "found"), _MIXED)
-def test_the_mix_comes_to_what_is_broken_by_itself(broken: str, found: str) -> None:
+@pytest.mark.parametrize(("broken", "found", "first"), _MIXED)
+def test_the_mix_comes_to_what_is_broken_by_itself(broken: str, found: str, first: int) -> None:
     """No scenario leads there: what is drawn does, for each of these within 15 seeds when this was written."""
-    done = simulate("--site", "--broken", broken, "--seeds", "40", program="tests.sim")
+    words = ("--site", "--broken", broken, "--first", str(first), "--seeds", "40")
+    done = simulate(*words, program="tests.sim")
     assert done.returncode == 0 and f"Wrong: {found}" in done.stdout, done.stdout + done.stderr
