@@ -171,11 +171,14 @@ def _under_way(case: Case, job: Job) -> str:
 
 
 def _rebooted(case: Case, job: Job) -> bool:
-    """Whether slurmd, or the node, was started anew at about the time at which the peers lost the agent."""
+    """Whether slurmd was started anew at about the time at which the peers lost the agent; or the node, at any time:
+    nobody may have looked when it was (the job was suspended), and nothing of this incarnation is left there."""
     node = case.slurm_node
-    if node is None or node.slurmd_start < case.reported_at - REBOOT_WINDOW_S:
+    if node is None or node.slurmd_start <= (case.slurmd_before or job.start_time):
         return False
-    return node.slurmd_start > (case.slurmd_before or job.start_time)
+    if case.slurmd_before and node.boot_time > case.slurmd_before:
+        return True
+    return node.slurmd_start >= case.reported_at - REBOOT_WINDOW_S
 
 
 def _slurmd_answers(case: Case, job: Job) -> Verdict:

@@ -255,6 +255,16 @@ def test_reboot() -> None:
     assert judge(case(slurmd=Port.ANSWERS, slurm_node=long_ago)).act is Act.WAIT
 
 
+def test_a_reboot_that_nobody_looked_at_counts_however_long_ago() -> None:
+    """The job was suspended meanwhile. A slurmd that alone was started anew takes no agent with it."""
+    start, before = DEAD.reported_at - 300, DEAD.reported_at - 5000
+    booted = dataclasses.replace(NODE, slurmd_start=start, boot_time=start - 20)
+    alone = dataclasses.replace(NODE, slurmd_start=start, boot_time=before - 100)
+    assert judge(case(slurmd=Port.ANSWERS, slurm_node=booted, slurmd_before=before)).act is Act.REQUEUE
+    assert judge(case(slurmd=Port.ANSWERS, slurm_node=alone, slurmd_before=before)).act is Act.WAIT
+    assert judge(case(slurmd=Port.ANSWERS, slurm_node=booted, slurmd_before=0.0)).act is Act.WAIT
+
+
 @given(st.integers(0, 10), st.integers(0, 10), st.integers(0, 10000))
 def test_budget(configured: int, of_user: int, nodes: int) -> None:
     allowed = budget(configured, nodes)
