@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gemini_hpc.control.slurm.facts import PENDING
+from gemini_hpc.control.slurm.facts import FAILED, PENDING
 
 from .jobs import Wrong
 from .slurmctld import SLOW, JobRecord
@@ -114,6 +114,10 @@ class Calm:
     def _still_failed(self, number: int, restart: int) -> None:
         """A job that has lost a node, whose script ended by that, is sent back by now. It may stay FAILED where its
         witnesses were hindered, or too few. A controller that dies is no excuse: the agents tell the next one."""
+        job = self.site.ctld.state.jobs[number]
+        if job.restarts == restart and (job.state != FAILED or job.completing):
+            self.site.at(FAILED_S, lambda: self._still_failed(number, restart))  # slurmctld has not heard of it
+            return
         cut = self._cuts.get((number, restart))
         if cut is None or not self._alone(cut) or not self.since(cut.at - BEFORE_S, (POWER, CONTROLLER)):
             self._hindered.add((number, restart))
@@ -126,6 +130,10 @@ class Calm:
         """Whether one of its nodes was lost, and has not come back."""
         lost = [n for n in cut.nodes if self._lost.get(n, -math.inf) >= cut.at]
         return len(lost) == 1 and not any(self.site.booted.get(n, -math.inf) >= cut.at for n in lost)
+
+    def were_its_own(self, number: int) -> set[str]:
+        """Where this job began last."""
+        return self._nodes.get(number, set())
 
     def begins(self, job: JobRecord) -> None:
         """A job starts. After a recovery that nothing has disturbed a protected one is on all its survivors, and no

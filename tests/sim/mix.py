@@ -216,6 +216,7 @@ class Mix(Chaos):
     def _primary_back(self) -> None:
         if self._primary_off:
             self._primary_off = False
+            self.site.tell("the primary's host is back")
             self.site.world.network.power_on(self.site.hosts[0])
             self.site.ctld.start(self.site.hosts[0].name)
             self.site.controllers[0].restarts = True

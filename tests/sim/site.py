@@ -269,7 +269,9 @@ class Site:
         for job in self.ctld.state.jobs.values():
             if job.raw_id not in self.trainings or job.user_id == held.user_id or job.state != RUNNING:
                 continue
-            if self.ctld.now - job.start > KNOWN_S and (both := set(job.nodes) & set(held.nodes)):
+            # Its own nodes are survivors, though another's job may have begun there while it was FAILED.
+            candidates = set(held.nodes) - self.calm.were_its_own(int(reservation.removeprefix(PREFIX).split("_")[0]))
+            if self.ctld.now - job.start > KNOWN_S and (both := set(job.nodes) & candidates):
                 self.fail(Wrong(f"candidates: {sorted(both)} of job {job.raw_id} are in {reservation}"))
 
     def _over(self, raw_id: int, state: str) -> None:
