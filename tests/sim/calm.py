@@ -115,8 +115,10 @@ class Calm:
         """A job that has lost a node, whose script ended by that, is sent back by now. It may stay FAILED where its
         witnesses were hindered, or too few. A controller that dies is no excuse: the agents tell the next one."""
         job = self.site.ctld.state.jobs[number]
-        if job.restarts == restart and (job.state != FAILED or job.completing):
-            self.site.at(FAILED_S, lambda: self._still_failed(number, restart))  # slurmctld has not heard of it
+        # Until slurmctld has heard of it the job counts as running; it may complete for long after that.
+        left_s = FAILED_S - (self.site.ctld.now - job.end if job.state == FAILED else 0.0)
+        if job.restarts == restart and left_s > 0.0:
+            self.site.at(left_s + 0.1, lambda: self._still_failed(number, restart))
             return
         cut = self._cuts.get((number, restart))
         if cut is None or not self._alone(cut) or not self.since(cut.at - BEFORE_S, (POWER, CONTROLLER)):

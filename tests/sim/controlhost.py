@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import logging
 import os
 import random
@@ -17,6 +18,7 @@ from gemini_hpc import settings as site_settings
 from gemini_hpc.config import Settings
 from gemini_hpc.control import hold, primary, service
 from gemini_hpc.control.daemon import ServiceError
+from gemini_hpc.wire.link import Link
 
 from .kernel import Process, current
 from .network import Host
@@ -44,6 +46,10 @@ def install(made: World, seed: int) -> None:
     )
     here: Any = primary
     here.socket, here.fcntl = names, SimpleNamespace(flock=flock, LOCK_EX=2, LOCK_NB=4)
+    numbers = itertools.count()
+    # A set of links, which a controller that steps down closes, has one order then, whatever their addresses are.
+    links: Any = Link
+    links.__hash__ = lambda link: link.__dict__.setdefault("_number", next(numbers))
     hold._log = lambda text: world().tell(f"hold on {current().host}: {text}")
 
 
