@@ -83,6 +83,8 @@ def both(seed: int) -> Site:
     """Two jobs lose a node each, at about one time; another job waits for as many nodes as there are spares."""
     site = Site(seed, nodes=9)
     other = site.add(OWNER if seed % 2 else OTHER, 3)
+    for training in site.trainings.values():
+        training.fails_after_s = None  # the nodes of one that ends early are soon another job's
 
     def cut() -> None:
         site.ctld.submit(FILLER, THIRD, 3, priority=20, runs_s=site.rng.uniform(20.0, 60.0))
