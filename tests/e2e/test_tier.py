@@ -6,7 +6,8 @@ import json
 import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import h5py
@@ -80,10 +81,26 @@ def test_all_nodes_cut_and_fewer_left(train: Train, tier: Path) -> None:
     assert max(losses) < float.fromhex(job.steps()[0]["loss"]), "goes on from what was learnt"
 
 
-def test_flush_by_hand(train: Train, tier: Path) -> None:
+@contextmanager
+def endless(cluster: Cluster, tier: Path, *options: str) -> Iterator[Heat]:
+    """A job that saves nothing by itself, and does not end."""
+    with nothing_left(cluster, 45):
+        more = (f"--gemini-tier={tier}", "--gemini-tier-interval=3600", *options)
+        job = Heat.submit(cluster, "pmi2", *more, n=60, steps=100000, step_s=0.1)
+        job.reach(8)
+        yield job
+        cluster.run(["scancel", str(job.id)])
+        until(lambda: not cluster.run(["squeue", "-h"]).stdout.strip(), 60, what="queue empty")
+        swept(cluster)
+
+
+def test_flush_by_hand(cluster: Cluster, tier: Path) -> None:
     """Between two saves, by word of mouth; and by nobody else's."""
-    job = train("flush", "--gemini-replicas=2", f"--gemini-tier={tier}", "--gemini-tier-interval=3600")
-    job.reach(8)
+    with endless(cluster, tier) as job:
+        _flush(job, tier)
+
+
+def _flush(job: Heat, tier: Path) -> None:
     mine = ask(job, "alice")
     assert mine.returncode == 0, mine.stderr
     [first] = saved(tier, job)
@@ -101,10 +118,9 @@ def test_flush_by_hand(train: Train, tier: Path) -> None:
     assert f"tier {tier}: version {first.epoch}:{first.version}, " in inspect(job)
     job.reach(first.version + 6)
     asked = ask(job, "root", "--json")
-    assert asked.returncode == 0, (asked, job.state)
+    assert asked.returncode == 0, (asked, job.slurm())
     found = json.loads(asked.stdout)
     assert found["sets"][0]["version"] == list(saved(tier, job)[0]) and saved(tier, job)[0].version > first.version
-    job.finish()
 
 
 def drained(job: Heat, tier: Path) -> None:
@@ -216,21 +232,20 @@ def test_the_site_has_a_tier_for_all(cluster: Cluster) -> None:
         subprocess.run(["rm", "-rf", str(above)], check=True)
 
 
-def test_before_the_time_limit(train: Train, tier: Path, cluster: Cluster) -> None:
+def test_before_the_time_limit(cluster: Cluster, tier: Path) -> None:
     """The limit comes down to a minute after the job has begun."""
-    job = train("limit", "--gemini-replicas=2", f"--gemini-tier={tier}", "--gemini-tier-interval=3600")
-    job.reach(8)
-    assert not saved(tier, job)
-    cluster.run(["scontrol", "update", f"JobId={job.id}", "TimeLimit=1"])
-    until(lambda: saved(tier, job), 20, what="a version on the tier before the time limit")
-    assert job.state == "RUNNING" and saved(tier, job)[0].version >= 8
+    with endless(cluster, tier) as job:
+        assert not saved(tier, job)
+        cluster.run(["scontrol", "update", f"JobId={job.id}", "TimeLimit=1"])
+        until(lambda: saved(tier, job), 20, what="a version on the tier before the time limit")
+        assert job.slurm()["JobState"] == "RUNNING" and saved(tier, job)[0].version >= 8
 
 
-def test_a_job_that_is_cancelled_leaves_its_last_version(train: Train, tier: Path) -> None:
+def test_a_job_that_is_cancelled_leaves_its_last_version(cluster: Cluster, tier: Path) -> None:
     """Nobody saves at an interval: agents do when the job has ended, then free the memory."""
-    job = train("cancel", "--gemini-replicas=2", f"--gemini-tier={tier}", "--gemini-tier-interval=3600")
-    job.reach(10)
-    job.cluster.run(["scancel", str(job.id)])
-    until(lambda: saved(tier, job), 30, what="a version on the tier after the job's end")
-    last = max(line["step"] for line in job.steps())
-    assert saved(tier, job)[0].version >= last - 2
+    with endless(cluster, tier) as job:
+        job.reach(10)
+        job.cluster.run(["scancel", str(job.id)])
+        until(lambda: saved(tier, job), 30, what="a version on the tier after the job's end")
+        last = max(line["step"] for line in job.lines("step"))
+        assert saved(tier, job)[0].version >= last - 2

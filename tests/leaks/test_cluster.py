@@ -56,7 +56,8 @@ def running(cluster: Cluster, argv: list[str], node: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("look", [held, present])
 def test_an_agent(cluster: Cluster, look: Callable[[Cluster], Found]) -> None:
-    with running(cluster, ["sh", "-c", "sleep 600; : gemini_hpc.agent --job 7"], "n2"):
+    code = "import time; time.sleep(600)"  # a shell that forks is there twice for a moment
+    with running(cluster, [*PYTHON, code, "gemini_hpc.agent", "--job", "7"], "n2"):
         assert there(cluster, "gemini_hpc.agent", look).startswith("n2: process")
 
 

@@ -104,7 +104,6 @@ _MIXED = [
     ("fences-living-kernels", "healthy", 4),
     ("anybodys-candidates", "candidates", 4),
     ("no-budget", "budget", 10),
-    ("looks-away", "ended", 14),
 ]
 
 
