@@ -391,6 +391,8 @@ class Agent:
             self.drains.succeeded = True
             if not any(self.keeps.of_set(s.name) and s.sealed is not None for s in trained) or not self.drains.tier:
                 self.drains.ended()
+                if mesh is not None:
+                    mesh.leave()
                 self._retention.release("the training succeeded")
                 return local.Ok("released")
         if first:

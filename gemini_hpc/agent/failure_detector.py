@@ -3,7 +3,7 @@
 A partner that has been silent for too long is suspected, and probed: by this agent, and by a few others for it. Whom
 anybody can reach is alive. Whom nobody can reach is dead, which all are told (an obituary); another's obituary is
 believed about a peer of which nothing has been heard for half that time. A dead peer that is heard of again is alive,
-which all are told too.
+which all are told too. Who has left, after a training that succeeded, is neither suspected nor dead.
 
 No clock, no socket and nothing that waits is here: each call names the time (monotonic), and returns what is to be
 done, in that order. `mesh` does it.
@@ -63,15 +63,24 @@ class FailureDetector:
         self.heard: dict[str, float] = {}  # when, last
         self.suspects: set[str] = set()
         self.dead: set[str] = set()
+        self.left: set[str] = set()
         self.watching = True
 
     def silent(self, links: Collection[str]) -> set[str]:
         """Partners that are suspected, or whose link is lost."""
-        return self.suspects | {host for host in self.partners if host not in links and host in self.heard}
+        lost = {host for host in self.partners if host not in links and host in self.heard}
+        return self.suspects | (lost - self.left)
 
     def hear(self, host: str, at: float) -> list[Effect]:
         """Something came from this peer then."""
         self.heard[host] = at
+        self.left.discard(host)
+        return self._alive(host)
+
+    def leaves(self, host: str) -> list[Effect]:
+        """This peer says that it ends, and why that is well."""
+        self.left.add(host)
+        self.suspects.discard(host)
         return self._alive(host)
 
     def tick(self, now: float, links: Collection[str]) -> list[Effect]:
@@ -84,7 +93,7 @@ class FailureDetector:
         if not self.watching:
             return []
         last = {**self._comes, **self.heard}
-        late = [host for host in self.partners if now - last.get(host, now) > self._silence_s]
+        late = [host for host in self.partners - self.left if now - last.get(host, now) > self._silence_s]
         fresh = [host for host in late if host not in self.dead and host not in self.suspects]
         self.suspects.update(fresh)
         return [self._probe(host, links) for host in fresh]
@@ -96,7 +105,7 @@ class FailureDetector:
     def judge(self, probe: Probe, mine: bool, theirs: Sequence[bool | None], now: float) -> list[Effect]:
         """What came of a probe. theirs: whether each witness could reach the suspect; None: it has not answered."""
         self.suspects.discard(probe.host)
-        if mine or any(theirs):
+        if mine or any(theirs) or probe.host in self.left:
             self.heard[probe.host] = now
             return []
         if not self.watching:
@@ -116,7 +125,7 @@ class FailureDetector:
             return self._alive(host)
         heard = self.heard.get(host)
         fresh = heard is not None and now - heard <= self._silence_s / 2
-        return [] if fresh or host in self.dead else self._bury(host, (sender,))
+        return [] if fresh or host in self.dead | self.left else self._bury(host, (sender,))
 
     def _bury(self, host: str, witnesses: tuple[str, ...]) -> list[Effect]:
         known = host in self.dead

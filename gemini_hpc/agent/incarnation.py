@@ -63,7 +63,8 @@ class Incarnation:
         """Whether a node has died, or a neighbour in the tree is silent."""
         mesh, rounds, silent_s = self.mesh, self.rounds, self.silent_s
         kin = [*rounds.children, *([rounds.parent] if rounds.parent is not None else [])]
-        return bool(mesh.dead) or any(now - mesh.heard.get(host, 0.0) > silent_s for host in kin)
+        silent = [host for host in kin if now - mesh.heard.get(host, 0.0) > silent_s]
+        return bool(mesh.dead) or bool(set(silent) - mesh.detector.left)
 
     def close(self) -> None:
         """The next one begins: no link, and no answer any more."""

@@ -107,7 +107,7 @@ class Mesh:
 
     async def _keep(self, name: str) -> None:
         tries = 0
-        while True:
+        while name not in self.detector.left:
             with suppress(OSError, HandshakeError, TimeoutError):
                 link = await self._dial(name, 2.0)
                 tries = 0
@@ -162,6 +162,8 @@ class Mesh:
             if message.restart == self.restart:
                 told = self.detector.told(name, message.host, alive=message.alive, now=clock.monotonic())
                 self._do(told)
+        elif isinstance(message, peer.Left):
+            self._do(self.detector.leaves(name))
         else:
             self._on_message(name, message)
 
@@ -231,6 +233,8 @@ class Mesh:
         return True
 
     async def _reach(self, name: str, timeout_s: float) -> bool:
+        if name in self.detector.left:
+            return True
         link = self.links.get(name)
         if link is not None and clock.monotonic() - link.last_heard <= self.silence_s / 2:
             return True
@@ -277,6 +281,14 @@ class Mesh:
         if name in self.position:
             alive = await self._reach(name, self.silence_s / 2)
             self.send(asker, peer.ProbeAnswer(name, alive))
+
+    def leave(self) -> None:
+        """Tell all peers that this agent ends, and that the job has ended well; nobody is missed from now on."""
+        self.detector.left.update(self.hosts)
+        for name, link in list(self.links.items()):
+            self.send(name, peer.Left())
+            link.close()  # what is cut off instead may take the word with it
+        self.links.clear()
 
     def close(self) -> None:
         """Drop all links and stop dialling."""

@@ -56,6 +56,11 @@ class Obituary(Message, frozen=True, tag="obituary"):
     restart: Restart
 
 
+class Left(Message, frozen=True, tag="left"):
+    """To every link, before it ends: the training has succeeded on this node and the job is over, so that this
+    agent's silence is no death. A peer's epilog may run seconds later."""
+
+
 # ---- recovery rounds, along the tree -------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ AnyMessage = (
     | peer.ProbeAsk
     | peer.ProbeAnswer
     | peer.Obituary
+    | peer.Left
     | peer.Collect
     | peer.InventoryUp
     | peer.Summons
@@ -72,6 +73,7 @@ _KEEPS = (peer.KeepWish, peer.KeepDone)
 _SCAVENGES = (peer.ScavengeAsk, peer.ScavengeHave, peer.ScavengeWrite, peer.ScavengeWrote, peer.ScavengeOver)
 SINCE: dict[type[Message], int] = {
     peer.Summons: 2,
+    peer.Left: 2,
     controller.Notice: 2,
     controller.Ending: 2,
     controller.Draining: 2,

@@ -157,6 +157,23 @@ def test_the_dead_come_back_and_all_are_told_once() -> None:
         assert not detector.dead
 
 
+def test_who_has_left_is_neither_suspected_nor_buried_until_it_is_heard_again() -> None:
+    """Agents end one after the other when a job does: their epilogs may run seconds apart."""
+    watch = Watch()
+    detector, probe = watch.detector, watch.suspect("b")
+    detector.told("d", "c", alive=False, now=6.1)
+    assert detector.leaves("b") == [] and detector.leaves("c") == [Obituary("c", alive=True)]
+    assert detector.judge(probe, False, [False, False, False], 6.2) == []
+    assert detector.told("d", "b", alive=False, now=9.0) == [] and not detector.dead
+    watch.hear(9.0, "b", "c")
+    assert watch.probes(9.0) == [] and detector.silent(HOSTS[3:]) == set()
+    detector.hear("b", 10.0)
+    watch.hear(11.9, "b", "c")
+    watch.probes(11.9)
+    watch.hear(12.1, "b", "c")
+    assert [probe.host for probe in watch.probes(12.1)] == ["b"]
+
+
 def test_one_that_is_buried_while_it_is_probed_is_buried_once() -> None:
     watch = Watch()
     probe = watch.suspect("b")

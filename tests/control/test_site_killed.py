@@ -140,7 +140,7 @@ def test_site_05_controller_stopped_in_mid_recovery_leaves_what_it_holds(site: S
     hosts = site.nodes(job)
     site.agents(job, 0, hosts)
     site.cluster.power_off(hosts[1])
-    until(lambda: site.event(job, "completing"), 30)
+    until(lambda: site.event(job, "requeued"), 30)
     held = site.reservations()
     assert held and site.cluster.controller_stop(signal.SIGTERM)
     assert site.reservations() == held

@@ -36,7 +36,21 @@ def nothing_left(cluster: Cluster, within_s: float) -> Iterator[None]:
     """One test on a shared cluster and its tidying; what an earlier one has left is not told again."""
     before = present(cluster)
     yield
-    assert_nothing_new(before, lambda: present(cluster), within_s)
+    try:
+        assert_nothing_new(before, lambda: present(cluster), within_s)
+    except AssertionError as exc:
+        exc.add_note(last_words(cluster))
+        raise
+
+
+def last_words(cluster: Cluster, lines: int = 12) -> str:
+    """The ends of the logs of agents that are still there: why they stay."""
+    said: list[str] = []
+    for node, init in sorted(_inits(cluster).items()):
+        for log in sorted(Path(f"/proc/{init}/root/run/gemini-hpc").glob("*/agent.log")):
+            with suppress(OSError):
+                said += [f"{node}: job {log.parent.name}:", *log.read_text(errors="replace").splitlines()[-lines:]]
+    return "\n".join(said)
 
 
 class Bystander:

@@ -137,10 +137,17 @@ class Job:
 
         return self._everywhere("prolog", prolog)
 
-    def end(self, exit_code: str) -> dict[str, str]:
-        """The epilogs of this incarnation; what they said. An agent that has not answered is ended by root, later."""
+    def end(self, exit_code: str, *, late: str = "", late_s: float = 0.0) -> dict[str, str]:
+        """The epilogs of this incarnation; what they said. An agent that has not answered is ended by root, later.
+        late: a node whose epilog's turn comes only so much later."""
         self.end_step()
-        said = self._everywhere("epilog", lambda name: self.nodes[name].epilog(JOB, self.restart, exit_code))
+
+        def epilog(name: str) -> str:
+            if name == late:
+                self.world.clock.sleep(late_s)
+            return self.nodes[name].epilog(JOB, self.restart, exit_code)
+
+        said = self._everywhere("epilog", epilog)
         for host, answer in said.items():
             if answer not in ("released", "detached", "hold"):
                 self.world.network.at(self.loop.now + 1.0, self._reap, host, self.restart)

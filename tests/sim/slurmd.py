@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,6 +15,7 @@ from .system import World
 if TYPE_CHECKING:
     from .slurmctld import Slurmctld
 
+EPILOG_S = (0.05,) * 19 + (8.0,)  # until an epilog's turn comes: a node may be busy, or its site's own epilog slow
 FORGETS = 0.9  # how often a slurmd has forgotten a job that comes back, and runs its prolog
 
 
@@ -48,6 +50,7 @@ class Slurmd:
         self.world, self.node, self.port, self.work = world, node, port, work
         self.known: dict[int, Allocation] = {}
         self.boot = world.clock.time() - 7200.0
+        self._slow = random.Random(f"{world.seed} {node.name}")
         self.process: Process
         self._up()
 
@@ -154,7 +157,7 @@ class Slurmd:
         self.work[known.kind].kill(self.node, raw_id)
 
         def run() -> None:
-            self.world.clock.sleep(self.world.rng.uniform(4.0, 9.0) if orphaned else 0.05)
+            self.world.clock.sleep(self.world.rng.uniform(4.0, 9.0) if orphaned else self._slow.choice(EPILOG_S))
             self.work[known.kind].epilog(self.node, raw_id, restart, code, known.nodes)
             known.phase = "over"
             self.tell(self.ctld.node_ended, self.node.name, raw_id, restart)

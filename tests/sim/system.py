@@ -37,6 +37,7 @@ class World:
     """What all parts of one simulation share."""
 
     def __init__(self, seed: int) -> None:
+        self.seed = seed
         self.loop = SimLoop(seed)
         self.rng = self.loop.rng
         self.network = Network(self.loop)

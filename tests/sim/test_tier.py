@@ -49,6 +49,7 @@ _BROKEN = [
     ("rejected", "unmarked", "", 1),
     ("agents_die", "untidy", "stay", 1),
     ("ends_again", "at_once", "whole", 12),
+    ("succeeds", "silent_leave", "all agents have ended", 7),
     ("node_lost", "left", "is on the tier", 1),
 ]
 

@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from gemini_hpc.agent.drains import Drains
+from gemini_hpc.agent.mesh import Mesh
 from gemini_hpc.agent.scavenge import Scavenge
 from gemini_hpc.tier import place, retention, version, worker
 
@@ -46,5 +47,6 @@ BROKEN: dict[str, Callable[[], None]] = {
     "unmarked": lambda: _put(worker, _mark=lambda *_: None),
     "untidy": lambda: _put(retention, clean=lambda directory, keep_last, *, before=None: []),
     "at_once": lambda: _put(Drains, _turns=property(lambda self: _NoTurns(), lambda self, value: None)),
+    "silent_leave": lambda: _put(Mesh, leave=lambda self: None),
     "left": lambda: _put(Scavenge, due=lambda self, now, *, last=False: False),
 }

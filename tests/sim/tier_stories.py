@@ -255,8 +255,8 @@ def succeeds(job: Job) -> None:
     job.wait(lambda: not job.running, 60.0, "the training ends")
     for _ in range(deaths):
         job.nodes[job.rng.choice(job.hosts)].kill_agent(JOB, job.rng.randrange(30))
-    job.end("0")
-    job.wait(lambda: not job.agents, 2000.0, "all agents have ended")
+    job.end("0", late=job.rng.choice(job.hosts), late_s=job.rng.choice((0.0, 8.0)))
+    job.wait(lambda: not job.agents, 2000.0 if deaths else 1.0, "all agents have ended")
     if not deaths:
         _only_what_stays(job, success=True)
 

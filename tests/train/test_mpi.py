@@ -139,13 +139,13 @@ def test_every_version_travels_over_mpi_and_changes_nothing(
     mpi: Mpi, make_job: MakeJob, start: Callable[..., MpiRun], undisturbed: list[dict[str, Any]]
 ) -> None:
     job = make_job(2, 2)
-    run = start(mpi, job, {})
+    run = start(mpi, job, {"sleep_s": 0.02})  # an epoch begins while steps go on
     assert run.wait() == 0, run.said()
     results = [run.result(rank) for rank in (0, 1)]
     for key in ("losses", "digest"):
         assert [r[key] for r in results] == [r[key] for r in undisturbed]
     versions = [s.version for s in job.seals]
-    assert versions == list(range(versions[0], STEPS + 1)) and versions[0] < STEPS / 2, versions
+    assert len(versions) > 1 and versions == list(range(versions[0], STEPS + 1)), versions
     for r in results:
         report = r["report"]
         assert report["state"] == "protected" and not report["unsaved"] and not report["findings"], report
