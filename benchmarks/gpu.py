@@ -34,18 +34,19 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from benchmarks import gpuspans
-from gemini_hpc.train.hostcopy import HostCopies
-from gemini_hpc.train.nccl import cuda, refusal
+from gemini_hpc.train.device import cuda
+from gemini_hpc.train.device.host_copy import HostCopies
+from gemini_hpc.train.device.interface import Broken, Message
+from gemini_hpc.train.device.memory import Slot
+from gemini_hpc.train.device.streams import Streams
+from gemini_hpc.train.nccl import capability_check
+from gemini_hpc.train.nccl.collective_schedule import Chunk, Place, Program
 from gemini_hpc.train.nccl.communicator import NcclCommunicator
-from gemini_hpc.train.nccl.device import Broken, Message
 from gemini_hpc.train.nccl.exchange import Exchange, Links, Save
 from gemini_hpc.train.nccl.library import Library
-from gemini_hpc.train.nccl.owncopy import OwnCopy, Piecework
-from gemini_hpc.train.nccl.program import Chunk, Place, Program
+from gemini_hpc.train.nccl.own_copy import OwnCopy, Piecework
 from gemini_hpc.train.nccl.progress import Progress
 from gemini_hpc.train.nccl.source import Piece, Tensors
-from gemini_hpc.train.shared import Slot
-from gemini_hpc.train.streams import Streams
 
 MB = 1 << 20
 CHUNK_BYTES, BUFFERS = 8 * MB, 4
@@ -361,13 +362,13 @@ def main() -> int:
             print(f"benchmarks.gpu: {name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         row(f"{name}: took", f"{time.perf_counter() - began:.0f} s")
 
-    library, missing = refusal.library()
+    library, missing = capability_check.library()
     row(torch.cuda.get_device_name(), f"NCCL {library.version if library is not None else 'is not there'}")
     row("torch", str(torch.__version__))
     section("memory", lambda: memory(size_bytes))
     section("spans", lambda: in_spans(size_bytes, args.iterations))
     section("snapshot", lambda: snapshot(size_bytes, args.iterations))
-    reason = missing or refusal.environment()
+    reason = missing or capability_check.environment()
     if reason or library is None:
         print(f"benchmarks.gpu: self, exchange: {reason}", file=sys.stderr)
         return 1

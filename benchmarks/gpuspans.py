@@ -19,13 +19,13 @@ import torch
 
 from gemini_hpc.core import spans
 from gemini_hpc.core.spans import Trace
-from gemini_hpc.train.device import Device
-from gemini_hpc.train.hostcopy import HostCopies
-from gemini_hpc.train.nccl.device import Event
-from gemini_hpc.train.oversight import Pictured, without_wait
-from gemini_hpc.train.pacer import Pacer
-from gemini_hpc.train.timetable import Route, common
-from gemini_hpc.train.watch import Watch
+from gemini_hpc.train.device.host_copy import HostCopies
+from gemini_hpc.train.device.interface import Event
+from gemini_hpc.train.device.progress import Device
+from gemini_hpc.train.schedule.chunk_schedule import Route, common
+from gemini_hpc.train.schedule.collective_monitor import Watch
+from gemini_hpc.train.schedule.overhead_monitor import Pictured, without_wait
+from gemini_hpc.train.schedule.pacer import Pacer
 
 PROFILED, MU, ALPHA_S, P = 8, 0.95, 1e-4, 4
 USED = 0.5  # of the idle time is what the link needs for a version

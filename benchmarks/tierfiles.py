@@ -26,11 +26,11 @@ import numpy as np
 
 from benchmarks.bench import MeasureError, Options
 from benchmarks.rows import Row, median_row
-from gemini_hpc.core import directory
-from gemini_hpc.core.directory import Manifest
-from gemini_hpc.core.directory import Row as Tensor
-from gemini_hpc.core.manifest import Layout, pack_header
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.format import shard_manifest
+from gemini_hpc.format.shard_manifest import Manifest
+from gemini_hpc.format.shard_manifest import Row as Tensor
+from gemini_hpc.format.slot_header import Layout, pack_header
 from gemini_hpc.tier import orders, version
 from gemini_hpc.tier.shards import digest
 from gemini_hpc.wire.stored import NodeFile
@@ -47,8 +47,8 @@ class Slot:
     def __init__(self, state_bytes: int) -> None:
         count = state_bytes // 4 // TENSORS
         rows = tuple(Tensor(f"model.layer{i}.weight", "float32", (count,), True, "cpu") for i in range(TENSORS))
-        manifest = Manifest(0, 1, rows, directory.place(rows, [(i, (0,), (count,)) for i in range(TENSORS)]))
-        packed = directory.pack(manifest)
+        manifest = Manifest(0, 1, rows, shard_manifest.place(rows, [(i, (0,), (count,)) for i in range(TENSORS)]))
+        packed = shard_manifest.pack(manifest)
         layout = Layout.plan(len(packed), manifest.tensor_bytes(), 4096)
         self.fd, self.bytes, self.used = os.memfd_create("slot"), layout.total, layout.small_offset
         os.ftruncate(self.fd, layout.total)

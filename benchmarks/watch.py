@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore
 
 from benchmarks.bench import Options
 from benchmarks.rows import Row, median_row
-from gemini_hpc.train.watch import Watch
+from gemini_hpc.train.schedule.collective_monitor import Watch
 
 BLOCKS, CALLS = 40, 200
 

@@ -12,14 +12,14 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from gemini_hpc.train.checkpointer import Checkpointer
-    from gemini_hpc.train.loader import StatefulLoader
     from gemini_hpc.train.peek import peek
+    from gemini_hpc.train.state.loader import StatefulLoader
 
 __all__ = ["Checkpointer", "StatefulLoader", "__version__", "peek"]
 
 _LAZY = {
     "Checkpointer": "gemini_hpc.train.checkpointer",
-    "StatefulLoader": "gemini_hpc.train.loader",
+    "StatefulLoader": "gemini_hpc.train.state.loader",
     "peek": "gemini_hpc.train.peek",
 }
 

@@ -39,7 +39,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp
 
 import gemini_hpc as gemini
-from gemini_hpc.train.pacer import Scheme
+from gemini_hpc.train.schedule.pacer import Scheme
 from gemini_hpc.train.transport.gloo import GlooTransport
 from gemini_hpc.train.transport.landing import Landing
 

@@ -3,9 +3,9 @@
     python puller.py serve HOST BYTES                 prints one JSON line: ports and the copy's record
     python puller.py fetch HOST TARGET ADDRESS RUNS   reads that line from stdin; prints one JSON line a transfer
 
-Memory, handshake (MUNGE), frames, transfer and digest are the agent's own: `gemini_hpc.agent.pull` from the accepted
-or made connection on. The plain transfer uses the same kind of memory and pieces of the same size, and checks
-nothing; `raw` is the same into ordinary memory that has been written before, so that no page is new.
+Memory, handshake (MUNGE), frames, transfer and digest are the agent's own: `gemini_hpc.agent.transfer.pull` from the
+accepted or made connection on. The plain transfer uses the same kind of memory and pieces of the same size, and
+checks nothing; `raw` is the same into ordinary memory that has been written before, so that no page is new.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from threading import Event
 
 import msgspec
 
-from gemini_hpc.agent import pull
-from gemini_hpc.agent.memory import Memfd
+from gemini_hpc.agent.replicas.memory import Memfd
+from gemini_hpc.agent.transfer import pull
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.handshake import Client
 from gemini_hpc.wire.link import accept

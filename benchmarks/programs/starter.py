@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 
-from gemini_hpc.agent import ask, launch
+from gemini_hpc.node import ask_agent, spawn
 
 POLL_S = 0.002
 DEADLINE_S = 20.0
@@ -38,20 +38,20 @@ def start(directory: str, node: str) -> dict[str, float]:
     job, uid = int(os.path.basename(directory)), os.getuid()
     began = time.monotonic()
     deadline = began + DEADLINE_S
-    supervisor = launch.start(directory, job, uid, node)
+    supervisor = spawn.start(directory, job, uid, node)
     while True:
         try:
-            sock = ask.connect(directory, uid, deadline)
+            sock = ask_agent.connect(directory, uid, deadline)
             break
-        except ask.NobodyAnswersError:
+        except ask_agent.NobodyAnswersError:
             time.sleep(POLL_S)
     connected = time.monotonic()
     question = {"op": "attach", "job": job, "restart": 0, "nodelist": node, "node": node, "replicas": 1}
-    answer = ask.ask(sock, {**question, "tier": "", "tier_interval": 0}, deadline)
+    answer = ask_agent.ask(sock, {**question, "tier": "", "tier_interval": 0}, deadline)
     ready = time.monotonic()
     if answer.get("op") != "ready" or answer.get("state") != "mapped":
         raise SystemExit(f"the agent is not ready: {answer}")
-    agent = ask.peer_pid(sock)
+    agent = ask_agent.peer_pid(sock)
     cpu = _cpu_s(agent) + _cpu_s(_parent(agent))
     signal.pidfd_send_signal(supervisor, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):

@@ -18,8 +18,9 @@ import sys
 from contextlib import suppress
 
 from gemini_hpc import clock
-from gemini_hpc.agent import launch, privileges, workers
+from gemini_hpc.agent.tier import workers
 from gemini_hpc.config import ConfigError, Settings, load
+from gemini_hpc.node import privileges, spawn
 
 _SETTLED_S = 60.0
 
@@ -27,10 +28,10 @@ _SETTLED_S = 60.0
 def _child(settings: Settings, args: argparse.Namespace, again: bool, channel: workers.Channel) -> int:
     # The agent speaks no TLS and hashes with blake2b and xxh3: OpenSSL would be a sixth of its memory.
     sys.modules.update(dict.fromkeys(("ssl", "_ssl", "_hashlib")))  # type: ignore[arg-type]
-    from gemini_hpc.agent import tierwork
-    from gemini_hpc.agent.agent import serve
+    from gemini_hpc.agent.daemon import serve
+    from gemini_hpc.agent.tier import worker_process
 
-    tierwork.use(channel)
+    worker_process.use(channel)
     return serve(settings, job=args.job, uid=args.uid, node=args.node, directory=args.dir, again=again)
 
 
@@ -101,7 +102,7 @@ def main() -> int:
     parser.add_argument("--dir", required=True, help="the job's directory below /run/gemini-hpc")
     args = parser.parse_args()
     try:
-        launch.settle(args.uid, args.dir)
+        spawn.settle(args.uid, args.dir)
     except privileges.PrivilegeError as exc:
         print(f"gemini-hpc: agent: {exc}", file=sys.stderr)
         return 2

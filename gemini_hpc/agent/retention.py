@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gemini_hpc import clock
-from gemini_hpc.agent.drains import Drains
-from gemini_hpc.agent.membership import Membership
-from gemini_hpc.agent.memory import Budget
-from gemini_hpc.agent.scavenge import Scavenge
-from gemini_hpc.agent.tasks import Spawn
-from gemini_hpc.agent.tierchoice import TierChoice
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.replicas.memory import Budget
+from gemini_hpc.agent.tier.choice import TierChoice
+from gemini_hpc.agent.tier.salvage import Scavenge
+from gemini_hpc.agent.tier.saver import Drains
 from gemini_hpc.config import Settings
 
 _LOOK_S = 0.2

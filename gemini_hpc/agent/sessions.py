@@ -8,18 +8,18 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from gemini_hpc import clock
-from gemini_hpc.agent.drains import Drains
-from gemini_hpc.agent.identity import Identity
-from gemini_hpc.agent.local import Client, Reply
-from gemini_hpc.agent.membership import Membership
-from gemini_hpc.agent.rejections import Rejections
-from gemini_hpc.agent.rounds import Rounds
-from gemini_hpc.agent.sets import Sets
-from gemini_hpc.agent.tellings import Tellings
-from gemini_hpc.agent.tierchoice import TierChoice
-from gemini_hpc.agent.trainingset import TrainingSet
+from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.recovery_round import Rounds
+from gemini_hpc.agent.replicas.rejections import Rejections
+from gemini_hpc.agent.replicas.training import TrainingSet
+from gemini_hpc.agent.replicas.trainings import Sets
+from gemini_hpc.agent.stats_store import Tellings
+from gemini_hpc.agent.tier.choice import TierChoice
+from gemini_hpc.agent.tier.saver import Drains
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import local, version
+from gemini_hpc.wire.local_server import Client, Reply
 
 _OTHER_LAUNCH_S = 5.0
 _ROUND_S = 100.0

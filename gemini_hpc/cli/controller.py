@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"gemini-hpc controller: {exc}", file=sys.stderr)
         return 2
     if not args.foreground:
-        from gemini_hpc.control.daemon import ServiceError, become
+        from gemini_hpc.controller.startup import ServiceError, become
 
         log = os.path.join(settings.state_dir, "controller.log")
         try:
@@ -53,6 +53,6 @@ def run(args: argparse.Namespace) -> int:
         null = os.open(os.devnull, os.O_RDONLY)
         for fd, new in ((null, 0), (out, 1), (out, 2)):
             os.dup2(fd, new)
-    from gemini_hpc.control.service import main
+    from gemini_hpc.controller.service import main
 
     return main(settings, args.verbose)

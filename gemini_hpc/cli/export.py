@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from gemini_hpc.cli.asking import UserError, WrongIdError, raw_id
+from gemini_hpc.cli.job_id import UserError, WrongIdError, raw_id
 from gemini_hpc.config import CONFIG_PATH, ConfigError, load
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _tell(said: str) -> None:
 
 
 def _site_tier(config: str, job: str) -> str:
-    from gemini_hpc.agent.tierchoice import site_tier
+    from gemini_hpc.agent.tier.choice import site_tier
 
     found = site_tier(load(config).tier, os.getuid())
     if not found:
@@ -130,7 +130,7 @@ def _site_tier(config: str, job: str) -> str:
 def _made(output: str) -> Iterator[str]:
     """A path beside OUT to write to: it becomes OUT when this block has ended well and all of it is on disk, and is
     not there otherwise. Raises ExportError."""
-    from gemini_hpc.tier import place
+    from gemini_hpc.tier import publish
 
     path = os.path.abspath(output)
     if os.path.lexists(path):
@@ -139,27 +139,27 @@ def _made(output: str) -> Iterator[str]:
     try:
         inside = tempfile.mkdtemp(prefix=".gemini-export.", suffix=".tmp", dir=parent)
     except OSError as error:
-        raise ExportError(f"{output} cannot be made in {parent}: {place.why(error)}") from None
+        raise ExportError(f"{output} cannot be made in {parent}: {publish.why(error)}") from None
     try:
         temporary = f"{inside}/{name}"
         yield temporary
         with _told(output):
-            place.publish(temporary, parent, name)
+            publish.publish(temporary, parent, name)
     finally:
         shutil.rmtree(inside, ignore_errors=True)
 
 
 def _write(where: str, manifest: Manifest, form: str, path: str, output: str) -> int:
     """How many tensors. Raises ExportError, and OSError, ValueError where the version cannot be read."""
-    from gemini_hpc.tier import whole
+    from gemini_hpc.train.state import full_state
 
-    found = whole.read(where, manifest)
+    found = full_state.read(where, manifest)
     if form == "safetensors":
         about = {"job": str(manifest.job), "set": manifest.set, "version": str(manifest.stamp[1]), "format": "pt"}
         with _told(output):
-            _safetensors(whole.flat(found), path, about)
+            _safetensors(full_state.flat(found), path, about)
     else:
-        state = whole.as_state(found)
+        state = full_state.as_state(found)
         with _told(output):
             (_torch if form == "torch" else _dcp)(state, path)
     return len(found.tensors)
@@ -168,12 +168,12 @@ def _write(where: str, manifest: Manifest, form: str, path: str, output: str) ->
 @contextmanager
 def _told(output: str) -> Iterator[None]:
     """What writing raises becomes an ExportError."""
-    from gemini_hpc.tier import place
+    from gemini_hpc.tier import publish
 
     try:
         yield
     except (OSError, RuntimeError) as error:
-        raise ExportError(f"{output} cannot be written: {place.why(_first(error))}") from None
+        raise ExportError(f"{output} cannot be written: {publish.why(_first(error))}") from None
 
 
 def _first(error: Exception) -> Exception:

@@ -7,9 +7,9 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from gemini_hpc.cli.asking import UserError, WrongIdError, raw_id
+from gemini_hpc.cli.job_id import UserError, WrongIdError, raw_id
 from gemini_hpc.config import CONFIG_PATH, ConfigError, load
-from gemini_hpc.report.tame import tame
+from gemini_hpc.wire.sanitize import tame
 
 if TYPE_CHECKING:
     from gemini_hpc.wire.flush import Flushing
@@ -35,7 +35,7 @@ def register(subparsers: _Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The exit status: 0; 1 with one line on stderr; 2 for a wrong command line."""
-    from gemini_hpc.control import ask
+    from gemini_hpc.query import ask
 
     try:
         job = raw_id(args.job)

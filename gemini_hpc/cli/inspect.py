@@ -9,15 +9,15 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from gemini_hpc import clock
-from gemini_hpc.cli.asking import UserError, WrongIdError, raw_id
+from gemini_hpc.cli.job_id import UserError, WrongIdError, raw_id
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
-from gemini_hpc.report import columns, past, text
-from gemini_hpc.report.tame import tame as _tame
+from gemini_hpc.report import columns, history, traffic_text
+from gemini_hpc.wire.sanitize import tame as _tame
 
 if TYPE_CHECKING:
     _Subparsers = argparse._SubParsersAction[Any]
-    from gemini_hpc.control.picture import Document
-    from gemini_hpc.wire.picture import JobAnswer
+    from gemini_hpc.query.inspect_document import Document
+    from gemini_hpc.wire.inspect_schema import JobAnswer
 
 MAX_SHARDS_SHOWN = 64
 MAX_NAMES_SHOWN = 8
@@ -81,8 +81,8 @@ class _Source:
         self._line: Any = None
 
     def document(self) -> Document:
-        from gemini_hpc.control import ask
-        from gemini_hpc.control.picture import picture
+        from gemini_hpc.query import ask
+        from gemini_hpc.query.inspect_document import picture
 
         asked = "controller"
         try:
@@ -100,7 +100,7 @@ class _Source:
     def _ask(self) -> JobAnswer:
         """Of the controller, over the last connection: it hangs up on who is silent for a minute, and may have been
         started anew since."""
-        from gemini_hpc.control import ask
+        from gemini_hpc.query import ask
 
         line, self._line = self._line, None
         if line is not None:
@@ -153,7 +153,7 @@ def render(d: Document, width: int = columns.USUAL) -> str:
     counts += f"   (asked: {d['asked']})"
     whole = f"{head}   {counts}"
     lines = [whole] if len(whole) <= width else [*columns.fold(head, width, "    ", ""), f"    {counts}"]
-    lines += past.ended(d, width)
+    lines += history.ended(d, width)
     for note in d["notes"]:
         lines += columns.fold(note, width, "    ", "note: ")
     if d["nodes"]:
@@ -163,7 +163,7 @@ def render(d: Document, width: int = columns.USUAL) -> str:
         for line in _set(s, len(d["nodes"])):
             lines += columns.fold(line, width, "      ", "") if _words(line) else [line]
     for r in d["recoveries"]:
-        lines += past.recovery(r, width)
+        lines += history.recovery(r, width)
     return "\n".join(lines)
 
 
@@ -188,7 +188,7 @@ def _set(s: Document, nodes: int) -> list[str]:
     ]
     lines += [f"  note: {note}" for note in s["notes"]]
     lines += _tier(s.get("tier"))
-    lines += [f"  {line}" for line in text.lines(s["traffic"])]
+    lines += [f"  {line}" for line in traffic_text.lines(s["traffic"])]
     rows = []
     for shard in s["shards"][:MAX_SHARDS_SHOWN]:
         for i, h in enumerate(shard["holders"] or [None]):

@@ -9,14 +9,14 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from gemini_hpc import clock
-from gemini_hpc.cli.asking import UserError
+from gemini_hpc.cli.job_id import UserError
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
-from gemini_hpc.report.tame import tame
+from gemini_hpc.wire.sanitize import tame
 
 if TYPE_CHECKING:
     _Subparsers = argparse._SubParsersAction[Any]
-    from gemini_hpc.control.picture import Document
-    from gemini_hpc.wire.picture import JobRow
+    from gemini_hpc.query.inspect_document import Document
+    from gemini_hpc.wire.inspect_schema import JobRow
 
 SCHEMA = 1
 MAX_LOOKED_AT = 60  # live jobs that are asked about: the controller answers a user so many questions at once
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 def collect(settings: Settings, *, everything: bool, now: float) -> Document:
     """Schema 1: keys are only ever added to it. Raises `UserError`."""
-    from gemini_hpc.control import ask
+    from gemini_hpc.query import ask
 
     try:
         line = ask.ControllerLine(settings, 0)
@@ -72,8 +72,8 @@ def collect(settings: Settings, *, everything: bool, now: float) -> Document:
 
 
 def _picture(line: Any, job: int, now: float) -> Document | None:
-    from gemini_hpc.control import ask
-    from gemini_hpc.control.picture import picture
+    from gemini_hpc.query import ask
+    from gemini_hpc.query.inspect_document import picture
 
     try:
         answer = line.ask(job)

@@ -10,13 +10,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from gemini_hpc import clock
-from gemini_hpc.cli.asking import UserError, WrongIdError, raw_id
+from gemini_hpc.cli.job_id import UserError, WrongIdError, raw_id
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
-from gemini_hpc.report.tame import tame
 from gemini_hpc.wire.bounds import SET_NAME
+from gemini_hpc.wire.sanitize import tame
 
 if TYPE_CHECKING:
-    from gemini_hpc.report.chosen import Shown
+    from gemini_hpc.report.report_data import Shown
 
     _Subparsers = argparse._SubParsersAction[Any]
 
@@ -56,8 +56,8 @@ def _rank(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """The exit status: 0; 1 with one line on stderr; 2 for a wrong command line."""
-    from gemini_hpc.report.chosen import document
     from gemini_hpc.report.drawing import MissingError, require
+    from gemini_hpc.report.report_data import document
 
     try:
         job = raw_id(args.job)
@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _shown(settings: Settings, job: int, name: str | None, rank: int | None) -> list[Shown]:
-    from gemini_hpc.control import ask
-    from gemini_hpc.report.chosen import choose, shown
+    from gemini_hpc.query import ask
+    from gemini_hpc.report.report_data import choose, shown
 
     try:
         parts, recorded = ask.records(settings, job, lambda parts: choose(parts, name, rank))
@@ -103,7 +103,7 @@ def _shown(settings: Settings, job: int, name: str | None, rank: int | None) -> 
 def write(job: int, now: float, sets: list[Shown], output: str) -> list[str]:
     """Draw everything; the names of the files, the page first. Raises `UserError` where one cannot be written."""
     from gemini_hpc.report.drawing import overhead_png, timeline_png
-    from gemini_hpc.report.page import Pictures, render
+    from gemini_hpc.report.html_page import Pictures, render
 
     prefix = os.path.join(output, f"gemini-{job}") if os.path.isdir(output) or output.endswith("/") else output
     files: dict[str, bytes] = {}

@@ -13,7 +13,7 @@ from collections.abc import MutableMapping
 from gemini_hpc import clock
 from gemini_hpc.cli import sendback
 from gemini_hpc.cli.attempts import Attempts, Reached
-from gemini_hpc.client.agent import ask_verdict
+from gemini_hpc.client.agent_connection import ask_verdict
 
 VERDICT_WAIT_S = 20.0
 HEALTHY_FOR_S = 2.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 
-from gemini_hpc.control.slurm import Slurm, SlurmError
-from gemini_hpc.control.slurm.facts import RUNNING
+from gemini_hpc.slurm import Slurm, SlurmError
+from gemini_hpc.slurm.facts import RUNNING
 
 TIMEOUT_S = 15.0
 

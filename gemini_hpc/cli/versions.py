@@ -9,10 +9,10 @@ import sys
 import time
 from typing import Any
 
-from gemini_hpc.cli.asking import UserError, WrongIdError
 from gemini_hpc.cli.export import ExportError, job_or_directory
+from gemini_hpc.cli.job_id import UserError, WrongIdError
 from gemini_hpc.config import CONFIG_PATH, ConfigError
-from gemini_hpc.report.tame import tame
+from gemini_hpc.wire.sanitize import tame
 
 _Subparsers = Any
 SCHEMA = 1

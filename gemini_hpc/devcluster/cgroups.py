@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gemini_hpc import clock
-from gemini_hpc.core import cgroup
 from gemini_hpc.devcluster.layout import Layout
+from gemini_hpc.node import memory_cgroup
 
 MOUNT = "/sys/fs/cgroup/memory"
 SLURMD = "slurmd"
@@ -23,13 +23,13 @@ REMOVE_TIMEOUT_S = 5.0
 
 def _base() -> Path | None:
     """Where clusters are put: below the nearest limit that this process has, else at the top."""
-    here = cgroup.place(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
+    here = memory_cgroup.place(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
     if here is None or here.version != 1 or here.mount != MOUNT or not here.writable:
         return None
     for directory in here.chain():
         with contextlib.suppress(OSError, ValueError):
-            limit = Path(directory, cgroup.limit_file(1)).read_text()
-            if cgroup.left(1, limit, "0", "") is not None:
+            limit = Path(directory, memory_cgroup.limit_file(1)).read_text()
+            if memory_cgroup.left(1, limit, "0", "") is not None:
                 return Path(directory)
     return Path(here.mount)
 

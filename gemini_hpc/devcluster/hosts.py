@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gemini_hpc import clock
-from gemini_hpc.agent.jobdir import RUN_OPTIONS
 from gemini_hpc.devcluster import cgroups, enter, environment, munge, network, processes, record
 from gemini_hpc.devcluster.boot import Boot, Mount
 from gemini_hpc.devcluster.errors import DevclusterError
@@ -19,6 +18,7 @@ from gemini_hpc.devcluster.profiles import Profile
 from gemini_hpc.devcluster.record import NodeRecord
 from gemini_hpc.devcluster.requirements import program
 from gemini_hpc.devcluster.slurmconf import SLURMCTLD_PORT
+from gemini_hpc.node.job_directory import RUN_OPTIONS
 
 # How long a power-off with reset leaves the link up for the dying connections' last packets.
 RESET_S = 0.2

@@ -16,7 +16,7 @@ from gemini_hpc.devcluster.processes import ProcessId
 from gemini_hpc.devcluster.requirements import program
 from gemini_hpc.devcluster.slurmconf import SLURMCTLD_PORT
 
-CONTROLLER_MODULE = "gemini_hpc.control"
+CONTROLLER_MODULE = "gemini_hpc.controller"
 SETTLE_S = 0.4
 # The shell's pid is that of the service after the two execs.
 _RECORD_AND_EXEC = 'echo $$ >"$0" && exec "$@"'

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from gemini_hpc.agent import cgroup, jobdir, ledger, mounts
 from gemini_hpc.doctor.check import ON_NODE, Check
 from gemini_hpc.doctor.facts import Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
+from gemini_hpc.node import cgroup, job_directory, ledger, mounts
 
-_OURS = (b"gemini_hpc.agent", b"gemini_hpc.tier.worker", b"gemini_hpc.agent.reaper")
+_OURS = (b"gemini_hpc.agent", b"gemini_hpc.tier.worker", b"gemini_hpc.node.reaper")
 _FULL = 0.9
 
 
@@ -17,10 +17,10 @@ def strangers(facts: Facts) -> Outcome:
     """Outside of Slurm's cgroups runs what root has started there, and nothing else."""
     facts.need_root("which processes are in the agents' cgroups")
     try:
-        run_fd = jobdir.open_run_dir(facts.settings.run_dir, create=False)
+        run_fd = job_directory.open_run_dir(facts.settings.run_dir, create=False)
     except FileNotFoundError:
         return ok(f"{facts.settings.run_dir} is not there yet")
-    except jobdir.JobDirError as exc:
+    except job_directory.JobDirError as exc:
         raise Unavailable(str(exc)) from None
     try:
         with ledger.opened(run_fd) as entries:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gemini_hpc.core.cgroup import Place, limit_file
+from gemini_hpc.node.memory_cgroup import Place, limit_file
 
 _NO_LIMIT = 1 << 60  # v1 writes a huge number for none
 

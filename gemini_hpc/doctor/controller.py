@@ -11,14 +11,14 @@ from contextlib import suppress
 import msgspec
 
 from gemini_hpc import clock
-from gemini_hpc.control.primary import LOCK, is_here
-from gemini_hpc.control.slurm import Slurm
-from gemini_hpc.control.slurm.ways import FILE, Told
+from gemini_hpc.controller.primary import LOCK, is_here
 from gemini_hpc.doctor import locks
 from gemini_hpc.doctor.check import ON_CONTROLLER, Check
 from gemini_hpc.doctor.facts import Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 from gemini_hpc.doctor.paths import user
+from gemini_hpc.slurm import Slurm
+from gemini_hpc.slurm.ways import FILE, Told
 
 _FREE_BYTES = 64 << 20
 _TAIL_BYTES = 1 << 20

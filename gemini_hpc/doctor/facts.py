@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, cast
 
 from gemini_hpc.config import ConfigError, Settings, load
-from gemini_hpc.control.primary import is_here
-from gemini_hpc.control.slurm import Slurm, SlurmError, SlurmUnreachable, UnknownJob
-from gemini_hpc.control.slurm.facts import Job, Node, Reservation, Row
+from gemini_hpc.controller.primary import is_here
 from gemini_hpc.doctor.configuration import Configuration, Release
 from gemini_hpc.doctor.finding import Unavailable
 from gemini_hpc.doctor.processes import Process, processes
+from gemini_hpc.slurm import Slurm, SlurmError, SlurmUnreachable, UnknownJob
+from gemini_hpc.slurm.facts import Job, Node, Reservation, Row
 
 CONTROLLER, NODE, LOGIN = "controller", "node", "login"
 ROLES = (CONTROLLER, NODE, LOGIN)

@@ -9,13 +9,13 @@ import subprocess
 from collections.abc import Iterator
 
 from gemini_hpc import __version__
-from gemini_hpc.agent import jobdir
 from gemini_hpc.config import ConfigError, load
 from gemini_hpc.doctor import paths, plugin, scripts
 from gemini_hpc.doctor.check import ANYWHERE, ON_CONTROLLER, ON_NODE, Check
 from gemini_hpc.doctor.facts import CONTROLLER, NODE, Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 from gemini_hpc.doctor.installation import PYTHON
+from gemini_hpc.node import job_directory
 
 CVE = "CVE-2016-10030"
 _INTERPRETER_TIMEOUT_S = 10.0
@@ -214,10 +214,10 @@ def run_dir(facts: Facts) -> Outcome:
     if above:
         return wrong(some(above), wanted, "choose another run_dir, or correct the directories above")
     try:
-        fd = jobdir.open_run_dir(path, create=False)
+        fd = job_directory.open_run_dir(path, create=False)
     except FileNotFoundError:
         return ok(f"{path} is not there yet (the first protected job's prolog makes it)")
-    except jobdir.JobDirError as exc:
+    except job_directory.JobDirError as exc:
         return wrong(str(exc), wanted, fix)
     try:
         mode = stat.S_IMODE(os.fstat(fd).st_mode)

@@ -6,11 +6,11 @@ import ctypes
 import os
 from contextlib import suppress
 
-from gemini_hpc.control.slurm import SlurmError, find_tool
 from gemini_hpc.doctor import scripts
 from gemini_hpc.doctor.check import ANYWHERE, Check
 from gemini_hpc.doctor.facts import Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, wrong
+from gemini_hpc.slurm import SlurmError, find_tool
 
 PYTHON = "/opt/gemini-hpc/venv/bin/python3"  # fixed in prolog and epilog
 SCRIPTS = "/opt/gemini-hpc/prolog_epilog"

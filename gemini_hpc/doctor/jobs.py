@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from gemini_hpc import clock
-from gemini_hpc.control import ask
-from gemini_hpc.control.questions import slurm_facts
-from gemini_hpc.control.slurm.facts import RUNNING
 from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check
 from gemini_hpc.doctor.facts import Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 from gemini_hpc.doctor.plugin import NAME
 from gemini_hpc.doctor.processes import environment, maps
 from gemini_hpc.doctor.protected import Protected, protected
-from gemini_hpc.wire.picture import JobAnswer
+from gemini_hpc.query import ask
+from gemini_hpc.query.slurm_facts import slurm_facts
+from gemini_hpc.slurm.facts import RUNNING
+from gemini_hpc.wire.inspect_schema import JobAnswer
 
 MAX_JOBS = 64
 MAX_WITHOUT_CONTROLLER = 8

@@ -13,13 +13,13 @@ from contextlib import suppress
 import msgspec
 
 from gemini_hpc import clock
-from gemini_hpc.agent import mounts
-from gemini_hpc.agent.ledger import NAME as LEDGER
-from gemini_hpc.control.registry import Stored
-from gemini_hpc.control.slurm.facts import PENDING, RUNNING
+from gemini_hpc.controller.registry import Stored
 from gemini_hpc.doctor.check import ANYWHERE, ON_CONTROLLER, ON_NODE, Check
 from gemini_hpc.doctor.facts import Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
+from gemini_hpc.node import mounts
+from gemini_hpc.node.ledger import NAME as LEDGER
+from gemini_hpc.slurm.facts import PENDING, RUNNING
 
 OURS = "gemini-hpc:"
 YOUNG_S = 60.0

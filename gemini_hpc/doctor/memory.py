@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 
-from gemini_hpc.agent.cgroup import SYSTEMD_BOOTED, place
-from gemini_hpc.agent.memory import Budget
-from gemini_hpc.agent.node import meminfo
-from gemini_hpc.core.cgroup import choose
+from gemini_hpc.agent.replicas.memory import Budget
 from gemini_hpc.doctor import cgroups, units
 from gemini_hpc.doctor.check import ON_NODE, Check
 from gemini_hpc.doctor.facts import Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, warning, wrong
+from gemini_hpc.node.cgroup import SYSTEMD_BOOTED, place
+from gemini_hpc.node.meminfo import meminfo
+from gemini_hpc.node.memory_cgroup import choose
 
 UNIT = "slurmd.service"
 _NOTHING = 0.05  # of MemTotal: what the kernel and slurmd take anyway

@@ -7,7 +7,7 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass
 
-from gemini_hpc.agent.network import interface_address
+from gemini_hpc.agent.peers.listen_address import interface_address
 from gemini_hpc.config import Settings
 from gemini_hpc.doctor import greeting
 from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check

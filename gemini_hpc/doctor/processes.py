@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-AGENT, CONTROL = b"gemini_hpc.agent", b"gemini_hpc.control"
+AGENT, CONTROL = b"gemini_hpc.agent", b"gemini_hpc.controller"
 _MAX_BYTES = 1 << 16
 
 

@@ -12,7 +12,7 @@ from gemini_hpc.doctor.facts import NODE, Facts
 from gemini_hpc.doctor.finding import Outcome, Unavailable, ok, some, warning, wrong
 
 _MAX_BYTES = 1 << 20
-_OURS = {"Prolog": "gemini_hpc.agent.prolog", "Epilog": "gemini_hpc.agent.epilog"}
+_OURS = {"Prolog": "gemini_hpc.node.prolog", "Epilog": "gemini_hpc.node.epilog"}
 _PATH = re.compile(r"/[A-Za-z0-9._+/-]{1,300}")
 
 

@@ -44,14 +44,14 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from gemini_hpc.core import directory
-from gemini_hpc.core.directory import Manifest, Row
-from gemini_hpc.core.dtypes import item_bytes
+from gemini_hpc.format import shard_manifest
+from gemini_hpc.format.dtypes import item_bytes
+from gemini_hpc.format.shard_manifest import Manifest, Row
 from gemini_hpc.integrations.session import NOTE, Part, Session
-from gemini_hpc.tier.whole import Whole, as_state, put_back
-from gemini_hpc.train import encode
-from gemini_hpc.train.dtypes import dtype_name, dtype_of
-from gemini_hpc.train.restore import MemoryReader, Saved
+from gemini_hpc.train.state import encode
+from gemini_hpc.train.state.full_state import Whole, as_state, put_back
+from gemini_hpc.train.state.restore import MemoryReader, Saved
+from gemini_hpc.train.state.torch_dtypes import dtype_name, dtype_of
 from gemini_hpc.wire.stored import Tier
 
 _BYTES = "bytes"  # name of the rows that hold pickled values
@@ -176,7 +176,7 @@ def _part(plan: SavePlan, planner: SavePlanner, checkpoint_id: str, rank: int, w
     packed = bytearray(note.packed)
     found.append(((len(rows), (0,), (len(packed),)), memoryview(packed)))
     rows.append(Row(NOTE, "uint8", (len(packed),), False, "cpu", name=_BYTES))
-    pieces = directory.place(tuple(rows), [box for box, _ in found])
+    pieces = shard_manifest.place(tuple(rows), [box for box, _ in found])
     manifest = Manifest(rank, world, tuple(rows), pieces)
 
     def store(area: torch.Tensor) -> None:

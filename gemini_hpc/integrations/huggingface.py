@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gemini_hpc.integrations.accelerate import unwrapped
 from gemini_hpc.integrations.naming import next_name
-from gemini_hpc.train import rng
 from gemini_hpc.train.checkpointer import Checkpointer
+from gemini_hpc.train.state import rng
 
 try:
     from transformers import Trainer

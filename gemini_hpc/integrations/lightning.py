@@ -7,7 +7,7 @@ from typing import Any
 
 from gemini_hpc.integrations.naming import next_name
 from gemini_hpc.train.checkpointer import Checkpointer
-from gemini_hpc.train.loader import StatefulLoader
+from gemini_hpc.train.state.loader import StatefulLoader
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -19,18 +19,18 @@ import torch.distributed as dist
 import xxhash
 
 from gemini_hpc import clock
-from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
-from gemini_hpc.client.slots import Content
-from gemini_hpc.core import directory
-from gemini_hpc.core.directory import Manifest
-from gemini_hpc.core.manifest import PAGE_BYTES, Header, Layout, pack_header
+from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.train import collective
+from gemini_hpc.format import shard_manifest
+from gemini_hpc.format.shard_manifest import Manifest
+from gemini_hpc.format.slot_header import PAGE_BYTES, Header, Layout, pack_header
+from gemini_hpc.train.device.memory import Keeper, Slot, map_copy
 from gemini_hpc.train.membership import ARMED, Membership
-from gemini_hpc.train.receiver import Reserved
-from gemini_hpc.train.registration import Identity, register
-from gemini_hpc.train.restore import Saved
-from gemini_hpc.train.shared import Keeper, Slot, map_copy
+from gemini_hpc.train.replication.receiver import Reserved
+from gemini_hpc.train.replication.registration import Identity, register
+from gemini_hpc.train.state import collectives
+from gemini_hpc.train.state.restore import Saved
 from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, Pending
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
@@ -138,7 +138,7 @@ class Session(Membership):
         return result[0]
 
     def _words(self, mine: bytes) -> list[bytes]:
-        return collective.gather_bytes(mine, self._group) if self._world > 1 else [mine]
+        return collectives.gather_bytes(mine, self._group) if self._world > 1 else [mine]
 
     # ---- saving ----------------------------------------------------------------------------------------
 
@@ -359,7 +359,7 @@ class Session(Membership):
 
 def _measured(part: Part) -> tuple[Part, bytes, Layout]:
     """With its manifest as stored, and the least layout. Raises ValueError."""
-    packed = directory.pack(part.manifest)
+    packed = shard_manifest.pack(part.manifest)
     return part, packed, Layout.plan(len(packed), part.manifest.tensor_bytes(), 0)
 
 

@@ -21,10 +21,10 @@ from typing import Any
 import msgspec
 
 from gemini_hpc import clock
-from gemini_hpc.core.directory import Manifest, Row
+from gemini_hpc.format.shard_manifest import Manifest, Row
 from gemini_hpc.mpi.arrays import Array, Arrays, Shape
-from gemini_hpc.mpi.words import Words
-from gemini_hpc.tier.place import publish, why
+from gemini_hpc.mpi.collectives import Words
+from gemini_hpc.tier.publish import publish, why
 
 Box = tuple[Shape, Shape]  # offset, size
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gemini_hpc.core import directory
-from gemini_hpc.core.directory import Manifest, Piece, Row
-from gemini_hpc.core.dtypes import ITEM_BYTES
-from gemini_hpc.core.manifest import HEADER_BYTES, Layout, parse_header
+from gemini_hpc.format import shard_manifest
+from gemini_hpc.format.dtypes import ITEM_BYTES
+from gemini_hpc.format.shard_manifest import Manifest, Piece, Row
+from gemini_hpc.format.slot_header import HEADER_BYTES, Layout, parse_header
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]
@@ -57,9 +57,9 @@ class Arrays:
             self._held[name] = _Held(array, offset, Row(name, dtype, shape, part is not None, "cpu"))
         rows = tuple(held.row for held in self._held.values())
         boxes = [(i, h.offset, _size(h)) for i, h in enumerate(self._held.values())]
-        self.manifest = Manifest(rank, world, rows, directory.place(rows, boxes))
-        self.packed = directory.pack(self.manifest)
-        directory.unpack(self.packed, self.manifest.tensor_bytes())  # a part that is no box of its whole
+        self.manifest = Manifest(rank, world, rows, shard_manifest.place(rows, boxes))
+        self.packed = shard_manifest.pack(self.manifest)
+        shard_manifest.unpack(self.packed, self.manifest.tensor_bytes())  # a part that is no box of its whole
         self.layout = Layout.plan(len(self.packed), self.manifest.tensor_bytes(), 0)
 
     def rebind(self, name: str, value: Any) -> None:
@@ -142,7 +142,7 @@ class Saved:
         header = parse_header(memory[:HEADER_BYTES], total_bytes)
         layout = header.layout
         end = layout.manifest_offset + layout.manifest_bytes
-        manifest = directory.unpack(memory[layout.manifest_offset : end], layout.tensor_bytes)
+        manifest = shard_manifest.unpack(memory[layout.manifest_offset : end], layout.tensor_bytes)
         if manifest.rank != header.rank or len(memory) < header.used_bytes:
             raise ValueError("a copy that is not what its header says")
         return cls(manifest, memory[layout.tensor_offset : layout.tensor_offset + layout.tensor_bytes])

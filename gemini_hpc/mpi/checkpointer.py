@@ -14,19 +14,19 @@ import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.client import joining
-from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused, NotYet
-from gemini_hpc.client.agent import Exchange as Ask
-from gemini_hpc.client.handback import hand_back, same_or_new
+from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused, NotYet
+from gemini_hpc.client.agent_connection import Exchange as Ask
+from gemini_hpc.client.hand_back import hand_back, same_or_new
 from gemini_hpc.client.joining import Notice
-from gemini_hpc.client.seal import SealGate
-from gemini_hpc.client.slots import Content, Shard, Slot
+from gemini_hpc.client.mapped_slots import Content, Shard, Slot
+from gemini_hpc.client.seal_wait import SealGate
 from gemini_hpc.core import placement
-from gemini_hpc.core.manifest import pack_header
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.format.slot_header import pack_header
 from gemini_hpc.mpi import archive
 from gemini_hpc.mpi.arrays import Arrays, Saved
+from gemini_hpc.mpi.collectives import Words
 from gemini_hpc.mpi.exchange import Exchange, Patience, digest
-from gemini_hpc.mpi.words import Words
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from gemini_hpc.report.chosen import Shown, idle
+from gemini_hpc.report.report_data import Shown, idle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 from h5py import h5d, h5f, h5fd, h5p, h5s, h5t
 
-from gemini_hpc.core.directory import Row
+from gemini_hpc.format.shard_manifest import Row
 
 _ALIGN_FROM_BYTES, _ALIGN_BYTES = 64 << 10, 4096
 _PLAIN: dict[str, Any] = {

@@ -15,9 +15,9 @@ from typing import Any
 
 import h5py
 
-from gemini_hpc.core import smallstate
-from gemini_hpc.core.directory import Row
-from gemini_hpc.tier import hdf5, nodefile, place
+from gemini_hpc.format import small_state
+from gemini_hpc.format.shard_manifest import Row
+from gemini_hpc.tier import hdf5, nodefile, publish
 from gemini_hpc.tier.nodefile import Paced
 from gemini_hpc.tier.version import INDEX, Manifest
 
@@ -35,7 +35,7 @@ def write(where: str, manifest: Manifest, paced: Paced) -> None:
     """Into a version's directory, from the files there. `paced` hears of no bytes at each piece: there may be very
     many of them. Raises OSError, ValueError."""
     tensors, links = _gather(where, manifest, paced)
-    with place.replaced(where, INDEX) as path, hdf5.created(path) as index:
+    with publish.replaced(where, INDEX) as path, hdf5.created(path) as index:
         index.attrs["job"], index.attrs["set"] = manifest.job, manifest.set
         index.attrs["epoch"], index.attrs["version"] = manifest.stamp
         index.attrs["world"], index.attrs["time"] = manifest.world, manifest.time
@@ -80,7 +80,7 @@ def _buffers(reader: nodefile.Reader) -> list[tuple[Row, memoryview]]:
     """Rank 0's. A small state that is no training's has none to show, and is kept as it is."""
     small = reader.raw(f"{nodefile.group_of(0)}/small")
     with suppress(ValueError):
-        return smallstate.buffers(small)
+        return small_state.buffers(small)
     return []
 
 

@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier import place, version
+from gemini_hpc.tier import publish, version
 from gemini_hpc.wire.bounds import SET_NAME, SetName, Strict, Version
 
 MAX_NAMES = 1024  # of one version
@@ -72,5 +72,5 @@ def give(where: str, names: Mapping[str, int]) -> None:
     wanted = {**of_version(where), **names}
     if len(wanted) > MAX_NAMES:
         raise ValueError(f"{where}: a version has at most {MAX_NAMES} names")
-    with place.replaced(where, version.KEPT) as path, open(path, "xb") as file:
+    with publish.replaced(where, version.KEPT) as path, open(path, "xb") as file:
         file.write(msgspec.json.encode(wanted) if wanted else b"")

@@ -23,14 +23,14 @@ import h5py
 import numpy as np
 import xxhash
 
-from gemini_hpc.core import directory
-from gemini_hpc.core.directory import Manifest, Piece
-from gemini_hpc.core.manifest import HEADER_BYTES, MAX_TOTAL_BYTES, Header, parse_header
-from gemini_hpc.tier import hdf5, place
-from gemini_hpc.tier.ahead import Ahead
-from gemini_hpc.tier.behind import Behind
-from gemini_hpc.tier.direct import PART_BYTES
+from gemini_hpc.format import shard_manifest
+from gemini_hpc.format.shard_manifest import Manifest, Piece
+from gemini_hpc.format.slot_header import HEADER_BYTES, MAX_TOTAL_BYTES, Header, parse_header
+from gemini_hpc.tier import hdf5, publish
+from gemini_hpc.tier.direct_io import PART_BYTES
+from gemini_hpc.tier.readahead import Ahead
 from gemini_hpc.tier.shards import Area, Shard, digest
+from gemini_hpc.tier.writeback import Behind
 from gemini_hpc.wire.stored import NodeFile, Stored
 
 _CHUNK_BYTES = 1 << 20  # of compressed datasets
@@ -104,7 +104,7 @@ def _write(
     direct: bool,
 ) -> NodeFile:
     stored = []
-    with place.replaced(where, name) as path:
+    with publish.replaced(where, name) as path:
         with hdf5.created(path) as file:
             laid_out = [_lay_out(file, shard, paced, compress=compress) for shard, _, _ in shards]
             file.flush()
@@ -280,7 +280,7 @@ class Reader:
 
     def manifest(self, rank: int) -> Manifest:
         """A shard's tensor directory."""
-        return directory.unpack(self.raw(f"{group_of(rank)}/directory"), MAX_TOTAL_BYTES)
+        return shard_manifest.unpack(self.raw(f"{group_of(rank)}/directory"), MAX_TOTAL_BYTES)
 
     def parts(self, stored: Stored) -> tuple[Header, Manifest, bytes]:
         """What a shard has beside its tensors: header, tensor directory, small state. Raises ValueError."""

@@ -8,7 +8,7 @@ import shutil
 from contextlib import suppress
 
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier import place, version
+from gemini_hpc.tier import publish, version
 
 _UNBORN = re.compile(r"\.e[0-9]{7}-v[0-9]{13}\..{1,40}\.tmp")  # directories that got no name, or lost it
 
@@ -39,5 +39,5 @@ def clean(directory: str, keep_last: int, *, before: Stamp | None = None) -> lis
                 shutil.rmtree(f"{directory}/{entry}")
     going.reverse()
     for stamp in going:
-        place.remove(f"{directory}/{version.name(stamp)}")
+        publish.remove(f"{directory}/{version.name(stamp)}")
     return going

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import xxhash
 
-from gemini_hpc.core import directory
-from gemini_hpc.core.directory import Manifest, Piece
-from gemini_hpc.core.manifest import HEADER_BYTES, Header, parse_header
+from gemini_hpc.format import shard_manifest
+from gemini_hpc.format.shard_manifest import Manifest, Piece
+from gemini_hpc.format.slot_header import HEADER_BYTES, Header, parse_header
 
 _STRIDE_BYTES = 8 << 20
 
@@ -47,7 +47,7 @@ class Shard:
         if len(view) < header.used_bytes:
             raise ValueError(f"a copy of {len(view)} bytes, {header.used_bytes} wanted")
         packed = view[layout.manifest_offset : layout.manifest_offset + layout.manifest_bytes]
-        manifest = directory.unpack(packed, layout.tensor_bytes)
+        manifest = shard_manifest.unpack(packed, layout.tensor_bytes)
         if (manifest.rank, manifest.world) != (header.rank, header.world):
             raise ValueError(f"a header of rank {header.rank}, a directory of rank {manifest.rank}")
         return cls(view, header, manifest)

@@ -17,9 +17,9 @@ from importlib.util import find_spec
 
 from gemini_hpc import clock
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier import lustre, names, orders, place, retention, version
-from gemini_hpc.tier.ahead import Ahead
-from gemini_hpc.tier.place import Pace, TierError, told
+from gemini_hpc.tier import lustre, names, orders, publish, retention, version
+from gemini_hpc.tier.publish import Pace, TierError, told
+from gemini_hpc.tier.readahead import Ahead
 from gemini_hpc.wire.stored import Rejection
 
 _PR_SET_PDEATHSIG = 1
@@ -67,7 +67,7 @@ def _write(order: orders.Write) -> orders.Answer:
     from gemini_hpc.tier.shards import Shard, digest
 
     size_bytes = sum(source.used for source in order.shards)
-    where = place.make_directory(
+    where = publish.make_directory(
         order.tier,
         order.job,
         order.set,
@@ -93,7 +93,7 @@ def _finish(order: orders.Finish) -> orders.Answer:
     from gemini_hpc.tier import index
 
     stamp = Stamp(*order.stamp)
-    where = place.version_directory(order.tier, order.job, order.set, stamp)
+    where = publish.version_directory(order.tier, order.job, order.set, stamp)
     above = os.path.dirname(where)
     with told(where):
         newest = next(version.whole(above), None)
@@ -104,13 +104,13 @@ def _finish(order: orders.Finish) -> orders.Answer:
         mine = {name: asked for name, (asked, has) in given.items() if has == stamp}
         if mine or retention.for_good(serial, order.keep_every):
             names.give(where, mine)
-        with place.replaced(where, version.MANIFEST) as path, open(path, "xb") as file:
+        with publish.replaced(where, version.MANIFEST) as path, open(path, "xb") as file:
             file.write(version.pack(made))
-        place.sync_directory(above)
+        publish.sync_directory(above)
     try:
         removed, trouble = retention.clean(above, order.keep_last, before=stamp), ""
     except OSError as error:  # the version is whole nevertheless
-        removed, trouble = [], f"{above}: old versions could not be removed: {place.why(error)}"
+        removed, trouble = [], f"{above}: old versions could not be removed: {publish.why(error)}"
     return orders.Finished(tuple((s.epoch, s.version) for s in removed), trouble, given)
 
 
@@ -125,7 +125,7 @@ def _given(directory: str, stamp: Stamp, wanted: Mapping[str, int]) -> dict[str,
 
 def _name(order: orders.Name) -> orders.Answer:
     stamp = Stamp(*order.stamp)
-    where = place.version_directory(order.tier, order.job, order.set, stamp)
+    where = publish.version_directory(order.tier, order.job, order.set, stamp)
     above = os.path.dirname(where)
     with told(where):
         if version.read(above, stamp) is None:
@@ -166,7 +166,7 @@ def _mark(directory: str, rejected: Sequence[Rejection]) -> None:
         why = next((r.reason for r in rejected if r.low <= (stamp.epoch, stamp.version) <= r.high), None)
         where = f"{directory}/{version.name(stamp)}"
         if why is not None and not version.rejected(directory, stamp):
-            with suppress(OSError), place.replaced(where, version.REJECTED) as path, open(path, "x") as file:
+            with suppress(OSError), publish.replaced(where, version.REJECTED) as path, open(path, "x") as file:
                 file.write(f"{why}\n")
 
 
@@ -178,7 +178,7 @@ def _offered(directory: str, manifest: version.Manifest, order: orders.Look) -> 
 
 def _read(order: orders.Read) -> orders.Answer:
     stamp = Stamp(*order.stamp)
-    where = place.version_directory(order.tier, order.job, order.set, stamp)
+    where = publish.version_directory(order.tier, order.job, order.set, stamp)
     with told(where):
         manifest = version.read(os.path.dirname(where), stamp)
         name, stored, begin = ("", None, 0) if manifest is None else manifest.shard(order.rank)
@@ -216,7 +216,7 @@ def main() -> int:
     except (TierError, ValueError) as error:
         _say(orders.Failed(str(error)[:500]))
     except OSError as error:
-        _say(orders.Failed(f"{order.tier}: {place.why(error)}"[:500]))
+        _say(orders.Failed(f"{order.tier}: {publish.why(error)}"[:500]))
     except ImportError as error:
         _say(orders.Failed(f"the tier needs h5py and numpy in {sys.executable}: {error}"[:500]))
     except Exception as error:

@@ -13,36 +13,38 @@ import msgspec
 import torch
 
 from gemini_hpc import clock
-from gemini_hpc.client.agent import AgentLost, AgentRefused
-from gemini_hpc.client.slots import Content
-from gemini_hpc.core.manifest import Layout
-from gemini_hpc.train import collective, ownership, pins, streams, telling
-from gemini_hpc.train.arguments import Choices
-from gemini_hpc.train.capture import Capture
-from gemini_hpc.train.council import Council
-from gemini_hpc.train.divergence import Divergence
-from gemini_hpc.train.lifted import LEAST_BYTES
+from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
+from gemini_hpc.client.mapped_slots import Content
+from gemini_hpc.format.slot_header import Layout
+from gemini_hpc.train.device import pins, streams
+from gemini_hpc.train.device.memory import Keeper, Shard
+from gemini_hpc.train.device.pins import Pins
 from gemini_hpc.train.membership import ARMED, ARMING, REFUSED, Membership
-from gemini_hpc.train.nccl.courier import StreamedReceiver, StreamedReplicator
 from gemini_hpc.train.nccl.driver import Driver
-from gemini_hpc.train.nccl.joint import JointPlanner
-from gemini_hpc.train.nccl.meeting import Joined, Proposal, meet
-from gemini_hpc.train.ownership import Entry
-from gemini_hpc.train.pacer import Pacer
-from gemini_hpc.train.pins import Pins
-from gemini_hpc.train.plan import Draft, Plan, lay_out
-from gemini_hpc.train.planner import LEAST_CHUNK_BYTES, Planner
-from gemini_hpc.train.receiver import Receiver, Reserved
-from gemini_hpc.train.registration import register
-from gemini_hpc.train.replanning import Replanning
-from gemini_hpc.train.replica import Replica
-from gemini_hpc.train.replicator import Replicator
-from gemini_hpc.train.rhythm import Rhythm
-from gemini_hpc.train.shared import Keeper, Shard
-from gemini_hpc.train.source import StateChangedError
-from gemini_hpc.train.teller import Teller
-from gemini_hpc.train.tree import Leaf, StateTree, local
-from gemini_hpc.train.watch import Watch
+from gemini_hpc.train.nccl.joint_planner import JointPlanner
+from gemini_hpc.train.nccl.negotiation import Joined, Proposal, meet
+from gemini_hpc.train.nccl.streamed_replicator import StreamedReceiver, StreamedReplicator
+from gemini_hpc.train.replication.receiver import Receiver, Reserved
+from gemini_hpc.train.replication.registration import register
+from gemini_hpc.train.replication.replica import Replica
+from gemini_hpc.train.replication.replicator import Replicator
+from gemini_hpc.train.schedule import stats_messages
+from gemini_hpc.train.schedule.async_collectives import Council
+from gemini_hpc.train.schedule.choices import Choices
+from gemini_hpc.train.schedule.collective_monitor import Watch
+from gemini_hpc.train.schedule.interval_controller import Rhythm
+from gemini_hpc.train.schedule.pacer import Pacer
+from gemini_hpc.train.schedule.planner import LEAST_CHUNK_BYTES, Planner
+from gemini_hpc.train.schedule.replanning import Replanning
+from gemini_hpc.train.schedule.stats_reporter import Teller
+from gemini_hpc.train.state import collectives, ownership
+from gemini_hpc.train.state.capture import Capture
+from gemini_hpc.train.state.divergence import Divergence
+from gemini_hpc.train.state.layout import Draft, Plan, lay_out
+from gemini_hpc.train.state.lifted import LEAST_BYTES
+from gemini_hpc.train.state.ownership import Entry
+from gemini_hpc.train.state.source import StateChangedError
+from gemini_hpc.train.state.tree import Leaf, StateTree, local
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -172,7 +174,7 @@ class Arming(Membership):
             offer = _Offer(problem=f"rank {self._rank}: {failure}")
         offers = [offer]
         if self._world > 1:
-            parts = collective.gather_bytes(msgspec.msgpack.encode(offer), self._control_group())
+            parts = collectives.gather_bytes(msgspec.msgpack.encode(offer), self._control_group())
             offers = [msgspec.msgpack.decode(part, type=_Offer) for part in parts]
         if failure is not None:
             raise failure
@@ -266,7 +268,7 @@ class Arming(Membership):
     def _profile_key(self, plan: Plan) -> str:
         """By places, not by names: a replacement is a node of the same kind; if not, the profile does not hold."""
         over = "nccl " if self._driver is not None else ""
-        return telling.profile_key(over + plan.packed.hex(), map(str, self._homes))
+        return stats_messages.profile_key(over + plan.packed.hex(), map(str, self._homes))
 
     def _copy_bytes(self, plan: Plan) -> int:
         """What one copy takes on the network."""
@@ -432,7 +434,7 @@ class Arming(Membership):
         known = self._own_copy
         for slot in shard.slots:
             if known.digest and slot.bytes.numel() >= known.used:
-                from gemini_hpc.core.manifest import HEADER_BYTES, parse_header
+                from gemini_hpc.format.slot_header import HEADER_BYTES, parse_header
 
                 try:
                     header = parse_header(slot.bytes[:HEADER_BYTES].numpy().tobytes(), slot.bytes.numel())
@@ -447,7 +449,7 @@ class Arming(Membership):
         word = self._armed
         states = [word]
         if self._world > 1:
-            states = collective.gather_word(word, self._control_group())
+            states = collectives.gather_word(word, self._control_group())
         if all(state == ARMED for state in states):
             with self._fate:
                 self._undecided = False

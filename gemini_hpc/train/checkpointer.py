@@ -16,18 +16,20 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gemini_hpc import clock
-from gemini_hpc.client.agent import AgentLost, AgentRefused
+from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.tier import names
-from gemini_hpc.train import arguments, hold, keeping, ownership
-from gemini_hpc.train.capture import Job
-from gemini_hpc.train.encode import UnknownTypeError
+from gemini_hpc.train import arguments, failure_hold, keeping
 from gemini_hpc.train.membership import REFUSED
-from gemini_hpc.train.modules import UnsupportedStateError
-from gemini_hpc.train.optimizers import shares_state
-from gemini_hpc.train.pacer import Scheme
 from gemini_hpc.train.resuming import Resuming
+from gemini_hpc.train.schedule.choices import Choices, check_scheme
+from gemini_hpc.train.schedule.pacer import Scheme
+from gemini_hpc.train.state import ownership
+from gemini_hpc.train.state.capture import Job
+from gemini_hpc.train.state.encode import UnknownTypeError
+from gemini_hpc.train.state.modules import UnsupportedStateError
+from gemini_hpc.train.state.optimizers import shares_state
+from gemini_hpc.train.state.tree import Leaf, StateTree, nothing_deferred
 from gemini_hpc.train.transport.choice import Kind
-from gemini_hpc.train.tree import Leaf, StateTree, nothing_deferred
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 
@@ -111,7 +113,7 @@ class Checkpointer(Resuming):
         mu: float = 0.95,
     ) -> None:
         optimizers, stateful, modules = arguments.sort_out(model, optimizer, scheduler, scaler, loader, extra)
-        choices = arguments.Choices(
+        choices = Choices(
             name=name,
             max_repeated=max_repeated,
             seal_timeout_s=seal_timeout_s,
@@ -160,9 +162,11 @@ class Checkpointer(Resuming):
         self._join()
         me = weakref.ref(self)
         self._hook = register_optimizer_step_pre_hook(lambda opt, args, kwargs: _pre_hook(me, opt, args, kwargs))
-        self._holding: hold.Hold | None = None
+        self._holding: failure_hold.Hold | None = None
         if self._client is not None:
-            self._holding = hold.Hold(self._path, hold_s, lambda text: self._say(f"rank {self._rank}: {text}"))
+            self._holding = failure_hold.Hold(
+                self._path, hold_s, lambda text: self._say(f"rank {self._rank}: {text}")
+            )
             atexit.register(_at_exit, me)
 
     # ---- each iteration --------------------------------------------------------------------------------
@@ -527,7 +531,7 @@ class Checkpointer(Resuming):
 
     @scheme.setter
     def scheme(self, scheme: Scheme) -> None:
-        arguments.check_scheme(scheme)
+        check_scheme(scheme)
         self._choices = replace(self._choices, scheme=scheme)
         if self._rhythm is not None:
             self._rhythm.scheme = scheme

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.wire import local
 
 TIMEOUT_S = 5.0

@@ -12,16 +12,22 @@ import torch.distributed as dist
 
 from gemini_hpc import clock
 from gemini_hpc.client import joining
-from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused, Exchange, NotYet
-from gemini_hpc.client.brake import Brake
-from gemini_hpc.client.handback import hand_back, same_or_new
+from gemini_hpc.client.agent_connection import (
+    AgentClient,
+    AgentLost,
+    AgentRefused,
+    Exchange,
+    NotYet,
+)
+from gemini_hpc.client.hand_back import hand_back, same_or_new
 from gemini_hpc.client.joining import SOCKET_ENV, TRY_AGAIN_EXIT, Notice
-from gemini_hpc.client.seal import SealGate
+from gemini_hpc.client.seal_wait import SealGate
+from gemini_hpc.client.step_guard import Brake
 from gemini_hpc.core import placement
-from gemini_hpc.train import collective
-from gemini_hpc.train.capture import Job
-from gemini_hpc.train.registration import Identity
-from gemini_hpc.train.shared import Keeper
+from gemini_hpc.train.device.memory import Keeper
+from gemini_hpc.train.replication.registration import Identity
+from gemini_hpc.train.state import collectives
+from gemini_hpc.train.state.capture import Job
 from gemini_hpc.train.transport.base import Transport
 from gemini_hpc.train.transport.choice import Kind
 from gemini_hpc.wire import local
@@ -79,7 +85,7 @@ class Membership:
         notice = self._greet()
         notices = [notice]
         if self._world > 1:
-            raw = collective.gather_bytes(msgspec.msgpack.encode(notice))
+            raw = collectives.gather_bytes(msgspec.msgpack.encode(notice))
             notices = [msgspec.msgpack.decode(part, type=Notice) for part in raw]
         problem = joining.problem(notices, notice)
         homes, m = [n.node_rank for n in notices], notice.replicas
@@ -238,7 +244,7 @@ class Membership:
 
     def _gather(self, value: bool) -> list[int]:
         """A word of every rank."""
-        return collective.gather_word(int(value)) if self._world > 1 else [int(value)]
+        return collectives.gather_word(int(value)) if self._world > 1 else [int(value)]
 
     def _control_group(self) -> dist.ProcessGroup | None:
         return self._transport.group if self._transport is not None else None

@@ -8,8 +8,8 @@ import sys
 import torch.distributed as dist
 
 from gemini_hpc.client import joining
-from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
-from gemini_hpc.train import collective
+from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.train.state import collectives
 from gemini_hpc.wire.stored import Tier
 
 
@@ -36,7 +36,7 @@ def peek(name: str = "default", *, tier: str = "", tier_interval_s: float = 0) -
         finally:
             client.close()
     if distributed and world > 1:  # also so that nobody begins another round before all have been answered
-        everywhere = collective.gather_word(found)
+        everywhere = collectives.gather_word(found)
         found = found if all(other == found for other in everywhere) else -1
     if found < 0:
         if why or rank == 0:

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.wire import local
 
 MEET_S = 60.0  # within which all ranks call it

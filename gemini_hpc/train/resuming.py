@@ -8,15 +8,16 @@ import os
 from typing import Any, NoReturn
 
 from gemini_hpc import clock
-from gemini_hpc.client.agent import AgentLost, AgentRefused
-from gemini_hpc.client.slots import Content
-from gemini_hpc.train import rejecting, restore, rng, start
-from gemini_hpc.train.arguments import Choices
+from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
+from gemini_hpc.client.mapped_slots import Content
+from gemini_hpc.train import rejecting, start
 from gemini_hpc.train.arming import Arming
-from gemini_hpc.train.loader import StatefulLoader
-from gemini_hpc.train.modules import UnsupportedStateError
-from gemini_hpc.train.shared import map_copy
-from gemini_hpc.train.tree import StateTree
+from gemini_hpc.train.device.memory import map_copy
+from gemini_hpc.train.schedule.choices import Choices
+from gemini_hpc.train.state import restore, rng
+from gemini_hpc.train.state.loader import StatefulLoader
+from gemini_hpc.train.state.modules import UnsupportedStateError
+from gemini_hpc.train.state.tree import StateTree
 from gemini_hpc.wire import local
 
 FETCH_TIMEOUT_S = 600.0  # a pull of a large shard from a peer over a slow network

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from gemini_hpc.core.directory import Row
-from gemini_hpc.train import restore
-from gemini_hpc.train.dtypes import dtype_name
-from gemini_hpc.train.tree import StateTree, box_of, local
+from gemini_hpc.format.shard_manifest import Row
+from gemini_hpc.train.state import restore
+from gemini_hpc.train.state.torch_dtypes import dtype_name
+from gemini_hpc.train.state.tree import StateTree, box_of, local
 
 _DCP = ".metadata"
 _DEEP = 4
@@ -50,7 +50,7 @@ def load(tree: StateTree, path: str, name: str, rank: int, world: int) -> Starte
 
 def _from_tier(tree: StateTree, path: str, name: str, rank: int, world: int) -> Started:
     from gemini_hpc.tier.find import find
-    from gemini_hpc.tier.whole import opened
+    from gemini_hpc.train.state.full_state import opened
 
     damaged: list[str] = []
     where, manifest = find(path, name, passed_over=damaged.append)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gemini_hpc.wire.bounds import Count, Job, Port, Restart, Seconds, Time
+from gemini_hpc.wire.inspect_schema import EventRecord
 from gemini_hpc.wire.message import Message
-from gemini_hpc.wire.picture import EventRecord
 
 
 class Registration(Message, frozen=True, tag="register"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from gemini_hpc.wire import controller, flush, peer, picture
+from gemini_hpc.wire import controller, flush, inspect_schema, peer
 from gemini_hpc.wire.bounds import Strict
 from gemini_hpc.wire.message import Message
 
@@ -42,8 +42,8 @@ AnyMessage = (
     | peer.PushChunk
     | peer.PushDone
     | peer.PushAck
-    | picture.InspectAsk
-    | picture.InspectPart
+    | inspect_schema.InspectAsk
+    | inspect_schema.InspectPart
     | controller.Registration
     | controller.Report
     | controller.EventsUp
@@ -54,10 +54,10 @@ AnyMessage = (
     | controller.Waits
     | controller.HoldersAsk
     | controller.Holders
-    | picture.JobAsk
-    | picture.JobAnswer
-    | picture.JobsAsk
-    | picture.JobsAnswer
+    | inspect_schema.JobAsk
+    | inspect_schema.JobAnswer
+    | inspect_schema.JobsAsk
+    | inspect_schema.JobsAnswer
     | flush.FlushAsk
     | flush.Flushing
 )
@@ -78,8 +78,8 @@ SINCE: dict[type[Message], int] = {
     controller.Ending: 2,
     controller.Draining: 2,
     controller.Waits: 2,
-    picture.JobsAsk: 2,
-    picture.JobsAnswer: 2,
+    inspect_schema.JobsAsk: 2,
+    inspect_schema.JobsAnswer: 2,
     **dict.fromkeys((*_PUSHES, *_DRAINS, *_KEEPS, *_SCAVENGES), 2),
 }
 

@@ -51,6 +51,11 @@ class Rejection(msgspec.Struct, frozen=True, order=True):
         """Whether this version of a set is one of them."""
         return name == self.set and self.low <= stamp <= self.high
 
+    @property
+    def sentence(self) -> str:
+        """For the user."""
+        return f"version {self.low[1]} was rejected: {self.reason}" if self.low[1] else f"all: {self.reason}"
+
 
 class Stored(msgspec.Struct, frozen=True):
     """One rank's shard in a file. bytes: size of its slot; used: what of it counts; digest: xxh3_128 (hex) of those

@@ -20,11 +20,11 @@ import xxhash
 from waiting import until
 
 from gemini_hpc.wire import local
-from gemini_hpc.wire.page import ControlPage
+from gemini_hpc.wire.control_page import ControlPage
 
 JOB, STEP, SIZE = 77, "77.0", 1 << 16
 _SERVE = (
-    "import sys, os; from gemini_hpc.agent.agent import serve; from gemini_hpc.config import Settings; "
+    "import sys, os; from gemini_hpc.agent.daemon import serve; from gemini_hpc.config import Settings; "
     "s = Settings(interface='lo', agent_port_base=int(sys.argv[2]), memory_fraction=float(sys.argv[3]), "
     "memory_floor_bytes=0, attach_timeout_s=5.0); "
     "sys.exit(serve(s, job=77, uid=os.geteuid(), node='n1', directory=sys.argv[1], again=sys.argv[4] == 'again'))"

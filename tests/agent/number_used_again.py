@@ -11,8 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gemini_hpc.agent.local import Client, LocalServer, Reply
 from gemini_hpc.wire import local
+from gemini_hpc.wire.local_server import Client, LocalServer, Reply
 
 _CALL = (
     "import os, socket, sys, time; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from gemini_hpc.agent.workers import Channel, Workers
+from gemini_hpc.agent.tier.workers import Channel, Workers
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.agent import cgroup
+from gemini_hpc.node import cgroup
 
 
 def test_a_mount_point_that_is_no_text_hides_no_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gemini_hpc.agent.failure_detector import Dead, FailureDetector, Obituary, Probe
+from gemini_hpc.agent.peers.failure_detector import Dead, FailureDetector, Obituary, Probe
 
 HOSTS = ("a", "b", "c", "d", "e", "f")
 SILENCE_S = 2.0

@@ -6,18 +6,18 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from gemini_hpc.agent.identity import Identity
-from gemini_hpc.agent.membership import Membership
-from gemini_hpc.agent.picture import Picture
-from gemini_hpc.agent.sealing import Sealing
-from gemini_hpc.agent.store import Store
-from gemini_hpc.agent.trainingset import TrainingSet
+from gemini_hpc.agent.inspect_part import Picture
+from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.replicas.store import Store
+from gemini_hpc.agent.replicas.training import TrainingSet
+from gemini_hpc.agent.replicas.voting import Sealing
 from gemini_hpc.config import Settings
-from gemini_hpc.control.picture import picture
-from gemini_hpc.core.seal import Word
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.wire import local, page
-from gemini_hpc.wire.picture import InspectPart, SetState
+from gemini_hpc.core.votes import Word
+from gemini_hpc.query.inspect_document import picture
+from gemini_hpc.wire import control_page, local
+from gemini_hpc.wire.inspect_schema import InspectPart, SetState
 
 from .conftest import JOB, STEP, AgentProcess
 
@@ -33,7 +33,7 @@ def state(training: TrainingSet) -> SetState:
 
 
 def sealed(training: TrainingSet, version: int) -> None:
-    training.page.set_state(page.STATE_PROTECTED)
+    training.page.set_state(control_page.STATE_PROTECTED)
     training.sealing = Sealing(1, (), lambda _: None, lambda *_: None)
     training.sealing.word = Word(Stamp(1, version))
 

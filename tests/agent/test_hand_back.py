@@ -8,7 +8,7 @@ import xxhash
 from waiting import until
 
 from gemini_hpc.wire import local
-from gemini_hpc.wire.page import ControlPage
+from gemini_hpc.wire.control_page import ControlPage
 
 from .conftest import SIZE, STEP, AgentProcess, Caller
 from .test_local_bad_input import memfd

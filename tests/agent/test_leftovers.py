@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.agent import ledger, leftovers, steps
+from gemini_hpc.node import job_steps, ledger, stale_jobs
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[P
     tmp_path.chmod(0o755)
     (tmp_path / "7").mkdir()
     os.utime(tmp_path / "7", (0, 0))
-    monkeypatch.setattr(steps, "jobs_with_steps", set)
-    monkeypatch.setattr(leftovers, "_answers", lambda directory, uid: False)
+    monkeypatch.setattr(job_steps, "jobs_with_steps", set)
+    monkeypatch.setattr(stale_jobs, "_answers", lambda directory, uid: False)
     run_fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     yield tmp_path, run_fd
     os.close(run_fd)
@@ -29,7 +29,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[P
 def sweep(run_dir: tuple[Path, int]) -> bool:
     """Whether it is there still when job 8 has begun here."""
     path, run_fd = run_dir
-    assert leftovers.remove(run_fd, str(path), except_job=8) == []
+    assert stale_jobs.remove(run_fd, str(path), except_job=8) == []
     return (path / "7").exists()
 
 
@@ -44,6 +44,6 @@ def test_a_job_that_begins_here_in_this_moment_keeps_its_directory(
     with ledger.opened(run_dir[1]) as entries:
         entries.started(7, 65534, 1)
     assert sweep(run_dir)
-    later_s = ledger.now_s() + leftovers.AGE_MIN_S + 1.0
+    later_s = ledger.now_s() + stale_jobs.AGE_MIN_S + 1.0
     monkeypatch.setattr(ledger, "now_s", lambda: later_s)
     assert not sweep(run_dir)

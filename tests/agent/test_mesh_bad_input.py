@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from gemini_hpc.agent.mesh import Mesh
+from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.config import Settings
-from gemini_hpc.wire import picture, protocol
+from gemini_hpc.wire import inspect_schema, protocol
 from gemini_hpc.wire.message import Message
 
 
@@ -25,7 +25,7 @@ class OneMessage:
         self._left -= 1
         if self._left < 0:
             await asyncio.sleep(60)
-        return picture.JobAsk(1)
+        return inspect_schema.JobAsk(1)
 
     def send(self, message: Message) -> None: ...
 

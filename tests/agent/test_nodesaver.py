@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.agent import tierwork, workers
-from gemini_hpc.agent.identity import Identity
-from gemini_hpc.agent.membership import Membership
-from gemini_hpc.agent.memory import Budget
-from gemini_hpc.agent.nodesaver import NodeSaver, Wanted
-from gemini_hpc.agent.store import Shard, Store
+from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.replicas.memory import Budget
+from gemini_hpc.agent.replicas.store import Shard, Store
+from gemini_hpc.agent.tier import worker_process, workers
+from gemini_hpc.agent.tier.node_writer import NodeSaver, Wanted
 from gemini_hpc.config import Settings
-from gemini_hpc.core.directory import Row
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.format.shard_manifest import Row
 from gemini_hpc.tier import version
 from gemini_hpc.wire.stored import NodeFile
 from tests.agent.supervising import supervisor
@@ -67,9 +67,9 @@ class Node:
 def _supervised() -> Iterator[None]:
     """What writes is forked, as for an agent."""
     with supervisor(workers.tier) as (channel, _):
-        tierwork.use(channel)
+        worker_process.use(channel)
         yield
-    tierwork._supervisor.clear()
+    worker_process._supervisor.clear()
 
 
 def run(tier: Path, test: Callable[[Node], Awaitable[None]]) -> None:

@@ -17,10 +17,10 @@ from train.agents import RealJob, RealNode
 from waiting import until
 
 from gemini_hpc.wire import local, munge, peer
+from gemini_hpc.wire.control_page import ControlPage
 from gemini_hpc.wire.handshake import HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed
 from gemini_hpc.wire.message import Message
-from gemini_hpc.wire.page import ControlPage
 
 from .conftest import STEP, Caller
 

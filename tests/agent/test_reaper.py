@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.agent import ledger, reaper, steps
-from gemini_hpc.agent.ledger import Entry
 from gemini_hpc.config import Settings
+from gemini_hpc.node import job_steps, ledger, reaper
+from gemini_hpc.node.ledger import Entry
 
 SETTINGS = Settings(retention_s=10.0, held_retention_s=1000.0, tier_flush_s=0.0, attach_timeout_s=1.0)
 SILENT_S, ANSWERING_S = reaper.due_s(SETTINGS)
@@ -32,7 +32,7 @@ class Node:
         monkeypatch.setattr(reaper, "_answers", lambda run_dir, entry: self.answers)
         monkeypatch.setattr(reaper, "_kill", self._kill)
         monkeypatch.setattr(reaper, "AGAIN_S", ())
-        monkeypatch.setattr(steps, "jobs_with_steps", lambda: {JOB} if self.step else set())
+        monkeypatch.setattr(job_steps, "jobs_with_steps", lambda: {JOB} if self.step else set())
         with ledger.opened(self.run_fd) as entries:
             entries.started(JOB, 65534, 0)
 
@@ -166,7 +166,7 @@ def test_command_lines_of_users_are_not_read(monkeypatch: pytest.MonkeyPatch) ->
         read.append(path)
         return usual(path, mode)
 
-    monkeypatch.setattr(steps, "open", opened, raising=False)
-    monkeypatch.setattr(steps, "started_by", lambda pid, uid: pid == str(os.getpid()))
-    steps.jobs_with_steps()
+    monkeypatch.setattr(job_steps, "open", opened, raising=False)
+    monkeypatch.setattr(job_steps, "started_by", lambda pid, uid: pid == str(os.getpid()))
+    job_steps.jobs_with_steps()
     assert read == [f"/proc/{os.getpid()}/cmdline"]

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from gemini_hpc.agent.incarnation import Incarnation
-from gemini_hpc.agent.keeps import MAX_WISHES, Keeps
-from gemini_hpc.agent.membership import Membership
-from gemini_hpc.agent.pledges import Pledged, Pledges, Wish
-from gemini_hpc.agent.rejections import MOST, Rejections
+from gemini_hpc.agent.peers.incarnation import Incarnation
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.replicas.pledges import Pledged, Pledges, Wish
+from gemini_hpc.agent.replicas.rejections import MOST, Rejections
+from gemini_hpc.agent.tier.keeps import MAX_WISHES, Keeps
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.local import Attach

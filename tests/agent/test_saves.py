@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from gemini_hpc.agent import saves_events as events
-from gemini_hpc.agent.saves import AGAIN_S, FLUSH_TRIES, GATHER_S, Saves
+from gemini_hpc.agent.tier import save_events as events
+from gemini_hpc.agent.tier.save_rules import AGAIN_S, FLUSH_TRIES, GATHER_S, Saves
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.stored import NodeFile, Stored

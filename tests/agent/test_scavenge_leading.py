@@ -14,15 +14,16 @@ import pytest
 import virtual
 
 from gemini_hpc import clock
-from gemini_hpc.agent import flush, incarnation, scavenge, scavenging
-from gemini_hpc.agent.flush import Flush
-from gemini_hpc.agent.gathering import Gathering
-from gemini_hpc.agent.incarnation import Incarnation
-from gemini_hpc.agent.membership import Membership
-from gemini_hpc.agent.nodesaver import Told, Wanted
-from gemini_hpc.agent.scavenge import Scavenge
-from gemini_hpc.agent.tierwork import TierFailed
+from gemini_hpc.agent.peers import incarnation
+from gemini_hpc.agent.peers.incarnation import Incarnation
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.tier import flush, salvage, salvage_rules
+from gemini_hpc.agent.tier.flush import Flush
+from gemini_hpc.agent.tier.node_writer import Told, Wanted
+from gemini_hpc.agent.tier.salvage import Scavenge
+from gemini_hpc.agent.tier.save_progress import Gathering
 from gemini_hpc.core.slots import SlotPair, Stamp
+from gemini_hpc.tier.errors import TierFailed
 from gemini_hpc.wire.flush import FlushAsk, Flushing
 from gemini_hpc.wire.local import Attach
 from gemini_hpc.wire.message import Message
@@ -35,8 +36,8 @@ SEALED, DIGEST = Stamp(1, 5), "0" * 32
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"REACH_S": 0.2, "MUSTER_S": 0.5, "ASKED_S": 0.5, "AGAIN_S": 0.05, "LOST_S": 0.4}
     for name, value in times.items():
-        monkeypatch.setattr(scavenging, name, value)
-    monkeypatch.setattr(scavenge, "_TICK_S", 0.01)
+        monkeypatch.setattr(salvage_rules, name, value)
+    monkeypatch.setattr(salvage, "_TICK_S", 0.01)
     monkeypatch.setattr(incarnation, "_SILENT_S", 0.3)
     monkeypatch.setattr(flush, "_LOOK_S", 0.005)
 
@@ -518,8 +519,8 @@ def test_by_hand_when_somebody_has_removed_it() -> None:
 
 def test_by_hand_puts_off_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is tried again by itself, however often somebody asks."""
-    monkeypatch.setattr(scavenging, "GAP_S", 1.0)
-    monkeypatch.setattr(scavenging, "LONGEST_GAP_S", 8.0)
+    monkeypatch.setattr(salvage_rules, "GAP_S", 1.0)
+    monkeypatch.setattr(salvage_rules, "LONGEST_GAP_S", 8.0)
 
     async def test(net: Network) -> None:
         net.lose("b")

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from gemini_hpc.agent import scavenge_events as events
-from gemini_hpc.agent.scavenging import ASKED_S, LOST_S, MUSTER_S, Scavenging
+from gemini_hpc.agent.tier import salvage_events as events
+from gemini_hpc.agent.tier.salvage_rules import ASKED_S, LOST_S, MUSTER_S, Scavenging
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.stored import NodeFile, Stored

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.agent.sealnotes import NAME, SealNotes, Within
+from gemini_hpc.agent.replicas.seal_notes import NAME, SealNotes, Within
 from gemini_hpc.core.slots import Stamp
 
 HERE = Within(restart=1, round=3, epoch=66)

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from gemini_hpc.agent.incarnation import Incarnation
-from gemini_hpc.agent.membership import Membership
-from gemini_hpc.agent.mesh import Mesh
-from gemini_hpc.agent.selffence import SelfFence
+from gemini_hpc.agent.peers.incarnation import Incarnation
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.mesh import Mesh
+from gemini_hpc.agent.self_fence import SelfFence
 from gemini_hpc.config import Settings
 from gemini_hpc.wire.local import Attach
 

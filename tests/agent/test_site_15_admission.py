@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.agent import cgroup, ledger, prolog
-from gemini_hpc.agent.cgroup import Group
-from gemini_hpc.agent.memory import Budget, Memfd, NoMemory
+from gemini_hpc.agent.replicas.memory import Budget, Memfd, NoMemory
 from gemini_hpc.config import Settings
-from gemini_hpc.core.cgroup import Choice, Place, scope_name
 from gemini_hpc.devcluster import cgroups
+from gemini_hpc.node import cgroup, ledger, prolog
+from gemini_hpc.node.cgroup import Group
+from gemini_hpc.node.memory_cgroup import Choice, Place, scope_name
 
 MIB = 1 << 20
 

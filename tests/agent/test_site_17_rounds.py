@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from gemini_hpc.agent.rounds import Rounds
-from gemini_hpc.agent.tierwork import TierFailed
+from gemini_hpc.agent.peers.recovery_round import Rounds
 from gemini_hpc.tier import version
+from gemini_hpc.tier.errors import TierFailed
 from gemini_hpc.wire import bounds, peer
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import NodeFile, Rejection, Stored, Tier

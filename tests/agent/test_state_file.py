@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gemini_hpc.agent.agent import Agent
-from gemini_hpc.agent.successor import NAME, State, StateFile
+from gemini_hpc.agent.daemon import Agent
+from gemini_hpc.agent.restart_state import NAME, State, StateFile
 from gemini_hpc.config import Settings
 from gemini_hpc.wire import local, peer
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from gemini_hpc.agent import tellings
-from gemini_hpc.agent.tellings import Series, Tellings
+from gemini_hpc.agent import stats_store
+from gemini_hpc.agent.stats_store import Series, Tellings
 from gemini_hpc.wire import local
-from gemini_hpc.wire.picture import RecordAsk
+from gemini_hpc.wire.inspect_schema import RecordAsk
 from gemini_hpc.wire.traffic import MAX_CHUNKS, MAX_OPS, Chunk, Operation, TimelineState, TrafficState
 
 from .conftest import JOB, AgentProcess
@@ -75,15 +75,15 @@ def test_the_series_is_bounded_and_keeps_its_ends() -> None:
     series = Series()
     for n in range(100_000):
         series.add(float(n), 0.1, 1)
-        assert len(series) <= tellings.MAX_POINTS
+        assert len(series) <= stats_store.MAX_POINTS
     times = [p.t for p in series.points()]
     assert times[0] == 0.0 and times[-1] == 99_999.0 and times == sorted(times)
-    assert len(times) > tellings.MAX_POINTS // 2
+    assert len(times) > stats_store.MAX_POINTS // 2
     assert times[-100:] == [float(n) for n in range(99_900, 100_000)], "the newest are all there"
 
 
 def test_all_together_are_bounded_and_the_longest_silent_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tellings, "MAX_TOTAL_BYTES", 1 << 20)
+    monkeypatch.setattr(stats_store, "MAX_TOTAL_BYTES", 1 << 20)
     kept = Tellings()
     for rank in range(200):
         kept.keep("a", rank, KEY, b"x" * local.MAX_KEPT_BYTES)
@@ -106,11 +106,11 @@ def test_a_rank_has_a_size() -> None:
 
 def test_a_picture_has_a_size() -> None:
     kept = Tellings()
-    ranks = range(2 * tellings.MAX_SHOWN)
+    ranks = range(2 * stats_store.MAX_SHOWN)
     for rank in ranks:
         kept.traffic("a", rank, msgspec.structs.replace(told(), problem="\U0001f600" * 300))
     states = kept.states("a", ranks)
-    assert len(states) == tellings.MAX_SHOWN and states[0][0] == 0
+    assert len(states) == stats_store.MAX_SHOWN and states[0][0] == 0
     assert len(msgspec.msgpack.encode(states)) < 3 << 20
 
 

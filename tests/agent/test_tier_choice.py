@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from gemini_hpc.agent.incarnation import Incarnation
-from gemini_hpc.agent.membership import Membership
-from gemini_hpc.agent.tierchoice import TierChoice, site_tier
+from gemini_hpc.agent.peers.incarnation import Incarnation
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.tier.choice import TierChoice, site_tier
 from gemini_hpc.config import Settings
 from gemini_hpc.wire.local import Attach
 from gemini_hpc.wire.stored import Tier

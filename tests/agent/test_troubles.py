@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gemini_hpc.agent.troubles import Troubles
+from gemini_hpc.agent.tier.failures import Troubles
 
 FULL = "/tier/gemini-7/default/e0000001-v{:013d}: the file system is full"
 

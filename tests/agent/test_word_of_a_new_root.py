@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gemini_hpc.agent.sealing import Sealing
-from gemini_hpc.core.seal import Word
+from gemini_hpc.agent.replicas.voting import Sealing
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.core.votes import Word
 
 SEALED, BEGUN = Stamp(1, 8), Stamp(1, 9)
 

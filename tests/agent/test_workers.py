@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.agent import tierwork, workers
-from gemini_hpc.agent.tierwork import TierFailed
-from gemini_hpc.agent.workers import WORKERS_MAX, NoWorker
+from gemini_hpc.agent.tier import worker_process, workers
+from gemini_hpc.agent.tier.workers import WORKERS_MAX, NoWorker
 from gemini_hpc.tier import orders
+from gemini_hpc.tier.errors import TierFailed
 from tests.agent.supervising import supervisor
 
 
@@ -83,8 +83,8 @@ def test_supervisor_that_is_gone_is_said() -> None:
 
 SHUT = """
 import os, sys
-from gemini_hpc.agent import privileges
-from gemini_hpc.agent.workers import Workers, Channel
+from gemini_hpc.node import privileges
+from gemini_hpc.agent.tier.workers import Workers, Channel
 os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
 privileges.shut()
 workers = Workers(lambda _: os.write(1, f"traceable={privileges.traceable()} {sys.argv[0]}".encode()) and 0)
@@ -106,12 +106,12 @@ def test_orders_for_the_tier(tmp_path: Path) -> None:
 
     async def run() -> None:
         with supervisor(workers.tier) as (channel, mine):
-            tierwork.use(channel)
-            found = await tierwork.carry_out(orders.Look(str(tmp_path), 5, "", (), begin=True, make=False))
+            worker_process.use(channel)
+            found = await worker_process.carry_out(orders.Look(str(tmp_path), 5, "", (), begin=True, make=False))
             assert found == orders.Found(())
             with pytest.raises(TierFailed, match="nowhere"):
-                await tierwork.carry_out(orders.Look(f"{tmp_path}/nowhere", 5, "", (), begin=False, make=False))
-            task = asyncio.ensure_future(tierwork.carry_out(orders.Clean(str(tmp_path / "slow"), 5, "default")))
+                await worker_process.carry_out(orders.Look(f"{tmp_path}/nowhere", 5, "", (), begin=False, make=False))
+            task = asyncio.ensure_future(worker_process.carry_out(orders.Clean(str(tmp_path / "slow"), 5, "default")))
             await asyncio.sleep(0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -121,11 +121,11 @@ def test_orders_for_the_tier(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     asyncio.run(run())
     with pytest.raises(TierFailed, match="supervisor"):
-        asyncio.run(tierwork.carry_out(orders.Look(str(tmp_path), 5, "", (), begin=False, make=False)))
+        asyncio.run(worker_process.carry_out(orders.Look(str(tmp_path), 5, "", (), begin=False, make=False)))
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.fixture(autouse=True)
 def _no_supervisor_afterwards() -> Iterator[None]:
     yield
-    tierwork._supervisor.clear()
+    worker_process._supervisor.clear()

@@ -23,16 +23,16 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from gemini_hpc.cli import main
-from gemini_hpc.control.slurm import client as slurm_client
-from gemini_hpc.core import directory
-from gemini_hpc.core.directory import Manifest
-from gemini_hpc.core.manifest import Layout, pack_header
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.format import shard_manifest
+from gemini_hpc.format.shard_manifest import Manifest
+from gemini_hpc.format.slot_header import Layout, pack_header
 from gemini_hpc.mpi.arrays import Arrays, Part
-from gemini_hpc.tier import nodefile, place, version, whole
+from gemini_hpc.slurm import client as slurm_client
+from gemini_hpc.tier import nodefile, publish, version
 from gemini_hpc.tier.shards import Shard, digest
-from gemini_hpc.train import encode
-from gemini_hpc.train.tree import Stateful, StateTree
+from gemini_hpc.train.state import encode, full_state
+from gemini_hpc.train.state.tree import Stateful, StateTree
 
 ROOT = Path(__file__).parents[2]
 FORMATS = ("safetensors", "torch", "dcp")
@@ -44,7 +44,7 @@ Told = pytest.CaptureFixture[str]
 
 def shard(manifest: Manifest, fill: Callable[[memoryview], object], small: bytes, stamp: Stamp) -> Shard:
     """A complete slot. fill: writes its tensor area."""
-    packed = directory.pack(manifest)
+    packed = shard_manifest.pack(manifest)
     layout = Layout.plan(len(packed), manifest.tensor_bytes(), len(small))
     memory = memoryview(bytearray(layout.total))
     memory[:4096] = pack_header(layout, len(small), stamp, manifest.rank, manifest.world)
@@ -58,7 +58,7 @@ def store(tier: Path, shards: list[Shard], job: int = 7, set_name: str = "defaul
     """A whole version of these ranks, each on a node of its own."""
     stamp = shards[0].header.stamp
     tier.mkdir(exist_ok=True)
-    where = place.make_directory(str(tier), job, set_name, stamp)
+    where = publish.make_directory(str(tier), job, set_name, stamp)
     files = []
     for rank, one in enumerate(shards):
         kept = [(one, rank, digest(one.view[: one.header.used_bytes]))]
@@ -73,7 +73,7 @@ def train(tree: StateTree) -> Shard:
     leaves, odd = tree.leaves()
     described = [tree.describe(leaf, 1)[0] for leaf in leaves]
     boxes = [(number, (0,) * len(row.shape), row.shape) for number, row in enumerate(described)]
-    manifest = Manifest(0, 1, tuple(described), directory.place(tuple(described), boxes), dict(tree.aliases))
+    manifest = Manifest(0, 1, tuple(described), shard_manifest.place(tuple(described), boxes), dict(tree.aliases))
 
     def fill(area: memoryview) -> None:
         for piece in manifest.pieces:
@@ -281,15 +281,15 @@ def test_the_names_follow_the_groups(tmp_path: Path) -> None:
     groups = optimizer.param_groups
     groups[0]["params"][0], groups[1]["params"][0] = groups[1]["params"][0], groups[0]["params"][0]
     where = store(tmp_path / "tier", [train(tree)])
-    found = whole.as_state(whole.read(str(where), version.parse((where / version.MANIFEST).read_bytes())))
+    found = full_state.as_state(full_state.read(str(where), version.parse((where / version.MANIFEST).read_bytes())))
     assert [group["params"][0] for group in found["optimizer"]["param_groups"]] == ["0.weight", "0.bias"]
 
 
 def test_a_version_of_before_has_no_names(tmp_path: Path) -> None:
     where = version_of(tmp_path / "tier")
-    found = whole.read(str(where), version.parse((where / version.MANIFEST).read_bytes()))
+    found = full_state.read(str(where), version.parse((where / version.MANIFEST).read_bytes()))
     del found.small["members"]
-    (group,) = whole.as_state(found)["optimizer"]["param_groups"]
+    (group,) = full_state.as_state(found)["optimizer"]["param_groups"]
     assert group["lr"] == 0.1 and "params" not in group
     net = model()
     StateTree(net, [torch.optim.SGD(net.parameters(), lr=0.2)], {}, {}).restore_small(found.small)
@@ -373,9 +373,9 @@ def test_all_is_on_disk_before_it_has_its_name(
         assert set(files) <= set(said)
         rename(old, new)
 
-    monkeypatch.setattr(place, "os", SimpleNamespace(**{**vars(os), "rename": renamed}))
+    monkeypatch.setattr(publish, "os", SimpleNamespace(**{**vars(os), "rename": renamed}))
     monkeypatch.setattr(os, "fsync", synced)
-    place.os.fsync = synced
+    publish.os.fsync = synced
     assert export(where, "--format", form, "-o", out) == 0
     assert said[-2:] == [f"to {out}", str(tmp_path)]
     assert sorted(os.listdir(tmp_path)) == ["out", "tier"]

@@ -17,7 +17,7 @@ import pytest
 
 from gemini_hpc.cli import run as verb
 from gemini_hpc.cli import sendback
-from gemini_hpc.control.slurm import SlurmError
+from gemini_hpc.slurm import SlurmError
 from gemini_hpc.wire import local
 
 Attempt = Callable[..., tuple[int, int, str]]

@@ -17,9 +17,9 @@ from leaks import Found, assert_nothing_new
 from leaks.cluster import Bystander, present
 from waiting import until
 
-from gemini_hpc.control import probe
-from gemini_hpc.control.fencing import Port
-from gemini_hpc.control.probe import Look, Target
+from gemini_hpc.controller import probe
+from gemini_hpc.controller.fencing import Port
+from gemini_hpc.controller.probe import Look, Target
 from gemini_hpc.devcluster import Cluster
 
 PYTHON = "/opt/gemini-hpc/venv/bin/python"

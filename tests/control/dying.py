@@ -12,9 +12,9 @@ import sys
 from typing import Any
 
 from gemini_hpc.config import load
-from gemini_hpc.control import service
-from gemini_hpc.control.journal import Journal
-from gemini_hpc.control.slurm import Slurm
+from gemini_hpc.controller import service
+from gemini_hpc.controller.journal import Journal
+from gemini_hpc.slurm import Slurm
 
 AT, LOG = int(sys.argv[1]), open(sys.argv[2], "a")  # noqa: SIM115 (open for life)
 CHANGING = ("update", "create", "delete", "requeue")

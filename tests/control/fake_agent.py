@@ -14,11 +14,11 @@ import sys
 import time
 from contextlib import suppress
 
-from gemini_hpc.agent.ports import candidates
 from gemini_hpc.config import load
-from gemini_hpc.wire import controller, peer, picture
+from gemini_hpc.wire import controller, inspect_schema, peer
 from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, accept, connect
+from gemini_hpc.wire.ports import candidates
 
 BEAT_S, SILENCE_S = 0.15, 0.6
 SETTINGS = load()
@@ -27,15 +27,15 @@ MODE = sys.argv[5] if len(sys.argv) > 5 else ""
 INSTANCE = secrets.token_hex(4)
 
 
-def part(request: int) -> picture.InspectPart:
+def part(request: int) -> inspect_schema.InspectPart:
     i = HOSTS.index(HOST)
     ring = (HOSTS[i - 1], HOST)
     now = time.time()
     slots = [
-        picture.HeldSlot("default", rank, len(HOSTS), rank, 0, "complete", (1, 7), 4096, 4000, now, now)
+        inspect_schema.HeldSlot("default", rank, len(HOSTS), rank, 0, "complete", (1, 7), 4096, 4000, now, now)
         for rank in map(HOSTS.index, ring)
     ]
-    return picture.InspectPart(
+    return inspect_schema.InspectPart(
         host=HOST,
         job=JOB,
         uid=os.getuid(),
@@ -51,7 +51,7 @@ def part(request: int) -> picture.InspectPart:
         port=candidates(SETTINGS, JOB)[0],
         memory_bytes=16384,
         memory_cap_bytes=1 << 20,
-        sets=(picture.SetState("default", len(HOSTS), (1, 7), "protected", (i,)),),
+        sets=(inspect_schema.SetState("default", len(HOSTS), (1, 7), "protected", (i,)),),
         held=tuple(slots),
         events=(),
         suspects=(),
@@ -100,7 +100,7 @@ async def accuse(link: Link, host: str) -> None:
 async def controlled(link: Link) -> None:
     while True:
         message = await link.receive()
-        if isinstance(message, picture.InspectAsk):
+        if isinstance(message, inspect_schema.InspectAsk):
             link.send(part(message.request))
         elif isinstance(message, controller.Notice):
             say("notice", message.text)
@@ -121,7 +121,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         )
         while True:
             message = await link.receive()
-            if isinstance(message, picture.InspectAsk):
+            if isinstance(message, inspect_schema.InspectAsk):
                 link.send(part(message.request))
 
 
@@ -146,7 +146,7 @@ async def reached() -> Link:
                 link = await dial(host)
                 port = candidates(SETTINGS, JOB)[0]
                 link.send(controller.Registration(JOB, RESTART, HOST, HOSTS, 2, port, INSTANCE, "protected"))
-                event = picture.EventRecord(time.time(), "attached", "elsewhere", RESTART, 0, "fake\x1b[2J")
+                event = inspect_schema.EventRecord(time.time(), "attached", "elsewhere", RESTART, 0, "fake\x1b[2J")
                 link.send(controller.EventsUp(JOB, (event,)))
                 say("registered")
                 return link

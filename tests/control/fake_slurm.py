@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-from gemini_hpc.control.slurm.api import SlurmApi
-from gemini_hpc.control.slurm.facts import Config, Job, Node, Reservation, Row
+from gemini_hpc.slurm.api import SlurmApi
+from gemini_hpc.slurm.facts import Config, Job, Node, Reservation, Row
 
 
 class UnforeseenError(Exception):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.control.slurm import client
 from gemini_hpc.devcluster import Cluster
+from gemini_hpc.slurm import client
 
 TOOLS = ("scontrol", "squeue", "sinfo", "sacctmgr")
 

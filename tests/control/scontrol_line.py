@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from gemini_hpc.control.slurm.facts import Job
-from gemini_hpc.control.slurm.text import hosts, megabytes, number, pairs, state_of, text_of, unix_time
+from gemini_hpc.slurm.facts import Job
+from gemini_hpc.slurm.text import hosts, megabytes, number, pairs, state_of, text_of, unix_time
 
 
 def parse_job(line: str) -> Job:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc import operators
-from gemini_hpc.control.access import Accounting
-from gemini_hpc.control.slurm import SlurmError
-from gemini_hpc.control.slurm.text import parse_admin_level, parse_config
+from gemini_hpc.controller.access import Accounting
 from gemini_hpc.operators import Operators, listed
+from gemini_hpc.slurm import SlurmError
+from gemini_hpc.slurm.text import parse_admin_level, parse_config
 
 from .fake_slurm import FakeSlurm
 
@@ -175,7 +175,7 @@ def test_site_21_answers_that_sacctmgr_has_given() -> None:
 
 @pytest.mark.parametrize("user", ["a,b", "a b", "--help", "a'", "", "x" * 65, "a\nb", "name=root"])
 def test_site_21_names_that_are_no_arguments(user: str, tattling_slurm: Callable[[], str]) -> None:
-    from gemini_hpc.control.slurm import Slurm
+    from gemini_hpc.slurm import Slurm
 
     with pytest.raises(SlurmError):
         asyncio.run(Slurm().admin_level(user))
@@ -184,7 +184,7 @@ def test_site_21_names_that_are_no_arguments(user: str, tattling_slurm: Callable
 
 @pytest.fixture
 def tattling_slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-    from gemini_hpc.control import slurm
+    from gemini_hpc import slurm
 
     called: list[str] = []
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc.config import Settings
-from gemini_hpc.control import alert
-from gemini_hpc.control.alert import Alerts, unfit
-from gemini_hpc.control.journal import Journal
+from gemini_hpc.controller import alert
+from gemini_hpc.controller.alert import Alerts, unfit
+from gemini_hpc.controller.journal import Journal
 
 
 def program(tmp_path: Path, body: str, mode: int = 0o755) -> Path:

@@ -30,7 +30,7 @@ def home(tmp_path: Path) -> Path:
 def start(state_dir: Path) -> subprocess.CompletedProcess[str]:
     """`become` as root, then what the controller does first; tells who it is."""
     code = (
-        "import os, sys; from gemini_hpc.config import Settings; from gemini_hpc.control.daemon import *\n"
+        "import os, sys; from gemini_hpc.config import Settings; from gemini_hpc.controller.startup import *\n"
         "try: become(Settings(state_dir=sys.argv[1]))\n"
         "except ServiceError as e: print(e); sys.exit(1)\n"
         "print(os.getresuid(), os.getresgid(), sorted(os.getgroups()))\n"

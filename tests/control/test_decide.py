@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.control.decide import barred, candidates, candidates_wanted, fits, held, release_reason
-from gemini_hpc.control.slurm.facts import Reservation
-from gemini_hpc.control.slurm.text import parse_node
+from gemini_hpc.controller.requeue_rules import (
+    barred,
+    candidates,
+    candidates_wanted,
+    fits,
+    held,
+    release_reason,
+)
+from gemini_hpc.slurm.facts import Reservation
+from gemini_hpc.slurm.text import parse_node
 
 from .scontrol_line import parse_job
 

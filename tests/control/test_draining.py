@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from gemini_hpc.control.draining import LOOK_S, DrainWatch
-from gemini_hpc.control.registry import Agent, Stored, Track
-from gemini_hpc.control.slurm import SlurmError
-from gemini_hpc.control.slurm.facts import Job, Node
-from gemini_hpc.control.slurm.text import parse_node
+from gemini_hpc.controller.planned_drains import LOOK_S, DrainWatch
+from gemini_hpc.controller.registry import Agent, Stored, Track
+from gemini_hpc.slurm import SlurmError
+from gemini_hpc.slurm.facts import Job, Node
+from gemini_hpc.slurm.text import parse_node
 from gemini_hpc.wire.controller import Draining
 
 from .fake_slurm import FakeSlurm

@@ -9,8 +9,8 @@ import logging
 import pytest
 
 from gemini_hpc import clock
-from gemini_hpc.control.daemon import OneLine
-from gemini_hpc.control.fairness import BEHALF, FairGate, PerUser
+from gemini_hpc.controller.startup import OneLine
+from gemini_hpc.slurm.fair_queue import BEHALF, FairGate, PerUser
 
 
 def test_site_01_users_take_turns() -> None:

@@ -12,8 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_hpc.config import Settings
-from gemini_hpc.control.fencing import Act, Case, Claim, Port, Verdict, Veto, budget, judge, user_budget
-from gemini_hpc.control.slurm.text import parse_node
+from gemini_hpc.controller.fencing import (
+    Act,
+    Case,
+    Claim,
+    Port,
+    Verdict,
+    Veto,
+    budget,
+    judge,
+    user_budget,
+)
+from gemini_hpc.slurm.text import parse_node
 
 from .scontrol_line import parse_job
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_hpc.control.slurm import jsonform
-from gemini_hpc.control.slurm.facts import Node
-from gemini_hpc.control.slurm.fields import (
+from gemini_hpc.slurm import json_form
+from gemini_hpc.slurm.facts import Node
+from gemini_hpc.slurm.fields import (
     FORMAT,
     TEXT_BYTES,
     TEXTS,
@@ -21,7 +21,7 @@ from gemini_hpc.control.slurm.fields import (
     parse_reasons,
     split_rows,
 )
-from gemini_hpc.control.slurm.text import ParseError, node_records, parse_node
+from gemini_hpc.slurm.text import ParseError, node_records, parse_node
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -143,10 +143,10 @@ def test_recorded_jobs_with_hostile_texts(release: str) -> None:
 def test_recorded_json_says_the_same(release: str) -> None:
     jobs = {job.raw_id: job for job in map(job_of, split_rows((RECORDED / f"{release}-squeue.txt").read_bytes()))}
     out = (RECORDED / f"{release}-scontrol.json").read_bytes()
-    found = list(map(jsonform.job_of, jsonform.records(out, "jobs")))
+    found = list(map(json_form.job_of, json_form.records(out, "jobs")))
     assert {job.raw_id for job in found} == {1, 2, 5}
     assert found == [jobs[job.raw_id] for job in found]
-    nodes = {node.name: node for node in map(jsonform.node_of, jsonform.records(out, "nodes"))}
+    nodes = {node.name: node for node in map(json_form.node_of, json_form.records(out, "nodes"))}
     text: dict[str, Node] = {}
     for record in node_records((RECORDED / f"{release}-nodes.txt").read_text()):
         text.setdefault(parse_node(record).name, parse_node(record))  # n3's reason imitates another record of n1

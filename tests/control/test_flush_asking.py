@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from gemini_hpc import slurm
 from gemini_hpc.cli import inspect
 from gemini_hpc.config import Settings
-from gemini_hpc.control import ask, slurm
+from gemini_hpc.query import ask
 from gemini_hpc.wire.flush import Flushing
+from gemini_hpc.wire.inspect_schema import JobAnswer
 from gemini_hpc.wire.link import LinkClosed
-from gemini_hpc.wire.picture import JobAnswer
 
 DONE = Flushing("default", (1, 5), over=True, where="/tier")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gemini_hpc.control.freed import freed
-from gemini_hpc.wire.picture import EventRecord
+from gemini_hpc.query.freed import freed
+from gemini_hpc.wire.inspect_schema import EventRecord
 
 WHY = "the retention time of 4 s is over; sealed default 7"
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from gemini_hpc.config import Settings
-from gemini_hpc.control import giveback, probe
-from gemini_hpc.control.fencing import REASON, Port
-from gemini_hpc.control.giveback import GiveBack
-from gemini_hpc.control.journal import Journal
-from gemini_hpc.control.slurm.facts import Node
-from gemini_hpc.control.slurm.text import parse_node
+from gemini_hpc.controller import give_back, probe
+from gemini_hpc.controller.fencing import REASON, Port
+from gemini_hpc.controller.give_back import GiveBack
+from gemini_hpc.controller.journal import Journal
+from gemini_hpc.slurm.facts import Node
+from gemini_hpc.slurm.text import parse_node
 
 from .fake_slurm import FakeSlurm
 
@@ -71,7 +71,7 @@ def test_site_04_given_back(
     assert slurm.resumed == times, "twice a day at most"
     journal.close()
     again = Journal(str(tmp_path / "journal"))
-    assert again.given_back("n1", giveback.DAY_S) == times and again.fenced_at()["n1"] <= time.time()
+    assert again.given_back("n1", give_back.DAY_S) == times and again.fenced_at()["n1"] <= time.time()
     again.close()
 
 
@@ -111,7 +111,7 @@ def test_a_reason_that_outlives_a_resume_is_not_taken_for_a_drain(
                 slurm.node = dataclasses.replace(slurm.node, state=state)
 
     asyncio.run(many())
-    assert slurm.resumed == 1 and journal.given_back("n1", giveback.DAY_S) == 1
+    assert slurm.resumed == 1 and journal.given_back("n1", give_back.DAY_S) == 1
     journal.close()
 
 
@@ -127,4 +127,4 @@ def test_a_reason_that_outlives_a_resume_is_not_taken_for_a_drain(
 )
 def test_what_others_have_drained_keeps_their_reason(state: str, reason: str, kept: str) -> None:
     reasons = f" Reason={reason}" if reason else ""
-    assert giveback.drained_for(parse_node(f"NodeName=n1 NodeAddr=n1 CPUTot=4 State={state}{reasons}")) == kept
+    assert give_back.drained_for(parse_node(f"NodeName=n1 NodeAddr=n1 CPUTot=4 State={state}{reasons}")) == kept

@@ -17,7 +17,8 @@ from .conftest import PYTHON, Site
 EPILOG = f"""#!/bin/sh
 python={PYTHON}
 t0=$(date +%s.%N)
-env -i PATH=/usr/bin:/bin SLURM_CONF="$SLURM_CONF" $python -I -m gemini_hpc.control.hold --job "$SLURM_JOB_ID" \\
+env -i PATH=/usr/bin:/bin SLURM_CONF="$SLURM_CONF" $python -I -m gemini_hpc.controller.epilog_fallback \\
+  --job "$SLURM_JOB_ID" \\
   --restart "${{SLURM_JOB_RESTART_COUNT:-0}}" --node "$SLURMD_NODENAME" --nodes "$SLURM_NODELIST" </dev/null
 echo "$SLURMD_NODENAME rc=$? $(date +%s.%N) - $t0" >>"$0.log"
 exit 0

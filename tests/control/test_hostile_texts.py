@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from waiting import until
 
-from gemini_hpc.control.slurm import Slurm
-from gemini_hpc.control.slurm.facts import Job
 from gemini_hpc.devcluster import Cluster, DevclusterError
+from gemini_hpc.slurm import Slurm
+from gemini_hpc.slurm.facts import Job
 
 from . import hostile, inside
 from .conftest import SLEEPER, Site

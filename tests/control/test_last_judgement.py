@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc.config import Settings
-from gemini_hpc.control.eventlog import EventLogs
-from gemini_hpc.control.fencing import Port
-from gemini_hpc.control.journal import Journal
-from gemini_hpc.control.primary import Primary
-from gemini_hpc.control.probe import Look
-from gemini_hpc.control.recoveries import Recoveries
-from gemini_hpc.control.registry import Registry, Track
-from gemini_hpc.control.slurm import SlurmError, SlurmUnreachable
-from gemini_hpc.control.slurm.facts import Job, Node, Reservation, Row
+from gemini_hpc.controller.event_log import EventLogs
+from gemini_hpc.controller.fencing import Port
+from gemini_hpc.controller.journal import Journal
+from gemini_hpc.controller.primary import Primary
+from gemini_hpc.controller.probe import Look
+from gemini_hpc.controller.recoveries import Recoveries
+from gemini_hpc.controller.registry import Registry, Track
+from gemini_hpc.slurm import SlurmError, SlurmUnreachable
+from gemini_hpc.slurm.facts import Job, Node, Reservation, Row
 from gemini_hpc.wire.controller import Report
 
 from .test_takeover import JOB, HalfDone
@@ -320,7 +320,7 @@ def test_slurm_may_send_a_job_back_faster_than_we_do(tmp_path: Path, found: dict
 def test_a_slurm_that_stays_silent_is_waited_for_from_the_journal(
     tmp_path: Path, found: dict[str, Look], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gemini_hpc.control.recovery.RESERVE_S", 0.0)
+    monkeypatch.setattr("gemini_hpc.controller.recovery.RESERVE_S", 0.0)
     slurm, found["n2"] = TwoJobs(), SILENT
 
     async def silent() -> None:

@@ -10,10 +10,10 @@ import pytest
 
 from gemini_hpc.cli import jobs
 from gemini_hpc.cli.inspect import render
-from gemini_hpc.control import past
-from gemini_hpc.control.picture import picture
-from gemini_hpc.report.tame import tame
-from gemini_hpc.wire.picture import EventRecord
+from gemini_hpc.query import past
+from gemini_hpc.query.inspect_document import picture
+from gemini_hpc.wire.inspect_schema import EventRecord
+from gemini_hpc.wire.sanitize import tame
 
 from .test_picture import SLURM, pairs
 

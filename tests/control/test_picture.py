@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemini_hpc.cli.inspect import render
-from gemini_hpc.control.eventlog import MAX_LOG_BYTES, EventLogs, tame
-from gemini_hpc.control.journal import Journal
-from gemini_hpc.control.picture import picture
-from gemini_hpc.control.survival import survival
+from gemini_hpc.controller.event_log import MAX_LOG_BYTES, EventLogs, tame
+from gemini_hpc.controller.journal import Journal
 from gemini_hpc.core.placement import holders, recovery_probability
-from gemini_hpc.report.tame import tame as printable
-from gemini_hpc.wire.picture import EventRecord, HeldSlot, InspectPart, SetState, TierState
+from gemini_hpc.core.survival import survival
+from gemini_hpc.query.inspect_document import picture
+from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, SetState, TierState
+from gemini_hpc.wire.sanitize import tame as printable
 
 NOW = 1000.0
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc.config import Settings
-from gemini_hpc.control import registry
-from gemini_hpc.control.eventlog import EventLogs
-from gemini_hpc.control.journal import Journal
-from gemini_hpc.control.primary import Primary
-from gemini_hpc.control.recoveries import Recoveries
-from gemini_hpc.control.registry import Registry
-from gemini_hpc.control.slurm.facts import Job, Row
-from gemini_hpc.control.watch import Watcher
+from gemini_hpc.controller import registry
+from gemini_hpc.controller.event_log import EventLogs
+from gemini_hpc.controller.job_watch import Watcher
+from gemini_hpc.controller.journal import Journal
+from gemini_hpc.controller.primary import Primary
+from gemini_hpc.controller.recoveries import Recoveries
+from gemini_hpc.controller.registry import Registry
+from gemini_hpc.slurm.facts import Job, Row
 
 from .fake_slurm import FakeSlurm
 from .scontrol_line import parse_job

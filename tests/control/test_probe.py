@@ -12,12 +12,12 @@ from typing import Any, NoReturn
 import pytest
 
 from gemini_hpc.config import Settings
-from gemini_hpc.control import probe
-from gemini_hpc.control.fencing import Port
-from gemini_hpc.control.probe import Look, Seen, Target
-from gemini_hpc.control.reach import Reach
-from gemini_hpc.control.registry import Registry
-from gemini_hpc.control.slurm.text import parse_node
+from gemini_hpc.controller import probe
+from gemini_hpc.controller.fencing import Port
+from gemini_hpc.controller.probe import Look, Seen, Target
+from gemini_hpc.controller.reach import Reach
+from gemini_hpc.controller.registry import Registry
+from gemini_hpc.slurm.text import parse_node
 
 V4, V6 = "10.1.2.3", "fd00::3"
 

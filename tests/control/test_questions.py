@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from gemini_hpc.control import questions
-from gemini_hpc.control.eventlog import EventLogs
-from gemini_hpc.control.questions import STALE, Questions
-from gemini_hpc.control.registry import Registry
-from gemini_hpc.control.slurm.facts import Job
-from gemini_hpc.wire.picture import EventRecord, JobAnswer
+from gemini_hpc.controller import questions
+from gemini_hpc.controller.event_log import EventLogs
+from gemini_hpc.controller.questions import STALE, Questions
+from gemini_hpc.controller.registry import Registry
+from gemini_hpc.slurm.facts import Job
+from gemini_hpc.wire.inspect_schema import EventRecord, JobAnswer
 
 from .test_takeover import JOB
 

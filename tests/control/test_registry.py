@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gemini_hpc.control.registry import Agent, Registry, Stored, Track
+from gemini_hpc.controller.registry import Agent, Registry, Stored, Track
 
 from .test_takeover import JOB
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from gemini_hpc.control import probe, rescue, tasks
-from gemini_hpc.control.fencing import Port
-from gemini_hpc.control.probe import Look, Seen, Target
-from gemini_hpc.control.rescue import Rescue
-from gemini_hpc.control.reservation import Held
-from gemini_hpc.control.slurm import SlurmError
-from gemini_hpc.control.slurm.facts import Job, Node, Reservation, Row
-from gemini_hpc.control.slurm.text import parse_node
-from gemini_hpc.control.survivors import Fence, Survivors
+from gemini_hpc.controller import probe, requeue, tasks
+from gemini_hpc.controller.fencing import Port
+from gemini_hpc.controller.probe import Look, Seen, Target
+from gemini_hpc.controller.requeue import Rescue
+from gemini_hpc.controller.reservation import Held
+from gemini_hpc.controller.survivors import Fence, Survivors
+from gemini_hpc.slurm import SlurmError
+from gemini_hpc.slurm.facts import Job, Node, Reservation, Row
+from gemini_hpc.slurm.text import parse_node
 
 from .fake_slurm import FakeSlurm
 from .scontrol_line import parse_job
@@ -151,8 +151,8 @@ def ports(monkeypatch: pytest.MonkeyPatch) -> dict[str, Port]:
 
     monkeypatch.setattr(probe, "looks", looks)
     for name, value in (("PINNED_S", 0.6), ("REACHABLE_S", 0.6), ("HELD_GRACE_S", 0.2), ("SURVEY_S", 0.05)):
-        monkeypatch.setattr(rescue, name, value)
-    monkeypatch.setattr(rescue, "ASK_S", 0.1)
+        monkeypatch.setattr(requeue, name, value)
+    monkeypatch.setattr(requeue, "ASK_S", 0.1)
     return found
 
 
@@ -187,7 +187,7 @@ def test_nothing_is_held_for_ever() -> None:
 
 
 def test_a_limit_lets_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rescue, "PINNED_S", 60.0)
+    monkeypatch.setattr(requeue, "PINNED_S", 60.0)
     slurm = ScriptedSlurm()
     slurm.current = dataclasses.replace(PENDING, reason="QOSMaxJobsPerUserLimit")
     assert steer(slurm)[0] == "held"

@@ -167,7 +167,7 @@ def test_controller_that_came_back_after_the_start_cleans_up(site: Site) -> None
 
 
 def test_site_05_only_one_controller_acts(site: Site) -> None:
-    done = site.cluster.run(["/opt/gemini-hpc/venv/bin/python", "-I", "-m", "gemini_hpc.control"], user="slurm")
+    done = site.cluster.run(["/opt/gemini-hpc/venv/bin/python", "-I", "-m", "gemini_hpc.controller"], user="slurm")
     assert done.returncode == 1 and "another controller" in done.stderr
 
 

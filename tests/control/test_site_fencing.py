@@ -171,7 +171,7 @@ def test_site_05_backup_slurmctld_takes_over_in_mid_recovery(make_site: Callable
     cluster = site.cluster
     assert cluster.address("n6") == "10.77.0.16"
     backup = cluster.popen(["slurmctld", "-D", "-f", f"{cluster.directory}/etc/slurm/slurm.conf"], node="n6")
-    standby = cluster.popen([PYTHON, "-I", "-m", "gemini_hpc.control"], user="slurm", node="n6", stderr=None)
+    standby = cluster.popen([PYTHON, "-I", "-m", "gemini_hpc.controller"], user="slurm", node="n6", stderr=None)
     site.servers += [backup, standby]
     job, hosts = start(site, "-N3", "-p", "two")
     time.sleep(7)  # slurmctld saves its state every 5 s; what it has not saved it forgets, we or no we
@@ -190,7 +190,7 @@ def test_site_05_controller_beside_a_backup_stands_by(make_site: Callable[..., S
     site = make_site(slurm_conf=["SlurmctldHost=n5(10.77.0.15)"])
     log = site.cluster.directory / "standby.log"
     with log.open("w") as out:
-        argv = [PYTHON, "-I", "-m", "gemini_hpc.control"]
+        argv = [PYTHON, "-I", "-m", "gemini_hpc.controller"]
         site.processes.append(site.cluster.popen(argv, user="slurm", node="n5", stdout=out, stderr=out))
     until(lambda: "event=standby reason=slurmctld in charge is on ctl" in log.read_text(), 10)
     stays(site, lambda: "event=ready" not in log.read_text(), 3)

@@ -14,7 +14,7 @@ from .conftest import PYTHON, SLEEPER, Site
 
 ASK_SLURM = """
 import asyncio, sys
-from gemini_hpc.control.slurm import Slurm, SlurmError
+from gemini_hpc.slurm import Slurm, SlurmError
 async def main():
     slurm = Slurm()
     job = await slurm.job(int(sys.argv[1]))

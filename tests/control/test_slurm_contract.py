@@ -19,9 +19,9 @@ from typing import TypeVar
 import pytest
 from waiting import until
 
-from gemini_hpc.control.slurm import Slurm, SlurmError, UnknownJob, client, ways
-from gemini_hpc.control.slurm.pyslurm_reader import WORKER, PyslurmReader
 from gemini_hpc.devcluster import Cluster
+from gemini_hpc.slurm import Slurm, SlurmError, UnknownJob, client, ways
+from gemini_hpc.slurm.pyslurm_reader import WORKER, PyslurmReader
 
 from . import hostile, inside
 from .conftest import PYTHON
@@ -211,7 +211,7 @@ def test_a_surprise_ends_pyslurm_and_the_commands_answer(
         return readers[-1]
 
     monkeypatch.setattr(client, "_pyslurm", reader)
-    monkeypatch.setattr("gemini_hpc.control.slurm.pyslurm_reader.START_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("gemini_hpc.slurm.pyslurm_reader.START_TIMEOUT_S", 1.0)
     told: list[ways.Way] = []
 
     async def ask() -> None:
@@ -232,7 +232,7 @@ def test_a_surprise_ends_pyslurm_and_the_commands_answer(
 
 
 def test_it_is_never_imported_by_this_package() -> None:
-    code = "import sys, gemini_hpc.control.service, gemini_hpc.control.slurm.client; print('pyslurm' in sys.modules)"
+    code = "import sys, gemini_hpc.controller.service, gemini_hpc.slurm.client; print('pyslurm' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
     )

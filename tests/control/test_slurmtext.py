@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.control.slurm.facts import LIVE
-from gemini_hpc.control.slurm.text import (
+from gemini_hpc.slurm.facts import LIVE
+from gemini_hpc.slurm.text import (
     ParseError,
     gres_needed,
     node_records,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from gemini_hpc.agent.pace import Pace
+from gemini_hpc.agent.replicas.pace import Pace
 from gemini_hpc.cli.inspect import render
-from gemini_hpc.control.picture import Document, picture
-from gemini_hpc.control.stall import Stall, stall
-from gemini_hpc.wire.picture import InspectPart, PaceState, SetState
+from gemini_hpc.query.inspect_document import Document, picture
+from gemini_hpc.query.stall import Stall, stall
+from gemini_hpc.wire.inspect_schema import InspectPart, PaceState, SetState
 
 NOW = 1000.0
 SLURM = {"state": "RUNNING", "nodes": "n1,n2", "restarts": "0"}

@@ -13,20 +13,20 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc.config import Settings
-from gemini_hpc.control import recoveries, tasks
-from gemini_hpc.control.eventlog import EventLogs
-from gemini_hpc.control.fencing import REASON, Port
-from gemini_hpc.control.journal import Journal
-from gemini_hpc.control.primary import LOCK, LockTakenError, Primary, take_lock
-from gemini_hpc.control.probe import Look
-from gemini_hpc.control.recoveries import Recoveries
-from gemini_hpc.control.recovery import Recovery
-from gemini_hpc.control.registry import Registry
-from gemini_hpc.control.reservation import PREFIX
-from gemini_hpc.control.server import Controller
-from gemini_hpc.control.slurm import SlurmError, SlurmUnreachable, UnknownJob
-from gemini_hpc.control.slurm.facts import Config, Job, Node, Reservation, Row
-from gemini_hpc.control.slurm.text import parse_node
+from gemini_hpc.controller import recoveries, tasks
+from gemini_hpc.controller.event_log import EventLogs
+from gemini_hpc.controller.fencing import REASON, Port
+from gemini_hpc.controller.journal import Journal
+from gemini_hpc.controller.primary import LOCK, LockTakenError, Primary, take_lock
+from gemini_hpc.controller.probe import Look
+from gemini_hpc.controller.recoveries import Recoveries
+from gemini_hpc.controller.recovery import Recovery
+from gemini_hpc.controller.registry import Registry
+from gemini_hpc.controller.reservation import PREFIX
+from gemini_hpc.controller.server import Controller
+from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
+from gemini_hpc.slurm.facts import Config, Job, Node, Reservation, Row
+from gemini_hpc.slurm.text import parse_node
 from gemini_hpc.wire.controller import Report
 
 from .fake_slurm import FakeSlurm

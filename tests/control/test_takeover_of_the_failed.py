@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.control.probe import Look
-from gemini_hpc.control.slurm.facts import Job
+from gemini_hpc.controller.probe import Look
+from gemini_hpc.slurm.facts import Job
 
 from .test_takeover import JOB, KEY, Waiting, make, opened, until
 

@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import pytest
 
-from gemini_hpc.control import probe, tasks
-from gemini_hpc.control.fencing import Port
-from gemini_hpc.control.probe import Look, Seen, Series, Target
+from gemini_hpc.controller import probe, tasks
+from gemini_hpc.controller.fencing import Port
+from gemini_hpc.controller.probe import Look, Seen, Series, Target
 
 
 def test_a_task_that_dies_is_told_and_started_again_at_a_bounded_rate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gemini_hpc.control.witnesses import FRESH_S, Witnesses
+from gemini_hpc.controller.witnesses import FRESH_S, Witnesses
 
 
 def test_what_was_said_long_ago_does_not_count() -> None:

@@ -18,9 +18,9 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 from gemini_hpc.core.placement import holders, holds_for
-from gemini_hpc.core.recovery import CopyInfo, choose
-from gemini_hpc.core.seal import Root, Vote, Word, merge, vote_of
+from gemini_hpc.core.recovery_plan import CopyInfo, choose
 from gemini_hpc.core.slots import Refused, Slot, SlotPair, Stamp
+from gemini_hpc.core.votes import Root, Vote, Word, merge, vote_of
 
 Pair = tuple[tuple[str, int], tuple[str, int], int]  # both slots in order, and the version last begun
 Versions = tuple[int, ...]

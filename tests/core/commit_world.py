@@ -15,9 +15,17 @@ from functools import cache, partial
 from itertools import combinations
 
 from gemini_hpc.core.placement import holders, holds_for, survivable
-from gemini_hpc.core.recovery import CopyInfo, Inventory, Pull, RecoveryPlan, SetPlan, first_epoch, plan
-from gemini_hpc.core.seal import Root, Subtree, Vote, Word, children, merge, parent, vote_of
+from gemini_hpc.core.recovery_plan import (
+    CopyInfo,
+    Inventory,
+    Pull,
+    RecoveryPlan,
+    SetPlan,
+    first_epoch,
+    plan,
+)
 from gemini_hpc.core.slots import Refused, SlotPair, Stamp
+from gemini_hpc.core.votes import Root, Subtree, Vote, Word, children, merge, parent, vote_of
 
 SKIPPED = 5  # versions of which a trainer may skip one
 FANOUT = 2  # so that five agents already make a tree with an inner node

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gemini_hpc.core import cgroup
-from gemini_hpc.core.cgroup import Choice, Place
+from gemini_hpc.node import memory_cgroup
+from gemini_hpc.node.memory_cgroup import Choice, Place
 
 # Debian 12, Slurm by systemd: unified hierarchy only.
 V2 = "0::/system.slice/slurmd.service\n"
@@ -43,10 +43,10 @@ COVERED_MOUNTS = """\
 
 
 def test_site_15_v2_under_systemd_is_asked_of_systemd() -> None:
-    here = cgroup.place(V2, V2_MOUNTS)
+    here = memory_cgroup.place(V2, V2_MOUNTS)
     assert here == Place(2, "/sys/fs/cgroup", "/system.slice/slurmd.service", True)
-    assert cgroup.choose(here, "", systemd=True) == Choice("systemd")
-    argv = cgroup.scope_call("/usr/bin/busctl", 7, 4711, 1 << 30)
+    assert memory_cgroup.choose(here, "", systemd=True) == Choice("systemd")
+    argv = memory_cgroup.scope_call("/usr/bin/busctl", 7, 4711, 1 << 30)
     assert argv == [
         *("/usr/bin/busctl", "--timeout=2", "call", "org.freedesktop.systemd1", "/org/freedesktop/systemd1"),
         *("org.freedesktop.systemd1.Manager", "StartTransientUnit", "ssa(sv)a(sa(sv))"),
@@ -59,11 +59,13 @@ def test_site_15_v2_under_systemd_is_asked_of_systemd() -> None:
 
 
 def test_site_15_v2_without_systemd_is_made_of_files() -> None:
-    here = cgroup.place("0::/slurmd\n", V2_MOUNTS)
+    here = memory_cgroup.place("0::/slurmd\n", V2_MOUNTS)
     assert here is not None
-    choice = cgroup.choose(here, "/site/gemini", systemd=False)
+    choice = memory_cgroup.choose(here, "/site/gemini", systemd=False)
     assert choice == Choice("v2", "/sys/fs/cgroup/site/gemini")
-    steps = [(s.path.removeprefix("/sys/fs/cgroup"), s.text) for s in cgroup.preparation(here, choice, 1000, 0)]
+    steps = [
+        (s.path.removeprefix("/sys/fs/cgroup"), s.text) for s in memory_cgroup.preparation(here, choice, 1000, 0)
+    ]
     assert steps == [
         *(("/cgroup.subtree_control", f"+{name}") for name in ("memory", "cpu", "pids")),
         ("/site", None),
@@ -72,7 +74,7 @@ def test_site_15_v2_without_systemd_is_made_of_files() -> None:
         ("/site/gemini/memory.swap.max", "0"),
         ("/site/gemini/memory.max", "1000"),
     ]
-    of_job = cgroup.of_job(here, choice, 7, 900)
+    of_job = memory_cgroup.of_job(here, choice, 7, 900)
     steps = [(s.path.removeprefix("/sys/fs/cgroup/site/gemini"), s.text) for s in of_job]
     assert steps == [
         *(("/cgroup.subtree_control", f"+{name}") for name in ("memory", "cpu", "pids")),
@@ -87,7 +89,7 @@ def test_site_15_v2_without_systemd_is_made_of_files() -> None:
 
 
 def test_job_has_a_cgroup_in_each_hierarchy_of_v1_that_is_there() -> None:
-    found = cgroup.beside(V1_MOUNTS, "/gemini-hpc", 7)
+    found = memory_cgroup.beside(V1_MOUNTS, "/gemini-hpc", 7)
     (at,) = found
     assert at == "/sys/fs/cgroup/cpu,cpuacct/gemini-hpc/7", "neither devices nor pids are mounted there"
     assert [(s.path.removeprefix("/sys/fs/cgroup/cpu,cpuacct"), s.text, s.needed) for s in found[at]] == [
@@ -97,29 +99,29 @@ def test_job_has_a_cgroup_in_each_hierarchy_of_v1_that_is_there() -> None:
     ]
     more = "50 25 0:40 / /sys/fs/cgroup/{0} {1} shared:20 - cgroup cgroup rw,{0}\n"
     both = V1_MOUNTS + more.format("devices", "rw") + more.format("pids", "ro")
-    steps = [s.text for s in cgroup.beside(both, "/site/agents", 7)["/sys/fs/cgroup/devices/site/agents/7"]]
+    steps = [s.text for s in memory_cgroup.beside(both, "/site/agents", 7)["/sys/fs/cgroup/devices/site/agents/7"]]
     assert steps[:4] == [None, None, None, "a"] and "c 1:3 rwm" in steps and len(steps) == 10, "denied first"
-    assert not [at for at in cgroup.beside(both, "/site/agents", 7) if "pids" in at], "read-only"
+    assert not [at for at in memory_cgroup.beside(both, "/site/agents", 7) if "pids" in at], "read-only"
     joint = V1_MOUNTS.replace("cpu,cpuacct", "cpu,pids")
-    steps = [s.text for s in cgroup.beside(joint, "/gemini-hpc", 7)["/sys/fs/cgroup/cpu,pids/gemini-hpc/7"]]
+    steps = [s.text for s in memory_cgroup.beside(joint, "/gemini-hpc", 7)["/sys/fs/cgroup/cpu,pids/gemini-hpc/7"]]
     assert steps == [None, None, "1024", "512"], "two controllers in one hierarchy"
 
 
 def test_site_15_a_limit_is_never_put_below_what_is_taken() -> None:
     """On v2 that would kill the agents of the jobs that run."""
     here = Place(2, "/cg", "/slurmd", True)
-    choice = cgroup.choose(here, "", systemd=False)
-    assert not any(s.path.endswith("memory.max") for s in cgroup.preparation(here, choice, 1000, 1001))
-    assert any(s.path.endswith("memory.max") for s in cgroup.preparation(here, choice, 1000, 1000))
+    choice = memory_cgroup.choose(here, "", systemd=False)
+    assert not any(s.path.endswith("memory.max") for s in memory_cgroup.preparation(here, choice, 1000, 1001))
+    assert any(s.path.endswith("memory.max") for s in memory_cgroup.preparation(here, choice, 1000, 1000))
 
 
 def test_site_15_v1_beside_slurmd_with_or_without_systemd() -> None:
-    here = cgroup.place(V1, V1_MOUNTS)
+    here = memory_cgroup.place(V1, V1_MOUNTS)
     assert here == Place(1, "/sys/fs/cgroup/memory", "/system.slice/slurmd.service", True)
     for systemd in (True, False):
-        assert cgroup.choose(here, "", systemd=systemd) == Choice("v1", "/sys/fs/cgroup/memory/gemini-hpc")
-    choice = cgroup.choose(here, "", systemd=True)
-    last = cgroup.preparation(here, choice, 1000, 0)[-1]
+        assert memory_cgroup.choose(here, "", systemd=systemd) == Choice("v1", "/sys/fs/cgroup/memory/gemini-hpc")
+    choice = memory_cgroup.choose(here, "", systemd=True)
+    last = memory_cgroup.preparation(here, choice, 1000, 0)[-1]
     assert (last.path, last.text) == ("/sys/fs/cgroup/memory/gemini-hpc/memory.limit_in_bytes", "1000")
     assert list(here.chain()) == [
         "/sys/fs/cgroup/memory/system.slice/slurmd.service",
@@ -129,12 +131,12 @@ def test_site_15_v1_beside_slurmd_with_or_without_systemd() -> None:
 
 
 def test_site_15_containers() -> None:
-    here = cgroup.place(CONTAINER, CONTAINER_MOUNTS)
+    here = memory_cgroup.place(CONTAINER, CONTAINER_MOUNTS)
     assert here == Place(1, "/sys/fs/cgroup/memory", "/slurm", False)
-    assert "read-only" in cgroup.choose(here, "", systemd=False).why
-    assert cgroup.place("9:memory:/elsewhere\n", CONTAINER_MOUNTS) is None
-    assert cgroup.place("9:memory:/../other\n", V1_MOUNTS) is None
-    assert cgroup.place(COVERED, COVERED_MOUNTS) == Place(1, "/sys/fs/cgroup/memory", "/slurmd", True)
+    assert "read-only" in memory_cgroup.choose(here, "", systemd=False).why
+    assert memory_cgroup.place("9:memory:/elsewhere\n", CONTAINER_MOUNTS) is None
+    assert memory_cgroup.place("9:memory:/../other\n", V1_MOUNTS) is None
+    assert memory_cgroup.place(COVERED, COVERED_MOUNTS) == Place(1, "/sys/fs/cgroup/memory", "/slurmd", True)
 
 
 @pytest.mark.parametrize(
@@ -150,19 +152,21 @@ def test_site_15_containers() -> None:
     ],
 )
 def test_site_15_what_the_agent_stays_for(setting: str, why: str) -> None:
-    choice = cgroup.choose(cgroup.place(V1, V1_MOUNTS), setting, systemd=False)
+    choice = memory_cgroup.choose(memory_cgroup.place(V1, V1_MOUNTS), setting, systemd=False)
     assert choice.how == "stay" and why in choice.why and bool(why) == bool(choice.why)
 
 
 def test_site_15_no_memory_cgroup_is_nothing_to_leave() -> None:
-    assert cgroup.place("", "") is None and cgroup.place("1:name=systemd:/\n", V1_MOUNTS) is None
-    assert cgroup.place(V1, "") is None and cgroup.place("nonsense\n::\n", "a b - c\n\n") is None
-    assert cgroup.choose(None, "", systemd=True) == Choice("stay")
-    assert "no memory cgroup" in cgroup.choose(None, "/gemini-hpc", systemd=True).why
+    assert memory_cgroup.place("", "") is None and memory_cgroup.place("1:name=systemd:/\n", V1_MOUNTS) is None
+    assert memory_cgroup.place(V1, "") is None and memory_cgroup.place("nonsense\n::\n", "a b - c\n\n") is None
+    assert memory_cgroup.choose(None, "", systemd=True) == Choice("stay")
+    assert "no memory cgroup" in memory_cgroup.choose(None, "/gemini-hpc", systemd=True).why
 
 
 def test_site_15_what_is_left_of_a_limit() -> None:
-    assert cgroup.left(1, "9223372036854771712\n", "5\n", "") is None
-    assert cgroup.left(2, "max\n", "5\n", "") is None
-    assert cgroup.left(1, "100\n", "70\n", "inactive_file 1\ntotal_inactive_file 20\ntotal_active_file 5\n") == 55
-    assert cgroup.left(2, "100\n", "170\n", "anon 3\ninactive_file 20\nactive_file 5\n") == 0
+    assert memory_cgroup.left(1, "9223372036854771712\n", "5\n", "") is None
+    assert memory_cgroup.left(2, "max\n", "5\n", "") is None
+    assert (
+        memory_cgroup.left(1, "100\n", "70\n", "inactive_file 1\ntotal_inactive_file 20\ntotal_active_file 5\n") == 55
+    )
+    assert memory_cgroup.left(2, "100\n", "170\n", "anon 3\ninactive_file 20\nactive_file 5\n") == 0

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemini_hpc.core import schedule
-from gemini_hpc.core.frequency import LARGEST_J, Controller, Frequency, Need, choose
+from gemini_hpc.core.save_interval import LARGEST_J, Controller, Frequency, Need, choose
 from gemini_hpc.core.spans import Window, timeline
 
 

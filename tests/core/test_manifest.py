@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_hpc.core.manifest import (
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.format.slot_header import (
     HEADER_BYTES,
     MAGIC,
     PAGE_BYTES,
@@ -13,7 +14,6 @@ from gemini_hpc.core.manifest import (
     pack_header,
     parse_header,
 )
-from gemini_hpc.core.slots import Stamp
 
 layouts = st.builds(Layout.plan, st.integers(0, 1 << 20), st.integers(0, 1 << 45), st.integers(0, 1 << 24))
 

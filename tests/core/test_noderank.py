@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_hpc.core.noderank import assign, map_hash
+from gemini_hpc.core.node_ranks import assign, map_hash
 
 hosts = st.lists(st.integers(0, 30).map("n{}".format), unique=True, max_size=12)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_hpc.core.placement import holders, survivable
-from gemini_hpc.core.recovery import CopyInfo, Inventory, SetPlan, choose, plan
+from gemini_hpc.core.recovery_plan import CopyInfo, Inventory, SetPlan, choose, plan
 from gemini_hpc.core.slots import Stamp
 
 HOSTS = ["n0", "n1", "n2", "n3"]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_hpc.core import placement
-from gemini_hpc.core.scavenge import writers
+from gemini_hpc.core.salvage import writers
 
 
 def test_who_is_there_writes_its_own_and_a_holder_the_rest() -> None:

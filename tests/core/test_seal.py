@@ -6,8 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_hpc.core.seal import SILENT, Root, Subtree, Vote, Word, children, merge, parent, vote_of
 from gemini_hpc.core.slots import Slot, SlotPair, Stamp
+from gemini_hpc.core.votes import (
+    SILENT,
+    Root,
+    Subtree,
+    Vote,
+    Word,
+    children,
+    merge,
+    parent,
+    vote_of,
+)
 
 
 def v(version: int) -> Stamp:

@@ -14,8 +14,8 @@ import pytest
 
 from gemini_hpc import config
 from gemini_hpc.cli.main import build_parser
-from gemini_hpc.control.picture import picture
-from gemini_hpc.wire.picture import EventRecord, HeldSlot, InspectPart, SetState
+from gemini_hpc.query.inspect_document import picture
+from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, SetState
 from gemini_hpc.wire.traffic import TrafficState
 from tests.docs.tables import ADMIN, with_tables
 from tests.releases import __main__ as releases

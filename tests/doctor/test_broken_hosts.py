@@ -171,7 +171,7 @@ def test_one_closed_file_of_a_package_is_named(package: Path, monkeypatch: pytes
     monkeypatch.setitem(HOSTS, "installed", f"( {host} {closed} ) >&2 || exit 1")
     done = doctor(package, "installed", 0, "--json", "--only", "files.access")
     (found,) = json.loads(done.stdout)["checks"]
-    assert found["status"] == "wrong" and "gemini_hpc/agent/agent.py (mode 0640)" in found["found"]
+    assert found["status"] == "wrong" and "gemini_hpc/agent/daemon.py (mode 0640)" in found["found"]
 
 
 # ---- facts that cannot be had, one at a time -------------------------------------------------------------

@@ -13,8 +13,6 @@ import pytest
 
 from gemini_hpc.cli.main import main
 from gemini_hpc.config import Settings
-from gemini_hpc.control.slurm.text import parse_configuration, parse_ping
-from gemini_hpc.core.cgroup import Place
 from gemini_hpc.doctor import containers, elf, examine, memory, report, slurm
 from gemini_hpc.doctor.cgroups import limit
 from gemini_hpc.doctor.check import ANYWHERE, ON_NODE, Check
@@ -24,6 +22,8 @@ from gemini_hpc.doctor.finding import STATUSES, Outcome, Unavailable, ok
 from gemini_hpc.doctor.leftovers import age_s
 from gemini_hpc.doctor.network import Range, free_of, listeners
 from gemini_hpc.doctor.units import files, setting
+from gemini_hpc.node.memory_cgroup import Place
+from gemini_hpc.slurm.text import parse_configuration, parse_ping
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from gemini_hpc.agent.memory import meminfo
+from gemini_hpc.agent.replicas.memory import meminfo
 from gemini_hpc.devcluster import Cluster
 
 from .conftest import Patient, Report

@@ -17,9 +17,9 @@ from heat import Heat, plates, swept
 from leaks.cluster import nothing_left
 from waiting import until
 
-from gemini_hpc.agent.node import meminfo
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.devcluster.cluster import Cluster
+from gemini_hpc.node.meminfo import meminfo
 from gemini_hpc.tier import version
 
 N, STEPS = 48, 160

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from gemini_hpc.wire import controller, handshake, munge, peer, picture, protocol
+from gemini_hpc.wire import controller, handshake, inspect_schema, munge, peer, protocol
 from gemini_hpc.wire.frames import LENGTH_BYTES, FrameError, Sealer, bare, read_bare, read_exact
 from gemini_hpc.wire.handshake import Client, Envelope, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed, connect
@@ -144,7 +144,7 @@ def _send_greeting(a: Args, data: bytes) -> str:
         try:
             munge.decode(answer.credential)
         except munge.MungeError as exc:
-            sock.sendall(Sealer(bytes(32)).seal(protocol.encode(picture.InspectAsk())))
+            sock.sendall(Sealer(bytes(32)).seal(protocol.encode(inspect_schema.InspectAsk())))
             try:
                 read_exact(sock, 1)
             except FrameError:
@@ -192,7 +192,9 @@ class Session:
         session = client.finish(read_bare(self.sock, 1 << 16))
         self.out, self.inward = Sealer(session.send_key), Sealer(session.receive_key)
         kind = a["ask"]
-        self.ask = protocol.encode(picture.InspectAsk() if kind == "inspect" else picture.JobAsk(a["job"]))
+        self.ask = protocol.encode(
+            inspect_schema.InspectAsk() if kind == "inspect" else inspect_schema.JobAsk(a["job"])
+        )
 
     def outcome(self, data: bytes) -> str:
         """What the server does with these bytes: an answer, or the end."""
@@ -279,8 +281,8 @@ def link(a: Args) -> Args:
         "obituary of itself": peer.Obituary(a["target"], False, a["restart"]),
         "a set like a path": peer.WordDown(round=1, set="../x", sealed=(1, 1 << 30), abandoned=(), degraded=False),
         "a controller's word": controller.Release(a["job"], "free everything"),
-        "a question": picture.JobAsk(a["job"]),
-        "an answer": picture.JobAnswer(),
+        "a question": inspect_schema.JobAsk(a["job"]),
+        "an answer": inspect_schema.JobAnswer(),
     }.items():
         connection = BlockingLink.connect(a["host"], a["port"], _client(a))
         try:
@@ -353,7 +355,7 @@ def agents(a: Args) -> Args:
 
 def flood(a: Args) -> Args:
     """For `seconds`, on `lines` connections at once, whatever an agent may say, as fast as it goes; reconnects."""
-    event = picture.EventRecord(time.time(), "x" * 300, "n9", 0, 0, "flood " + "y" * 4000)
+    event = inspect_schema.EventRecord(time.time(), "x" * 300, "n9", 0, 0, "flood " + "y" * 4000)
 
     async def one(number: int, end: float) -> int:
         count = 0
@@ -369,7 +371,7 @@ def flood(a: Args) -> Args:
                     line.send(_registration(a, job=job))
                 while time.monotonic() < end and not line.closed:
                     if a["purpose"] == "query":
-                        line.send(picture.JobAsk(a["job"] + count % a.get("jobs", 1)))
+                        line.send(inspect_schema.JobAsk(a["job"] + count % a.get("jobs", 1)))
                         await line.receive()
                     else:
                         line.send(controller.EventsUp(job, (event,) * 50))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from waiting import until
 
-from gemini_hpc.agent.ports import candidates
 from gemini_hpc.config import Settings
+from gemini_hpc.wire.ports import candidates
 
 from .conftest import PYTHON, Site, Steady
 

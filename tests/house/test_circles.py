@@ -75,7 +75,7 @@ def test_no_circle_of_files() -> None:
 
 
 def test_no_part_of_an_agent_takes_the_whole() -> None:
-    assert {name for name, wanted in ours().items() if "agent.agent" in wanted} == {"agent.__main__"}
+    assert {name for name, wanted in ours().items() if "agent.daemon" in wanted} == {"agent.__main__"}
 
 
 def test_a_circle_is_found() -> None:

@@ -10,7 +10,7 @@ import pytest
 PROGRAM = """
 import sys
 before = set(sys.modules)
-import gemini_hpc.agent.{name}
+import gemini_hpc.node.{name}
 for module in sorted(set(sys.modules) - before):
     if module.partition(".")[0] not in sys.stdlib_module_names and not module.startswith("gemini_hpc"):
         print(module)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 
 import gemini_hpc as gemini
-from gemini_hpc.client.agent import AgentRefused
+from gemini_hpc.client.agent_connection import AgentRefused
 from gemini_hpc.integrations.dcp import GeminiReader, GeminiWriter, close
 from gemini_hpc.integrations.session import Session
 from tests.train.worker import digest

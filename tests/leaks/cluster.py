@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from gemini_hpc.agent import ledger
 from gemini_hpc.devcluster import slurm
 from gemini_hpc.devcluster.cluster import Cluster
+from gemini_hpc.node import ledger
 
 from . import Found, assert_nothing_new
 from .machine import charged
@@ -120,7 +120,7 @@ def _on_nodes(cluster: Cluster, inits: dict[str, int]) -> Found:
             if not node:
                 continue
             command = Path("/proc", entry, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if "gemini_hpc.agent" in command:
+            if "gemini_hpc.agent" in command or "gemini_hpc.node" in command:
                 found[node, "agent", entry] = f"{node}: process {entry}: {command.strip()}"
             for inode, name in _memfds(entry):
                 found[node, "memfd", inode] = f"{node}: {name} in process {entry}: {command.strip()}"

@@ -9,8 +9,8 @@ import pytest
 from harness import LiteJob
 from waiting import until
 
-from gemini_hpc.core.cgroup import AGENTS_ROOM_BYTES
 from gemini_hpc.devcluster import cgroups
+from gemini_hpc.node.memory_cgroup import AGENTS_ROOM_BYTES
 
 from .conftest import CAP_BYTES, MIB, Site
 

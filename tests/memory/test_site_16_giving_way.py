@@ -10,8 +10,8 @@ import pytest
 from harness import LiteJob
 from waiting import until
 
-from gemini_hpc.agent.node import meminfo
-from gemini_hpc.control.decide import release_reason
+from gemini_hpc.controller.requeue_rules import release_reason
+from gemini_hpc.node.meminfo import meminfo
 
 from .conftest import MIB, Site
 

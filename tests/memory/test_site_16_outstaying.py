@@ -8,9 +8,9 @@ import pytest
 from harness import LiteJob
 from waiting import until
 
-from gemini_hpc.agent import reaper
-from gemini_hpc.core.cgroup import TASKS_MAX
 from gemini_hpc.devcluster import cgroups
+from gemini_hpc.node import reaper
+from gemini_hpc.node.memory_cgroup import TASKS_MAX
 
 from .conftest import Site
 

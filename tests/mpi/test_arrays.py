@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_hpc.core.manifest import pack_header
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.format.slot_header import pack_header
 from gemini_hpc.mpi.arrays import Arrays, Part, Saved
 
 

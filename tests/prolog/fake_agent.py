@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from gemini_hpc.agent import launch, privileges
+from gemini_hpc.node import privileges, spawn
 
 
 def open_files() -> dict[str, str]:
@@ -67,7 +67,7 @@ def write_map(directory: str, attach: dict[str, object]) -> None:
 def main() -> None:
     options = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
     directory = options["--dir"]
-    launch.settle(int(options["--uid"]), directory)
+    spawn.settle(int(options["--uid"]), directory)
     if os.fork() == 0:  # as the real one's supervisor does
         os._exit(0)
     os.wait()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gemini_hpc.agent import jobdir, leftovers
-from gemini_hpc.agent.jobdir import JobDirError
+from gemini_hpc.node import job_directory, stale_jobs
+from gemini_hpc.node.job_directory import JobDirError
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def when(monkeypatch: pytest.MonkeyPatch, call: str, name: str, after: bool, swa
             if first and after:
                 swap()
 
-    monkeypatch.setattr(jobdir.os, call, wrapped)
+    monkeypatch.setattr(job_directory.os, call, wrapped)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_directory_that_becomes_a_link(
 
     when(monkeypatch, call, "real", after, swap)
     try:
-        jobdir.remove(fd, "7")
+        job_directory.remove(fd, "7")
     except JobDirError:
         pass
     else:
@@ -72,8 +72,8 @@ def test_new_entries_while_it_is_emptied(run_dir: tuple[Path, int], monkeypatch:
     path, fd = run_dir
     when(monkeypatch, "rmdir", "7", False, (path / "run" / "7" / "late").touch)
     with pytest.raises(JobDirError, match="could not be removed"):
-        jobdir.remove(fd, "7")
-    jobdir.remove(fd, "7")
+        job_directory.remove(fd, "7")
+    job_directory.remove(fd, "7")
     assert not (path / "run" / "7").exists()
 
 
@@ -90,8 +90,8 @@ def test_owners_who_take_up_the_time_do_not_keep_other_leftovers(
             time.sleep(0.01)
         return name == "200"
 
-    monkeypatch.setattr(leftovers, "TIMEOUT_S", 0.04)
-    monkeypatch.setattr(leftovers, "_is_leftover", slow)
+    monkeypatch.setattr(stale_jobs, "TIMEOUT_S", 0.04)
+    monkeypatch.setattr(stale_jobs, "_is_leftover", slow)
     for _ in range(200):
-        leftovers.remove(fd, str(path / "run"), except_job=7)
+        stale_jobs.remove(fd, str(path / "run"), except_job=7)
     assert not (path / "run" / "200").exists()

@@ -24,7 +24,7 @@ import xxhash
 
 from gemini_hpc.core import placement
 from gemini_hpc.wire import local, version
-from gemini_hpc.wire.page import ControlPage
+from gemini_hpc.wire.control_page import ControlPage
 from gemini_hpc.wire.traffic import Operation, TimelineState, TrafficState
 
 SET = os.environ.get("LITE_SET", "default")

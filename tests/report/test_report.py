@@ -18,20 +18,20 @@ import msgspec
 import pytest
 
 from gemini_hpc.cli import report
-from gemini_hpc.cli.asking import UserError
+from gemini_hpc.cli.job_id import UserError
 from gemini_hpc.cli.main import main
-from gemini_hpc.control import ask
-from gemini_hpc.control.ask import Recorded
+from gemini_hpc.query import ask
+from gemini_hpc.query.ask import Recorded
 from gemini_hpc.report import drawing
-from gemini_hpc.report.chosen import Shown, choose, document, idle, shown
-from gemini_hpc.report.page import Pictures, render
-from gemini_hpc.train import telling
-from gemini_hpc.wire.picture import InspectPart, Record, RecordAsk, SetState
+from gemini_hpc.report.html_page import Pictures, render
+from gemini_hpc.report.report_data import Shown, choose, document, idle, shown
+from gemini_hpc.train.schedule import stats_messages
+from gemini_hpc.wire.inspect_schema import InspectPart, Record, RecordAsk, SetState
 from gemini_hpc.wire.traffic import Point, TimelineState, TrafficState
 
 from .test_text import STEADY, but, part
 
-TIMELINE = telling.timeline(
+TIMELINE = stats_messages.timeline(
     version=42,
     iteration_s=3.1,
     gate_s=2.9,
@@ -100,7 +100,7 @@ def test_an_agent_that_tells_no_record_leaves_the_summary() -> None:
 
 
 def test_idle_is_what_lies_between_the_collectives() -> None:
-    timeline = telling.timeline(
+    timeline = stats_messages.timeline(
         version=1, iteration_s=1.0, gate_s=0.9, ops=[("a", 0.1, 0.5, 1), ("b", 0.2, 0.3, 1), ("c", 0.6, 0.7, 1)]
     )
     assert idle(timeline) == [(0.0, 0.1), (0.5, 0.6), (0.7, 1.0)]
@@ -160,8 +160,12 @@ def test_each_lane_is_drawn(lane: str, colour: str) -> None:
     [
         TimelineState(0, 0.0, 0.0),
         TimelineState((1 << 40) - 1, 1e5, 1e5),
-        telling.timeline(version=1, iteration_s=1e-9, gate_s=5.0, ops=[("x", 5.0, -5.0, 1)], waits=[(0.0, 0.0)]),
-        telling.timeline(version=1, iteration_s=1.0, gate_s=0.5, chunks=[(0.1, 0.2, 1, r) for r in range(200)]),
+        stats_messages.timeline(
+            version=1, iteration_s=1e-9, gate_s=5.0, ops=[("x", 5.0, -5.0, 1)], waits=[(0.0, 0.0)]
+        ),
+        stats_messages.timeline(
+            version=1, iteration_s=1.0, gate_s=0.5, chunks=[(0.1, 0.2, 1, r) for r in range(200)]
+        ),
         msgspec.msgpack.decode(
             msgspec.msgpack.encode([1, 1.0, 0.5, [["$\\frac{$", 0.9, 0.1, 1]]]), type=TimelineState
         ),

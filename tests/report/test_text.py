@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from gemini_hpc.cli.inspect import render
-from gemini_hpc.control.picture import picture
-from gemini_hpc.report.tame import tame
-from gemini_hpc.report.text import lines, seconds, size
-from gemini_hpc.wire.picture import HeldSlot, InspectPart, SetState
+from gemini_hpc.query.inspect_document import picture
+from gemini_hpc.report.traffic_text import lines, seconds, size
+from gemini_hpc.wire.inspect_schema import HeldSlot, InspectPart, SetState
+from gemini_hpc.wire.sanitize import tame
 from gemini_hpc.wire.traffic import TrafficState
 
 STEADY = TrafficState(

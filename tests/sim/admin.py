@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gemini_hpc.control.slurm.facts import FAILED, PENDING, RUNNING
+from gemini_hpc.slurm.facts import FAILED, PENDING, RUNNING
 
 from .jobs import Wrong
 from .kernel import Process

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gemini_hpc.agent.agent import Agent
-from gemini_hpc.control import giveback, recovery, rescue
-from gemini_hpc.control.fencing import Act, Case, Verdict, Veto
-from gemini_hpc.control.recoveries import Recoveries
-from gemini_hpc.control.reservation import Held
-from gemini_hpc.control.slurm.facts import CANCELLED
+from gemini_hpc.agent.daemon import Agent
+from gemini_hpc.controller import give_back, recovery, requeue
+from gemini_hpc.controller.fencing import Act, Case, Verdict, Veto
+from gemini_hpc.controller.recoveries import Recoveries
+from gemini_hpc.controller.reservation import Held
+from gemini_hpc.slurm.facts import CANCELLED
 
 from .slurm import SimSlurm
 
@@ -86,12 +86,12 @@ def anybodys_candidates() -> None:
 
 def takes_drains_for_ours() -> None:
     """What an administrator has drained gets our reason when it dies, as up to November 2026."""
-    giveback.drained_for = lambda node: ""
+    give_back.drained_for = lambda node: ""
 
 
 def sends_back_the_cancelled() -> None:
     """A job that ends in mid-recovery is sent back, whatever it has ended by."""
-    there: Any = rescue
+    there: Any = requeue
     there.FAILED = CANCELLED
 
 

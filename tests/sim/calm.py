@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gemini_hpc.control.slurm.facts import FAILED, PENDING
+from gemini_hpc.slurm.facts import FAILED, PENDING
 
 from .jobs import Wrong
 from .slurmctld import SLOW, JobRecord

@@ -9,7 +9,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 
-from gemini_hpc.agent.agent import Agent
+from gemini_hpc.agent.daemon import Agent
 from gemini_hpc.config import Settings
 
 from . import invariants

@@ -20,15 +20,15 @@ from typing import Any, cast
 
 import msgspec
 
-from gemini_hpc.agent.identity import Identity
-from gemini_hpc.agent.incarnation import Incarnation
-from gemini_hpc.agent.member import Member
-from gemini_hpc.agent.membership import Membership
-from gemini_hpc.agent.pledges import Pledges
-from gemini_hpc.agent.rejections import Rejections
-from gemini_hpc.agent.rounds import Rounds
-from gemini_hpc.agent.successor import StateFile
-from gemini_hpc.agent.tierchoice import TierChoice
+from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.incarnation import Incarnation
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.recovery_round import Rounds
+from gemini_hpc.agent.recovery_member import Member
+from gemini_hpc.agent.replicas.pledges import Pledges
+from gemini_hpc.agent.replicas.rejections import Rejections
+from gemini_hpc.agent.restart_state import StateFile
+from gemini_hpc.agent.tier.choice import TierChoice
 from gemini_hpc.config import Settings
 from gemini_hpc.core import placement
 from gemini_hpc.wire import local, peer, protocol

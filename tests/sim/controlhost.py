@@ -16,8 +16,8 @@ from typing import Any
 
 from gemini_hpc import settings as site_settings
 from gemini_hpc.config import Settings
-from gemini_hpc.control import hold, primary, service
-from gemini_hpc.control.daemon import ServiceError
+from gemini_hpc.controller import epilog_fallback, primary, service
+from gemini_hpc.controller.startup import ServiceError
 from gemini_hpc.wire.link import Link
 
 from .kernel import Process, current
@@ -50,7 +50,7 @@ def install(made: World, seed: int) -> None:
     # A set of links, which a controller that steps down closes, has one order then, whatever their addresses are.
     links: Any = Link
     links.__hash__ = lambda link: link.__dict__.setdefault("_number", next(numbers))
-    hold._log = lambda text: world().tell(f"hold on {current().host}: {text}")
+    epilog_fallback._log = lambda text: world().tell(f"hold on {current().host}: {text}")
 
 
 class Log(logging.Handler):
@@ -59,7 +59,7 @@ class Log(logging.Handler):
     def __init__(self, made: World, fault: Callable[[str], None]) -> None:
         super().__init__(logging.INFO)
         self._world, self._fault = made, fault
-        logger = logging.getLogger("gemini_hpc.control")
+        logger = logging.getLogger("gemini_hpc.controller")
         logger.handlers, logger.propagate = [self], False
         logger.setLevel(logging.INFO)
 

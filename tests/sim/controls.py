@@ -11,17 +11,17 @@ from typing import Any
 
 import msgspec
 
-from gemini_hpc.agent import sealing, sets
-from gemini_hpc.agent.filling import Filling
-from gemini_hpc.agent.rounds import Rounds
-from gemini_hpc.agent.sealing import Sealing, from_wire
-from gemini_hpc.agent.sealnotes import SealNotes
-from gemini_hpc.agent.sets import Sets
-from gemini_hpc.agent.store import Shard
-from gemini_hpc.agent.successor import StateFile
-from gemini_hpc.core import recovery, seal
-from gemini_hpc.core.seal import Word
+from gemini_hpc.agent.peers.recovery_round import Rounds
+from gemini_hpc.agent.replicas import trainings, voting
+from gemini_hpc.agent.replicas.seal_notes import SealNotes
+from gemini_hpc.agent.replicas.slot_writes import Filling
+from gemini_hpc.agent.replicas.store import Shard
+from gemini_hpc.agent.replicas.trainings import Sets
+from gemini_hpc.agent.replicas.voting import Sealing, from_wire
+from gemini_hpc.agent.restart_state import StateFile
+from gemini_hpc.core import recovery_plan, votes
 from gemini_hpc.core.slots import SlotPair, Stamp
+from gemini_hpc.core.votes import Word
 from gemini_hpc.wire import peer
 
 CONTROLS: dict[str, Callable[[], None]] = {}
@@ -173,55 +173,55 @@ def no_freeze() -> None:
     """
 
     def heard(self: Any, incarnation: Any, host: str, message: Any) -> None:
-        if self.may_have(message.set) and (sealing := self.named(message.set).sealing) is not None:
+        if self.may_have(message.set) and (voting := self.named(message.set).sealing) is not None:
             if isinstance(message, peer.VoteUp):
-                sealing.heard(host, from_wire(message))
+                voting.heard(host, from_wire(message))
             elif host == incarnation.rounds.parent:
                 sealed = None if message.sealed is None else Stamp(*message.sealed)
-                sealing.hear(Word(sealed, frozenset(Stamp(*s) for s in message.abandoned)), message.degraded)
+                voting.hear(Word(sealed, frozenset(Stamp(*s) for s in message.abandoned)), message.degraded)
 
-    patch(sets.Sets, "freeze", lambda self: None)
-    patch(sets.Sets, "on_message", heard)
+    patch(trainings.Sets, "freeze", lambda self: None)
+    patch(trainings.Sets, "on_message", heard)
 
 
 @control
 def abandoned_by_one() -> None:
     """A version is given up though every pair can still have it."""
-    patch(seal.Vote, "possible", lambda self, stamp: stamp in self.kept)
+    patch(votes.Vote, "possible", lambda self, stamp: stamp in self.kept)
 
 
 @control
 def half_of_the_pairs_vote() -> None:
     """R2: an agent votes for what is complete in some of its pairs, not in all."""
-    votes = seal.vote_of
+    counted = votes.vote_of
 
-    def vote_of(pairs: Any, expected: int | None = None) -> seal.Vote:
-        vote = votes(pairs, expected)
-        return seal.Vote(vote.seen, vote.seen, vote.floor, vote.kept)
+    def vote_of(pairs: Any, expected: int | None = None) -> votes.Vote:
+        vote = counted(pairs, expected)
+        return votes.Vote(vote.seen, vote.seen, vote.floor, vote.kept)
 
-    patch(sealing, "vote_of", vote_of)
+    patch(voting, "vote_of", vote_of)
 
 
 @control
 def nothing_is_abandoned() -> None:
     """R2: who waits for a version that will never be complete waits for ever."""
-    word = seal.Root.word
-    patch(seal.Root, "word", lambda self: Word(word(self).sealed))
+    word = votes.Root.word
+    patch(votes.Root, "word", lambda self: Word(word(self).sealed))
 
 
 @control
 def no_fallback_is_kept() -> None:
     """R4: of a version that was chosen and never sealed there may be one copy; what was sealed before is voided."""
-    patch(recovery, "_fallback", lambda chosen, choosable, sealed: ())
+    patch(recovery_plan, "_fallback", lambda chosen, choosable, sealed: ())
 
 
 @control
 def the_chosen_counts_as_sealed() -> None:
     """R4: a version that was chosen and never sealed counts as sealed at once."""
-    plan = recovery.plan
+    plan = recovery_plan.plan
 
-    def planned(*args: Any, **named: Any) -> recovery.RecoveryPlan:
+    def planned(*args: Any, **named: Any) -> recovery_plan.RecoveryPlan:
         made = plan(*args, **named)
         return replace(made, sets=tuple(replace(s, sealed=s.chosen) for s in made.sets))
 
-    patch(recovery, "plan", planned)
+    patch(recovery_plan, "plan", planned)

@@ -12,18 +12,18 @@ from typing import Any
 
 import msgspec
 
-from gemini_hpc.agent import successor
-from gemini_hpc.agent.agent import Agent
-from gemini_hpc.agent.filling import Filling
-from gemini_hpc.agent.member import Member
-from gemini_hpc.agent.rounds import Rounds
-from gemini_hpc.agent.sealing import Ballot, Sealing
-from gemini_hpc.agent.store import Shard
-from gemini_hpc.agent.trainingset import TrainingSet
+from gemini_hpc.agent import restart_state
+from gemini_hpc.agent.daemon import Agent
+from gemini_hpc.agent.peers.recovery_round import Rounds
+from gemini_hpc.agent.recovery_member import Member
+from gemini_hpc.agent.replicas.slot_writes import Filling
+from gemini_hpc.agent.replicas.store import Shard
+from gemini_hpc.agent.replicas.training import TrainingSet
+from gemini_hpc.agent.replicas.voting import Ballot, Sealing
 from gemini_hpc.core import placement
-from gemini_hpc.core.record import Committed
-from gemini_hpc.core.seal import Vote, Word
 from gemini_hpc.core.slots import SlotPair, Stamp
+from gemini_hpc.core.votes import Vote, Word
+from gemini_hpc.format.commit_record import Committed
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.message import Message
 
@@ -198,9 +198,9 @@ class Truth:
         """What a message promises is on the disk of who sends it, unless the agent complains that it cannot be."""
         if member._state.problem or not isinstance(message, (peer.Collect, peer.PlanAck, peer.Go)):
             return
-        where = Path(member._identity.directory) / successor.NAME
+        where = Path(member._identity.directory) / restart_state.NAME
         try:
-            state = msgspec.json.decode(where.read_bytes(), type=successor.State)
+            state = msgspec.json.decode(where.read_bytes(), type=restart_state.State)
         except OSError:
             state = None
         promised = False
@@ -368,7 +368,7 @@ def _rounds(truth: Truth) -> None:
             truth.point("go", self._identity.node)
         return sent
 
-    def write(was: Any, self: successor.StateFile, state: successor.State) -> bool:
+    def write(was: Any, self: restart_state.StateFile, state: restart_state.State) -> bool:
         there: bool = was(self, state)
         truth.point("noted", _host())
         return there
@@ -381,4 +381,4 @@ def _rounds(truth: Truth) -> None:
     _around(Member, "live", live)
     _around(Member, "freeze", freeze)
     _around(Member, "send", send)
-    _around(successor.StateFile, "write", write)
+    _around(restart_state.StateFile, "write", write)

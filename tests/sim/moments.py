@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gemini_hpc.control.journal import NODES, Journal
-from gemini_hpc.control.recoveries import Recoveries
+from gemini_hpc.controller.journal import NODES, Journal
+from gemini_hpc.controller.recoveries import Recoveries
 
 # Notes of the journal (step and phase), and events.
 BEFORE_DOWN = ("confirmed", "open before", "reserve before", "reserve after", "down before")

@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from gemini_hpc.agent.agent import Agent
-from gemini_hpc.agent.memory import Memfd
+from gemini_hpc.agent.daemon import Agent
+from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.config import Settings
 from gemini_hpc.wire import local
 

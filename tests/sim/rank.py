@@ -15,10 +15,11 @@ from typing import Any
 
 import xxhash
 
-from gemini_hpc.client.seal import SealGate
-from gemini_hpc.core import placement, record
+from gemini_hpc.client.seal_wait import SealGate
+from gemini_hpc.core import placement
+from gemini_hpc.format import commit_record
 from gemini_hpc.wire import local
-from gemini_hpc.wire.page import ControlPage
+from gemini_hpc.wire.control_page import ControlPage
 
 from . import slot
 from .kernel import Process
@@ -374,7 +375,7 @@ class Rank:
     def _content(self, rank: int, index: int, fd: int) -> tuple[int, int, int, str]:
         """(epoch, version, used, digest) of a slot: what this rank knows, else what the agent has committed."""
         known = self._stamps.get((rank, index), (0, 0, 0, ""))
-        found = record.parse(os.pread(fd, record.RECORD_BYTES, SIZE))
+        found = commit_record.parse(os.pread(fd, commit_record.RECORD_BYTES, SIZE))
         if found is not None:
             known = max(known, (*found.stamp, found.used_bytes, found.digest))
         if known[0] != self.epoch and known[:2] != self._chosen:

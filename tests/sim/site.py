@@ -17,8 +17,8 @@ import tempfile
 from collections.abc import Callable
 
 from gemini_hpc.config import Settings
-from gemini_hpc.control.reservation import PREFIX
-from gemini_hpc.control.slurm.facts import COMPLETED, FAILED, LIVE, RUNNING
+from gemini_hpc.controller.reservation import PREFIX
+from gemini_hpc.slurm.facts import COMPLETED, FAILED, LIVE, RUNNING
 
 from . import controlhost, system
 from .calm import OTHER as OTHER_FAULT
@@ -202,7 +202,7 @@ class Site:
         except Stuck:
             raise Wrong("nothing happens any more") from None
         finally:
-            logging.getLogger("gemini_hpc.control").handlers.clear()
+            logging.getLogger("gemini_hpc.controller").handlers.clear()
             for place in (self.place, *(node.root for node in self.nodes.values())):
                 shutil.rmtree(place, ignore_errors=True)
         if self.problem is not None:

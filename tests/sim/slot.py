@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from gemini_hpc.core import directory
-from gemini_hpc.core.directory import Manifest, Row
-from gemini_hpc.core.manifest import Layout, pack_header, parse_header
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.format import shard_manifest
+from gemini_hpc.format.shard_manifest import Manifest, Row
+from gemini_hpc.format.slot_header import Layout, pack_header, parse_header
 
 _TENSOR_BYTES = 2048
 SIZE = 12288  # a page each for header, manifest and tensor
@@ -25,8 +25,8 @@ class Content(msgspec.Struct, array_like=True):
 def pack(content: Content, epoch: int, world: int) -> bytes:
     """All of the slot."""
     row = Row("state", "uint8", (_TENSOR_BYTES * world,), True, "cpu")
-    pieces = directory.place((row,), [(0, (_TENSOR_BYTES * content.rank,), (_TENSOR_BYTES,))])
-    manifest = directory.pack(Manifest(content.rank, world, (row,), pieces))
+    pieces = shard_manifest.place((row,), [(0, (_TENSOR_BYTES * content.rank,), (_TENSOR_BYTES,))])
+    manifest = shard_manifest.pack(Manifest(content.rank, world, (row,), pieces))
     layout = Layout.plan(len(manifest), _TENSOR_BYTES, 0)
     assert layout.total == SIZE
     slot = bytearray(SIZE)
@@ -43,7 +43,7 @@ def unpack(slot: bytes) -> Content:
     header = parse_header(slot, SIZE)
     layout = header.layout
     manifest = slot[layout.manifest_offset : layout.manifest_offset + layout.manifest_bytes]
-    if directory.unpack(manifest, layout.tensor_bytes).rank != header.rank:
+    if shard_manifest.unpack(manifest, layout.tensor_bytes).rank != header.rank:
         raise ValueError(f"a header of rank {header.rank}, a directory of another one")
     tensor = slot[layout.tensor_offset : layout.tensor_offset + _TENSOR_BYTES]
     content = msgspec.json.decode(tensor.rstrip(b"\0"), type=Content)

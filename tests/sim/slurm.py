@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from gemini_hpc import clock
-from gemini_hpc.control.slurm.api import SlurmApi
-from gemini_hpc.control.slurm.errors import SlurmError, SlurmUnreachable
-from gemini_hpc.control.slurm.facts import (
+from gemini_hpc.slurm.api import SlurmApi
+from gemini_hpc.slurm.errors import SlurmError, SlurmUnreachable
+from gemini_hpc.slurm.facts import (
     CANCELLED,
     COMPLETED,
     FAILED,

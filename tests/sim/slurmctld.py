@@ -11,8 +11,8 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from gemini_hpc.control.slurm.errors import SlurmError, UnknownJob
-from gemini_hpc.control.slurm.facts import (
+from gemini_hpc.slurm.errors import SlurmError, UnknownJob
+from gemini_hpc.slurm.facts import (
     CANCELLED,
     COMPLETED,
     COMPLETING,

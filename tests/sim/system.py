@@ -18,9 +18,11 @@ from typing import IO, Any
 import msgspec
 
 from gemini_hpc import clock
-from gemini_hpc.agent import agent as agent_module
-from gemini_hpc.agent import memory, outgoing, successor, threads
-from gemini_hpc.client import seal
+from gemini_hpc.agent import daemon as agent_module
+from gemini_hpc.agent import restart_state
+from gemini_hpc.agent.replicas import memory
+from gemini_hpc.agent.transfer import push_sender, threads
+from gemini_hpc.client import seal_wait
 from gemini_hpc.wire import link, local, munge
 from gemini_hpc.wire.frames import bare, read_bare
 from gemini_hpc.wire.handshake import MAX_HELLO_BYTES
@@ -407,13 +409,13 @@ def install(made: World) -> None:
     agent_module.LocalServer = LocalServer  # type: ignore[assignment, misc]
     agent_module.fcntl = SimpleNamespace(flock=flock, LOCK_EX=2, LOCK_NB=4)  # type: ignore[assignment]
     shim: Any = SimpleNamespace(Thread=kernel.Thread, Lock=threading.Lock)
-    threads.threading = outgoing.threading = shim
-    packets: Any = SimpleNamespace(**{**vars(outgoing.socket), "socketpair": _pair})
-    outgoing.socket = packets
+    threads.threading = push_sender.threading = shim
+    packets: Any = SimpleNamespace(**{**vars(push_sender.socket), "socketpair": _pair})
+    push_sender.socket = packets
     memory.meminfo = _meminfo
-    seal._POLL_S = 0.002  # a look costs as much as a message here
-    made.put = successor.StateFile._put
-    successor.StateFile._put = _put  # type: ignore[method-assign, assignment]
+    seal_wait._POLL_S = 0.002  # a look costs as much as a message here
+    made.put = restart_state.StateFile._put
+    restart_state.StateFile._put = _put  # type: ignore[method-assign, assignment]
     memory.cgroup = SimpleNamespace(Room=_Room, cap_bytes=memory.cgroup.cap_bytes)  # type: ignore[assignment]
 
 

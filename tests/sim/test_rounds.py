@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from gemini_hpc.agent import rounds
-from gemini_hpc.agent.member import Member
-from gemini_hpc.agent.rounds import Rounds
+from gemini_hpc.agent.peers import recovery_round
+from gemini_hpc.agent.peers.recovery_round import Rounds
+from gemini_hpc.agent.recovery_member import Member
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.stored import Rejection
 
@@ -24,8 +24,8 @@ _LONG = [(3, 60_000, 60), (4, 40_000, 80), (7, 40_000, 120), (15, 8_000, 250), (
 @pytest.fixture
 def never_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A plan that is not acknowledged is never given up: what mends everything in the end is to hide nothing."""
-    monkeypatch.setattr(rounds, "ANEW_S", math.inf)
-    monkeypatch.setattr(rounds, "ANEW_MOST_S", math.inf)
+    monkeypatch.setattr(recovery_round, "ANEW_S", math.inf)
+    monkeypatch.setattr(recovery_round, "ANEW_MOST_S", math.inf)
     yield
 
 
@@ -146,7 +146,7 @@ def test_whoever_waits_for_one_that_does_not_come_says_for_whom(missing: str) ->
     """Within seconds, by name, in the words of the agent that misses it; and no longer when it has come."""
     cluster = Cluster(4, 1)
     cluster.crash(missing)
-    cluster.quiet(3 * rounds.TELL_S, without=missing)
+    cluster.quiet(3 * recovery_round.TELL_S, without=missing)
     troubles = {h: t for h, (_, _, _, t) in cluster.picture().items()}
     parent = {"n1": "n0", "n2": "n0", "n3": "n1"}[missing]
     assert missing in troubles[parent] and troubles["n0"] and cluster.events["unprotected"] >= 1
@@ -161,7 +161,7 @@ def test_a_plan_that_an_agent_of_an_earlier_version_never_acknowledges_is_given_
 
     for seed in range(2000):
         with monkeypatch.context() as patch:
-            patch.setattr(rounds, "ANEW_S", math.inf)
+            patch.setattr(recovery_round, "ANEW_S", math.inf)
             old = Cluster(3, seed, rounds=AsBefore)
             try:
                 old.run(25)

@@ -18,10 +18,20 @@ from typing import Any
 import h5py
 import msgspec
 
-from gemini_hpc.agent import tierwork
-from gemini_hpc.agent.workers import NoWorker
+from gemini_hpc.agent.tier import worker_process
+from gemini_hpc.agent.tier.workers import NoWorker
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier import hdf5, lustre, names, nodefile, orders, place, retention, version, worker
+from gemini_hpc.tier import (
+    hdf5,
+    lustre,
+    names,
+    nodefile,
+    orders,
+    publish,
+    retention,
+    version,
+    worker,
+)
 
 from . import slot
 from .files import READ, Files, FileSystem, NothingAhead, Straight, copy_of
@@ -234,10 +244,10 @@ class Tier:
     def install(self) -> None:
         """For the rest of this process."""
         files, system, create = Files(self.system), self.system, hdf5.create
-        for module in (place, version, retention, names, nodefile, worker):
+        for module in (publish, version, retention, names, nodefile, worker):
             _put(module, os=files)
         shutil = copy_of("shutil", files)
-        _put(place, shutil=shutil, tempfile=SimpleNamespace(mkdtemp=files.mkdtemp))
+        _put(publish, shutil=shutil, tempfile=SimpleNamespace(mkdtemp=files.mkdtemp))
         _put(retention, shutil=shutil)
         _put(names, open=files.open_file)
         _put(worker, open=files.open_file, sys=_System(), Ahead=NothingAhead)
@@ -248,7 +258,7 @@ class Tier:
         opened = {"File": lambda path, mode: system.operate(READ, lambda: h5py.File(path, mode))}
         _put(nodefile, h5py=SimpleNamespace(**{**vars(h5py), **opened}))
         _put(nodefile, Behind=lambda path, *, direct: Straight(files, path))
-        _put(tierwork, _Process=Handle, _supervisor=[self])
+        _put(worker_process, _Process=Handle, _supervisor=[self])
 
 
 def _put(module: ModuleType, **values: Any) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
-from gemini_hpc.agent.drains import Drains
-from gemini_hpc.agent.mesh import Mesh
-from gemini_hpc.agent.scavenge import Scavenge
-from gemini_hpc.tier import place, retention, version, worker
+from gemini_hpc.agent.peers.mesh import Mesh
+from gemini_hpc.agent.tier.salvage import Scavenge
+from gemini_hpc.agent.tier.saver import Drains
+from gemini_hpc.tier import publish, retention, version, worker
 
 
 class _NoTurns:
@@ -26,7 +26,7 @@ def _put(where: Any, **values: Any) -> None:
 
 def _unsynced() -> None:
     """Files get their names before they are on disk."""
-    _put(place, publish=lambda made, directory, name: place.os.rename(made, f"{directory}/{name}"))  # type: ignore[attr-defined]
+    _put(publish, publish=lambda made, directory, name: publish.os.rename(made, f"{directory}/{name}"))  # type: ignore[attr-defined]
 
 
 def _blind() -> None:

@@ -8,10 +8,10 @@ import os
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from gemini_hpc.control import hold
-from gemini_hpc.control.reservation import HOLD_S
-from gemini_hpc.control.slurm.errors import SlurmError
+from gemini_hpc.controller import epilog_fallback
+from gemini_hpc.controller.reservation import HOLD_S
 from gemini_hpc.core import hostlist
+from gemini_hpc.slurm.errors import SlurmError
 from gemini_hpc.wire import local
 
 from .jobs import Job, Launch, Wrong
@@ -108,17 +108,17 @@ class Training(Job):
         loop, ends = self.world.loop, os.pipe()
         os.set_blocking(ends[0], False)
         args = argparse.Namespace(job=raw_id, restart=restart, node=node.name)
-        there: Any = hold
+        there: Any = epilog_fallback
         there.Slurm = lambda timeout_s: SimSlurm(self.ctld, current(), self.state_save)
 
         async def work(steps: Coroutine[Any, Any, None]) -> None:
             try:
                 async with asyncio.timeout(HOLD_S):
                     await steps
-            except (hold.NothingToHoldError, SlurmError, OSError, ValueError) as exc:
+            except (epilog_fallback.NothingToHoldError, SlurmError, OSError, ValueError) as exc:
                 self.world.tell(f"hold on {node.name} ends: {exc}")
 
-        steps = hold._hold(node.settings, args, sorted(nodes), ends[1])
+        steps = epilog_fallback._hold(node.settings, args, sorted(nodes), ends[1])
         task = process.spawn(work(steps))
         deadline = loop.now + HOLD_WAIT_S
         while loop.now < deadline and not task.done():

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gemini_hpc.core import directory
-from gemini_hpc.core.directory import Manifest, Row
-from gemini_hpc.core.dtypes import item_bytes
-from gemini_hpc.core.manifest import Layout, pack_header
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.format import shard_manifest
+from gemini_hpc.format.dtypes import item_bytes
+from gemini_hpc.format.shard_manifest import Manifest, Row
+from gemini_hpc.format.slot_header import Layout, pack_header
 from gemini_hpc.tier.shards import Shard, digest
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -53,9 +53,9 @@ def make(
 ) -> Slot:
     """A slot with random tensors in these boxes (row, offset, size), and garbage between them."""
     dice = np.random.default_rng([seed, rank])
-    pieces = directory.place(rows, boxes)
+    pieces = shard_manifest.place(rows, boxes)
     manifest = Manifest(rank, world, rows, pieces, aliases or {})
-    packed = directory.pack(manifest)
+    packed = shard_manifest.pack(manifest)
     layout = Layout.plan(len(packed), manifest.tensor_bytes(), max(8192, len(small)))
     if fd >= 0:
         os.ftruncate(fd, layout.total)

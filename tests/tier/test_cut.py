@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier import nodefile, orders, place, version, worker
+from gemini_hpc.tier import nodefile, orders, publish, version, worker
 from gemini_hpc.tier.shards import Shard, digest
 
 from .test_worker import Node
@@ -237,7 +237,7 @@ def test_a_disk_of_each_size(tmp_path: Path) -> None:
             drain = Drain(tier, NEW)
             try:
                 drain.until()
-            except place.TierError as error:
+            except publish.TierError as error:
                 assert "full" in str(error) and loadable(tier, sources) == OLD
                 here(orders.Clean(str(tier), 5, "default"))
                 assert names(tier) == expected(OLD) and os.statvfs(tier).f_bfree == free

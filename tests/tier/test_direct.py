@@ -16,15 +16,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gemini_hpc.core.directory import Row
-from gemini_hpc.tier import ahead, behind, direct, nodefile
-from gemini_hpc.tier.ahead import Ahead
-from gemini_hpc.tier.behind import Behind
+from gemini_hpc.format.shard_manifest import Row
+from gemini_hpc.tier import direct_io, nodefile, readahead, writeback
+from gemini_hpc.tier.readahead import Ahead
+from gemini_hpc.tier.writeback import Behind
 
 from . import slots
 
-PART = direct.PART_BYTES
-PAGE = direct.PAGE_BYTES
+PART = direct_io.PART_BYTES
+PAGE = direct_io.PAGE_BYTES
 
 
 @pytest.fixture(params=["disk", "memory", "is not opened"])
@@ -118,7 +118,7 @@ def test_what_was_written_may_change_at_once(tmp_path: Path) -> None:
 
 def test_no_page_is_written_both_ways_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel holds a write past the cache for failed where a page beside it becomes dirty meanwhile."""
-    monkeypatch.setattr(behind, "_KEPT_BYTES", 100_000)
+    monkeypatch.setattr(writeback, "_KEPT_BYTES", 100_000)
     under_way, lock, pwrite, mixed = [0, 0], threading.Lock(), os.pwrite, list[str]()
     wrote = [0, 0]
 
@@ -232,7 +232,7 @@ def test_what_is_refused_is_read_through_the_cache(
 @pytest.mark.parametrize("slow", [0, 1, 3])
 def test_a_read_that_is_late_spoils_no_other_part(tmp_path: Path, slow: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who takes begins further on, while it is still under way."""
-    monkeypatch.setattr(ahead, "_WINDOW", 4)
+    monkeypatch.setattr(readahead, "_WINDOW", 4)
     preadv = os.preadv
 
     def late(fd: int, into: list[memoryview], at: int) -> int:
@@ -283,7 +283,7 @@ def test_holes_are_jumped_and_what_is_past_is_not_here(tmp_path: Path) -> None:
 
 
 def test_no_more_than_the_window_is_read_before_it_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_WINDOW", 4)
+    monkeypatch.setattr(readahead, "_WINDOW", 4)
     preadv, read = os.preadv, list[int]()
     monkeypatch.setattr(os, "preadv", lambda fd, into, at: (read.append(at // PART), preadv(fd, into, at))[1])
     path, data = tmp_path / "f", content(20 * PART)

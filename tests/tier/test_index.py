@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gemini_hpc.core import smallstate
-from gemini_hpc.core.directory import Row
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier import index, nodefile, place
+from gemini_hpc.format import small_state
+from gemini_hpc.format.shard_manifest import Row
+from gemini_hpc.tier import index, nodefile, publish
 from gemini_hpc.tier.version import Manifest
-from gemini_hpc.train import encode
-from gemini_hpc.train.tree import StateTree
+from gemini_hpc.train.state import encode
+from gemini_hpc.train.state.tree import StateTree
 
 from . import slots
 
@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 def shown(where: Path, made: list[slots.Slot]) -> h5py.File:
     """The index of a version of these ranks, on a node each."""
-    directory = place.make_directory(str(where), 9, "default", Stamp(3, 12))
+    directory = publish.make_directory(str(where), 9, "default", Stamp(3, 12))
     files = []
     for rank, slot in enumerate(made):
         shards = [(slot.shard(), rank, slot.digest())]
@@ -124,7 +124,7 @@ EVERYTHING = [
 def test_whatever_stands_before_the_buffers() -> None:
     buffers = {"model.a": torch.arange(6).reshape(2, 3), "model.b": torch.tensor(2.0, dtype=torch.bfloat16)}
     small = encode.encode({"rng": EVERYTHING, "more": EVERYTHING[0], "buffers": buffers, "after": EVERYTHING})
-    found = smallstate.buffers(small)
+    found = small_state.buffers(small)
     assert [(row.key, row.dtype, row.shape) for row, _ in found] == [
         ("model.a", "int64", (2, 3)),
         ("model.b", "bfloat16", ()),
@@ -132,7 +132,7 @@ def test_whatever_stands_before_the_buffers() -> None:
     for (_, data), wanted in zip(found, buffers.values(), strict=True):
         assert bytes(data) == wanted.reshape(-1).view(torch.uint8).numpy().tobytes()
     # What is encoded one day in another way is to be passed over then, too.
-    assert {tag for (tag,) in encode._READ} | set(b"X") == smallstate.TAGS
+    assert {tag for (tag,) in encode._READ} | set(b"X") == small_state.TAGS
 
 
 @given(st.binary(max_size=60), st.integers(0, 3000))
@@ -141,11 +141,11 @@ def test_garbage_is_a_value_error_at_most(garbage: bytes, at: int) -> None:
     small = encode.encode({"rng": EVERYTHING, "buffers": {"model.a": torch.zeros(2)}})
     for data in (garbage, small[:at] + garbage + small[at + len(garbage) :]):
         with suppress(ValueError):
-            smallstate.buffers(data)
+            small_state.buffers(data)
 
 
 def test_a_small_state_that_ends_early_is_none() -> None:
     small = encode.encode({"rng": EVERYTHING[:20], "buffers": {"model.a": torch.zeros(2)}})
     for end in range(1, len(small)):
         with pytest.raises(ValueError, match="ends early"):
-            smallstate.buffers(small[:end])
+            small_state.buffers(small[:end])

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from h5py import h5t
 
-from gemini_hpc.core.directory import Row
-from gemini_hpc.core.dtypes import ITEM_BYTES
+from gemini_hpc.format.dtypes import ITEM_BYTES
+from gemini_hpc.format.shard_manifest import Row
 from gemini_hpc.tier import hdf5, nodefile
-from gemini_hpc.tier.ahead import Ahead
 from gemini_hpc.tier.nodefile import Reader
+from gemini_hpc.tier.readahead import Ahead
 
 from . import slots
 

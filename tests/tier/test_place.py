@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gemini_hpc.tier import place
-from gemini_hpc.tier.place import Pace
+from gemini_hpc.tier import publish
+from gemini_hpc.tier.publish import Pace
 
 RATE = 10 << 20
 PART = 2 << 20
@@ -29,7 +29,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(place, "clock", made)
+    monkeypatch.setattr(publish, "clock", made)
     return made
 
 

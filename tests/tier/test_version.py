@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemini_hpc.core.directory import Row
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.tier import index, names, nodefile, place, retention, version
+from gemini_hpc.format.shard_manifest import Row
+from gemini_hpc.tier import index, names, nodefile, publish, retention, version
 from gemini_hpc.tier.version import Manifest
 
 from . import slots
@@ -29,7 +29,7 @@ ROWS = (
 
 def save(tier: Path, stamp: Stamp, *, world: int = 2, serial: int = 1, manifest: bool = True) -> list[slots.Slot]:
     """A version of two ranks, on two nodes."""
-    where = place.make_directory(str(tier), 9, "default", stamp)
+    where = publish.make_directory(str(tier), 9, "default", stamp)
     files, made = [], []
     for rank in range(world):
         boxes = [(0, (3 * rank, 0), (3, 4)), (3, (0,), (2,))]
@@ -41,7 +41,7 @@ def save(tier: Path, stamp: Stamp, *, world: int = 2, serial: int = 1, manifest:
     whole = Manifest(9, "default", tuple(stamp), world, 1e9, tuple(files), serial)
     if manifest:
         index.write(where, whole, lambda _: None)
-        with place.replaced(where, version.MANIFEST) as path:
+        with publish.replaced(where, version.MANIFEST) as path:
             Path(path).write_bytes(version.pack(whole))
     return made
 
@@ -159,11 +159,11 @@ def test_what_is_half_removed_is_no_version_and_goes_the_next_time(
     above = tmp_path / "gemini-9/default"
     with monkeypatch.context() as patch:
         _fails(patch, "unlink", version.node_file(1))
-        patch.setattr(place.shutil, "rmtree", lambda path: os.unlink(f"{path}/{version.node_file(1)}"))
+        patch.setattr(publish.shutil, "rmtree", lambda path: os.unlink(f"{path}/{version.node_file(1)}"))
         with pytest.raises(OSError, match="Input/output"):
             retention.clean(str(above), 2)
     assert version.stamps(str(above)) == [Stamp(1, 2)]
-    with pytest.raises(FileNotFoundError), place.replaced(str(above / version.name(Stamp(1, 1))), version.MANIFEST):
+    with pytest.raises(FileNotFoundError), publish.replaced(str(above / version.name(Stamp(1, 1))), version.MANIFEST):
         pass
     retention.clean(str(above), 2)
     assert os.listdir(above) == [version.name(Stamp(1, 2))]
@@ -184,6 +184,6 @@ def test_names_that_cannot_be_read_are_not_written_over(tmp_path: Path, monkeypa
 
 
 def test_a_tier_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    with pytest.raises(place.TierError, match="not there"):
-        place.make_directory(str(tmp_path / "gone"), 1, "default", Stamp(0, 1))
+    with pytest.raises(publish.TierError, match="not there"):
+        publish.make_directory(str(tmp_path / "gone"), 1, "default", Stamp(0, 1))
     assert not (tmp_path / "gone").exists()

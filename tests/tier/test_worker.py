@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from gemini_hpc.core.directory import Row
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.format.shard_manifest import Row
 from gemini_hpc.tier import orders, version, worker
 from gemini_hpc.tier.shards import Shard, digest
 

@@ -13,8 +13,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gemini_hpc.client.agent import AgentLost, ask_once
-from gemini_hpc.wire import local, picture, version
+from gemini_hpc.client.agent_connection import AgentLost, ask_once
+from gemini_hpc.wire import inspect_schema, local, version
 from gemini_hpc.wire.handshake import Client
 from gemini_hpc.wire.link import BlockingLink
 from gemini_hpc.wire.munge import my_uid
@@ -22,7 +22,7 @@ from gemini_hpc.wire.munge import my_uid
 JOB, CLUSTER = 81, "cluster"
 _SERVE = """
 import os, sys
-from gemini_hpc.agent.agent import serve
+from gemini_hpc.agent.daemon import serve
 from gemini_hpc.config import Settings
 from gemini_hpc.wire import munge
 munge.encode = lambda payload, *, for_uid: payload
@@ -40,14 +40,15 @@ if speaks == "1":  # as it was before there were pushes
     protocol.decoder = Strict(msgspec.msgpack.Decoder(Union[known]))
 if tiered:  # what works on the tier is forked by a supervisor, with which the agent dies
     import ctypes, signal
-    from gemini_hpc.agent import __main__ as supervisor, tierwork, workers
+    from gemini_hpc.agent import __main__ as supervisor
+    from gemini_hpc.agent.tier import worker_process, workers
     mine, above = workers.Workers(workers.tier), os.getpid()
     if agent := os.fork():
         mine.theirs.close()
         sys.exit(supervisor._attend(agent, mine))
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     mine.sock.close()
-    tierwork.use(workers.Channel(mine.theirs))
+    worker_process.use(workers.Channel(mine.theirs))
 settings = Settings(interface="lo", peer_address="127.0.0.1", agent_port_base=int(base), agent_port_count=16,
                     memory_floor_bytes=0, attach_timeout_s=15.0, heartbeat_s=0.1)
 sys.exit(serve(settings, job=81, uid=os.geteuid(), node=node, directory=directory, again=again == "again"))
@@ -175,11 +176,11 @@ class RealJob:
         self.restart += 1
         self.attach(names)
 
-    def inspect(self, node: RealNode) -> picture.InspectPart:
+    def inspect(self, node: RealNode) -> inspect_schema.InspectPart:
         link = self.call(node, "query", restart=self.restart)
         try:
-            link.send(picture.InspectAsk())
-            return link.receive(picture.InspectPart)
+            link.send(inspect_schema.InspectAsk())
+            return link.receive(inspect_schema.InspectPart)
         finally:
             link.close()
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import xxhash
 
 from gemini_hpc.core import placement
-from gemini_hpc.core.manifest import HEADER_BYTES, parse_header
 from gemini_hpc.core.slots import Refused, SlotPair, Stamp
-from gemini_hpc.wire import local, page, version
+from gemini_hpc.format.slot_header import HEADER_BYTES, parse_header
+from gemini_hpc.wire import control_page, local, version
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Node:
         self.held: dict[int, Held] = {}
         self.outgrown: list[Held] = []
         self.page_fd = -1
-        self.page: page.ControlPage | None = None
+        self.page: control_page.ControlPage | None = None
         self.connections: list[socket.socket] = []
         self.server: socket.socket | None = None
         self.handed_back: list[local.HandBack] = []
@@ -71,8 +71,8 @@ class Node:
     def start(self) -> None:
         self.page_fd = os.memfd_create("gemini:page")
         self.job.leaked.append(self.page_fd)
-        os.ftruncate(self.page_fd, page.PAGE_BYTES)
-        self.page = page.ControlPage(self.page_fd, writable=True)
+        os.ftruncate(self.page_fd, control_page.PAGE_BYTES)
+        self.page = control_page.ControlPage(self.page_fd, writable=True)
         if os.path.exists(self.path):
             os.unlink(self.path)
         self.server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -352,7 +352,7 @@ class FakeJob:
             for node in self.nodes:
                 if node.page is not None:
                     node.page.set_sealed(*self.sealed)
-                    node.page.set_state(page.STATE_PROTECTED)
+                    node.page.set_state(control_page.STATE_PROTECTED)
 
     def stop_after(self, version: int) -> None:
         """No version above this one will be taken any more: what a crash just after its seal leaves. A training

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from gemini_hpc.train.nccl.device import Broken, Message
+from gemini_hpc.train.device.interface import Broken, Message
 
 IDLE_S = 0.25
 _IDLE_LOOKS = 80

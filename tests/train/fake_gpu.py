@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
+from gemini_hpc.train.device.interface import Broken, Communicator, Device, Message
+from gemini_hpc.train.device.pins import Pin
 from gemini_hpc.train.nccl import platform
-from gemini_hpc.train.nccl.device import Broken, Communicator, Device, Message
 from gemini_hpc.train.nccl.exchange import Links
-from gemini_hpc.train.nccl.launchlog import Launch
-from gemini_hpc.train.pins import Pin
+from gemini_hpc.train.nccl.launch_log import Launch
 
 from .fake_device import FakeDevice, FakeEvent, FakeStream, World
 

@@ -11,7 +11,7 @@ import torch
 
 from gemini_hpc.core.chunks import cut
 from gemini_hpc.train.nccl.exchange import Exchange, Links, Save
-from gemini_hpc.train.nccl.owncopy import OwnCopy, Piecework
+from gemini_hpc.train.nccl.own_copy import OwnCopy, Piecework
 from gemini_hpc.train.nccl.progress import Progress
 from gemini_hpc.train.nccl.source import Piece, Tensors
 

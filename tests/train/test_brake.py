@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gemini_hpc.client.brake import SUSPECT_S, Brake
-from gemini_hpc.wire import page
+from gemini_hpc.client.step_guard import SUSPECT_S, Brake
+from gemini_hpc.wire import control_page
 
 
 class Scene:
@@ -16,9 +16,9 @@ class Scene:
 
     def __init__(self, hold_s: float) -> None:
         self.fd = os.memfd_create("page")
-        os.ftruncate(self.fd, page.PAGE_BYTES)
-        self.page = page.ControlPage(self.fd, writable=True)
-        self.page.set_state(page.STATE_PROTECTED)
+        os.ftruncate(self.fd, control_page.PAGE_BYTES)
+        self.page = control_page.ControlPage(self.fd, writable=True)
+        self.page.set_state(control_page.STATE_PROTECTED)
         self.page.set_sealed(3, 6)
         self.now, self.lost = 100.0, False
         self.said: list[str] = []
@@ -40,11 +40,11 @@ class Scene:
         self.happens = lambda: action() if self.now >= when else None
 
     def missing(self, *, dead: int = 0) -> None:
-        self.page.set_state(page.STATE_DEGRADED)
+        self.page.set_state(control_page.STATE_DEGRADED)
         self.page.set_dead_nodes(dead)
 
     def well(self) -> None:
-        self.page.set_state(page.STATE_PROTECTED)
+        self.page.set_state(control_page.STATE_PROTECTED)
         self.page.set_dead_nodes(0)
 
 
@@ -73,7 +73,7 @@ def test_a_dead_node_holds_until_slurm_ends_it(scene: Scene) -> None:
     assert not scene.held(8), "once is enough: the training goes on"
 
 
-@pytest.mark.parametrize("state", [page.STATE_FROZEN, page.STATE_DEGRADED])
+@pytest.mark.parametrize("state", [control_page.STATE_FROZEN, control_page.STATE_DEGRADED])
 def test_a_silent_node_is_given_the_time_to_be_found_dead(scene: Scene, state: int) -> None:
     scene.page.set_state(state)
     scene.at(scene.now + 2.0, lambda: scene.page.set_dead_nodes(1))

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 import gemini_hpc as gemini
-from gemini_hpc.core.directory import Manifest, place
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.train import ownership, rhythm
-from gemini_hpc.train.capture import Capture
-from gemini_hpc.train.tree import StateTree
+from gemini_hpc.format.shard_manifest import Manifest, place
+from gemini_hpc.train.schedule import interval_controller
+from gemini_hpc.train.state import ownership
+from gemini_hpc.train.state.capture import Capture
+from gemini_hpc.train.state.tree import StateTree
 
 from .fake_agent import FakeJob
 
@@ -277,7 +278,7 @@ def test_going_on_without_a_seal_is_said(
     job: FakeJob, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is dead and nothing degraded: the version is on its way, for longer than the training may wait."""
-    monkeypatch.setattr(rhythm, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(interval_controller, "PATIENCE_S", 0.05)
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

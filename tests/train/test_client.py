@@ -9,15 +9,15 @@ import msgspec
 import pytest
 from waiting import until
 
-from gemini_hpc.client import agent as client
-from gemini_hpc.client.agent import AgentClient, AgentLost, NotYet
-from gemini_hpc.train import telling
+from gemini_hpc.client import agent_connection as client
+from gemini_hpc.client.agent_connection import AgentClient, AgentLost, NotYet
+from gemini_hpc.train.schedule import stats_messages
 from gemini_hpc.wire import local
 
 from .fake_agent import FakeJob
 
 MakeJob = Callable[[int, int], FakeJob]
-KEY = telling.profile_key("model", ["n1"])
+KEY = stats_messages.profile_key("model", ["n1"])
 HELLO = local.hello(set="s", rank=0, world=1, local_rank=0, step="1.0", pid=1)
 
 
@@ -74,7 +74,7 @@ def test_a_hung_agent_holds_nobody_up(make_job: MakeJob) -> None:
     assert time.monotonic() - began < 2.0 + client.FLUSH_TIMEOUT_S
 
 
-STATE = telling.traffic(scheme="gemini", transport="gloo", stage="steady", j=2)
+STATE = stats_messages.traffic(scheme="gemini", transport="gloo", stage="steady", j=2)
 
 
 def test_what_is_posted_arrives_the_newest_of_each_kind(make_job: MakeJob) -> None:
@@ -84,7 +84,7 @@ def test_what_is_posted_arrives_the_newest_of_each_kind(make_job: MakeJob) -> No
     for j in range(100):
         agent.post(local.Traffic("s", 0, msgspec.structs.replace(STATE, j=j)))
         agent.event("skipped", j)
-    agent.post(local.Timeline("s", 0, telling.timeline(version=3, iteration_s=1.0, gate_s=0.9)))
+    agent.post(local.Timeline("s", 0, stats_messages.timeline(version=3, iteration_s=1.0, gate_s=0.9)))
     agent.post(local.Keep("s", 0, KEY, b"profile"))
     agent.close()
     states = [m.state.j for m in job.told if isinstance(m, local.Traffic)]

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from gemini_hpc.train import council as council_module
-from gemini_hpc.train.council import Council, CouncilBroken
-from gemini_hpc.train.iteration import Record
+from gemini_hpc.train.schedule import async_collectives as council_module
+from gemini_hpc.train.schedule.async_collectives import Council, CouncilBroken
+from gemini_hpc.train.schedule.trace import Record
 
 
 def sitting(ends_at: float, caught_up_at: float) -> Council:

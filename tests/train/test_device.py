@@ -14,14 +14,14 @@ import pytest
 
 from gemini_hpc.core import spans
 from gemini_hpc.core.spans import Profile, Trace
-from gemini_hpc.train import iteration as iteration_module
-from gemini_hpc.train import watch as watch_module
-from gemini_hpc.train.device import Front
-from gemini_hpc.train.dispatch import Signature
-from gemini_hpc.train.oversight import without_wait
-from gemini_hpc.train.pacer import Pacer
-from gemini_hpc.train.timetable import Route, common
-from gemini_hpc.train.watch import Watch
+from gemini_hpc.train.device.progress import Front
+from gemini_hpc.train.schedule import collective_monitor as watch_module
+from gemini_hpc.train.schedule import trace as iteration_module
+from gemini_hpc.train.schedule.chunk_schedule import Route, common
+from gemini_hpc.train.schedule.collective_monitor import Watch
+from gemini_hpc.train.schedule.dispatch_hooks import Signature
+from gemini_hpc.train.schedule.overhead_monitor import without_wait
+from gemini_hpc.train.schedule.pacer import Pacer
 
 from .timed_device import TimedDevice
 

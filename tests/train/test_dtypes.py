@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gemini_hpc.core.dtypes import ITEM_BYTES
-from gemini_hpc.train.dtypes import dtype_name, dtype_of
+from gemini_hpc.format.dtypes import ITEM_BYTES
+from gemini_hpc.train.state.torch_dtypes import dtype_name, dtype_of
 
 
 def test_every_dense_dtype_of_torch_is_known_with_its_size() -> None:

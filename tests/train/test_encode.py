@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemini_hpc.train import encode
+from gemini_hpc.train.state import encode
 
 
 @encode.register_enum

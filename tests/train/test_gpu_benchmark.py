@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import gpuspans
-from gemini_hpc.train.hostcopy import HostCopies
+from gemini_hpc.train.device.host_copy import HostCopies
 
 from .fake_gpu import LiveDevice
 from .timed_device import LaggingDevice

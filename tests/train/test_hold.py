@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gemini_hpc.train.hold import hold, is_communication_error
+from gemini_hpc.train.failure_hold import hold, is_communication_error
 from gemini_hpc.wire.local import Verdict
 
 ALIVE = Verdict(alive=("a", "b"))

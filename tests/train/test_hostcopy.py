@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from gemini_hpc.train import encode, hostcopy
-from gemini_hpc.train.hostcopy import HostCopies
-from gemini_hpc.train.pins import Pins
-from gemini_hpc.train.shared import Slot
+from gemini_hpc.train.device import host_copy
+from gemini_hpc.train.device.host_copy import HostCopies
+from gemini_hpc.train.device.memory import Slot
+from gemini_hpc.train.device.pins import Pins
+from gemini_hpc.train.state import encode
 
 from .fake_device import FakeEvent
 from .fake_gpu import LiveDevice
@@ -30,16 +31,16 @@ def everything(tensor: torch.Tensor) -> bool:
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Bytes of each piece."""
-    monkeypatch.setattr(hostcopy, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(host_copy, "PIECE_BYTES", 1000)
     pieces: list[int] = []
-    cut = hostcopy._pieces
+    cut = host_copy._pieces
 
     def noted(into: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for pair in cut(into, source):
             pieces.append(pair[1].nbytes)
             yield pair
 
-    monkeypatch.setattr(hostcopy, "_pieces", noted)
+    monkeypatch.setattr(host_copy, "_pieces", noted)
     yield pieces
 
 
@@ -123,7 +124,7 @@ def test_what_cannot_be_pinned_is_told_once_and_not_tried_again() -> None:
 
 def test_small_tensors_on_a_device_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the training does after `step()` is not in them, though they come to the host when it has long gone on."""
-    monkeypatch.setattr(hostcopy, "of_training", lambda device: HostCopies(LiveDevice(4, 1), everything))
+    monkeypatch.setattr(host_copy, "of_training", lambda device: HostCopies(LiveDevice(4, 1), everything))
     model = torch.nn.Sequential(torch.nn.Linear(30, 8), torch.nn.BatchNorm1d(8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     capture, tree, area = capture_of(model, optimizer)

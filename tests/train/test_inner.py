@@ -13,9 +13,9 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import gemini_hpc as gemini
-from gemini_hpc.train import inner
-from gemini_hpc.train.modules import UnsupportedStateError
-from gemini_hpc.train.tree import StateTree
+from gemini_hpc.train.state import inner
+from gemini_hpc.train.state.modules import UnsupportedStateError
+from gemini_hpc.train.state.tree import StateTree
 
 from .fake_agent import PROTECTED, FakeJob
 from .launch import train

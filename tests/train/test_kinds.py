@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import gemini_hpc as gemini
-from gemini_hpc.train import encode, sharded
+from gemini_hpc.train.state import encode, sharded
 
 from .fake_agent import FakeJob
 from .launch import train

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import gemini_hpc as gemini
-from gemini_hpc.core import smallstate
-from gemini_hpc.train import encode, lifted
-from gemini_hpc.train.capture import Capture
-from gemini_hpc.train.divergence import Divergence
-from gemini_hpc.train.ownership import Entry
+from gemini_hpc.format import small_state
+from gemini_hpc.train.state import encode, lifted
+from gemini_hpc.train.state.capture import Capture
+from gemini_hpc.train.state.divergence import Divergence
+from gemini_hpc.train.state.ownership import Entry
 
 from .fake_agent import FakeJob
 from .launch import train
@@ -146,7 +146,7 @@ def test_what_is_lifted_is_put_back() -> None:
         loaded[each.key] = lifted.room_for(each).copy_(lift.found[each.key])
     back = lifted.put_back(decoded, loaded)
     assert encode.encode(back) == encode.encode(small)
-    assert [row.key for row, _ in smallstate.buffers(encode.encode(without))] == ["model.few"]
+    assert [row.key for row, _ in small_state.buffers(encode.encode(without))] == ["model.few"]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gemini_hpc.train.link import LinkMeter
-from gemini_hpc.train.pacer import Pacer
+from gemini_hpc.train.schedule.link_model import LinkMeter
+from gemini_hpc.train.schedule.pacer import Pacer
 
 MB = 1 << 20
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from gemini_hpc.train import encode, rng
-from gemini_hpc.train.loader import StatefulLoader
+from gemini_hpc.train.state import encode, rng
+from gemini_hpc.train.state.loader import StatefulLoader
 
 
 class Squares(Dataset[Any]):

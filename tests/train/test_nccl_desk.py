@@ -12,15 +12,15 @@ import pytest
 import torch
 from waiting import until
 
-from gemini_hpc.core.manifest import Layout
 from gemini_hpc.core.slots import Refused, SlotPair, Stamp
-from gemini_hpc.train.capture import Job
-from gemini_hpc.train.nccl.courier import StreamedReceiver, StreamedReplicator
-from gemini_hpc.train.nccl.desk import Desk
+from gemini_hpc.format.slot_header import Layout
+from gemini_hpc.train.device.memory import Keeper
 from gemini_hpc.train.nccl.driver import Carried
-from gemini_hpc.train.registration import Identity
-from gemini_hpc.train.replicator import Counters
-from gemini_hpc.train.shared import Keeper
+from gemini_hpc.train.nccl.slot_prefetch import Desk
+from gemini_hpc.train.nccl.streamed_replicator import StreamedReceiver, StreamedReplicator
+from gemini_hpc.train.replication.registration import Identity
+from gemini_hpc.train.replication.replicator import Counters
+from gemini_hpc.train.state.capture import Job
 from gemini_hpc.train.transport.base import Head
 from gemini_hpc.wire import local
 

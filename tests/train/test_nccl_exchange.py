@@ -11,9 +11,9 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from gemini_hpc.train.nccl.collective_schedule import Chunk, Place, Program
 from gemini_hpc.train.nccl.exchange import Exchange, Links, Save, ring
-from gemini_hpc.train.nccl.launchlog import pack, unequal
-from gemini_hpc.train.nccl.program import Chunk, Place, Program
+from gemini_hpc.train.nccl.launch_log import pack, unequal
 
 from .fake_device import Deadlock, FakeEvent, World
 from .fake_training import COLLECTIVES, PART, Rank, content

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gemini_hpc.train.device.interface import Broken, Communicator, Message
 from gemini_hpc.train.nccl.communicator import NcclCommunicator
-from gemini_hpc.train.nccl.device import Broken, Communicator, Message
 from gemini_hpc.train.nccl.library import ID_BYTES, Library
 
 from .fake_device import FakeStream, World

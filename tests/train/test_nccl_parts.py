@@ -11,14 +11,22 @@ from hypothesis import strategies as st
 
 from gemini_hpc.core import spans
 from gemini_hpc.core.spans import Op, Profile, Trace
-from gemini_hpc.train.nccl import refusal
+from gemini_hpc.train.nccl import capability_check
+from gemini_hpc.train.nccl.collective_schedule import (
+    Chunk,
+    Place,
+    Program,
+    Terms,
+    alike,
+    program,
+    whole,
+)
 from gemini_hpc.train.nccl.exchange import Exchange, Links, Save, ring
-from gemini_hpc.train.nccl.launchlog import Launch, LaunchLog, pack, unequal
-from gemini_hpc.train.nccl.owncopy import OwnCopy, Piecework, busy, plan
-from gemini_hpc.train.nccl.program import Chunk, Place, Program, Terms, alike, program, whole
+from gemini_hpc.train.nccl.graph_replay_detector import Finding, Unhooked
+from gemini_hpc.train.nccl.launch_log import Launch, LaunchLog, pack, unequal
+from gemini_hpc.train.nccl.own_copy import OwnCopy, Piecework, busy, plan
 from gemini_hpc.train.nccl.progress import Arrival, Operation, Progress
 from gemini_hpc.train.nccl.source import Piece, Tensors
-from gemini_hpc.train.nccl.unhooked import Finding, Unhooked
 
 from .fake_device import FakeEvent, Heard, World
 
@@ -154,24 +162,24 @@ def test_pieces_must_not_overlap() -> None:
 
 
 def test_environments_that_would_hang_are_named() -> None:
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" in refusal.environment({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
-    assert "CUDA_LAUNCH_BLOCKING" in refusal.environment({"CUDA_LAUNCH_BLOCKING": "1"})
-    assert refusal.environment({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_LAUNCH_BLOCKING": "0"}) == ""
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in capability_check.environment({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    assert "CUDA_LAUNCH_BLOCKING" in capability_check.environment({"CUDA_LAUNCH_BLOCKING": "1"})
+    assert capability_check.environment({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_LAUNCH_BLOCKING": "0"}) == ""
 
 
 def test_a_missing_nccl_and_a_library_that_is_none_are_named(tmp_path: Path) -> None:
     none = tmp_path / "libnccl.so.2"
     none.write_bytes(b"no library")
     for paths in ([], [str(none)], ["libc.so.6"]):
-        found, reason = refusal.library(paths)
+        found, reason = capability_check.library(paths)
         assert found is None and "NCCL" in reason
 
 
 def test_trainings_that_cannot_be_followed_are_named() -> None:
-    assert "point to point" in refusal.operations(["allreduce_", "send", "recv_"])
-    assert refusal.operations(["allreduce_", "_allgather_base_"]) == ""
-    assert "CUDA graph" in refusal.pattern((SHORT,), captured=True)
-    assert refusal.pattern((SHORT, LONG), captured=False) == ""
+    assert "point to point" in capability_check.operations(["allreduce_", "send", "recv_"])
+    assert capability_check.operations(["allreduce_", "_allgather_base_"]) == ""
+    assert "CUDA graph" in capability_check.pattern((SHORT,), captured=True)
+    assert capability_check.pattern((SHORT, LONG), captured=False) == ""
 
 
 # ---- the log of launches -------------------------------------------------------------------------------

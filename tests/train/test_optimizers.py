@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gemini_hpc as gemini
-from gemini_hpc.train.optimizers import with_inner
+from gemini_hpc.train.state.optimizers import with_inner
 
 from .fake_agent import FakeJob
 from .launch import Run, train

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from gemini_hpc.core.frequency import Controller
+from gemini_hpc.core.save_interval import Controller
 from gemini_hpc.core.spans import Op, Trace, summarize
-from gemini_hpc.train.oversight import IN_A_ROW, SETTLED, WORTH, Oversight, Pictured
-from gemini_hpc.train.pacer import Sent
+from gemini_hpc.train.schedule.overhead_monitor import (
+    IN_A_ROW,
+    SETTLED,
+    WORTH,
+    Oversight,
+    Pictured,
+)
+from gemini_hpc.train.schedule.pacer import Sent
 
 USUAL_S = 1.0
 OPS = (Op(1, 8, 0.2, 0.4), Op(2, 8, 0.6, 0.7))

@@ -8,7 +8,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemini_hpc.train.ownership import Block, Entry, deal, unequal
+from gemini_hpc.train.state.ownership import Block, Entry, deal, unequal
 
 Shape = tuple[int, ...]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from gemini_hpc.train import pacer as pacer_module
-from gemini_hpc.train.pacer import PROBE_BYTES, Pacer
-from gemini_hpc.train.timetable import Timetable, Window
+from gemini_hpc.train.schedule import pacer as pacer_module
+from gemini_hpc.train.schedule.chunk_schedule import Timetable, Window
+from gemini_hpc.train.schedule.pacer import PROBE_BYTES, Pacer
 
 B, ALPHA, SIZE = 1e5, 0.001, 100  # a chunk takes 2 ms
 FIRST, SECOND = Window(0, 2, False, 0.0, 0.010), Window(0, 3, False, 0.0, 0.010)

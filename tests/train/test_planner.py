@@ -9,11 +9,11 @@ import pytest
 
 from gemini_hpc.core import spans
 from gemini_hpc.core.spans import Op, Profile, Trace
-from gemini_hpc.train.arguments import Choices
-from gemini_hpc.train.link import LinkMeter
-from gemini_hpc.train.planner import Planner
-from gemini_hpc.train.teller import Kept
-from gemini_hpc.train.timetable import PAUSE_S, REACTION_S, Route, settled
+from gemini_hpc.train.schedule.choices import Choices
+from gemini_hpc.train.schedule.chunk_schedule import PAUSE_S, REACTION_S, Route, settled
+from gemini_hpc.train.schedule.link_model import LinkMeter
+from gemini_hpc.train.schedule.planner import Planner
+from gemini_hpc.train.schedule.stats_reporter import Kept
 
 B, ALPHA = 1e8, 1e-4
 CHOICES = Choices("t", 1, 1.5, 0, "split", 60.0, 1 << 20, 4, "gemini", 0, 0.01)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import gemini_hpc as gemini
-from gemini_hpc.train import capture
-from gemini_hpc.train.sample import MOST, Places, Turns, few
+from gemini_hpc.train.state import capture
+from gemini_hpc.train.state.sample import MOST, Places, Turns, few
 
 from .fake_agent import FakeJob
 from .test_checkpointer import capture_of, wait_armed, wait_sealed

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from gemini_hpc.client.agent import AgentLost
-from gemini_hpc.client.seal import SealGate
-from gemini_hpc.core.manifest import Layout
-from gemini_hpc.train.capture import Bound, Job
-from gemini_hpc.train.pacer import Pacer
-from gemini_hpc.train.plan import Plan
-from gemini_hpc.train.registration import Identity
-from gemini_hpc.train.replicator import Replicator
+from gemini_hpc.client.agent_connection import AgentLost
+from gemini_hpc.client.seal_wait import SealGate
+from gemini_hpc.format.slot_header import Layout
+from gemini_hpc.train.replication.registration import Identity
+from gemini_hpc.train.replication.replicator import Replicator
+from gemini_hpc.train.schedule.pacer import Pacer
+from gemini_hpc.train.state.capture import Bound, Job
+from gemini_hpc.train.state.layout import Plan
 from gemini_hpc.train.transport.base import Head, VersionLost
-from gemini_hpc.wire import page
+from gemini_hpc.wire import control_page
 
 
 class Scene:
@@ -27,9 +27,9 @@ class Scene:
 
     def __init__(self, timeout_s: float) -> None:
         self.fd = os.memfd_create("page")
-        os.ftruncate(self.fd, page.PAGE_BYTES)
-        self.page = page.ControlPage(self.fd, writable=True)
-        self.page.set_state(page.STATE_PROTECTED)
+        os.ftruncate(self.fd, control_page.PAGE_BYTES)
+        self.page = control_page.ControlPage(self.fd, writable=True)
+        self.page.set_state(control_page.STATE_PROTECTED)
         self.lost = False
         self.said: list[str] = []
         self.gate = SealGate(
@@ -74,14 +74,14 @@ def test_ends_at_once(scene: Scene, how: str) -> None:
     assert len(scene.said) == 1 and scene.gate.degraded
     assert not scene.gate.wait(2, lambda: False), "no waiting while degraded"
     scene.lost = False
-    scene.page.set_state(page.STATE_PROTECTED)
+    scene.page.set_state(control_page.STATE_PROTECTED)
     scene.page.set_sealed(3, 4)
     assert not scene.gate.degraded
     assert scene.said[1:] == ["restored 4"]
     assert scene.gate.wait(4, lambda: False)
 
 
-@pytest.mark.parametrize("state", [page.STATE_FROZEN, page.STATE_DEGRADED])
+@pytest.mark.parametrize("state", [control_page.STATE_FROZEN, control_page.STATE_DEGRADED])
 def test_agents_that_cannot_seal_are_given_the_time_that_there_is(state: int) -> None:
     """If a node is dead, a step that is completed now is one more to repeat; whatever still moves."""
     scene = Scene(0.2)
@@ -92,7 +92,9 @@ def test_agents_that_cannot_seal_are_given_the_time_that_there_is(state: int) ->
     assert scene.said == ["the agents cannot seal now"]
     again = Scene(60.0)
     again.page.set_state(state)
-    threading.Timer(0.05, lambda: (again.page.set_state(page.STATE_PROTECTED), again.page.set_sealed(3, 1))).start()
+    threading.Timer(
+        0.05, lambda: (again.page.set_state(control_page.STATE_PROTECTED), again.page.set_sealed(3, 1))
+    ).start()
     assert again.gate.wait(1, lambda: False) and not again.said
     os.close(scene.fd)
     os.close(again.fd)
@@ -116,8 +118,8 @@ def test_site_20_suspended_time_is_not_waited_time(scene: Scene, monkeypatch: py
         if ahead > 180.0 + 0.01:
             scene.page.set_sealed(3, 7)
 
-    monkeypatch.setattr("gemini_hpc.client.seal.clock.sleep", stopped)
-    monkeypatch.setattr("gemini_hpc.client.seal.clock.monotonic", lambda: real() + ahead)
+    monkeypatch.setattr("gemini_hpc.client.seal_wait.clock.sleep", stopped)
+    monkeypatch.setattr("gemini_hpc.client.seal_wait.clock.monotonic", lambda: real() + ahead)
     assert scene.gate.wait(7, lambda: False)
     assert not scene.said, "nothing is degraded"
 
@@ -132,8 +134,8 @@ def test_site_20_a_seal_that_does_not_come_after_a_stop_still_ends_the_wait(
         nonlocal ahead
         ahead += next(stops, 0.5)
 
-    monkeypatch.setattr("gemini_hpc.client.seal.clock.sleep", stopped)
-    monkeypatch.setattr("gemini_hpc.client.seal.clock.monotonic", lambda: real() + ahead)
+    monkeypatch.setattr("gemini_hpc.client.seal_wait.clock.sleep", stopped)
+    monkeypatch.setattr("gemini_hpc.client.seal_wait.clock.monotonic", lambda: real() + ahead)
     assert not scene.gate.wait(7, lambda: False)
     assert 90 + 60 <= ahead < 90 + 62 and scene.said == ["version 7 was not sealed within 60 s"]
 
@@ -142,7 +144,7 @@ def test_versions_that_are_missed_one_after_the_other_are_no_protection(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("gemini_hpc.client.seal.clock.monotonic", lambda: now)
+    monkeypatch.setattr("gemini_hpc.client.seal_wait.clock.monotonic", lambda: now)
     scene.page.set_sealed(3, 4)
     scene.gate.missed(5)
     now += 300.0
@@ -249,8 +251,8 @@ def test_a_wait_now_and_then_while_degraded(scene: Scene, monkeypatch: pytest.Mo
         nonlocal ahead
         ahead += 0.05
 
-    monkeypatch.setattr("gemini_hpc.client.seal.clock.sleep", passes)
-    monkeypatch.setattr("gemini_hpc.client.seal.clock.monotonic", lambda: real() + ahead)
+    monkeypatch.setattr("gemini_hpc.client.seal_wait.clock.sleep", passes)
+    monkeypatch.setattr("gemini_hpc.client.seal_wait.clock.monotonic", lambda: real() + ahead)
     scene.gate.degrade("a rank has skipped a version")
     waited_s = []
     for version in range(1, 17):

@@ -19,7 +19,7 @@ from gemini_hpc.cli import main
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import orders, version
 from gemini_hpc.train import start
-from gemini_hpc.train.tree import StateTree
+from gemini_hpc.train.state.tree import StateTree
 from tests.cli.test_export import mpi, store
 from tests.cli.test_export import train as made
 from tests.tier.test_worker import carry_out

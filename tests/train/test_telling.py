@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemini_hpc.train import telling
+from gemini_hpc.train.schedule import stats_messages
 from gemini_hpc.wire import local
 from gemini_hpc.wire.traffic import MAX_CHUNKS, MAX_OPS, MAX_PER_SPAN, MAX_SPANS, Operation, TrafficState
 
@@ -34,7 +34,7 @@ def test_any_summary_is_taken(data: st.DataObject) -> None:
         for name in ("iteration_s", "idle_s", "deviation", "bytes_per_s", "alpha_s", "overhead")
     }
     counts = {name: data.draw(whole) for name in ("j", "s", "spans", "collectives", "spilled_bytes", "buffer_bytes")}
-    state = telling.traffic(
+    state = stats_messages.traffic(
         scheme=data.draw(words),
         transport="gloo",
         stage=data.draw(words),
@@ -62,7 +62,7 @@ def test_any_timeline_is_taken(
     ops: list[Any], chunks: list[Any], stretches: list[Any], iteration_s: float, gate_s: float, version: int
 ) -> None:
     copies = [(*stretch, 5) for stretch in stretches]
-    timeline = telling.timeline(
+    timeline = stats_messages.timeline(
         version=version,
         iteration_s=iteration_s,
         gate_s=gate_s,
@@ -81,7 +81,7 @@ def test_the_longest_timeline_fits_a_packet() -> None:
     def at(n: int) -> tuple[float, float]:
         return 86400.123456 + n * 1e-3, 86400.223456 + n * 1e-3
 
-    timeline = telling.timeline(
+    timeline = stats_messages.timeline(
         version=(1 << 40) - 1,
         iteration_s=99999.123456,
         gate_s=99998.123456,
@@ -107,19 +107,19 @@ def test_thinning_keeps_the_traffic_and_the_long_pauses() -> None:
     for n in range(1000):  # bursts of ten, with a pause of 100 ms after each, 1 ms between two
         start = n * 0.004 + (n // 10) * 0.1
         ops.append(("a" if n % 10 < 5 else "b", start, start + 0.003, 7))
-    timeline = telling.timeline(version=1, iteration_s=100.0, gate_s=99.0, ops=ops)
+    timeline = stats_messages.timeline(version=1, iteration_s=100.0, gate_s=99.0, ops=ops)
     assert len(timeline.ops) == MAX_OPS
     assert sum(op.bytes for op in timeline.ops) == 7000
-    whole = telling.timeline(version=1, iteration_s=100.0, gate_s=99.0, ops=ops[:400]).ops
+    whole = stats_messages.timeline(version=1, iteration_s=100.0, gate_s=99.0, ops=ops[:400]).ops
     assert busy(whole) <= busy(timeline.ops)
     pauses = [b.start_s - a.end_s for a, b in zip(timeline.ops, timeline.ops[1:], strict=False)]
     assert sum(p > 0.09 for p in pauses) == 99, "what is merged lies within a burst"
-    assert {op.name for op in timeline.ops} <= {"a", "b", telling.SEVERAL}
+    assert {op.name for op in timeline.ops} <= {"a", "b", stats_messages.SEVERAL}
 
 
 def test_chunks_of_different_holders_are_not_merged() -> None:
     chunks = [(n * 0.01, n * 0.01 + 0.01, 10, n % 2) for n in range(1000)]
-    found = telling.timeline(version=1, iteration_s=10.0, gate_s=9.0, chunks=chunks).chunks
+    found = stats_messages.timeline(version=1, iteration_s=10.0, gate_s=9.0, chunks=chunks).chunks
     assert len(found) == MAX_CHUNKS
     for replica in (0, 1):
         assert sum(c.bytes for c in found if c.replica == replica) == 5000
@@ -127,28 +127,28 @@ def test_chunks_of_different_holders_are_not_merged() -> None:
 
 def test_little_is_not_thinned() -> None:
     ops = [Operation("a", n * 1.0, n + 0.5, 1) for n in range(5)]
-    assert telling.thinned(ops, 5, lambda a, b: a) == tuple(ops)
+    assert stats_messages.thinned(ops, 5, lambda a, b: a) == tuple(ops)
 
 
 def test_chunks_per_span() -> None:
-    assert telling.chunks_per_span([0, 0, 2, 4], 5) == (2, 0, 1, 0, 1)
-    assert telling.chunks_per_span([], 0) == ()
-    many = telling.chunks_per_span(range(1000), 1000)
+    assert stats_messages.chunks_per_span([0, 0, 2, 4], 5) == (2, 0, 1, 0, 1)
+    assert stats_messages.chunks_per_span([], 0) == ()
+    many = stats_messages.chunks_per_span(range(1000), 1000)
     assert len(many) <= MAX_PER_SPAN and sum(many) == 1000
-    assert telling.chunks_per_span(range(65), 65) == (2,) * 32 + (1,)
+    assert stats_messages.chunks_per_span(range(65), 65) == (2,) * 32 + (1,)
 
 
 def test_what_is_not_known_stays_so() -> None:
-    state = telling.traffic(scheme="gemini", transport="gloo", stage="profile", j=2, s=2, overhead=math.nan)
+    state = stats_messages.traffic(scheme="gemini", transport="gloo", stage="profile", j=2, s=2, overhead=math.nan)
     assert isinstance(state, TrafficState)
     assert state.iteration_s is None and state.overhead is None and state.repeated == 3 and state.t > 1e9
 
 
 def test_keys_of_profiles() -> None:
-    key = telling.profile_key("a model", ["n1", "n2"])
-    assert key == telling.profile_key("a model", ("n1", "n2"))
+    key = stats_messages.profile_key("a model", ["n1", "n2"])
+    assert key == stats_messages.profile_key("a model", ("n1", "n2"))
     others = [("a model", ["n2", "n1"]), ("a model", ["n1n2"]), ("a", [" model", "n1", "n2"]), ("a model", ["n1"])]
-    assert len({key, *(telling.profile_key(*other) for other in others)}) == 5
-    kept = telling.kept("s", 0, key, b"x" * local.MAX_KEPT_BYTES)
+    assert len({key, *(stats_messages.profile_key(*other) for other in others)}) == 5
+    kept = stats_messages.kept("s", 0, key, b"x" * local.MAX_KEPT_BYTES)
     assert kept is not None and taken(kept) == kept
-    assert telling.kept("s", 0, key, b"x" * (local.MAX_KEPT_BYTES + 1)) is None
+    assert stats_messages.kept("s", 0, key, b"x" * (local.MAX_KEPT_BYTES + 1)) is None

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gemini_hpc.train.dispatch import Signature
-from gemini_hpc.train.watch import Watch
+from gemini_hpc.train.schedule.collective_monitor import Watch
+from gemini_hpc.train.schedule.dispatch_hooks import Signature
 
 from .launch import Run
 

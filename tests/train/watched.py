@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gemini_hpc.train.dispatch import operators
-from gemini_hpc.train.watch import Watch
+from gemini_hpc.train.schedule.collective_monitor import Watch
+from gemini_hpc.train.schedule.dispatch_hooks import operators
 
 from .watched_calls import mistakes, operations
 from .watched_trainings import compiled, ddp, everywhere, pipeline, sharded, tensor_parallel

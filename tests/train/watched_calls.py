@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gemini_hpc.train.watch import Watch
+from gemini_hpc.train.schedule.collective_monitor import Watch
 
 from .watched_trainings import everywhere
 

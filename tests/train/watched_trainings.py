@@ -13,7 +13,7 @@ import xxhash
 from torch import nn
 
 from gemini_hpc.core.spans import Trace
-from gemini_hpc.train.watch import Watch
+from gemini_hpc.train.schedule.collective_monitor import Watch
 
 ITERATIONS = 4
 CPU = torch.device("cpu")

@@ -26,10 +26,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 import gemini_hpc as gemini
-from gemini_hpc.client import agent
-from gemini_hpc.core import directory
-from gemini_hpc.train import hostcopy, inner, pins, rejecting, streams
-from gemini_hpc.train.hostcopy import HostCopies
+from gemini_hpc.client import agent_connection
+from gemini_hpc.format import shard_manifest
+from gemini_hpc.train import rejecting
+from gemini_hpc.train.device import host_copy, pins, streams
+from gemini_hpc.train.device.host_copy import HostCopies
+from gemini_hpc.train.state import inner
 from gemini_hpc.train.transport import messages
 from tests.train import fake_gpu, mpi_job, transport_program, watched
 from tests.train.timed_device import LaggingDevice
@@ -203,7 +205,7 @@ def fail_once() -> None:
     def fails(self: Any, rank: int) -> Any:
         if not failed:
             failed.append(rank)
-            raise agent.AgentRefused("not this time")
+            raise agent_connection.AgentRefused("not this time")
         return fetch(self, rank)
 
     gemini.Checkpointer._fetch = fails  # type: ignore[method-assign]
@@ -214,7 +216,7 @@ def lag(gpu: fake_gpu.FakePlatform, collective_s: float) -> None:
     lagging = LaggingDevice(collective_s)
     Compute.work = staticmethod(lagging.compute)
     streams.of_training = lambda on_device: lambda: lagging
-    hostcopy.of_training = lambda device: HostCopies(gpu.device(), lambda tensor: True)
+    host_copy.of_training = lambda device: HostCopies(gpu.device(), lambda tensor: True)
     pins.of_training = lambda device: gpu.pin
 
 
@@ -343,9 +345,9 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     kwargs = o.get("kwargs", {})
     slow = SlowLink(o["rate"]) if "rate" in o else None
     if "not_yet_s" in o:
-        agent.NOT_YET_S = o["not_yet_s"]
+        agent_connection.NOT_YET_S = o["not_yet_s"]
     if o.get("no_manifest_on") == rank:
-        directory.pack = lambda manifest: [].pop()
+        shard_manifest.pack = lambda manifest: [].pop()
     gpu = fake_gpu.install(o["gpu"], rank) if "gpu" in o else None
     if "lagging" in o:
         gpu = gpu or fake_gpu.FakePlatform(o["lagging"], rank)

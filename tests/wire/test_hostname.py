@@ -29,8 +29,8 @@ def test_a_name_without_an_address_is_an_error() -> None:
 
 DIAL = """
 import asyncio, socket
-from gemini_hpc.control.fencing import Port
-from gemini_hpc.control.probe import probe
+from gemini_hpc.controller.fencing import Port
+from gemini_hpc.controller.probe import probe
 from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import connect
 

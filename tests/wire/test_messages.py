@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemini_hpc.agent.sealing import from_wire
+from gemini_hpc.agent.replicas.voting import from_wire
 from gemini_hpc.wire import local, peer, protocol
-from gemini_hpc.wire.page import pack_seal, unpack_seal
+from gemini_hpc.wire.control_page import pack_seal, unpack_seal
 from gemini_hpc.wire.traffic import Operation, TimelineState, TrafficState
 
 

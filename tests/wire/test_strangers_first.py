@@ -9,7 +9,7 @@ import pytest
 
 from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import Link, accept, connect_any
-from gemini_hpc.wire.lobby import Lobby
+from gemini_hpc.wire.preauth_limit import Lobby
 
 from .fake_munge import ALICE, FakeMunge, client
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gemini_hpc.wire import local, picture, protocol
+from gemini_hpc.wire import inspect_schema, local, protocol
 from gemini_hpc.wire.traffic import (
     MAX_CHUNKS,
     MAX_COPIES,
@@ -46,9 +46,9 @@ def timeline(state: list[Any]) -> bytes:
 
 
 def part(state: list[Any]) -> bytes:
-    made = picture.InspectPart(
+    made = inspect_schema.InspectPart(
         "n1", 7, 1, 0, 1, 1, 1, "live", ("n1",), {"n1": 0}, "", "", 1, 1, 1,
-        (picture.SetState("s", 1, None, "arming", (0,)),), (), (), (), (),
+        (inspect_schema.SetState("s", 1, None, "arming", (0,)),), (), (), (), (),
     )  # fmt: skip
     plain = msgspec.to_builtins(made)
     plain["sets"][0]["traffic"] = [[0, state]]
@@ -67,9 +67,9 @@ def test_both_ways() -> None:
     request = local.request_decoder.decode(traffic(plain))
     assert isinstance(request, local.Traffic) and request.state == STATE
     answer = protocol.decoder.decode(part(plain))
-    assert isinstance(answer, picture.InspectPart) and answer.sets[0].traffic == ((0, STATE),)
+    assert isinstance(answer, inspect_schema.InspectPart) and answer.sets[0].traffic == ((0, STATE),)
     answer = protocol.decoder.decode(recorded(msgspec.to_builtins(TIMELINE)))
-    assert isinstance(answer, picture.InspectPart) and answer.record is not None
+    assert isinstance(answer, inspect_schema.InspectPart) and answer.record is not None
     assert answer.record.timeline == TIMELINE
 
 
@@ -129,16 +129,16 @@ def test_what_is_kept_has_a_size() -> None:
 def test_site_20_earlier_ends_are_understood_and_understand() -> None:
     """As the protocol was before ranks told of their traffic: its messages have none of the fields."""
     ask = protocol.decoder.decode(msgspec.msgpack.encode({"kind": "inspect?", "request": 3}))
-    assert ask == picture.InspectAsk(3)
+    assert ask == inspect_schema.InspectAsk(3)
     old = msgspec.msgpack.decode(part([]))
     del old["sets"][0]["traffic"], old["record"]
     answer = protocol.decoder.decode(msgspec.msgpack.encode(old))
-    assert isinstance(answer, picture.InspectPart) and answer.record is None and answer.sets[0].traffic == ()
+    assert isinstance(answer, inspect_schema.InspectPart) and answer.record is None and answer.sets[0].traffic == ()
 
     class InspectAskBefore(msgspec.Struct, tag_field="kind", tag="inspect?"):
         request: int = 0
 
-    now = protocol.encode(picture.InspectAsk(3, picture.RecordAsk("s", 0)))
+    now = protocol.encode(inspect_schema.InspectAsk(3, inspect_schema.RecordAsk("s", 0)))
     assert msgspec.msgpack.decode(now, type=InspectAskBefore).request == 3
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from gemini_hpc import clock
-from gemini_hpc.train.nccl.device import Broken, Message, Stream
+from gemini_hpc.train.device.interface import Broken, Message, Stream
 from gemini_hpc.train.nccl.library import IN_PROGRESS, SUCCESS, UINT8, Library, UniqueId, config
 
 MOST_CTAS = 4  # blocks on SMs that the training then lacks; enough for a network of 400 Gbit/s is a guess

@@ -19,29 +19,29 @@ from typing import Any
 import torch
 
 from gemini_hpc import clock
-from gemini_hpc.client.agent import AgentClient
-from gemini_hpc.client.seal import SealGate
-from gemini_hpc.core.manifest import TENSOR_ALIGN_BYTES
-from gemini_hpc.train.arguments import Choices
-from gemini_hpc.train.capture import Capture, Job
-from gemini_hpc.train.link import LinkMeter
-from gemini_hpc.train.nccl import owncopy
-from gemini_hpc.train.nccl.desk import Desk, Grant
-from gemini_hpc.train.nccl.device import Event
+from gemini_hpc.client.agent_connection import AgentClient
+from gemini_hpc.client.seal_wait import SealGate
+from gemini_hpc.format.slot_header import TENSOR_ALIGN_BYTES
+from gemini_hpc.train.device.interface import Event
+from gemini_hpc.train.device.memory import Keeper
+from gemini_hpc.train.nccl import own_copy
+from gemini_hpc.train.nccl.collective_schedule import whole
 from gemini_hpc.train.nccl.exchange import Exchange, Save
-from gemini_hpc.train.nccl.launchlog import pack, unequal
-from gemini_hpc.train.nccl.meeting import Joined
-from gemini_hpc.train.nccl.owncopy import OwnCopy, OwnSlot, Piecework
-from gemini_hpc.train.nccl.program import whole
+from gemini_hpc.train.nccl.graph_replay_detector import Finding, Unhooked
+from gemini_hpc.train.nccl.launch_log import pack, unequal
+from gemini_hpc.train.nccl.negotiation import Joined
+from gemini_hpc.train.nccl.own_copy import OwnCopy, OwnSlot, Piecework
 from gemini_hpc.train.nccl.progress import Progress
 from gemini_hpc.train.nccl.route import Joint
+from gemini_hpc.train.nccl.slot_prefetch import Desk, Grant
 from gemini_hpc.train.nccl.source import Piece, Tensors
-from gemini_hpc.train.nccl.unhooked import Finding, Unhooked
-from gemini_hpc.train.pacer import Pacer
-from gemini_hpc.train.registration import Identity
-from gemini_hpc.train.shared import Keeper
-from gemini_hpc.train.timetable import Route
-from gemini_hpc.train.watch import Watch
+from gemini_hpc.train.replication.registration import Identity
+from gemini_hpc.train.schedule.choices import Choices
+from gemini_hpc.train.schedule.chunk_schedule import Route
+from gemini_hpc.train.schedule.collective_monitor import Watch
+from gemini_hpc.train.schedule.link_model import LinkMeter
+from gemini_hpc.train.schedule.pacer import Pacer
+from gemini_hpc.train.state.capture import Capture, Job
 
 _WORDS = 5
 _RATES = 8
@@ -304,7 +304,7 @@ class Driver:
         )
         rate = sorted(self._rates)[len(self._rates) // 2] if self._rates else 0.0
         if route is not None and rate > 0:
-            self._work = owncopy.plan(route.profile, size, choices.device_chunk_bytes, rate, choices.mu)
+            self._work = own_copy.plan(route.profile, size, choices.device_chunk_bytes, rate, choices.mu)
         else:
             self._work = tuple(
                 Piecework(-1, at, min(choices.device_chunk_bytes, size - at))

@@ -23,11 +23,11 @@ from typing import Any, Protocol
 
 import torch
 
-from gemini_hpc.train.nccl.device import Broken, Communicator, Device, Event, Message, Stream
-from gemini_hpc.train.nccl.launchlog import Launch, LaunchLog
-from gemini_hpc.train.nccl.parts import Part, Parts
-from gemini_hpc.train.nccl.program import Chunk, Place, Program
+from gemini_hpc.train.device.interface import Broken, Communicator, Device, Event, Message, Stream
+from gemini_hpc.train.nccl.collective_schedule import Chunk, Place, Program
+from gemini_hpc.train.nccl.launch_log import Launch, LaunchLog
 from gemini_hpc.train.nccl.progress import Arrival, Operation, Progress
+from gemini_hpc.train.nccl.staging_buffers import Part, Parts
 
 SEND_PARTS = 2  # one is packed while one is sent
 

@@ -13,7 +13,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from gemini_hpc.train.nccl.device import Broken
+from gemini_hpc.train.device.interface import Broken
 
 ID_BYTES = 128
 SUCCESS, IN_PROGRESS = 0, 7

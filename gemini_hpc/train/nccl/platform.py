@@ -9,12 +9,13 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from gemini_hpc.train.nccl import cuda, refusal
+from gemini_hpc.train.device import cuda
+from gemini_hpc.train.device.interface import Communicator, Device, Message
+from gemini_hpc.train.device.pins import Pin
+from gemini_hpc.train.nccl import capability_check
 from gemini_hpc.train.nccl.communicator import NcclCommunicator
-from gemini_hpc.train.nccl.device import Communicator, Device, Message
 from gemini_hpc.train.nccl.exchange import Links
 from gemini_hpc.train.nccl.library import Library
-from gemini_hpc.train.pins import Pin
 
 CONNECT_S = 60.0  # for each of making the communicator and its first messages: slow on many nodes
 
@@ -61,8 +62,8 @@ class CudaPlatform:
             return f"training state is on {others}; all of it must be on the current device, {here}"
         if "nccl" not in str(dist.get_backend_config()):
             return "the training's default process group is not of NCCL"
-        self._library, missing = refusal.library()
-        return missing or refusal.environment()
+        self._library, missing = capability_check.library()
+        return missing or capability_check.environment()
 
     def unique_id(self) -> bytes:
         assert self._library is not None

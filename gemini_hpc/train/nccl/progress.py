@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from gemini_hpc import clock
-from gemini_hpc.train.nccl.device import Communicator, Event
+from gemini_hpc.train.device.interface import Communicator, Event
 
 PATIENCE_S = 1.5  # longest wait of the training for an operation of ours that does not end
 DRAIN_S = 10.0  # after an abort: an operation of ours ends at once, but what the training has before it may take long

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gemini_hpc.core import spans
-from gemini_hpc.train.nccl import program
-from gemini_hpc.train.nccl.program import Program, Terms
-from gemini_hpc.train.timetable import Route
+from gemini_hpc.train.nccl import collective_schedule
+from gemini_hpc.train.nccl.collective_schedule import Program, Terms
+from gemini_hpc.train.schedule.chunk_schedule import Route
 
 
 @dataclass(frozen=True)
@@ -23,4 +23,4 @@ class Joint(Route):
 
     def program(self, s: int) -> Program:
         """What all ranks enqueue."""
-        return program.program(self.terms, s)
+        return collective_schedule.program(self.terms, s)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from gemini_hpc.train.nccl.device import Event, Stream
+from gemini_hpc.train.device.interface import Event, Stream
 
 
 class Piece(NamedTuple):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from gemini_hpc.core.ranges import Range
 
 if TYPE_CHECKING:
-    from gemini_hpc.client.agent import AgentClient
+    from gemini_hpc.client.agent_connection import AgentClient
 
 
 class LinkBroken(ConnectionError):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from gemini_hpc.client.agent import AgentClient
+    from gemini_hpc.client.agent_connection import AgentClient
     from gemini_hpc.train.transport.base import Transport
 
 Kind = Literal["auto", "gloo", "host", "mpi", "nccl"]

@@ -19,7 +19,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from gemini_hpc.client.agent import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.core import ranges
 from gemini_hpc.train.transport.base import Head, Inbox, LinkBroken, Outbox, Transport, VersionLost
 from gemini_hpc.wire import local

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from gemini_hpc import clock
-from gemini_hpc.train import collective
+from gemini_hpc.train.state import collectives
 from gemini_hpc.train.transport.base import LinkBroken
 from gemini_hpc.train.transport.landing import Landing
 from gemini_hpc.train.transport.messages import MessageTransport
@@ -198,14 +198,14 @@ class MpiTransport(MessageTransport):
         comm, place = _place(comm)
         places = [
             msgspec.msgpack.decode(part, type=_Place)
-            for part in collective.gather_bytes(msgspec.msgpack.encode(place))
+            for part in collectives.gather_bytes(msgspec.msgpack.encode(place))
         ]
         _refuse([p.problem for p in places])
         _refuse([_mismatch(places)])
         assert comm is not None
         self._mpi_ranks = [p.mpi_rank for p in places]
         own, problem = _duplicate(comm, places, place)
-        _refuse([part.decode() for part in collective.gather_bytes(problem.encode())])
+        _refuse([part.decode() for part in collectives.gather_bytes(problem.encode())])
         assert own is not None
         self._comm = own
         self.group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)

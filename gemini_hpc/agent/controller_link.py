@@ -1,0 +1,240 @@
+"""The agent's line to the controller: registration, reports of silent peers, events; all optional."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from gemini_hpc import clock
+from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.config import ConfigError
+from gemini_hpc.wire import controller, inspect_schema, peer, protocol
+from gemini_hpc.wire.handshake import Client, HandshakeError
+from gemini_hpc.wire.link import Link, LinkClosed, connect
+
+_RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+_BACKLOG = 500
+_REPEAT_S = 2.0
+_LOOK_S = 0.02
+_SILENT_S = 5.0
+_LAST_WORD_S = 1.0
+_NOTICE_CHARS = 300
+_LASTED_S = 20.0  # a line that was no mere refusal
+
+
+class Listener(Protocol):
+    """Whom the controller talks to."""
+
+    def inspect(self, request: int) -> inspect_schema.InspectPart:
+        """What this node can tell of the job."""
+
+    def ends_in(self, left_s: int | None) -> None:
+        """Slurm ends the job in so many seconds; None: it sets no time."""
+
+    def leaving(self, hosts: Sequence[str], partition: str) -> None:
+        """These nodes, or the partition, are being drained."""
+
+    def job_waits(self) -> None:
+        """The job is pending."""
+
+    def deaths_matter(self, now: float) -> bool:
+        """Whether a death may still be news: of a job that runs here, or has just ended here and is not pending
+        again. Its script may have ended before a controller could act, and a new controller has heard of nothing."""
+
+    async def release_on_word(self, reason: str, *, save: bool = False) -> None:
+        """This incarnation is over; save: so is the job, and what nobody has saved is to be saved."""
+
+
+class Reporter:
+    """Dials the controller for as long as the agent lives; without one, nothing is lost but speed."""
+
+    def __init__(
+        self, identity: Identity, membership: Membership, listener: Listener, log: Log, spawn: Spawn
+    ) -> None:
+        self._identity, self._membership, self._listener = identity, membership, listener
+        self._log, self._spawn = log, spawn
+        self.notice = ""  # of the controller's, for users
+        self._link: Link | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._reported = 0.0
+        self._told: set[str] = set()  # who was reported in this incarnation
+        self.refused_at = 0.0  # when the last call that nobody took was begun (monotonic)
+        self._controller_uid = 0
+        self._holders: asyncio.Future[dict[str, int]] | None = None
+        self._backlog: deque[inspect_schema.EventRecord] = deque(maxlen=_BACKLOG)
+
+    @property
+    def connected(self) -> bool:
+        """True while a controller listens."""
+        return self._link is not None and not self._link.closed
+
+    @property
+    def configured(self) -> bool:
+        """True where this site has a controller that can be dialled."""
+        return self._task is not None
+
+    def start(self) -> None:
+        """Begin to dial, where there is a controller."""
+        settings = self._identity.settings
+        if not settings.controller_hosts():
+            return
+        try:
+            self._controller_uid = settings.slurm_uid()
+        except ConfigError as exc:
+            self._log("error", detail=f"no controller: {exc}")
+            return
+        self._task = self._spawn(self._run())
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._task is not None:
+            self._task.cancel()
+        if self._link is not None:
+            self._link.close()
+
+    def register(self) -> None:
+        """Tell which incarnation this agent is in, and whom it holds for dead there."""
+        me, incarnation = self._identity, self._membership.incarnation
+        self._told.clear()
+        if self._link is not None and incarnation is not None:
+            self._link.send(
+                controller.Registration(
+                    job=me.job,
+                    restart=incarnation.restart,
+                    host=me.node,
+                    hosts=incarnation.hosts,
+                    replicas=incarnation.replicas,
+                    port=me.port,
+                    instance=me.instance,
+                    state="detached" if self._membership.detached else "attached",
+                    dead=tuple(sorted(incarnation.mesh.dead)),
+                )
+            )
+
+    def tell(self, event: inspect_schema.EventRecord) -> None:
+        """Pass an event on, now or when there is a line."""
+        self._backlog.append(event)
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._link is not None and self._backlog:
+            self._link.send(controller.EventsUp(self._identity.job, tuple(self._backlog)))
+            self._backlog.clear()
+
+    async def told(self) -> None:
+        """Wait, for a moment, until what was told has left: the last thing that an agent tells is that it frees its
+        memory."""
+        link = self._link
+        if link is not None and not link.closed:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORD_S):
+                    await link.flush(peer.Ping())
+
+    def report(self, host: str, witnesses: tuple[str, ...]) -> None:
+        """A peer is silent."""
+        if self._link is not None:
+            job, restart = self._identity.job, self._membership.restart
+            self._told.add(host)
+            self._link.send(controller.Report(job, restart, host, witnesses, clock.time()))
+
+    async def holders(self, timeout_s: float) -> dict[str, int]:
+        """Where agents of this job are or have been, as far as the controller knows; port 0: any of the job's.
+
+        Nothing without a controller. A new agent asks before its line is up, and one that is being started anew is
+        worth waiting for: what nobody names is lost.
+        """
+        asked: Link | None = None
+        answer = self._holders = asyncio.get_running_loop().create_future()
+        deadline = clock.monotonic() + timeout_s
+        while self.configured and not answer.done() and clock.monotonic() < deadline:
+            if self._link is not None and self._link is not asked:
+                asked = self._link
+                asked.send(controller.HoldersAsk(self._identity.job))
+            await asyncio.sleep(_LOOK_S)
+        return answer.result() if answer.done() else {}
+
+    def beat(self, now: float) -> None:
+        """A sign of life, and again who is still silent, or who is not any more; called a few times a second."""
+        if self._link is None:
+            return
+        self._link.send(peer.Ping())
+        incarnation = self._membership.incarnation
+        if incarnation is not None and self._told - incarnation.mesh.dead:
+            self.register()
+        due = now - self._reported > _REPEAT_S
+        if incarnation is not None and due and self._listener.deaths_matter(now):
+            self._reported = now
+            for host in incarnation.mesh.dead:
+                self.report(host, (self._identity.node,))
+
+    async def _run(self) -> None:
+        tries, hosts = 0, self._identity.settings.controller_hosts()
+        while True:
+            began, answered = clock.monotonic(), False
+            for host in hosts:
+                dialled = clock.monotonic()
+                with suppress(OSError, TimeoutError, HandshakeError, LinkClosed):
+                    link = await self._dial(host)
+                    answered = True
+                    await self._serve(link)
+                if answered and clock.monotonic() - dialled > _LASTED_S:
+                    tries = 0
+                self._link = None
+            if not answered:
+                self.refused_at = began
+            await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
+            tries += 1
+
+    async def _dial(self, host: str) -> Link:
+        me, settings = self._identity, self._identity.settings
+        client = Client(
+            purpose="control",
+            cluster=settings.cluster_name,
+            job=me.job,
+            restart=max(self._membership.restart, 0),
+            source=me.node,
+            target=host,
+            instance=me.instance,
+            server_uid=self._controller_uid,
+        )
+        return await connect(host, settings.controller_port, client)
+
+    async def _serve(self, link: Link) -> None:
+        link.fail_after(_SILENT_S)
+        self._link = link
+        try:
+            self.register()
+            self._flush()
+            self._reported = 0.0
+            while True:
+                message = await link.receive()
+                if isinstance(message, inspect_schema.InspectAsk):
+                    link.send(self._listener.inspect(message.request))
+                else:
+                    await self._heard(message)
+        finally:
+            self._link = None
+            link.close()
+
+    async def _heard(self, message: protocol.AnyMessage) -> None:
+        if getattr(message, "job", None) != self._identity.job:
+            return
+        if isinstance(message, controller.Holders):
+            if self._holders is not None and not self._holders.done():
+                self._holders.set_result(message.ports)
+        elif isinstance(message, controller.Notice):
+            self.notice = "".join(c for c in message.text[:_NOTICE_CHARS] if c.isprintable())
+        elif isinstance(message, controller.Ending):
+            self._listener.ends_in(message.left_s)
+        elif isinstance(message, controller.Draining):
+            self._listener.leaving(message.hosts, message.partition)
+        elif isinstance(message, controller.Waits):
+            self._listener.job_waits()
+        elif isinstance(message, controller.Release):
+            await self._listener.release_on_word(f"controller: {message.reason}", save=message.save)

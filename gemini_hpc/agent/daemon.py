@@ -1,0 +1,502 @@
+"""The agent: one process per (job, node), as the job's owner, that owns the replicas' memory.
+
+It lives from the prolog of the job's first incarnation on this node to the job's end: attached while an
+incarnation runs here, detached (but keeping what it holds) between them. All state is changed on one event
+loop; digests, page reservation and bulk transfers run in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from gemini_hpc import clock
+from gemini_hpc.agent.controller_link import Reporter
+from gemini_hpc.agent.inspect_part import Picture
+from gemini_hpc.agent.peer_server import Callers
+from gemini_hpc.agent.peers.event_log import EventLog
+from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.incarnation import Incarnation
+from gemini_hpc.agent.peers.listen_address import interface_address
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.mesh import Mesh
+from gemini_hpc.agent.peers.recovery_round import Rounds
+from gemini_hpc.agent.peers.tasks import Tasks
+from gemini_hpc.agent.rank_requests import Service
+from gemini_hpc.agent.recovery_member import Member
+from gemini_hpc.agent.replicas.memory import Budget
+from gemini_hpc.agent.replicas.pledges import Pledges
+from gemini_hpc.agent.replicas.rejections import Rejections
+from gemini_hpc.agent.replicas.seal_notes import SealNotes
+from gemini_hpc.agent.replicas.slot_writes import Filling
+from gemini_hpc.agent.replicas.store import Store
+from gemini_hpc.agent.replicas.training import TrainingSet
+from gemini_hpc.agent.replicas.trainings import Sets
+from gemini_hpc.agent.restart_state import StateFile
+from gemini_hpc.agent.retention import Retention
+from gemini_hpc.agent.self_fence import SelfFence
+from gemini_hpc.agent.sessions import Sessions
+from gemini_hpc.agent.stats_store import Tellings
+from gemini_hpc.agent.tier.choice import TierChoice
+from gemini_hpc.agent.tier.flush import Flush
+from gemini_hpc.agent.tier.keeps import Keeps
+from gemini_hpc.agent.tier.node_writer import NodeSaver
+from gemini_hpc.agent.tier.salvage import Scavenge
+from gemini_hpc.agent.tier.saver import Drains
+from gemini_hpc.agent.transfer.pull_scheduler import Pulls
+from gemini_hpc.agent.transfer.push_receiver import Incoming
+from gemini_hpc.agent.transfer.push_sender import Outgoing
+from gemini_hpc.agent.transfer.transfers import Transfers
+from gemini_hpc.agent.wake_peers import Summons
+from gemini_hpc.config import Settings
+from gemini_hpc.core import hostlist
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.node import map_file
+from gemini_hpc.wire import inspect_schema, local, peer, protocol
+from gemini_hpc.wire.local_server import Client, LocalServer, Reply
+
+_SCAVENGES = (peer.ScavengeHave, peer.ScavengeAsk, peer.ScavengeWrite, peer.ScavengeWrote, peer.ScavengeOver)
+_TICK_S = 0.2
+_WATCH_ON = 4.0  # after a job's failure, in silences after which a peer is suspected: one, and the probes
+
+
+class Agent:
+    """See the module. `run` returns when everything has been freed."""
+
+    def __init__(self, settings: Settings, *, job: int, uid: int, node: str, directory: str, again: bool) -> None:
+        me = self.identity = Identity(settings, job=job, uid=uid, node=node, directory=directory, again=again)
+        me.address, me.interface = interface_address(settings.interface)
+        here = self.membership = Membership()
+        events = self._events = EventLog(node, lambda: here.restart, self._print)
+        log, spawn = events.log, Tasks(events.log).spawn
+        self._log, self._complain, self._spawn = log, events.complain, spawn
+        self._local: LocalServer | None = None
+
+        self.store = store = Store(Budget(settings))
+        self._notes = SealNotes(directory)
+        self.sets = sets = Sets(here, store, self._notes, self._sealed)
+        self.state = StateFile(directory)
+        self.pledges = Pledges(directory)
+        tellings = Tellings()
+        tier = TierChoice(settings, uid, here)
+        rejections = Rejections(self.pledges, log)
+        keeps = self.keeps = Keeps(here, self.pledges, rejections, tier, log, wanted=self._keep_wanted)
+        self.reporter = Reporter(me, here, self, log, spawn)
+        events.follow(self.reporter.tell)
+
+        filling = Filling(here, sets, log, spawn)
+        self.transfers = Transfers(
+            Incoming(here, sets, store, filling, log),
+            Outgoing(here, store, spawn),
+            Pulls(me, here, store, sets, tier, log, spawn),
+        )
+        node_saver = NodeSaver(me, here, store, spawn)
+        self.drains = drains = Drains(
+            me, here, sets, tier, keeps, rejections, node_saver, log, spawn, scavenging=lambda: self.scavenge.busy
+        )
+        self.scavenge = Scavenge(node, here, sets, store, rejections, drains, node_saver, log, spawn)
+        sessions = Sessions(me, here, sets, drains, tier, rejections, tellings, notice=lambda: self.reporter.notice)
+        self.service = Service(
+            node,
+            here,
+            sessions,
+            store,
+            sets,
+            filling,
+            self.transfers.outgoing,
+            self.transfers.pulls,
+            drains,
+            keeps,
+            rejections,
+            tellings,
+            events,
+            spawn,
+        )
+        self.member = Member(
+            me,
+            here,
+            self.state,
+            store,
+            sets,
+            self.transfers,
+            drains,
+            self.scavenge,
+            tier,
+            rejections,
+            self.service,
+            self.reporter,
+            log,
+            spawn,
+        )
+        self._retention = Retention(
+            settings,
+            here,
+            store.budget,
+            tier,
+            drains,
+            self.scavenge,
+            spawn,
+            lambda why: self._log_end("released", why),
+            clock.monotonic(),
+        )
+        self._summons = Summons(me, here, self.attach, events, spawn)
+        self._fence = SelfFence(settings.self_fence_s, here, self.reporter, sets, log, spawn)
+        self._picture = Picture(
+            me,
+            here,
+            sets,
+            store,
+            tellings,
+            rejections,
+            drains,
+            self.state,
+            events,
+            kept_until=self._retention.kept_until,
+        )
+        self._callers = Callers(
+            me,
+            here,
+            store,
+            self.transfers.incoming,
+            self._summons,
+            Flush(job, here, sets, drains, self.scavenge, spawn),
+            self._picture,
+            lambda: self.member.inventory(verify=False),
+            events.complain,
+        )
+
+    # ---- life ------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve until released."""
+        asyncio.get_running_loop().set_exception_handler(self._failed)
+        me, here = self.identity, self.membership
+        lock = os.open(me.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return  # the prolog and the supervisor started one at the same time: one is enough
+        server, self.identity.port = await self._callers.listen()
+        map_file.settle(me.directory)
+        if me.again:
+            self._take_over(None)
+        if me.settings.interface and not me.interface:
+            self._log("error", detail=f"interface {me.settings.interface} has no address: listening on all")
+        self._local = LocalServer(
+            f"{me.directory}/agent.sock", me.uid, self._handle_local, self.service.gone, self._complain
+        )
+        self.reporter.start()
+        self._spawn(self._tick())
+        await self._retention.over.wait()
+        await self.reporter.told()
+        server.close()
+        self._local.close()
+        self.reporter.close()
+        if here.incarnation is not None:
+            here.incarnation.mesh.close()
+        self.drains.close()
+        await self.drains.leave(self.scavenge.gathering)
+        await self.transfers.cease()
+        self.sets.close()
+        self.store.clear()
+        map_file.remove(me.directory)
+        map_file.settle(me.directory)
+        self.state.remove()
+        self._notes.remove()
+        self.pledges.remove()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = clock.monotonic()
+            self.reporter.beat(now)
+            self._fence.look(now)
+            self.sets.beat()
+            if self.membership.detached:
+                self._retention.look(now)
+                self._watch_on(now)
+                continue
+            if self.membership.incarnation is not None:
+                self.membership.incarnation.rounds.tick(now)
+            self.member.tend()
+            self.keeps.tend(now)
+            self._retention.runs(now)
+
+    def _watch_on(self, now: float) -> None:
+        """Where no node has been found dead by then, none was lost before the script had failed."""
+        incarnation = self.membership.incarnation
+        if incarnation is None or incarnation.mesh.dead:
+            return
+        if self._retention.ended_s(now) > _WATCH_ON * incarnation.mesh.silence_s:
+            incarnation.mesh.detector.watching = False
+
+    async def release_on_word(self, reason: str, *, save: bool = False) -> None:
+        """The controller knows that this incarnation is over: what still trains here is ended first. save: so is the
+        job, and what nobody has saved is saved before."""
+        if not self.membership.detached and self._fence.ranks():
+            self._log("self_fenced", detail=f"{reason}; ranks still ran here")
+            await self._fence.end_ranks()
+        self._retention.leave(clock.monotonic(), reason, save=save)
+
+    def _log_end(self, name: str, detail: str) -> None:
+        """An end of this incarnation, and what was sealed in it: when the agent has gone, the log alone knows."""
+        found = [(s.name, s.sealed) for s in self.sets if s.sealed is not None]
+        words = [f"sealed {name} {stamp.epoch}:{stamp.version}" for name, stamp in found[:8]]
+        newest = max((stamp.version for _, stamp in found), default=0)
+        self._log(name, version=newest, detail="; ".join([detail, *words]))
+
+    def _failed(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self._complain(f"{context.get('message', 'failed')}: {context.get('exception')!r}")
+
+    def _print(self, t: float, name: str, version: int, detail: str) -> None:
+        me = self.identity
+        with suppress(OSError):  # the job's directory is full: its owner's doing
+            print(
+                f"t={t:.3f} job={me.job} restart={self.membership.restart} node={me.node} event={name} "
+                f"version={version} detail={detail!r}",
+                flush=True,
+            )
+
+    # ---- incarnations ----------------------------------------------------------------------------------
+
+    async def attach(self, m: local.Attach) -> local.Message:
+        """Enter an incarnation, on the word of the prolog or of a peer; answers when the agents agree, or do not."""
+        me, here = self.identity, self.membership
+        if m.job != me.job or m.node != me.node:
+            return local.Error(f"this is the agent of job {me.job} on {me.node}")
+        if here.incarnation is None:
+            self._take_over(m)
+        incarnation = here.incarnation
+        if m.restart < here.restart:
+            return local.Error(f"restart {m.restart} is over, {here.restart} is on")
+        if incarnation is None or m.restart > incarnation.restart or m.nodelist != incarnation.attach.nodelist:
+            try:
+                hosts = tuple(hostlist.expand(m.nodelist))
+                if me.node not in hosts or len(set(hosts)) != len(hosts):
+                    raise ValueError(f"{me.node} is not in the node list, or a node is there twice")
+            except ValueError as exc:
+                return local.Error(f"node list: {exc}")
+            if m.replicas > len(hosts):
+                self._log("refused", detail=f"{m.replicas} replicas on {len(hosts)} nodes")
+            incarnation = self._enter(m, hosts, begun=True)
+            if incarnation.leads:
+                incarnation.rounds.begin("")
+                if m.restart == 0 and self.drains.tier:
+                    self._spawn(self.drains.glance())
+            self._spawn(self._summons.call(incarnation))
+        here.detached = False
+        bound_s = max(0.2, me.settings.attach_timeout_s - 0.5)
+        try:
+            async with asyncio.timeout(bound_s):
+                await incarnation.rounds.wait_live(None)
+        except TimeoutError:
+            map_file.settle(me.directory)
+            self._log("unmapped", detail=f"not all agents of {len(here.hosts)} nodes agreed within {bound_s:g} s")
+            return local.Ready("unmapped")
+        return local.Ready("mapped")
+
+    def _enter(self, m: local.Attach, hosts: tuple[str, ...], *, begun: bool) -> Incarnation:
+        """A new incarnation: new links, new rounds; what is held stays. begun: this agent is the first of it here."""
+        me, here = self.identity, self.membership
+        expected: tuple[str, ...] = ()
+        if here.incarnation is not None:
+            expected = tuple(h for h in here.incarnation.hosts if h not in here.incarnation.mesh.dead)
+            here.incarnation.close()
+        self.scavenge.reset()
+        self.service.drop_all()
+        map_file.remove(me.directory)
+        here.detached = self.drains.succeeded = False
+        self._retention.attached()
+        mesh = Mesh(
+            me.settings,
+            job=me.job,
+            restart=m.restart,
+            uid=me.uid,
+            host=me.node,
+            instance=me.instance,
+            hosts=hosts,
+            on_link=self._on_link,
+            on_message=self._on_message,
+            on_dead=self._on_dead,
+            complain=self._complain,
+            expected=expected,
+        )
+        rounds = Rounds(self.member, me.node, hosts, self._spawn)
+        here.incarnation = incarnation = Incarnation(m, hosts, mesh, rounds)
+        if begun:
+            self.member.attach(m)  # before anybody hears of it, the controller included
+        mesh.want(mesh.ring())
+        mesh.want(rounds.children)
+        if rounds.parent is not None:
+            mesh.want([rounds.parent])
+        paid = f", memory counted in {self.store.budget.cgroup_path}" if self.store.budget.cgroup_path else ""
+        self._log("attached", detail=f"{len(hosts)} nodes, {m.replicas} replicas{paid}")
+        self.reporter.register()
+        return incarnation
+
+    def _take_over(self, wanted: local.Attach | None) -> None:
+        """Go on where this agent's dead predecessor was; its trainers hand the memory back.
+
+        wanted: only if it was in this very incarnation (the prolog may be faster than the supervisor).
+        """
+        state, me = self.state.read(), self.identity
+        if state is None:
+            return
+        m = state.attach
+        if wanted is not None and (m.restart, m.nodelist, m.node) != (wanted.restart, wanted.nodelist, wanted.node):
+            return
+        try:
+            hosts = tuple(hostlist.expand(m.nodelist))
+            known = set(hosts) if state.plan is None else set(state.plan.noderanks)
+            if me.node not in hosts or known != set(hosts) or len(known) != len(hosts):
+                raise ValueError(f"{me.node} has no place in it")
+        except ValueError as exc:
+            self._log("error", detail=f"the file `state` in {me.directory} cannot be used: {exc}")
+            return
+        incarnation = self._enter(m, hosts, begun=False)
+        self._log("restarted", detail="waiting for the trainers to hand their memory back")
+        self.member.succeed(incarnation, state)
+        if not state.live:
+            self._spawn(self._summons.call(incarnation))
+
+    def _epilog(self, m: local.Epilog) -> local.Message:
+        me, here = self.identity, self.membership
+        if m.job != me.job:
+            return local.Error(f"this is the agent of job {me.job}")
+        if m.restart < here.restart:
+            return local.Ok("detached")
+        mesh = here.incarnation.mesh if here.incarnation is not None else None
+        hold = first = False
+        if not here.detached:
+            here.detached = True
+            self._retention.ended(clock.monotonic())
+            if mesh is not None:
+                # With a dead node the job is on its way back: who else is lost meanwhile is news, too. And a script
+                # may fail of a node's loss before anybody here has noticed it.
+                mesh.detector.watching = bool(mesh.dead) or m.exit_code not in ("", "0")
+                alive = [h for h in mesh.hosts if h not in mesh.dead]
+                hold = bool(mesh.dead) and alive[:1] == [me.node] and not self.reporter.connected
+            map_file.wait(me.directory)
+            self.state.remove()
+            self._log_end("detached", f"exit code {m.exit_code or 'unknown'}")
+            first = True
+        trained = [s for s in self.sets if s.greeted]
+        dead = mesh is not None and bool(mesh.dead)  # then the job may be on its way to a new incarnation
+        if trained and all(s.succeeded for s in trained) and m.exit_code in ("", "0") and not dead:
+            self.drains.succeeded = True
+            if not any(self.keeps.of_set(s.name) and s.sealed is not None for s in trained) or not self.drains.tier:
+                self.drains.ended()
+                if mesh is not None:
+                    mesh.leave()
+                self._retention.release("the training succeeded")
+                return local.Ok("released")
+        if first:
+            self.drains.detached(dead=dead)
+        return local.Ok("hold" if hold else "detached", here.restart)
+
+    # ---- peers -----------------------------------------------------------------------------------------
+
+    def _on_link(self, name: str) -> None:
+        incarnation = self.membership.incarnation
+        assert incarnation is not None  # its link it is
+        incarnation.rounds.on_link(name)
+        self.sets.on_link(incarnation, name)
+
+    def _on_message(self, name: str, message: protocol.AnyMessage) -> None:
+        incarnation = self.membership.incarnation
+        assert incarnation is not None
+        rounds = incarnation.rounds
+        if rounds.on_message(name, message):
+            return
+        if isinstance(message, (peer.VoteUp, peer.WordDown)):
+            self.sets.on_message(incarnation, name, message)
+        elif isinstance(message, peer.DrainDown) and name == rounds.parent:
+            self.drains.wanted(message)
+        elif isinstance(message, peer.DrainUp) and name in rounds.children:
+            self.drains.heard(message)
+        elif isinstance(message, peer.DrainOver) and name == rounds.parent and message.round == rounds.round:
+            self.drains.ended()
+        elif isinstance(message, (peer.KeepWish, peer.KeepDone)):
+            self.keeps.on_message(name, message)
+        elif isinstance(message, _SCAVENGES):
+            self.scavenge.on_message(name, message)
+
+    def _on_dead(self, host: str, witnesses: tuple[str, ...], known: bool) -> None:
+        if self.membership.incarnation is None or not self.deaths_matter(clock.monotonic()):
+            return
+        if not self.membership.detached:
+            self.sets.show_dead()
+        if not known:
+            self._log("detected", detail=f"{host} is silent; witnesses {', '.join(witnesses)}")
+        self.reporter.report(host, witnesses)
+
+    def _keep_wanted(self) -> None:
+        self.drains.keep_all()
+
+    def _sealed(self, training: TrainingSet, number: int, stamp: Stamp) -> None:
+        self.transfers.pulls.overtaken(training.name, stamp)
+        incarnation = self.membership.incarnation
+        if incarnation is not None and incarnation.leads:
+            self.drains.sealed(training, stamp)
+
+    # ---- the controller --------------------------------------------------------------------------------
+
+    def inspect(self, request: int) -> inspect_schema.InspectPart:
+        """What this node can tell of the job."""
+        return self._picture.part(request)
+
+    def ends_in(self, left_s: int | None) -> None:
+        """Slurm ends the job in so many seconds; None: it sets no time."""
+        self.drains.ends_in(left_s)
+
+    def leaving(self, hosts: Sequence[str], partition: str) -> None:
+        """These nodes, or the partition, are being drained."""
+        self.drains.leaving(hosts, partition)
+
+    def job_waits(self) -> None:
+        """The job is pending."""
+        self._retention.job_waits()
+
+    def deaths_matter(self, now: float) -> bool:
+        """Whether a death may still be news for the controller."""
+        return not self.membership.detached or self._retention.just_ended(now)
+
+    # ---- the local socket ------------------------------------------------------------------------------
+
+    async def _handle_local(self, client: Client, request: local.Request, fds: list[int]) -> Reply:
+        if isinstance(request, (local.Attach, local.Epilog, local.VerdictRequest)):
+            for fd in fds:
+                os.close(fd)
+            if isinstance(request, local.Attach):
+                return await self.attach(request), []
+            if isinstance(request, local.Epilog):
+                return self._epilog(request), []
+            return self._verdict(), []
+        return await self.service.handle(client, request, fds)
+
+    def _verdict(self) -> local.Verdict:
+        incarnation = self.membership.incarnation
+        if incarnation is None:
+            return local.Verdict()
+        mesh, silent = incarnation.mesh, incarnation.mesh.silent()
+        alive = tuple(h for h in incarnation.hosts if h not in mesh.dead and h not in silent)
+        sealed = max((s.sealed for s in self.sets if s.sealed is not None), default=(0, 0))
+        begun = max((s.begun for s in self.sets), default=0)
+        dead, suspect = tuple(sorted(mesh.dead)), tuple(sorted(silent - mesh.dead))
+        return local.Verdict(dead, suspect, alive[:1000], (sealed[0], sealed[1]), begun)
+
+
+def serve(settings: Settings, *, job: int, uid: int, node: str, directory: str, again: bool) -> int:
+    """Run an agent in this process until it is released; the exit status."""
+
+    async def run() -> None:
+        await Agent(settings, job=job, uid=uid, node=node, directory=directory, again=again).run()
+
+    asyncio.run(run())
+    sys.stdout.flush()
+    return 0

@@ -1,0 +1,124 @@
+"""One agent's part of what `gemini-hpc inspect` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from gemini_hpc import clock
+from gemini_hpc.agent.peers.event_log import EventLog
+from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.replicas.rejections import Rejections
+from gemini_hpc.agent.replicas.store import Store
+from gemini_hpc.agent.replicas.training import TrainingSet
+from gemini_hpc.agent.restart_state import StateFile
+from gemini_hpc.agent.stats_store import Tellings
+from gemini_hpc.agent.tier.saver import Drains
+from gemini_hpc.wire import control_page, inspect_schema
+
+_EVENTS = 200
+_STATES = {
+    control_page.STATE_ARMING: "arming",
+    control_page.STATE_PROTECTED: "protected",
+    control_page.STATE_DEGRADED: "degraded",
+    control_page.STATE_FROZEN: "recovering",
+}
+
+
+class Picture:
+    """Of one agent. kept_until: tells when the memory is freed, unless the job comes back (monotonic)."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        membership: Membership,
+        trainings: Iterable[TrainingSet],
+        store: Store,
+        tellings: Tellings,
+        rejections: Rejections,
+        drains: Drains,
+        state: StateFile,
+        log: EventLog,
+        *,
+        kept_until: Callable[[], float],
+    ) -> None:
+        self._identity, self._membership, self._trainings, self._store = identity, membership, trainings, store
+        self._tellings, self._rejections, self._drains = tellings, rejections, drains
+        self._state, self._log, self._kept_until = state, log, kept_until
+
+    def _set(self, training: TrainingSet) -> inspect_schema.SetState:
+        sealed, pace = training.sealed, None
+        state = "finished" if training.succeeded else _STATES.get(training.page.state, "unknown")
+        rejected = self._rejections.sentences(training.name)
+        trouble = training.trouble if state in ("arming", "protected", "degraded") else ""
+        if training.present and not self._membership.detached:
+            pace = training.pace.state()
+        if pace is not None:
+            pace = msgspec.structs.replace(pace, stalled_s=self._identity.settings.stalled_s)
+        return inspect_schema.SetState(
+            name=training.name,
+            world=training.world or training.chosen_world,
+            sealed=None if sealed is None else (sealed.epoch, sealed.version),
+            state="degraded" if trouble else state,
+            ranks=tuple(sorted(training.greeted)),
+            note="; ".join(filter(None, (trouble, training.note or "; ".join(training.lost)[:500], *rejected))),
+            traffic=self._tellings.states(training.name, training.greeted),
+            tier=self._drains.state(training.name),
+            pace=pace,
+        )
+
+    def _held(self) -> Iterable[inspect_schema.HeldSlot]:
+        for shard in self._store:
+            for index, slot in enumerate(shard.pair.slots):
+                yield inspect_schema.HeldSlot(
+                    set=shard.set,
+                    rank=shard.rank,
+                    world=shard.world,
+                    home=shard.home,
+                    slot=index,
+                    state=slot.state,
+                    stamp=None if slot.stamp is None else (slot.stamp.epoch, slot.stamp.version),
+                    bytes=shard.bytes,
+                    used=slot.bytes_used,
+                    since=shard.since[index],
+                    verified=shard.verified[index],
+                )
+
+    def part(self, request: int, record: inspect_schema.RecordAsk | None = None) -> inspect_schema.InspectPart:
+        """Everything that this node can tell of the job; beside it, if asked for, what one rank has recorded."""
+        me, here, budget = self._identity, self._membership, self._store.budget
+        incarnation = here.incarnation
+        mesh = incarnation.mesh if incarnation is not None else None
+        stage = incarnation.rounds.stage if incarnation is not None else "idle"
+        trouble = incarnation.rounds.trouble if incarnation is not None and not here.detached else ""
+        unwritten = f"its recovery state cannot be written: {self._state.problem}" if self._state.problem else ""
+        kept = here.detached and budget.taken_bytes > 0
+        return inspect_schema.InspectPart(
+            host=me.node,
+            job=me.job,
+            uid=me.uid,
+            restart=max(here.restart, 0),
+            replicas=here.replicas,
+            epoch=here.epoch,
+            round=here.round,
+            state="detached" if here.detached else stage,
+            hosts=here.hosts,
+            noderanks=here.noderanks,
+            address=me.address or me.settings.address_of(me.node),
+            interface=me.interface,
+            port=me.port,
+            memory_bytes=budget.taken_bytes,
+            memory_cap_bytes=budget.cap_bytes,
+            sets=tuple(self._set(t) for t in self._trainings),
+            held=tuple(self._held()),
+            events=tuple(self._log.events[-_EVENTS:]),
+            suspects=tuple(sorted(mesh.silent() - mesh.dead)) if mesh is not None else (),
+            dead=tuple(sorted(mesh.dead)) if mesh is not None else (),
+            request=request,
+            record=None if record is None else self._tellings.record(record),
+            problem="; ".join(filter(None, (unwritten, self._drains.problem))),
+            unprotected=trouble,
+            kept_until=clock.time() + max(0.0, self._kept_until() - clock.monotonic()) if kept else 0.0,
+        )

@@ -1,0 +1,62 @@
+"""Replicas on nodes that the job has left: a job that was requeued elsewhere still comes back from memory.
+
+Asked only when the nodes of the new incarnation cannot serve by themselves; agents that are detached tell what
+they hold to a newer incarnation of their own job and uid, and serve pulls of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Protocol
+
+from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.incarnation import Incarnation
+from gemini_hpc.agent.peers.mesh import Mesh
+from gemini_hpc.wire import peer
+from gemini_hpc.wire.handshake import HandshakeError
+from gemini_hpc.wire.link import LinkClosed, connect_any
+from gemini_hpc.wire.ports import candidates
+
+ANSWER_S = 2.0
+DIAL_S = 1.0
+# Of all that a prolog waits: the rest is for dialling, and for the round itself.
+ASK_PART, MAX_ASK_S = 0.4, 4.0
+MAX_HOSTS = 1024
+
+
+class Holders(Protocol):
+    """The controller, if there is one."""
+
+    async def holders(self, timeout_s: float) -> dict[str, int]:
+        """Where agents of this job are or have been, as far as it knows; port 0: any of the job's."""
+
+
+async def inventories(
+    identity: Identity, incarnation: Incarnation, controller: Holders, former: Iterable[str]
+) -> tuple[peer.InventoryRecord, ...]:
+    """What agents outside the allocation hold: on hosts of the former map, and on those that the controller knows."""
+    ports = await controller.holders(min(MAX_ASK_S, ASK_PART * identity.settings.attach_timeout_s))
+    hosts = [h for h in dict.fromkeys([*former, *ports]) if h not in incarnation.hosts][:MAX_HOSTS]
+    found = await asyncio.gather(*(_ask(identity, incarnation.mesh, host, ports.get(host)) for host in hosts))
+    return tuple(record for record in found if record is not None)
+
+
+async def _ask(identity: Identity, mesh: Mesh, host: str, known: int | None) -> peer.InventoryRecord | None:
+    settings = identity.settings
+    ports = [known] if known else candidates(settings, identity.job)
+    try:
+        link, _ = await connect_any(settings.address_of(host), ports, lambda: mesh.client(host, "inventory"), DIAL_S)
+    except (OSError, HandshakeError):
+        return None
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            link.send(peer.Collect(0, ""))
+            answer = await link.receive()
+    except (LinkClosed, TimeoutError):
+        return None
+    finally:
+        link.abort()
+    if isinstance(answer, peer.InventoryUp) and len(answer.records) == 1 and answer.records[0].host == host:
+        return answer.records[0]
+    return None

@@ -1,0 +1,146 @@
+"""Who dials this agent: peers of its incarnation, those that pull or summon, and `gemini-hpc inspect`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from gemini_hpc.agent.inspect_part import Picture
+from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.replicas.store import Store
+from gemini_hpc.agent.tier.flush import Flush
+from gemini_hpc.agent.transfer import pull
+from gemini_hpc.agent.transfer.push_receiver import Incoming
+from gemini_hpc.agent.wake_peers import Summons
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.operators import Operators
+from gemini_hpc.wire import inspect_schema, peer
+from gemini_hpc.wire.frames import FrameError
+from gemini_hpc.wire.handshake import Greeting, HandshakeError
+from gemini_hpc.wire.link import Link, LinkClosed, accept
+from gemini_hpc.wire.ports import candidates
+from gemini_hpc.wire.preauth_limit import Lobby
+
+_MAX_CALLERS = 512
+_MAX_STRANGERS = 256  # connections that have not been authenticated yet
+_ANSWER_S = 5.0
+
+
+class Callers:
+    """The agent's TCP port: everyone is authenticated, admitted for one purpose, and served within bounds."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        membership: Membership,
+        store: Store,
+        incoming: Incoming,
+        summons: Summons,
+        flush: Flush,
+        picture: Picture,
+        inventory: Callable[[], Awaitable[peer.InventoryRecord]],
+        complain: Callable[[str], None],
+    ) -> None:
+        """inventory: tells what is held here, unverified."""
+        self._identity, self._membership, self._store = identity, membership, store
+        self._incoming, self._summons, self._flush, self._picture = incoming, summons, flush, picture
+        self._inventory, self._complain = inventory, complain
+        self._count = 0
+        self._lobby = Lobby(_MAX_STRANGERS)
+        self._operators = Operators(identity.settings.operators, self._owners)
+
+    @property
+    def _owners(self) -> tuple[int, ...]:
+        return 0, self._identity.uid, *self._identity.settings.slurm_uids()
+
+    async def listen(self) -> tuple[asyncio.Server, int]:
+        """On the first of this job's ports that is free; the server, the port. Raises SystemExit if none is."""
+        me = self._identity
+        failure: OSError | None = None
+        ports = candidates(me.settings, me.job)
+        for port in ports:
+            try:
+                return await asyncio.start_server(self._call, me.address or "0.0.0.0", port, backlog=256), port
+            except OSError as exc:
+                failure = exc
+        raise SystemExit(f"gemini-hpc: no port of {ports} is free: {failure}")
+
+    async def _call(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        address = (writer.get_extra_info("peername") or ("somewhere",))[0]
+        ticket = self._lobby.enter(address, writer.transport.abort)
+        try:
+            try:
+                link = await accept(
+                    reader,
+                    writer,
+                    self._admit,
+                    host=self._identity.node,
+                    restart=lambda: max(self._membership.restart, 0),
+                    instance=self._identity.instance,
+                )
+            finally:
+                self._lobby.leave(address, ticket)
+            if self._count >= _MAX_CALLERS:
+                return
+            self._count += 1
+            try:
+                await self._serve(link)
+            finally:
+                self._count -= 1
+        except (HandshakeError, LinkClosed, FrameError, TimeoutError, OSError) as exc:
+            self._complain(f"a call from {address} has ended: {exc or type(exc).__name__}")
+        finally:
+            writer.close()
+
+    async def _admit(self, greeting: Greeting) -> str:
+        me, here, hello = self._identity, self._membership, greeting.hello
+        if hello.cluster != me.settings.cluster_name or hello.job != me.job or hello.target != me.node:
+            return f"this is job {me.job} on {me.node} of {me.settings.cluster_name}"
+        if hello.purpose == "query":
+            return "" if await self._operators.allows(greeting.uid) else "not yours"
+        if hello.purpose == "flush":  # it writes: who may only look does not
+            return "" if greeting.uid in self._owners else "not yours"
+        if greeting.uid != me.uid:
+            return "not yours"
+        if hello.purpose in ("inventory", "pull") and hello.restart > here.restart and here.detached:
+            return ""  # a newer incarnation that went on elsewhere may read what is kept here
+        if hello.purpose == "summons" and self._summons.admits(hello.restart):
+            return ""
+        if hello.purpose not in ("link", "pull", "push") or hello.source not in here.hosts or hello.source == me.node:
+            return "not a peer"
+        if hello.restart != here.restart:
+            return f"restart {here.restart} here"
+        return ""
+
+    async def _serve(self, link: Link) -> None:
+        purpose, incarnation = link.session.purpose, self._membership.incarnation
+        if purpose == "link" and link.session.peer_restart != self._membership.restart:
+            link.abort()
+        elif purpose == "link" and incarnation is not None:
+            await incarnation.mesh.serve(link.session.peer_host, link)
+        elif purpose == "pull":
+            await pull.serve(link, self._find)
+        elif purpose == "push":
+            await self._incoming.serve(link)
+        elif purpose == "summons":
+            await self._summons.answer(link)
+        elif purpose == "flush":
+            await self._flush.answer(link)
+        elif purpose == "inventory":
+            async with asyncio.timeout(_ANSWER_S):
+                if isinstance(await link.receive(), peer.Collect):
+                    await link.flush(peer.InventoryUp(0, (await self._inventory(),)))
+        elif purpose == "query":
+            async with asyncio.timeout(_ANSWER_S):
+                message = await link.receive()
+                if isinstance(message, inspect_schema.InspectAsk):
+                    await link.flush(self._picture.part(message.request, message.record))
+
+    def _find(self, ask: peer.PullAsk) -> tuple[peer.CopyRecord, Any] | None:
+        found = self._store.find(ask.set, ask.rank, Stamp(*ask.stamp))
+        if found is None:
+            return None
+        record = found[0].record(found[1])
+        return None if record is None else (record, found[0].memory[found[1]])

@@ -1,0 +1,57 @@
+"""The job's events, as one agent sees them: kept for `inspect`, printed, and passed on to the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from gemini_hpc import clock
+from gemini_hpc.wire import inspect_schema
+from gemini_hpc.wire.rate_limit import Allowance
+
+MAX_EVENTS = 1000
+_DETAIL_CHARS, _COMPLAINT_CHARS = 500, 300
+
+
+class Log(Protocol):
+    """How the parts of an agent tell of an event."""
+
+    def __call__(self, name: str, *, version: int = 0, detail: str = "", t: float | None = None) -> None:
+        """One line of the job's event log."""
+
+
+class EventLog:
+    """restart: tells the number of the incarnation, -1 before the first; line: prints one."""
+
+    def __init__(self, node: str, restart: Callable[[], int], line: Callable[[float, str, int, str], None]) -> None:
+        self._node, self._restart, self._line = node, restart, line
+        self._complaints = Allowance(per_s=1.0, burst=1.0)
+        self._followers: list[Callable[[inspect_schema.EventRecord], None]] = []
+        self.events: list[inspect_schema.EventRecord] = []
+
+    def follow(self, follower: Callable[[inspect_schema.EventRecord], None]) -> None:
+        """From now on it is told of each event."""
+        self._followers.append(follower)
+
+    def log(self, name: str, *, version: int = 0, detail: str = "", t: float | None = None) -> None:
+        """One line of the job's event log."""
+        event = inspect_schema.EventRecord(
+            t=clock.time() if t is None else t,
+            name=name,
+            host=self._node,
+            restart=max(self._restart(), 0),
+            version=version,
+            detail=detail[:_DETAIL_CHARS],
+        )
+        self.events.append(event)
+        del self.events[:-MAX_EVENTS]
+        for follower in self._followers:
+            follower(event)
+        self._line(event.t, name, version, event.detail)
+
+    def complain(self, text: str) -> None:
+        """What a stranger can cause: a line in the agent's own log, at most one a second, and no event."""
+        if self._complaints.take():
+            missed = self._complaints.settle()
+            more = f" (and {missed} others before)" if missed else ""
+            self._line(clock.time(), "complaint", 0, text[:_COMPLAINT_CHARS] + more)

@@ -1,0 +1,300 @@
+"""Links to peer agents: who dials whom, heartbeats, and what is done about silence.
+
+The agent at position p of the host list keeps links to its tree parent and children, to its two neighbours
+on either side of the ring of positions, and to the members of its placement group. The later position dials
+the earlier one. Who counts as dead is decided in `failure_detector`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Iterable
+from contextlib import suppress
+
+from gemini_hpc import clock
+from gemini_hpc.agent.peers.failure_detector import Effect, FailureDetector, Obituary, Probe
+from gemini_hpc.config import Settings
+from gemini_hpc.wire import peer, protocol
+from gemini_hpc.wire.handshake import Client, HandshakeError
+from gemini_hpc.wire.link import Link, LinkClosed, connect_any
+from gemini_hpc.wire.message import Message
+from gemini_hpc.wire.ports import candidates
+
+_PARALLEL_SEARCHES = 64
+_RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
+
+
+class Mesh:
+    """The links of one agent in one incarnation."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        job: int,
+        restart: int,
+        uid: int,
+        host: str,
+        instance: str,
+        hosts: tuple[str, ...],
+        on_link: Callable[[str], None],
+        on_message: Callable[[str, protocol.AnyMessage], None],
+        on_dead: Callable[[str, tuple[str, ...], bool], None],
+        complain: Callable[[str], None],
+        expected: Collection[str] = (),
+    ) -> None:
+        self._settings = settings
+        self._job, self.restart, self._uid = job, restart, uid
+        self.host, self._instance, self.hosts = host, instance, hosts
+        self._on_link, self._on_message, self._on_dead = on_link, on_message, on_dead
+        self._complain = complain
+        self.position = {h: i for i, h in enumerate(hosts)}
+        self.links: dict[str, Link] = {}
+        self.ports: dict[str, int] = {}
+        self.detector = FailureDetector(host, hosts, self.silence_s, clock.monotonic(), expected)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._probes: dict[tuple[str, str], asyncio.Future[bool]] = {}
+        self._spawn(self._beat())
+
+    def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ---- partners --------------------------------------------------------------------------------------
+
+    def want(self, partners: Iterable[str]) -> None:
+        """Keep links to these hosts too; dial those that stand before us in the host list."""
+        for name in partners:
+            if name == self.host or name in self.detector.partners or name not in self.position:
+                continue
+            self.detector.partners.add(name)
+            if self.position[name] < self.position[self.host]:
+                self._spawn(self._keep(name))
+
+    def ring(self, reach: int = 2) -> set[str]:
+        """The neighbours on the ring of positions."""
+        n, p = len(self.hosts), self.position[self.host]
+        return {self.hosts[(p + d) % n] for d in range(-reach, reach + 1)} - {self.host}
+
+    def client(self, target: str, purpose: str) -> Client:
+        """The calling side of a handshake with a peer of this job."""
+        return Client(
+            purpose=purpose,
+            cluster=self._settings.cluster_name,
+            job=self._job,
+            restart=self.restart,
+            source=self.host,
+            target=target,
+            instance=self._instance,
+            server_uid=self._uid,
+        )
+
+    async def _dial(self, name: str, timeout_s: float) -> Link:
+        return await self.dial(name, "link", timeout_s)
+
+    async def dial(self, name: str, purpose: str, timeout_s: float) -> Link:
+        """A new connection to a peer. Raises OSError, TimeoutError or `HandshakeError`."""
+        ports = candidates(self._settings, self._job)
+        known = self.ports.get(name)
+        if known is not None:
+            ports = [known, *(p for p in ports if p != known)]
+        ports = ports[: len(ports) if known is None else 4]
+        address = self._settings.address_of(name)
+        link, port = await connect_any(address, ports, lambda: self.client(name, purpose), timeout_s)
+        self.ports[name] = port
+        return link
+
+    async def _keep(self, name: str) -> None:
+        tries = 0
+        while name not in self.detector.left:
+            with suppress(OSError, HandshakeError, TimeoutError):
+                link = await self._dial(name, 2.0)
+                tries = 0
+                await self.serve(name, link)
+            await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
+            tries += 1
+
+    async def serve(self, name: str, link: Link) -> None:
+        """Use an authenticated link until it breaks; a newer one to the same host replaces the older."""
+        old = self.links.get(name)
+        if old is not None:
+            old.abort()
+        self.links[name] = link
+        said = "its coming"
+        try:
+            self._do(self.detector.hear(name, clock.monotonic()))
+            self._on_link(name)
+            while True:
+                message = await link.receive()
+                said = type(message).__name__
+                self._do(self.detector.hear(name, link.last_heard))
+                self._dispatch(name, message)
+        except LinkClosed as exc:
+            self._complain(f"link to {name} has ended: {exc}")
+        except Exception as exc:  # what one peer says must not end the dialling of it for good
+            self._complain(f"link to {name}: {said} could not be taken: {exc!r}")
+        finally:
+            if self.links.get(name) is link:
+                del self.links[name]
+            link.abort()
+
+    # ---- messages --------------------------------------------------------------------------------------
+
+    def send(self, name: str, message: Message) -> bool:
+        """Send to one host; False where there is no link to it."""
+        link = self.links.get(name)
+        if link is None or link.closed:
+            return False
+        link.send(message)
+        return True
+
+    def _dispatch(self, name: str, message: protocol.AnyMessage) -> None:
+        if isinstance(message, peer.Ping):
+            return
+        if isinstance(message, peer.ProbeAsk):
+            self._spawn(self._answer_probe(name, message.host))
+        elif isinstance(message, peer.ProbeAnswer):
+            future = self._probes.get((name, message.host))
+            if future is not None and not future.done():
+                future.set_result(message.alive)
+        elif isinstance(message, peer.Obituary):
+            if message.restart == self.restart:
+                told = self.detector.told(name, message.host, alive=message.alive, now=clock.monotonic())
+                self._do(told)
+        elif isinstance(message, peer.Left):
+            self._do(self.detector.leaves(name))
+        else:
+            self._on_message(name, message)
+
+    def silent(self) -> set[str]:
+        """Partners that are suspected now: silent, or without a link."""
+        return self.detector.silent(self.links)
+
+    def unlinked(self) -> set[str]:
+        """Partners to which there is no link."""
+        return self.detector.partners - set(self.links)
+
+    # ---- heartbeats and suspicion ----------------------------------------------------------------------
+
+    @property
+    def silence_s(self) -> float:
+        """Silence after which a peer is suspected."""
+        return self._settings.heartbeat_timeout_s()
+
+    @property
+    def dead(self) -> set[str]:
+        """Hosts that count as dead."""
+        return self.detector.dead
+
+    @property
+    def heard(self) -> dict[str, float]:
+        """When something came last, by host (monotonic)."""
+        return self.detector.heard
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.heartbeat_s)
+            for link in list(self.links.values()):
+                link.send(peer.Ping())
+            self._do(self.detector.tick(clock.monotonic(), self.links))
+
+    def _do(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Probe):
+                self._spawn(self._probe(effect))
+            elif isinstance(effect, Obituary):
+                for other in self.links:
+                    self.send(other, peer.Obituary(effect.host, effect.alive, self.restart))
+            else:
+                self._on_dead(effect.host, effect.witnesses, effect.known)
+
+    async def _probe(self, probe: Probe) -> None:
+        try:
+            mine, *theirs = await asyncio.gather(
+                self._reach(probe.host, probe.direct_s),
+                *(self._ask(other, probe.host, probe.indirect_s) for other in probe.witnesses),
+            )
+            self._do(self.detector.judge(probe, mine is True, theirs, clock.monotonic()))
+        finally:
+            self.detector.give_up(probe)
+
+    async def reach(self, name: str, timeout_s: float) -> bool:
+        """Whether there is a link to this host, a new one if none lives."""
+        link = self.links.get(name)
+        if link is not None and not link.closed and clock.monotonic() - link.last_heard <= self.silence_s:
+            return True
+        try:
+            made = await self._dial(name, timeout_s)
+        except (OSError, HandshakeError, TimeoutError):
+            return False
+        self._spawn(self.serve(name, made))
+        await asyncio.sleep(0)  # it has the link then
+        return True
+
+    async def _reach(self, name: str, timeout_s: float) -> bool:
+        if name in self.detector.left:
+            return True
+        link = self.links.get(name)
+        if link is not None and clock.monotonic() - link.last_heard <= self.silence_s / 2:
+            return True
+        try:
+            probe = await self._dial(name, timeout_s)
+        except HandshakeError as exc:
+            return str(exc).startswith("refused")
+        except (OSError, TimeoutError):
+            return False
+        probe.abort()
+        return True
+
+    async def anybody(self, limit_s: float) -> bool:
+        """Whether one peer can be reached of those that are not called dead, partners of ours or not."""
+        found, timeout_s = asyncio.Event(), self.silence_s
+        names = iter([h for h in self.hosts if h != self.host and h not in self.dead])
+
+        async def search() -> None:
+            for name in names:
+                if found.is_set() or await self._reach(name, timeout_s):
+                    found.set()
+                    return
+
+        searches = asyncio.gather(*(search() for _ in range(_PARALLEL_SEARCHES)))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await searches
+        return found.is_set()
+
+    async def _ask(self, other: str, name: str, timeout_s: float) -> bool | None:
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._probes[other, name] = future
+        try:
+            if not self.send(other, peer.ProbeAsk(name)):
+                return None
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            return None
+        finally:
+            self._probes.pop((other, name), None)
+
+    async def _answer_probe(self, asker: str, name: str) -> None:
+        if name in self.position:
+            alive = await self._reach(name, self.silence_s / 2)
+            self.send(asker, peer.ProbeAnswer(name, alive))
+
+    def leave(self) -> None:
+        """Tell all peers that this agent ends, and that the job has ended well; nobody is missed from now on."""
+        self.detector.left.update(self.hosts)
+        for name, link in list(self.links.items()):
+            self.send(name, peer.Left())
+            link.close()  # what is cut off instead may take the word with it
+        self.links.clear()
+
+    def close(self) -> None:
+        """Drop all links and stop dialling."""
+        self.detector.watching = False
+        for task in list(self._tasks):
+            task.cancel()
+        for link in list(self.links.values()):
+            link.abort()
+        self.links.clear()

@@ -1,0 +1,377 @@
+"""What the agent does for training ranks: one method a request of `wire.local`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from gemini_hpc import clock
+from gemini_hpc.agent.peers.event_log import EventLog
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.replicas import replica_fills
+from gemini_hpc.agent.replicas.memory import NoMemory, adopt
+from gemini_hpc.agent.replicas.pledges import Wish
+from gemini_hpc.agent.replicas.rejections import Rejections
+from gemini_hpc.agent.replicas.slot_writes import Filling
+from gemini_hpc.agent.replicas.store import Shard, Store
+from gemini_hpc.agent.replicas.training import TrainingSet
+from gemini_hpc.agent.replicas.trainings import Sets
+from gemini_hpc.agent.sessions import Rejected, Sessions
+from gemini_hpc.agent.stats_store import Tellings
+from gemini_hpc.agent.tier.keeps import Keeps
+from gemini_hpc.agent.tier.saver import Drains
+from gemini_hpc.agent.transfer.pull import PullFailed
+from gemini_hpc.agent.transfer.pull_scheduler import Pulls
+from gemini_hpc.agent.transfer.push_sender import Outgoing
+from gemini_hpc.core import placement, ranges
+from gemini_hpc.core.slots import Refused, Stamp
+from gemini_hpc.format.commit_record import Committed
+from gemini_hpc.wire import local
+from gemini_hpc.wire.local_server import Client, Reply
+from gemini_hpc.wire.rate_limit import Allowance
+
+_MAX_SHARDS = 4096  # on one node, all sets together; each takes two descriptors
+_EVENTS_PER_S, _EVENTS_BURST = 2.0, 200.0
+
+
+class Service:
+    """Requests of training ranks, on behalf of the agent that owns sets and store."""
+
+    def __init__(
+        self,
+        node: str,
+        membership: Membership,
+        sessions: Sessions,
+        store: Store,
+        sets: Sets,
+        filling: Filling,
+        outgoing: Outgoing,
+        pulls: Pulls,
+        drains: Drains,
+        keeps: Keeps,
+        rejections: Rejections,
+        tellings: Tellings,
+        log: EventLog,
+        spawn: Spawn,
+    ) -> None:
+        self._node, self._membership, self._sessions = node, membership, sessions
+        self._store, self._sets = store, sets
+        self._filling, self._outgoing, self._pulls = filling, outgoing, pulls
+        self._drains, self._keeps, self._rejections = drains, keeps, rejections
+        self._tellings, self._log, self._spawn = tellings, log, spawn
+        self._fills: dict[tuple[str, int, int], Client] = {}
+        self._keepers: dict[tuple[str, int], Client] = {}
+        self._events = Allowance(_EVENTS_PER_S, _EVENTS_BURST)
+
+    # ---- bookkeeping -----------------------------------------------------------------------------------
+
+    def gone(self, client: Client) -> None:
+        """A connection has ended: what it was filling is void."""
+        self._void(client)
+        self._keepers = {key: keeper for key, keeper in self._keepers.items() if keeper is not client}
+        self._outgoing.gone(client)
+        if writing := replica_fills.gone(client, list(self._store)):
+            self._spawn(replica_fills.ended(client, writing))
+        self._sessions.gone(client)
+
+    def drop_all(self) -> None:
+        """A new round: all processes must say hello again."""
+        self._sessions.drop_all()
+        self._fills.clear()
+
+    def _shard(self, client: Client, name: str, rank: int) -> tuple[TrainingSet, Shard]:
+        training = self._sessions.training(client, name)
+        shard = self._store.get(name, rank)
+        if shard is None:
+            raise Rejected(f"shard of rank {rank} is not registered here")
+        return training, shard
+
+    def _keep(self, client: Client, m: local.Register | local.HandBack) -> TrainingSet:
+        """The set, where this client may write the shard: each shard has one writer on a node, and is one that
+        this node keeps, of a training that is as large as its ranks said."""
+        here, shards = self._membership, self._store.shards
+        training, n = self._sessions.training(client, m.set), len(here.hosts)
+        mine = here.noderanks[self._node]
+        if m.world != training.world or m.rank >= m.world or m.home >= n:
+            raise Rejected(f"shard of rank {m.rank} of {m.world}, home {m.home} cannot be")
+        if mine not in placement.holders(m.home, n, here.replicas):
+            raise Rejected(f"node rank {mine} keeps nothing of node rank {m.home}")
+        keeper = self._keepers.get((m.set, m.rank))
+        if keeper is not None and keeper is not client and not keeper.closed.is_set():
+            raise Rejected(f"shard of rank {m.rank} is written by process {keeper.pid} here")
+        if (m.set, m.rank) not in shards and len(shards) >= _MAX_SHARDS:
+            raise Rejected(f"a node keeps at most {_MAX_SHARDS} shards")
+        return training
+
+    # ---- requests --------------------------------------------------------------------------------------
+
+    async def handle(self, client: Client, request: local.Request, fds: list[int]) -> Reply:
+        """Answer one request of a training rank; takes the descriptors."""
+        try:
+            if isinstance(request, local.HandBack):
+                return await self._hand_back(client, request, fds)
+            if isinstance(request, local.Hello):
+                return await self._sessions.hello(client, request)
+            if isinstance(request, local.Register):
+                return await self._register(client, request)
+            if isinstance(request, local.Begin):
+                return self._begin(client, request)
+            if isinstance(request, local.Fill):
+                return self._fill(client, request)
+            if isinstance(request, local.Filled):
+                return self._filled(client, request)
+            if isinstance(request, local.Landed):
+                return self._landed(client, request)
+            if isinstance(request, local.Abort):
+                return self._abort(client, request)
+            if isinstance(request, local.Fetch):
+                return await self._fetch(client, request)
+            if isinstance(request, local.OpenPush):
+                return self._open_push(client, request)
+            if isinstance(request, local.Event):
+                self._heard(client, request)
+                if self._events.take():
+                    name, detail = _plain(request.name, 40), request.detail[:300]
+                    self._log.log(name, version=request.version, detail=detail, t=request.t)
+                else:
+                    self._log.complain(f"process {client.pid} has more events to tell than are kept")
+                return local.Ok(), []
+            if isinstance(request, local.Finished):
+                self._sessions.own(client, request)
+                training = self._sessions.training(client, request.set)
+                training.finished.add(request.rank)
+                return local.Ok(), []
+            if isinstance(request, local.Reject):
+                self._sessions.own(client, request)
+                training = self._sessions.training(client, request.set)
+                if training.chosen is None or training.chosen.version != request.version:
+                    raise Rejected(f"version {request.version} is not what the ranks have loaded")
+                epoch = self._membership.epoch
+                if why := self._rejections.reject(training, epoch, request.reason, fresh=request.fresh):
+                    raise Rejected(why)
+                return local.Ok(), []
+            if isinstance(request, local.KeepVersion):
+                self._sessions.own(client, request)
+                if why := self._keeps.ask(Wish(request.set, request.name, request.version)):
+                    raise Rejected(why)
+                return local.Ok(), []
+            if isinstance(request, (local.Traffic, local.Timeline, local.Keep, local.Recall)):
+                return self._told(client, request), []
+        except (Rejected, NoMemory) as exc:
+            return local.Error(str(exc), isinstance(exc, Rejected) and exc.later), []
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return local.Error("not a request of a training rank"), []
+
+    def _heard(self, client: Client, m: local.Event) -> None:
+        """A rank that says that it is not protected is believed, for what all are told."""
+        training, rank = self._sessions.rank_of(client)
+        if training is None or training.present.get(rank) is not client:
+            return
+        if m.name == "skipped":  # versions that are not saved are steps, too
+            training.pace.reached(m.version)
+            for (name, rank), keeper in self._keepers.items():
+                shard = self._store.get(name, rank)
+                if keeper is client and shard is not None and not shard.pushed:
+                    self._filling.passed(shard, m.version)
+        elif m.name == "degraded":
+            training.complain(f"rank {rank}: {m.detail[:300]}")
+        elif m.name == "unprotected":  # such a rank tells of no step
+            training.pace.reset()
+            training.left[rank] = m.detail[:300]
+            self._void(client)
+
+    def _void(self, client: Client) -> None:
+        """What this process was filling is not filled any more."""
+        for (name, rank, index), filler in list(self._fills.items()):
+            if filler is client:
+                del self._fills[name, rank, index]
+                shard = self._store.get(name, rank)
+                if shard is not None and shard.pair.slots[index].state == "filling":
+                    shard.pair.void(index)
+                    self._sets.recount(name)
+
+    def _told(
+        self, client: Client, m: local.Traffic | local.Timeline | local.Keep | local.Recall
+    ) -> local.Ok | local.Kept:
+        """Of a rank by itself only."""
+        self._sessions.own(client, m)
+        tellings = self._tellings
+        if isinstance(m, local.Recall):
+            return local.Kept(tellings.recall(m.set, m.rank, m.key))
+        if isinstance(m, local.Keep):
+            tellings.keep(m.set, m.rank, m.key, m.data)
+        elif isinstance(m, local.Traffic):
+            tellings.traffic(m.set, m.rank, m.state)
+        else:
+            tellings.timeline(m.set, m.rank, m.timeline)
+        return local.Ok()
+
+    async def _register(self, client: Client, m: local.Register) -> Reply:
+        training = self._keep(client, m)
+        size_bytes = m.bytes
+        if m.pushed and not size_bytes and (known := self._store.get(m.set, m.rank)) is not None:
+            size_bytes = known.bytes
+        if not size_bytes:
+            raise Rejected("a shard of 0 bytes cannot be")
+        number = self._membership.round
+        try:
+            shard = await self._store.make(m.set, m.rank, m.world, m.home, size_bytes)
+        except NoMemory as exc:
+            training.note = str(exc)
+            self._log.log("refused", detail=str(exc))
+            raise
+        if self._membership.round != number:
+            raise Rejected("a recovery round is on")
+        self._keep(client, m)
+        self._keepers[m.set, m.rank] = client
+        shard.registered_round, shard.pushed, shard.unlike, shard.half_back = number, m.pushed, "", False
+        replica_fills.release(shard)
+        self._sets.recount(m.set)
+        return local.Slots(shard.bytes), [os.dup(memory.fd) for memory in shard.memory]
+
+    def _begin(self, client: Client, m: local.Begin) -> Reply:
+        training, shard = self._shard(client, m.set, m.rank)
+        if shard.registered_round != self._membership.round or training.sealing is None:
+            raise Rejected(f"shard of rank {m.rank} is not registered in this round")
+        if self._keepers.get((m.set, m.rank)) is not client:
+            raise Rejected(f"shard of rank {m.rank} is not registered by this process")
+        if shard.pushed:
+            raise Rejected(f"shard of rank {m.rank} is filled by the agent of its home")
+        training.pace.reached(m.version)
+        _, rank = self._sessions.rank_of(client)
+        if training.present.get(rank) is client and rank in training.left:
+            return local.Refused(f"rank {rank} has given its protection up"), []
+        try:
+            index = self._filling.begin(training, shard, m.version)
+        except Refused as exc:
+            return local.Refused(exc.reason), []
+        self._fills[m.set, m.rank, index] = client
+        training.begun = max(training.begun, m.version)
+        return local.Begun(index, self._drains.troubles.note(m.set)), []
+
+    def _fill(self, client: Client, m: local.Fill) -> Reply:
+        training, shard = self._shard(client, m.set, m.rank)
+        if shard.registered_round != self._membership.round or not shard.pushed:
+            raise Rejected(f"shard of rank {m.rank} is not pushed here in this round")
+        if self._keepers.get((m.set, m.rank)) is not client:
+            raise Rejected(f"shard of rank {m.rank} is not registered by this process")
+        if shard.unlike:
+            raise Rejected(shard.unlike)
+        try:
+            return local.Begun(
+                replica_fills.begin(self._filling, client, training, shard, m.version, self._membership.epoch)
+            ), []
+        except Refused as exc:
+            return local.Refused(exc.reason), []
+
+    def _filled(self, client: Client, m: local.Filled) -> Reply:
+        _, shard = self._shard(client, m.set, m.rank)
+        if reason := ranges.fault(m.there, shard.bytes):
+            replica_fills.end(client, shard, m.version, ())
+            raise Rejected(reason)
+        if not replica_fills.end(client, shard, m.version, m.there):
+            raise Rejected(f"version {m.version} of rank {m.rank} is not being filled by this process")
+        return local.Ok(), []
+
+    def _being_filled(self, client: Client, name: str, rank: int, index: int, version: int) -> Shard | None:
+        _, shard = self._shard(client, name, rank)
+        if index not in (0, 1) or self._fills.get((name, rank, index)) is not client:
+            return None
+        slot = shard.pair.slots[index]
+        if slot.state != "filling" or slot.stamp != Stamp(self._membership.epoch, version):
+            return None
+        return shard
+
+    def _landed(self, client: Client, m: local.Landed) -> Reply:
+        shard = self._being_filled(client, m.set, m.rank, m.slot, m.version)
+        if shard is None:
+            return local.Error(f"slot {m.slot} of rank {m.rank} is not being filled with version {m.version}"), []
+        if not 0 < m.used <= shard.bytes:
+            raise Rejected(f"{m.used} bytes used of a slot of {shard.bytes}")
+        del self._fills[m.set, m.rank, m.slot]
+        self._filling.landed(shard, m.slot, Committed(Stamp(self._membership.epoch, m.version), m.used, m.digest))
+        return local.Ok(), []
+
+    def _open_push(self, client: Client, m: local.OpenPush) -> Reply:
+        here = self._membership
+        _, shard = self._shard(client, m.set, m.rank)
+        mine, n = here.noderanks[self._node], len(here.hosts)
+        if self._keepers.get((m.set, m.rank)) is not client or shard.pushed:
+            raise Rejected(f"shard of rank {m.rank} is not filled by this process")
+        if shard.home != mine or m.holder not in placement.holders(mine, n, here.replicas)[1:]:
+            raise Rejected(f"node rank {m.holder} keeps nothing of the shard of rank {m.rank} here")
+        host = next(name for name, rank in here.noderanks.items() if rank == m.holder)
+        return local.Ok(), [self._outgoing.open(client, shard, host)]
+
+    def _abort(self, client: Client, m: local.Abort) -> Reply:
+        shard = self._being_filled(client, m.set, m.rank, m.slot, m.version)
+        if shard is not None:
+            del self._fills[m.set, m.rank, m.slot]
+            self._filling.void(shard, m.slot)
+        return local.Ok(), []
+
+    async def _fetch(self, client: Client, m: local.Fetch) -> Reply:
+        training = self._sessions.training(client, m.set)
+        copy = training.chosen_copies.get(m.rank)
+        if copy is None:
+            raise Rejected(f"shard {m.rank} is not part of the chosen version")
+        try:
+            memory = await self._pulls.obtain(training, copy)
+        except PullFailed as exc:
+            self._log.log("unserved", version=copy.stamp[1], detail=f"shard {m.rank}: {exc}")
+            raise Rejected(f"shard {m.rank} of version {copy.stamp[1]} could not be had: {exc}") from None
+        reply = local.Copy(copy.stamp[0], copy.stamp[1], copy.bytes, copy.used, copy.digest)
+        return reply, [memory.read_only_fd()]
+
+    async def _hand_back(self, client: Client, m: local.HandBack, fds: list[int]) -> Reply:
+        training = self._keep(client, m)
+        if len(fds) != 1 or m.slot not in (0, 1) or m.bytes == 0:
+            raise Rejected("a hand-back needs one descriptor and a slot")
+        shard = self._store.get(m.set, m.rank)
+        taken = shard is not None and (shard.bytes != m.bytes or shard.pair.slots[m.slot].state != "empty")
+        if taken or m.epoch > self._membership.epoch:
+            raise Rejected(f"slot {m.slot} of rank {m.rank} cannot take version {m.version} back")
+        try:
+            memory = adopt(fds[0], m.bytes)
+        except (ValueError, OSError) as exc:
+            raise Rejected(str(exc)) from None
+        try:
+            shard = await self._store.make(m.set, m.rank, m.world, m.home, m.bytes, reserve=False)
+            if self._keep(client, m) and shard.pair.slots[m.slot].state != "empty":
+                raise Rejected(f"slot {m.slot} of rank {m.rank} is no longer empty")
+        except BaseException:
+            memory.close()
+            raise
+        shard.memory[m.slot].close()
+        shard.memory[m.slot] = memory
+        self._keepers[m.set, m.rank] = client
+        incarnation, number = self._membership.incarnation, self._membership.round
+        shard.registered_round, shard.pushed = number, m.pushed
+        shard.half_back = True
+        if m.digest and 0 < m.used <= m.bytes:
+            digest = await asyncio.to_thread(memory.digest, m.used)
+            self._keep(client, m)
+            if self._membership.incarnation is not incarnation or self._membership.round != number:
+                raise Rejected("a recovery round came between")
+            stamp = Stamp(m.epoch, m.version)
+            free = shard.pair.slots[m.slot].state == "empty" and shard.pair.find(stamp) is None
+            if digest == m.digest and free:
+                shard.pair.restore(m.slot, stamp, digest, m.used)
+                shard.since[m.slot] = shard.verified[m.slot] = clock.time()
+                memory.commit(Committed(stamp, m.used, digest))
+            else:
+                shard.pair.pass_over(stamp)  # nobody writes it again: what waits for this version is to know
+                self._log.log("damaged", version=m.version, detail=f"shard {m.rank}: handed back with another digest")
+        if training.sealing is not None:
+            training.sealing.voted |= shard.pair.complete_stamps()
+        shard.handed_back |= {m.slot}
+        shard.half_back = shard.handed_back != {0, 1}
+        self._sets.recount(m.set)
+        return local.Ok(), []
+
+
+def _plain(text: str, limit: int) -> str:
+    return "".join(c for c in text[:limit] if c.isascii() and (c.isalnum() or c in "_-")) or "unnamed"

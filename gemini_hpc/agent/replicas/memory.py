@@ -1,0 +1,183 @@
+"""Replica memory: sealed memfds (never named files), reserved page by page before use, and their budget."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+from contextlib import suppress
+
+import xxhash
+
+from gemini_hpc.config import Settings
+from gemini_hpc.format import commit_record
+from gemini_hpc.node import cgroup
+from gemini_hpc.node.meminfo import meminfo
+
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_SEALS = 1 | 2 | 4  # no further seal, no shrinking, no growing
+_DIGEST_STRIDE_BYTES = 8 << 20
+_RESERVE_STRIDE_BYTES = 16 << 20
+
+
+class NoMemory(Exception):
+    """A reservation does not fit; the message has the numbers."""
+
+
+class Memfd:
+    """An anonymous file in memory of a fixed size; its pages are all there after `reserve`.
+
+    slot: with room for a commit record behind the `size_bytes` bytes.
+    """
+
+    def __init__(self, name: str, size_bytes: int, fd: int = -1, *, slot: bool = False) -> None:
+        self.size_bytes = size_bytes
+        self.fd = fd
+        self._map: mmap.mmap | None = None
+        self._record_bytes = commit_record.ROOM_BYTES if slot else 0
+        if fd < 0:
+            self.fd = os.memfd_create(name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.fd, size_bytes + self._record_bytes)
+            fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
+
+    def reserve(self, left_bytes: Callable[[], int]) -> None:
+        """Take all pages now (blocking, about 0.5 s a GiB), so that nothing can fail later. Raises `NoMemory`.
+
+        left_bytes: what may still be taken; asked again and again, for others take memory at the same time, and where
+        a cgroup is full the kernel does not refuse but kills.
+        """
+        file_bytes = self.size_bytes + self._record_bytes
+        for at in range(0, file_bytes, _RESERVE_STRIDE_BYTES):
+            part = min(_RESERVE_STRIDE_BYTES, file_bytes - at)
+            left = left_bytes()
+            if left < part:
+                raise NoMemory(
+                    f"the node's memory ran short after {_mib(at)} of {_mib(self.size_bytes)}: {_mib(left)} left"
+                )
+            try:
+                os.posix_fallocate(self.fd, at, part)
+            except OSError as exc:
+                raise NoMemory(f"the kernel refused {self.size_bytes} bytes: {os.strerror(exc.errno or 0)}") from None
+
+    def commit(self, committed: commit_record.Committed | None) -> None:
+        """Write the commit record, last; None: blank it, first. Nothing where there is no room for one."""
+        if self._record_bytes:
+            os.pwrite(
+                self.fd, commit_record.BLANK if committed is None else commit_record.pack(committed), self.size_bytes
+            )
+
+    def view(self) -> memoryview:
+        """All `size_bytes` bytes, writable; mapped at first use. Release the view before `close`."""
+        if self.fd < 0:  # mmap would take -1 for anonymous memory
+            raise ValueError("this memory has been given back")
+        if self._map is None:
+            self._map = mmap.mmap(self.fd, self.size_bytes)
+        return memoryview(self._map)
+
+    def digest(self, used_bytes: int) -> str:
+        """xxh3_128 (hex) of the first `used_bytes`; the GIL is free meanwhile."""
+        hasher = xxhash.xxh3_128()
+        with self.view() as view:
+            for at in range(0, used_bytes, _DIGEST_STRIDE_BYTES):
+                hasher.update(view[at : min(used_bytes, at + _DIGEST_STRIDE_BYTES)])
+        return hasher.hexdigest()
+
+    def read_only_fd(self) -> int:
+        """A new descriptor of the same memory that cannot be written through."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Give the memory back (as far as nobody else has it mapped)."""
+        if self._map is not None:
+            with suppress(BufferError):  # a digest or a pull still reads it: unmapped when that ends
+                self._map.close()
+            self._map = None
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def adopt(fd: int, size_bytes: int) -> Memfd:
+    """A `Memfd` around a copy of a descriptor that a trainer handed back. Raises ValueError where it is not what it
+    says, or not sealed as it was: whoever can shrink a file can kill the process that has it mapped."""
+    try:
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError:
+        seals = -1
+    writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+    if seals != _SEALS or not writable or not os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:gemini"):
+        raise ValueError("the descriptor handed back is not a replica's memory")
+    info = os.fstat(fd)
+    room = info.st_size - size_bytes
+    if room not in (0, commit_record.ROOM_BYTES):
+        raise ValueError(f"handed back {info.st_size} bytes, wanted {size_bytes}")
+    if info.st_blocks * 512 < size_bytes:  # filling the holes would be paid by all agents of the node
+        raise ValueError(f"handed back {info.st_blocks * 512} bytes of memory, wanted {size_bytes}")
+    return Memfd("", size_bytes, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), slot=room > 0)
+
+
+class Budget:
+    """How much of the node one agent may fill, and its cgroup with it (SITE 15)."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._floor_bytes = settings.memory_floor_bytes
+        self._room = cgroup.Room()
+        self.taken_bytes = 0
+
+    @property
+    def cap_bytes(self) -> int:
+        """The most that this agent may ever take."""
+        return cgroup.cap_bytes(self._settings, meminfo()["MemTotal"])
+
+    @property
+    def cgroup_path(self) -> str:
+        """The memory cgroup that pays; empty where none is visible."""
+        return self._room.path
+
+    def left_bytes(self) -> int:
+        """What can be reserved now, of the node's free memory and of the cgroup's."""
+        free = meminfo()["MemAvailable"] - self._floor_bytes
+        left = self._room.left_bytes()
+        return max(0, free if left is None else min(free, left))
+
+    def take(self, wanted_bytes: int, what: str, *, present: bool = False) -> None:
+        """Count a reservation. Raises `NoMemory` with the numbers where it does not fit.
+
+        present: the pages are there already (a trainer hands them back), so only the cap counts.
+        """
+        cap, available, left = self.cap_bytes, meminfo()["MemAvailable"], self._room.left_bytes()
+        if self.taken_bytes + wanted_bytes > cap:
+            raise NoMemory(
+                f"{what}: not enough memory for the replicas: wanted {_mib(wanted_bytes)} beside "
+                f"{_mib(self.taken_bytes)} already held, the node's cap is {_mib(cap)} "
+                f"({self._source()})"
+            )
+        if not present and wanted_bytes > available - self._floor_bytes:
+            raise NoMemory(
+                f"{what}: not enough memory for the replicas: wanted {_mib(wanted_bytes)}, available "
+                f"{_mib(available)} less the floor of {_mib(self._floor_bytes)}"
+            )
+        if not present and left is not None and wanted_bytes > left:
+            raise NoMemory(
+                f"{what}: not enough memory for the replicas: wanted {_mib(wanted_bytes)}, the memory cgroup "
+                f"{self._room.path} has {_mib(left)} left for all agents of this node"
+            )
+        self.taken_bytes += wanted_bytes
+
+    def _source(self) -> str:
+        s = self._settings
+        return "memory_cap_bytes" if s.memory_cap_bytes else f"memory_fraction {s.memory_fraction:g}"
+
+    def give(self, given_bytes: int) -> None:
+        """A reservation has been freed."""
+        self.taken_bytes -= given_bytes
+
+    def below_floor(self, share: float = 1.0) -> bool:
+        """True where the node's free memory has fallen below the floor, or this share of it."""
+        return meminfo()["MemAvailable"] < share * self._floor_bytes
+
+
+def _mib(n: int) -> str:
+    return f"{n / (1 << 20):,.0f} MiB"

@@ -1,0 +1,44 @@
+"""How fast a training comes on, as its agent sees it: from one version that is begun here to the next."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+from gemini_hpc import clock
+from gemini_hpc.wire.inspect_schema import PaceState
+
+_KEPT = 32  # gaps that the usual one is taken of
+
+
+class Pace:
+    """Of one launch of one training on this node."""
+
+    def __init__(self, clock: Callable[[], float] = clock.monotonic) -> None:
+        self._clock = clock
+        self._gaps: deque[float] = deque(maxlen=_KEPT)
+        self._longest_s = 0.0
+        self._at: float | None = None
+        self.version = 0
+
+    def reset(self) -> None:
+        """A new launch, or nothing to be heard of this one any more."""
+        self._gaps.clear()
+        self._longest_s, self._at, self.version = 0.0, None, 0
+
+    def reached(self, version: int) -> None:
+        """A rank is at this version; of several ranks the first one counts."""
+        if version <= self.version:
+            return
+        now = self._clock()
+        if self._at is not None:
+            self._gaps.append(now - self._at)
+            self._longest_s = max(self._longest_s, now - self._at)
+        self._at, self.version = now, version
+
+    def state(self) -> PaceState | None:
+        """None before the second version."""
+        if self._at is None or not self._gaps:
+            return None
+        return PaceState(self._clock() - self._at, median(self._gaps), self._longest_s)

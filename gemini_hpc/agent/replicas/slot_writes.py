@@ -1,0 +1,72 @@
+"""Slots that are being filled, by a training rank here or by a peer's push: one set of rules for both (R1, R5)."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gemini_hpc import clock
+from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.replicas.store import Shard
+from gemini_hpc.agent.replicas.training import TrainingSet
+from gemini_hpc.agent.replicas.trainings import Sets
+from gemini_hpc.core.slots import Refused, Stamp
+from gemini_hpc.format.commit_record import Committed
+
+
+class Filling:
+    """From the word that a slot may be written to, to its verified copy. On the event loop."""
+
+    def __init__(self, membership: Membership, sets: Sets, log: Log, spawn: Spawn) -> None:
+        self._membership, self._sets, self._log, self._spawn = membership, sets, log, spawn
+
+    def begin(self, training: TrainingSet, shard: Shard, version: int) -> int:
+        """Index of the slot to fill with this version of the epoch. Raises `core.slots.Refused`."""
+        sealing = training.sealing
+        if sealing is None:
+            raise Refused("a recovery round is on")
+        stamp = Stamp(self._membership.epoch, version)
+        index = shard.pair.begin(stamp, training.sealed, sealing.word.abandoned, voted=sealing.voted)
+        shard.memory[index].commit(None)
+        shard.since[index] = clock.time()
+        self._sets.drop_guests(training)  # every rank has loaded, or none would have come as far as a save
+        self._sets.recount(shard.set)
+        return index
+
+    def passed(self, shard: Shard, version: int) -> None:
+        """Its rank has gone past this version without saving it. Others may wait for a word about theirs: were it not
+        said, ranks in two groups could save every other version from then on, and none be sealed."""
+        shard.pair.pass_over(Stamp(self._membership.epoch, version))
+        self._sets.recount(shard.set)
+
+    def void(self, shard: Shard, index: int) -> None:
+        """It will not be completed."""
+        shard.pair.void(index)
+        self._sets.recount(shard.set)
+
+    def landed(self, shard: Shard, index: int, claimed: Committed) -> None:
+        """A process here says that all bytes are there, with a digest made at source: nobody writes any more, they
+        are read beside everything else."""
+        shard.pair.slots[index].busy = True
+        self._spawn(self._verify(shard, index, claimed))
+
+    async def _verify(self, shard: Shard, index: int, claimed: Committed) -> None:
+        self.arrived(shard, index, claimed, await asyncio.to_thread(shard.memory[index].digest, claimed.used_bytes))
+
+    def arrived(self, shard: Shard, index: int, claimed: Committed, found: str) -> None:
+        """All bytes are there, and `found` is the digest of what was read: complete if that is what was claimed."""
+        stamp, used, wanted = claimed
+        slot = shard.pair.slots[index]
+        if slot.state != "filling" or slot.stamp != stamp:
+            return
+        if found == wanted:
+            shard.pair.complete(index, stamp, found, used)
+            shard.since[index] = shard.verified[index] = clock.time()
+            shard.memory[index].commit(claimed)
+        else:
+            shard.pair.void(index)
+            self._log(
+                "damaged", version=stamp.version, detail=f"shard {shard.rank}: the digest differs after landing"
+            )
+        self._sets.recount(shard.set)

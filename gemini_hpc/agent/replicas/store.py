@@ -1,0 +1,176 @@
+"""What this node holds: one `Shard` (two slots) for each training rank whose state it keeps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from gemini_hpc import clock
+from gemini_hpc.agent.replicas.memory import Budget, Memfd, NoMemory
+from gemini_hpc.agent.replicas.replica_fill import Fill
+from gemini_hpc.core.slots import SlotPair, Stamp
+from gemini_hpc.wire.peer import CopyRecord
+
+Key = tuple[str, int]
+
+
+@dataclass
+class Shard:
+    """Both slots of one shard on this node. home: node rank where its training rank lives.
+
+    registered_round: the last round in which a training rank registered it; resumed_round: the last one whose plan
+    has it here. pushed: the home's agent fills it, and a training rank at most those parts that it has as well (fill:
+    the newest version of which it did; unlike: why it must not). handed_back: slots that a process has given to this
+    agent after its predecessor's death; half_back: one is still to come, so the pair has no vote, and nobody else
+    writes to it.
+    """
+
+    set: str
+    rank: int
+    world: int
+    home: int
+    bytes: int
+    memory: list[Memfd]
+    pair: SlotPair = field(default_factory=SlotPair)
+    since: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    verified: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    registered_round: int = 0
+    resumed_round: int = 0
+    pushed: bool = False
+    fill: Fill | None = None
+    unlike: str = ""
+    handed_back: frozenset[int] = frozenset()
+    half_back: bool = False
+
+    def record(self, index: int) -> CopyRecord | None:
+        """What can be told of a complete slot; None of any other."""
+        slot = self.pair.slots[index]
+        if slot.state != "complete" or slot.stamp is None or slot.digest is None:
+            return None
+        return CopyRecord(
+            set=self.set,
+            rank=self.rank,
+            world=self.world,
+            home=self.home,
+            bytes=self.bytes,
+            used=slot.bytes_used,
+            stamp=(slot.stamp.epoch, slot.stamp.version),
+            digest=slot.digest,
+        )
+
+    def settle(self, index: int, digest: str) -> bool:
+        """Compare a digest just read with the one that the slot should have; a slot that differs becomes void."""
+        record = self.record(index)
+        if record is None:
+            return False
+        if digest != record.digest:
+            self.pair.void(index)
+            return False
+        self.verified[index] = clock.time()
+        return True
+
+
+class Store:
+    """All shards of this node, and the memory they take."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self.shards: dict[Key, Shard] = {}
+        self.ancestors: list[Shard] = []
+        self._making = asyncio.Lock()
+
+    def __iter__(self) -> Iterator[Shard]:
+        yield from self.shards.values()
+        yield from self.ancestors
+
+    def get(self, set_name: str, rank: int) -> Shard | None:
+        """The shard as now registered."""
+        return self.shards.get((set_name, rank))
+
+    def of_set(self, set_name: str) -> list[Shard]:
+        """All shards of a set as now registered."""
+        return [s for s in self.shards.values() if s.set == set_name]
+
+    def find(self, set_name: str, rank: int, stamp: Stamp) -> tuple[Shard, int] | None:
+        """A complete copy of this very version."""
+        for shard in self:
+            if shard.set == set_name and shard.rank == rank:
+                index = shard.pair.find(stamp)
+                if index is not None:
+                    return shard, index
+        return None
+
+    async def make(
+        self, set_name: str, rank: int, world: int, home: int, size_bytes: int, *, reserve: bool = True
+    ) -> Shard:
+        """Count and create the two slots of a shard and (unless the pages are handed back) take their pages.
+
+        Raises `NoMemory`.
+
+        Memory of the same size is used again. A shard of the same rank but another size or world stays as an
+        ancestor until something newer is sealed: it may be the only copy there is.
+        """
+        async with self._making:
+            old = self.shards.get((set_name, rank))
+            if old is not None and old.bytes == size_bytes and old.world == world:
+                old.home = home
+                return old
+            self.budget.take(2 * size_bytes, f"shard of rank {rank}", present=not reserve)
+            memory: list[Memfd] = []
+            try:
+                for index in range(2):
+                    memory.append(Memfd(f"gemini:{set_name}:{rank}:{index}", size_bytes, slot=True))
+                    if reserve:
+                        await asyncio.to_thread(memory[index].reserve, self.budget.left_bytes)
+            except BaseException as exc:
+                for m in memory:
+                    m.close()
+                self.budget.give(2 * size_bytes)
+                if isinstance(exc, (NoMemory, OSError)):
+                    raise NoMemory(f"shard of rank {rank}: {exc}") from None
+                raise
+            shard = Shard(set_name, rank, world, home, size_bytes, memory)
+            self.put(shard)
+            return shard
+
+    def put(self, shard: Shard) -> None:
+        """Hold a shard; one of the same name becomes an ancestor."""
+        key = (shard.set, shard.rank)
+        old = self.shards.get(key)
+        if old is not None:
+            if old.pair.complete_stamps():
+                self.ancestors.append(old)
+            else:
+                self._close(old)
+        self.shards[key] = shard
+
+    def _close(self, shard: Shard) -> None:
+        for memory in shard.memory:
+            memory.close()
+        self.budget.give(2 * shard.bytes)
+
+    def drop_stale(self, set_name: str, round_number: int, world: int, sealed: Stamp) -> None:
+        """After a seal in this round: free ancestors, and what no rank of a training of this size has registered."""
+        for shard in [s for s in self.ancestors if s.set == set_name]:
+            heir = self.shards.get((set_name, shard.rank))
+            # A late seal may be of a version that only the ancestor has.
+            if heir is None or any(stamp >= sealed for stamp in heir.pair.complete_stamps()):
+                self.ancestors.remove(shard)
+                self._close(shard)
+        for key, shard in list(self.shards.items()):
+            if shard.set == set_name and (shard.registered_round != round_number or shard.world != world):
+                del self.shards[key]
+                self._close(shard)
+
+    def clear(self) -> None:
+        """Free everything."""
+        for shard in self:
+            self._close(shard)
+        self.shards.clear()
+        self.ancestors.clear()
+
+    def copies(self) -> list[CopyRecord]:
+        """Every complete copy."""
+        records = (shard.record(index) for shard in self for index in (0, 1))
+        return [r for r in records if r is not None]

@@ -1,0 +1,95 @@
+"""One training of the job as this node sees it: its seal, what it resumes from, and who takes part."""
+
+from __future__ import annotations
+
+from gemini_hpc.agent.replicas.memory import Memfd
+from gemini_hpc.agent.replicas.pace import Pace
+from gemini_hpc.agent.replicas.voting import Sealing
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.wire import control_page, peer
+from gemini_hpc.wire.local_server import Client
+
+
+class TrainingSet:
+    """State of one set (`Checkpointer(name=...)`) on this node."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.world = 0
+        self._memory = Memfd(f"gemini:page:{name}", control_page.PAGE_BYTES)
+        self.page = control_page.ControlPage(self._memory.fd, writable=True)
+        self.sealing: Sealing | None = None
+        self.chosen: Stamp | None = None
+        self.settled: Stamp | None = None
+        self.noted: Stamp | None = None  # what a successor would find of it
+        self.chosen_world = 0
+        self.stored = False
+        self.chosen_copies: dict[int, peer.CopyRecord] = {}
+        self.sources: dict[int, tuple[str, ...]] = {}
+        self.lost: tuple[str, ...] = ()
+        self.note = ""
+        self.begun = 0  # the newest version that a rank of this launch has begun to save here
+        self.pace = Pace()
+        self.present: dict[int, Client] = {}
+        self.greeted: set[int] = set()
+        self.finished: set[int] = set()
+        self.guests: dict[int, Memfd] = {}
+        self.left: dict[int, str] = {}  # ranks that have given their protection up, and why: nothing is sealed then
+        self._complaint: tuple[str, Stamp | None] = "", None
+
+    @property
+    def sealed(self) -> Stamp | None:
+        """The newest version that counts as sealed: the root's word, before it what the plan says."""
+        word = self.sealing.word.sealed if self.sealing is not None else None
+        return word if word is not None else self.settled
+
+    def complain(self, text: str) -> None:
+        """A rank says why versions are not sealed; it holds until one is."""
+        self._complaint = text, self.sealed
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing is sealed now, as far as ranks here have said; ""."""
+        gone = "; ".join(f"rank {rank} is no longer protected: {why}" for rank, why in sorted(self.left.items()))
+        text, sealed = self._complaint
+        return (gone or (text if self.sealed == sealed else ""))[:500]
+
+    @property
+    def succeeded(self) -> bool:
+        """All ranks that trained here have closed their checkpointers."""
+        return bool(self.greeted) and self.finished >= self.greeted
+
+    def page_fd(self) -> int:
+        """A descriptor of the control page for a trainer."""
+        return self._memory.read_only_fd()
+
+    def plan(self, plan: peer.SetPlan | None, round_number: int) -> None:
+        """Start anew with what a round has decided for this set."""
+        self.sealing = None
+        self.present.clear()
+        self.greeted.clear()
+        self.finished.clear()
+        self.left.clear()
+        self._complaint = "", None
+        self.chosen, self.settled, self.chosen_world, self.sources, self.lost = None, None, 0, {}, ()
+        self.chosen_copies, self.noted = {}, None
+        self.stored = plan is not None and plan.stored
+        self.note = ""
+        self.begun = 0
+        self.pace.reset()
+        if plan is not None:
+            self.chosen = None if plan.chosen is None else Stamp(*plan.chosen)
+            self.settled = None if plan.sealed is None else Stamp(*plan.sealed)
+            self.world = self.chosen_world = plan.world
+            self.lost = plan.lost
+            self.sources = {copy.rank: hosts for copy, hosts in plan.copies}
+            self.chosen_copies = {copy.rank: copy for copy, _ in plan.copies}
+        self.page.set_sealed(*(self.settled or (0, 0)))
+        self.page.set_abandoned(0, 0)
+        self.page.set_state(control_page.STATE_ARMING)
+        self.page.set_round(round_number)
+
+    def close(self) -> None:
+        """Free everything."""
+        self.page.close()
+        self._memory.close()

@@ -1,0 +1,227 @@
+"""The training sets of one agent: made at first use, sealed by all agents' votes, shown on the control pages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+from gemini_hpc import clock
+from gemini_hpc.agent.peers.incarnation import Incarnation
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.replicas.seal_notes import SealNotes, Within
+from gemini_hpc.agent.replicas.store import Store
+from gemini_hpc.agent.replicas.training import TrainingSet
+from gemini_hpc.agent.replicas.voting import REGISTERED, RESUMED, Sealing, from_wire, to_wire
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.core.votes import Word
+from gemini_hpc.wire import control_page, peer
+from gemini_hpc.wire.bounds import SET_NAME
+
+MAX_SETS = 64
+
+
+class Sets:
+    """All of them; iteration is over the `TrainingSet`s."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        store: Store,
+        notes: SealNotes,
+        on_sealed: Callable[[TrainingSet, int, Stamp], None],
+    ) -> None:
+        """on_sealed: called with each version that is sealed, and the round."""
+        self._membership, self._store, self._notes, self._on_sealed = membership, store, notes, on_sealed
+        self._sets: dict[str, TrainingSet] = {}
+        self._recounts: set[str] = set()
+
+    def __iter__(self) -> Iterator[TrainingSet]:
+        return iter(list(self._sets.values()))
+
+    def get(self, name: str) -> TrainingSet | None:
+        """The set of this name, if there is one."""
+        return self._sets.get(name)
+
+    def may_have(self, name: str) -> bool:
+        """Whether there is, or may be made, a set of this name."""
+        return name in self._sets or (len(self._sets) < MAX_SETS and SET_NAME.fullmatch(name) is not None)
+
+    def named(self, name: str) -> TrainingSet:
+        """The set of this name, made at first use."""
+        training = self._sets.get(name)
+        if training is None:
+            training = self._sets[name] = TrainingSet(name)
+            incarnation = self._membership.live
+            if incarnation is not None:
+                training.plan(None, incarnation.rounds.round)
+                self._open(incarnation, training)
+        return training
+
+    # ---- incarnations ----------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """No seal any more; the root's last word goes into the inventory."""
+        for training in self:
+            training.settled = training.sealed
+            training.sealing = None
+            training.page.set_state(control_page.STATE_FROZEN)
+
+    def plan(self, plan: peer.PlanDown) -> None:
+        """Start anew with what a round has decided."""
+        planned = {s.name: s for s in plan.sets}
+        for name in planned.keys() | self._sets.keys():
+            training = self.named(name)
+            self.drop_guests(training)
+            training.plan(planned.get(name), plan.round)
+
+    def recall(self, within: Within) -> None:
+        """What this agent's dead predecessor has seen sealed in the round of the plan that was taken last."""
+        for name, sealed in self._notes.read(within).items():
+            if self.may_have(name):
+                training = self.named(name)
+                training.settled = max(sealed, training.settled or sealed)
+                training.page.set_sealed(*training.settled)
+
+    def open(self, incarnation: Incarnation) -> None:
+        """All agents agree: votes may be cast."""
+        for training in self:
+            self._open(incarnation, training)
+
+    def close(self) -> None:
+        """Free everything."""
+        for training in self:
+            self.drop_guests(training)
+            training.close()
+
+    def drop_guests(self, training: TrainingSet) -> None:
+        """Free copies that were pulled for loading only."""
+        for memory in training.guests.values():
+            self._store.budget.give(memory.size_bytes)
+            memory.close()
+        training.guests.clear()
+
+    # ---- seals -----------------------------------------------------------------------------------------
+
+    def _open(self, incarnation: Incarnation, training: TrainingSet) -> None:
+        rounds = incarnation.rounds
+        number, name, above = rounds.round, training.name, rounds.parent
+        up: Callable[..., None] | None = None
+        if above is not None:
+            up = lambda ballot: void(self._membership.send(above, to_wire(number, name, ballot)))  # noqa: E731
+        training.sealing = Sealing(
+            incarnation.replicas,
+            rounds.children,
+            up,
+            lambda word, degraded: self._sealed(training, number, word, degraded),
+            training.settled,
+        )
+
+    def recount(self, name: str) -> None:
+        """Something has changed in this set's slots: vote anew, once per turn of the loop."""
+        if name not in self._recounts:
+            self._recounts.add(name)
+            asyncio.get_running_loop().call_soon(self._recount, name)
+
+    def _recount(self, name: str) -> None:
+        self._recounts.discard(name)
+        training, number = self._sets.get(name), self._membership.round
+        if training is None or training.sealing is None:
+            return
+        # half a pair would say that it has gone past what is in its other slot
+        shards = self._store.of_set(name)
+        here = [s for s in shards if s.registered_round == number and s.world == training.world]
+        present = [s for s in here if not s.half_back]
+        kind, world = REGISTERED, training.world
+        if not here:  # nobody has registered yet: the vote is on what the training resumes from
+            kind, world = RESUMED, training.chosen_world
+            present = [s for s in shards if s.resumed_round == number and s.world == world]
+        training.sealing.recount([s.pair for s in present], world, kind)
+
+    def _sealed(self, training: TrainingSet, number: int, word: Word, degraded: bool) -> None:
+        incarnation = self._membership.incarnation
+        if incarnation is None or number != incarnation.rounds.round:
+            return
+        if word.sealed is not None and word.sealed != training.noted:
+            # before anybody hears of it, and gives up what is older
+            within = Within(incarnation.restart, number, self._membership.epoch)
+            self._notes.note(training.name, within, word.sealed)
+            training.noted = word.sealed
+        incarnation.send_down(_word_down(number, training.name, word, degraded))
+        self._show(training)
+        if word.abandoned:
+            training.page.set_abandoned(*max(word.abandoned))
+        if word.sealed is not None:
+            training.page.set_sealed(*word.sealed)
+            if word.sealed.epoch == self._membership.epoch:
+                self._store.drop_stale(training.name, number, training.world, word.sealed)
+                self.drop_guests(training)
+            self._on_sealed(training, number, word.sealed)
+
+    def on_link(self, incarnation: Incarnation, host: str) -> None:
+        """A link to a peer is new: what it may have missed is told again."""
+        rounds = incarnation.rounds
+        for training in self:
+            sealing = training.sealing
+            if sealing is None:
+                continue
+            if host == rounds.parent:
+                sealing.repeat()
+            elif host in rounds.children:
+                incarnation.send(host, _word_down(rounds.round, training.name, sealing.word, sealing.degraded))
+
+    def on_message(self, incarnation: Incarnation, host: str, message: peer.VoteUp | peer.WordDown) -> None:
+        """A child's vote or the parent's word."""
+        rounds = incarnation.rounds
+        if message.round != rounds.round or not incarnation.live or not self.may_have(message.set):
+            return
+        sealing = self.named(message.set).sealing
+        if sealing is None:
+            return
+        if isinstance(message, peer.VoteUp):
+            sealing.heard(host, from_wire(message))
+        elif host == rounds.parent:
+            sealed = None if message.sealed is None else Stamp(*message.sealed)
+            sealing.hear(Word(sealed, frozenset(Stamp(*s) for s in message.abandoned)), message.degraded)
+
+    # ---- what trainers see -----------------------------------------------------------------------------
+
+    def beat(self) -> None:
+        """This agent lives; called a few times a second."""
+        incarnation = self._membership.incarnation
+        missing = incarnation is not None and bool(incarnation.mesh.silent() | incarnation.mesh.dead)
+        self.show_dead()
+        for training in self:
+            training.page.set_beat_ns(clock.monotonic_ns())
+            if training.sealing is not None and not self._membership.detached:
+                training.sealing.miss(missing)
+                self._show(training)
+
+    def show_dead(self) -> None:
+        """How many nodes are dead."""
+        incarnation = self._membership.incarnation
+        for training in self:
+            training.page.set_dead_nodes(len(incarnation.mesh.dead) if incarnation is not None else 0)
+
+    def _show(self, training: TrainingSet) -> None:
+        """Whether a seal can come: trainers wait for one only then."""
+        sealing, incarnation = training.sealing, self._membership.live
+        if sealing is None or incarnation is None:
+            return
+        above = incarnation.rounds.parent
+        cut_off = above is not None and above not in incarnation.mesh.links
+        if sealing.degraded or cut_off:
+            state = control_page.STATE_DEGRADED
+        else:
+            state = control_page.STATE_ARMING if sealing.word.sealed is None else control_page.STATE_PROTECTED
+        if training.page.state != state:
+            training.page.set_state(state)
+
+
+def _word_down(number: int, set_name: str, word: Word, degraded: bool) -> peer.WordDown:
+    sealed = None if word.sealed is None else (word.sealed.epoch, word.sealed.version)
+    abandoned = tuple((s.epoch, s.version) for s in sorted(word.abandoned))
+    return peer.WordDown(number, set_name, sealed, abandoned, degraded)
+
+
+def void(_: object) -> None:
+    """Nothing, whatever it is given."""

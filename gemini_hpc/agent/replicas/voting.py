@@ -1,0 +1,150 @@
+"""Sealing one set: this agent's vote goes up the tree, the root's word comes down (R2, R3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from gemini_hpc.core.slots import SlotPair, Stamp
+from gemini_hpc.core.votes import SILENT, Root, Vote, Word, merge, vote_of
+from gemini_hpc.wire import bounds, peer
+from gemini_hpc.wire.bounds import Strict
+
+
+class WireVote(msgspec.Struct, frozen=True, array_like=True):
+    """`core.seal.Vote` as it travels."""
+
+    complete: tuple[bounds.Stamp, ...]
+    seen: tuple[bounds.Stamp, ...]
+    floor: bounds.Stamp | None
+    kept: tuple[bounds.Stamp, ...]
+
+
+class Ballot(msgspec.Struct, frozen=True):
+    """A vote, the number of slot pairs behind it, the number of shards that the training has, whether a peer is
+    missing, and whether the pairs are RESUMED or REGISTERED (or both, of different nodes: no seal then)."""
+
+    vote: Vote
+    pairs: int
+    world: int
+    degraded: bool = False
+    kinds: int = 0
+
+
+RESUMED, REGISTERED = 1, 2
+_NOTHING = Ballot(SILENT, 0, 0)
+_decoder = Strict(msgspec.msgpack.Decoder(WireVote))
+
+
+def _stamps(stamps: Iterable[Stamp]) -> tuple[bounds.Stamp, ...]:
+    return tuple(sorted((s.epoch, s.version) for s in stamps))
+
+
+def to_wire(round_number: int, set_name: str, ballot: Ballot) -> peer.VoteUp:
+    """The message for a ballot."""
+    v = ballot.vote
+    floor = None if v.floor is None else (v.floor.epoch, v.floor.version)
+    wire = WireVote(_stamps(v.complete), _stamps(v.seen), floor, _stamps(v.kept))
+    raw = msgspec.Raw(msgspec.msgpack.encode(wire))
+    return peer.VoteUp(round_number, set_name, ballot.pairs, ballot.world, ballot.degraded, ballot.kinds, raw)
+
+
+def from_wire(message: peer.VoteUp) -> Ballot:
+    """The ballot in a message. Raises msgspec.MsgspecError."""
+    w = _decoder.decode(message.vote)
+    vote = Vote(
+        frozenset(Stamp(*s) for s in w.complete),
+        frozenset(Stamp(*s) for s in w.seen),
+        None if w.floor is None else Stamp(*w.floor),
+        frozenset(Stamp(*s) for s in w.kept),
+    )
+    return Ballot(vote, message.pairs, message.world, message.degraded, message.kinds)
+
+
+class Sealing:
+    """The votes of this agent and its children for one set in one round; the root's word as known here.
+
+    A node that holds nothing of the set has no voice; but the root seals only while the pairs that were voted
+    for number world x m, so that no shard and no holder can be missing unnoticed.
+    """
+
+    def __init__(
+        self,
+        replicas: int,
+        children: Iterable[str],
+        up: Callable[[Ballot], None] | None,
+        spread: Callable[[Word, bool], None],
+        settled: Stamp | None = None,
+    ) -> None:
+        self._replicas = replicas
+        self._own = _NOTHING
+        self._below = dict.fromkeys(children, _NOTHING)
+        self._up, self._spread = up, spread
+        self._root = Root(["job"], settled) if up is None else None
+        self._sent: Ballot | None = None
+        self._missing = False
+        self.word = Word()
+        self.degraded = False
+        self.voted: frozenset[Stamp] = frozenset()
+
+    def recount(self, pairs: list[SlotPair], world: int, kind: int) -> None:
+        """Vote anew after something has changed on this node."""
+        self._own = Ballot(vote_of(pairs), len(pairs), world, kinds=kind) if pairs else _NOTHING
+        self._tell()
+
+    def miss(self, missing: bool) -> None:
+        """Whether this agent misses one of its peers."""
+        if missing != self._missing:
+            self._missing = missing
+            self._tell()
+
+    def heard(self, child: str, ballot: Ballot) -> None:
+        """A child's newer vote."""
+        if child in self._below:
+            self._below[child] = ballot
+            self._tell()
+
+    def repeat(self) -> None:
+        """The link upward is new: vote again."""
+        self._sent = None
+        self._tell()
+
+    def _merged(self) -> Ballot:
+        ballots = [b for b in (self._own, *self._below.values()) if b.pairs]
+        degraded = self._missing or any(b.degraded for b in self._below.values())
+        vote = merge(b.vote for b in ballots) if ballots else SILENT
+        kinds = 0
+        for b in ballots:
+            kinds |= b.kinds
+        world = max((b.world for b in ballots), default=0)
+        return Ballot(vote, sum(b.pairs for b in ballots), world, degraded, kinds)
+
+    def _tell(self) -> None:
+        self.voted |= self._own.vote.complete  # before it can be told: what has been told is kept
+        ballot = self._merged()
+        if self._root is None:
+            if ballot != self._sent and self._up is not None:
+                self._sent = ballot
+                self._up(ballot)
+            return
+        vote = ballot.vote
+        if ballot.pairs != ballot.world * self._replicas or ballot.kinds not in (RESUMED, REGISTERED):
+            vote = Vote(frozenset(), vote.seen, vote.floor, vote.kept)
+        self._root.update("job", vote)
+        self.hear(self._root.word(), ballot.degraded)
+
+    def hear(self, word: Word, degraded: bool) -> None:
+        """The root's word; it goes on to the children and to the trainers."""
+        if word == self.word and degraded == self.degraded:
+            return
+        self.degraded = degraded
+        sealed, known = word.sealed, self.word.sealed
+        if known is not None and (sealed is None or sealed < known):
+            # A root that has been started again may not know yet what is sealed; what it abandons is dead.
+            word = Word(known, frozenset(s for s in word.abandoned if s > known))
+            sealed = known
+        self.word = word
+        if sealed is not None:
+            self.voted = frozenset(s for s in self.voted if s > sealed)
+        self._spread(word, degraded)

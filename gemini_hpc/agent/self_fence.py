@@ -1,0 +1,101 @@
+"""Ending local ranks of a training that has gone on elsewhere (SITE 6): the one case in which protection stops one.
+
+A node that is cut off, not dead, goes on computing. Its ranks are ended when the controller says that their job is
+over or runs elsewhere, or when this agent has lost all peers *and* the controller for `self_fence_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterable
+from typing import Protocol
+
+from gemini_hpc import clock
+from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.replicas.training import TrainingSet
+from gemini_hpc.wire.local_server import Client
+
+_GRACE_S = 2.0
+_SEARCH_S = 10.0
+
+
+class Controller(Protocol):
+    """What is known of the line to the controller."""
+
+    @property
+    def configured(self) -> bool:
+        """Whether the site has one."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether it listens."""
+
+    @property
+    def refused_at(self) -> float:
+        """When the last call that nobody took was begun (monotonic)."""
+
+
+class SelfFence:
+    """Watches for being cut off; `look` is called a few times a second."""
+
+    def __init__(
+        self,
+        limit_s: float,
+        membership: Membership,
+        controller: Controller,
+        trainings: Iterable[TrainingSet],
+        log: Log,
+        spawn: Spawn,
+    ) -> None:
+        """limit_s: `self_fence_s`; 0: never."""
+        self._limit_s, self._membership, self._controller = limit_s, membership, controller
+        self._trainings, self._log, self._spawn = trainings, log, spawn
+        self._alone_since: float | None = None
+        self._asking: asyncio.Task[None] | None = None
+
+    def _alone(self) -> bool:
+        incarnation, controller = self._membership.incarnation, self._controller
+        if incarnation is None or self._membership.detached:
+            return False
+        lost = len(incarnation.hosts) > 1 and set(incarnation.mesh.links) <= incarnation.mesh.dead
+        return lost and controller.configured and not controller.connected
+
+    def look(self, now: float) -> None:
+        """End the local ranks once this node has been alone for too long."""
+        if not self._limit_s or not self._alone():
+            self._alone_since = None
+            return
+        self._alone_since = self._alone_since or now
+        if now - self._alone_since < self._limit_s or not self.ranks() or (self._asking and not self._asking.done()):
+            return
+        # The controller may be there again without having been dialled yet.
+        if self._controller.refused_at > self._alone_since:
+            self._asking = self._spawn(self._end_if_nobody())
+
+    async def _end_if_nobody(self) -> None:
+        """The partners of a large job's node can all have died while hundreds of its peers are there."""
+        since, incarnation = self._alone_since, self._membership.incarnation
+        if incarnation is not None and await incarnation.mesh.anybody(_SEARCH_S):
+            self._alone_since = None
+        elif since is not None and since == self._alone_since and self._alone():
+            self._alone_since = clock.monotonic()
+            reason = f"no peer and no controller for {self._limit_s:g} s: the job goes on elsewhere"
+            self._log("self_fenced", detail=reason)
+            await self.end_ranks()
+
+    def ranks(self) -> set[Client]:
+        """Processes on this node that train now: those that have said hello, and nobody else."""
+        clients = [c for s in self._trainings for c in s.present.values()]
+        return {c for c in clients if not c.closed.is_set()}
+
+    async def end_ranks(self) -> None:
+        """SIGTERM, and SIGKILL for what is still connected after a moment; returns when none is left."""
+        for number, wait_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
+            for client in self.ranks():
+                client.signal(number)
+            deadline = clock.monotonic() + wait_s
+            while self.ranks() and clock.monotonic() < deadline:
+                await asyncio.sleep(0.02)

@@ -1,0 +1,106 @@
+"""The agent's side of `gemini-hpc flush`: who asked is told how far it is until it is done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from gemini_hpc import clock
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.replicas.training import TrainingSet
+from gemini_hpc.agent.tier.salvage import Scavenge
+from gemini_hpc.agent.tier.saver import Drains
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.tier import version
+from gemini_hpc.tier.errors import TierFailed
+from gemini_hpc.wire.flush import FlushAsk, Flushing
+from gemini_hpc.wire.link import Link
+
+_ASK_S = 5.0
+_TELL_S = 1.0
+_LOOK_S = 0.2
+_TIER_S = 10.0  # within which the tier tells what is there
+
+
+class Flush:
+    """One agent's."""
+
+    def __init__(
+        self,
+        job: int,
+        membership: Membership,
+        trainings: Iterable[TrainingSet],
+        drains: Drains,
+        scavenge: Scavenge,
+        spawn: Spawn,
+    ) -> None:
+        self._job, self._membership, self._trainings = job, membership, trainings
+        self._drains, self._scavenge, self._spawn = drains, scavenge, spawn
+
+    async def answer(self, link: Link) -> None:
+        """Serve one caller, who has been admitted."""
+        async with asyncio.timeout(_ASK_S):
+            if not isinstance(await link.receive(), FlushAsk):
+                return
+        trainings = [t for t in self._trainings if t.sealed is not None]
+        if self._scavenge.serves(clock.monotonic()):
+            await self._left(link)
+            return
+        why, root = self._refusal()
+        if not (why or root) and not trainings:
+            why = "nothing has been sealed yet"
+        if why or root:
+            await link.flush(Flushing(over=True, reason=why, root=root))
+            return
+        await asyncio.gather(*(self._one(link, training) for training in trainings))
+
+    def _refusal(self) -> tuple[str, str]:
+        """Why nothing can be done, and who else is to be asked; both empty where it can be done here."""
+        incarnation = self._membership.incarnation
+        if incarnation is None:
+            return "this node has no part in a running incarnation of the job", ""
+        if not self._drains.tier:
+            return "the job has no tier; it is given with --gemini-tier=DIR", ""
+        return "", "" if incarnation.leads else incarnation.hosts[0]
+
+    async def _left(self, link: Link) -> None:
+        """Of a job that has lost a node and waits, for what others have sealed, too: an agent that has been started
+        anew knows of nothing."""
+        scavenge = self._scavenge
+        if not (scavenge.saved or scavenge.busy):
+            scavenge.begin(asked=True)
+        while scavenge.busy:
+            await asyncio.sleep(_LOOK_S)
+            for training in self._trainings:
+                sealed = training.sealed or (0, 0)
+                await link.flush(Flushing(training.name, sealed, self._drains.progress(training.name)))
+        saved, reason, there = scavenge.saved, scavenge.reason, dict[str, Stamp]()
+        if not self._membership.detached:
+            reason = "the job has come back meanwhile"
+        try:  # the tier itself tells, also those who did not lead
+            there = {m.set: Stamp(*m.stamp) for m in await self._drains.stored((), _TIER_S)}
+        except TierFailed as error:
+            reason = str(error)
+        wanted = {t.name: t.sealed for t in self._trainings if t.sealed is not None}
+        for name in sorted(wanted.keys() | (there.keys() if saved else set())) or [""]:
+            stamp, known = wanted.get(name, Stamp(0, 0)), there.get(name, Stamp(0, 0))
+            if known >= stamp and known > Stamp(0, 0):
+                await link.flush(self._over(name, known, ""))
+            else:
+                gone = "it was saved, and is not there any more" if saved else "it has not been saved"
+                await link.flush(self._over(name, stamp, reason or gone))
+
+    async def _one(self, link: Link, training: TrainingSet) -> None:
+        task = self._spawn(self._drains.flush(training))
+        while not task.done():
+            await asyncio.wait([task], timeout=_TELL_S)
+            if not task.done():
+                done_bytes = self._drains.progress(training.name)
+                await link.flush(Flushing(training.name, training.sealed or (0, 0), done_bytes))
+        stamp, reason = task.result()
+        await link.flush(self._over(training.name, stamp, reason))
+
+    def _over(self, name: str, stamp: Stamp, reason: str) -> Flushing:
+        where = f"{version.job_directory(self._drains.tier, self._job)}/{name}/{version.name(stamp)}"
+        return Flushing(name, stamp, over=True, reason=reason, where="" if reason else where)

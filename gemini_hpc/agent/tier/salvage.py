@@ -1,0 +1,250 @@
+"""What is done for a job that has lost a node and does not come back: the nodes that are left save its newest sealed
+version to the tier, before their memory is freed.
+
+A save goes along the tree of the incarnation, and each node writes the shards that are at home with it. With a node
+missing the tree is broken, and nobody would write that node's shards, though its placement group has copies. So here
+the first host of the list that can be reached leads. `scavenging` decides; this asks, sends, writes and looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+from gemini_hpc import clock
+from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.peers.incarnation import Incarnation
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.replicas.rejections import Rejections
+from gemini_hpc.agent.replicas.store import Store
+from gemini_hpc.agent.replicas.training import TrainingSet
+from gemini_hpc.agent.tier import salvage_events as events
+from gemini_hpc.agent.tier.node_writer import NodeSaver, Wanted
+from gemini_hpc.agent.tier.salvage_rules import Scavenging, listed
+from gemini_hpc.agent.tier.save_progress import Gathering
+from gemini_hpc.agent.tier.saver import Drains
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.tier.errors import TierFailed
+from gemini_hpc.wire import peer
+from gemini_hpc.wire.message import Message
+from gemini_hpc.wire.stored import NodeFile
+
+_TICK_S = 0.2
+
+
+class Scavenge:
+    """One agent's part in it; it lives as long as the agent, and is of one incarnation at a time."""
+
+    def __init__(
+        self,
+        node: str,
+        membership: Membership,
+        trainings: Iterable[TrainingSet],
+        store: Store,
+        rejections: Rejections,
+        drains: Drains,
+        saver: NodeSaver,
+        log: Log,
+        spawn: Spawn,
+    ) -> None:
+        self._node, self._membership, self._trainings, self._store = node, membership, trainings, store
+        self._rejections, self._drains, self._saver = rejections, drains, saver
+        self._log, self._spawn = log, spawn
+        self._decides = Scavenging(node)
+        self._events: deque[events.Event] = deque()
+        self._stepping = False
+        self._clock: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # what is being done for a try
+
+    # ---- when ------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether it is going on."""
+        return self._decides.busy
+
+    @property
+    def saved(self) -> bool:
+        """Whether all that was sealed is on the tier."""
+        return self._decides.saved
+
+    @property
+    def reason(self) -> str:
+        """Why not, the last time."""
+        return self._decides.reason
+
+    @property
+    def gathering(self) -> dict[str, Gathering]:
+        """What this agent has begun as the leader, by set."""
+        return self._decides.gathering
+
+    def due(self, now: float, *, last: bool = False) -> bool:
+        """Whether it would do what nobody else does, where a node is missing. last: memory is to be freed, for which
+        one more try is made at once."""
+        wanted = self._membership.detached and self._drains.last and self._able()
+        return wanted and self._decides.due(now, last=last) and self._incomplete(now)
+
+    def serves(self, now: float) -> bool:
+        """Whether what is left in memory is saved in this way, or has been: the root alone cannot."""
+        return self._membership.detached and self._able() and (self.saved or self.busy or self._incomplete(now))
+
+    def _able(self) -> bool:
+        return bool(self._drains.tier) and self._membership.incarnation is not None
+
+    def _incomplete(self, now: float) -> bool:
+        """All stay until they hear that the last versions are saved."""
+        incarnation = self._membership.incarnation
+        return incarnation is not None and incarnation.incomplete(now)
+
+    def begin(self, *, last: bool = False, asked: bool = False) -> None:
+        """Try it. last: memory is to be freed; asked: by hand, which puts off nothing that happens by itself."""
+        self._happened(events.Begin(last, asked))
+
+    def reset(self) -> None:
+        """Another incarnation, or another round: what is here is needed for something else."""
+        if self._decides.leader or self._membership.detached:  # it may read slots that are written from now on
+            self._saver.cancel()
+        self._happened(events.Reset())
+
+    def on_message(self, host: str, message: Message) -> None:
+        """From a peer of this incarnation."""
+        if self._able():
+            self._happened(events.Heard(host, message))
+
+    # ---- what the decisions rest on --------------------------------------------------------------------
+
+    def _facts(self, incarnation: Incarnation) -> events.Facts:
+        mesh, here = incarnation.mesh, self._membership
+        sealed = [(training.name, training.sealed) for training in self._trainings if training.sealed is not None]
+        return events.Facts(
+            incarnation.hosts,
+            mesh.dead,
+            mesh.heard,
+            here.noderanks,
+            self._own(),
+            bool(sealed) and all(self._rejections.covers(name, stamp) for name, stamp in sealed),
+            self._rejections.covers,
+            here.detached,
+            int.from_bytes(os.urandom(4)),
+        )
+
+    def _own(self) -> peer.ScavengeHave:
+        """What this agent knows to have been sealed, and what it holds; also for a training that has grown since."""
+        sealed: list[peer.Sealed] = []
+        held: list[peer.Held] = []
+        for training in self._trainings:
+            shards = [shard for shard in self._store if shard.set == training.name]
+            last, world = training.sealed, training.world
+            for shard in shards:
+                stamps = shard.pair.complete_stamps()
+                world = shard.world if last in stamps else world
+                held += [
+                    peer.Held(training.name, shard.rank, shard.home, (s.epoch, s.version)) for s in sorted(stamps)
+                ]
+            if last is not None and world and not self._rejections.covers(training.name, last):
+                sealed.append(peer.Sealed(training.name, (last.epoch, last.version), world))
+        return peer.ScavengeHave(tuple(sealed), tuple(held))
+
+    # ---- what is decided -------------------------------------------------------------------------------
+
+    def _happened(self, event: events.Event) -> None:
+        """One after the other, also where what is done about one makes the next one happen."""
+        self._events.append(event)
+        if self._stepping:
+            return
+        self._stepping = True
+        try:
+            while self._events:
+                self._step(self._events.popleft())
+        finally:
+            self._stepping = False
+        if self.busy and (self._clock is None or self._clock.done()):
+            self._clock = self._spawn(self._ticks())
+
+    def _step(self, event: events.Event) -> None:
+        incarnation = self._membership.incarnation
+        if incarnation is None:
+            return
+        for effect in self._decides.step(event, self._facts(incarnation), clock.monotonic()):
+            self._do(incarnation, effect)
+
+    async def _ticks(self) -> None:
+        while self.busy:
+            await asyncio.sleep(_TICK_S)
+            self._happened(events.Tick())
+
+    def _do(self, incarnation: Incarnation, effect: events.Effect) -> None:
+        match effect:
+            case events.Send():
+                incarnation.send(effect.host, effect.message)
+            case events.Write():
+                self._write(effect.order, effect.leader)
+            case events.Begun():
+                gone = listed(effect.gone)
+                self._log("scavenging", version=effect.stamp.version, detail=f"{gone} missing: saving it to the tier")
+            case events.Failed():
+                self._drains.say(effect.name, effect.stamp.version, effect.reason)
+            case events.Saved():
+                self._drains.found()
+            case events.Halt():
+                for task in self._tasks:
+                    task.cancel()
+            case _:
+                self._start(effect.run, self._done(incarnation, effect))
+
+    def _start(self, run: int, work: Coroutine[Any, Any, events.Event]) -> None:
+        """Do what takes its time, and tell what has come of it."""
+
+        async def done() -> None:
+            try:
+                event = await work
+            except Exception:
+                self._happened(events.Broken(run))
+                raise
+            self._happened(event)
+
+        task = self._spawn(done())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _done(
+        self,
+        incarnation: Incarnation,
+        effect: events.Reach | events.Settle | events.Look | events.Publish | events.Clean,
+    ) -> events.Event:
+        match effect:
+            case events.Reach():
+                there = await incarnation.mesh.reach(effect.host, effect.within_s)
+                return events.Reached(effect.run, effect.host, there)
+            case events.Settle():
+                await self._drains.settle(effect.stalled_s)
+                return events.Settled(effect.run)
+            case events.Look():
+                try:
+                    stored = await self._drains.stored((), effect.within_s)
+                except TierFailed as error:  # which has been said
+                    return events.Looked(effect.run, None, str(error))
+                return events.Looked(effect.run, {m.set: Stamp(*m.stamp) for m in stored})
+            case events.Publish():
+                return events.Published(effect.run, await self._drains.publish(effect.name, effect.gathering))
+            case events.Clean():
+                await self._drains.clean(effect.name, Stamp(effect.stamp.epoch, effect.stamp.version + 1))
+                return events.Cleaned(effect.run)
+
+    def _write(self, order: peer.ScavengeWrite, leader: str) -> None:
+        """This node's part; the leader is told of it, as often as it asks."""
+
+        def told(files: tuple[NodeFile, ...], reason: str) -> None:
+            done = peer.ScavengeWrote(order.set, order.stamp, files, reason, order.attempt)
+            if leader == self._node:
+                self._happened(events.Heard(leader, done))
+            else:
+                self._membership.send(leader, done)
+
+        what = Wanted(order.set, Stamp(*order.stamp), order.attempt, frozenset(order.homes))
+        if not self._saver.wanted(what, self._drains.tier, told):
+            told((), f"version {order.stamp[1]} is no longer there")

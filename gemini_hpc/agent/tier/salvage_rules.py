@@ -1,0 +1,474 @@
+"""How the nodes that are left save a job's newest sealed version to the tier: who leads, who writes, and when it is
+over. The decisions of one agent.
+
+The first host of the list that can be reached leads:
+
+1. It asks all others what has been sealed last, and what they hold. The newest seal counts.
+2. Where the tier has nothing as new, it names for each node rank one host that writes its shards as its file
+   (`core.scavenge`).
+3. When each rank's shard is there, the version becomes whole as ever.
+
+No clock, no socket and nothing that waits is here: each event comes with the time (monotonic) and with what the agent
+knows, and what is to be done about it is returned, in that order. `scavenge` does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from gemini_hpc.agent.tier.salvage_events import (
+    Begin,
+    Begun,
+    Broken,
+    Clean,
+    Cleaned,
+    Effect,
+    Event,
+    Facts,
+    Failed,
+    Halt,
+    Heard,
+    Look,
+    Looked,
+    Publish,
+    Published,
+    Reach,
+    Reached,
+    Reset,
+    Saved,
+    Send,
+    Settle,
+    Settled,
+    Tick,
+    Write,
+)
+from gemini_hpc.agent.tier.save_progress import Gathering
+from gemini_hpc.core import salvage
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.wire import peer
+from gemini_hpc.wire.message import Message
+
+REACH_S = 2.0
+MUSTER_S = 10.0  # within which all others answer, or count as missing
+ASKED_S = 10.0  # within which a leader takes the lead
+AGAIN_S = 1.0
+LOST_S = 10.0  # without an answer from a host that is to write, and without a way to it
+WRITE_S = 3600.0  # within which everybody has written
+GAP_S, LONGEST_GAP_S = 60.0, 900.0  # from one try to the next, then twice as long
+TRIES = 3
+MAX_SETS = 64
+_SHOWN = 8
+SAID = 400
+
+
+Stage = Literal[
+    "idle",
+    "reaching",  # whether there is a way to the host that may lead
+    "calling",  # waiting for it to lead
+    "following",
+    "settling",  # leading, from here on
+    "mustering",
+    "looking",
+    "writing",
+    "publishing",
+    "cleaning",
+]
+
+
+@dataclass
+class _Lead:
+    """What a leader knows. have: by host, what it has said; unable: by set, hosts that could not write; asking: hosts
+    to which a way is looked for, asked: when one was found last, or was not; until: when it no longer waits for those
+    that are silent; queue: sets to come, the first is the one in work; done: whether each of the others was saved.
+
+    Of the set in work. before: what was known when the try began; first: the first reason; orders: who is to write
+    what; answered: by host, why it has not written all, or ""; silent: since when there is no way to it."""
+
+    have: dict[str, peer.ScavengeHave] = field(default_factory=dict)
+    unable: dict[str, set[str]] = field(default_factory=dict)
+    asking: set[str] = field(default_factory=set)
+    asked: dict[str, float] = field(default_factory=dict)
+    until: float = 0.0
+    queue: list[peer.Sealed] = field(default_factory=list)
+    done: list[bool] = field(default_factory=list)
+    tries: int = 0
+    before: tuple[int, int] = (0, 0)
+    first: str = ""
+    orders: dict[str, peer.ScavengeWrite] = field(default_factory=dict)
+    answered: dict[str, str] = field(default_factory=dict)
+    silent: dict[str, float] = field(default_factory=dict)
+
+
+class Scavenging:
+    """Of one agent; it lives as long as the agent, and is of one incarnation at a time. run: counts tries; what comes
+    of an effect of an earlier one does not count."""
+
+    def __init__(self, me: str) -> None:
+        self._me = me
+        self.stage: Stage = "idle"
+        self.run = 0
+        self.leader = ""
+        self.saved = False  # all that was sealed is on the tier
+        self.reason = ""  # why not, the last time
+        self.gathering: dict[str, Gathering] = {}
+        self.again_at, self._gap_s = 0.0, GAP_S
+        self._asked_last = False  # memory is to be freed, and one more try was made for that
+        self._over = False  # so the leader says
+        self._tries = self._at = 0  # ways to a leader: how often all were tried; the host in the list
+        self._until = 0.0
+        self._lead = _Lead()
+
+    @property
+    def busy(self) -> bool:
+        """Whether it is going on."""
+        return self.stage != "idle"
+
+    @property
+    def leads(self) -> bool:
+        """Whether this agent does."""
+        return self.busy and self.leader == self._me
+
+    def due(self, now: float, *, last: bool) -> bool:
+        """Whether it is time for a try, if there is something to save. last: memory is to be freed, for which one
+        more try is made at once."""
+        return not self.busy and not (self._asked_last if last else now < self.again_at)
+
+    def step(self, event: Event, facts: Facts, now: float) -> list[Effect]:
+        """What is to be done."""
+        if isinstance(event, (Reached, Settled, Looked, Published, Cleaned, Broken)) and event.run != self.run:
+            return []
+        return list(self._step(event, facts, now))
+
+    def _step(self, event: Event, facts: Facts, now: float) -> Iterator[Effect]:
+        match event:
+            case Begin():
+                self._asked_last = self._asked_last or event.last
+                self._gap_s = GAP_S if event.asked else self._gap_s
+                if not self.busy:
+                    self.leader = ""
+                    yield from self._start(facts, now)
+            case Reset():
+                yield from self._reset()
+            case Tick():
+                yield from self._tick(facts, now)
+            case Heard():
+                yield from self._heard(event.host, event.message, facts, now)
+            case Reached():
+                yield from self._reached(event, facts, now)
+            case Settled() if self.stage == "settling":
+                self._lead.have[self._me] = facts.own
+                self.stage, self._lead.until = "mustering", now + MUSTER_S
+                yield from self._muster(facts, now)
+            case Looked() if self.stage == "looking":
+                yield from self._looked(event, facts, now)
+            case Published() if self.stage == "publishing":
+                yield from self._tried(event.reason, facts, now)
+            case Cleaned() if self.stage == "cleaning":
+                yield from self._next(False, facts)
+            case Broken() if self.leads:
+                yield from self._end(facts)
+            case Broken():
+                self.stage = "idle"
+
+    # ---- when ------------------------------------------------------------------------------------------
+
+    def _start(self, facts: Facts, now: float) -> Iterator[Effect]:
+        self.again_at, self._gap_s = now + self._gap_s, min(2 * self._gap_s, LONGEST_GAP_S)
+        self._over, self.reason = False, ""
+        self.run += 1
+        self._tries = self._at = 0
+        yield from self._seek(facts, now)
+
+    def _reset(self) -> Iterator[Effect]:
+        self.run += 1
+        self.stage, self.leader, self.saved = "idle", "", False
+        self.again_at, self._gap_s, self._asked_last = 0.0, GAP_S, False
+        self.gathering.clear()
+        self._lead = _Lead()
+        yield Halt()
+
+    def _tick(self, facts: Facts, now: float) -> Iterator[Effect]:
+        if self.stage == "calling" and now >= self._until:
+            self._at += 1
+            yield from self._seek(facts, now)
+        elif self.stage == "following":
+            yield from self._follow(facts, now)
+        elif self.stage == "mustering":
+            yield from self._muster(facts, now)
+        elif self.stage == "writing":
+            yield from self._write(facts, now)
+
+    # ---- who -------------------------------------------------------------------------------------------
+
+    def _follow(self, facts: Facts, now: float) -> Iterator[Effect]:
+        if now - facts.heard.get(self.leader, 0.0) > LOST_S:
+            self.leader = ""  # it cannot be reached any more
+            self._tries, self._at = self._tries + 1, 0
+            if self._tries < TRIES:
+                yield from self._seek(facts, now)
+            else:
+                self.stage = "idle"
+        elif now >= self._until:  # that it is over may have been lost with a link
+            self._until = now + ASKED_S
+            yield Send(self.leader, facts.own)
+
+    def _seek(self, facts: Facts, now: float) -> Iterator[Effect]:
+        """The first host of the list that can be reached leads, or whoever does already."""
+        if self.leader:
+            self.stage, self._until = "following", now + ASKED_S
+            return
+        while self._at < len(facts.hosts) and facts.hosts[self._at] in facts.dead:
+            self._at += 1
+        if self._at < len(facts.hosts) and facts.hosts[self._at] != self._me:
+            self.stage = "reaching"
+            yield Reach(self.run, facts.hosts[self._at], REACH_S)
+            return
+        self.leader, self.stage, self._lead = self._me, "settling", _Lead()
+        for host in self._others(facts):
+            yield Send(host, peer.ScavengeAsk())  # nobody leaves, or leads, while what is under way gets on
+        yield Settle(self.run, MUSTER_S)
+
+    def _others(self, facts: Facts) -> list[str]:
+        return [host for host in facts.hosts if host != self._me]
+
+    def _reached(self, event: Reached, facts: Facts, now: float) -> Iterator[Effect]:
+        host, lead = event.host, self._lead
+        if self.stage == "reaching" and host == facts.hosts[self._at]:
+            if event.there:
+                self.stage, self._until = "calling", now + ASKED_S
+                yield Send(host, msgspec.structs.replace(facts.own, calls=True))
+            else:
+                self._at += 1
+                yield from self._seek(facts, now)
+        elif self.stage in ("mustering", "writing") and host in lead.asking:
+            lead.asking.discard(host)
+            lead.asked[host] = now
+            if self.stage == "mustering":
+                if event.there:
+                    yield Send(host, peer.ScavengeAsk())
+            elif host in self._waiting():
+                if event.there:
+                    lead.silent.pop(host, None)
+                    yield Send(host, lead.orders[host])
+                else:
+                    lead.silent.setdefault(host, now)
+
+    def _heard(self, host: str, message: Message, facts: Facts, now: float) -> Iterator[Effect]:
+        if isinstance(message, peer.ScavengeHave):
+            yield from self._called(host, message, facts, now)
+        elif isinstance(message, (peer.ScavengeAsk, peer.ScavengeWrite)):
+            if not self._takes(host, facts):
+                return
+            yield from self._follows(host, facts, now)
+            if isinstance(message, peer.ScavengeWrite):
+                yield Write(message, host)
+            else:
+                yield Send(host, facts.own)
+        elif isinstance(message, peer.ScavengeWrote):
+            yield from self._wrote(host, message, facts, now)
+        elif isinstance(message, peer.ScavengeOver) and (message.saved or self.leader == host):
+            if message.saved:
+                self.saved = True
+                yield Saved()
+            self.reason, self._over = message.reason, True
+            if self.stage in ("reaching", "calling", "following"):
+                self.stage = "idle"
+
+    def _called(self, host: str, message: peer.ScavengeHave, facts: Facts, now: float) -> Iterator[Effect]:
+        """An answer, a call to lead, or the question of one that follows whether it is over."""
+        if self.leads:
+            self._lead.have[host] = message
+            if self.stage == "mustering":
+                yield from self._muster(facts, now)
+        elif self.saved:
+            yield Send(host, peer.ScavengeOver(True))
+        elif self.busy:
+            return
+        elif not message.calls:
+            yield Send(host, peer.ScavengeOver(False, self.reason[:SAID]))
+        elif facts.detached:
+            yield from self._step(Begin(), facts, now)
+
+    def _takes(self, host: str, facts: Facts) -> bool:
+        """Whether that host leads, for all this agent knows: of two the one that stands first in the list. Whoever
+        asks it has a reason to: a node is missing."""
+        position = facts.hosts.index
+        return not (self.busy and self.leader and position(self.leader) < position(host))
+
+    def _follows(self, host: str, facts: Facts, now: float) -> Iterator[Effect]:
+        led, self.leader = self.leads, host
+        if not self.saved:
+            self._over = False
+        if led:  # no more
+            self.stage = "idle"
+            self.gathering.clear()
+            yield Halt()
+        if self.busy:
+            self.stage, self._until = "following", now + ASKED_S
+        elif facts.detached and not self._over:
+            yield from self._start(facts, now)
+
+    # ---- the leader ------------------------------------------------------------------------------------
+
+    def _muster(self, facts: Facts, now: float) -> Iterator[Effect]:
+        """Hear of all others what they have."""
+        lead = self._lead
+        silent = [host for host in self._others(facts) if host not in lead.have and host not in facts.dead]
+        if silent and now < lead.until:
+            yield from self._reach(silent, now)
+            return
+        lead.queue = newest(lead.have, facts.rejected)
+        if lead.queue:
+            yield from self._look()
+        else:
+            self.saved = self.saved or facts.unwanted
+            yield from self._end(facts)
+
+    def _reach(self, hosts: Collection[str], now: float) -> Iterator[Effect]:
+        lead = self._lead
+        for host in hosts:
+            if host not in lead.asking and now - lead.asked.get(host, -AGAIN_S) >= AGAIN_S:
+                lead.asking.add(host)
+                yield Reach(self.run, host, REACH_S)
+
+    def _look(self) -> Iterator[Effect]:
+        self.stage, self._lead.tries, self._lead.first = "looking", 0, ""
+        yield Look(self.run, MUSTER_S)
+
+    def _looked(self, event: Looked, facts: Facts, now: float) -> Iterator[Effect]:
+        wanted = self._lead.queue[0]
+        if event.stored is None:
+            self.reason = event.reason
+            yield from self._next(False, facts)
+        elif event.stored.get(wanted.set, Stamp(0, 0)) >= Stamp(*wanted.stamp):
+            yield from self._next(True, facts)
+        else:
+            yield from self._try(facts, now)
+
+    def _try(self, facts: Facts, now: float) -> Iterator[Effect]:
+        """Have everybody write."""
+        lead, wanted = self._lead, self._lead.queue[0]
+        name, stamp = wanted.set, Stamp(*wanted.stamp)
+        gone = [host for host in facts.hosts if host not in lead.have]
+        yield Begun(stamp, tuple(gone))
+        lead.tries += 1
+        lead.before = self._known()
+        gathering = self.gathering[name] = Gathering(stamp, wanted.world, facts.attempt, now)
+        unable = lead.unable.get(name, set())
+        held: dict[str, dict[int, set[int]]] = {host: {} for host in lead.have if host not in unable}
+        for host, homes in held.items():
+            for copy in lead.have[host].held:
+                if (copy.set, copy.stamp) == (name, wanted.stamp):
+                    homes.setdefault(copy.home, set()).add(copy.rank)
+        writers, missing = salvage.writers(held, facts.noderanks, wanted.world)
+        if missing:
+            shown = ", ".join(map(str, missing[:_SHOWN]))
+            more = "" if len(missing) <= _SHOWN else f" and {len(missing) - _SHOWN} more"
+            lost = f"the shards of rank {shown}{more} are gone with {', '.join(gone[:_SHOWN])}"
+            yield from self._tried(lost, facts, now)
+            return
+        lead.orders = {
+            host: peer.ScavengeWrite(name, wanted.stamp, tuple(sorted(homes)), gathering.attempt)
+            for host, homes in writers.items()
+        }
+        lead.answered, lead.silent, lead.asking, lead.asked = {}, {}, set(), {}
+        self.stage = "writing"
+        yield from self._write(facts, now)
+
+    def _known(self) -> tuple[int, int]:
+        """What a try rests on: how many have answered, and how many of them cannot write."""
+        return len(self._lead.have), len(self._lead.unable.get(self._lead.queue[0].set, ()))
+
+    def _waiting(self) -> list[str]:
+        return [host for host in self._lead.orders if host not in self._lead.answered]
+
+    def _write(self, facts: Facts, now: float) -> Iterator[Effect]:
+        """Say again what is to be written; know who is lost."""
+        lead, waiting, gathering = self._lead, self._waiting(), self.gathering[self._lead.queue[0].set]
+        late = now - gathering.began > WRITE_S
+        lost = [host for host in waiting if late or now - lead.silent.get(host, now) > LOST_S]
+        if lost:
+            for host in lost:
+                del lead.have[host]
+            yield from self._tried(f"{listed(lost)} {'too slow' if late else 'not reached any more'}", facts, now)
+            return
+        if self._me in waiting and now - lead.asked.get(self._me, -AGAIN_S) >= AGAIN_S:
+            lead.asked[self._me] = now
+            yield Write(lead.orders[self._me], self._me)
+        yield from self._reach([host for host in waiting if host != self._me], now)
+
+    def _wrote(self, host: str, done: peer.ScavengeWrote, facts: Facts, now: float) -> Iterator[Effect]:
+        gathering, lead = self.gathering.get(done.set), self._lead
+        if gathering is None or (gathering.stamp, gathering.attempt) != (Stamp(*done.stamp), done.attempt):
+            return
+        if self.stage != "writing" or host not in lead.orders:
+            return
+        gathering.take(done.files)
+        lead.answered[host] = done.reason
+        if self._waiting():
+            return
+        failed = {host: reason for host, reason in lead.answered.items() if reason}
+        if failed:
+            lead.unable.setdefault(done.set, set()).update(failed)
+            reasons = "; ".join(f"{host}: {reason}" for host, reason in failed.items())
+            yield from self._tried(reasons[:SAID], facts, now)
+        else:
+            self.stage = "publishing"
+            yield Publish(self.run, done.set, gathering)
+
+    def _tried(self, reason: str, facts: Facts, now: float) -> Iterator[Effect]:
+        """A set is saved, or why it is not: then it is tried again without those who could not."""
+        lead = self._lead
+        if not reason:
+            yield from self._next(True, facts)
+            return
+        lead.first = lead.first or reason  # who could not write is left out the next time: that is not the reason
+        if lead.tries < TRIES and self._known() != lead.before:
+            yield from self._try(facts, now)
+            return
+        wanted = lead.queue[0]
+        self.reason, self.stage = lead.first, "cleaning"
+        yield Failed(wanted.set, Stamp(*wanted.stamp), lead.first)
+        yield Clean(self.run, wanted.set, Stamp(*wanted.stamp))
+
+    def _next(self, saved: bool, facts: Facts) -> Iterator[Effect]:
+        lead = self._lead
+        lead.done.append(saved)
+        self.gathering.pop(lead.queue.pop(0).set, None)
+        if lead.queue:
+            yield from self._look()
+        else:
+            self.saved = self.saved or all(lead.done)  # another one may have saved it meanwhile
+            yield from self._end(facts)
+
+    def _end(self, facts: Facts) -> Iterator[Effect]:
+        self.stage = "idle"
+        self.gathering.clear()
+        if self.saved:
+            yield Saved()
+        for host in self._others(facts):
+            yield Send(host, peer.ScavengeOver(self.saved, self.reason[:SAID]))
+
+
+def newest(have: Mapping[str, peer.ScavengeHave], rejected: Callable[[str, Stamp], bool]) -> list[peer.Sealed]:
+    """Of each set what was sealed last, in the words of one who has it."""
+    found: dict[str, tuple[peer.Sealed, bool]] = {}
+    for said in have.values():
+        held = {(copy.set, copy.stamp) for copy in said.held}
+        for sealed in said.sealed:
+            if rejected(sealed.set, Stamp(*sealed.stamp)):
+                continue
+            known, has = found.get(sealed.set), (sealed.set, sealed.stamp) in held
+            if known is None or (sealed.stamp, has) > (known[0].stamp, known[1]):
+                found[sealed.set] = sealed, has
+    return [sealed for sealed, _ in found.values()][:MAX_SETS]
+
+
+def listed(hosts: Collection[str]) -> str:
+    """For the user, before what is wrong with them."""
+    shown = ", ".join([*hosts][:_SHOWN]) + ("" if len(hosts) <= _SHOWN else f" and {len(hosts) - _SHOWN} more")
+    return f"{shown} {'is' if len(hosts) == 1 else 'are'}" if hosts else "nobody is"

@@ -1,0 +1,456 @@
+"""Which sealed versions go to the tier, and when that is over: the decisions of one agent.
+
+The root chooses a version right when it seals it, says so down the tree again and again, and counts what nodes have
+written. What fails is told, dropped, and tried again with a newer version. When the job ends, or somebody asks, the
+newest version goes there at once.
+
+No clock, no socket and nothing that waits is here: each event comes with the time (monotonic) and with what the agent
+knows, and what is to be done about it is returned, in that order. `drains` does it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from gemini_hpc.agent.tier import save_events as events
+from gemini_hpc.agent.tier.save_events import Effect, Facts
+from gemini_hpc.agent.tier.save_progress import Gathering
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.wire import peer
+
+AGAIN_S = 5.0  # after a failure, or the interval if that is less
+GATHER_S = 3600.0
+FLUSH_TRIES = 3
+_NOTHING = Stamp(0, 0)
+
+
+@dataclass
+class _Flush:
+    """The newest version of a set is wanted now, `wanted` or a later one. asked: by somebody who hears of it; waits:
+    for what; reason: why the last try has failed."""
+
+    name: str
+    wanted: Stamp | None
+    asked: bool
+    waits: Gathering | Literal["", "clean", "name"] = ""
+    tries: int = 0
+    reason: str = ""
+
+
+@dataclass
+class _End:
+    """Of the job in this restart and round: the last versions of these sets are saved by these flushes; then the tier
+    is looked at, and then a node that has just been lost is to show by its silence, until then."""
+
+    here: tuple[int, int]
+    names: tuple[str, ...]
+    flushes: set[int]
+    stage: Literal["saving", "looking", "silent"] = "saving"
+    until: float = 0.0
+
+
+@dataclass
+class _Settling:
+    """through: bytes written at the last look, since: when that was more than before; tidying: nothing is under way
+    any more."""
+
+    stalled_s: float
+    since: float
+    through: int = -1
+    tidying: bool = False
+
+
+class Saves:
+    """Of one agent; it lives as long as the agent."""
+
+    def __init__(self) -> None:
+        self.gathering: dict[str, Gathering] = {}  # at the root, by set
+        self.saved: dict[str, tuple[Stamp, float]] = {}  # at the root: the newest on the tier, and when (Unix time)
+        self.last = False  # the job has ended here, and nobody has said that its last versions are saved
+        self._ended: tuple[int, int] | None = None  # restart and round in which that was said
+        self._due: dict[str, float] = {}
+        self._keep_at: dict[str, float] = {}  # after a failure: when one is tried to be kept again
+        self._asked: dict[str, float] = {}  # when nodes were told last what to save
+        self._finishing: dict[str, Gathering] = {}  # of which the manifest is being written
+        self._cleans = 0
+        self._tidy: dict[str, tuple[int, bool]] = {}  # by set: a removal of what is half done, and whether it is over
+        self._naming: set[str] = set()
+        self._ends_at = math.inf  # by Slurm's word
+        self._before_end: dict[str, float] = {}  # the end before which a version has been saved
+        self._took_s: dict[str, float] = {}  # the last save
+        self._flushes: dict[int, _Flush] = {}
+        self._own_flushes = 0  # numbers below zero
+        self._end: _End | None = None
+        self._settling: dict[int, _Settling] = {}
+
+    @property
+    def waits(self) -> bool:
+        """Whether ticks are needed."""
+        silent = self._end is not None and self._end.stage == "silent"
+        return bool(self.gathering or self._flushes or self._settling or silent)
+
+    def step(self, event: events.Event, facts: Facts, now: float) -> list[Effect]:
+        """What is to be done."""
+        return list(self._step(event, facts, now))
+
+    def _step(self, event: events.Event, facts: Facts, now: float) -> Iterator[Effect]:
+        match event:
+            case events.Sealed():
+                yield from self._sealed(event.name, event.stamp, facts, now)
+            case events.Keep():
+                yield from self._keep(event.name, facts, now)
+            case events.Wanted():
+                if facts.here is not None and event.message.round == facts.here[1] and self._takes(facts):
+                    yield events.Down(event.message)
+                    yield events.Write(event.message)
+            case events.Heard():
+                yield from self._heard(event.message, facts, now)
+            case events.Ask():
+                yield from self._flush(event.id, event.name, True, facts, now)
+            case events.Leaving():
+                if facts.leads and facts.tier:
+                    for name in facts.sealed:
+                        yield from self._flush(self._number(), name, False, facts, now)
+            case events.Detached():
+                yield from self._detached(event.dead, facts, now)
+            case events.Ended():
+                yield from self._over(facts)
+            case events.Found():
+                self.last = False
+            case events.EndsIn():
+                self._ends_at = math.inf if event.left_s is None else now + event.left_s
+            case events.Stored():
+                self.saved.update({n: found for n, found in event.there.items() if not facts.rejected(n, found[0])})
+            case events.Rejected():  # such ones are on the tier in vain
+                self.saved = {n: found for n, found in self.saved.items() if not facts.rejected(n, found[0])}
+            case events.Freeze():
+                self.last = False
+                self._tidy.clear()
+                yield from self._give_up("a recovery round came between", facts, now)
+            case events.Settle():
+                self._settling[event.id] = _Settling(event.stalled_s, now)
+                yield from self._settle(facts, now)
+            case events.Unsettle():
+                self._settling.pop(event.id, None)
+            case events.Tick():
+                yield from self._tick(facts, now)
+            case events.Cleaned():
+                yield from self._cleaned(event, facts, now)
+            case events.Published():
+                yield from self._published(event, facts, now)
+            case events.Named():
+                yield from self._named(event, facts, now)
+            case events.Looked():
+                if self._end is not None and self._end.stage == "looking":
+                    yield from self._listen(self._end, facts, now)
+
+    def _tick(self, facts: Facts, now: float) -> Iterator[Effect]:
+        yield from self._settle(facts, now)
+        for name in list(self.gathering):
+            yield from self._expire(name, facts, now)
+            gathering = self.gathering.get(name)
+            if gathering is not None and not gathering.whole and now - self._asked[name] >= AGAIN_S:
+                yield from self._order(name, gathering, facts, now)
+        if self._end is not None and self._end.stage == "silent" and now >= self._end.until:
+            yield from self._finish_end(self._end, facts)
+
+    # ---- which, and when -------------------------------------------------------------------------------
+
+    @staticmethod
+    def _takes(facts: Facts) -> bool:
+        return facts.tier and not facts.scavenging
+
+    def _sealed(self, name: str, stamp: Stamp, facts: Facts, now: float) -> Iterator[Effect]:
+        """Is it one to save?"""
+        if not facts.tier or stamp.epoch != facts.epoch or facts.rejected(name, stamp):
+            return
+        yield from self._keep(name, facts, now)
+        due = now >= self._due.setdefault(name, now + facts.interval_s) or self._near_end(name, facts, now)
+        yield from self._expire(name, facts, now)
+        tidied = yield from self._tidied(name)
+        if name not in self.gathering and tidied and due:
+            yield from self._begin(name, stamp, facts, now)
+
+    def _keep(self, name: str, facts: Facts, now: float) -> Iterator[Effect]:
+        """What is wanted for good goes before what is only due: a save that began with an earlier version gives way.
+        Where what is on the tier is wanted, that gets its name."""
+        stamp, _ = facts.sealed.get(name, (None, 0))
+        wanted = facts.names(name, stamp) if stamp is not None else {}
+        if not wanted or stamp is None or not facts.leads or not facts.tier or facts.rejected(name, stamp):
+            return
+        yield from self._expire(name, facts, now)
+        first, gathering, there = (
+            min(wanted.values()),
+            self.gathering.get(name),
+            self._serves(name, stamp, wanted, facts),
+        )
+        if there is not None:
+            if name not in self._naming:
+                self._naming.add(name)
+                yield events.Name(name, there, 0)
+            return
+        tidied = False
+        if now >= self._keep_at.get(name, 0.0) and not facts.scavenging:
+            tidied = yield from self._tidied(name)
+        if not tidied or (gathering is not None and gathering.stamp.version >= first):
+            return
+        if gathering is not None and not gathering.whole:  # nodes have written all of one whose manifest is missing
+            del self.gathering[name]
+            reason = f"version {stamp.version} goes before it, which is to be kept"
+            yield from self._done(gathering, reason, facts, now)
+        if name not in self.gathering or gathering is self.gathering[name]:
+            yield from self._begin(name, stamp, facts, now)
+
+    def _serves(self, name: str, sealed: Stamp, wanted: Mapping[str, int], facts: Facts) -> Stamp | None:
+        """The version on the tier, where a wish can have that: of this lineage, and not before what was asked for."""
+        known = self.saved.get(name)
+        if known is None or (known[0].epoch != facts.epoch and known[0] != sealed):
+            return None
+        return known[0] if min(wanted.values()) <= known[0].version <= sealed.version else None
+
+    def _near_end(self, name: str, facts: Facts, now: float) -> bool:
+        """Whether it is time for the save before the job's time limit."""
+        if not facts.before_end_s or self._before_end.get(name) == self._ends_at:
+            return False
+        return now >= self._ends_at - max(facts.before_end_s, 2 * self._took_s.get(name, 0.0))
+
+    def _tidied(self, name: str) -> Generator[Effect, None, bool]:
+        """Whether what was begun before, and has not become whole, is gone; nothing is written until then."""
+        if name not in self._tidy:
+            self._cleans += 1
+            self._tidy[name] = self._cleans, False
+            yield events.Clean(name, self._cleans)
+        return self._tidy[name][1]
+
+    def _cleaned(self, event: events.Cleaned, facts: Facts, now: float) -> Iterator[Effect]:
+        if self._tidy.get(event.name) == (event.number, False):
+            self._tidy[event.name] = event.number, True
+        for number, flush in list(self._flushes.items()):
+            if flush.waits == "clean" and flush.name == event.name:
+                yield from self._try(number, flush, facts, now)
+        yield from self._settle(facts, now)
+
+    # ---- one version -----------------------------------------------------------------------------------
+
+    def _begin(self, name: str, stamp: Stamp, facts: Facts, now: float) -> Iterator[Effect]:
+        self._due[name] = now + facts.interval_s
+        if self._near_end(name, facts, now):
+            self._before_end[name] = self._ends_at
+        gathering = self.gathering[name] = Gathering(stamp, facts.sealed[name][1], facts.attempt, now)
+        yield from self._order(name, gathering, facts, now)
+
+    def _order(self, name: str, gathering: Gathering, facts: Facts, now: float) -> Iterator[Effect]:
+        """All agents, again and again: one that has died meanwhile has forgotten it, and says so."""
+        if facts.here is not None:
+            self._asked[name] = now
+            stamp = gathering.stamp.epoch, gathering.stamp.version
+            yield events.Order(peer.DrainDown(facts.here[1], name, stamp, gathering.attempt))
+
+    def _heard(self, message: peer.DrainUp, facts: Facts, now: float) -> Iterator[Effect]:
+        """It goes up to the root, which counts."""
+        if facts.here is None or message.round != facts.here[1]:
+            return
+        if facts.parent is not None:
+            yield events.Up(facts.parent, message)
+            return
+        name, gathering = message.set, self.gathering.get(message.set)
+        if gathering is None or (gathering.stamp, gathering.attempt) != (Stamp(*message.stamp), message.attempt):
+            return
+        if self._finishing.get(name) is gathering:
+            return
+        if message.file is None:
+            yield from self._failed(name, gathering, message.reason, facts, now, message.host)
+            return
+        gathering.take((message.file,))
+        if gathering.whole:
+            self._finishing[name] = gathering
+            yield events.Publish(name, gathering)
+
+    def _published(self, event: events.Published, facts: Facts, now: float) -> Iterator[Effect]:
+        name, gathering = event.name, event.gathering
+        if self._finishing.get(name) is gathering:
+            del self._finishing[name]
+        if event.reason:
+            yield from self._failed(name, gathering, event.reason, facts, now)
+            return
+        if self.gathering.get(name) is gathering:
+            del self.gathering[name]
+        self._took_s[name] = now - gathering.began
+        yield from self._done(gathering, "", facts, now)
+
+    def _failed(
+        self, name: str, gathering: Gathering, reason: str, facts: Facts, now: float, host: str = ""
+    ) -> Iterator[Effect]:
+        if self.gathering.get(name) is gathering:
+            del self.gathering[name]
+            self._due[name] = min(self._due.get(name, 0.0), now + AGAIN_S)
+            self._keep_at[name] = now + AGAIN_S
+            self._tidy.pop(name, None)
+        yield events.Failed(name, gathering.stamp, reason, host)
+        yield from self._done(gathering, f"{host}: {reason}" if host else reason, facts, now)
+
+    def _expire(self, name: str, facts: Facts, now: float) -> Iterator[Effect]:
+        gathering = self.gathering.get(name)
+        if gathering is not None and now - gathering.began >= GATHER_S:
+            yield from self._failed(
+                name, gathering, f"not all nodes have written it within {GATHER_S:.0f} s", facts, now
+            )
+
+    def _give_up(self, reason: str, facts: Facts, now: float) -> Iterator[Effect]:
+        """What the root has begun will not become whole."""
+        begun = list(self.gathering.values())
+        self.gathering.clear()
+        for gathering in begun:
+            yield from self._done(gathering, reason, facts, now)
+
+    def _done(self, gathering: Gathering, reason: str, facts: Facts, now: float) -> Iterator[Effect]:
+        """It is over with this save; those who wait for it go on."""
+        for number, flush in list(self._flushes.items()):
+            if flush.waits is not gathering:
+                continue
+            if not reason and flush.wanted is not None and gathering.stamp >= flush.wanted:
+                yield from self._answer(number, gathering.stamp, "", facts, now)
+                continue
+            flush.reason, flush.tries = reason, flush.tries + 1
+            if flush.tries < FLUSH_TRIES:
+                yield from self._try(number, flush, facts, now)
+            else:
+                yield from self._answer(number, flush.wanted or _NOTHING, reason, facts, now)
+
+    def _named(self, event: events.Named, facts: Facts, now: float) -> Iterator[Effect]:
+        if event.reason:
+            self.saved.pop(event.name, None)  # perhaps it is not there any more: then the next one is saved
+            yield events.Failed(event.name, event.stamp, event.reason)
+        if not event.flush:
+            self._naming.discard(event.name)
+        elif event.flush in self._flushes:
+            yield from self._answer(event.flush, event.stamp, event.reason, facts, now)
+
+    # ---- now -------------------------------------------------------------------------------------------
+
+    def _number(self) -> int:
+        self._own_flushes -= 1
+        return self._own_flushes
+
+    def _flush(self, number: int, name: str, asked: bool, facts: Facts, now: float) -> Iterator[Effect]:
+        """The newest version of a set is to be on the tier. A training that goes on may overtake a version before it
+        is copied: then the next one is tried."""
+        stamp, _ = facts.sealed.get(name, (None, 0))
+        self._flushes[number] = flush = _Flush(name, stamp, asked)
+        yield from self._try(number, flush, facts, now)
+
+    def _try(self, number: int, flush: _Flush, facts: Facts, now: float) -> Iterator[Effect]:
+        name, wanted = flush.name, flush.wanted
+        stamp, _ = facts.sealed.get(name, (None, 0))
+        if not facts.leads or stamp is None or wanted is None:
+            reason = flush.reason or "nothing of it has been sealed yet"
+            yield from self._answer(number, stamp or _NOTHING, reason, facts, now)
+            return
+        if facts.rejected(name, stamp):  # nobody wants it
+            yield from self._answer(number, stamp, "", facts, now)
+            return
+        kept = self.saved.get(name)
+        if kept is not None and kept[0] >= wanted:
+            flush.waits = "name"
+            yield events.Name(name, kept[0], number)
+            return
+        if facts.scavenging:
+            reason = flush.reason or "a node is missing, and the others save it by themselves"
+            yield from self._answer(number, wanted, reason, facts, now)
+            return
+        flush.waits = "clean"
+        if not (yield from self._tidied(name)):
+            return
+        yield from self._expire(name, facts, now)
+        if name not in self.gathering:
+            yield from self._begin(name, stamp, facts, now)
+        flush.waits = self.gathering[name]
+
+    def _answer(self, number: int, stamp: Stamp, reason: str, facts: Facts, now: float) -> Iterator[Effect]:
+        flush = self._flushes.pop(number)
+        if flush.asked:
+            yield events.Answer(number, stamp, reason)
+        elif reason:
+            yield events.NotSaved(stamp, reason)
+        if self._end is not None and number in self._end.flushes:
+            self._end.flushes.discard(number)
+            yield from self._last(self._end, facts, now)
+
+    # ---- the job's end ---------------------------------------------------------------------------------
+
+    def _detached(self, dead: bool, facts: Facts, now: float) -> Iterator[Effect]:
+        """The newest version goes to the tier before the memory is freed. Where a node is dead the job may come back;
+        if it does not, see `scavenge`."""
+        possible = bool(facts.tier and facts.flushes and facts.sealed)
+        if facts.here is None or facts.here == self._ended:
+            return
+        self.last = possible
+        if facts.leads and not dead:
+            names = tuple(facts.sealed) if possible else ()
+            flushes = {self._number(): name for name in names}
+            self._end = end = _End(facts.here, names, set(flushes))
+            for number, name in flushes.items():
+                yield from self._flush(number, name, False, facts, now)
+            if not names:
+                yield from self._last(end, facts, now)
+
+    def _last(self, end: _End, facts: Facts, now: float) -> Iterator[Effect]:
+        """The root saves the last versions, and lets all agents go; not where a node is missing, nor where the job
+        has come back meanwhile."""
+        if end.flushes or end.stage != "saving":
+            return
+        if end.names and facts.any_rejected:
+            end.stage = "looking"  # for who looks later, when no agent knows
+            yield events.Look()
+        else:
+            yield from self._listen(end, facts, now)
+
+    def _listen(self, end: _End, facts: Facts, now: float) -> Iterator[Effect]:
+        end.stage, end.until = "silent", now
+        if self._all_stored(end, facts):
+            yield from self._finish_end(end, facts)
+        else:
+            end.until = now + facts.silent_s  # a node may just have been lost
+
+    def _finish_end(self, end: _End, facts: Facts) -> Iterator[Effect]:
+        self._end = None
+        if end.here == facts.here and (not facts.missing or self._all_stored(end, facts)):
+            yield from self._over(facts)
+
+    def _all_stored(self, end: _End, facts: Facts) -> bool:
+        """Whether the tier has what was sealed last."""
+        return all(self._stored(name, facts) for name in end.names)
+
+    def _stored(self, name: str, facts: Facts) -> bool:
+        if name not in facts.sealed:
+            return False
+        (stamp, _), known = facts.sealed[name], self.saved.get(name)
+        return facts.rejected(name, stamp) or (known is not None and known[0] >= stamp)
+
+    def _over(self, facts: Facts) -> Iterator[Effect]:
+        """Nobody need wait for the last versions any more, here and on the nodes below."""
+        self.last = False
+        if facts.here is not None:
+            self._ended = facts.here
+            if facts.tier:
+                yield events.Down(peer.DrainOver(facts.here[1]))
+
+    # ---- before a scavenge -----------------------------------------------------------------------------
+
+    def _settle(self, facts: Facts, now: float) -> Iterator[Effect]:
+        for number, settling in list(self._settling.items()):
+            if not settling.tidying:
+                through = sum(facts.through(name) for name in self.gathering)
+                if through != settling.through:
+                    settling.through, settling.since = through, now
+                if self.gathering and now - settling.since < settling.stalled_s:
+                    continue
+                settling.tidying, settling.since = True, now
+                yield from self._give_up("a node is missing: the others save what is left", facts, now)
+            tidying = not all(done for _, done in self._tidy.values())
+            if number in self._settling and (not tidying or now - settling.since >= settling.stalled_s):
+                del self._settling[number]
+                yield events.Settled(number)

@@ -1,0 +1,450 @@
+"""Saving sealed versions to the tier, in the background.
+
+The root chooses a version right when it seals it, and tells all agents. Each writes what its node has of it (see
+`nodesaver`) and tells the root; when that has heard of every rank it has the index and the manifest written. Nothing
+here is waited for by the training, and what fails is told, dropped, and tried again with a newer version. `saves`
+decides; this sends, writes and looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+
+from gemini_hpc import clock
+from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.replicas.rejections import Rejections
+from gemini_hpc.agent.replicas.training import TrainingSet
+from gemini_hpc.agent.tier import save_events as events
+from gemini_hpc.agent.tier import worker_process
+from gemini_hpc.agent.tier.choice import TierChoice
+from gemini_hpc.agent.tier.failures import Troubles
+from gemini_hpc.agent.tier.keeps import Keeps
+from gemini_hpc.agent.tier.node_writer import NodeSaver, Wanted
+from gemini_hpc.agent.tier.save_progress import Gathering
+from gemini_hpc.agent.tier.save_rules import Saves
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.tier import orders, version
+from gemini_hpc.tier.errors import TierFailed
+from gemini_hpc.tier.version import Manifest
+from gemini_hpc.wire import bounds, inspect_schema, peer
+from gemini_hpc.wire.stored import NodeFile
+
+_LOOK_S = 1.0  # from one look at the tier to the next, where it cannot be seen
+_SHOWN = 16  # nodes in a line
+_SAID = 200  # characters of another's sentence
+_LEAVE_S = 10.0
+_TICK_S = 0.2
+
+
+class Drains:
+    """One agent's part in it; it lives as long as the agent."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        membership: Membership,
+        trainings: Iterable[TrainingSet],
+        tier: TierChoice,
+        keeps: Keeps,
+        rejections: Rejections,
+        node: NodeSaver,
+        log: Log,
+        spawn: Spawn,
+        *,
+        scavenging: Callable[[], bool],
+    ) -> None:
+        """scavenging: whether the nodes that are left save the job's last versions by themselves (`scavenge`)."""
+        self._identity, self._membership, self._trainings = identity, membership, trainings
+        self._choice, self._keeps, self._rejections, self.node = tier, keeps, rejections, node
+        self._log, self._spawn, self._scavenging = log, spawn, scavenging
+        self._decides = Saves()
+        self._events: deque[events.Event] = deque()
+        self._stepping = False
+        self._clock: asyncio.Task[None] | None = None
+        self._numbers = count(1)
+        self._answers: dict[int, asyncio.Future[tuple[Stamp, str]]] = {}
+        self._settled: dict[int, asyncio.Future[None]] = {}
+        self._publishing: dict[int, asyncio.Future[None]] = {}  # by attempt
+        self.troubles = Troubles()
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by set: to make whole, or to remove
+        self.succeeded = False  # the training has: nobody will complete what is half written
+
+    @property
+    def tier(self) -> str:
+        """The directory; empty: none."""
+        return self._choice.directory
+
+    @property
+    def last(self) -> bool:
+        """Whether the job has ended here, and nobody has said that its last versions are saved."""
+        return self._decides.last
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being written here, or waited for."""
+        return bool(self._decides.gathering) or self.node.busy
+
+    def progress(self, name: str) -> int:
+        """Bytes of a set that are on the tier, as far as the root knows: what it has written itself, and the files of
+        nodes that are done."""
+        gathering = self._decides.gathering.get(name)
+        files = {} if gathering is None else gathering.files
+        mine = version.node_file(self._membership.noderanks.get(self._identity.node, 0))
+        return self.node.through(name) + sum(f.bytes for f in files.values() if f.name != mine)
+
+    def state(self, name: str) -> inspect_schema.TierState | None:
+        """For `inspect`: what the root knows of a set."""
+        incarnation = self._membership.incarnation
+        if not self.tier or incarnation is None or not incarnation.leads:
+            return None
+        stored, at = self._decides.saved.get(name, (None, 0.0))
+        gathering = self._decides.gathering.get(name)
+        return inspect_schema.TierState(
+            directory=self.tier,
+            stored=None if stored is None else (stored.epoch, stored.version),
+            time=at,
+            saving=None if gathering is None else (gathering.stamp.epoch, gathering.stamp.version),
+            written=self.progress(name) if gathering is not None else 0,
+            problem=self.troubles.text(name) or self.problem,
+            keeping=self._keeps.of_set(name),
+            kept=self._keeps.given(name),
+        )
+
+    # ---- what happens ----------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """A round begins: what is on its way will not become whole."""
+        self._happened(events.Freeze())
+
+    def forget(self) -> None:
+        """Versions have been rejected: such ones are on the tier in vain."""
+        self._happened(events.Rejected())
+
+    def sealed(self, training: TrainingSet, stamp: Stamp) -> None:
+        """The root has sealed a version: is it one to save?"""
+        self._happened(events.Sealed(training.name, stamp))
+
+    def keep_all(self) -> None:
+        """The root saves what is wanted for good."""
+        for training in self._trainings:
+            self._happened(events.Keep(training.name))
+
+    def wanted(self, message: peer.DrainDown) -> None:
+        """The root wants this version saved, here and on the nodes below."""
+        self._happened(events.Wanted(message))
+
+    def heard(self, message: peer.DrainUp) -> None:
+        """From an agent, or through one: it goes up to the root, which counts."""
+        self._happened(events.Heard(message))
+
+    def ends_in(self, left_s: int | None) -> None:
+        """Slurm ends the job in so many seconds; None: it sets no time."""
+        self._happened(events.EndsIn(left_s))
+
+    def detached(self, *, dead: bool) -> None:
+        """The job has ended here, without success: the newest version goes to the tier before the memory is freed.
+        dead: a node of it is, and it may come back; if it does not, see `scavenge`."""
+        self._happened(events.Detached(dead))
+
+    def ended(self) -> None:
+        """Nobody need wait for the last versions any more, here and on the nodes below."""
+        self._happened(events.Ended())
+
+    def found(self) -> None:
+        """The last versions are on the tier, by whoever saved them."""
+        self._happened(events.Found())
+
+    def leaving(self, hosts: Sequence[str], partition: str) -> None:
+        """These nodes, or the partition, are being drained, and may be gone soon: the root saves the newest version
+        now."""
+        incarnation = self._membership.incarnation
+        if not self.tier or self._membership.detached or incarnation is None or not incarnation.leads:
+            return
+        shown = ", ".join(hosts[:_SHOWN]) + ("" if len(hosts) <= _SHOWN else f" and {len(hosts) - _SHOWN} more")
+        said = "; ".join(filter(None, (shown, "".join(c for c in partition[:_SAID] if c.isprintable()))))
+        for training in self._trainings:
+            if training.sealed is not None:
+                self._log("draining", version=training.sealed.version, detail=f"{said}: saving it to the tier")
+        self._happened(events.Leaving())
+
+    async def flush(self, training: TrainingSet) -> tuple[Stamp, str]:
+        """The root brings the newest sealed version to the tier now: which one, and why it is not there or ""."""
+        number = next(self._numbers)
+        answer: asyncio.Future[tuple[Stamp, str]] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        self._happened(events.Ask(number, training.name))
+        return await answer
+
+    async def settle(self, stalled_s: float) -> None:
+        """Wait for what the root has begun, as long as it gets on; then give it up."""
+        number = next(self._numbers)
+        settled = self._settled[number] = asyncio.get_running_loop().create_future()
+        self._happened(events.Settle(number, stalled_s))
+        try:
+            await settled
+        finally:
+            self._settled.pop(number, None)
+            self._happened(events.Unsettle(number))
+
+    # ---- what is decided -------------------------------------------------------------------------------
+
+    def _facts(self, now: float) -> events.Facts:
+        here, incarnation, settings = self._membership, self._membership.incarnation, self._identity.settings
+        return events.Facts(
+            here=None if incarnation is None else (incarnation.restart, incarnation.rounds.round),
+            leads=incarnation is not None and incarnation.leads,
+            parent=None if incarnation is None else incarnation.rounds.parent,
+            epoch=here.epoch,
+            sealed={t.name: (t.sealed, t.world) for t in self._trainings if t.sealed is not None},
+            missing=incarnation is not None and incarnation.incomplete(now),
+            silent_s=0.0 if incarnation is None else incarnation.silent_s,
+            scavenging=self._scavenging(),
+            tier=bool(self.tier),
+            interval_s=self._choice.interval_s,
+            before_end_s=settings.tier_before_end_s,
+            flushes=bool(settings.tier_flush_s),
+            rejected=self._rejections.covers,
+            any_rejected=bool(self._rejections.all),
+            names=self._keeps.due,
+            through=self.progress,
+            attempt=int.from_bytes(os.urandom(4)),
+        )
+
+    def _happened(self, event: events.Event) -> None:
+        """One after the other, also where what is done about one makes the next one happen."""
+        self._events.append(event)
+        if self._stepping:
+            return
+        self._stepping = True
+        try:
+            while self._events:
+                now = clock.monotonic()
+                for effect in self._decides.step(self._events.popleft(), self._facts(now), now):
+                    self._do(effect)
+        finally:
+            self._stepping = False
+        if self._decides.waits and (self._clock is None or self._clock.done()):
+            self._clock = self._spawn(self._ticks())
+
+    async def _ticks(self) -> None:
+        while self._decides.waits:
+            await asyncio.sleep(_TICK_S)
+            self._happened(events.Tick())
+
+    def _do(self, effect: events.Effect) -> None:
+        incarnation = self._membership.incarnation
+        match effect:
+            case events.Order():  # what was being said when it was decided goes first
+                asyncio.get_running_loop().call_soon(self.wanted, effect.message)
+            case events.Write():
+                self._write(effect.message)
+            case events.Down() if incarnation is not None:
+                incarnation.send_down(effect.message)
+            case events.Up() if incarnation is not None:
+                incarnation.send(effect.host, effect.message)
+            case events.Answer():
+                answer = self._answers.pop(effect.id)
+                if not answer.done():
+                    answer.set_result((effect.stamp, effect.reason))
+            case events.Settled():
+                if not self._settled[effect.id].done():
+                    self._settled[effect.id].set_result(None)
+            case events.Failed():
+                self.say(effect.name, effect.stamp.version, effect.reason, effect.host)
+            case events.NotSaved():
+                self._log("not_saved", version=effect.stamp.version, detail=effect.reason)
+            case events.Clean() | events.Publish() | events.Name() | events.Look():
+                self._spawn(self._work(effect))
+
+    async def _work(self, effect: events.Clean | events.Publish | events.Name | events.Look) -> None:
+        """Do what takes its time, and tell what has come of it, also where that is a fault of ours."""
+        reason = "a fault of gemini-hpc"
+        try:
+            reason = await self._outcome(effect)
+        finally:
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():
+                match effect:
+                    case events.Clean():
+                        self._happened(events.Cleaned(effect.name, effect.number))
+                    case events.Publish():
+                        self._happened(events.Published(effect.name, effect.gathering, reason))
+                    case events.Name():
+                        self._happened(events.Named(effect.name, effect.stamp, effect.flush, reason))
+                    case events.Look():
+                        self._happened(events.Looked())
+
+    async def _outcome(self, effect: events.Clean | events.Publish | events.Name | events.Look) -> str:
+        match effect:
+            case events.Clean():
+                await self.clean(effect.name)
+            case events.Publish():
+                return await self.publish(effect.name, effect.gathering)
+            case events.Name():
+                return await self._name(effect.name, effect.stamp)
+            case events.Look():
+                with suppress(TierFailed):
+                    await self._look(())
+        return ""
+
+    def _write(self, message: peer.DrainDown) -> None:
+        """This node's part."""
+
+        def told(files: tuple[NodeFile, ...], reason: str) -> None:
+            for file in (None,) if reason else files:
+                up = peer.DrainUp(
+                    message.round, message.set, message.stamp, self._identity.node, file, reason, message.attempt
+                )
+                self.heard(up)
+
+        self.node.wanted(Wanted(message.set, Stamp(*message.stamp), message.attempt), self.tier, told)
+
+    # ---- the end ---------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free everything; processes end."""
+        self.node.close()
+
+    async def leave(self, others: Mapping[str, Gathering]) -> None:
+        """The agent ends: a version that is on its way, of ours or of the others', will not become whole. For a few
+        seconds. The root removes it; so does each node that was still writing, for it may have begun its file after
+        that."""
+        begun = {**self._decides.gathering, **others}
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                for name, gathering in begun.items():
+                    if gathering.whole:  # its manifest is being written
+                        await asyncio.wait([self._published(gathering)])
+                    else:  # a newer one may be another incarnation's
+                        await self.clean(name, Stamp(gathering.stamp.epoch, gathering.stamp.version + 1))
+                for cut in await self.node.cut_short() if self.succeeded else ():
+                    await self.clean(cut.set, Stamp(cut.stamp.epoch, cut.stamp.version + 1))
+
+    def _published(self, gathering: Gathering) -> asyncio.Future[None]:
+        """When its manifest is there, or will not be."""
+        if gathering.attempt not in self._publishing:
+            self._publishing[gathering.attempt] = asyncio.get_running_loop().create_future()
+        return self._publishing[gathering.attempt]
+
+    # ---- the tier --------------------------------------------------------------------------------------
+
+    async def stored(self, without: Iterable[tuple[str, bounds.Stamp]], within_s: float) -> tuple[Manifest, ...]:
+        """The newest whole version of each set on the tier, but for these. Raises `TierFailed` where that cannot be
+        seen within so many seconds."""
+        reason = f"{self.tier}: the file system does not answer"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while True:
+                    try:
+                        return await self._look(without)
+                    except TierFailed as error:
+                        reason = str(error)
+                    await asyncio.sleep(_LOOK_S)
+        raise TierFailed(self._silent(reason))
+
+    async def _look(
+        self, without: Iterable[tuple[str, bounds.Stamp]], *, begin: bool = False, make: bool = False
+    ) -> tuple[Manifest, ...]:
+        rejected = self._rejections.all
+        order = orders.Look(self.tier, self._identity.job, "", tuple(without), begin, make, rejected)
+        found = await worker_process.carry_out(order)
+        self.troubles.over("")
+        manifests = found.manifests if isinstance(found, orders.Found) else ()
+        self._happened(events.Stored({m.set: (Stamp(*m.stamp), m.time) for m in manifests}))
+        return manifests
+
+    async def glance(self) -> None:
+        """A job begins: where there is no such directory, its user hears of it now, and not when it is wanted. A
+        user's own one of the site's is made then, and never later: where it has vanished it is to be waited for."""
+        try:
+            await self._look((), begin=True, make=self._choice.users)
+        except TierFailed as error:
+            self._silent(str(error))
+
+    def _silent(self, reason: str) -> str:
+        told = f"what is on the tier cannot be seen: {reason}"
+        self.say("", 0, told)
+        return told
+
+    @property
+    def problem(self) -> str:
+        """Why it is not known what is on the tier."""
+        return self.troubles.text("")
+
+    def say(self, name: str, number: int, reason: str, host: str = "") -> None:
+        """Why a set's version is not on the tier, once."""
+        if self.troubles.met(name, reason, host):
+            self._log("not_saved" if name else "tier_silent", version=number, detail=self.troubles.text(name))
+
+    async def _name(self, name: str, stamp: Stamp) -> str:
+        """This version of the tier gets the names that it is to have; why it has not, or ""."""
+        names = self._keeps.due(name, stamp)
+        order = orders.Name(self.tier, self._identity.job, name, (stamp.epoch, stamp.version), names)
+        try:
+            done = await worker_process.carry_out(order) if names else None
+        except TierFailed as error:
+            return str(error)
+        if isinstance(done, orders.Finished):
+            self._keeps.saved(name, stamp, done.names)
+        return ""
+
+    async def clean(self, name: str, before: Stamp | None = None) -> None:
+        """Remove what has not become whole, and is older."""
+        limit = None if before is None else (before.epoch, before.version)
+        try:
+            async with self._turns[name]:  # of a round before one may just become whole
+                await worker_process.carry_out(orders.Clean(self.tier, self._identity.job, name, limit))
+        except TierFailed as error:
+            self.say(name, 0, f"half versions cannot be removed: {error}")
+
+    async def publish(self, name: str, gathering: Gathering) -> str:
+        """All files are there: the version becomes whole. Why it has not, or ""."""
+        over = self._published(gathering)
+        try:
+            return await self._publish(name, gathering)
+        finally:
+            self._publishing.pop(gathering.attempt, None)
+            if not over.done():
+                over.set_result(None)
+
+    async def _publish(self, name: str, gathering: Gathering) -> str:
+        settings, stamp = self._identity.settings, gathering.stamp
+        if self._rejections.covers(name, stamp):
+            return "a training has rejected it"
+        order = orders.Finish(
+            self.tier,
+            self._identity.job,
+            name,
+            (stamp.epoch, stamp.version),
+            gathering.world,
+            tuple(sorted(gathering.files.values(), key=lambda f: f.name)),
+            settings.tier_keep_last,
+            settings.tier_keep_every,
+            self._keeps.due(name, stamp),
+        )
+        try:
+            async with self._turns[name]:
+                done = await worker_process.carry_out(order)
+        except TierFailed as error:
+            return str(error)
+        trouble = done.trouble if isinstance(done, orders.Finished) else ""
+        if isinstance(done, orders.Finished):
+            self._keeps.saved(name, stamp, done.names)
+        if trouble:
+            self.say(name, stamp.version, trouble)
+        else:
+            self.troubles.over(name)
+        self.troubles.over("")
+        self._happened(events.Stored({name: (stamp, clock.time())}))
+        took_s = clock.monotonic() - gathering.began
+        detail = f"{gathering.bytes} bytes in {len(gathering.files)} files in {took_s:.1f} s"
+        self._log("saved", version=stamp.version, detail=detail)
+        return ""

@@ -1,0 +1,126 @@
+"""The process that reads and writes on the tier for this agent: started for one order, bounded in what it may say."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from gemini_hpc.agent.tier.workers import Channel, NoWorker
+from gemini_hpc.tier import orders
+from gemini_hpc.tier.errors import TierFailed
+
+_LINE_BYTES = 64 << 20
+STUCK_S = 120.0  # without a sign of life: the file system hangs
+
+
+_supervisor: list[Channel] = []
+
+
+def use(channel: Channel) -> None:
+    """From now on this agent's workers are forked by the supervisor at the other end."""
+    _supervisor[:] = [channel]
+
+
+async def _to_the_end(call: Callable[[dict[int, int]], int], fds: dict[int, int]) -> int:
+    """In a thread; whoever is cancelled meanwhile waits for it nevertheless, since it uses descriptors by number."""
+    task = asyncio.ensure_future(asyncio.to_thread(call, fds))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        with suppress(NoWorker):
+            pidfd = await task
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+        raise
+
+
+class _Process:
+    """A worker, its orders' way in and its answers' way out."""
+
+    def __init__(self, pidfd: int, reader: asyncio.StreamReader, ways: Sequence[asyncio.BaseTransport]) -> None:
+        self._pidfd, self.answers, self._ways = pidfd, reader, ways
+
+    @classmethod
+    async def start(cls, channel: Channel, order: bytes, fds: Sequence[int]) -> _Process:
+        """With the order on its way. Raises `NoWorker` and OSError."""
+        loop = asyncio.get_running_loop()
+        theirs_in, ours_out = os.pipe()
+        ours_in, theirs_out = os.pipe()
+        try:
+            numbers = {0: theirs_in, 1: theirs_out, **{fd: fd for fd in fds}}
+            pidfd = await _to_the_end(channel.start, numbers)
+        except BaseException:
+            os.close(ours_in)
+            os.close(ours_out)
+            raise
+        finally:
+            os.close(theirs_in)
+            os.close(theirs_out)
+        out, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(ours_out, "wb", 0))
+        reader = asyncio.StreamReader(limit=_LINE_BYTES)
+        into, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ours_in, "rb", 0)
+        )
+        out.write(order)
+        out.close()
+        return cls(pidfd, reader, (out, into))
+
+    async def end(self) -> None:
+        """Killed, if it has not ended; one that hangs in the kernel is left to end when it can."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        gone = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._pidfd, gone.set)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await gone.wait()
+        finally:
+            loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            for way in self._ways:
+                way.close()
+
+
+async def carry_out(
+    order: orders.Order,
+    fds: Sequence[int] = (),
+    progress: Callable[[int], None] = lambda _: None,
+    *,
+    stuck_s: float = STUCK_S,
+) -> orders.Answer:
+    """Have an order carried out and return its last answer. fds: descriptors that it names. Raises `TierFailed`,
+    also where nothing is heard for `stuck_s`; a process that hangs in the kernel is then left to end when it can.
+    Cancelled, it ends the process."""
+    if not _supervisor:
+        raise TierFailed("this agent has no supervisor that could start a process for it")
+    try:
+        process = await _Process.start(_supervisor[0], orders.encode(order) + b"\n", fds)
+    except NoWorker as error:
+        raise TierFailed(str(error)) from None
+    except OSError as error:
+        raise TierFailed(f"no process for it could be started: {error.strerror}") from None
+    try:
+        while True:
+            async with asyncio.timeout(stuck_s):
+                line = await process.answers.readline()
+            if not line:
+                raise TierFailed("its process has ended without a word")
+            answer = orders.answer_decoder.decode(line)
+            if isinstance(answer, orders.Failed):
+                raise TierFailed(answer.reason)
+            if not isinstance(answer, orders.Progress):
+                return answer
+            progress(answer.bytes)
+    except TimeoutError:
+        raise TierFailed(f"{order.tier}: the file system has not answered for {stuck_s:.0f} s") from None
+    except (msgspec.MsgspecError, ValueError, OSError) as error:
+        raise TierFailed(f"its process does not make itself understood: {str(error)[:100]}") from None
+    finally:
+        await process.end()

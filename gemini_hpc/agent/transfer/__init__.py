@@ -1,0 +1,1 @@
+"""Slots' bytes on their way to and from other nodes."""

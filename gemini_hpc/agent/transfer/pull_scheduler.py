@@ -1,0 +1,203 @@
+"""The pulls of one node in one round: its own copies as planned, and guests that a rank asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from threading import Event
+
+from gemini_hpc import clock
+from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.incarnation import Incarnation
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.replicas.memory import Memfd, NoMemory
+from gemini_hpc.agent.replicas.store import Store
+from gemini_hpc.agent.replicas.training import TrainingSet
+from gemini_hpc.agent.replicas.trainings import Sets
+from gemini_hpc.agent.tier import worker_process
+from gemini_hpc.agent.tier.choice import TierChoice
+from gemini_hpc.agent.transfer import pull
+from gemini_hpc.core.slots import Refused, Stamp
+from gemini_hpc.format.commit_record import Committed
+from gemini_hpc.tier import orders
+from gemini_hpc.tier.errors import TierFailed
+from gemini_hpc.wire import bounds, peer
+
+_AT_ONCE = 4
+
+
+class Pulls:
+    """Fetches copies from peers, a few at once, next source on failure."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        membership: Membership,
+        store: Store,
+        sets: Sets,
+        tier: TierChoice,
+        log: Log,
+        spawn: Spawn,
+    ) -> None:
+        self._identity, self._membership, self._store, self._sets = identity, membership, store, sets
+        self._tier, self._log, self._spawn = tier, log, spawn
+        self._running: dict[tuple[str, int], asyncio.Task[Memfd]] = {}
+        self._gate = asyncio.Semaphore(_AT_ONCE)
+        self._stops: dict[tuple[str, int], Event] = {}
+        self._stamps: dict[tuple[str, int], Stamp] = {}
+        self._rounds_begun = 0
+        self.bytes = 0
+        self.unreadable: set[tuple[str, bounds.Stamp]] = (
+            set()
+        )  # versions on the tier of which a shard could not be read
+
+    async def cease(self) -> None:
+        """Give up all pulls and return when none writes any more."""
+        self._rounds_begun += 1
+        for stop in self._stops.values():
+            stop.set()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        self._running.clear()
+        self._stops.clear()
+
+    def overtaken(self, set_name: str, sealed: Stamp) -> None:
+        """Something newer has been sealed: what is still being pulled of this set is of no use any more."""
+        for (name, rank), stop in self._stops.items():
+            task = self._running.get((name, rank))
+            if name == set_name and task is not None and self._stamps.get((name, rank), sealed) < sealed:
+                stop.set()
+
+    def start(self, orders: list[peer.PullOrder]) -> None:
+        """Begin what the plan gives this node to do."""
+        if orders:
+            self._spawn(self._all(orders, clock.time()))
+
+    async def _all(self, orders: list[peer.PullOrder], since: float) -> None:
+        begun = self._rounds_begun
+        results = await asyncio.gather(
+            *(self._shared(o.copy, o.sources, keep=True) for o in orders), return_exceptions=True
+        )
+        if begun != self._rounds_begun:
+            return
+        good = [o for o, r in zip(orders, results, strict=True) if isinstance(r, Memfd)]
+        took, size = clock.time() - since, sum(o.copy.used for o in good)
+        version = max((o.copy.stamp[1] for o in orders), default=0)
+        for order, result in zip(orders, results, strict=True):
+            if isinstance(result, BaseException):
+                self._log("unserved", version=version, detail=f"shard {order.copy.rank}: {result}")
+        self._log("pulled", version=version, detail=f"{len(good)} shards, {size} bytes in {took:.3f} s")
+
+    async def obtain(self, training: TrainingSet, copy: peer.CopyRecord) -> Memfd:
+        """Memory with this verified copy: held here, being pulled, or pulled now as a guest. Raises `PullFailed`."""
+        key = (copy.set, copy.rank)
+        if key in self._running:
+            return await asyncio.shield(self._running[key])
+        found = self._store.find(copy.set, copy.rank, Stamp(*copy.stamp))
+        if found is not None and found[0].pair.slots[found[1]].state == "complete":
+            return found[0].memory[found[1]]
+        if copy.rank in training.guests:
+            return training.guests[copy.rank]
+        return await self._shared(copy, training.sources.get(copy.rank, ()), keep=False)
+
+    async def _shared(self, copy: peer.CopyRecord, sources: tuple[str, ...], *, keep: bool) -> Memfd:
+        key = (copy.set, copy.rank)
+        task = self._running.get(key)
+        if task is None:
+            task = asyncio.ensure_future(self._one(copy, sources, keep=keep))
+            self._running[key] = task
+            task.add_done_callback(lambda t: self._done(key, t))
+        return await asyncio.shield(task)
+
+    def _done(self, key: tuple[str, int], task: asyncio.Task[Memfd]) -> None:
+        if self._running.get(key) is task:
+            del self._running[key]
+        if not task.cancelled():
+            task.exception()
+
+    async def _one(self, copy: peer.CopyRecord, sources: tuple[str, ...], *, keep: bool) -> Memfd:
+        if not keep:
+            return await self._guest(copy, sources)
+        number = self._membership.round
+        stop = self._stops[copy.set, copy.rank] = Event()
+        stamp = self._stamps[copy.set, copy.rank] = Stamp(*copy.stamp)
+        try:
+            shard = await self._store.make(copy.set, copy.rank, copy.world, copy.home, copy.bytes)
+            if stop.is_set():
+                raise pull.PullFailed("given up for a new round")
+            shard.resumed_round = number
+            # At once, not when the gate opens: a trainer that begins a newer version first would shut this one out.
+            index = shard.pair.begin(stamp, None, frozenset(), voted=frozenset())
+            shard.pair.slots[index].busy = True
+            shard.memory[index].commit(None)
+        except (NoMemory, Refused) as exc:
+            raise pull.PullFailed(str(exc)) from None
+        memory = shard.memory[index]
+        try:
+            await self._fetch(copy, memory, sources, stop)
+        except BaseException:
+            if shard.pair.slots[index].state == "filling" and shard.pair.slots[index].stamp == stamp:
+                shard.pair.void(index)
+            raise
+        shard.pair.complete(index, stamp, copy.digest, copy.used)
+        shard.since[index] = shard.verified[index] = clock.time()
+        memory.commit(Committed(stamp, copy.used, copy.digest))
+        self._sets.recount(copy.set)
+        return memory
+
+    async def _fetch(self, copy: peer.CopyRecord, memory: Memfd, sources: tuple[str, ...], stop: Event) -> None:
+        me = self._identity
+        async with self._gate:
+            incarnation = self._membership.incarnation
+            if incarnation is None:
+                raise pull.PullFailed("no peers")
+            if peer.TIER in sources:
+                await self._from_tier(copy, memory)
+                self.bytes += copy.used
+                return
+            mesh, ways = incarnation.mesh, []
+            for host in sources:
+                if host != me.node and host not in mesh.dead:
+                    port = mesh.ports.get(host) or _planned_port(incarnation, host)
+                    ways.append((host, me.settings.address_of(host), port, mesh.client(host, "pull")))
+            source, trouble = await asyncio.to_thread(pull.fetch, copy, memory, ways, stop)
+        if trouble:
+            self._log("next_holder", version=copy.stamp[1], detail=f"shard {copy.rank} from {source}; {trouble}")
+        self.bytes += copy.used
+
+    async def _from_tier(self, copy: peer.CopyRecord, memory: Memfd) -> None:
+        tier, job = self._tier.directory, self._identity.job
+        order = orders.Read(tier, job, copy.set, copy.stamp, copy.rank, memory.fd, copy.used, copy.digest)
+        try:
+            await worker_process.carry_out(order, [memory.fd])
+        except TierFailed as error:
+            self.unreadable.add((copy.set, copy.stamp))
+            raise pull.PullFailed(str(error)) from None
+
+    async def _guest(self, copy: peer.CopyRecord, sources: tuple[str, ...]) -> Memfd:
+        budget = self._store.budget
+        stop = self._stops[copy.set, copy.rank] = Event()
+        try:
+            budget.take(copy.used, f"copy of shard {copy.rank} for loading")
+        except NoMemory as exc:
+            raise pull.PullFailed(str(exc)) from None
+        memory = Memfd(f"gemini:guest:{copy.rank}", copy.used)
+        try:
+            await asyncio.to_thread(memory.reserve, budget.left_bytes)
+            await self._fetch(copy, memory, sources, stop)
+            if stop.is_set():
+                raise pull.PullFailed("given up for a new round")
+        except BaseException as exc:
+            memory.close()
+            budget.give(copy.used)
+            if isinstance(exc, NoMemory):
+                raise pull.PullFailed(str(exc)) from None
+            raise
+        self._sets.named(copy.set).guests[copy.rank] = memory
+        return memory
+
+
+def _planned_port(incarnation: Incarnation, host: str) -> int:
+    """The port that the plan names for a host."""
+    plan = incarnation.rounds.plan
+    return plan.ports.get(host, 0) if plan is not None else 0

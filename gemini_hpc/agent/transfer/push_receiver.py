@@ -1,0 +1,282 @@
+"""Versions that the agents of other nodes push here: raw bytes, received straight into the slot.
+
+One connection, and one thread, per shard. What is said is believed as a trainer's word is: the connection's other end
+must be the agent of the shard's home in this incarnation, epoch and round, the slot is given out by the same rules
+(R1), and the copy counts when its digest has been verified (R5). Whatever else comes ends the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import xxhash
+
+from gemini_hpc import clock
+from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.replicas import replica_fills
+from gemini_hpc.agent.replicas.memory import NoMemory
+from gemini_hpc.agent.replicas.slot_writes import Filling
+from gemini_hpc.agent.replicas.store import Key, Shard, Store
+from gemini_hpc.agent.replicas.training import TrainingSet
+from gemini_hpc.agent.replicas.trainings import Sets
+from gemini_hpc.agent.transfer.threads import beside
+from gemini_hpc.core import ranges
+from gemini_hpc.core.ranges import Range
+from gemini_hpc.core.slots import Refused, Slot, Stamp
+from gemini_hpc.format.commit_record import Committed
+from gemini_hpc.wire import local, peer
+from gemini_hpc.wire.link import BlockingLink, Link, LinkClosed
+
+SILENCE_S = 5.0
+SEAL_WAIT_S = 1.5  # for the seal of the version before, which may reach the home sooner than this node
+_RETRY_S = 0.001
+_DIGEST_DIGITS = 32
+T = TypeVar("T")
+
+
+@dataclass
+class _Taken:
+    """A slot that is being filled."""
+
+    shard: Shard
+    index: int
+    stamp: Stamp
+    view: memoryview
+    there: tuple[Range, ...] = ()  # these bytes need not come
+    filled: bool = False  # some of them by a rank here
+
+
+@dataclass(eq=False)
+class _Push:
+    """One connection."""
+
+    ask: peer.PushAsk
+    host: str
+    link: BlockingLink | None = None
+    stopped: bool = False
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def stop(self) -> None:
+        self.stopped = True
+        if self.link is not None:
+            self.link.shut()
+
+
+class Incoming:
+    """The pushes to this node."""
+
+    def __init__(self, membership: Membership, sets: Sets, store: Store, filling: Filling, log: Log) -> None:
+        self._membership, self._sets, self._store = membership, sets, store
+        self._filling, self._log = filling, log
+        self._pushes: dict[Key, _Push] = {}
+        self.bytes = 0
+
+    def stop(self) -> None:
+        """No byte of the old epoch is taken any more; see `ended`."""
+        for push in self._pushes.values():
+            push.stop()
+
+    async def ended(self) -> None:
+        """Return when no stopped push writes any more."""
+        for push in list(self._pushes.values()):
+            if push.stopped:
+                await push.over.wait()
+
+    async def serve(self, link: Link) -> None:
+        """Take what comes over a connection made for pushing. Raises LinkClosed, TimeoutError."""
+        async with asyncio.timeout(SILENCE_S):
+            ask = await link.receive()
+        if not isinstance(ask, peer.PushAsk):
+            raise LinkClosed(f"wanted PushAsk, got {type(ask).__name__}")
+        push = _Push(ask, link.session.peer_host)
+        key, reason = (ask.set, ask.rank), self._refusal(push)
+        while not reason and (older := self._pushes.get(key)) is not None:
+            older.stop()
+            await older.over.wait()
+            reason = self._refusal(push)
+        if reason:
+            await link.flush(peer.PushAnswer(reason))
+            raise LinkClosed(f"push of shard {ask.rank} from {push.host} refused: {reason}")
+        self._pushes[key] = push
+        try:
+            push.link = await link.block(peer.PushAnswer())
+            push.link.bound(SILENCE_S)
+            if push.stopped:
+                raise LinkClosed("given up for a new round")
+            loop = asyncio.get_running_loop()
+            await beside(f"gemini-pushed-{ask.rank}", lambda: self._receive(push, loop))
+        finally:
+            if push.link is not None:
+                push.link.close()
+            del self._pushes[key]
+            push.over.set()
+
+    def _refusal(self, push: _Push) -> str:
+        """Why nothing is taken from there now; "": it is."""
+        ask, here, incarnation = push.ask, self._membership, self._membership.training
+        training, shard = self._sets.get(ask.set), self._store.get(ask.set, ask.rank)
+        if push.stopped or incarnation is None or training is None:
+            return "no part in a running training"
+        if ask.epoch != here.epoch or ask.round != here.round:
+            return f"epoch {here.epoch}, round {here.round} here"
+        if shard is None or shard.registered_round != here.round or shard.half_back:
+            return f"shard of rank {ask.rank} is not registered here"
+        if not shard.pushed:
+            return f"shard of rank {ask.rank} is filled by a process here"
+        if here.noderanks.get(push.host) != shard.home:
+            return f"node rank {shard.home} is the home of the shard of rank {ask.rank}"
+        return ""
+
+    # ---- in the push's thread --------------------------------------------------------------------------
+
+    def _receive(self, push: _Push, loop: asyncio.AbstractEventLoop) -> None:
+        """Versions until the other end has no more. Raises LinkClosed, OSError."""
+
+        def on_loop(work: Coroutine[Any, Any, T]) -> T:
+            return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+        link = push.link
+        assert link is not None
+        while True:
+            link.wait(None)
+            if not link.sock.recv(1, socket.MSG_PEEK):
+                return
+            head = link.receive(peer.PushHead)
+            taken = on_loop(self._begin(push, head))
+            if isinstance(taken, str):
+                link.send(peer.PushAnswer(taken))
+                continue
+            claimed: Committed | None = None
+            found = ""
+            try:
+                link.send(peer.PushAnswer(there=taken.there))
+                found = self._fill(link, taken.view, head.used, taken.there)
+                link.wait(None)
+                digest = link.receive(peer.PushDone).digest
+                if len(digest) != _DIGEST_DIGITS or digest.strip("0123456789abcdef"):
+                    raise LinkClosed("something that is no digest")
+                claimed = Committed(taken.stamp, head.used, digest)
+            finally:
+                taken.view.release()
+                on_loop(self._end(taken, claimed, found))
+            link.send(peer.PushAck(head.used))
+
+    @staticmethod
+    def _fill(link: BlockingLink, view: memoryview, used: int, there: Sequence[Range]) -> str:
+        """The digest of the bytes in the slot, read as they come: they are in the processor's cache then, and the
+        training is mostly not on the network. Nobody else is given the slot to write to meanwhile."""
+        end, hasher = 0, xxhash.xxh3_128()
+        stays = deque(there)
+        while True:
+            while stays and end == stays[0][0]:
+                with view[end : stays[0][1]] as part:
+                    hasher.update(part)
+                end = stays.popleft()[1]
+            if end >= used:
+                break
+            link.wait(None)  # a chunk goes when the training leaves room for it
+            chunk = link.receive(peer.PushChunk)
+            if chunk.offset != end or not 0 < chunk.length <= (stays[0][0] if stays else used) - end:
+                raise LinkClosed(f"a chunk of {chunk.length} bytes for {chunk.offset}, after {end} of {used}")
+            with view[end : end + chunk.length] as part:
+                link.fill(part, SILENCE_S)
+                end += chunk.length
+                link.send(peer.PushAck(end))
+                hasher.update(part)
+        return hasher.hexdigest()
+
+    # ---- on the loop, for the thread -------------------------------------------------------------------
+
+    async def _begin(self, push: _Push, head: peer.PushHead) -> _Taken | str:
+        """A slot for this version, or why there is none. Raises LinkClosed for a version that cannot be."""
+        ask = push.ask
+        if not 0 < head.used <= head.bytes or not head.version:
+            raise LinkClosed(f"version {head.version} of {head.used} bytes for a slot of {head.bytes} cannot be")
+        if reason := ranges.fault(head.kept, head.used):
+            raise LinkClosed(reason)
+        deadline = clock.monotonic() + SEAL_WAIT_S
+        while True:
+            if reason := self._refusal(push):
+                return reason
+            training, shard = self._sets.get(ask.set), self._store.get(ask.set, ask.rank)
+            assert training is not None and shard is not None
+            if head.bytes != shard.bytes:
+                if reason := await self._grow(training, shard, head.bytes):
+                    break
+                continue
+            fill = await replica_fills.awaited(shard, head.version)
+            if isinstance(fill, str):
+                reason = fill
+                break
+            if reason := self._refusal(push):
+                return reason
+            if fill is not None and self._store.get(ask.set, ask.rank) is shard:
+                shard.pair.slots[fill.index].busy = True
+                # a fill that has failed may have written over what was kept
+                have = [*fill.there, *self._kept(head, fill.before)] if fill.there else []
+                view = shard.memory[fill.index].view()
+                return _Taken(shard, fill.index, fill.stamp, view, self._within(have, head), bool(fill.there))
+            before = list(shard.pair.slots)
+            try:
+                index = self._filling.begin(training, shard, head.version)
+            except Refused as exc:
+                reason, sealed = exc.reason, training.sealed or Stamp(0, 0)
+                undecided = any(
+                    s.busy or (s.state == "complete" and s.stamp is not None and s.stamp > sealed)
+                    for s in shard.pair.slots
+                )
+                degraded = training.sealing is None or training.sealing.degraded
+                if not undecided or degraded or clock.monotonic() > deadline:
+                    break
+                await asyncio.sleep(_RETRY_S)
+                continue
+            shard.pair.slots[index].busy = True
+            there = self._within(self._kept(head, before[index]), head)
+            return _Taken(
+                shard, index, Stamp(self._membership.epoch, head.version), shard.memory[index].view(), there
+            )
+        self._log("skipped", version=head.version, detail=f"shard of rank {ask.rank}: {reason}")
+        return reason
+
+    def _kept(self, head: peer.PushHead, before: Slot) -> Sequence[Range]:
+        """What a slot, as it was before it was given out, had of this version."""
+        had = before.state == "complete" and before.stamp == Stamp(self._membership.epoch, head.base)
+        return head.kept if had and head.kept and head.kept[-1][1] <= before.bytes_used else ()
+
+    @staticmethod
+    def _within(there: Sequence[Range], head: peer.PushHead) -> tuple[Range, ...]:
+        found = ranges.largest(ranges.merged(there))
+        return () if ranges.fault(found, head.used) else tuple(found)
+
+    async def _grow(self, training: TrainingSet, shard: Shard, size_bytes: int) -> str:
+        """The shard has outgrown its slots at its home: larger ones here too. "", or why there are none."""
+        number = self._membership.round
+        try:
+            larger = await self._store.make(shard.set, shard.rank, shard.world, shard.home, size_bytes)
+        except NoMemory as exc:
+            training.note = str(exc)
+            return str(exc)
+        if self._membership.round == number:  # else it is nobody's in the new one
+            larger.registered_round, larger.pushed = number, True
+            training.page.set_grown(training.page.grown + 1)
+            self._sets.recount(shard.set)
+        return ""
+
+    async def _end(self, taken: _Taken, claimed: Committed | None, found: str) -> None:
+        """Nobody writes any more. claimed: what is there; None: not all of it. found: its digest."""
+        slot = taken.shard.pair.slots[taken.index]
+        if slot.state != "filling" or slot.stamp != taken.stamp:
+            return
+        if claimed is None:
+            self._filling.void(taken.shard, taken.index)
+        else:
+            self.bytes += claimed.used_bytes - ranges.size(taken.there)
+            if taken.filled and found != claimed.digest:
+                taken.shard.unlike = f"{local.UNLIKE} rank {taken.shard.rank} has"
+            self._filling.arrived(taken.shard, taken.index, claimed, found)

@@ -1,0 +1,327 @@
+"""Versions of this node's own shards on their way to the other holders: raw bytes, straight from the slot.
+
+A training rank says over a channel what may go, and when; two threads per channel carry it: one from the channel to
+the connection with the holder's agent, one that brings the acknowledgements back. Nothing is copied or kept here: the
+kernel sends the slot's own pages. These do not change before the holder has verified the version, or it is void.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections import deque
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from io import FileIO
+
+import msgspec
+
+from gemini_hpc import clock
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.mesh import Mesh
+from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.replicas.store import Shard, Store
+from gemini_hpc.agent.transfer.threads import beside
+from gemini_hpc.core import ranges
+from gemini_hpc.core.ranges import Range
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.wire import local, peer
+from gemini_hpc.wire.handshake import HandshakeError
+from gemini_hpc.wire.link import BlockingLink, LinkClosed
+from gemini_hpc.wire.local_server import Client
+from gemini_hpc.wire.message import Message
+
+SILENCE_S = 5.0
+DIAL_S, ANSWER_S = 2.0, 2.0
+_LOOK_S = 0.25
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.25, 2.0
+
+
+class PushLost(Exception):
+    """The version on its way does not arrive."""
+
+
+class Outgoing:
+    """The pushes from this node."""
+
+    def __init__(self, membership: Membership, store: Store, spawn: Spawn) -> None:
+        self._membership, self._store, self._spawn = membership, store, spawn
+        self._channels: dict[tuple[str, int, str], Channel] = {}
+
+    def open(self, client: Client, shard: Shard, host: str) -> int:
+        """The training rank's end of a new channel; an older one for the same shard and holder ends."""
+        key = (shard.set, shard.rank, host)
+        if (older := self._channels.get(key)) is not None:
+            older.stop()
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel = self._channels[key] = Channel(
+            self._membership, self._store, client, shard.set, shard.rank, host, mine
+        )
+        self._spawn(self._carry(key, channel))
+        return theirs.detach()
+
+    async def _carry(self, key: tuple[str, int, str], channel: Channel) -> None:
+        try:
+            await beside(f"gemini-push-{channel.rank}", channel.run)
+        finally:
+            if self._channels.get(key) is channel:
+                del self._channels[key]
+
+    def gone(self, client: Client) -> None:
+        """A training rank's connection has ended."""
+        for channel in self._channels.values():
+            if channel.client is client:
+                channel.stop()
+
+    def stop(self) -> None:
+        """A new round, or the end; see `ended`."""
+        for channel in self._channels.values():
+            channel.stop()
+
+    async def ended(self) -> None:
+        """Return when nothing is sent any more."""
+        while self._channels:
+            self.stop()
+            await asyncio.sleep(0.002)
+
+
+class Channel:
+    """One shard's way to one holder."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        store: Store,
+        client: Client,
+        set_name: str,
+        rank: int,
+        host: str,
+        sock: socket.socket,
+    ) -> None:
+        self._membership, self._store, self._loop = membership, store, asyncio.get_running_loop()
+        self.client, self.set, self.rank, self.host = client, set_name, rank, host
+        self._sock = sock
+        self._lock = threading.Lock()  # guards _link, _awaited, _progress, _stopped, _preparing
+        self._link: BlockingLink | None = None  # None also when its reader has seen its end
+        self._reader: tuple[threading.Thread, BlockingLink] | None = None
+        self._preparing: Future[tuple[peer.PushHead, FileIO, BlockingLink | None]] | None = None
+        self._awaited: deque[type[Message]] = deque()
+        self._progress = 0.0
+        self._stopped = False
+        self._file: FileIO | None = None  # the slot
+        self._used = self._at = 0
+        self._there: deque[Range] = deque()  # what the holder has, and what is still to be passed over
+        self._pause_s, self._not_before = _LEAST_PAUSE_S, 0.0
+
+    def stop(self) -> None:
+        """From any thread: what is on its way is lost."""
+        with self._lock:
+            self._stopped = True
+            if self._link is not None:
+                self._link.shut()
+            if self._preparing is not None:
+                self._preparing.cancel()
+            with suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _reply(self, message: local.Message) -> None:
+        with suppress(OSError):  # the rank is gone, or does not read: its loss
+            self._sock.send(local.encode(message), socket.MSG_DONTWAIT)
+
+    # ---- from the channel to the connection ------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until the training rank closes the channel, or a version is lost."""
+        try:
+            while data := self._sock.recv(local.MAX_PACKET_BYTES):
+                request = local.push_decoder.decode(data)
+                if isinstance(request, local.PushOffer):
+                    self._offer(request)
+                elif isinstance(request, local.PushChunk):
+                    self._chunk(request.length)
+                else:
+                    self._done(request.digest)
+        except (PushLost, LinkClosed, OSError, msgspec.MsgspecError) as exc:
+            self._fail(f"{self.host}: {exc}")
+        finally:
+            self.stop()
+            self._forget_slot()
+            self._forget_link()
+            self._sock.close()
+
+    def _offer(self, m: local.PushOffer) -> None:
+        self._forget_slot()
+        self._used = self._at = 0
+        self._there.clear()
+        with self._lock:
+            if self._stopped:
+                raise PushLost("given up")
+            if self._link is not None and not self._awaited and self._link.wait(0):
+                self._link = None  # nothing can come but its end, which the reader is about to see
+            self._preparing = asyncio.run_coroutine_threadsafe(self._prepare(m), self._loop)
+        try:
+            head, self._file, link = self._preparing.result()
+        except CancelledError:
+            raise PushLost("given up") from None
+        except PushLost as exc:
+            self._reply(local.Refused(f"{self.host}: {exc}"))
+            return
+        if link is not None:
+            self._take(link)
+        self._used = head.used
+        self._send(head, peer.PushAnswer)
+
+    def _chunk(self, length: int) -> None:
+        self._pass_over()
+        most = (self._there[0][0] if self._there else self._used) - self._at
+        if not 0 < length <= most:
+            raise PushLost(f"a chunk of {length} bytes after {self._at} of {self._used}")
+        link = self._send(peer.PushChunk(self._at, length), peer.PushAck, more=True)
+        assert self._file is not None
+        link.send_file(self._file.fileno(), self._at, length)
+        self._at += length
+
+    def _pass_over(self) -> None:
+        """What the holder has."""
+        while self._there and self._at == self._there[0][0]:
+            self._at = self._there.popleft()[1]
+
+    def _done(self, digest: str) -> None:
+        self._pass_over()
+        if not self._used or self._at != self._used:
+            raise PushLost(f"a digest after {self._at} of {self._used} bytes")
+        self._send(peer.PushDone(digest), peer.PushAck)
+        self._forget_slot()
+        self._used = self._at = 0
+
+    def _send(self, message: Message, answer: type[Message], *, more: bool = False) -> BlockingLink:
+        with self._lock:
+            link = self._link
+            if link is None or self._stopped:
+                raise PushLost("the connection has ended")
+            if not self._awaited:
+                self._progress = clock.monotonic()
+            self._awaited.append(answer)
+        link.send(message, more=more)
+        return link
+
+    def _forget_slot(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _forget_link(self) -> None:
+        if self._reader is not None:
+            thread, link = self._reader
+            link.shut()
+            thread.join()
+            link.close()
+            self._reader = None
+
+    def _fail(self, reason: str) -> None:
+        with self._lock:
+            if not self._stopped:
+                self._reply(local.Error(reason[:500]))
+        self.stop()
+
+    # ---- on the loop, for the thread -------------------------------------------------------------------
+
+    async def _prepare(self, m: local.PushOffer) -> tuple[peer.PushHead, FileIO, BlockingLink | None]:
+        """What is offered, its slot, and a new link where there was none. Raises PushLost."""
+        shard, incarnation = self._store.get(self.set, self.rank), self._membership.training
+        if shard is None or incarnation is None:
+            raise PushLost("no part in a running training")
+        epoch = self._membership.epoch
+        index = shard.pair.find(Stamp(epoch, m.version))
+        if index is None or shard.pair.slots[index].state != "filling" or not 0 < m.used <= shard.bytes:
+            raise PushLost(f"version {m.version} of {m.used} bytes is not being made here")
+        if reason := ranges.fault(m.kept, m.used):
+            raise PushLost(reason)
+        if self.host in incarnation.mesh.dead:
+            raise PushLost("it is dead")
+        head, link = peer.PushHead(m.version, m.used, shard.bytes, m.base, m.kept), None
+        slot = FileIO(shard.memory[index].read_only_fd())  # closed with its last reference, whoever has that
+        if self._link is None:
+            ask = peer.PushAsk(self.set, self.rank, epoch, incarnation.rounds.round)
+            link = await self._dial(incarnation.mesh, ask)
+        return head, slot, link
+
+    async def _dial(self, mesh: Mesh, ask: peer.PushAsk) -> BlockingLink:
+        if clock.monotonic() < self._not_before:
+            raise PushLost("it could not be reached a moment ago")
+        self._not_before = clock.monotonic() + DIAL_S + ANSWER_S + self._pause_s
+        try:
+            link = await mesh.dial(self.host, "push", DIAL_S)
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    link.send(ask)
+                    answer = await link.receive()
+                if not isinstance(answer, peer.PushAnswer) or answer.reason:
+                    raise PushLost(answer.reason if isinstance(answer, peer.PushAnswer) else "it answers anything")
+                blocking = await link.block()
+            except BaseException:
+                link.abort()
+                raise
+        except (OSError, TimeoutError, HandshakeError, LinkClosed, PushLost) as exc:
+            self._not_before = clock.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
+            raise PushLost(str(exc) or type(exc).__name__) from None
+        self._pause_s, self._not_before = _LEAST_PAUSE_S, 0.0
+        return blocking
+
+    # ---- from the connection to the channel ------------------------------------------------------------
+
+    def _take(self, link: BlockingLink) -> None:
+        self._forget_link()
+        link.bound(SILENCE_S)
+        thread = threading.Thread(target=self._read, args=(link,), name=f"gemini-acks-{self.rank}", daemon=True)
+        self._reader = thread, link
+        with self._lock:
+            self._link = link
+            self._awaited.clear()
+        thread.start()
+
+    def _read(self, link: BlockingLink) -> None:
+        reason = ""
+        try:
+            while True:
+                if not link.wait(_LOOK_S):
+                    self._look()
+                    continue
+                message = link.take()
+                with self._lock:
+                    wanted = self._awaited.popleft() if self._awaited else None
+                    self._progress = clock.monotonic()
+                if wanted is None or not isinstance(message, wanted):
+                    raise PushLost(f"{type(message).__name__} came unasked")
+                if isinstance(message, peer.PushAnswer) and message.reason:
+                    self._reply(local.Refused(f"{self.host}: {message.reason}"))
+                elif isinstance(message, peer.PushAnswer) and message.there:
+                    if reason := ranges.fault(message.there, self._used):
+                        raise PushLost(reason)
+                    self._there.extend(message.there)  # the thread that sends waits for this
+                    self._reply(local.Taken(message.there))
+                else:
+                    self._reply(local.Ok())
+        except (PushLost, LinkClosed, OSError) as exc:
+            reason = str(exc)
+        with self._lock:
+            self._link = None  # an idle one is made anew for the next version
+            lost = bool(self._awaited)
+        if lost:
+            self._fail(f"{self.host}: {reason}")
+
+    def _look(self) -> None:
+        """Raises PushLost where there is no point in waiting."""
+        incarnation = self._membership.incarnation
+        with self._lock:
+            if self._stopped:
+                raise PushLost("given up")
+            if not self._awaited:
+                return
+            silent_s = clock.monotonic() - self._progress
+        if incarnation is None or self.host in incarnation.mesh.dead:
+            raise PushLost("it is dead")
+        if silent_s > SILENCE_S:
+            raise PushLost(f"no acknowledgement for {SILENCE_S:g} s")

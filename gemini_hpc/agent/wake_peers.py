@@ -1,0 +1,95 @@
+"""Calling survivors into the new incarnation where Slurm did not.
+
+slurmd runs no prolog for a job id that it still remembers. It forgets a requeued job when the new start's credential
+comes, but cleans its records at most every 2 s: on a node where another job starts a step just before, the prolog is
+skipped, and the survivor's agent never hears of the new incarnation. The replacement's agent, whose prolog has run,
+then tells it. A detached agent takes that from its own job and uid only, and only for a later incarnation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from gemini_hpc.agent.peers.event_log import EventLog
+from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.incarnation import Incarnation
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.wire import local, peer
+from gemini_hpc.wire.handshake import HandshakeError
+from gemini_hpc.wire.link import Link, LinkClosed, connect_any
+from gemini_hpc.wire.ports import candidates
+
+AFTER_S = 0.7  # prologs of one incarnation do not begin at the same moment
+DIAL_S, ANSWER_S = 1.0, 2.0
+
+
+class Summons:
+    """One agent's part in it. attach: has it enter an incarnation."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        membership: Membership,
+        attach: Callable[[local.Attach], Awaitable[local.Message]],
+        log: EventLog,
+        spawn: Spawn,
+    ) -> None:
+        self._identity, self._membership, self._attach = identity, membership, attach
+        self._log, self._spawn = log, spawn
+
+    async def call(self, incarnation: Incarnation) -> None:
+        """Summon the partners that do not come by themselves, until all agents agree or this incarnation is over."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(AFTER_S):
+                    await incarnation.rounds.wait_live(None)
+                    return
+            if self._membership.incarnation is not incarnation or self._membership.detached:
+                return
+            await asyncio.gather(*(self._summon(incarnation, host) for host in incarnation.mesh.unlinked()))
+
+    async def _summon(self, incarnation: Incarnation, host: str) -> None:
+        attach, settings = incarnation.attach, self._identity.settings
+        message = peer.Summons(attach.restart, attach.nodelist, attach.replicas, attach.tier, attach.tier_interval)
+        ports = candidates(settings, self._identity.job)
+        try:
+            link, _ = await connect_any(
+                settings.address_of(host), ports, lambda: incarnation.mesh.client(host, "summons"), DIAL_S
+            )
+        except (OSError, HandshakeError):
+            return
+        with suppress(TimeoutError, OSError):
+            await link.flush(message)
+        link.close()
+
+    def admits(self, restart: int) -> bool:
+        """Whether this agent waits to be called into a later incarnation."""
+        return self._membership.detached and 0 <= self._membership.restart < restart
+
+    async def answer(self, link: Link) -> None:
+        """Take a summons; what it says is checked like a prolog's. Raises `LinkClosed`, TimeoutError."""
+        async with asyncio.timeout(ANSWER_S):
+            message = await link.receive()
+        if not isinstance(message, peer.Summons) or message.restart != link.session.peer_restart:
+            raise LinkClosed("wanted a summons")
+        if self.admits(message.restart):
+            by = f"by {link.session.peer_host}: no prolog ran here for restart {message.restart}"
+            self._log.log("summoned", detail=by)
+            attach = local.Attach(
+                self._identity.job,
+                message.restart,
+                message.nodelist,
+                self._identity.node,
+                message.replicas,
+                message.tier,
+                message.tier_interval,
+            )
+            self._spawn(self._enter(attach))
+
+    async def _enter(self, attach: local.Attach) -> None:
+        reply = await self._attach(attach)
+        if isinstance(reply, local.Error):
+            self._log.complain(f"a summons that cannot be followed: {reply.error}")

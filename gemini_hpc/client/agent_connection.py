@@ -1,0 +1,345 @@
+"""The connection of one training rank to the agent of its node, and what happens when the agent dies."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from gemini_hpc import clock
+from gemini_hpc.wire import local
+from gemini_hpc.wire.control_page import ControlPage
+
+REQUEST_TIMEOUT_S = 30.0
+WELCOME_TIMEOUT_S = 120.0  # a recovery round waits for every node; pulls of large shards go on behind it
+CONNECT_TIMEOUT_S = 5.0  # for an agent that is being started again just now
+REJOIN_TIMEOUT_S = 30.0
+RECALL_TIMEOUT_S = 5.0
+FLUSH_TIMEOUT_S = 2.0
+NOT_YET_S = 900.0  # a file system may take so long to fail over
+EVENTS_KEPT = 256
+RETRY_FAST_S, RETRY_FAST_FOR_S, RETRY_SLOW_S = 0.2, 60.0, 5.0
+
+Reply = tuple[local.Reply, list[int]]
+Posted = local.Traffic | local.Timeline | local.Keep
+Exchange = Callable[..., Reply]
+
+
+class AgentLost(ConnectionError):
+    """There is no agent at the other end now."""
+
+
+class AgentRefused(RuntimeError):
+    """The agent answered with an error."""
+
+
+class NotYet(AgentRefused):
+    """What was asked for may be had later."""
+
+
+def ask_once(path: str, message: local.Message, timeout_s: float) -> local.Reply:
+    """One request on a connection of its own. Raises AgentLost."""
+    sock = _connect(path, timeout_s)
+    try:
+        reply, fds = _exchange(sock, message, timeout_s, ())
+        for fd in fds:
+            os.close(fd)
+        return reply
+    finally:
+        sock.close()
+
+
+def ask_verdict(path: str, timeout_s: float = 2.0) -> local.Verdict | None:
+    """What the node's agent knows of the job's nodes; None where no agent answers."""
+    try:
+        reply = ask_once(path, local.VerdictRequest(), timeout_s)
+    except AgentLost:
+        return None
+    return reply if isinstance(reply, local.Verdict) else None
+
+
+def _connect(path: str, timeout_s: float = REQUEST_TIMEOUT_S) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(path)
+    except OSError as error:
+        sock.close()
+        raise AgentLost(f"no agent at {path}: {error.strerror or error}") from None
+    return sock
+
+
+def _exchange(sock: socket.socket, message: local.Message, timeout_s: float, fds: Sequence[int]) -> Reply:
+    try:
+        sock.settimeout(timeout_s)
+        packet = local.encode(message)
+        if fds:
+            socket.send_fds(sock, [packet], list(fds))
+        else:
+            sock.sendall(packet)
+        data, got, _, _ = socket.recv_fds(sock, local.MAX_PACKET_BYTES, 8)
+    except OSError as error:
+        raise AgentLost(f"the agent does not answer: {error.strerror or error}") from None
+    if not data:
+        raise AgentLost("the agent has closed the connection")
+    try:
+        return local.reply_decoder.decode(data), list(got)
+    except msgspec.MsgspecError as error:
+        for fd in got:
+            os.close(fd)
+        raise AgentLost(f"the agent's answer is not understood: {error}") from None
+
+
+class AgentClient:
+    """Requests to the agent, from any thread; one at a time.
+
+    A watcher sees the agent's death at once: `lost` becomes true, requests raise AgentLost, and it reconnects in the
+    background for ever. `rejoin` then hands the memory back over the new connection and says whether to go on.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        rejoin: Callable[[local.Welcome, Exchange], bool],
+        lost: Callable[[], None],
+        say: Callable[[str], None] = lambda note: None,
+    ) -> None:
+        self._path, self._rejoin, self._on_lost, self._say = path, rejoin, lost, say
+        self._lock = threading.Lock()
+        self._sock: socket.socket | None = None
+        self._closed = threading.Event()
+        self._hello: local.Hello | None = None
+        self.first: local.Welcome | None = None  # the welcome; an agent that comes back must be of the same round
+        self._page: ControlPage | None = None
+        self._events: deque[local.Event] = deque(maxlen=EVENTS_KEPT)
+        self._posted: dict[type[Posted], Posted] = {}
+        self._events_changed = threading.Condition()
+        self._sending_event = False
+
+    @property
+    def lost(self) -> bool:
+        """There is no usable connection now."""
+        return self._sock is None
+
+    @property
+    def page(self) -> ControlPage | None:
+        """The control page of the current agent; None before the welcome."""
+        return self._page
+
+    def hello(self, hello: local.Hello, waiting: Callable[[float, str], None]) -> local.Welcome:
+        """Join the training; `waiting(seconds, why)` is called now and then meanwhile. Bounded by WELCOME_TIMEOUT_S,
+        and by NOT_YET_S where the agent says why it takes so long. An agent that dies over it is asked again: its
+        supervisor starts another.
+
+        Raises AgentLost, AgentRefused and NotYet.
+        """
+        first, why = clock.monotonic(), ""
+        while True:
+            try:
+                return self._join(hello, waiting, why)
+            except NotYet as error:
+                waited_s, why = clock.monotonic() - first, str(error)
+                if waited_s > NOT_YET_S:
+                    raise
+                waiting(waited_s, why)
+                clock.sleep(RETRY_FAST_S)
+
+    def _join(self, hello: local.Hello, waiting: Callable[[float, str], None], why: str) -> local.Welcome:
+        started = clock.monotonic()
+        patience_s = CONNECT_TIMEOUT_S
+        while True:
+            try:
+                sock = _connect(self._path)
+                patience_s = WELCOME_TIMEOUT_S
+                try:
+                    left_s = started + patience_s - clock.monotonic()
+                    welcome = self._greet(sock, hello, left_s, lambda waited_s: waiting(waited_s, why))
+                except BaseException:
+                    sock.close()
+                    raise
+                break
+            except AgentLost:
+                if clock.monotonic() - started + RETRY_FAST_S > patience_s:
+                    raise
+                clock.sleep(RETRY_FAST_S)
+        self._hello = msgspec.structs.replace(hello, rejoin=True)
+        self.first = welcome
+        self._sock = sock
+        threading.Thread(target=self._watch, name="gemini-agent", daemon=True).start()
+        threading.Thread(target=self._send_events, name="gemini-events", daemon=True).start()
+        return welcome
+
+    def _greet(
+        self, sock: socket.socket, hello: local.Hello, timeout_s: float, waiting: Callable[[float], None] | None
+    ) -> local.Welcome:
+        started = clock.monotonic()
+        try:
+            sock.sendall(local.encode(hello))
+        except OSError as error:
+            raise AgentLost(f"the agent does not answer: {error}") from None
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        while not poll.poll(1000):
+            waited = clock.monotonic() - started
+            if waited > timeout_s:
+                raise AgentLost(f"the agent did not welcome this rank within {timeout_s:.0f} s")
+            if waiting is not None:
+                waiting(waited)
+        try:
+            data, fds, _, _ = socket.recv_fds(sock, local.MAX_PACKET_BYTES, 8)
+            reply = local.reply_decoder.decode(data) if data else None
+        except (OSError, msgspec.MsgspecError) as error:
+            raise AgentLost(f"the agent's welcome is not understood: {error}") from None
+        try:
+            if isinstance(reply, local.Error):
+                raise (NotYet if reply.later else AgentRefused)(reply.error)
+            if not isinstance(reply, local.Welcome) or len(fds) != 1:
+                raise AgentLost("the agent did not welcome this rank")
+            try:
+                self._page = ControlPage(fds[0], writable=False)
+            except (OSError, ValueError) as error:
+                raise AgentLost(f"the agent's control page cannot be used: {error}") from None
+            return reply
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def request(self, message: local.Message, *, timeout_s: float = REQUEST_TIMEOUT_S) -> Reply:
+        """The reply to `message` and the descriptors beside it (the caller's to close). Raises AgentLost and
+        AgentRefused."""
+        if not self._lock.acquire(timeout=timeout_s):
+            raise AgentLost("the agent has not answered an earlier request")
+        try:
+            sock = self._sock
+            if sock is None:
+                raise AgentLost("the agent is not there")
+            try:
+                reply, fds = _exchange(sock, message, timeout_s, ())
+            except AgentLost:
+                # a late answer would be taken for the next one's: this connection is done
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+                raise
+        finally:
+            self._lock.release()
+        if isinstance(reply, local.Error):
+            for fd in fds:
+                os.close(fd)
+            raise AgentRefused(reply.error)
+        if isinstance(reply, local.Begun) and reply.note:
+            self._say(reply.note)
+        return reply, fds
+
+    def event(self, name: str, version: int, detail: str = "", t: float | None = None) -> None:
+        """Put something into the event log: later, and never waited for. The oldest is dropped where the agent is
+        slower than the events; silently nothing where there is no agent."""
+        event = local.Event(name=name, version=version, t=clock.time() if t is None else t, detail=detail)
+        with self._events_changed:
+            self._events.append(event)
+            self._events_changed.notify_all()
+
+    def post(self, message: Posted) -> None:
+        """Tell the agent: later, and never waited for. Of each kind only the newest is sent; silently nothing where
+        there is no agent, where it is of a version that does not know this, or where it does not fit a packet."""
+        with self._events_changed:
+            self._posted[type(message)] = message
+            self._events_changed.notify_all()
+
+    def recall(self, set: str, rank: int, key: str) -> bytes | None:
+        """What this rank gave to the agent to keep with this key (`local.Keep`); None where there is nothing, or no
+        agent that knows this."""
+        try:
+            reply, fds = self.request(local.Recall(set, rank, key), timeout_s=RECALL_TIMEOUT_S)
+        except (AgentLost, AgentRefused):
+            return None
+        for fd in fds:
+            os.close(fd)
+        return reply.data if isinstance(reply, local.Kept) else None
+
+    def _send_events(self) -> None:
+        while True:
+            with self._events_changed:
+                self._sending_event = False
+                self._events_changed.notify_all()
+                self._events_changed.wait_for(lambda: self._waiting or self._closed.is_set())
+                if self._closed.is_set():
+                    return
+                message = self._events.popleft() if self._events else self._posted.pop(next(iter(self._posted)))
+                self._sending_event = True
+            # What does not fit a packet would end the connection.
+            if isinstance(message, local.Event) or len(local.encode(message)) <= local.MAX_PACKET_BYTES:
+                with suppress(AgentLost, AgentRefused):
+                    self.request(message)
+
+    @property
+    def _waiting(self) -> bool:
+        return bool(self._events or self._posted)
+
+    def flush(self) -> None:
+        """Wait, for FLUSH_TIMEOUT_S at most, until the events, and what was posted, are sent."""
+        with self._events_changed:
+            if not self.lost:
+                self._events_changed.wait_for(
+                    lambda: self.lost or not (self._waiting or self._sending_event), FLUSH_TIMEOUT_S
+                )
+
+    def close(self) -> None:
+        """End the connection and the threads; what events there are is sent first (see `flush`)."""
+        self.flush()
+        with self._events_changed:
+            self._closed.set()
+            self._events_changed.notify_all()
+        sock = self._sock
+        if sock is not None:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            sock = self._sock
+            assert sock is not None
+            poll = select.poll()
+            poll.register(sock, select.POLLRDHUP)  # data is for the requesting thread, the end is for us
+            while not self._closed.is_set() and not poll.poll(1000):
+                pass
+            self._sock = None
+            if not self._closed.is_set():
+                self._on_lost()
+            with self._lock:
+                sock.close()
+            if not self._reconnect():
+                return
+
+    def _reconnect(self) -> bool:
+        """True once connected again; False when closed, or when the agent belongs to another incarnation."""
+        assert self._hello is not None
+        started = clock.monotonic()
+        while not self._closed.is_set():
+            fast = clock.monotonic() - started < RETRY_FAST_FOR_S
+            if self._closed.wait(RETRY_FAST_S if fast else RETRY_SLOW_S):
+                return False
+            try:
+                sock = _connect(self._path)
+            except AgentLost:
+                continue
+            try:
+                welcome = self._greet(sock, self._hello, REJOIN_TIMEOUT_S, None)
+
+                def exchange(message: local.Message, fds: Sequence[int] = (), sock: socket.socket = sock) -> Reply:
+                    return _exchange(sock, message, REQUEST_TIMEOUT_S, fds)
+
+                if not self._rejoin(welcome, exchange):
+                    sock.close()
+                    return False
+            except (AgentLost, AgentRefused):
+                sock.close()
+                continue
+            self._sock = sock
+            return True
+        return False

@@ -1,0 +1,63 @@
+"""Giving the memory of a dead agent to the one that was started after it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from gemini_hpc.client.agent_connection import AgentRefused, Exchange
+from gemini_hpc.client.mapped_slots import Content, Shard
+from gemini_hpc.wire import local
+
+K = TypeVar("K", bound=Shard[Any])
+
+
+def hand_back(shard: Shard[Any], set_name: str, exchange: Exchange, epoch: int, chosen: tuple[int, int]) -> bool:
+    """True if the agent took both slots. epoch: of this launch; chosen: the (epoch, version) that it resumed from."""
+    for index, slot in enumerate(shard.slots):
+        content = slot.known()
+        if content.epoch != epoch and (content.epoch, content.version) != chosen:
+            content = Content()  # of an earlier launch, and what its round has not chosen it has voided (R4)
+        reply, _ = exchange(
+            local.HandBack(
+                set=set_name,
+                rank=shard.rank,
+                world=shard.world,
+                home=shard.home,
+                bytes=shard.total_bytes,
+                slot=index,
+                epoch=content.epoch,
+                version=content.version,
+                used=content.used,
+                digest=content.digest,
+                pushed=shard.pushed,
+            ),
+            [slot.fd],
+        )
+        if isinstance(reply, local.Error):
+            return False
+    return True
+
+
+def same_or_new(shard: K, set_name: str, exchange: Exchange, make: Callable[[list[int]], K]) -> K:
+    """The shard as the agent has it: this one, or what `make` maps from its two descriptors. Raises AgentRefused."""
+    reply, fds = exchange(
+        local.Register(
+            set=set_name,
+            rank=shard.rank,
+            world=shard.world,
+            home=shard.home,
+            bytes=shard.total_bytes,
+            pushed=shard.pushed,
+        )
+    )
+    if not isinstance(reply, local.Slots) or reply.bytes != shard.total_bytes:
+        raise AgentRefused(f"the agent has no memory for the shard of rank {shard.rank}: {reply}")
+    now = make(fds)
+    if [os.fstat(s.fd).st_ino for s in now.slots] == [os.fstat(s.fd).st_ino for s in shard.slots]:
+        now.close()
+        return shard
+    now.populate()
+    shard.close()
+    return now

@@ -1,0 +1,27 @@
+"""`python -m gemini_hpc.controller [--config PATH] [--verbose]`: the controller, in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from gemini_hpc.config import CONFIG_PATH, ConfigError, load
+from gemini_hpc.controller.service import main
+
+
+def run(argv: list[str] | None = None) -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(prog="gemini_hpc.controller", description="The gemini-hpc controller service.")
+    parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
+    parser.add_argument("--verbose", action="store_true", help="log every Slurm command with its duration")
+    args = parser.parse_args(argv)
+    try:
+        settings = load(args.config)
+    except ConfigError as exc:
+        print(f"gemini-hpc controller: {exc}", file=sys.stderr)
+        return 2
+    return main(settings, args.verbose)
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -1,0 +1,101 @@
+"""Telling somebody that the controller stands aside: log, journal (which `doctor` reads), the site's program."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import stat
+from contextlib import suppress
+
+from gemini_hpc import clock
+from gemini_hpc.config import Settings
+from gemini_hpc.controller.journal import NODES, Journal
+
+log = logging.getLogger("gemini_hpc.controller")
+
+PROGRAM_S = 10.0
+SAME_S = 60.0  # the program hears of one kind so often at most
+MOST_KNOWN = 1000
+
+
+class Alerts:
+    """`tell` returns at once. The program runs as the controller's user, one at a time, with its arguments only."""
+
+    def __init__(self, settings: Settings, journal: Journal) -> None:
+        self._settings, self._journal = settings, journal
+        self._told: dict[tuple[str, int, str], float] = {}
+        self._called: dict[str, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._one = asyncio.Lock()
+
+    def tell(self, kind: str, job: int, host: str, text: str) -> None:
+        """Once in a budget's window for each kind, job and host. No word of a user's may be in `text`."""
+        now, key = clock.monotonic(), (kind, job, host)
+        window_s = max(SAME_S, self._settings.fence_budget_window_s)
+        if now - self._told.get(key, -window_s) < window_s:
+            return
+        if len(self._told) >= MOST_KNOWN:
+            self._told.clear()
+        self._told[key] = now
+        log.error("event=alert kind=%s job=%d host=%s detail=%s", kind, job, host or "-", text)
+        try:
+            self._journal.write(NODES, "alert", "after", kind=kind, job=job, node=host, why=text[:300])
+        except (OSError, ValueError) as exc:  # a full disk must not keep the site from hearing of it
+            log.error("event=alert-not-kept kind=%s job=%d detail=%s", kind, job, exc)
+        if self._settings.alert_program and now - self._called.get(kind, -SAME_S) >= SAME_S:
+            self._called[kind] = now
+            task = asyncio.ensure_future(self._call(kind, str(job), host or "-", text[:300]))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _call(self, *args: str) -> None:
+        path = self._settings.alert_program
+        async with self._one:
+            try:
+                if why := unfit(path):
+                    raise OSError(why)
+                process = await asyncio.create_subprocess_exec(
+                    path,
+                    *args,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.DEVNULL,
+                    env={"PATH": "/usr/bin:/bin", "LC_ALL": "C"},
+                    cwd="/",
+                    start_new_session=True,
+                )
+            except OSError as exc:
+                log.error("event=alert-failed program=%s detail=%s", path, exc)
+                return
+            try:
+                async with asyncio.timeout(PROGRAM_S):
+                    status = await process.wait()
+                log.info("event=alert-told program=%s status=%d", path, status)
+            except TimeoutError:
+                log.error("event=alert-failed program=%s detail=it took more than %g s", path, PROGRAM_S)
+            finally:
+                if process.returncode is None:
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.killpg(process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End what still runs."""
+        for task in list(self._tasks):
+            task.cancel()
+
+
+def unfit(path: str) -> str:
+    """Why the controller must not run this program; "" if it may."""
+    if not path.startswith("/"):
+        return "alert_program: wanted an absolute path"
+    try:
+        info = os.stat(path)
+    except OSError as exc:
+        return f"{exc.strerror}"
+    if not stat.S_ISREG(info.st_mode) or not os.access(path, os.X_OK):
+        return "wanted a file that this user may execute"
+    if info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o022:
+        return "wanted a file of root's, or of the controller's user, that nobody else can write"
+    return ""

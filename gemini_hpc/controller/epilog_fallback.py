@@ -1,0 +1,181 @@
+"""Holding the survivors from a survivor's epilog, where no controller answers (DESIGN §6, SITE 12, 19).
+
+    python3 -I -m gemini_hpc.controller.epilog_fallback --job J --restart R --node N [--nodes HOSTLIST]
+
+Runs as root or SlurmUser on one elected survivor. Slurm alone is believed: the job must be on its way back to
+pending (Restarts > R) because a node of it is DOWN. Returns when survivors are reserved and pinned, which is before
+the job leaves COMPLETING (it waits for this epilog), after 5 s at most; a child of at most 60 s sets the start time
+and lets go: of the pin in any case, of the reservation once the job runs. `--nodes` is the incarnation's node list as
+slurmd gave it to the epilog (default: $SLURM_NODELIST); Slurm's own record has lost the dead node by then. Exit
+status: 0, always.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import select
+import signal
+import sys
+import syslog
+
+from gemini_hpc import clock
+from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
+from gemini_hpc.controller import probe
+from gemini_hpc.controller.fencing import Port
+from gemini_hpc.controller.probe import Target
+from gemini_hpc.controller.requeue import Rescue
+from gemini_hpc.controller.reservation import HOLD_S, PREFIX, Held
+from gemini_hpc.controller.survivors import Survivors
+from gemini_hpc.core import hostlist
+from gemini_hpc.slurm import Slurm, SlurmError
+from gemini_hpc.slurm.facts import COMPLETING, PENDING, Job
+from gemini_hpc.wire import ports
+
+LIMIT_S = 4.5
+SLURM_TIMEOUT_S = 4.0
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
+
+
+class NothingToHoldError(Exception):
+    """Why nothing is done."""
+
+
+def _log(text: str) -> None:
+    shown = "".join(c if c.isprintable() else "?" for c in text)[:500]
+    syslog.openlog("gemini-hpc", syslog.LOG_PID, syslog.LOG_DAEMON)
+    syslog.syslog(syslog.LOG_NOTICE, f"hold: {shown}")
+
+
+def reason_against(job: Job, restart: int) -> str:
+    """Why this job's survivors must not be held; "" if they may be."""
+    if job.het or not job.actable:
+        return "heterogeneous job or array record"
+    if not job.requeue or not job.batch:
+        return "the job cannot be requeued"
+    if job.restarts <= restart:
+        return "the job was not requeued"
+    if job.state not in (COMPLETING, PENDING):
+        return f"the job is {job.state}"
+    return ""
+
+
+async def prepare(settings: Settings, raw_id: int, restart: int, node: str, members: list[str]) -> Rescue:
+    """Everything up to the reservation. Raises `NothingToHoldError` and `SlurmError`."""
+    slurm = Slurm(SLURM_TIMEOUT_S)
+    job = await slurm.job(raw_id)
+    if against := reason_against(job, restart):
+        raise NothingToHoldError(against)
+    if node not in members:
+        raise NothingToHoldError(f"{node} is not in the job's node list")
+    nodes, reservations = await asyncio.gather(slurm.nodes(), slurm.reservations())
+    if any(r.name.startswith(f"{PREFIX}{raw_id}_") for r in reservations):
+        raise NothingToHoldError("another survivor, or a controller, does it")
+    dead = [n for n in members if n in nodes and nodes[n].down]
+    if not dead:
+        raise NothingToHoldError("no node of the job is DOWN: requeued for another reason")
+    port = settings.slurmd_port
+    targets = {n: (nodes[n].address, nodes[n].port or port) for n in members if n in nodes and n not in dead}
+    seen = await probe.reached(targets)
+    survivors = [n for n in targets if seen[n] is Port.ANSWERS]
+
+    def say(event: str, host: str, detail: str) -> None:
+        _log(f"job={raw_id} restart={restart} event={event} host={host} {detail}")
+
+    def note(step: str, phase: str, **data: object) -> None:
+        """No journal here."""
+
+    rescue = Rescue(
+        slurm=slurm,
+        raw_id=raw_id,
+        restart=restart,
+        survivors=Survivors(
+            names=survivors,
+            dead=dead,
+            say=say,
+            target=lambda node: Target.of(settings, node.address, node.port, ports.candidates(settings, raw_id)[:1]),
+            vouched=lambda host: False,
+            confirm_s=settings.fence_confirm_s,
+        ),
+        held=Held(slurm=slurm, raw_id=raw_id, user_id=job.user_id, say=say, note=note),
+        # On the first restart the request is still the user's own; later it may be a pin of ours.
+        original=list(job.req_nodes) if restart == 0 else [],
+        own_request="" if job.reservation.startswith(PREFIX) else job.reservation,
+        say=say,
+        note=note,
+    )
+    await rescue.reserve(job, nodes, len(dead) + settings.reserve_candidates, alone=False)
+    if not rescue.held.name and any(r.name.startswith(f"{PREFIX}{raw_id}_") for r in await slurm.reservations()):
+        raise NothingToHoldError("another survivor was faster")
+    return rescue
+
+
+async def _hold(settings: Settings, args: argparse.Namespace, members: list[str], ready: int) -> None:
+    rescue = await prepare(settings, args.job, args.restart, args.node, members)
+    say = rescue.say
+
+    def tell(event: str, host: str, detail: str) -> None:
+        say(event, host, detail)
+        if event == "pinned":
+            os.write(ready, b"p")
+
+    rescue.say = tell
+    outcome = await rescue.follow(HOLD_S - 5.0, leave_held=True)
+    _log(f"job={args.job} outcome={outcome}")
+
+
+def _finisher(settings: Settings, args: argparse.Namespace, members: list[str], ready: int) -> None:
+    """The child: nothing of slurmd's left, a life of a minute."""
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    signal.alarm(HOLD_S)
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    os.closerange(3, ready)
+    os.closerange(ready + 1, 4096)
+    os.chdir("/")
+    try:
+        asyncio.run(_hold(settings, args, members, ready))
+    except NothingToHoldError as exc:
+        _log(f"job={args.job} nothing held: {exc}")
+    except (SlurmError, OSError, ValueError) as exc:
+        _log(f"job={args.job} failed: {exc}")
+    finally:
+        os._exit(0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0, always."""
+    began = clock.monotonic()
+    parser = argparse.ArgumentParser(prog="gemini_hpc.controller.epilog_fallback", exit_on_error=False)
+    parser.add_argument("--job", type=int, required=True)
+    parser.add_argument("--restart", type=int, required=True)
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--nodes", default=os.environ.get("SLURM_NODELIST", ""))
+    parser.add_argument("--config", default=CONFIG_PATH)
+    try:
+        args = parser.parse_args(argv)
+        settings = load(args.config)
+        members = hostlist.expand(args.nodes)
+        if not _NAME.fullmatch(args.node) or args.job <= 0 or args.restart < 0:
+            raise ValueError("implausible arguments")
+    except (argparse.ArgumentError, ConfigError, ValueError, SystemExit) as exc:
+        _log(f"not started: {exc}")
+        return 0
+    end, ready = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _finisher(settings, args, members, ready)
+    os.close(ready)
+    os.waitpid(child, 0)
+    # A byte: pinned; the end of the pipe: the finisher has ended without. Either way Slurm need not wait longer.
+    select.select([end], [], [], max(0.0, LIMIT_S - (clock.monotonic() - began)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The event log of each job: `state_dir/jobs/<raw id>.jsonl`, of bounded size.
+
+What agents say in it is bounded and escaped."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+
+import msgspec
+
+from gemini_hpc import clock
+from gemini_hpc.controller.journal import end_line
+from gemini_hpc.wire.inspect_schema import EventRecord
+from gemini_hpc.wire.sanitize import bounded_event
+
+log = logging.getLogger("gemini_hpc.controller")
+
+MAX_LOG_BYTES = 1 << 20
+TOLD_S = 60.0
+KEPT_S = 14 * 86400.0
+MAX_EVENTS_AT_ONCE = 256
+_CLOCK_SKEW_S = 3600.0
+_HEAD = "owner"
+_decoder = msgspec.json.Decoder(EventRecord)
+
+
+def _head(owner: int) -> EventRecord:
+    return EventRecord(clock.time(), _HEAD, "", 0, owner, "events of a job of the user with this number")
+
+
+def tame(event: EventRecord, host: str) -> EventRecord:
+    """An agent's event as it may be kept: its own host name, bounded printable text, a time near ours."""
+    now = clock.time()
+    return msgspec.structs.replace(
+        bounded_event(event, host), t=event.t if abs(event.t - now) < _CLOCK_SKEW_S else now
+    )
+
+
+def log_bytes(events: Iterable[EventRecord]) -> int:
+    """How long these will be in the file, about."""
+    return sum(100 + len(e.name) + len(e.host) + len(e.detail) for e in events)
+
+
+class EventLogs:
+    """All jobs' logs below one directory. The first line of each says whose job it is: ids are used again.
+
+    What cannot be written is left out, and the service's own log tells of it: a full disk stops no recovery."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._foreign: set[int] = set()  # jobs whose file is an earlier job's, and could not be replaced
+        self._left_out, self._told = 0, -TOLD_S
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        old = clock.time() - KEPT_S
+        for name in os.listdir(directory):
+            path = os.path.join(directory, name)
+            if name.endswith(".jsonl") and os.path.getmtime(path) < old:
+                os.unlink(path)
+
+    def _path(self, job: int) -> str:
+        return os.path.join(self._directory, f"{int(job)}.jsonl")
+
+    def begin(self, job: int, owner: int) -> None:
+        """Make sure that the job's log is this owner's; one of another owner is of an earlier job, and goes."""
+        path = self._path(job)
+        if self._owner(path) != owner:
+            self._foreign.add(job)
+            try:
+                with open(path + ".new", "wb") as f:
+                    f.write(msgspec.json.encode(_head(owner)) + b"\n")
+                os.replace(path + ".new", path)
+            except OSError as exc:
+                self._leave_out(job, 0, exc)
+                return
+        self._foreign.discard(job)
+
+    def owner(self, job: int) -> int | None:
+        """Whose job the log is of; None where there is none."""
+        return self._owner(self._path(job))
+
+    def newest(self, most: int, since: float) -> list[tuple[int, int]]:
+        """(job, owner) of the logs that were written to after `since` (Unix time), the newest first, and not more."""
+        found: list[tuple[float, int]] = []
+        with os.scandir(self._directory) as entries:
+            for entry in entries:
+                name, dot, suffix = entry.name.partition(".")
+                if dot and suffix == "jsonl" and name.isdecimal() and len(name) <= 10:
+                    with suppress(FileNotFoundError):
+                        found.append((entry.stat(follow_symlinks=False).st_mtime, int(name)))
+        newest = [job for t, job in sorted(found, reverse=True) if t >= since][:most]
+        return [(job, owner) for job in newest if (owner := self.owner(job)) is not None]
+
+    @staticmethod
+    def _owner(path: str) -> int | None:
+        with suppress(OSError, msgspec.MsgspecError), open(path, "rb") as f:
+            first = _decoder.decode(f.readline(1024))
+            if first.name == _HEAD and not first.host:
+                return first.version
+        return None
+
+    def add(self, job: int, events: Iterable[EventRecord]) -> None:
+        """Append; a log that has grown too long loses its older half."""
+        events = list(events)
+        if job in self._foreign:
+            return
+        try:
+            self._append(self._path(job), b"".join(msgspec.json.encode(e) + b"\n" for e in events))
+        except OSError as exc:
+            self._leave_out(job, len(events), exc)
+
+    def _leave_out(self, job: int, events: int, exc: OSError) -> None:
+        self._left_out += events
+        if clock.monotonic() - self._told > TOLD_S:
+            self._told = clock.monotonic()
+            log.error("job=%d event=events-not-kept so_far=%d detail=%s", job, self._left_out, exc)
+
+    @staticmethod
+    def _append(path: str, data: bytes) -> None:
+        with open(path, "a+b") as f:
+            end_line(f)
+            f.write(data)
+            size = f.tell()
+        if size > MAX_LOG_BYTES:
+            with open(path, "rb") as f:
+                head = f.readline(1024)
+                f.seek(size - MAX_LOG_BYTES // 2)
+                f.readline()
+                rest = f.read()
+            with open(path + ".new", "wb") as f:
+                f.write(head + rest)
+            os.replace(path + ".new", path)
+
+    def read(self, job: int, owner: int) -> tuple[EventRecord, ...]:
+        """All events of a job in order of time; nothing where the log is not this owner's."""
+        events: list[EventRecord] = []
+        if self._owner(self._path(job)) != owner:
+            return ()
+        try:
+            with open(self._path(job), "rb") as f:
+                for line in f:
+                    with suppress(msgspec.MsgspecError):
+                        events.append(_decoder.decode(line))
+        except FileNotFoundError:
+            return ()
+        return tuple(sorted(events[1:], key=lambda e: e.t))

@@ -1,0 +1,90 @@
+"""Fenced nodes that have booted anew are given back, where the site wants it (SITE 4). Off by default.
+
+Only nodes with our reason that this controller's journal knows as fenced, with a boot later than that, whose slurmd
+has answered for `auto_resume_s` without a gap, and each at most twice a day: a node that dies again and again stays
+with the administrator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+
+from gemini_hpc import clock
+from gemini_hpc.config import Settings
+from gemini_hpc.controller import probe
+from gemini_hpc.controller.fencing import REASON, Port
+from gemini_hpc.controller.journal import NODES, Journal
+from gemini_hpc.slurm import SlurmError
+from gemini_hpc.slurm.api import SlurmApi
+from gemini_hpc.slurm.facts import Node
+
+log = logging.getLogger("gemini_hpc.controller")
+
+PER_DAY = 2
+DAY_S = 86400.0
+MAX_INTERVAL_S = 10.0
+_STAMP = re.compile(r"\s*\[[^][\s]+@[0-9-]{10}T[0-9:]{8}\]$")
+
+
+def is_ours(node: Node) -> bool:
+    """Whether this node is out of service, and we have put it out."""
+    return node.withheld and node.reason.startswith(REASON)
+
+
+def drained_for(node: Node) -> str:
+    """The reason for which somebody else has drained this node, without who it was and when; "" where nobody has."""
+    if "DRAIN" not in node.flags or is_ours(node):
+        return ""
+    return _STAMP.sub("", node.reason) or "drained by hand"
+
+
+class GiveBack:
+    """Looks at the nodes that we have fenced every few seconds."""
+
+    def __init__(self, settings: Settings, slurm: SlurmApi, journal: Journal) -> None:
+        self._settings, self._slurm, self._journal = settings, slurm, journal
+        self._answers_since: dict[str, tuple[float, float]] = {}
+
+    async def run(self) -> None:
+        """Until cancelled; at once over where the site has not asked for it."""
+        wait_s = self._settings.auto_resume_s
+        while wait_s > 0:
+            try:
+                await self.look()
+            except SlurmError as exc:
+                log.warning("give-back: %s", exc)
+            await asyncio.sleep(min(MAX_INTERVAL_S, wait_s / 4))
+
+    async def look(self) -> None:
+        """One round."""
+        fenced = self._journal.fenced_at()
+        if not fenced:
+            return
+        nodes = await self._slurm.nodes()
+        ours = {n.name: n for n in nodes.values() if n.name in fenced and is_ours(n)}
+        back = {n: node for n, node in ours.items() if node.boot_time > fenced[n]}
+        port = self._settings.slurmd_port
+        seen = await probe.reached({n: (node.address, node.port or port) for n, node in back.items()})
+        now = clock.monotonic()
+        before, self._answers_since = self._answers_since, {}
+        for name, node in back.items():
+            if seen[name] is not Port.ANSWERS:
+                continue
+            boot, since = before.get(name, (node.boot_time, now))
+            self._answers_since[name] = (node.boot_time, since if boot == node.boot_time else now)
+            if now - self._answers_since[name][1] >= self._settings.auto_resume_s:
+                await self._resume(node)
+
+    async def _resume(self, node: Node) -> None:
+        if self._journal.given_back(node.name, DAY_S) >= PER_DAY:
+            return
+        self._journal.write(NODES, "resume", "before", node=node.name)
+        await self._slurm.node_resume(node.name)
+        self._journal.write(NODES, "resume", "after", node=node.name)
+        self._answers_since.pop(node.name, None)
+        log.info("event=given-back host=%s reason=%r", node.name, f"booted anew, answers for {self._wait()}")
+
+    def _wait(self) -> str:
+        return f"{self._settings.auto_resume_s:g} s"

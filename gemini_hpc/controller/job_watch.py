@@ -1,0 +1,207 @@
+"""All tracked jobs, looked at with one question to Slurm: `Release` to agents whose replicas serve nobody, pins that
+have outlived their recovery, nodes without an agent, jobs that Slurm will never requeue.
+
+Nothing else frees the memory of a job that was cancelled while pending: no epilog runs for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+
+from gemini_hpc import clock
+from gemini_hpc.config import Settings
+from gemini_hpc.controller.planned_drains import DrainWatch
+from gemini_hpc.controller.recoveries import Recoveries
+from gemini_hpc.controller.registry import Agent, Registry, Track
+from gemini_hpc.controller.requeue_rules import release_reason
+from gemini_hpc.controller.reservation import PREFIX
+from gemini_hpc.query import past
+from gemini_hpc.query.slurm_facts import never_requeued
+from gemini_hpc.slurm import SlurmError, UnknownJob
+from gemini_hpc.slurm.api import SlurmApi
+from gemini_hpc.slurm.facts import LIVE, PENDING, RUNNING
+from gemini_hpc.wire.controller import Ending, Release, Waits
+
+log = logging.getLogger("gemini_hpc.controller")
+
+INTERVAL_S = 1.0
+MAX_INTERVAL_S = 10.0
+ELSEWHERE_S = 30.0
+PARTLY_S = 10.0
+RELEASE_TOLD_S = 60.0
+_SAME_END_S = 1.5
+
+
+class Watcher:
+    """Looks at all tracked jobs about once a second, less often where Slurm is slow to answer."""
+
+    def __init__(self, settings: Settings, slurm: SlurmApi, registry: Registry, recoveries: Recoveries) -> None:
+        self._settings, self._slurm = settings, slurm
+        self._registry, self._recoveries = registry, recoveries
+        self._drains = DrainWatch(slurm)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            began = clock.monotonic()
+            try:
+                await self.look()
+            except SlurmError as exc:
+                # No answer means no knowledge: nobody is released.
+                log.warning("watcher: %s", exc)
+            took = clock.monotonic() - began
+            await asyncio.sleep(min(MAX_INTERVAL_S, max(INTERVAL_S, 20 * took)) if took > 0.1 else INTERVAL_S)
+
+    async def look(self) -> None:
+        """One round."""
+        tracks = dict(self._registry.jobs)
+        if not tracks:
+            return
+        rows = await self._slurm.rows(list(tracks))
+        running: list[Track] = []
+        for raw_id, track in tracks.items():
+            row = rows.get(raw_id)
+            if row is not None and row.user_id != track.user_id:
+                row = None  # job ids have started anew
+            state = row.state if row else None
+            if row is not None:
+                track.see(row.state, row.state not in LIVE)
+                if row.state == RUNNING and (track.job is None or track.job.state != RUNNING):
+                    # What the row does not say (restarts, the whole node list) is read once per change.
+                    with suppress(UnknownJob):
+                        track.learn(await self._slurm.job(raw_id))
+                        await track.remember_nodes(self._slurm)
+                elif track.job is not None and row.state != track.job.state:
+                    with suppress(UnknownJob):
+                        track.learn(await self._slurm.job(raw_id))
+            _tell_waits(track, state == PENDING)
+            if self._recoveries.active(raw_id):
+                continue
+            self._tell_ended(track, forgotten=row is None)
+            ended_for_s = clock.time() - track.stored.ended_at if track.stored.ended_at else None
+            reason = release_reason(state, ended_for_s, self._settings.retention_s)
+            if reason:
+                self._release_all(track, reason)
+            elif state == RUNNING:
+                running.append(track)
+                self._release_elsewhere(track)
+                self._look_at_agents(track)
+                if row is not None and set(row.nodes) < set(track.members(track.job.restarts if track.job else 0)):
+                    await self._look_at_shrunk(track)
+                if row is not None:
+                    _tell_end(track, row.end_time)
+            elif state == PENDING and track.stored.pinned:
+                await self._unpin(track)
+            elif state == PENDING and track.should_ask():
+                with suppress(UnknownJob):
+                    track.learn(await self._slurm.job(raw_id))
+        await self._drains.look(running)
+
+    def _tell_ended(self, track: Track, *, forgotten: bool) -> None:
+        """Once for each end: a line in the job's log, for those who ask when Slurm has forgotten the job."""
+        ended = track.stored.ended_state or (past.UNKNOWN if forgotten else "")
+        if track.stored.ended_told == bool(ended):
+            return
+        track.stored.ended_told = bool(ended)
+        track.save()
+        if ended:
+            code = track.job.exit_code if track.job is not None and track.job.over else ""
+            restart = max(track.stored.allocations, default=0)
+            self._recoveries.say(track.raw_id, restart, past.ENDED, "", past.told(ended, code))
+
+    def _release_all(self, track: Track, reason: str) -> None:
+        agents = [a for a in track.agents.values() if a.connected]
+        for agent in agents:
+            self._release(agent, reason, save=True)
+        if not agents:
+            self._registry.drop(track.raw_id)
+
+    def _release_elsewhere(self, track: Track) -> None:
+        """Agents on nodes that the job has left, once its new incarnation has run for a while."""
+        if track.running_since is None or track.job is None:
+            return
+        restart, since = track.running_since
+        if clock.monotonic() - since < ELSEWHERE_S or restart != track.job.restarts:
+            return
+        for agent in list(track.agents.values()):
+            if agent.connected and agent.restart < restart and agent.host not in track.members(restart):
+                self._release(agent, "the job runs elsewhere")
+
+    async def _look_at_shrunk(self, track: Track) -> None:
+        """A running job that has fewer nodes than it began with: made smaller by hand (`scontrol update`), unless the
+        others are down (--no-kill), which is a failure like any other."""
+        job = await self._slurm.job(track.raw_id)
+        members = track.members(job.restarts)
+        left = [host for host in members if host not in job.nodes]
+        if job.state != RUNNING or not job.nodes or not left:
+            return
+        nodes = await self._slurm.nodes(left)
+        track.learn(job)
+        taken = [host for host in left if host in nodes and not nodes[host].down]
+        if taken:
+            track.give_up(job.restarts, taken)
+            told = f"made smaller while it ran: without {','.join(taken[:16])}"
+            self._recoveries.say(track.raw_id, job.restarts, "shrunk", "", told)
+
+    def _look_at_agents(self, track: Track) -> None:
+        """What the user should know of a job that has begun to run (SITE 13, 22), once for each incarnation."""
+        job, since = track.job, track.running_since
+        if job is None or since is None:
+            return
+        if (why := never_requeued(job)) and track.noticed != job.restarts:
+            track.noticed = job.restarts
+            self._recoveries.say(track.raw_id, job.restarts, "never_requeued", "", why)
+        if track.looked == job.restarts or clock.monotonic() - since[1] < PARTLY_S:
+            return
+        track.looked = job.restarts
+        there = {a.host for a in track.agents.values() if a.connected and a.restart == job.restarts}
+        missing = [host for host in job.nodes if host not in there]
+        if there and missing:
+            shown = ",".join(missing[:16]) + ("" if len(missing) <= 16 else f" and {len(missing) - 16} more")
+            self._recoveries.say(track.raw_id, job.restarts, "partly_protected", "", f"no agent on {shown}")
+
+    async def _unpin(self, track: Track) -> None:
+        """A job with a pin of ours waits again, and no node of it has failed: preempted, or requeued by hand. Or it
+        was pinned by a survivor's epilog, and no controller was there to take that off."""
+        job = await self._slurm.job(track.raw_id)
+        if job.state != PENDING or not job.actable or self._recoveries.active(track.raw_id):
+            return
+        if set(job.req_nodes) == set(track.stored.original) and job.reservation == track.stored.reservation:
+            track.remember_pin(False)
+            return
+        try:
+            await self._slurm.pin(job, track.stored.original, track.stored.reservation)
+            if job.reservation.startswith(f"{PREFIX}{track.raw_id}_"):
+                await self._slurm.delete_reservation(job.reservation)
+        except SlurmError as exc:
+            log.warning("job=%d event=pin-left %s", track.raw_id, exc)
+            return
+        track.remember_pin(False)
+        self._recoveries.say(track.raw_id, job.restarts, "unpinned", "", "it waits, and no recovery is under way")
+
+    @staticmethod
+    def _release(agent: Agent, reason: str, *, save: bool = False) -> None:
+        # Whoever has stopped an agent has not earned a line a second.
+        if clock.monotonic() - agent.told_release_s > RELEASE_TOLD_S:
+            agent.told_release_s = clock.monotonic()
+            log.info("job=%d event=release host=%s reason=%s", agent.job, agent.host, reason)
+        agent.link.send(Release(agent.job, reason, save))
+
+
+def _tell_end(track: Track, end_time: float) -> None:
+    """Agents bring the state to the tier before the time limit, which may be changed while the job runs."""
+    for agent in track.agents.values():
+        if agent.connected and abs(agent.told_end - end_time) > _SAME_END_S:
+            agent.told_end = end_time
+            agent.link.send(Ending(track.raw_id, max(0, int(end_time - clock.time())) if end_time else None))
+
+
+def _tell_waits(track: Track, pending: bool) -> None:
+    """Agents of a job that is held, or waits in the queue, keep their memory for longer than those of one that has
+    ended."""
+    for agent in track.agents.values():
+        if pending and agent.connected and not agent.told_waits:
+            agent.link.send(Waits(track.raw_id))
+        agent.told_waits = pending and agent.connected

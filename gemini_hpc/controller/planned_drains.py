@@ -1,0 +1,57 @@
+"""Nodes that are drained under a running job, and partitions that are: somebody means to take them away, so its
+agents are told, and bring what is sealed to the tier. The job itself is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from gemini_hpc import clock
+from gemini_hpc.controller.registry import Track
+from gemini_hpc.slurm.api import SlurmApi
+from gemini_hpc.slurm.facts import Node
+from gemini_hpc.wire.controller import Draining
+
+LOOK_S = 10.0
+
+
+class DrainWatch:
+    """Asks Slurm for the nodes of all running jobs at once, and for its partitions, every LOOK_S at most."""
+
+    def __init__(self, slurm: SlurmApi, *, clock: Callable[[], float] = clock.monotonic) -> None:
+        self._slurm, self._clock = slurm, clock
+        self._looked = -LOOK_S
+        # By raw job id and restart count: nodes, and a partition's state after its name.
+        self._told: dict[tuple[int, int], set[tuple[str, str]]] = {}
+
+    async def look(self, running: Iterable[Track]) -> None:
+        """Tell the agents of these jobs of what has begun to drain. Raises SlurmError."""
+        now = self._clock()
+        if now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        tracks = {(t.raw_id, t.job.restarts): t for t in running if t.job is not None}
+        self._told = {key: hosts for key, hosts in self._told.items() if key in tracks}
+        names = sorted({host for (_, restart), track in tracks.items() for host in track.members(restart)})
+        if not names:
+            return
+        nodes, partitions = await self._slurm.nodes(names), await self._slurm.partitions()
+        for (raw_id, restart), track in tracks.items():
+            members = [nodes[host] for host in track.members(restart) if host in nodes]
+            draining = {(node.name, "") for node in members if _is_drained(node)}
+            partition = track.job.partition if track.job is not None else ""
+            if (state := partitions.get(partition, "UP")) != "UP":
+                draining.add((partition, state))
+            told = self._told.get((raw_id, restart), set())
+            if new := draining - told:
+                agents = [a for a in track.agents.values() if a.connected and a.restart == restart]
+                hosts = tuple(sorted(name for name, state in new if not state))
+                of = next((f"partition {name} is {state}" for name, state in new if state), "")
+                for agent in agents:
+                    agent.link.send(Draining(raw_id, hosts, of))
+                draining = draining if agents else told
+            self._told[raw_id, restart] = draining
+
+
+def _is_drained(node: Node) -> bool:
+    """By an administrator; a node that is down is another matter."""
+    return "DRAIN" in node.flags and not node.down

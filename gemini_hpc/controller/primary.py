@@ -1,0 +1,144 @@
+"""Whether this host is the one that may act: its slurmctld is in charge, and has been up for a while (SITE 5).
+
+Where slurmctld has backups, a controller runs beside each of them and all but one stand by. The lock lies in
+StateSaveLocation, which slurmctld's own hosts share; so two controllers never act, whatever they believe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO
+
+from gemini_hpc import clock
+from gemini_hpc.slurm import SlurmError
+from gemini_hpc.slurm.api import SlurmApi
+from gemini_hpc.slurm.facts import Config
+
+log = logging.getLogger("gemini_hpc.controller")
+
+LOCK = "gemini-hpc.lock"
+LOOK_S = 2.0
+ALONE_LOOK_S = 30.0  # one slurmctld without a backup is in charge or nowhere
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What was found at one moment. `host`: where the slurmctld in charge is, "" if none answers; `alone`: it has no
+    backup."""
+
+    here: bool
+    host: str
+    alone: bool
+
+
+class Primary:
+    """Looks at slurmctld's hosts; one for the life of the service."""
+
+    def __init__(self, slurm: SlurmApi) -> None:
+        self._slurm = slurm
+        self._config: Config | None = None
+        self._config_at = 0.0
+        self._charge_since: float | None = None
+
+    async def config(self, max_age_s: float = 0.0) -> Config:
+        """Slurm's configuration, at most so old. Raises `SlurmError`."""
+        if self._config is None or clock.monotonic() - self._config_at > max_age_s:
+            self._config = await self._slurm.config()
+            self._config_at = clock.monotonic()
+        return self._config
+
+    async def look(self) -> Standing:
+        """Who is in charge. Raises `SlurmError` where no slurmctld answers."""
+        config = await self.config()
+        hosts = config.slurmctld_hosts
+        if len(hosts) < 2:
+            name, address = hosts[0] if hosts else ("", "")
+            return Standing(is_here(name, address), name, True)
+        up = {name for name, answers in await self._slurm.slurmctlds() if answers}
+        for name, address in hosts:
+            if name in up:
+                here = is_here(name, address)
+                if not here:
+                    self._charge_since = None
+                elif self._charge_since is None:
+                    self._charge_since = clock.monotonic()
+                return Standing(here, name, False)
+        return Standing(False, "", False)
+
+    async def wait(self) -> Config:
+        """Until the slurmctld in charge is on this host; says what it waits for, once."""
+        said = ""
+        while True:
+            try:
+                standing = await self.look()
+                if standing.here:
+                    return await self.config(LOOK_S)
+                why = f"slurmctld in charge is on {standing.host or 'no host that answers'}"
+            except SlurmError as exc:
+                why = str(exc)
+            if why != said:
+                said = why
+                log.info("event=standby reason=%s", why)
+            await asyncio.sleep(LOOK_S)
+
+    async def lost(self) -> str:
+        """Returns, with the host's name, when another slurmctld has taken charge. Silence changes nothing."""
+        pause_s = LOOK_S
+        while True:
+            await asyncio.sleep(pause_s)
+            with suppress(SlurmError):
+                standing = await self.look()
+                pause_s = ALONE_LOOK_S if standing.alone else LOOK_S
+                if standing.host and not standing.here:
+                    return standing.host
+
+    async def up_s(self) -> float:
+        """How long slurmctld has been up and has answered us, in seconds."""
+        with suppress(SlurmError):
+            config = await self.config(LOOK_S)
+            quiet = [clock.time() - config.boot_time, clock.monotonic() - self._slurm.unreachable_at]
+            if self._charge_since is not None:
+                quiet.append(clock.monotonic() - self._charge_since)
+            return max(0.0, min(quiet))
+        return 0.0
+
+
+def is_here(name: str, address: str) -> bool:
+    """Whether this name or this address is the host that runs us."""
+    own = socket.gethostname()
+    if name and own.split(".")[0] == name.split(".", maxsplit=1)[0]:
+        return True
+    for where in filter(None, (address, name)):
+        with suppress(OSError):
+            for family, kind, _, _, found in socket.getaddrinfo(where, 0, type=socket.SOCK_DGRAM):
+                with suppress(OSError), socket.socket(family, kind) as probe:
+                    probe.bind((found[0], 0))
+                    return not str(found[0]).startswith("127.")
+    return False
+
+
+class LockTakenError(Exception):
+    """Another controller holds the lock; the message says which."""
+
+
+def take_lock(path: str) -> IO[str]:
+    """Hold `path` for the life of the handle. Raises `LockTakenError`, `OSError`."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    handle = os.fdopen(fd, "r+")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        who = handle.read(200).strip() or "somebody"
+        handle.close()
+        raise LockTakenError(f"another controller ({who}) holds {path}: only one may act") from None
+    handle.seek(0)
+    handle.truncate()
+    handle.write(f"{socket.gethostname()} pid {os.getpid()}\n")
+    handle.flush()
+    return handle

@@ -1,0 +1,171 @@
+"""What users ask the controller about their jobs, and who is answered (`inspect`, SITE 21)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from gemini_hpc import clock
+from gemini_hpc.controller.event_log import KEPT_S, EventLogs
+from gemini_hpc.controller.registry import Agent, Registry, Track
+from gemini_hpc.operators import Operators
+from gemini_hpc.query import past
+from gemini_hpc.query.inspect_document import recoveries
+from gemini_hpc.query.slurm_facts import NOT_YOURS, slurm_facts
+from gemini_hpc.slurm import SlurmError, UnknownJob
+from gemini_hpc.slurm.facts import Job
+from gemini_hpc.slurm.fair_queue import PerUser
+from gemini_hpc.wire import inspect_schema
+from gemini_hpc.wire.link import Link
+
+log = logging.getLogger("gemini_hpc.controller")
+
+QUERY_IDLE_S = 60.0
+# Who asks gives up after 2 s. An agent on a busy node needs a moment, and is named for missing after that.
+SLURM_TIMEOUT_S, PARTS_TIMEOUT_S = 0.8, 0.9
+QUERY_FRAME_BYTES = 4096
+QUESTIONS_PER_S, QUESTIONS_BURST = 10.0, 64.0  # per user, whatever number of connections
+LISTED_S = 86400.0  # ended jobs are listed for so long, unless all are asked for
+MAX_LISTED, MAX_LOGS = 1000, 4000
+SILENT = {"state": "", "reason": "Slurm does not answer"}
+STALE = "Slurm does not answer: its words here are of an earlier time"
+
+
+class Questions:
+    """Answers; the agents' parts are collected anew for each."""
+
+    def __init__(
+        self, operators: Operators, registry: Registry, logs: EventLogs, read_job: Callable[[int], Awaitable[Job]]
+    ) -> None:
+        self._operators, self._registry, self._logs, self._read_job = operators, registry, logs, read_job
+        self._rate = PerUser(QUESTIONS_PER_S, QUESTIONS_BURST)
+        self._parts: dict[int, tuple[int, dict[str, inspect_schema.InspectPart], asyncio.Event]] = {}
+        self._request = 0
+        self._listing = asyncio.Lock()
+
+    def part(self, agent: Agent, message: inspect_schema.InspectPart) -> None:
+        """An agent's part of an answer; dropped unless it was asked for it."""
+        waiting = self._parts.get(message.request)
+        if waiting is not None and waiting[0] == agent.job == message.job and message.host == agent.host:
+            waiting[1][agent.host] = message
+            waiting[2].set()
+
+    async def serve(self, link: Link) -> None:
+        """One asker, until it goes or is idle for a minute."""
+        link.limit_bytes = QUERY_FRAME_BYTES
+        while True:
+            async with asyncio.timeout(QUERY_IDLE_S):
+                message = await link.receive()
+            if not isinstance(message, inspect_schema.JobAsk | inspect_schema.JobsAsk):
+                return
+            while not self._rate.take(link.session.peer_uid):
+                await asyncio.sleep(1.0)
+            uid = link.session.peer_uid
+            answer: inspect_schema.JobAnswer | inspect_schema.JobsAnswer
+            if isinstance(message, inspect_schema.JobsAsk):
+                answer = await self._listed(message.all, uid)
+            else:
+                answer = await self._answer(message.job, uid)
+            await link.flush(answer)  # the next one only when this one has left: what waits here is memory
+
+    async def _answer(self, raw_id: int, uid: int) -> inspect_schema.JobAnswer:
+        refused = inspect_schema.JobAnswer(error=f"job {raw_id}: {NOT_YOURS}")
+        # Asked about every job, so that an answer takes as long for a forbidden one as for an unknown one.
+        operator = await self._operators.allows(uid)
+        track = self._registry.jobs.get(raw_id)
+        job: Job | None = None
+        silent = False
+        try:
+            async with asyncio.timeout(SLURM_TIMEOUT_S):
+                job = await self._read_job(raw_id)
+        except UnknownJob:
+            job = None
+        except (SlurmError, TimeoutError) as exc:
+            log.warning("job=%d slurm=%s", raw_id, exc or "no answer in time")
+            job, silent = track.job if track else None, True
+        if job is not None and track is not None and track.user_id != job.user_id:
+            track = None  # an earlier job's: ids are given anew after a cold start
+        # Of a job that Slurm has forgotten the log still knows whose it was.
+        owner = job.user_id if job else track.user_id if track else self._logs.owner(raw_id)
+        if owner is None or (uid != owner and not operator):
+            return refused
+        if job is not None and track is not None:
+            track.learn(job)
+        parts = await self._ask_agents(track) if track else {}
+        members = job.nodes if job and job.nodes else ()
+        missing = tuple(h for h in members if h not in parts)
+        facts = slurm_facts(job) if job is not None or not silent else dict(SILENT)
+        if silent and job is not None:
+            facts["note"] = "; ".join(filter(None, (facts.get("note", ""), STALE)))
+        if track is not None and track.running_s is not None:
+            facts["running_s"] = str(int(track.running_s))
+        if track is not None and job is not None:
+            facts |= {"shrunk": ",".join(track.stored.shrunk.get(job.restarts, ()))} if track.stored.shrunk else {}
+            if note := "; ".join(filter(None, (facts.get("note", ""), track.note()))):
+                facts["note"] = note
+        return inspect_schema.JobAnswer(
+            parts=tuple(parts.values()),
+            events=self._logs.read(raw_id, owner),
+            slurm=facts,
+            missing=missing,
+        )
+
+    async def _listed(self, everything: bool, uid: int) -> inspect_schema.JobsAnswer:
+        operator = await self._operators.allows(uid)
+        async with self._listing:  # of many that ask at once each costs a look at the directory
+            ended = await asyncio.to_thread(self._ended, everything, None if operator else uid)
+        rows = {row.job: row for row in ended}
+        for raw_id, track in self._registry.jobs.items():
+            if operator or track.user_id == uid:
+                rows[raw_id] = self._tracked(track, rows.get(raw_id))
+        newest = sorted(rows.values(), key=lambda row: (row.ended == 0, row.ended, row.job), reverse=True)
+        return inspect_schema.JobsAnswer(tuple(newest[:MAX_LISTED]), max(0, len(newest) - MAX_LISTED))
+
+    def _ended(self, everything: bool, uid: int | None) -> list[inspect_schema.JobRow]:
+        """What the logs say; in a thread of its own."""
+        since = clock.time() - (KEPT_S if everything else LISTED_S)
+        rows = []
+        for job, owner in self._logs.newest(MAX_LOGS, since):
+            if uid is None or owner == uid:
+                events = self._logs.read(job, owner)
+                how = past.ending(events, {"state": past.UNKNOWN})
+                last = max((e.t for e in events), default=0.0)
+                restart = max((e.restart for e in events), default=0)
+                ended, state = (how.t or last, how.state) if how else (last, past.UNKNOWN)
+                rows.append(inspect_schema.JobRow(job, owner, state, 0, restart, len(recoveries(events)), ended))
+        return rows
+
+    @staticmethod
+    def _tracked(track: Track, logged: inspect_schema.JobRow | None) -> inspect_schema.JobRow:
+        stored, job = track.stored, track.job
+        restart = max(stored.allocations, default=0)
+        return inspect_schema.JobRow(
+            track.raw_id,
+            track.user_id,
+            stored.ended_state or (job.state if job else ""),
+            len(stored.allocations.get(restart, ())),
+            restart,
+            logged.recoveries if logged else 0,
+            stored.ended_at,
+        )
+
+    async def _ask_agents(self, track: Track) -> dict[str, inspect_schema.InspectPart]:
+        agents = [a for a in track.agents.values() if a.connected]
+        self._request += 1
+        request = self._request
+        found: dict[str, inspect_schema.InspectPart] = {}
+        event = asyncio.Event()
+        self._parts[request] = (track.raw_id, found, event)
+        try:
+            for agent in agents:
+                agent.link.send(inspect_schema.InspectAsk(request))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PARTS_TIMEOUT_S):
+                    while len(found) < len(agents):
+                        event.clear()
+                        await event.wait()
+        finally:
+            del self._parts[request]
+        return dict(found)

@@ -1,0 +1,55 @@
+"""How many other nodes this host reaches: a controller that is cut off itself must not judge."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+
+from gemini_hpc import clock
+from gemini_hpc.config import Settings
+from gemini_hpc.controller import probe
+from gemini_hpc.controller.fencing import Port
+from gemini_hpc.controller.registry import Registry
+from gemini_hpc.slurm.facts import Node
+
+MOST = 64
+KEPT_S = 0.5
+SAMPLE = 4  # nodes that agents vouch for, probed before somebody is fenced
+UNSEEN = (Port.SILENT, Port.UNKNOWN)
+
+
+class Reach:
+    """Looks at nodes that nobody suspects: those of one job first, then those of others."""
+
+    def __init__(self, settings: Settings, registry: Registry) -> None:
+        self._settings, self._registry = settings, registry
+        self._at, self._sure_at = 0.0, 0.0
+        self.reached, self.asked = 0, 0
+
+    async def look(
+        self, members: Iterable[str], accused: set[str], nodes: Mapping[str, Node], *, sure: bool = False
+    ) -> None:
+        """Ask anew, unless that was done a moment ago. An agent that has just called vouches for its node, but what
+        it sends comes in; `sure`: some of those nodes are probed as well, and stand for the others."""
+        began = clock.monotonic()
+        if began - (self._sure_at if sure else self._at) < KEPT_S:
+            return
+        self._at = began
+        more = [h for t in self._registry.jobs.values() for h, a in t.agents.items() if a.connected]
+        known = (h for h in dict.fromkeys([*members, *more]) if h in nodes and h not in accused)
+        names = list(known)[:MOST]
+        port = self._settings.slurmd_port
+        targets = {n: (nodes[n].address, nodes[n].port or port) for n in names if not nodes[n].down}
+        vouched = [n for n in targets if self._registry.vouched(n)]
+        sample = random.sample(vouched, min(SAMPLE, len(vouched))) if sure else []
+        asked = {n: t for n, t in targets.items() if n not in vouched or n in sample}
+        found = await probe.reached(asked)
+        if not sure and self._sure_at > began:
+            return  # what was asked meanwhile says more
+        seen = sum(found[n] not in UNSEEN for n in sample)
+        doubtful = [n for n in asked if n not in sample]
+        answered = sum(found[n] not in (*UNSEEN, Port.HANGS) for n in doubtful)
+        self.reached = answered + (len(vouched) * seen // len(sample) if sample else len(vouched))
+        self.asked = len(targets)
+        if sure:
+            self._at = self._sure_at = clock.monotonic()

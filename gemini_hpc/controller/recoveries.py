@@ -1,0 +1,391 @@
+"""All recoveries of this controller: whom reports reach, and what a dead controller left to be done (SITE 5)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from gemini_hpc import clock
+from gemini_hpc.config import Settings
+from gemini_hpc.controller import reservation, tasks
+from gemini_hpc.controller.alert import Alerts
+from gemini_hpc.controller.event_log import EventLogs
+from gemini_hpc.controller.fencing import Act
+from gemini_hpc.controller.give_back import is_ours
+from gemini_hpc.controller.journal import Journal, Record
+from gemini_hpc.controller.primary import Primary
+from gemini_hpc.controller.reach import Reach
+from gemini_hpc.controller.recovery import Recovery
+from gemini_hpc.controller.registry import Registry, Track
+from gemini_hpc.controller.reservation import PREFIX, RESERVED_MINUTES
+from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
+from gemini_hpc.slurm.api import SlurmApi
+from gemini_hpc.slurm.facts import COMPLETING, CONFIGURING, FAILED, NODE_FAIL, RUNNING, Job, Node
+from gemini_hpc.wire.controller import Report
+from gemini_hpc.wire.inspect_schema import EventRecord
+
+log = logging.getLogger("gemini_hpc.controller")
+
+MAX_LATER = 512  # a user
+OUTAGE_S = 120.0
+RETRY_S = 1.0
+GIVE_UP_S = 600.0  # of refusals, not of silence
+COOL_DOWN_S, MAX_COOL_DOWN_S = 1.0, 30.0
+
+
+class Recoveries:
+    """All recoveries of this controller."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        slurm: SlurmApi,
+        journal: Journal,
+        logs: EventLogs,
+        registry: Registry,
+        primary: Primary,
+    ) -> None:
+        self.settings, self.slurm, self.journal, self.registry = settings, slurm, journal, registry
+        self.primary = primary
+        self.alerts = Alerts(settings, journal)
+        self.reach = Reach(settings, registry)
+        self._logs = logs
+        self._active: dict[tuple[int, int], Recovery] = {}
+        self._cool: dict[tuple[int, int], tuple[float, float]] = {}
+        self._outage: dict[tuple[int, str], float] = {}  # (owner of the job, host)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._later: set[tuple[int, int, int, str]] = set()
+        self._resuming = set(journal.left_open())
+        self.reserving = asyncio.Lock()
+        self._over = False  # this controller has stepped down
+        # The longest that a job was seen COMPLETING: its epilogs, mostly.
+        self.longest_epilog_s = 0.0
+
+    def reservation_minutes(self) -> int:
+        """How long a reservation of ours lasts if nobody ends it (SITE 11)."""
+        return max(RESERVED_MINUTES, math.ceil(3 * self.longest_epilog_s / 60))
+
+    def cancel(self) -> list[asyncio.Task[None]]:
+        """Stop all work at once, as a crash would, and begin none: another controller takes over from the journal.
+        Returns what is about to end, which may still write to the journal."""
+        self._over = True
+        ending = list(self._tasks)
+        for task in ending:
+            task.cancel()
+        self.alerts.close()
+        return ending
+
+    def say(self, raw_id: int, restart: int, event: str, host: str = "", detail: str = "") -> None:
+        """One line of a job's event log, and of the service's own log."""
+        log.info("job=%d restart=%d event=%s host=%s detail=%s", raw_id, restart, event, host or "-", detail)
+        self._logs.add(raw_id, [EventRecord(clock.time(), event, host, restart, 0, detail[:400])])
+
+    def died(self, why: str) -> None:
+        """A task of the service's own has died of a fault of ours; it is started again."""
+        if self._over:
+            return
+        self.alerts.tell("task died", 0, "", why)
+
+    def accused(self) -> set[str]:
+        """Hosts that are suspected, by some job's agents or by our own probes, and that are not cleared."""
+        return {h for r in self._active.values() for h, s in r.suspects.items() if s.verdict.act is not Act.DISMISS}
+
+    def silent(self, hosts: set[str], user_id: int | None = None) -> set[str]:
+        """These hosts, and all others, of one user's jobs if given, that are silent now or were a moment ago: a mass
+        outage shows in the sum."""
+        since = clock.monotonic() - OUTAGE_S
+        self._outage = {key: t for key, t in self._outage.items() if t > since}
+        found = {host for uid, host in self._outage if user_id in (None, uid)}
+        for recovery in self._active.values():
+            if user_id in (None, recovery.user_id):
+                found |= recovery.silent()
+        return hosts | found
+
+    def protected_of_others(self, user_id: int) -> set[str]:
+        """Nodes of other owners' protected jobs, of those that run and of those that are on their way back."""
+        found: set[str] = set()
+        for track in self.registry.jobs.values():
+            if track.user_id == user_id or not track.stored.allocations or track.stored.ended_at:
+                continue
+            runs = track.job is not None and track.job.state in (RUNNING, CONFIGURING, COMPLETING, "SUSPENDED")
+            if runs or self.active(track.raw_id):
+                found |= set(track.members(max(track.stored.allocations)))
+        return found
+
+    def survivors_of(self, name: str) -> set[str] | None:
+        """The survivors for which a reservation of ours is there; None where that is not known."""
+        raw_id = name.removeprefix(PREFIX).split("_")[0]
+        for (job, _), recovery in self._active.items():
+            if name.startswith(PREFIX) and raw_id == str(job) and recovery.survivors is not None:
+                return set(recovery.survivors.names)
+        return None
+
+    def remember_silent(self, hosts: set[str]) -> None:
+        """These were too many; they count again when the next one is judged."""
+        now = clock.monotonic()
+        for recovery in self._active.values():
+            self._outage.update({(recovery.user_id, host): now for host in hosts & recovery.suspects.keys()})
+
+    def active(self, raw_id: int) -> bool:
+        """Whether a recovery of this job is under way: its replicas are needed whatever Slurm says meanwhile."""
+        return any(key[0] == raw_id for key in self._active) or any(
+            key.split(".")[0] == str(raw_id) for key in self._resuming
+        )
+
+    def _start(self, name: str, work: Callable[[], Coroutine[Any, Any, None]], died: tasks.Died) -> None:
+        """Run to the end; after a fault of ours tell it and begin again."""
+        if self._over:
+            return
+        task = tasks.start(name, work, died)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, key: tuple[int, int], recovery: Recovery) -> None:
+        """One recovery; after a fault what it has begun is finished as after a restart of the controller."""
+        try:
+            await recovery.run()
+        except SlurmUnreachable as exc:
+            # No fault of ours: what was begun is finished, or undone, as soon as Slurm answers again.
+            log.warning("recovery %s waits for Slurm: %s", recovery.key, exc)
+            if recovery.key in self.journal.left_open():
+                self._take_over(recovery.key)
+        except Exception as exc:
+            if self._over:
+                raise asyncio.CancelledError from exc
+            log.exception("event=task-died task=recovery %s", recovery.key)
+            tasks.tell(recovery.died, f"recovery: {type(exc).__name__}")
+            if recovery.key in self.journal.left_open():
+                self._take_over(recovery.key)
+        finally:
+            self._ended(key)
+
+    def _take_over(self, key: str) -> None:
+        if self._over:
+            return
+        self._resuming.add(key)
+        raw_id, _, restart = key.partition(".")
+
+        def died(why: str) -> None:
+            self.say(int(raw_id), int(restart), "task_died", "", why)
+
+        self._start(f"recovery {key}", lambda: self._resume_until_done(key), died)
+
+    def report(self, track: Track, reporter: str, message: Report) -> None:
+        """A report from an authenticated agent on `reporter`; anything that is not plausible is dropped here."""
+        if self._over:
+            return
+        members = track.members(message.restart)
+        if message.host not in members or reporter not in members or message.host == reporter:
+            log.info("job=%d reporter=%s host=%s: not plausible", track.raw_id, reporter, message.host[:64])
+            return
+        said_by = {reporter, *message.witnesses} & set(members)
+        track.witnesses.hear(message.restart, message.host, said_by, clock.monotonic())
+        self._look_at(track, message.restart, message.host, said_by)
+
+    def _look_at(self, track: Track, restart: int, host: str, said_by: set[str]) -> None:
+        key = (track.raw_id, restart)
+        if self._over or f"{track.raw_id}.{restart}" in self._resuming:
+            return
+        recovery = self._active.get(key)
+        if recovery is None:
+            pause_s = self._cool.get(key, (0.0, 0.0))[0] - clock.monotonic()
+            if pause_s > 0:
+                self._look_later(track, restart, host, said_by, pause_s)
+                return
+            recovery = self._active[key] = Recovery(self, track, restart)
+            recovery.report(host, said_by)
+            self._start(f"recovery {recovery.key}", lambda: self._run(key, recovery), recovery.died)
+        elif not recovery.acting:
+            recovery.report(host, said_by)
+
+    def _look_later(self, track: Track, restart: int, host: str, said_by: set[str], pause_s: float) -> None:
+        """What is reported during the pause is looked at after it: its sender may not repeat it."""
+        what = (track.user_id, track.raw_id, restart, host)
+        if what in self._later or sum(w[0] == track.user_id for w in self._later) >= MAX_LATER:
+            return
+        self._later.add(what)
+
+        def again() -> None:
+            self._later.discard(what)
+            self._look_at(track, restart, host, said_by)
+
+        asyncio.get_running_loop().call_later(pause_s + 0.01, again)
+
+    def _ended(self, key: tuple[int, int]) -> None:
+        """Reports that led to nothing are heard again after a pause that doubles."""
+        self._active.pop(key, None)
+        now = clock.monotonic()
+        pause_s = min(MAX_COOL_DOWN_S, 2 * self._cool.get(key, (0.0, COOL_DOWN_S / 2))[1])
+        self._cool = {k: c for k, c in self._cool.items() if c[0] > now - 10 * MAX_COOL_DOWN_S}
+        self._cool[key] = (now + pause_s, pause_s)
+
+    # ---- after a restart -------------------------------------------------------------------------------
+
+    async def resume(self) -> None:
+        """Finish or clean what an earlier controller left (waits until Slurm answers)."""
+        left = self.journal.left_open()
+        while True:
+            try:
+                kept = [str(r.data["name"]) for rs in left.values() for r in rs if r.step == "reserve"]
+                for name in await reservation.sweep(self.slurm, kept):
+                    log.info("left-over reservation %s deleted", name)
+                break
+            except SlurmError as exc:
+                log.warning("waiting for Slurm: %s", exc)
+                await asyncio.sleep(1.0)
+        for key in left:
+            self._take_over(key)
+
+    async def _resume_until_done(self, key: str) -> None:
+        """Until it is; the key is let go of then, and not by a fault, after which it is tried again. What Slurm
+        refuses again and again is given up: while the key is held, nobody looks after the job."""
+        refused_s, why = 0.0, ""
+        while records := self.journal.left_open().get(key):
+            began = clock.monotonic()
+            try:
+                if refused_s < GIVE_UP_S:
+                    await self._resume_one(key, records)
+                else:
+                    await self._give_up(key, records, why)
+                break
+            except SlurmUnreachable as exc:
+                log.warning("recovery %s waits for Slurm: %s", key, exc)
+                await asyncio.sleep(RETRY_S)
+            except SlurmError as exc:
+                log.warning("recovery %s is refused by Slurm: %s", key, exc)
+                await asyncio.sleep(RETRY_S)
+                refused_s, why = refused_s + clock.monotonic() - began, str(exc)
+        self._resuming.discard(key)
+
+    async def _give_up(self, key: str, records: list[Record], why: str) -> None:
+        """Hold nothing any more, and say so: what is left to be done is an administrator's."""
+        raw_id, restart = int(str(records[0].data["job"])), int(str(records[0].data["restart"]))
+        try:
+            job: Job | None = await self.slurm.job(raw_id)
+        except SlurmUnreachable:
+            raise
+        except SlurmError:
+            job = None
+        for name in _reserved(records):
+            await self._delete(job, name)
+        self.journal.write(key, "close", "after", outcome="given up")
+        self.say(raw_id, restart, "closed", "", f"given up: {why}")
+        begun = sorted({str(r.data["node"]) for r in records if r.step == "down"})
+        text = f"what a recovery has left (restart {restart}, nodes fenced or drained: {','.join(begun) or 'none'})"
+        self.alerts.tell("recovery given up", raw_id, "", f"{text} is refused by Slurm: look at them")
+
+    async def _resume_one(self, key: str, records: list[Record]) -> None:
+        opened = records[0].data
+        raw_id, restart = int(str(opened["job"])), int(str(opened["restart"]))
+        names = {part: [str(n) for n in _list(opened.get(part))] for part in ("members", "dead", "survivors")}
+        try:
+            job: Job | None = await self.slurm.job(raw_id)
+        except UnknownJob:
+            job = None
+        reserved = _reserved(records)
+        begun = {str(r.data["node"]) for r in records if (r.step, r.phase) == ("down", "before")}
+        downed = {str(r.data["node"]) for r in records if (r.step, r.phase) == ("down", "after")}
+        sent_back = any(r.step == "requeue" for r in records)
+        track = self.registry.track(job) if job is not None else None
+        if track is not None and restart not in track.stored.allocations:
+            track.stored.allocations[restart] = names["members"]
+        judging = Recovery(self, track, restart) if track is not None else None
+        for host in begun - downed:
+            await self._half_fenced(host, judging, raw_id, restart)
+        if judging is not None and job is not None and not job.over and job.restarts == restart:
+            for host in downed:
+                await self._forgotten(host, judging)
+        in_flight = job is not None and not job.over and (job.state != RUNNING or bool(downed) or sent_back)
+        if in_flight and opened.get("ahead"):
+            # Nodes were only held until Slurm finds the others dead: has it, and requeued the job for that?
+            nodes = await self.slurm.nodes()
+            found = any(n in nodes and nodes[n].down for n in names["dead"])
+            in_flight = found and job is not None and job.restarts > restart
+        in_flight = in_flight or await self._fell(job, restart, begun)
+        if job is None or track is None or not in_flight or (job.state == RUNNING and job.restarts > restart):
+            for name in reserved:
+                await self._delete(job, name)
+            self.journal.write(key, "close", "after", outcome="cleaned")
+            return
+        recovery = self._active[raw_id, restart] = Recovery(self, track, restart)
+        recovery.acting = True
+        try:
+            self.say(raw_id, restart, "taken_over", "", "by a restarted controller")
+            helper = recovery.rescue(job, names["survivors"], names["dead"])
+            alive = {r.name for r in await self.slurm.reservations()}
+            there = [name for name in reserved if name in alive]
+            helper.held.name = there[-1] if there else ""
+            for name in there[:-1]:
+                await self._delete(job, name)
+            nodes = await self.slurm.nodes()
+            helper.held.wanted = recovery.wanted(job, nodes, len(names["dead"]))
+            if not helper.held.name:
+                await helper.reserve(job, nodes, helper.held.wanted)
+            await recovery.finish(helper)
+        finally:
+            self._ended((raw_id, restart))
+
+    async def _delete(self, job: Job | None, name: str) -> None:
+        """Whether it is there or not; what Slurm refuses to delete ends by itself. Raises `SlurmUnreachable`."""
+        try:
+            if job is not None and not job.over and job.reservation == name:
+                await self.slurm.detach_reservation(job)
+            await self.slurm.delete_reservation(name)
+        except SlurmUnreachable:
+            raise
+        except SlurmError as exc:
+            log.warning("reservation %s is left: %s", name, exc)
+
+    async def _forgotten(self, host: str, recovery: Recovery) -> None:
+        """slurmctld died before it had saved that this node is DOWN; the node is no less dead for that."""
+        if await self._not_down(host) is None:
+            return
+        if (await recovery.judge_taken_over(host)).act is not Act.FENCE:
+            return
+        if (node := await self._not_down(host)) is not None:
+            await recovery.fence(host, node)
+
+    async def _half_fenced(self, host: str, recovery: Recovery | None, raw_id: int, restart: int) -> None:
+        """Died between drain and DOWN: finish where that still follows, else give the node back."""
+        if not await self._still_drained(host):
+            return
+        verdict = await recovery.judge_taken_over(host) if recovery is not None else None
+        if not await self._still_drained(host):
+            return  # an administrator, or Slurm, has been there meanwhile
+        if recovery is not None and verdict is not None and verdict.act is Act.FENCE:
+            await recovery.fence(host, None)
+            return
+        await self.slurm.node_resume(host)
+        why = verdict.why if verdict is not None else "the job is gone"
+        self.say(raw_id, restart, "resumed", host, f"the drain of an interrupted recovery is undone: {why}")
+
+    async def _fell(self, job: Job | None, restart: int, begun: set[str]) -> bool:
+        """Whether the script had ended before its node was set DOWN: nobody but us sends such a job back."""
+        if job is None or job.restarts != restart or job.state not in (FAILED, NODE_FAIL) or not begun:
+            return False
+        if clock.time() - job.end_time > self.settings.retention_s:
+            return False  # its copies are gone
+        nodes = await self.slurm.nodes()
+        return any(n in nodes and nodes[n].down for n in begun)
+
+    async def _not_down(self, host: str) -> Node | None:
+        """The node as it is now, unless it is DOWN or unknown."""
+        node = (await self.slurm.nodes()).get(host)  # to ask for one that was removed is an error
+        return None if node is None or node.down else node
+
+    async def _still_drained(self, host: str) -> bool:
+        """Whether it is drained by us and not DOWN. The reason alone says nothing: it may outlive a RESUME."""
+        node = await self._not_down(host)
+        return node is not None and is_ours(node)
+
+
+def _reserved(records: list[Record]) -> list[str]:
+    """The reservations that were made, or begun: one that is not noted as made may be there all the same."""
+    return list(dict.fromkeys(str(r.data["name"]) for r in records if r.step == "reserve"))
+
+
+def _list(value: str | int | float | list[str] | None) -> list[str]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,565 @@
+"""From a report to a job that runs again: one `Recovery` per incarnation that lost nodes.
+
+1. Reports are collected; a second dead node reported meanwhile joins the same recovery.
+2. Each suspect is probed and judged by `fencing`, on facts read from Slurm.
+3. Confirmed: survivors and candidates are reserved, the dead are set DOWN, and the requeue is steered (`rescue`).
+   What is not ours to fence is watched on: should Slurm find it dead, the requeue is steered just so.
+Each action is journaled before and after; `recoveries.Recoveries` finishes what a dead controller began.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from gemini_hpc import clock
+from gemini_hpc.controller import give_back, probe
+from gemini_hpc.controller.fencing import (
+    REASON,
+    Act,
+    Case,
+    Claim,
+    Port,
+    Verdict,
+    Veto,
+    budget,
+    judge,
+    user_budget,
+)
+from gemini_hpc.controller.recovery_context import Neighbours
+from gemini_hpc.controller.registry import Track
+from gemini_hpc.controller.requeue import Rescue
+from gemini_hpc.controller.requeue_rules import candidates_wanted
+from gemini_hpc.controller.reservation import Held
+from gemini_hpc.controller.survivors import Survivors
+from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
+from gemini_hpc.slurm.facts import PENDING, RUNNING, Job, Node
+from gemini_hpc.wire.inspect_schema import InspectAsk
+from gemini_hpc.wire.ports import candidates as agent_ports
+
+log = logging.getLogger("gemini_hpc.controller")
+
+TICK_S, SLOW_TICK_S = 0.05, 0.5
+REFRESH_S, SLOW_REFRESH_S = 0.5, 2.0
+FRESH_S = 0.25
+AGAIN_S = 2.0  # so long a passing doubt of our own sight, or a Slurm that does not answer, is waited out before DOWN
+RESERVE_S = 10.0  # so long a Slurm that does not answer is asked again to reserve nodes
+COLLECT_S = 0.3
+WATCH_S = 60.0
+LEFT_S = 600.0  # what is left to Slurm is watched so long: SlurmdTimeout is 300 s by default
+LINKED_FACTOR = 2.0  # an agent that was heard of within so many confirmation times is there
+MAX_SUSPECTS = 64
+ACTS = (Act.FENCE, Act.ADOPT, Act.REQUEUE)
+BUDGETS = (Veto.BUDGET, Veto.USER_BUDGET)
+DEAD_BUT_NOT_OURS = (*BUDGETS, Veto.STRANGERS)
+
+
+@dataclass
+class Suspect:
+    """One node that is looked at."""
+
+    host: str
+    claim: Claim = Claim.REPORTED
+    since: float = field(default_factory=clock.monotonic)
+    reported_at: float = field(default_factory=clock.time)
+    seen: probe.Seen | None = None
+    node: Node | None = None  # as Slurm had it when it was last judged
+    left: Veto | None = None  # the last reason for leaving it to Slurm that was told
+    down: bool = False  # the journal has that it is being set DOWN
+    verdict: Verdict = field(default_factory=lambda: Verdict(Act.WAIT, "just reported"))
+
+    @property
+    def silent_s(self) -> float:
+        """How long it has been silent."""
+        return self.seen.silent_s if self.seen else 0.0
+
+    def stop(self) -> None:
+        """No more probes."""
+        if isinstance(self.seen, probe.Series):
+            self.seen.stop()
+
+
+@dataclass
+class Facts:
+    """What Slurm said at one moment. `job`: None where it does not know it any more."""
+
+    at: float
+    job: Job | None
+    nodes: dict[str, Node]
+    owners: dict[str, set[tuple[int, int]]]
+    slurm_up_s: float
+
+
+class Recovery:
+    """The failure of one or more nodes in one incarnation."""
+
+    def __init__(self, home: Neighbours, track: Track, restart: int) -> None:
+        self._home = home
+        self._track = track
+        self.restart = restart
+        self.suspects: dict[str, Suspect] = {}
+        self.survivors: Survivors | None = None
+        self.acting = False
+        self._ahead: Rescue | None = None
+
+    def silent(self) -> set[str]:
+        """Suspects that are silent, and that no journal counts as fenced: until one is really being set DOWN, a mass
+        outage has to show in it. What Slurm itself holds for DOWN counts until that is acted on."""
+        adopted = {h for h, s in self.suspects.items() if self.acting and s.verdict.act is Act.ADOPT}
+        return {h for h, s in self.suspects.items() if s.silent_s > 0 and not s.down} - adopted
+
+    @property
+    def key(self) -> str:
+        """Its name in the journal."""
+        return f"{self._track.raw_id}.{self.restart}"
+
+    @property
+    def user_id(self) -> int:
+        """The job's owner."""
+        return self._track.user_id
+
+    def say(self, event: str, host: str = "", detail: str = "") -> None:
+        """One line of the job's event log."""
+        self._home.say(self._track.raw_id, self.restart, event, host, detail)
+
+    def note(self, step: str, phase: str, **data: str | int | float | list[str]) -> None:
+        """One line of the journal."""
+        self._home.journal.write(self.key, step, phase, **data)
+
+    def died(self, why: str) -> None:
+        """A task of this recovery's has died of a fault of ours; it is started again."""
+        self.say("task_died", "", why)
+
+    def report(self, host: str, witnesses: set[str]) -> None:
+        """The first report about a host starts its probes."""
+        if host not in self.suspects and len(self.suspects) < MAX_SUSPECTS:
+            self.suspects[host] = Suspect(host)
+            self.say("detected", host, f"reported by {','.join(sorted(witnesses))}")
+
+    async def run(self) -> None:
+        """Judge, and act if that is what follows."""
+        try:
+            facts = await self._judge_all()
+            if facts is not None:
+                self.acting = True
+                await self._act(facts)
+            elif self._ahead is not None:
+                await self._ahead.clean()
+                self.note("close", "after", outcome="not acted on")
+        finally:
+            for suspect in self.suspects.values():
+                suspect.stop()
+
+    # ---- judging ---------------------------------------------------------------------------------------
+
+    async def _read(self) -> Facts:
+        """Raises `SlurmError`, and `UnknownJob` where the job is gone."""
+        slurm, job = self._home.slurm, await self._home.slurm.job(self._track.raw_id)
+        self._track.learn(job)
+        nodes = await slurm.nodes()
+        # What Slurm has no record of cannot be asked about; nothing is done to it either.
+        names = [h for h in self.suspects if h in self._track.members(self.restart) and h in nodes]
+        owners = await slurm.owners(names) if names else {}
+        up_s = await self._home.primary.up_s()
+        return Facts(clock.monotonic(), job, nodes, owners, up_s)
+
+    def _start_probes(self, facts: Facts) -> None:
+        for suspect in self.suspects.values():
+            node = facts.nodes.get(suspect.host)
+            if suspect.seen is None and node is not None and suspect.host in self._track.members(self.restart):
+                suspect.seen = probe.Series(self._target(node), self.died)
+
+    def _target(self, node: Node) -> probe.Target:
+        settings, agent = self._home.settings, self._track.agents.get(node.name)
+        ports = [agent.port] if agent and agent.port else agent_ports(settings, self._track.raw_id)[:2]
+        return probe.Target.of(settings, node.address, node.port, ports)
+
+    async def _look_around(self, facts: Facts, *, sure: bool = False) -> None:
+        accused = self._home.accused() | self.suspects.keys()
+        await self._home.reach.look(self._track.members(self.restart), accused, facts.nodes, sure=sure)
+
+    async def _sure(self, facts: Facts) -> Facts:
+        """What an action may be based on: fresh facts, and a proof that this host still reaches others."""
+        for _ in range(2):
+            if clock.monotonic() - facts.at > FRESH_S:
+                facts = await self._read()
+                self._start_probes(facts)
+            await self._look_around(facts, sure=True)
+            if clock.monotonic() - facts.at <= FRESH_S:
+                break
+        return facts
+
+    def _case(self, suspect: Suspect, facts: Facts) -> Case:
+        home, settings, track = self._home, self._home.settings, self._track
+        seen, host, agent = suspect.seen, suspect.host, home.registry.linked(track.raw_id, suspect.host)
+        strangers = {uid for uid, _ in facts.owners.get(host, ()) if uid != track.user_id}
+        lately = clock.monotonic() - LINKED_FACTOR * settings.fence_confirm_s
+        window_s, whole = settings.fence_budget_window_s, budget(settings.fence_budget_nodes, len(facts.nodes))
+        # A survivor may already be in the next incarnation, and be missed there.
+        later, dead = suspect.claim is Claim.SURVIVOR, self.survivors.dead if self.survivors is not None else ()
+        return Case(
+            claim=suspect.claim,
+            node=host,
+            restart=self.restart,
+            members=track.members(self.restart),
+            witnesses=track.witnesses.fresh(self.restart, host, clock.monotonic(), later=later),
+            suspects=frozenset(self.suspects) | frozenset(dead),
+            job=facts.job,
+            slurm_node=facts.nodes.get(host),
+            slurmd=seen.found("slurmd") if seen else Port.SILENT,
+            agent=seen.found("agent") if seen else Port.SILENT,
+            kernel=seen.found("kernel") if seen else Port.SILENT,
+            silent_s=suspect.silent_s,
+            agent_silent_s=seen.agent_silent_s if seen else 0.0,
+            agent_linked=agent is not None and agent.link.last_heard > max(suspect.since, lately),
+            slurmd_before=track.slurmd_before(self.restart, host),
+            reported_at=suspect.reported_at,
+            strangers=frozenset(strangers),
+            others_reached=home.reach.reached,
+            others_asked=home.reach.asked,
+            fenced=home.journal.fenced(window_s, without=host),
+            budget=whole,
+            silent=len(home.silent({host})),
+            user_fenced=home.journal.fenced(window_s, user_id=track.user_id, without=host),
+            user_budget=user_budget(settings.fence_budget_user_nodes, whole),
+            user_silent=len(home.silent({host}, track.user_id)),
+            confirm_s=settings.fence_confirm_s,
+            guard=settings.node_max_jobs_guard,
+            slurm_up_s=facts.slurm_up_s + clock.monotonic() - facts.at,
+            settle_s=settings.slurm_settle_s,
+        )
+
+    def _judge(self, suspect: Suspect, facts: Facts) -> Verdict:
+        """One suspect, now; what is new is told."""
+        verdict, before = judge(self._case(suspect, facts)), suspect.verdict
+        suspect.verdict, suspect.node = verdict, facts.nodes.get(suspect.host)
+        if verdict.veto in BUDGETS:
+            # A mass outage: these count again when the next one is judged.
+            self._home.remember_silent(self._home.silent({suspect.host}))
+            self._home.alerts.tell(verdict.veto.value, self._track.raw_id, suspect.host, verdict.why)
+        if verdict.act is Act.DISMISS and before.act is not Act.DISMISS:
+            self.say("dismissed", suspect.host, verdict.why)
+        if verdict.act is Act.LEAVE and suspect.left is not verdict.veto:
+            suspect.left = verdict.veto
+            self.say("not_fenced", suspect.host, verdict.why)
+        return verdict
+
+    def _decide(self, facts: Facts) -> list[Suspect]:
+        """Judge every suspect; those that call for an action."""
+        return [s for s in self.suspects.values() if self._judge(s, facts).act in ACTS]
+
+    def _ask_suspects(self) -> None:
+        for host in self.suspects:
+            agent = self._home.registry.linked(self._track.raw_id, host)
+            if agent is not None:
+                agent.link.send(InspectAsk())
+
+    async def _judge_all(self) -> Facts | None:
+        """Until every suspect is judged; the facts to act on, or None."""
+        began, facts, quick = clock.monotonic(), None, True
+        watch_s = WATCH_S + self._home.settings.slurm_settle_s
+        while (passed_s := clock.monotonic() - began) < max(watch_s, LEFT_S):
+            refresh_s = REFRESH_S if quick else SLOW_REFRESH_S
+            try:
+                if facts is None or clock.monotonic() - facts.at > refresh_s:
+                    facts = await self._read()
+                    self._start_probes(facts)
+                    self._ask_suspects()
+                self._start_probes(facts)
+                await self._look_around(facts)
+                found = self._decide(facts)
+                if found:
+                    facts = await self._sure(facts)
+                    found = self._decide(facts)
+            except UnknownJob:
+                return None
+            except SlurmError as exc:
+                log.warning("job=%s restart=%d slurm=%s", self._track.raw_id, self.restart, exc)
+                await asyncio.sleep(REFRESH_S)
+                continue
+            waiting = [s for s in self.suspects.values() if s.verdict.act is Act.WAIT]
+            left = [s for s in self.suspects.values() if s.verdict.act is Act.LEAVE]
+            if found and not any(self._soon(s) for s in waiting):
+                return facts
+            if not found and not left and (not waiting or passed_s >= watch_s):
+                break
+            await self._hold_ahead(facts)
+            quick = bool(found or waiting) and passed_s < watch_s  # else all is left to Slurm, whose word is awaited
+            await asyncio.sleep(TICK_S if quick else SLOW_TICK_S)
+        for suspect in self.suspects.values():
+            if suspect.verdict.act in (Act.WAIT, Act.LEAVE):
+                passed_s = clock.monotonic() - began
+                self.say("dismissed", suspect.host, f"not confirmed within {passed_s:.0f} s: {suspect.verdict.why}")
+        return None
+
+    async def _hold_ahead(self, facts: Facts) -> None:
+        """Where a dead node is not ours to fence Slurm requeues the job some time: no other job may be faster then.
+        Held are the job's own nodes, so nobody else waits for it."""
+        left = [s.host for s in self.suspects.values() if s.verdict.veto in DEAD_BUT_NOT_OURS]
+        if self._ahead is not None or facts.job is None or not left:
+            return
+        alive = self._alive(left, facts)
+        self._ahead = self.rescue(facts.job, alive, left)
+        self._open(facts.job, left, alive, ahead=1)
+        try:
+            await self._ahead.reserve(facts.job, facts.nodes, 0)
+        except SlurmError as exc:
+            log.warning("job=%s restart=%d slurm=%s", self._track.raw_id, self.restart, exc)
+
+    def _open(self, job: Job, dead: list[str], alive: list[str], **more: int) -> None:
+        """Begin the journal's entry. ahead=1: nodes are held, and nothing else is done yet."""
+        self.note(
+            "open",
+            "before",
+            job=job.raw_id,
+            restart=self.restart,
+            user_id=job.user_id,
+            members=list(self._track.members(self.restart)),
+            dead=dead,
+            survivors=alive,
+            original=self._track.stored.original,
+            **more,
+        )
+
+    def _alive(self, dead: list[str], facts: Facts) -> list[str]:
+        """All other nodes of the job that Slurm does not hold for DOWN; the survey finds out which answer."""
+        members = self._track.members(self.restart)
+        return [h for h in members if h not in dead and h in facts.nodes and not facts.nodes[h].down]
+
+    def _soon(self, suspect: Suspect) -> bool:
+        """Whether a suspect that is not confirmed yet is worth waiting for: it is silent, or was just reported."""
+        if clock.monotonic() - suspect.since < COLLECT_S:
+            return True
+        confirm_s = self._home.settings.fence_confirm_s
+        if suspect.host in self._track.members(self.restart) and (not suspect.seen or not suspect.seen.rounds):
+            return True
+        return 0 < suspect.silent_s < confirm_s and clock.monotonic() - suspect.since < 2 * confirm_s + COLLECT_S
+
+    async def judge_taken_over(self, host: str) -> Verdict:
+        """What an earlier controller had begun to fence, judged anew under the same vetoes. Waits as long as a report
+        is watched. Raises `SlurmError`."""
+        suspect = self.suspects[host] = Suspect(host, Claim.TAKEN_OVER)
+        began, watch_s = clock.monotonic(), WATCH_S + self._home.settings.slurm_settle_s
+        try:
+            while clock.monotonic() - began < watch_s:
+                facts = await self._read()
+                self._start_probes(facts)
+                await self._look_around(facts)
+                verdict = self._judge(suspect, facts)
+                if verdict.act is Act.FENCE:
+                    verdict = self._judge(suspect, await self._sure(facts))
+                if verdict.act is not Act.WAIT:
+                    break
+                await asyncio.sleep(FRESH_S)
+        finally:
+            suspect.stop()
+            del self.suspects[host]
+        return suspect.verdict
+
+    async def _judge_survivor(self, host: str, seen: probe.Seen) -> bool:
+        """A survivor has fallen silent as well: the same judgement; whether it is dead, and DOWN, now."""
+        suspect = self.suspects.setdefault(host, Suspect(host, Claim.SURVIVOR))
+        suspect.seen = seen
+        try:
+            facts = await self._read()
+            await self._look_around(facts)
+            verdict = self._judge(suspect, facts)
+            if verdict.act is Act.FENCE:
+                facts, began = await self._sure(facts), clock.monotonic()
+                if host in facts.nodes:
+                    seen.add(await probe.look(self._target(facts.nodes[host])), began)
+                verdict = self._judge(suspect, facts)
+            if verdict.act is Act.FENCE:
+                self.say("confirmed", host, verdict.why)
+                await self.fence(host, suspect.node)
+            if verdict.act not in (Act.FENCE, Act.ADOPT):
+                return False
+        except SlurmError as exc:
+            log.warning("job=%s restart=%d host=%s slurm=%s", self._track.raw_id, self.restart, host, exc)
+            return False
+        del self.suspects[host]
+        return True
+
+    # ---- acting ----------------------------------------------------------------------------------------
+
+    async def _act(self, facts: Facts) -> None:
+        job, chosen = facts.job, {s.host: s.verdict for s in self.suspects.values()}
+        if job is None:
+            return
+        dead = [h for h, v in chosen.items() if v.act in (Act.FENCE, Act.ADOPT)]
+        rebooted = [h for h, v in chosen.items() if v.act is Act.REQUEUE]
+        for host in [*dead, *rebooted]:
+            self.say("confirmed", host, chosen[host].why)
+        alive = self._alive(dead, facts)
+        self._open(job, dead, alive)
+        helper = self.rescue(job, alive, dead)
+        if self._ahead is not None:
+            helper.held.name, helper.held.own = self._ahead.held.name, self._ahead.held.own
+        await self._reserve(helper, job, facts, len(dead))
+        try:
+            spared: list[str] = []
+            for host in dead:
+                verdict = chosen[host]
+                if verdict.act is Act.FENCE:
+                    verdict = await self._judge_again(self.suspects[host], facts)
+                # Nothing is awaited between this judgement and what it leads to.
+                if verdict.act is Act.FENCE:
+                    await self.fence(host, self.suspects[host].node)
+                elif verdict.act is Act.ADOPT:
+                    self.say("down", host, "by Slurm itself")
+                else:
+                    spared.append(host)
+            self._spare(spared, helper)
+            dead = helper.survivors.dead
+            if rebooted and not dead and job.state not in (PENDING,):
+                await self._send_back(job)
+        except Exception:
+            with suppress(SlurmError):
+                await helper.clean()
+            raise
+        if not dead and not rebooted:
+            await helper.clean()
+            self.note("close", "after", outcome="nobody dead")
+            self.say("closed", "", "no node is dead any more")
+            return
+        await self.finish(helper)
+
+    async def _reserve(self, helper: Rescue, job: Job, facts: Facts, dead: int) -> None:
+        """Hold nodes for the requeue. Raises `SlurmError`, where Slurm is silent after a while. Nobody is fenced on
+        these facts: each dead node is judged once more afterwards."""
+        began = clock.monotonic()
+        while True:
+            try:
+                await helper.reserve(job, facts.nodes, self.wanted(job, facts.nodes, dead))
+                return
+            except SlurmUnreachable as exc:
+                if clock.monotonic() - began > RESERVE_S:
+                    raise
+                log.warning("job=%s restart=%d slurm=%s", self._track.raw_id, self.restart, exc)
+            await asyncio.sleep(REFRESH_S)
+
+    async def _judge_again(self, suspect: Suspect, facts: Facts) -> Verdict:
+        """The same judgement right before a node is set DOWN: it may have come back while others were reserved, or
+        while another one was set DOWN. Raises `SlurmError`."""
+        began = clock.monotonic()
+        while True:
+            in_time = clock.monotonic() - began < AGAIN_S
+            try:
+                facts = await self._sure(facts)
+            except UnknownJob:
+                facts = replace(facts, job=None)
+            except SlurmError:
+                if not in_time:
+                    raise
+                await asyncio.sleep(REFRESH_S)
+                continue
+            verdict = self._judge(suspect, facts)
+            if verdict.veto is not Veto.REACH or not in_time:
+                return verdict
+            await asyncio.sleep(TICK_S)
+
+    def _spare(self, hosts: list[str], helper: Rescue) -> None:
+        """These were confirmed, and are not dead now: nodes of the job like others."""
+        for host in hosts:
+            suspect = self.suspects.pop(host)
+            suspect.stop()
+            helper.survivors.dead.remove(host)
+            helper.survivors.names.append(host)
+            if suspect.verdict.act is Act.WAIT:
+                self.say("dismissed", host, suspect.verdict.why)
+
+    def wanted(self, job: Job, nodes: dict[str, Node], dead: int) -> int:
+        """How many nodes to hold beside the survivors."""
+        return candidates_wanted(job, nodes, dead, self._home.settings.reserve_candidates)
+
+    async def _send_back(self, job: Job) -> None:
+        began = clock.monotonic()
+        self.note("requeue", "before", state=job.state)
+        try:
+            await self._home.slurm.requeue(job)
+        except SlurmUnreachable:
+            raise
+        except SlurmError as exc:
+            # Slurm may have been faster: its registration told it that the batch host has booted. The job is followed
+            # just so, and what is held for it stays.
+            self.note("requeue", "failed", error=str(exc))
+            self.say("refused", "", str(exc))
+            return
+        self.note("requeue", "after")
+        self.say("sent_back", "", f"scontrol requeue [{(clock.monotonic() - began) * 1000:.0f} ms]")
+
+    def rescue(self, job: Job, survivors: list[str], dead: list[str]) -> Rescue:
+        """The helper that steers this job's requeue."""
+        home, track = self._home, self._track
+
+        def completing(seconds: float) -> None:
+            home.longest_epilog_s = max(home.longest_epilog_s, seconds)
+
+        self.survivors = Survivors(
+            names=survivors,
+            dead=dead,
+            say=self.say,
+            target=self._target,
+            vouched=home.registry.vouched,
+            confirm_s=home.settings.fence_confirm_s,
+            fence=self._judge_survivor,
+        )
+        held = Held(
+            slurm=home.slurm,
+            raw_id=track.raw_id,
+            user_id=job.user_id,
+            say=self.say,
+            note=self.note,
+            minutes=home.reservation_minutes(),
+            protected=lambda: home.protected_of_others(job.user_id),
+            survivors_of=home.survivors_of,
+            reserving=home.reserving,
+        )
+        return Rescue(
+            slurm=home.slurm,
+            raw_id=track.raw_id,
+            restart=self.restart,
+            survivors=self.survivors,
+            held=held,
+            original=list(track.stored.original),
+            say=self.say,
+            note=self.note,
+            may_requeue=True,
+            own_request=track.stored.reservation,
+            pinned=track.remember_pin,
+            completing=completing,
+            # When the recovery is over its nodes must count as a running job's: others look for candidates then.
+            seen=track.learn,
+            length_s=_length_s(job),
+        )
+
+    async def finish(self, helper: Rescue) -> None:
+        """Steer to the end and close the journal's entry."""
+        outcome = await helper.follow()
+        self.note("close", "after", outcome=outcome)
+        log.info("job=%s restart=%d outcome=%s", self._track.raw_id, self.restart, outcome)
+        if outcome != "running":
+            self.say("closed", "", outcome)
+
+    async def fence(self, host: str, node: Node | None) -> None:
+        """Set a node DOWN and drained. One that somebody else has drained keeps his reason: with ours the drain would
+        be taken for ours, and be undone with it. node: as Slurm has it."""
+        began = clock.monotonic()
+        theirs = give_back.drained_for(node) if node is not None else ""
+        reason = theirs or f"{REASON}, job {self._track.raw_id} restart {self.restart}"
+        self.note("down", "before", node=host, user_id=self._track.user_id)
+        if host in self.suspects:
+            self.suspects[host].down = True  # counted as fenced from here on
+        await self._home.slurm.node_down(host, reason)
+        self.note("down", "after", node=host)
+        self.say("down", host, f"[{(clock.monotonic() - began) * 1000:.0f} ms]")
+
+
+def _length_s(job: Job) -> float:
+    """For how long the job will run, as far as its record says: without end, or (waiting) not known, hence 0."""
+    if job.end_time and job.start_time:
+        return max(0.0, job.end_time - job.start_time)
+    return math.inf if job.state == RUNNING else 0.0

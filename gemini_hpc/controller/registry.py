@@ -1,0 +1,333 @@
+"""Which agents are connected, and what Slurm has said about their jobs. Kept on disk, so that a restarted controller
+still knows on which nodes each incarnation ran (Slurm forgets them at the requeue).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+
+from gemini_hpc import clock
+from gemini_hpc.controller.reservation import HOLD_S, PREFIX
+from gemini_hpc.controller.witnesses import Witnesses
+from gemini_hpc.query.freed import freed
+from gemini_hpc.slurm import SlurmError
+from gemini_hpc.slurm.api import SlurmApi
+from gemini_hpc.slurm.facts import COMPLETING, CONFIGURING, PENDING, RUNNING, Job
+from gemini_hpc.wire.inspect_schema import EventRecord, InspectAsk
+from gemini_hpc.wire.link import Link
+
+log = logging.getLogger("gemini_hpc.controller")
+
+_KEPT_INCARNATIONS = 4
+FRESH_S = 1.0
+
+
+@dataclass
+class Agent:
+    """One connected agent. `restart`: the incarnation that it said it serves. `verified`: its packets come from the
+    address that Slurm has for its host; all else is its owner's word."""
+
+    link: Link
+    host: str
+    job: int
+    restart: int
+    replicas: int
+    port: int
+    instance: str
+    state: str
+    verified: bool = False
+    told_end: float = 0.0  # of its job, as it has been told (Unix time)
+    told_release_s: float = -math.inf  # when the log has last said that it is to let go (monotonic)
+    told_waits: bool = False  # that its job is pending
+    since: float = field(default_factory=clock.time)
+
+    @property
+    def connected(self) -> bool:
+        """Whether its link is open, as far as this end knows."""
+        return not self.link.closed
+
+
+class Stored(msgspec.Struct):
+    """What is kept of a job on disk.
+
+    `original`, `reservation`: the user's own ReqNodeList and reservation, before any pin of ours; `pinned`: whether
+    the job's record has a pin of ours. `slurmds`: when slurmd had been started on the nodes of incarnation
+    `slurmds_of`, to tell a rebooted node by. `shrunk`: nodes that an incarnation
+    was made to leave while it ran. `addresses`: of the nodes of all incarnations, as Slurm has them.
+    """
+
+    raw_id: int
+    user_id: int
+    allocations: dict[int, list[str]] = {}
+    original: list[str] = []
+    reservation: str = ""
+    pinned: bool = False
+    first_seen: bool = False  # `original` was read from the first incarnation, which no pin can be in
+    slurmds: dict[str, float] = {}
+    addresses: dict[str, str] = {}
+    slurmds_of: int = -1
+    shrunk: dict[int, list[str]] = {}
+    ended_at: float = 0.0
+    ended_state: str = ""
+    ended_told: bool = False  # in the job's log
+
+
+class Track:
+    """One job."""
+
+    def __init__(self, stored: Stored, path: str) -> None:
+        self.stored = stored
+        self._path = path
+        self.job: Job | None = None
+        self.agents: dict[str, Agent] = {}
+        self.witnesses = Witnesses()
+        self.running_since: tuple[int, float] | None = None
+        self.noticed = -1  # the last incarnation that has been looked at for this
+        self.looked = -1
+        self._freed: tuple[int, str] | None = None  # an incarnation, and what is told of its copies
+        self._stood_at: float | None = None  # when it was last seen not to run (monotonic)
+        self._waits_since: float | None = None  # when it was first seen PENDING this time (monotonic)
+        self._asked_of_wait: float | None = None
+        self._unsaved = False  # the disk has an older state than this; told when that began
+        self._forgotten = False  # who still has this entry does not bring it back
+
+    @property
+    def raw_id(self) -> int:
+        """Slurm's raw job id."""
+        return self.stored.raw_id
+
+    @property
+    def user_id(self) -> int:
+        """Its owner, from Slurm."""
+        return self.stored.user_id
+
+    @property
+    def running_s(self) -> float | None:
+        """For how long it has been seen to run without a pause; None where none was ever seen."""
+        return None if self._stood_at is None else clock.monotonic() - self._stood_at
+
+    def freed(self, restart: int, read: Callable[[], Iterable[EventRecord]]) -> str:
+        """What was freed of an incarnation; `read` is asked for the events once."""
+        if self._freed is None or self._freed[0] != restart:
+            self._freed = (restart, freed(read(), restart))
+        return self._freed[1]
+
+    def members(self, restart: int) -> tuple[str, ...]:
+        """The nodes of an incarnation, as Slurm had them; empty if they were never seen."""
+        return tuple(self.stored.allocations.get(restart, ()))
+
+    def give_up(self, restart: int, hosts: Iterable[str]) -> None:
+        """These healthy nodes were taken from a running incarnation: what becomes of them is no failure of it."""
+        gone = set(hosts)
+        self.stored.allocations[restart] = [h for h in self.members(restart) if h not in gone]
+        self.stored.shrunk = {restart: sorted(gone | set(self.stored.shrunk.get(restart, ())))}
+        self.save()
+
+    def note(self) -> str:
+        """What the job's owner should know of its nodes; "" where there is nothing."""
+        job, notes = self.job, []
+        if job is None or job.state != RUNNING:
+            return ""
+        if left := self.stored.shrunk.get(job.restarts):
+            now = ",".join(job.nodes[:16])
+            notes.append(f"the job was made smaller while it ran: without {','.join(left[:16])}, now on {now}")
+        if missing := sorted(set(self.stored.original) - set(job.nodes)):
+            notes.append(f"submitted for {','.join(self.stored.original[:16])}, not on {','.join(missing[:16])} now")
+        return "; ".join(notes)
+
+    def hosts(self) -> set[str]:
+        """The nodes of all incarnations that are remembered."""
+        return {host for nodes in self.stored.allocations.values() for host in nodes}
+
+    def holders(self, restart: int) -> dict[str, int]:
+        """Where an agent that is on no node of this incarnation may hold something; ports, 0 where not connected: to
+        a controller that is new such an agent comes only after a while."""
+        ports = {a.host: a.port for a in self.agents.values() if a.connected}
+        ports |= dict.fromkeys(sorted(self.hosts() - ports.keys()), 0)
+        own = set(self.members(restart))
+        return {host: port for host, port in ports.items() if host not in own}
+
+    def learn(self, job: Job) -> None:
+        """Take over what Slurm says now."""
+        self.job = job
+        changed = False
+        if job.state in (RUNNING, CONFIGURING) and job.nodes:
+            known = self.stored.allocations.get(job.restarts, [])
+            # A job that Slurm lets run on without a lost node (--no-kill) still has to come back with another one.
+            if tuple(known) != job.nodes and not set(job.nodes) < set(known):
+                if job.restarts == 0:
+                    self.stored.original, self.stored.first_seen = list(job.req_nodes), True
+                if not job.reservation.startswith(PREFIX):
+                    self.stored.reservation = job.reservation
+                self.stored.allocations[job.restarts] = list(job.nodes)
+                for old in sorted(self.stored.allocations)[:-_KEPT_INCARNATIONS]:
+                    del self.stored.allocations[old]
+                changed = True
+            if job.state == RUNNING and (self.running_since is None or self.running_since[0] != job.restarts):
+                self.running_since = (job.restarts, clock.monotonic())
+        changed = self._ended(job.state, job.over) or changed
+        self._waits(job.state)
+        if self._held_long_ago():
+            self._asked_of_wait = self._waits_since
+            if not self.stored.pinned and self._has_pin(job):
+                self.stored.pinned = changed = True
+        if changed or self._unsaved:
+            self.save()
+
+    async def remember_nodes(self, slurm: SlurmApi) -> None:
+        """Once per incarnation: when slurmd was started on each of its nodes."""
+        job = self.job
+        if job is None or self.stored.slurmds_of == job.restarts or not self.members(job.restarts):
+            return
+        self.stored.slurmds_of, self.stored.slurmds = job.restarts, {}
+        try:
+            nodes = await slurm.nodes(self.members(job.restarts))
+        except SlurmError:
+            self.stored.slurmds_of = -1
+            return
+        self.stored.slurmds = {n.name: n.slurmd_start for n in nodes.values()}
+        kept = self.hosts()
+        addresses = self.stored.addresses | {n.name: n.address for n in nodes.values()}
+        self.stored.addresses = {host: address for host, address in addresses.items() if host in kept}
+        self.save()
+
+    def slurmd_before(self, restart: int, host: str) -> float:
+        """When slurmd had been started there; 0.0 if that was not seen."""
+        return self.stored.slurmds.get(host, 0.0) if self.stored.slurmds_of == restart else 0.0
+
+    def remember_pin(self, pinned: bool) -> None:
+        """Keep in mind that the job's record has, or no longer has, a pin of ours.
+
+        Raises OSError where that is a new pin and cannot be kept: the caller must not set it then."""
+        if self.stored.pinned == pinned:
+            return
+        self.stored.pinned = pinned
+        try:
+            self._write()
+        except OSError:
+            self._unsaved = True
+            if pinned:
+                self.stored.pinned = False
+                raise
+
+    def _waits(self, state: str) -> None:
+        if state != PENDING:
+            self._waits_since = None
+        elif self._waits_since is None:
+            self._waits_since = clock.monotonic()
+
+    def _held_long_ago(self) -> bool:
+        """Whether it waits, and no survivor's epilog can still be at work for it."""
+        return self._waits_since is not None and clock.monotonic() - self._waits_since > HOLD_S
+
+    def should_ask(self) -> bool:
+        """Once for each wait: whether to look for what an epilog's hold, which had no controller, may have left."""
+        return self._held_long_ago() and not self.stored.pinned and self._asked_of_wait != self._waits_since
+
+    def _has_pin(self, job: Job) -> bool:
+        """Whether the record of a job that waits has a reservation of ours, or a pin to nodes that it has had."""
+        if job.reservation.startswith(f"{PREFIX}{job.raw_id}_"):
+            return True
+        nodes, known = set(job.req_nodes), self.stored.first_seen or 0 in self.stored.allocations
+        if not known or not nodes or nodes == set(self.stored.original):
+            return False
+        return any(nodes <= set(had) for restart, had in self.stored.allocations.items() if restart < job.restarts)
+
+    def see(self, state: str, over: bool) -> None:
+        """Take over a state from the watcher's table."""
+        if state != RUNNING:
+            self._stood_at = clock.monotonic()
+        self._waits(state)
+        if self._ended(state, over) or self._unsaved:
+            self.save()
+
+    def _ended(self, state: str, over: bool) -> bool:
+        if over and not self.stored.ended_at:
+            self.stored.ended_at, self.stored.ended_state = clock.time(), state
+            return True
+        if not over and self.stored.ended_at and state != COMPLETING:
+            self.stored.ended_at, self.stored.ended_state = 0.0, ""
+            return True
+        return False
+
+    def save(self) -> None:
+        """Write it to disk; where that fails (it is full), with the next thing that is learnt of the job."""
+        try:
+            self._write()
+        except OSError as exc:
+            if not self._unsaved:
+                log.error("job=%d event=job-not-kept detail=%s", self.raw_id, exc)
+            self._unsaved = True
+
+    def _write(self) -> None:
+        if self._forgotten:
+            return
+        with open(self._path + ".new", "wb") as f:
+            f.write(msgspec.json.encode(self.stored))
+        os.replace(self._path + ".new", self._path)
+        self._unsaved = False
+
+    def forget(self) -> None:
+        """Remove it from disk, for good."""
+        self._forgotten = True
+        with suppress(FileNotFoundError):
+            os.unlink(self._path)
+
+
+class Registry:
+    """All jobs that have, or had, agents."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        self.jobs: dict[int, Track] = {}
+        decoder = msgspec.json.Decoder(Stored, strict=False)
+        for name in os.listdir(directory):
+            if name.endswith(".job"):
+                with suppress(msgspec.MsgspecError, OSError), open(os.path.join(directory, name), "rb") as f:
+                    stored = decoder.decode(f.read())
+                    self.jobs[stored.raw_id] = Track(stored, self._path(stored.raw_id))
+
+    def _path(self, raw_id: int) -> str:
+        return os.path.join(self._directory, f"{int(raw_id)}.job")
+
+    def track(self, job: Job) -> Track:
+        """The job's entry, made or brought up to date."""
+        track = self.jobs.get(job.raw_id)
+        if track is None or track.user_id != job.user_id:
+            track = self.jobs[job.raw_id] = Track(Stored(job.raw_id, job.user_id), self._path(job.raw_id))
+        track.learn(job)
+        return track
+
+    def drop(self, raw_id: int) -> None:
+        """Forget a job that is over."""
+        track = self.jobs.pop(raw_id, None)
+        if track is not None:
+            track.forget()
+
+    def vouched(self, host: str) -> bool:
+        """Whether some agent there has spoken within the last second; if not, it is asked to.
+
+        Saves slurmd from bare connections: each one leaves two error lines in its log. Only agents that call from
+        that very node count: anybody could say from elsewhere that a node lives.
+        """
+        agents = [t.agents[host] for t in self.jobs.values() if host in t.agents]
+        here = [a for a in agents if a.connected and a.verified]
+        if any(clock.monotonic() - a.link.last_heard < FRESH_S for a in here):
+            return True
+        for agent in here:
+            agent.link.send(InspectAsk())
+        return False
+
+    def linked(self, raw_id: int, host: str) -> Agent | None:
+        """The connected agent of a job on a host."""
+        track = self.jobs.get(raw_id)
+        agent = track.agents.get(host) if track else None
+        return agent if agent is not None and agent.connected else None

@@ -1,0 +1,307 @@
+"""Steering one requeue of one job onto its survivors: reserve, pin, start, let go.
+
+The order matters. The reservation exists before the job leaves COMPLETING (`reservation`). The pin is set while
+COMPLETING (Slurm keeps it) and again once PENDING if it was too late for that; StartTime only once PENDING (Slurm
+overwrites an earlier one). Used by the controller and, where there is none, by one survivor's epilog.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gemini_hpc import clock
+from gemini_hpc.controller import tasks
+from gemini_hpc.controller.requeue_rules import held
+from gemini_hpc.controller.reservation import Held, Note, Say, ms
+from gemini_hpc.controller.survivors import Survivors
+from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
+from gemini_hpc.slurm.api import SlurmApi
+from gemini_hpc.slurm.facts import (
+    COMPLETING,
+    CONFIGURING,
+    FAILED,
+    NODE_FAIL,
+    PENDING,
+    RUNNING,
+    Job,
+    Node,
+)
+
+PINNED_S = 60.0  # pinned to all survivors, reserved
+REACHABLE_S = 60.0  # then pinned to those that answer, reserved; then the original request, nothing held
+HELD_GRACE_S = 3.0
+REQUEUE_WAIT_S = 60.0
+FAST_POLL_S, SLOW_POLL_S, PATIENT_POLL_S = 0.03, 0.2, 0.5
+SURVEY_S = 0.5
+ASK_S = 2.0  # what Slurm would allocate is asked so often
+NUDGE_AFTER_S = 0.5
+
+
+@dataclass
+class Rescue:
+    """One requeue. `say(event, host, detail)` goes to the event log, `note(step, phase, **data)` to the journal."""
+
+    slurm: SlurmApi
+    raw_id: int
+    restart: int
+    survivors: Survivors
+    held: Held
+    original: list[str]
+    say: Say
+    note: Note
+    may_requeue: bool = False
+    own_request: str = ""  # the reservation that the user asked for
+    pinned: Callable[[bool], None] = lambda pinned: None
+    completing: Callable[[float], None] = lambda seconds: None
+    seen: Callable[[Job], None] = lambda job: None  # the job as Slurm has it, each time it is read
+    length_s: float = math.inf  # of the job, for reservations that begin meanwhile
+    _said: set[str] = field(default_factory=set)
+    _pinned: tuple[str, ...] | None = None
+    _started: bool = False
+    _pending_since: float | None = None
+    _asked_at: float = -math.inf
+    _nodes: dict[str, Node] = field(default_factory=dict)
+    _requeued: bool = False
+    _at_restart: int = 0
+    _nudge_at: float = 0.0
+    _completing_since: float | None = None
+
+    def _once(self, event: str, host: str = "", detail: str = "") -> None:
+        if event not in self._said:
+            self._said.add(event)
+            self.say(event, host, detail)
+
+    async def reserve(self, job: Job, nodes: Mapping[str, Node], wanted: int, *, alone: bool = True) -> None:
+        """Hold survivors and at most `wanted` candidates, one more for each survivor that cannot be pinned. Called
+        again: hold more than before."""
+        self._nodes = dict(nodes)
+        await self._bar(job)
+        await self.survivors.look(nodes)
+        out = self.survivors.left_out(patient=True)
+        self.held.wanted = wanted + len(out)
+        keep = [n for n in self.survivors.names if n not in out]
+        missing = len(self.survivors.dead) + len(out)
+        without = {*self.survivors.dead, *out}
+        if self.held.name:
+            await self.held.widen(job, nodes, keep, without, missing)
+        else:
+            await self.held.reserve(job, nodes, keep, without, missing, alone=alone)
+
+    async def _bar(self, job: Job) -> None:
+        """What Slurm would not allocate to this job."""
+        partitions, reservations = await asyncio.gather(self.slurm.partitions(), self.slurm.reservations())
+        own = {self.held.name, self.own_request, job.reservation}
+        survivors = set(self.survivors.names)
+        others = [
+            r
+            for r in reservations
+            # What another recovery of ours holds of our survivors is taken back, not left to it.
+            if r.name not in own and not self.held.is_mine(r.name) and not self._ours_to_take(r.name, survivors)
+        ]
+        self.survivors.bar(job, self._nodes, partitions, others, self.length_s)
+        self._asked_at = clock.monotonic()
+
+    def _ours_to_take(self, name: str, survivors: set[str]) -> bool:
+        theirs = self.held.survivors_of(name)
+        return theirs is not None and not survivors & set(theirs)
+
+    async def clean(self) -> None:
+        """Let go of what is held."""
+        await self.held.clean()
+
+    # ---- following the job -----------------------------------------------------------------------------
+
+    async def follow(self, limit_s: float = 600.0, *, leave_held: bool = False) -> str:
+        """Steer until the job runs again, has ended, or is given up; returns which. Nothing is held then.
+
+        leave_held: when the time is over, the job waits on in the reservation, which ends by itself. The pin goes: a
+        survivor that is drained later would keep the job from starting, and nobody would take it off.
+        """
+        survey = tasks.start("survey", self._survey, lambda why: self.say("task_died", "", why))
+        began, stopped = clock.monotonic(), False
+        try:
+            outcome = ""
+            while not outcome and clock.monotonic() - began < limit_s:
+                try:
+                    outcome = await self._step(began)
+                except SlurmUnreachable:
+                    await asyncio.sleep(0.5)
+                except SlurmError as exc:
+                    # A race (the job has moved on) or a refusal: read again, at a slower pace.
+                    self._once("refused", "", str(exc))
+                    await asyncio.sleep(SLOW_POLL_S)
+                if not outcome:
+                    await asyncio.sleep(_pace(clock.monotonic() - began))
+            if not outcome and leave_held:
+                reservation, self.held.name = self.held.name or self.own_request, ""
+                await self._unpin("given up", reservation)
+            elif not outcome:
+                await self._unpin("given up")
+            return outcome or "given up"
+        except asyncio.CancelledError:
+            stopped = True  # the controller steps down: what is held is for the one that goes on from its journal
+            raise
+        finally:
+            survey.cancel()
+            if not stopped:
+                await self.clean()
+
+    async def _step(self, began: float) -> str:
+        try:
+            job = await self.slurm.job(self.raw_id)
+        except UnknownJob:
+            return "gone"
+        self.seen(job)
+        again = job.restarts > self.restart
+        if job.restarts > self._at_restart:
+            # Requeued once more on the way (a failed launch): Slurm has reset the start time.
+            self._at_restart, self._pinned, self._started, self._pending_since = job.restarts, None, False, None
+        if again and job.state == COMPLETING:
+            self._completing_since = self._completing_since or clock.monotonic()
+        elif self._completing_since is not None:
+            self.completing(clock.monotonic() - self._completing_since)
+            self._completing_since = None
+        if again and job.state in (RUNNING, CONFIGURING):
+            return await self._runs(job)
+        if job.over:
+            return await self._ended(job)
+        if not again and given_up(job, self.survivors.dead):
+            return await self._send_back(job, "--no-kill: Slurm lets the job run on without its lost node")
+        if not again:
+            # Not requeued yet: Slurm acts on DOWN at once; a long wait means that it will not.
+            return "not requeued" if clock.monotonic() - began > REQUEUE_WAIT_S else ""
+        if job.state == COMPLETING:
+            self._once("completing")
+            await self._pin(job)
+        elif job.state == PENDING:
+            return await self._pending(job)
+        return ""
+
+    async def _runs(self, job: Job) -> str:
+        if job.state == CONFIGURING:
+            # The survey goes on: a node that died on the way up hangs the prolog until it is DOWN.
+            self._once("configuring", "", ",".join(job.nodes))
+            return ""
+        self._once("running", "", f"restart {job.restarts} on {','.join(job.nodes)}")
+        return "running"
+
+    async def _ended(self, job: Job) -> str:
+        may = self.may_requeue and not self._requeued and job.restarts == self.restart
+        if not may or job.state not in (FAILED, NODE_FAIL):
+            return job.state
+        return await self._send_back(
+            job, f"the script had ended {job.state} ({job.exit_code}) after the node's death"
+        )
+
+    async def _send_back(self, job: Job, why: str) -> str:
+        if self._requeued or not self.may_requeue:
+            return ""
+        self._requeued = True
+        self.note("requeue", "before", state=job.state)
+        await self.slurm.requeue(job)
+        self.note("requeue", "after")
+        self.say("sent_back", "", why)
+        return ""
+
+    async def _pending(self, job: Job) -> str:
+        now = clock.monotonic()
+        if self._pending_since is None:
+            self._pending_since = now
+            self._once("requeued", "", f"PENDING {job.reason}".strip())
+        waited = now - self._pending_since
+        if held(job.reason) and waited > HELD_GRACE_S:
+            self.say("let_go", "", f"pending for {job.reason}: no node can help")
+            await self._unpin(f"pending for {job.reason}")
+            return "held"
+        if waited > PINNED_S + REACHABLE_S or not (self.survivors.names or self.held.name):
+            await self._unpin(f"no start after {waited:.0f} s")
+            return "unpinned"
+        if not await self._pin(job):
+            return ""
+        if not self._started:
+            self.note("start", "before")
+            began = clock.monotonic()
+            await self.slurm.set_start_time(job, "now+2")
+            self._started = True
+            self._nudge_at = clock.time() + NUDGE_AFTER_S
+            self._once("start_set", "", ms(began))
+        elif job.start_time <= clock.time() and self._nudge_at <= clock.time():
+            # Slurm looks at start times only every sched_interval (60 s by default); an update makes it look now.
+            self._nudge_at = clock.time() + NUDGE_AFTER_S
+            await self.slurm.nudge(job)
+        return ""
+
+    async def _unpin(self, why: str, reservation: str | None = None) -> None:
+        """The original request again, if the job waits and its record has another; in this reservation, if given."""
+        job = await self.slurm.job(self.raw_id)
+        wanted = self.own_request if reservation is None else reservation
+        states = (PENDING,) if reservation is None else (PENDING, COMPLETING)
+        if job.state not in states or not job.actable:
+            return
+        if set(job.req_nodes) == set(self.original) and job.reservation == wanted:
+            return
+        self.note("pin", "before", nodes=self.original)
+        await self.slurm.pin(job, self.original, wanted)
+        self.pinned(False)
+        self._pinned = None
+        self.say("unpinned", "", f"{why}: the original request is back")
+
+    def _waited(self) -> float:
+        return 0.0 if self._pending_since is None else clock.monotonic() - self._pending_since
+
+    async def _pin(self, job: Job) -> bool:
+        """Pin to the survivors that can be; False while nothing is known of them yet."""
+        if not self.survivors.surveyed:
+            return False
+        nodes = self.survivors.pinnable(patient=self._waited() < PINNED_S)
+        if self._pinned == nodes or not (nodes or self.held.name):
+            return True
+        self.note("pin", "before", nodes=list(nodes))
+        self.pinned(True)
+        began = clock.monotonic()
+        await self.slurm.pin(job, nodes, self.held.name)
+        again, self._pinned = self._pinned is not None, nodes
+        self.note("pin", "after")
+        self.say("repinned" if again else "pinned", "", f"{','.join(nodes) or 'no survivor'} {ms(began)}")
+        return True
+
+    async def _survey(self) -> None:
+        """Look at the survivors all the time: a pin on a dead one makes the job hang, on a drained one wait."""
+        while True:
+            began = clock.monotonic()
+            try:
+                await self._look()
+            except SlurmUnreachable:
+                pass
+            except SlurmError as exc:
+                self._once("refused", "", str(exc))
+            await asyncio.sleep(max(SURVEY_S, len(self.survivors.names) / 500 - (clock.monotonic() - began)))
+
+    async def _look(self) -> None:
+        ask = clock.monotonic() - self._asked_at >= ASK_S or not self._nodes
+        if ask:
+            self._nodes = await self.slurm.nodes()
+            job = await self.slurm.job(self.raw_id)
+            await self._bar(job)
+        await self.survivors.look(self._nodes)
+        if self._pending_since is None:
+            return
+        await self.held.evict()
+        if ask and job.state == PENDING:
+            out = self.survivors.left_out(patient=self._waited() < PINNED_S)
+            keep = [n for n in self.survivors.names if n not in out]
+            missing = len(self.survivors.dead) + len(out)
+            await self.held.widen(job, self._nodes, keep, {*self.survivors.dead, *out}, missing)
+
+
+def _pace(followed_s: float) -> float:
+    """How long to wait before Slurm is asked of the job again: what takes long may take half a second more."""
+    return FAST_POLL_S if followed_s < 15 else SLOW_POLL_S if followed_s < PINNED_S else PATIENT_POLL_S
+
+
+def given_up(job: Job, dead: Sequence[str]) -> bool:
+    """Whether Slurm has taken its dead nodes out of a job that it lets run on (--no-kill), and will not requeue."""
+    return job.state == RUNNING and bool(job.nodes) and bool(dead) and not set(dead) & set(job.nodes)

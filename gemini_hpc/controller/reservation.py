@@ -1,0 +1,266 @@
+"""The reservation that one recovery holds: survivors and some nodes that could replace the dead.
+
+It exists before the job leaves COMPLETING, or the next job of a busy cluster takes the survivors within 0.3 s, and it
+is dropped as soon as the job runs. No node of another owner's protected job is ever in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gemini_hpc import clock
+from gemini_hpc.controller.requeue_rules import candidates
+from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
+from gemini_hpc.slurm.api import SlurmApi
+from gemini_hpc.slurm.facts import RUNNING, Job, Node, Reservation
+
+PREFIX = "gemini_"  # of the names of our reservations
+RESERVED_MINUTES = 10
+HOLD_S = 60  # a survivor's epilog steers a job for so long at most
+Say = Callable[[str, str, str], None]
+Note = Callable[..., None]
+
+
+def _nobody(name: str) -> None:
+    return None
+
+
+def _nothing() -> frozenset[str]:
+    return frozenset()
+
+
+@dataclass
+class Held:
+    """What is reserved for one requeue. `say(event, host, detail)` goes to the event log, `note(step, phase, **data)`
+    to the journal.
+
+    `protected`: nodes of other owners' protected jobs, now. `survivors_of`: the survivors for which another
+    reservation of ours is there; None where nobody here knows. `reserving`: only one recovery at a time chooses.
+    """
+
+    slurm: SlurmApi
+    raw_id: int
+    user_id: int
+    say: Say
+    note: Note
+    minutes: int = RESERVED_MINUTES
+    protected: Callable[[], Collection[str]] = _nothing
+    survivors_of: Callable[[str], Collection[str] | None] = _nobody
+    reserving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    name: str = ""
+    own: bool = False  # the job's own, which is neither changed nor dropped
+    wanted: int = 0
+    _said: set[str] = field(default_factory=set)
+    _doubtful: str = ""  # one that may be there: Slurm has not answered
+
+    async def reserve(
+        self,
+        job: Job,
+        nodes: Mapping[str, Node],
+        keep: Sequence[str],
+        without: Collection[str],
+        missing: int,
+        *,
+        alone: bool = True,
+    ) -> None:
+        """Hold the survivors in `keep` and at most `wanted` candidates beside, none of `without`. Where that is
+        refused, nothing is held, and it is said.
+
+        missing: how many nodes the job needs beside. alone: whatever else is reserved for this job is left over and
+        goes first (False in an epilog, where another survivor may be at the same work).
+        """
+        if job.reservation and not job.reservation.startswith(PREFIX):
+            self.name, self.own = job.reservation, True
+            self.say("reserved", "", f"the job's own reservation {job.reservation} is kept")
+            return
+        async with self.reserving:
+            others = await self.slurm.reservations()
+            if alone:
+                for left in [r.name for r in others if self.is_mine(r.name)]:
+                    await self.drop(left)
+                others = [r for r in others if not self.is_mine(r.name)]
+            await self._take_back(keep, others)
+            others = [r for r in await self.slurm.reservations() if not (alone and self.is_mine(r.name))]
+            taken = {n for r in others for n in r.nodes}
+            held_now = [n for n in keep if n not in taken]
+            spare = await self._candidates(job, nodes, {*keep, *without, *taken}, missing, self.wanted)
+            await self._create(held_now, spare)
+
+    async def _create(self, held_now: list[str], spare: list[str]) -> None:
+        name = f"{PREFIX}{self.raw_id}_{secrets.token_hex(6)}"
+        for chosen in ([*held_now, *spare], held_now):
+            if not chosen:
+                continue
+            self.note("reserve", "before", name=name, nodes=chosen)
+            began = clock.monotonic()
+            try:
+                await self.slurm.create_reservation(name, chosen, self.user_id, self.minutes)
+            except SlurmUnreachable:
+                self._doubtful = name
+                raise
+            except SlurmError as exc:
+                self.note("reserve", "failed", name=name, error=str(exc))
+                self.say("reserve_refused", "", f"{','.join(chosen)}: {exc}")
+                continue
+            self.name = name
+            self.note("reserve", "after", name=name)
+            self.say("reserved", "", f"{','.join(chosen)} as {name} {ms(began)}")
+            return
+
+    async def _candidates(
+        self, job: Job, nodes: Mapping[str, Node], without: Collection[str], missing: int, most: int
+    ) -> list[str]:
+        """Up nodes that could replace what is missing: idle ones, and where those are too few the next to be free."""
+        unwanted = await self.slurm.excluded(self.raw_id)
+        able = candidates(job, nodes, [*without, *unwanted], self.protected())
+        idle = [n.name for n in able if n.idle]
+        busy = [n.name for n in able if not n.idle]
+        if len(idle) >= missing:
+            return idle[:most]
+        return (idle + (await self.slurm.free_soonest(busy) if busy else []))[:most]
+
+    async def _take_back(self, keep: Iterable[str], others: Iterable[Reservation]) -> None:
+        """Take survivors of this job out of other recoveries' reservations: there they are mere candidates."""
+        for other in others:
+            theirs = self.survivors_of(other.name) if other.name.startswith(PREFIX) else None
+            if theirs is None or not (mine := set(keep) & set(other.nodes) - set(theirs)):
+                continue
+            rest = [n for n in other.nodes if n not in mine]
+            if not rest:
+                continue
+            self.note("take", "before", name=other.name, nodes=sorted(mine))
+            try:
+                await self.slurm.change_reservation(other.name, rest)
+            except SlurmUnreachable:
+                raise
+            except SlurmError as exc:
+                self.say("reserve_refused", "", f"{','.join(sorted(mine))} stay in {other.name}: {exc}")
+                continue
+            self.note("take", "after", name=other.name)
+            self.say("taken_back", "", f"{','.join(sorted(mine))} out of {other.name}: survivors of this job")
+
+    async def widen(
+        self, job: Job, nodes: Mapping[str, Node], keep: Sequence[str], without: Collection[str], missing: int
+    ) -> None:
+        """Where what is held beside the survivors does not do: hold what has become free, or will, meanwhile."""
+        if not self.name or self.own or not missing:
+            return
+        async with self.reserving:
+            reservations = await self.slurm.reservations()
+            mine = next((r for r in reservations if r.name == self.name), None)
+            if mine is None:
+                return
+            spare = [n for n in mine.nodes if n not in keep and n not in without and n in nodes and nodes[n].up]
+            idle = sum(nodes[n].idle or "RESERVED" in nodes[n].flags for n in spare)
+            taken = {n for r in reservations for n in r.nodes}
+            back = [n for n in keep if n not in taken]
+            more: list[str] = []
+            if idle < missing:
+                most = max(self.wanted - len(spare), missing - idle)
+                found = await self._candidates(job, nodes, {*keep, *without, *taken}, missing - idle, most)
+                full = len(spare) >= self.wanted
+                more = [n for n in found if nodes[n].idle or not full]
+            if not more and not back:
+                return
+            chosen = [*(n for n in mine.nodes if n not in without), *back, *more]
+            self.note("reserve", "before", name=self.name, nodes=chosen)
+            try:
+                await self.slurm.change_reservation(self.name, chosen)
+            except SlurmUnreachable:
+                raise
+            except SlurmError as exc:
+                self.once("widen_refused", "", f"{','.join(chosen)}: {exc}")
+                return
+            self.note("reserve", "after", name=self.name)
+            self.say("widened", "", f"{','.join([*back, *more])} beside")
+
+    def is_mine(self, name: str) -> bool:
+        """Whether a reservation is, or was, for this job."""
+        return name.startswith(f"{PREFIX}{self.raw_id}_")
+
+    async def drop(self, name: str) -> None:
+        """Detach this job from a reservation of ours and delete it."""
+        try:
+            job = await self.slurm.job(self.raw_id)
+            if job.reservation == name:
+                self.note("detach", "before", name=name)
+                await self.slurm.detach_reservation(job)
+        except SlurmUnreachable:
+            raise
+        except SlurmError as exc:
+            self.note("detach", "failed", error=str(exc))
+        self.note("delete", "before", name=name)
+        for pause_s in (0.05, 0.1, 0.2, 0.5, 1.0, 0.0):
+            if await self.slurm.delete_reservation(name):
+                self.note("delete", "after", name=name)
+                return
+            await self._evict(name)
+            await asyncio.sleep(pause_s)
+        self.say("reservation_left", "", f"{name} is still referenced; it ends by itself")
+
+    async def evict(self) -> None:
+        """Detach what else of the same owner has put itself into our reservation: it would take a survivor, and
+        keep the reservation from being deleted."""
+        if self.name and not self.own:
+            await self._evict(self.name)
+
+    async def _evict(self, name: str) -> None:
+        for row in await self.slurm.attached(name):
+            if row.raw_id == self.raw_id:
+                continue
+            try:
+                job = await self.slurm.job(row.raw_id)
+                if job.reservation == name and job.actable:
+                    self.note("evict", "before", name=name, job=row.raw_id)
+                    await self.slurm.detach_reservation(job)
+                    self.say("foreign_detached", "", f"job {job.id} had put itself into {name}")
+            except SlurmUnreachable:
+                raise
+            except SlurmError as exc:
+                self.once("foreign_left", "", f"job {row.raw_id} is in {name}: {exc}")
+
+    async def clean(self) -> None:
+        """Let go of what is held."""
+        if self.name and not self.own:
+            began = clock.monotonic()
+            name, self.name = self.name, ""
+            await self.drop(name)
+            self.say("released", "", f"reservation {name} {ms(began)}")
+        if self._doubtful:
+            name, self._doubtful = self._doubtful, ""
+            await self.drop(name)
+
+    def once(self, event: str, host: str, detail: str) -> None:
+        """Say it the first time only."""
+        if event not in self._said:
+            self._said.add(event)
+            self.say(event, host, detail)
+
+
+def ms(began: float) -> str:
+    """How long it took since `began` (monotonic), for an event's detail."""
+    return f"[{(clock.monotonic() - began) * 1000:.0f} ms]"
+
+
+async def sweep(slurm: SlurmApi, kept: Sequence[str]) -> list[str]:
+    """Delete reservations of ours that serve nobody any more (after a takeover); returns their names."""
+    dropped = []
+    for reservation in await slurm.reservations():
+        part = reservation.name.removeprefix(PREFIX).split("_")
+        if not reservation.name.startswith(PREFIX) or not part[0].isdigit() or reservation.name in kept:
+            continue
+        try:
+            job = await slurm.job(int(part[0]))
+        except UnknownJob:
+            await slurm.delete_reservation(reservation.name)
+            dropped.append(reservation.name)
+            continue
+        if job.state == RUNNING or job.over:
+            if job.reservation == reservation.name and not job.over:
+                await slurm.detach_reservation(job)
+            await slurm.delete_reservation(reservation.name)
+            dropped.append(reservation.name)
+    return dropped

@@ -1,0 +1,366 @@
+"""The acting controller: agents register and report here, users ask here (DESIGN §2, SITE 1, 5)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections import Counter
+from contextlib import suppress
+
+from gemini_hpc import clock
+from gemini_hpc.config import Settings
+from gemini_hpc.controller import tasks
+from gemini_hpc.controller.access import operators
+from gemini_hpc.controller.event_log import MAX_EVENTS_AT_ONCE, EventLogs, log_bytes, tame
+from gemini_hpc.controller.give_back import GiveBack
+from gemini_hpc.controller.job_watch import Watcher
+from gemini_hpc.controller.journal import Journal
+from gemini_hpc.controller.primary import LOCK, Primary, is_here, take_lock
+from gemini_hpc.controller.questions import Questions
+from gemini_hpc.controller.recoveries import Recoveries
+from gemini_hpc.controller.registry import Agent, Registry, Track
+from gemini_hpc.query.slurm_facts import never_requeued
+from gemini_hpc.slurm import SlurmError, UnknownJob
+from gemini_hpc.slurm.api import SlurmApi
+from gemini_hpc.slurm.facts import Job
+from gemini_hpc.slurm.fair_queue import BEHALF, PerUser
+from gemini_hpc.wire import controller, inspect_schema, protocol
+from gemini_hpc.wire.frames import FrameError
+from gemini_hpc.wire.handshake import Greeting, HandshakeError
+from gemini_hpc.wire.hostname import dialled_beside
+from gemini_hpc.wire.link import Link, LinkClosed, accept
+from gemini_hpc.wire.preauth_limit import Lobby
+from gemini_hpc.wire.rate_limit import Allowance
+
+log = logging.getLogger("gemini_hpc.controller")
+
+MAX_STRANGERS = 256  # connections that have not been authenticated yet
+MAX_QUERIES_PER_UID = 16
+MAX_AGENTS_PER_UID = 20_000
+MAX_STRANGERS_PER_UID = 512  # links that have not registered yet
+REGISTER_TIMEOUT_S = 15.0  # an agent dials while its prolog still waits for the peers
+EARLY_EVENTS = 64
+GOODBYE_S = 5.0
+STEP_DOWN_S = 5.0  # what is cancelled has ended by then
+RESOLVE_S = 2.0
+MESSAGES_PER_S, MESSAGES_BURST = 200.0, 2000.0
+JOB_CACHE_S, FRESH_JOB_S = 0.5, 0.1
+# Frames: a registration names the nodes, a part holds an agent's events and slots.
+EARLY_FRAME_BYTES, AGENT_FRAME_BYTES = 256 << 10, 4 << 20
+# Per user, whatever number of jobs and agents (SITE 1).
+REPORTS_PER_S, REPORTS_BURST = 50.0, 1000.0
+EVENT_BYTES_PER_S, EVENT_BYTES_BURST = 500.0, 16e6
+LINES_PER_S, LINES_BURST = 1.0, 10_000.0
+MAX_JUDGED_PER_UID = 32  # jobs whose silent nodes are looked at by the same time
+MAX_UNPLACED = 64  # agents of a job of which Slurm has named no nodes
+
+
+class _Rate:
+    """A token bucket."""
+
+    def __init__(self) -> None:
+        self._tokens, self._at = MESSAGES_BURST, clock.monotonic()
+
+    def take(self) -> bool:
+        now = clock.monotonic()
+        self._tokens = min(MESSAGES_BURST, self._tokens + (now - self._at) * MESSAGES_PER_S)
+        self._at = now
+        self._tokens -= 1
+        return self._tokens >= 0
+
+
+class Controller:
+    """One controller, on the host whose slurmctld is in charge; `serve` runs until that changes, or cancelled."""
+
+    def __init__(self, settings: Settings, slurm: SlurmApi, primary: Primary, state_save: str) -> None:
+        """Raises `LockTakenError` where another one acts. `state_save`: StateSaveLocation."""
+        self.settings, self.slurm, self._primary = settings, slurm, primary
+        os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)
+        self._locks = [take_lock(os.path.join(place, LOCK)) for place in (settings.state_dir, state_save)]
+        jobs = os.path.join(settings.state_dir, "jobs")
+        self.registry = Registry(jobs)
+        self.logs = EventLogs(jobs)
+        self.journal = Journal(os.path.join(settings.state_dir, "journal.jsonl"))
+        self.recoveries = Recoveries(settings, self.slurm, self.journal, self.logs, self.registry, primary)
+        self.watcher = Watcher(settings, self.slurm, self.registry, self.recoveries)
+        self._lobby = Lobby(MAX_STRANGERS)
+        self._turned_away = Allowance(per_s=1.0, burst=1.0)
+        self._reports = PerUser(REPORTS_PER_S, REPORTS_BURST)
+        self._event_bytes = PerUser(EVENT_BYTES_PER_S, EVENT_BYTES_BURST)
+        self._lines = PerUser(LINES_PER_S, LINES_BURST)
+        self._open: Counter[tuple[str, int]] = Counter()
+        self._reads: dict[int, tuple[float, asyncio.Future[Job]]] = {}
+        self._links: set[Link] = set()
+        self._host = own_name(settings)
+        self._instance = secrets.token_hex(8)
+        self._questions = Questions(operators(settings, self.slurm), self.registry, self.logs, self.read_job)
+
+    async def serve(self) -> None:
+        """Listen, watch and recover until cancelled, or until another slurmctld is in charge."""
+        server = await asyncio.start_server(self._connection, port=self.settings.controller_port, backlog=1024)
+        log.info("event=ready port=%d pid=%d", self.settings.controller_port, os.getpid())
+        died = self.recoveries.died
+        watcher = tasks.start("watcher", self.watcher.run, died)
+        resume = tasks.start("resume", self.recoveries.resume, died)
+        give_back = tasks.start("give-back", GiveBack(self.settings, self.slurm, self.journal).run, died)
+        try:
+            async with server:
+                log.warning("event=stepping-down slurmctld=%s", await self._primary.lost())
+        finally:
+            ending = [watcher, resume, give_back]
+            for task in ending:
+                task.cancel()
+            ending += self.recoveries.cancel()
+            for open_link in list(self._links):
+                open_link.close()
+            # The locks are let go, and another controller acts, only when nothing of this one's does.
+            try:
+                await asyncio.wait(ending, timeout=STEP_DOWN_S)
+            finally:
+                self.journal.close()
+                for lock in self._locks:
+                    lock.close()
+
+    # ---- connections -----------------------------------------------------------------------------------
+
+    def _admit(self, greeting: Greeting) -> str:
+        hello = greeting.hello
+        if hello.cluster != self.settings.cluster_name:
+            return f"this is the controller of cluster {self.settings.cluster_name}"
+        if hello.purpose == "control":
+            if self._open["stranger", greeting.uid] >= MAX_STRANGERS_PER_UID:
+                return "too many connections that have not registered"
+            return "too many agents" if self._open["control", greeting.uid] >= MAX_AGENTS_PER_UID else ""
+        if hello.purpose == "query":
+            return "too many questions at once" if self._open["query", greeting.uid] >= MAX_QUERIES_PER_UID else ""
+        return "the controller serves control and query"
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _keepalive(writer.transport.get_extra_info("socket"))
+        address = str((writer.get_extra_info("peername") or ("",))[0])
+        ticket = self._lobby.enter(address, writer.transport.abort)
+        try:
+            link = await accept(
+                reader, writer, self._admit, host=self._host, restart=lambda: 0, instance=self._instance
+            )
+        except HandshakeError as exc:
+            if self._turned_away.take():
+                log.info("event=turned-away reason=%r others=%d", str(exc)[:200], self._turned_away.settle())
+            return
+        finally:
+            self._lobby.leave(address, ticket)
+        uid, purpose = link.session.peer_uid, link.session.purpose
+        BEHALF.set(uid)
+        self._open[purpose, uid] += 1
+        self._links.add(link)
+        try:
+            if purpose == "control":
+                await self._agent(link)
+            else:
+                await self._questions.serve(link)
+        except (LinkClosed, TimeoutError, FrameError):
+            pass
+        except Exception:
+            log.exception("a connection of uid %d failed", uid)
+        finally:
+            self._open[purpose, uid] -= 1
+            self._links.discard(link)
+            link.close()
+
+    # ---- agents ----------------------------------------------------------------------------------------
+
+    async def read_job(self, raw_id: int, fresh: bool = False) -> Job:
+        """A job from Slurm; the thousand agents of one job cost one call. Raises `SlurmError`."""
+        asked = clock.monotonic()
+        known = self._reads.get(raw_id)
+        while fresh and known is not None and known[0] < asked:
+            # The thousand agents of one job, or one that asks without end, still cost one call.
+            if (age_s := clock.monotonic() - known[0]) >= FRESH_JOB_S:
+                known = None
+            else:
+                await asyncio.sleep(FRESH_JOB_S - age_s)
+                known = self._reads.get(raw_id)
+        if known is None or clock.monotonic() - known[0] > JOB_CACHE_S:
+            future = asyncio.ensure_future(self.slurm.job(raw_id))
+            known = self._reads[raw_id] = (clock.monotonic(), future)
+            self._reads = {k: v for k, v in self._reads.items() if clock.monotonic() - v[0] < 10 * JOB_CACHE_S}
+        return await asyncio.shield(known[1])
+
+    async def _agent(self, link: Link) -> None:
+        uid = link.session.peer_uid
+        self._open["stranger", uid] += 1
+        link.limit_bytes = EARLY_FRAME_BYTES
+        try:
+            early: list[inspect_schema.EventRecord] = []
+            async with asyncio.timeout(REGISTER_TIMEOUT_S):
+                # An agent that is not attached yet may have events to tell before it can register.
+                while not isinstance(first := await link.receive(), controller.Registration):
+                    if isinstance(first, controller.EventsUp):
+                        room = first.events[: EARLY_EVENTS - len(early)]
+                        early += [tame(e, link.session.peer_host[:255]) for e in room]
+            if first.job != link.session.job:
+                return
+            agent = await self._register(link, first)
+        finally:
+            self._open["stranger", uid] -= 1
+        if agent is None:
+            return
+        link.limit_bytes = AGENT_FRAME_BYTES
+        rate = _Rate()
+        try:
+            if early:
+                await self._from_agent(agent, controller.EventsUp(agent.job, tuple(early)))
+            while True:
+                message = await link.receive()
+                if not rate.take():
+                    self._tell(uid, "job=%d host=%s event=cut-off reason=too-many-messages", agent.job, agent.host)
+                    return
+                await self._from_agent(agent, message)
+        finally:
+            track = self.registry.jobs.get(agent.job)
+            if track is not None and track.agents.get(agent.host) is agent:
+                self._tell(uid, "job=%d event=agent-gone host=%s", agent.job, agent.host)
+
+    def _tell(self, uid: int, line: str, *values: object) -> None:
+        """A line that this user has caused; they come out of the user's budget."""
+        if self._lines.take(uid):
+            log.info(line, *values)
+
+    async def _register(self, link: Link, message: controller.Registration) -> Agent | None:
+        """The agent's entry, if Slurm says that the job is its uid's; None: refused, or told to go."""
+        uid, raw_id = link.session.peer_uid, message.job
+        while True:
+            try:
+                job = await self.read_job(raw_id)
+                if message.restart > job.restarts or (not job.nodes and message.restart == job.restarts):
+                    job = await self.read_job(raw_id, fresh=True)
+                break
+            except UnknownJob:
+                # It is over and forgotten; whoever holds memory for it may free it.
+                if raw_id not in self.registry.jobs:
+                    self._tell(uid, "job=%d event=release host=%s reason=unknown", raw_id, message.host[:64])
+                    link.send(controller.Release(raw_id, "job unknown to Slurm", save=True))
+                    await asyncio.sleep(GOODBYE_S)
+                return None
+            except SlurmError as exc:
+                self._tell(uid, "job=%d event=register-waits slurm=%s", raw_id, exc)
+                if link.closed:
+                    return None
+                await asyncio.sleep(1.0)
+        if job.user_id != uid or message.host != link.session.peer_host:
+            self._tell(uid, "job=%d uid=%d event=refused host=%s", raw_id, uid, message.host[:64])
+            return None
+        track = self.registry.track(job)
+        self.logs.begin(raw_id, uid)
+        await track.remember_nodes(self.slurm)
+        verified = await self._is_there(track, message.host, link.address)
+        if track.stored.allocations:
+            known = message.host in track.hosts()
+        else:  # Slurm has never named its nodes to us: so only an agent that calls from the node that it names
+            known = verified and len(track.agents) < MAX_UNPLACED
+        if not known:
+            self._tell(uid, "job=%d event=refused host=%s reason=not-in-allocation", raw_id, message.host[:64])
+            return None
+        agent = Agent(
+            link=link,
+            host=message.host,
+            job=raw_id,
+            restart=message.restart,
+            replicas=message.replicas,
+            port=message.port if 0 < message.port < 65536 else 0,
+            instance=message.instance[:64],
+            state=message.state[:32],
+            verified=verified,
+        )
+        old = track.agents.get(agent.host)
+        track.agents[agent.host] = agent
+        if old is not None and old.link is not link:
+            old.link.close()
+        self._tell(uid, "job=%d restart=%d event=registered host=%s", raw_id, agent.restart, agent.host)
+        notices = [f"{why}: the loss of a node ends it"] if (why := never_requeued(job)) else []
+        if 0 < agent.restart == job.restarts:
+            notices.append(track.freed(agent.restart - 1, lambda: self.logs.read(raw_id, uid)))
+        if text := "; ".join(filter(None, notices)):
+            link.send(controller.Notice(raw_id, text))
+        return agent
+
+    async def _is_there(self, track: Track, host: str, address: str) -> bool:
+        """Whether packets from `address` come from the node of this name, as Slurm knows it."""
+        name = track.stored.addresses.get(host)
+        try:
+            async with asyncio.timeout(RESOLVE_S):
+                if name is None and not track.stored.allocations:
+                    name = (await self.slurm.nodes([host]))[host].address
+                if not name:
+                    return False
+                found = await asyncio.get_running_loop().getaddrinfo(await dialled_beside(name), None)
+        except (SlurmError, KeyError, OSError, ValueError):
+            return False
+        return address in {str(entry[4][0]) for entry in found}
+
+    async def _from_agent(self, agent: Agent, message: protocol.AnyMessage) -> None:
+        track = self.registry.jobs.get(agent.job)
+        if track is None:
+            return
+        if isinstance(message, controller.Report):
+            if message.job == agent.job:
+                await self._report(agent, track, message)
+        elif isinstance(message, controller.HoldersAsk):
+            if message.job == agent.job:
+                agent.link.send(controller.Holders(agent.job, track.holders(agent.restart)))
+        elif isinstance(message, controller.EventsUp):
+            if message.job == agent.job:
+                events = [tame(e, agent.host) for e in message.events[:MAX_EVENTS_AT_ONCE]]
+                if self._event_bytes.take(track.user_id, log_bytes(events)):
+                    self.logs.add(agent.job, events)
+                else:
+                    self._tell(track.user_id, "job=%d event=not-kept events=%d", agent.job, len(events))
+        elif isinstance(message, inspect_schema.InspectPart):
+            self._questions.part(agent, message)
+        elif isinstance(message, controller.Registration) and (message.job, message.host) == (agent.job, agent.host):
+            agent.restart, agent.state = message.restart, message.state[:32]
+            agent.port = message.port if 0 < message.port < 65536 else agent.port
+            if message.dead is not None:
+                track.witnesses.take_back(message.restart, agent.host, message.dead)
+            if message.restart not in track.stored.allocations:
+                with suppress(SlurmError):
+                    track.learn(await self.read_job(agent.job, fresh=True))
+                    await track.remember_nodes(self.slurm)
+
+    async def _report(self, agent: Agent, track: Track, message: controller.Report) -> None:
+        """A hint, of a bounded number per user; the agents repeat what counts."""
+        uid = track.user_id
+        if not self._reports.take(uid):
+            return
+        if not track.members(message.restart):
+            with suppress(SlurmError):
+                track.learn(await self.read_job(agent.job))
+        members = track.members(message.restart)
+        if message.host not in members or agent.host not in members or message.host == agent.host:
+            text = "job=%d reporter=%s host=%s event=report-ignored reason=not plausible"
+            self._tell(uid, text, agent.job, agent.host, message.host[:64])
+            return
+        if not self.recoveries.active(agent.job):
+            judged = sum(self.recoveries.active(t.raw_id) for t in self.registry.jobs.values() if t.user_id == uid)
+            if judged >= MAX_JUDGED_PER_UID:
+                self._tell(uid, "job=%d event=report-ignored reason=%d jobs of uid %d", agent.job, judged, uid)
+                return
+        self.recoveries.report(track, agent.host, message)
+
+
+def _keepalive(sock: socket.socket) -> None:
+    with suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
+
+
+def own_name(settings: Settings) -> str:
+    """The name among `controller_host` under which agents dial this host."""
+    hosts = settings.controller_hosts()
+    return next((h for h in hosts if is_here(h, "")), hosts[0] if hosts else socket.gethostname())

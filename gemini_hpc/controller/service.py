@@ -1,0 +1,92 @@
+"""The controller as a service: it stands by until this host's slurmctld is in charge, acts, steps down (SITE 5)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from contextlib import suppress
+
+import msgspec
+
+from gemini_hpc import clock
+from gemini_hpc.config import Settings
+from gemini_hpc.controller import startup
+from gemini_hpc.controller.primary import LockTakenError, Primary
+from gemini_hpc.controller.server import Controller
+from gemini_hpc.controller.startup import ServiceError
+from gemini_hpc.slurm import Slurm, SlurmError, find_tool
+from gemini_hpc.slurm.ways import FILE, Told, Way
+
+log = logging.getLogger("gemini_hpc.controller")
+
+
+def _tell_way(settings: Settings, way: Way) -> None:
+    """In the log, and for `doctor` on disk."""
+    log.log(logging.WARNING if way.left else logging.INFO, "event=slurm-api used=%s why=%s", way.name, way.why)
+    told = Told(settings.slurm_api, way.name, way.why, way.left, clock.time())
+    path = os.path.join(settings.state_dir, FILE)
+    try:
+        os.makedirs(settings.state_dir, mode=0o700, exist_ok=True)
+        with open(path + ".new", "wb") as f:
+            f.write(msgspec.json.encode(told))
+        os.replace(path + ".new", path)
+    except OSError as exc:
+        log.warning("event=slurm-api-not-kept path=%s %s", path, exc.strerror)
+
+
+async def _serve(settings: Settings) -> None:
+    slurm = Slurm(
+        on_call=lambda what, took: log.debug("slurm=%r ms=%.0f", what, took * 1000),
+        api=settings.slurm_api,
+        on_way=lambda way: _tell_way(settings, way),
+    )
+    try:
+        with suppress(SlurmError):  # the first question to Slurm chooses it then
+            await slurm.way()
+        await _act(settings, slurm)
+    finally:
+        await slurm.close()
+
+
+async def _act(settings: Settings, slurm: Slurm) -> None:
+    first = True
+    while True:
+        primary = Primary(slurm)
+        config = await primary.wait()
+        try:
+            controller = Controller(settings, slurm, primary, config.state_save)
+        except LockTakenError as exc:
+            if first and len(config.slurmctld_hosts) < 2:
+                raise ServiceError(f"{exc}; stop it first") from None
+            # The one that stood here before may still be stepping down, or its host's lease has to end.
+            log.warning("event=standby reason=%s", exc)
+            await asyncio.sleep(1.0)
+            continue
+        first = False
+        await controller.serve()
+
+
+async def _main(settings: Settings) -> None:
+    loop = asyncio.get_running_loop()
+    serving = asyncio.ensure_future(_serve(settings))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, serving.cancel)
+    with suppress(asyncio.CancelledError):
+        await serving
+
+
+def main(settings: Settings, verbose: bool = False) -> int:
+    """Run in the foreground until SIGTERM; 0, or 1 with one line on stderr."""
+    startup.log_to_stderr(verbose)
+    try:
+        startup.become(settings)
+        startup.take_limits()
+        find_tool("scontrol")
+        asyncio.run(_main(settings))
+    except (ServiceError, SlurmError, OSError) as exc:
+        print(f"gemini-hpc controller: {exc}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,353 @@
+"""Inventories in, recovery plan out (DESIGN section 4, R4): what every agent computes alike after a restart.
+
+1. The previous node-rank map is the one of the latest restart that a survivor remembers; replacements fill gaps.
+2. The new epoch is above every epoch that anyone has seen.
+3. Per set, the highest stamp of which every shard has a complete copy somewhere is chosen.
+4. Every agent voids all but the stamps to keep (`SlotPair.void_except`) and acknowledges; only then training goes on.
+5. Every holder of the new placement that lacks the chosen stamp pulls it, the home node first in its list of sources.
+
+An agent that has given its inventory takes no write, vote or word of the old epoch any more: else the chosen
+version could be overwritten, by rights of the old epoch, before the plan arrives.
+
+The chosen stamp may never have been sealed: every shard has a copy of it, but not every holder. Then one more failure
+could take the only copy of some shard, so the version to fall back on is kept beside it until the new root has sealed
+the chosen one, and until then the chosen one does not count as sealed: `keep` and `sealed` of the plan say so.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gemini_hpc.core import node_ranks, placement
+from gemini_hpc.core.slots import Stamp
+
+
+@dataclass(frozen=True, slots=True)
+class CopyInfo:
+    """One complete, verified copy. `home` is the node rank where the training rank lived; `bytes` is the slot's
+    size, `used` what of it counts; `digest` is over the used part."""
+
+    set_name: str
+    rank: int
+    world: int
+    home: int
+    bytes: int
+    used: int
+    stamp: Stamp
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What one reachable agent has. `noderanks` is the map of the incarnation that it last belonged to, and
+    `map_restart` that incarnation's restart count. `sealed` has, per set, the highest stamp that the agent knows to
+    have been sealed, in this epoch or by the plan of its recovery (`SetPlan.sealed`)."""
+
+    host: str
+    noderanks: dict[str, int] | None
+    map_restart: int
+    copies: tuple[CopyInfo, ...]
+    max_epoch: int
+    sealed: tuple[tuple[str, Stamp], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """`dest_host` fetches a shard from the first of `sources` that delivers the digest."""
+
+    dest_host: str
+    shard: CopyInfo
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LostShard:
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetPlan:
+    """Recovery of one training set. `outcome`:
+
+    - `chosen`: `chosen` is the stamp to load, `world` its number of training ranks, `shards` one copy per rank
+      in rank order (for its digest, sizes and home), `pulls` what is to be moved. `keep` is what a holder does not
+      void: the chosen stamp and, where there is one, the one to fall back on. `sealed` is what counts as
+      sealed, in R1 and before the next optimizer step, until the new root's first word: the chosen stamp or an
+      earlier one.
+    - `lost`: more holders are gone than the replicas allow; `lost` names the missing shards of the newest stamp.
+    - `never-sealed`: copies exist, but no loss of nodes explains the gaps: the first seal had not come.
+    """
+
+    set_name: str
+    outcome: Literal["chosen", "lost", "never-sealed"]
+    chosen: Stamp | None
+    world: int
+    shards: tuple[CopyInfo, ...]
+    pulls: tuple[Pull, ...]
+    lost: tuple[LostShard, ...]
+    keep: tuple[Stamp, ...] = ()
+    sealed: Stamp | None = None
+    newest: bool = True  # nothing newer is known to have been sealed
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryPlan:
+    """`gone` are hosts of the previous map without an inventory, `survivable` says whether m replicas promise to
+    survive that; `latest` is the restart count of that map, -1 without one. `sets` is empty where nobody has any
+    copy: a first start, or everything is lost.
+
+    Without `survivable`, with a warning that a sealed version has lost shards, or where `latest` is not the
+    incarnation before, what is chosen may be much older than the tier's last: the caller compares.
+    """
+
+    noderanks: dict[str, int]
+    epoch: int
+    sets: tuple[SetPlan, ...]
+    gone: tuple[str, ...]
+    survivable: bool
+    warnings: tuple[str, ...]
+    latest: int = -1
+
+    def set_plan(self, set_name: str) -> SetPlan | None:
+        return next((plan for plan in self.sets if plan.set_name == set_name), None)
+
+
+def first_epoch(restart: int) -> int:
+    """Where an incarnation's epochs begin: above those of the ones before, also where nobody is left who knows them.
+    Each recovery round of an incarnation takes one; a launch of the training has one or two."""
+    return restart * EPOCHS_OF_A_RESTART + 1
+
+
+EPOCHS_OF_A_RESTART = 64
+
+
+def plan(inventories: Mapping[str, Inventory], hosts: Sequence[str], m: int, *, min_epoch: int = 0) -> RecoveryPlan:
+    """The plan for a job that now has `hosts`, in host-list order, with m replicas.
+
+    The new epoch is above all that the inventories know, and at least `min_epoch` (`first_epoch`): so it keeps apart
+    from lineages that nobody reachable remembers.
+
+    `inventories` is by host, of all reachable agents; hosts outside the allocation may be sources. The result
+    depends on nothing else, so that agents with the same inventories agree. Raises ValueError for m < 1,
+    m > len(hosts) and a host listed twice.
+    """
+    warnings: list[str] = []
+    order = _Order(hosts)
+    previous = _previous_map(inventories, order, warnings)
+    noderanks = node_ranks.assign(previous, hosts)
+    placement.holders(0, len(hosts), m)  # a wrong m is told before anything else
+    gone = tuple(sorted((previous or {}).keys() - inventories.keys(), key=order))
+    survivable = _survivable(previous, gone, m)
+    held = _held(inventories, order, warnings)
+    epoch = max(
+        (
+            epoch + 1
+            for inventory in inventories.values()
+            for epoch in (inventory.max_epoch, *(copy.stamp.epoch for copy in inventory.copies))
+        ),
+        default=0,
+    )
+    epoch = max(epoch, min_epoch)
+    context = _Context(noderanks, previous or {}, frozenset(inventories), frozenset(gone), survivable, m, order)
+    sealed = _known_sealed(inventories)
+    sets = tuple(_plan_set(name, held[name], sealed.get(name, set()), context, warnings) for name in sorted(held))
+    latest = max((i.map_restart for i in inventories.values() if i.noderanks is not None), default=-1)
+    return RecoveryPlan(noderanks, epoch, sets, gone, survivable, tuple(warnings), latest)
+
+
+def choose(copies: Iterable[CopyInfo]) -> Stamp | None:
+    """Highest stamp of which every rank 0..world-1 of one world has a copy among `copies`, all of one set."""
+    ranks: dict[tuple[Stamp, int], set[int]] = defaultdict(set)
+    for copy in copies:
+        ranks[copy.stamp, copy.world].add(copy.rank)
+    return max((stamp for (stamp, world), found in ranks.items() if len(found) == world), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    noderanks: dict[str, int]
+    previous: dict[str, int]
+    reachable: frozenset[str]
+    gone: frozenset[str]
+    survivable: bool
+    m: int
+    order: _Order
+
+
+class _Order:
+    """Sort key for hosts: the allocation's order, then the others by name."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._positions = {host: position for position, host in enumerate(hosts)}
+
+    def __call__(self, host: str) -> tuple[int, str]:
+        return (self._positions.get(host, len(self._positions)), host)
+
+
+_Held = dict[tuple[str, int], dict[str, CopyInfo]]  # (digest, used bytes) -> host -> its copy, in host order
+
+
+def _previous_map(inventories: Mapping[str, Inventory], order: _Order, warnings: list[str]) -> dict[str, int] | None:
+    known = [inventories[host] for host in sorted(inventories, key=order)]
+    known = [inventory for inventory in known if inventory.noderanks is not None]
+    if not known:
+        return None
+    latest = max(inventory.map_restart for inventory in known)
+    known = [inventory for inventory in known if inventory.map_restart == latest]
+    for inventory in known[1:]:
+        if inventory.noderanks != known[0].noderanks:
+            warnings.append(
+                f"node-rank maps of restart {latest} differ: {known[0].host}'s is used, {inventory.host}'s is not"
+            )
+    return known[0].noderanks
+
+
+def _survivable(previous: dict[str, int] | None, gone: tuple[str, ...], m: int) -> bool:
+    if previous is None:
+        return True
+    N = len(previous)
+    lost = {previous[host] for host in gone}
+    if m > N or any(not 0 <= rank < N for rank in lost):
+        return not gone
+    return placement.survivable(N, m, lost)
+
+
+def _known_sealed(inventories: Mapping[str, Inventory]) -> dict[str, set[Stamp]]:
+    sealed: dict[str, set[Stamp]] = defaultdict(set)
+    for inventory in inventories.values():
+        for name, stamp in inventory.sealed:
+            sealed[name].add(stamp)
+    return sealed
+
+
+def _held(
+    inventories: Mapping[str, Inventory], order: _Order, warnings: list[str]
+) -> dict[str, dict[tuple[Stamp, int], dict[int, _Held]]]:
+    """set -> (stamp, world) -> rank -> contents -> host -> its copy. More than one content is a disagreement."""
+    held: dict[str, dict[tuple[Stamp, int], dict[int, _Held]]] = {}
+    for host in sorted(inventories, key=order):
+        for copy in inventories[host].copies:
+            if not 0 <= copy.rank < copy.world or copy.home < 0:
+                warnings.append(
+                    f"{host}'s copy of set {copy.set_name!r} is ignored: rank {copy.rank} of {copy.world}, "
+                    f"home {copy.home} cannot be"
+                )
+                continue
+            stamps = held.setdefault(copy.set_name, {})
+            found = stamps.setdefault((copy.stamp, copy.world), {}).setdefault(copy.rank, {})
+            found.setdefault((copy.digest, copy.used), {})[host] = copy
+    return held
+
+
+def _plan_set(
+    name: str,
+    stamps: dict[tuple[Stamp, int], dict[int, _Held]],
+    sealed: set[Stamp],
+    context: _Context,
+    warnings: list[str],
+) -> SetPlan:
+    choosable = [(stamp, world) for (stamp, world), ranks in stamps.items() if len(ranks) == world]
+    if not choosable:
+        return _lost_set(name, stamps, sealed, context)
+    chosen, world = max(choosable)
+    if any(stamp == chosen and other != world for stamp, other in stamps):
+        warnings.append(f"set {name!r}: copies of version {chosen} name different numbers of ranks; {world} is used")
+    if sealed and chosen < max(sealed):
+        warnings.append(f"set {name!r}: version {max(sealed)} was sealed but has lost shards; {chosen} is used")
+    keep = (chosen, *_fallback(chosen, choosable, sealed))
+    shards: list[CopyInfo] = []
+    pulls: list[Pull] = []
+    by_rank = {rank: host for host, rank in context.noderanks.items()}
+    N = len(by_rank)
+    for rank, found in sorted(stamps[chosen, world].items()):
+        keepers = _trusted(name, found, context, warnings)
+        shard = next(iter(keepers.values()))
+        shards.append(shard)
+        home = shard.home % N
+        for turn, holder in enumerate(placement.holders(home, N, context.m)):
+            dest = by_rank[holder]
+            if dest not in keepers:
+                pulls.append(Pull(dest, shard, _sources(by_rank[home], list(keepers), rank + turn)))
+    settled = max(sealed & set(keep), default=None)
+    newest = chosen >= max(sealed, default=chosen)
+    return SetPlan(name, "chosen", chosen, world, tuple(shards), tuple(pulls), (), keep, settled, newest)
+
+
+def _fallback(chosen: Stamp, choosable: list[tuple[Stamp, int]], sealed: set[Stamp]) -> tuple[Stamp, ...]:
+    """What is kept beside the chosen stamp: until that is sealed the last sealed one, else the next best. Where the
+    chosen one is sealed nobody needs it but a training that finds the chosen one bad, until its slots are wanted."""
+    older = {stamp for stamp, _ in choosable if stamp < chosen}
+    return tuple(sorted(older if chosen in sealed else older & sealed or older)[-1:])
+
+
+def _trusted(name: str, found: _Held, context: _Context, warnings: list[str]) -> dict[str, CopyInfo]:
+    """The copies of the content that most hosts agree on; of equals the home node's, then the first in host order."""
+    ranked = sorted(
+        found.values(),
+        key=lambda keepers: (
+            -len(keepers),
+            all(context.previous.get(host) != copy.home for host, copy in keepers.items()),
+            context.order(next(iter(keepers))),
+        ),
+    )
+    best = ranked[0]
+    for other in ranked[1:]:
+        shard = next(iter(best.values()))
+        warnings.append(
+            f"set {name!r}: digests of shard {shard.rank} at version {shard.stamp} differ: "
+            f"that of {', '.join(best)} is used, that of {', '.join(other)} is not"
+        )
+    return best
+
+
+def _sources(home_host: str, keepers: list[str], turn: int) -> tuple[str, ...]:
+    first = [host for host in keepers if host == home_host]
+    others = [host for host in keepers if host != home_host]
+    start = turn % len(others) if others else 0
+    return (*first, *others[start:], *others[:start])
+
+
+def _lost_set(
+    name: str,
+    stamps: dict[tuple[Stamp, int], dict[int, _Held]],
+    sealed: set[Stamp],
+    context: _Context,
+) -> SetPlan:
+    newest, world = max(stamps, key=lambda key: (key[0], len(stamps[key])))
+    homes: dict[int, int] = {}
+    others: dict[int, set[Stamp]] = defaultdict(set)
+    for (stamp, of), ranks in sorted(stamps.items()):
+        for rank, found in ranks.items():
+            if of == world:
+                homes[rank] = next(iter(next(iter(found.values())).values())).home
+                others[rank].add(stamp)
+    lost = tuple(
+        LostShard(rank, _reason(rank, newest, homes.get(rank), others.get(rank, set()), context))
+        for rank in range(min(world, MAX_LISTED))
+        if rank not in stamps[newest, world]
+    )
+    outcome: Literal["lost", "never-sealed"] = "never-sealed" if context.survivable and not sealed else "lost"
+    return SetPlan(name, outcome, None, world, (), (), lost, newest=False)
+
+
+MAX_LISTED = 65536  # ranks looked at when shards are listed as lost: `world` is a number from a peer
+
+
+def _reason(rank: int, newest: Stamp, home: int | None, others: set[Stamp], context: _Context) -> str:
+    text = f"no complete copy of shard {rank} at version {newest}"
+    if others:
+        text += f", only of {', '.join(map(str, sorted(others)))}"
+    N = len(context.previous)
+    if home is None or not 0 <= home < N or context.m > N:
+        return text + (f"; gone: {', '.join(sorted(context.gone, key=context.order))}" if context.gone else "")
+    by_rank = {rank: host for host, rank in context.previous.items()}
+    keepers = [by_rank.get(holder, f"node rank {holder}") for holder in placement.holders(home, N, context.m)]
+    states = (
+        f"{host} ({'gone' if host in context.gone else 'reachable' if host in context.reachable else 'unknown'})"
+        for host in keepers
+    )
+    return f"{text}; its holders were {', '.join(states)}"

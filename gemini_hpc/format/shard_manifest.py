@@ -1,0 +1,106 @@
+"""A shard's manifest: which tensors a training rank has, and which boxes of them lie where in its slot."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from gemini_hpc.format.dtypes import item_bytes
+from gemini_hpc.format.slot_header import TENSOR_ALIGN_BYTES
+
+FORMAT = 1
+PARAMETER, LIFTED = -1, -2  # in place of an optimizer's number
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor that the rank has. shape: the global one.
+
+    optimizer: index of the optimizer whose state of parameter `owner` this is, named `name`; PARAMETER; or LIFTED,
+    for a large tensor out of the small state, such as a buffer.
+    like_owner: an optimizer tensor that is sharded as its parameter is. shared: the same key on other ranks means
+    the same (global) tensor; else the tensor is this rank's own.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    shared: bool
+    device: str
+    optimizer: int = PARAMETER
+    owner: str = ""
+    name: str = ""
+    like_owner: bool = False
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """One box of `rows[row]`: global offset and size by dimension; its bytes start `at` in the tensor area."""
+
+    row: int
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    at: int
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """Everything that is needed to read a slot's tensor area. aliases: further names of tied parameters."""
+
+    rank: int
+    world: int
+    rows: tuple[Row, ...]
+    pieces: tuple[Piece, ...]
+    aliases: dict[str, str] = {}
+    format: int = FORMAT
+
+    def nbytes(self, piece: Piece) -> int:
+        """Bytes of a piece."""
+        return math.prod(piece.size) * item_bytes(self.rows[piece.row].dtype)
+
+    def tensor_bytes(self) -> int:
+        """Bytes of the tensor area."""
+        return max((p.at + self.nbytes(p) for p in self.pieces), default=0)
+
+
+_decoder = msgspec.msgpack.Decoder(Manifest)
+
+
+def pack(manifest: Manifest) -> bytes:
+    """The manifest as stored in a slot."""
+    return msgspec.msgpack.encode(manifest)
+
+
+def unpack(data: bytes | memoryview, tensor_bytes: int) -> Manifest:
+    """Inverse of `pack`. Raises ValueError where a piece is no box of its tensor or lies outside the tensor area."""
+    try:
+        manifest = _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"manifest: {error}") from None
+    if manifest.format != FORMAT:
+        raise ValueError(f"manifest: format {manifest.format} found, {FORMAT} wanted")
+    for row in manifest.rows:
+        item_bytes(row.dtype)
+    for piece in manifest.pieces:
+        if not 0 <= piece.row < len(manifest.rows):
+            raise ValueError(f"manifest: a piece names row {piece.row} of {len(manifest.rows)}")
+        row = manifest.rows[piece.row]
+        boxed = len(piece.offset) == len(piece.size) == len(row.shape) and all(
+            min(o, s) >= 0 and o + s <= n for o, s, n in zip(piece.offset, piece.size, row.shape, strict=True)
+        )
+        if not boxed:
+            raise ValueError(f"manifest: {piece.offset}+{piece.size} is no box of {row.key} {row.shape}")
+        if piece.at % TENSOR_ALIGN_BYTES or not 0 <= piece.at <= tensor_bytes - manifest.nbytes(piece):
+            raise ValueError(f"manifest: a piece of {row.key} lies outside the tensor area")
+    return manifest
+
+
+def place(rows: tuple[Row, ...], boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> tuple[Piece, ...]:
+    """Give each box (row, offset, size) its aligned place, in the order given; empty boxes are left out."""
+    pieces = []
+    at = 0
+    for row, offset, size in boxes:
+        length = math.prod(size) * item_bytes(rows[row].dtype)
+        if not length:
+            continue
+        pieces.append(Piece(row, offset, size, at))
+        at += -(-length // TENSOR_ALIGN_BYTES) * TENSOR_ALIGN_BYTES
+    return tuple(pieces)

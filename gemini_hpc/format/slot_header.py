@@ -1,0 +1,140 @@
+"""The fixed binary layout of one slot, the same on every holder, so that an agent need not know what it keeps.
+
+    0       header, 4096 bytes (the fields below, zeros after them)
+    4096    manifest: the encoded tensor directory, written once per set
+    ...     tensor area: starts on a page; what is in it starts at multiples of 64
+    ...     small area: starts on a page; opaque state of varying length, at most its capacity
+
+All numbers are unsigned 64-bit and little endian. The header is written last, with the commit (R5). What is read
+back may come from a peer or from torn memory: `parse_header` takes nothing on trust.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from gemini_hpc.core.slots import Stamp
+
+MAGIC = b"GEMINI\x00\x01"
+HEADER_BYTES = 4096
+PAGE_BYTES = 4096
+TENSOR_ALIGN_BYTES = 64
+MAX_TOTAL_BYTES = 1 << 62  # far above any memory, far below where sums of two offsets would overflow in C
+
+_FIELDS = struct.Struct("<8s12Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Offsets and sizes in bytes of the areas of one slot; `total` is the slot's size, whole pages."""
+
+    manifest_offset: int
+    manifest_bytes: int
+    tensor_offset: int
+    tensor_bytes: int
+    small_offset: int
+    small_capacity: int
+    total: int
+
+    @classmethod
+    def plan(cls, manifest_bytes: int, tensor_bytes: int, small_capacity: int) -> Layout:
+        """The layout for areas of these sizes. Raises ValueError for a negative or absurd one."""
+        for name, size in (
+            ("manifest", manifest_bytes),
+            ("tensor area", tensor_bytes),
+            ("small area", small_capacity),
+        ):
+            if not 0 <= size <= MAX_TOTAL_BYTES // 4:
+                raise ValueError(f"a {name} of {size} bytes cannot be laid out")
+        tensor_offset = _page(HEADER_BYTES + manifest_bytes)
+        small_offset = _page(tensor_offset + tensor_bytes)
+        total = _page(small_offset + small_capacity)
+        return cls(HEADER_BYTES, manifest_bytes, tensor_offset, tensor_bytes, small_offset, small_capacity, total)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the first page of a complete slot says. `small_bytes` of the small area's capacity are in use."""
+
+    layout: Layout
+    small_bytes: int
+    stamp: Stamp
+    rank: int
+    world: int
+
+    @property
+    def used_bytes(self) -> int:
+        """The slot's leading bytes that count: what is copied, and what the digest is over."""
+        return self.layout.small_offset + self.small_bytes
+
+
+def pack_header(layout: Layout, small_bytes: int, stamp: Stamp, rank: int, world: int) -> bytes:
+    """The header page. Raises ValueError for what `parse_header` would refuse."""
+    header = Header(layout, small_bytes, stamp, rank, world)
+    _check(header)
+    fields = _FIELDS.pack(
+        MAGIC,
+        layout.manifest_offset,
+        layout.manifest_bytes,
+        layout.small_offset,
+        small_bytes,
+        layout.small_capacity,
+        layout.tensor_offset,
+        layout.tensor_bytes,
+        layout.total,
+        stamp.epoch,
+        stamp.version,
+        rank,
+        world,
+    )
+    return fields.ljust(HEADER_BYTES, b"\x00")
+
+
+def parse_header(page: bytes | bytearray | memoryview, total: int) -> Header:
+    """The header of a slot of `total` bytes, from its first page. Raises ValueError on anything off."""
+    if len(page) < HEADER_BYTES:
+        raise ValueError(f"slot header: {len(page)} bytes found, {HEADER_BYTES} wanted")
+    (
+        magic,
+        manifest_offset,
+        manifest_bytes,
+        small_offset,
+        small_bytes,
+        small_capacity,
+        tensor_offset,
+        tensor_bytes,
+        stated_total,
+        epoch,
+        version,
+        rank,
+        world,
+    ) = _FIELDS.unpack_from(page)
+    if magic != MAGIC:
+        raise ValueError(f"slot header: starts with {magic!r}, not with {MAGIC!r}")
+    if any(page[_FIELDS.size : HEADER_BYTES]):
+        raise ValueError("slot header: the bytes after its fields are not zero")
+    if stated_total != total:
+        raise ValueError(f"slot header: states a slot of {stated_total} bytes, this one has {total}")
+    layout = Layout(
+        manifest_offset, manifest_bytes, tensor_offset, tensor_bytes, small_offset, small_capacity, stated_total
+    )
+    header = Header(layout, small_bytes, Stamp(epoch, version), rank, world)
+    _check(header)
+    return header
+
+
+def _check(header: Header) -> None:
+    layout = header.layout
+    if layout != Layout.plan(layout.manifest_bytes, layout.tensor_bytes, layout.small_capacity):
+        raise ValueError(f"slot header: its areas do not follow each other as they should: {layout}")
+    if not 0 <= header.small_bytes <= layout.small_capacity:
+        raise ValueError(f"slot header: {header.small_bytes} bytes of small state, room for {layout.small_capacity}")
+    if not 0 <= header.rank < header.world:
+        raise ValueError(f"slot header: rank {header.rank} of {header.world} cannot be")
+    if not (0 <= header.stamp.epoch < 1 << 64 and 0 <= header.stamp.version < 1 << 64 and header.world < 1 << 64):
+        raise ValueError(f"slot header: version {header.stamp} of {header.world} ranks is out of range")
+
+
+def _page(offset: int) -> int:
+    return -(-offset // PAGE_BYTES) * PAGE_BYTES

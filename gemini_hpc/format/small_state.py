@@ -1,0 +1,100 @@
+"""The buffers in an encoded small state, found where torch is not.
+
+The encoding is that of `gemini_hpc.train.state.encode`; what stands before the buffers is passed over.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+from gemini_hpc.format.dtypes import item_bytes
+from gemini_hpc.format.shard_manifest import Row
+
+_COUNT, _SIZE = struct.Struct("<I"), struct.Struct("<Q")
+_FIXED = {ord("N"): 0, ord("T"): 0, ord("F"): 0, ord("f"): 8, ord("j"): 16, ord("e"): 24}  # so many bytes
+_SIZED = b"isbBDvwyG"  # bytes after their number
+_ITEMS = {**dict.fromkeys(b"ltzrqSZPL", 1), **dict.fromkeys(b"dOC", 2)}  # a number, and so many values for each
+_ARRAYS = b"aAX"  # name of the type, shape, bytes
+_AROUND = b"cgE"  # one value more
+_TENSORS = b"cg"
+TAGS = frozenset((*_FIXED, *_SIZED, *_ITEMS, *_ARRAYS, *_AROUND))
+
+
+def buffers(small: bytes) -> list[tuple[Row, memoryview]]:
+    """What they are, and their bytes, from a rank's small state; an MPI program's is empty. Raises ValueError for
+    what is no small state."""
+    reader = _Reader(small)
+    for _ in range(reader.mapping() if small else 0):
+        if reader.text() == "buffers":
+            return [found for _ in range(reader.mapping()) if (found := reader.buffer()) is not None]
+        reader.skip()
+    return []
+
+
+class _Reader:
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = memoryview(data), 0
+
+    def _take(self, count: int) -> memoryview:
+        if count > len(self._data) - self._at:
+            raise ValueError(f"a small state ends early: {count} bytes wanted, {len(self._data) - self._at} left")
+        self._at += count
+        return self._data[self._at - count : self._at]
+
+    def _count(self) -> int:
+        return int(_COUNT.unpack(self._take(4))[0])
+
+    def _sized(self) -> memoryview:
+        return self._take(int(_SIZE.unpack(self._take(8))[0]))
+
+    def _tag(self, known: bytes | frozenset[int]) -> int:
+        tag = self._take(1)[0]
+        if tag not in known:
+            raise ValueError(f"a small state has tag {tag} where another one is wanted")
+        return tag
+
+    def _array(self) -> tuple[str, tuple[int, ...], memoryview]:
+        name = bytes(self._take(self._count())).decode()
+        shape = tuple(int(size) for (size,) in _SIZE.iter_unpack(self._take(8 * self._count())))
+        return name, shape, self._sized()
+
+    def mapping(self) -> int:
+        """How many keys and values follow."""
+        self._tag(b"d")
+        return self._count()
+
+    def text(self) -> str:
+        self._tag(b"s")
+        return bytes(self._sized()).decode()
+
+    def buffer(self) -> tuple[Row, memoryview] | None:
+        """None for one that lies elsewhere in the slot."""
+        name = self.text()
+        if bytes(self._data[self._at : self._at + 1]) == b"L":
+            self.skip()
+            return None
+        self._tag(_TENSORS)
+        self._tag(b"X")
+        kind, shape, data = self._array()
+        row = Row(name, kind.removeprefix("torch."), shape, True, "cpu")
+        if math.prod(shape) * item_bytes(row.dtype) != len(data):
+            raise ValueError(f"buffer {name} of {shape} {row.dtype} has {len(data)} bytes")
+        return row, data
+
+    def skip(self) -> None:
+        """A value, whatever is in it."""
+        values = 1
+        while values:
+            values -= 1
+            tag = self._tag(TAGS)
+            if tag in _FIXED:
+                self._take(_FIXED[tag])
+            elif tag in _SIZED:
+                self._sized()
+            elif tag in _ITEMS:
+                values += self._count() * _ITEMS[tag]
+            elif tag in _ARRAYS:
+                self._array()
+            else:
+                values += 1

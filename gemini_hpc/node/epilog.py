@@ -1,0 +1,147 @@
+"""The epilog's work on one node: the agent learns that the job has ended here.
+
+    python3 -I -m gemini_hpc.node.epilog JOB UID RESTART EXIT_CODE NODE NODELIST
+
+Runs as root, called by `prolog_epilog/epilog`, perhaps more than once for a job. A child that has become the job's
+owner for good talks to the agent; root itself only removes the job's directory, once the agent has released the
+memory. An agent that keeps its replicas ("detached") keeps its directory.
+
+Exit status: 0, always.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+
+from gemini_hpc import clock
+from gemini_hpc.config import ConfigError, Settings, load
+from gemini_hpc.node import ask_agent, job_directory, ledger, privileges, reaper
+from gemini_hpc.node.complaint import complain
+from gemini_hpc.node.prolog import parse_number
+
+ANSWER_TIMEOUT_S = 3.0
+GONE_TIMEOUT_S = 1.0
+OWNER_GRACE_S = 0.2
+LEDGER_S = 1.0
+TOTAL_S = 4.7  # of the 5 s that an epilog may take (SITE 19); the interpreter has started by then
+
+# How the child that is the job's owner tells root how it went.
+_RELEASED, _KEPT, _FAILED = 10, 11, 12
+# The incarnation that has ended is slurmd's, or the one before: slurmd may tell of the next one already. Which of the
+# two is all that the agent is asked for; it is its owner's, and could say anything.
+_HOLD_THIS, _HOLD_FORMER = 64, 65
+
+
+def main(argv: list[str]) -> int:
+    """Does the epilog's work; returns 0. Never raises."""
+    deadline = clock.monotonic() + TOTAL_S
+    job = 0
+    try:
+        if len(argv) != 6:
+            raise ValueError(f"wanted 6 arguments, found {len(argv)}")
+        job = parse_number("job id", argv[0], 1, 2**32 - 1)
+        uid = parse_number("uid", argv[1], 0, 2**32 - 2)
+        restart = parse_number("restart count", argv[2], 0, 2**32 - 1)
+        exit_code = parse_number("exit code", argv[3], 0, 2**32 - 1)
+        _end(load(), job, uid, restart, exit_code, tuple(argv[4:]), deadline)
+    except (ValueError, ConfigError, job_directory.JobDirError, privileges.PrivilegeError, OSError) as exc:
+        complain("epilog", job, f"the agent was not told: {exc}")
+    return 0
+
+
+def _end(
+    settings: Settings, job: int, uid: int, restart: int, exit_code: int, place: tuple[str, ...], deadline: float
+) -> None:
+    run_dir = settings.run_dir
+    try:
+        run_fd = job_directory.open_run_dir(run_dir, create=False)
+    except FileNotFoundError:
+        return
+    # First of all: whatever comes then, or does not, what is left of the agent is on borrowed time.
+    _note(run_fd, job, uid, restart)
+    try:
+        outcome = _tell(run_dir, job, uid, restart, exit_code) if job_directory.exists(run_fd, job, uid) else _FAILED
+        if outcome == _RELEASED:
+            _released(run_fd, job)
+    finally:
+        reaper.ensure(run_fd, settings, "epilog", job)
+    if outcome in (_HOLD_THIS, _HOLD_FORMER):
+        _hold(job, restart - (outcome == _HOLD_FORMER), place, deadline)
+
+
+def _tell(run_dir: str, job: int, uid: int, restart: int, exit_code: int) -> int:
+    """What the agent says to it."""
+    question = {"op": "epilog", "job": job, "restart": restart, "exit_code": str(exit_code)}
+
+    def as_owner() -> int:
+        now = clock.monotonic()
+        try:
+            with ask_agent.connect(f"{run_dir}/{job}", uid, now + ANSWER_TIMEOUT_S) as sock:
+                answer = ask_agent.ask(sock, question, now + ANSWER_TIMEOUT_S)
+                if answer["op"] != "ok" or answer.get("state") not in ("released", "detached", "hold"):
+                    raise ask_agent.AskError("the agent's reply to the epilog is none")
+                if answer["state"] != "released":
+                    return _hold_status(restart, answer.get("restart")) if answer["state"] == "hold" else _KEPT
+                # So that the next prolog of this job does not meet a dying agent.
+                ask_agent.wait_until_gone(sock, clock.monotonic() + GONE_TIMEOUT_S)
+                return _RELEASED
+        except ask_agent.NobodyAnswersError:
+            return _KEPT  # perhaps about to be started again; if not, a later prolog on this node cleans up
+        except ask_agent.AskError as exc:
+            complain("epilog", job, str(exc))
+            return _FAILED
+
+    child = privileges.fork_as(privileges.owner(uid), as_owner, _FAILED, partial(complain, "epilog", job))
+    return privileges.outcome(child, ANSWER_TIMEOUT_S + GONE_TIMEOUT_S + OWNER_GRACE_S)
+
+
+def _note(run_fd: int, job: int, uid: int, restart: int) -> None:
+    try:
+        there = job_directory.look(run_fd, str(job)) is not None  # never walks into what a user has mounted there
+    except job_directory.JobDirError:
+        there = True
+    try:
+        with ledger.opened(run_fd, LEDGER_S) as entries:
+            if there or entries.get(job) is not None:
+                entries.ended(job, uid, restart)
+    except OSError as exc:
+        complain("epilog", job, f"not entered in the ledger of this node: {exc.strerror or exc}")
+
+
+def _released(run_fd: int, job: int) -> None:
+    """The agent has let go. It is there for a moment more where it completes a version on the tier: then the reaper
+    waits for it."""
+    with ledger.opened(run_fd, LEDGER_S) as entries:
+        entry = entries.get(job)
+    if entry is not None and not reaper.inside(entry):
+        reaper.end(run_fd, entry, "")
+    else:
+        job_directory.remove(run_fd, str(job))
+
+
+def _hold_status(restart: int, said: object) -> int:
+    if said == restart:
+        return _HOLD_THIS
+    return _HOLD_FORMER if restart > 0 and said == restart - 1 else _KEPT
+
+
+def _hold(job: int, restart: int, place: tuple[str, ...], deadline: float) -> None:
+    """A peer died, no controller answers and this node is the first alive: the survivors are held from here.
+
+    The one Slurm action of prolog and epilog; what the agent says is a hint that `control.hold` checks with Slurm.
+    What is not done in time goes on in a process of its own: only the waiting for it ends.
+    """
+    argv = [sys.executable, "-I", "-m", "gemini_hpc.controller.epilog_fallback"]
+    argv += ["--job", str(job), "--restart", str(restart), "--node", place[0], "--nodes", place[1]]
+    try:
+        subprocess.run(argv, stdin=subprocess.DEVNULL, timeout=max(0.2, deadline - clock.monotonic()), check=False)
+    except subprocess.TimeoutExpired:
+        complain("epilog", job, "the survivors are not held yet: Slurm is slow; the hold goes on")
+    except OSError as exc:
+        complain("epilog", job, f"the survivors are not held: {exc}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

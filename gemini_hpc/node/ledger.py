@@ -1,0 +1,136 @@
+"""What root knows of the agents on this node: a small file for each job, in a directory that only root can enter.
+
+The prolog enters a job with the cgroup of its agent, the epilog notes when its incarnation has ended here, and
+whoever ends the agent (`reaper`) strikes it out. Nothing in it comes from the agent. Times are those of
+CLOCK_BOOTTIME: the run directory does not outlive a boot.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+
+from gemini_hpc import clock
+from gemini_hpc.node.cgroup import NO_GROUP, Group
+
+NAME = ".agents"
+LOCK_TIMEOUT_S = 4.0
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ENTRY_BYTES = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One job. restart: of the incarnation that the prolog has announced last; started_s: when it did; ended_s: when
+    the epilog of that one came, None while it runs here; doubted_s: since when nobody has answered for it although no
+    epilog came, None where somebody does."""
+
+    job: int
+    uid: int
+    restart: int
+    group: Group = NO_GROUP
+    ended_s: float | None = None
+    started_s: float = 0.0
+    doubted_s: float | None = None
+
+
+def now_s() -> float:
+    """The clock of `Entry.ended_s`."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Ledger:
+    """All entries, for one process at a time."""
+
+    def __init__(self, directory_fd: int) -> None:
+        self._fd = directory_fd
+
+    def get(self, job: int) -> Entry | None:
+        """The entry of a job; None: there is none that can be read."""
+        try:
+            fd = os.open(str(job), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
+            with os.fdopen(fd, "rb") as f:
+                text = json.loads(f.read(_ENTRY_BYTES))
+            group = Group(int(text["group"]["version"]), tuple(map(str, text["group"]["directories"])))
+            ended, doubted = (None if text.get(at) is None else float(text[at]) for at in ("ended_s", "doubted_s"))
+            uid, restart, started = int(text["uid"]), int(text["restart"]), float(text.get("started_s", 0.0))
+            return Entry(job, uid, restart, group, ended, started, doubted)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def put(self, entry: Entry) -> None:
+        """Write an entry, in one step. Raises OSError."""
+        temporary = f"new.{os.getpid()}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=self._fd), "w") as f:
+            json.dump(asdict(entry), f)
+        os.rename(temporary, str(entry.job), src_dir_fd=self._fd, dst_dir_fd=self._fd)
+
+    def strike(self, job: int) -> None:
+        """No agent of this job is here any more."""
+        with suppress(OSError):
+            os.unlink(str(job), dir_fd=self._fd)
+
+    def __iter__(self) -> Iterator[Entry]:
+        for name in sorted(os.listdir(self._fd)):
+            if name.isascii() and name.isdecimal() and (entry := self.get(int(name))) is not None:
+                yield entry
+
+    def started(self, job: int, uid: int, restart: int) -> None:
+        """An incarnation begins here: what is kept for it is not ended. Raises OSError."""
+        known = self.get(job)
+        if known is None or known.uid != uid:
+            known = Entry(job, uid, restart)
+        restart = max(restart, known.restart)
+        self.put(replace(known, restart=restart, started_s=now_s(), ended_s=None, doubted_s=None))
+
+    def ended(self, job: int, uid: int, restart: int) -> None:
+        """The epilog of an incarnation: the agent may stay, but not for ever. Raises OSError."""
+        known = self.get(job)
+        if known is None or known.uid != uid:
+            self.put(Entry(job, uid, restart, ended_s=now_s()))
+        elif restart > known.restart:  # of one that no prolog has announced
+            self.put(replace(known, restart=restart, ended_s=now_s(), doubted_s=None))
+        elif restart == known.restart and known.ended_s is None:
+            self.put(replace(known, ended_s=now_s(), doubted_s=None))
+
+    def goes_on(self, known: Entry) -> None:
+        """The job runs here after all; nothing is changed where its entry is another one by now. Raises OSError."""
+        if self.get(known.job) == known:
+            self.put(replace(known, ended_s=None, doubted_s=None))
+
+    def doubt(self, known: Entry, since_s: float | None) -> None:
+        """Nobody answers for a job since then, or somebody does again (None); nothing is changed where its entry is
+        another one by now. Raises OSError."""
+        if self.get(known.job) == known:
+            self.put(replace(known, doubted_s=since_s))
+
+
+@contextmanager
+def opened(run_fd: int, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[Ledger]:
+    """The ledger of a run directory, locked; made where missing. Nobody holds it while waiting for a process. Raises
+    OSError, TimeoutError."""
+    with suppress(FileExistsError):
+        os.mkdir(NAME, 0o700, dir_fd=run_fd)
+    fd = os.open(NAME, _DIRECTORY, dir_fd=run_fd)
+    try:
+        info = os.fstat(fd)
+        if info.st_uid != 0 or info.st_mode & 0o077:
+            raise OSError(1, f"{NAME} in the run directory is not root's alone")
+        deadline = clock.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if clock.monotonic() > deadline:
+                    raise TimeoutError(f"{NAME} in the run directory is locked") from None
+                clock.sleep(0.01)
+        yield Ledger(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,344 @@
+"""The prolog's work on one node: an agent for this incarnation of the job, started or found again.
+
+    python3 -I -m gemini_hpc.node.prolog JOB UID RESTART REPLICAS NODE NODELIST TIER TIER_INTERVAL
+
+Runs as root, called by `prolog_epilog/prolog`, which has checked the integers; TIER and TIER_INTERVAL may be empty.
+Root clears leftovers of dead jobs, makes the job's directory, and starts the agent, in a cgroup of its own; whatever
+touches the inside of the job's directory is done by a child that has become the job's owner for good.
+
+Exit status: 0; or `EXIT_STRICT` where gemini.toml says strict_prolog = true and no agent can be started here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import select
+import signal
+import socket
+import stat
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from gemini_hpc import clock
+from gemini_hpc.config import ConfigError, Settings, load
+from gemini_hpc.node import (
+    ask_agent,
+    cgroup,
+    job_directory,
+    ledger,
+    privileges,
+    reaper,
+    spawn,
+    stale_jobs,
+)
+from gemini_hpc.node.complaint import complain
+from gemini_hpc.node.meminfo import meminfo
+from gemini_hpc.node.unprotected import Note
+
+EXIT_STRICT = 3
+POLL_S = 0.005
+AWAKE_S = 1.5
+EXITED_GRACE_S = 0.5  # it may have left a daemon of its own behind
+OWNER_GRACE_S = 1.0
+INSTALLED_S = 5.0
+FORMER_END_S = 0.5
+REPLICAS_MAX = 32
+TIER_INTERVAL_MAX_S = 604800
+
+# How the child that is the job's owner tells root how it went.
+_PROTECTED, _UNPROTECTED, _NOT_STARTED = 0, 10, 11
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """One run of a job, as slurmd describes it; `tier_interval_s` is 0 and `tier` empty where not given."""
+
+    job: int
+    uid: int
+    restart: int
+    replicas: int
+    node: str
+    nodelist: str
+    tier: str
+    tier_interval_s: int
+
+
+def parse(argv: list[str]) -> Incarnation:
+    """The incarnation of a command line; raises `ValueError` with what was wanted and found."""
+    if len(argv) != 8:
+        raise ValueError(f"wanted 8 arguments, found {len(argv)}")
+    job, uid, restart, replicas, node, nodelist, tier, tier_interval = argv
+    return Incarnation(
+        job=parse_number("job id", job, 1, 2**32 - 1),
+        uid=parse_number("uid", uid, 0, 2**32 - 2),
+        restart=parse_number("restart count", restart, 0, 2**32 - 1),
+        replicas=parse_number("replicas", replicas, 1, REPLICAS_MAX),
+        node=_text("node name", node, r"[A-Za-z0-9._-]{1,255}"),
+        nodelist=_text("node list", nodelist, r"[A-Za-z0-9._,\[\]-]{1,60000}"),
+        tier=_text("tier", tier, r"|/[ -~]{0,4095}", banned="\"'`\\"),
+        tier_interval_s=parse_number("tier interval", tier_interval, 1, TIER_INTERVAL_MAX_S) if tier_interval else 0,
+    )
+
+
+def parse_number(what: str, text: str, least: int, most: int) -> int:
+    """A strict decimal number within bounds; raises `ValueError`."""
+    if re.fullmatch(r"0|[1-9][0-9]{0,9}", text) and least <= int(text) <= most:
+        return int(text)
+    raise ValueError(f"{what}: wanted a whole number from {least} to {most}, found {text[:80]!r}")
+
+
+def _text(what: str, text: str, pattern: str, banned: str = "") -> str:
+    if re.fullmatch(pattern, text) and not any(c in text for c in banned):
+        return text
+    raise ValueError(f"{what}: found {text[:80]!r}, which cannot be one")
+
+
+_notes: list[Note] = []  # of the incarnation that this process is for
+
+
+def _unprotected(job: int, why: str) -> None:
+    complain("prolog", job, f"not protected: {why}")
+    _tell(why)
+
+
+def _tell(why: str) -> None:
+    for note in _notes:
+        note.tell(why)
+
+
+def main(argv: list[str]) -> int:
+    """Does the prolog's work; returns the exit status. Never raises."""
+    try:
+        inc = parse(argv)
+    except ValueError as exc:
+        _unprotected(0, f"{exc}")
+        return 0
+    try:
+        settings = load()
+    except ConfigError as exc:
+        _notes.append(Note(Settings().run_dir, inc.job, inc.restart))
+        _unprotected(inc.job, f"{exc}")
+        _notes[-1].settle()
+        return 0
+    _notes.append(Note(settings.run_dir, inc.job, inc.restart))
+    try:
+        outcome = _protect(inc, settings)
+    except (job_directory.JobDirError, privileges.PrivilegeError, OSError) as exc:
+        _unprotected(inc.job, f"{exc}")
+        outcome = _UNPROTECTED if _used_up(exc) else _NOT_STARTED
+    _notes[-1].settle()
+    return EXIT_STRICT if settings.strict_prolog and outcome == _NOT_STARTED else 0
+
+
+def _protect(inc: Incarnation, settings: Settings) -> int:
+    owner = privileges.owner(inc.uid)
+    run_fd = job_directory.open_run_dir(settings.run_dir, create=True)
+    # Before anything is made: what is full may be so of these.
+    for problem in stale_jobs.remove(run_fd, settings.run_dir, except_job=inc.job):
+        complain("prolog", inc.job, problem)
+    _note(run_fd, inc)  # before its directory is made, or found: no other prolog's sweep takes it for a leftover
+    try:
+        shared = job_directory.make(run_fd, inc.job, inc.uid, owner.pw_gid)
+    except job_directory.JobDirError as exc:  # what lies there is a user's doing, or what users have filled
+        _unprotected(inc.job, f"{exc}")
+        return _UNPROTECTED
+    if shared:
+        complain("prolog", inc.job, f"its directory is no file system of its own ({shared}): others can fill it")
+    _offer_to_oom_killer()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    deadline = clock.monotonic() + settings.attach_timeout_s + OWNER_GRACE_S
+    keep = [theirs.fileno(), *(fd for note in _notes for fd in note.fds)]
+    child = privileges.fork_as(
+        owner, lambda: _as_owner(inc, settings, theirs), _NOT_STARTED, partial(_unprotected, inc.job), keep
+    )
+    theirs.close()
+    _start_if_asked(inc, settings, run_fd, ours, deadline)
+    outcome = privileges.outcome(child, deadline - clock.monotonic())
+    reaper.ensure(run_fd, settings, "prolog", inc.job)
+    if outcome == _NOT_STARTED and settings.strict_prolog and _installed():
+        return _UNPROTECTED
+    return outcome
+
+
+def _note(run_fd: int, inc: Incarnation) -> None:
+    try:
+        with ledger.opened(run_fd) as entries:
+            known = entries.get(inc.job)
+            if known is not None and known.uid != inc.uid:  # the number is used again, and its agent is another's
+                _end_former(inc, known.group)
+            entries.started(inc.job, inc.uid, inc.restart)
+    except OSError as exc:
+        complain("prolog", inc.job, f"not entered in the ledger of this node: {exc.strerror or exc}")
+
+
+def _end_former(inc: Incarnation, group: cgroup.Group) -> None:
+    try:
+        cgroup.end(group, FORMER_END_S)
+    except OSError as exc:
+        complain("prolog", inc.job, f"an earlier agent is not ended: {exc.strerror or exc}")
+
+
+def _start_if_asked(inc: Incarnation, settings: Settings, run_fd: int, sock: socket.socket, deadline: float) -> None:
+    """The owner's side finds out whether there is an agent; it is root that starts one, once."""
+    with sock:
+        sock.settimeout(max(0.01, deadline - clock.monotonic()))
+        with contextlib.suppress(OSError):
+            if not sock.recv(1):
+                return  # it has ended
+            try:
+                first = partial(_leave_slurmds_cgroup, inc, settings, run_fd)
+                process = spawn.start(f"{settings.run_dir}/{inc.job}", inc.job, inc.uid, inc.node, first)
+            except spawn.LaunchError as exc:
+                sock.send(f"{exc}".encode())
+                return
+            socket.send_fds(sock, [b"started"], [process])
+            os.close(process)
+
+
+def _installed() -> bool:
+    """Whether an agent could run here. Then it is a user who keeps it from doing so (processes, ports, signals), and
+    no user may have a node drained (SITE 19)."""
+    import subprocess
+
+    argv = [sys.executable, "-I", "-c", "import gemini_hpc.agent.daemon"]
+    try:
+        done = subprocess.run(argv, capture_output=True, timeout=INSTALLED_S, check=False, env=spawn.ENVIRONMENT)
+    except subprocess.TimeoutExpired:
+        return False
+    except OSError as exc:
+        return _used_up(exc)
+    return done.returncode == 0
+
+
+def _used_up(exc: Exception) -> bool:
+    """Whether processes or memory are wanting, which users use up: no fault of the site's."""
+    return isinstance(exc, OSError) and exc.errno in (errno.EAGAIN, errno.ENOMEM)
+
+
+def _offer_to_oom_killer() -> None:
+    """The agent inherits it: slurmd may be exempt from the killer, and training must not die for its replicas. Once
+    the owner's side has dropped root, the kernel no longer lets it do this."""
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
+        f.write("1000")
+
+
+def _leave_slurmds_cgroup(inc: Incarnation, settings: Settings, run_fd: int, agent: int) -> None:
+    """Puts the process that is to become the agent where filling memory harms no slurmd, and where root can end it
+    with all that comes of it."""
+    try:
+        total = meminfo()["MemTotal"]
+        choice = cgroup.prepare(settings, total)
+        group, problem = cgroup.admit(choice, inc.job, agent, cgroup.limit_bytes(settings, total))
+        with ledger.opened(run_fd) as entries:
+            known = entries.get(inc.job)
+            if known is not None and not set(known.group.directories) <= set(group.directories):
+                # One that no longer answers, in a scope of its own, which nobody would look into any more.
+                _end_former(inc, known.group)
+            entries.put(ledger.Entry(inc.job, inc.uid, inc.restart, group, started_s=ledger.now_s()))
+    except (OSError, ValueError, KeyError) as exc:
+        problem = f"{exc}"
+    if problem:
+        complain("prolog", inc.job, f"the agent stays in slurmd's cgroup: {problem}")
+
+
+def _as_owner(inc: Incarnation, settings: Settings, root: socket.socket) -> int:
+    """The part that root must not do. A status of `_PROTECTED`, `_UNPROTECTED` (an agent is there, but said no or
+    nothing: perhaps the user's doing, so never an error of the node) or `_NOT_STARTED`."""
+    directory = f"{settings.run_dir}/{inc.job}"
+    try:
+        answer = _attach(directory, inc, clock.monotonic() + settings.attach_timeout_s, root)
+        if answer != "ready":
+            raise ask_agent.AskError(f"wanted 'ready', the agent said {answer[:80]!r}")
+    except ask_agent.AskError as exc:
+        _unprotected(inc.job, f"{exc}")
+        return _UNPROTECTED
+    except spawn.LaunchError as exc:
+        _unprotected(inc.job, f"the agent could not be started: {exc}; see {directory}/agent.log")
+        return _NOT_STARTED
+    return _PROTECTED
+
+
+def _ask_root_to_start(root: socket.socket, deadline: float) -> int:
+    """A pidfd of the agent that root has started. Raises `LaunchError`."""
+    try:
+        root.settimeout(max(0.01, deadline - clock.monotonic()))
+        root.send(b"!")
+        said, got, _, _ = socket.recv_fds(root, 512, 1)
+    except OSError as exc:
+        raise spawn.LaunchError(f"root did not start it: {exc.strerror or exc}") from None
+    if not got:
+        raise spawn.LaunchError(said.decode(errors="replace") or "root did not start it")
+    return got[0]
+
+
+def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.socket) -> str:
+    """Finds the agent, or has it started once, and announces this incarnation; returns what it answered."""
+    question = {
+        "op": "attach",
+        "job": inc.job,
+        "restart": inc.restart,
+        "nodelist": inc.nodelist,
+        "node": inc.node,
+        "replicas": inc.replicas,
+        "tier": inc.tier,
+        "tier_interval": inc.tier_interval_s,
+    }
+    process: int | None = None
+    ended = heard = False
+    while True:
+        try:
+            with ask_agent.connect(directory, inc.uid, deadline) as sock:
+                if process is None:
+                    _ensure_awake(sock, f"{directory}/{ask_agent.SOCKET_NAME}")
+                heard = True
+                answer = ask_agent.ask(sock, question, deadline)
+                if answer.get("state") == "unmapped":  # the node is in order: nothing for its administrator
+                    _tell("the agent here and those of the job's other nodes did not agree in time")
+                return str(answer["op"])
+        except ask_agent.NobodyAnswersError:
+            if process is None:
+                _clear_way(f"{directory}/{ask_agent.SOCKET_NAME}")
+                process = _ask_root_to_start(root, deadline)
+            elif not ended and select.select([process], [], [], 0)[0]:
+                ended = True
+                deadline = min(deadline, clock.monotonic() + EXITED_GRACE_S)
+            if clock.monotonic() + POLL_S > deadline:
+                why = "it ended at once" if ended else "it did not open its socket in time"
+                if heard:  # it could be started; that its owner's processes may end it is no error of the node
+                    raise ask_agent.AskError(f"the agent went away: {why}") from None
+                raise spawn.LaunchError(why) from None
+            clock.sleep(POLL_S)
+
+
+def _ensure_awake(sock: socket.socket, path: str) -> None:
+    """An agent of an earlier incarnation that no longer answers is killed: a node that comes back empty can be
+    served by its peers, one that hangs would keep the whole job from agreeing. Raises `NobodyAnswersError`."""
+    try:
+        ask_agent.ask(sock, {"op": "verdict?"}, clock.monotonic() + AWAKE_S)
+    except ask_agent.AskError:
+        pid = ask_agent.peer_pid(sock)
+        with contextlib.suppress(OSError):
+            if pid > 0:
+                os.kill(pid, signal.SIGKILL)
+            else:  # in a process namespace that is not seen from here; kill would take 0 for its caller's own group
+                os.unlink(path)
+        raise ask_agent.NobodyAnswersError("a hung agent was killed") from None
+
+
+def _clear_way(path: str) -> None:
+    """A file, link or pipe in the socket's place must not keep the agent from binding; a dead agent's socket is left
+    to the new one, for its supervisor may be starting it again at this moment."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            os.unlink(path)
+    except OSError:
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

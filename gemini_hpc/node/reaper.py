@@ -1,0 +1,322 @@
+"""`python3 -I -m gemini_hpc.node.reaper`: ends, as root, what an agent whose job is over still holds on this node.
+
+An agent lets go by itself when its retention is over. One that its owner has stopped does not, nor would a process
+that somebody has smuggled in beside it: what is in the cgroup of a job that has ended is killed as a whole, a grace
+after the last moment at which the agent would have let go. Epilog and prolog start the one reaper of a node where
+jobs have ended; it waits, and ends when nothing is left to wait for.
+
+A node that was cut off while its job went on elsewhere gets no epilog for it. So the time also runs for an agent that
+does not answer and whose job has no step here, from the first time that it is found so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import sys
+from contextlib import suppress
+
+from gemini_hpc import clock
+from gemini_hpc.config import ConfigError, Settings, load
+from gemini_hpc.node import ask_agent, cgroup, job_directory, job_steps, ledger, privileges, spawn
+from gemini_hpc.node.complaint import complain
+from gemini_hpc.node.meminfo import meminfo
+
+GRACE_S = 30.0
+YOUNG_S = 5.0
+LOOK_LEAST_S, LOOK_S = 0.1, 1.0
+LOOK_MOST_S = 30.0  # never later than the next that is due
+ANSWER_S = 1.0
+END_S, POLL_S = 2.0, 0.02
+AGAIN_S = (2.0, 4.0)
+BY_NAME_S = 1.0
+LOCK = "reaper.lock"
+_WATCHED_MAX = 512
+_SILENT, _ANSWERS = 11, 10
+
+
+def ensure(run_fd: int, settings: Settings, where: str, job: int) -> None:
+    """By root, in prolog and epilog of `job`: see that a reaper runs if jobs have ended here, or seem to. Never
+    raises."""
+    try:
+        with ledger.opened(run_fd) as entries:
+            known = list(entries)
+        # Not while others wait for the ledger: both take a while. The reaper's own lock keeps a second one away.
+        ended = any(entry.ended_s is not None for entry in known)
+        silent = {entry.job for entry in known} - {job}
+        if not ended and silent:
+            silent -= job_steps.jobs_with_steps()
+        if (ended or silent) and _idle(run_fd):
+            _start(settings)
+    except OSError as exc:
+        complain(where, 0, f"no reaper could be started: {exc.strerror or exc}")
+
+
+def _idle(run_fd: int) -> bool:
+    lock = _lock(run_fd)
+    if lock >= 0:
+        os.close(lock)
+    return lock >= 0
+
+
+def _lock(run_fd: int) -> int:
+    """The one reaper's lock; -1: another one has it."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(f"{ledger.NAME}/{LOCK}", flags, 0o600, dir_fd=run_fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return -1
+    return fd
+
+
+def _start(settings: Settings) -> None:
+    """Outside of slurmd's cgroup, like the agents: prolog and epilog may run in one that ends with the job."""
+
+    def first(pid: int) -> None:
+        with suppress(OSError, ValueError, KeyError):
+            total = meminfo()["MemTotal"]
+            cgroup.admit(cgroup.prepare(settings, total), 0, pid, cgroup.limit_bytes(settings, total))
+
+    with suppress(spawn.LaunchError):
+        os.close(spawn.daemon([sys.executable, "-I", "-m", "gemini_hpc.node.reaper"], first))
+
+
+def due_s(settings: Settings) -> tuple[float, float]:
+    """How long after its job's end an agent is ended that does not answer, and one that does."""
+    after_s = settings.tier_flush_s + GRACE_S
+    held_s = settings.held_retention_s  # of jobs that have not ended for good: the agent knows
+    return settings.retention_s + after_s, max(settings.retention_s, held_s) + after_s
+
+
+def look(run_fd: int, settings: Settings) -> float | None:
+    """Once over all entries; seconds until the next is due, None: there is none to wait for."""
+    silent_s, answering_s = due_s(settings)
+    with ledger.opened(run_fd) as entries:
+        known = list(entries)
+    running = job_steps.jobs_with_steps()
+    waits: list[float] = []
+    for entry in known:
+        if entry.ended_s is None:
+            if entry.job not in running and (young_s := _young_s(settings, entry)) > 0:
+                waits.append(young_s)
+                continue
+            since_s = _doubted_s(run_fd, settings, entry, entry.job in running)
+            if since_s is None:
+                continue
+            over = since_s > silent_s
+        elif entry.job in running:  # it runs here again, and no prolog was called, or could say so
+            with ledger.opened(run_fd) as entries:
+                entries.goes_on(entry)
+            continue
+        else:
+            since_s = ledger.now_s() - entry.ended_s
+            over = since_s > answering_s or (since_s > silent_s and not _answers_at_last(settings.run_dir, entry))
+        gone = not inside(entry)
+        # One that has let go by itself leaves its log for its owner, until the next prolog's sweep.
+        if (over or gone) and end(run_fd, entry, f"its job ended {since_s:.0f} s ago", remove=not gone):
+            continue
+        waits += [due_in_s for due in (silent_s, answering_s) if (due_in_s := due - since_s) > 0] or [LOOK_MOST_S]
+    return min(waits, default=None)
+
+
+def _young_s(settings: Settings, entry: ledger.Entry) -> float:
+    """For how long an agent may still be about to start."""
+    return entry.started_s + settings.attach_timeout_s + YOUNG_S - ledger.now_s()
+
+
+def _doubted_s(run_fd: int, settings: Settings, entry: ledger.Entry, running: bool) -> float | None:
+    """No epilog has told that this job ended. For how long it has had no step here and its agent has been silent, or
+    gone; None: it may be between two steps."""
+    now_s = ledger.now_s()
+    alive = running or (bool(inside(entry)) and _answers_at_last(settings.run_dir, entry))
+    since_s = None if alive else now_s if entry.doubted_s is None else entry.doubted_s
+    if since_s != entry.doubted_s:
+        with ledger.opened(run_fd) as entries:
+            entries.doubt(entry, since_s)
+    return None if since_s is None else now_s - since_s
+
+
+def end(run_fd: int, entry: ledger.Entry, why: str, *, remove: bool = True) -> bool:
+    """End what an agent has left, unless its job runs here again; whether nothing is left. `why`: told where a
+    process had to be killed. remove: the directory too. Takes `END_S` at most."""
+    deadline, first = clock.monotonic() + END_S, -1
+    now: ledger.Entry | None = None
+    while True:
+        with ledger.opened(run_fd) as entries:
+            before, now = now, entries.get(entry.job)
+            if now is None or now.uid != entry.uid or (now.ended_s is None and now.doubted_s is None):
+                return True
+            if before is not None and before != now:
+                return False  # its prolog has come, and its epilog again
+            there = inside(now)
+            first = len(there) if first < 0 else first
+            if not there and cgroup.remove_empty(now.group):
+                entries.strike(now.job)
+                break
+            _kill(now, there)
+        if clock.monotonic() > deadline:
+            complain("reaper", entry.job, f"not ended: {len(there)} processes of its agent hang in the kernel")
+            return False
+        clock.sleep(POLL_S)
+    if first and why:
+        complain("reaper", entry.job, f"{why}, and {first} processes of its agent did not let go: killed")
+    if remove:
+        with ledger.opened(run_fd) as entries:
+            if entries.get(entry.job) is not None:  # its prolog has come meanwhile
+                return True
+        try:
+            job_directory.remove(run_fd, str(entry.job))
+        except job_directory.JobDirError as exc:
+            complain("reaper", entry.job, f"{exc}")
+    return True
+
+
+def inside(entry: ledger.Entry) -> list[int]:
+    """Pids of what there is of a job's agent."""
+    return cgroup.members(entry.group) if entry.group.version else by_name(entry.job, entry.uid)
+
+
+def _wait(run_fd: int, timeout_s: float) -> None:
+    """Until one of those that are waited for ends, for a bounded time."""
+    with ledger.opened(run_fd) as entries:
+        waited = [entry for entry in entries if entry.ended_s is not None or entry.doubted_s is not None]
+    pids = [pid for entry in waited for pid in inside(entry)]
+    poll, opened = select.poll(), []
+    try:
+        for pid in pids[:_WATCHED_MAX]:
+            with suppress(OSError):
+                opened.append(os.pidfd_open(pid))
+                poll.register(opened[-1], select.POLLIN)
+        poll.poll(timeout_s * 1000)
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
+def _kill(entry: ledger.Entry, pids: list[int]) -> None:
+    if entry.group.version:
+        cgroup.kill(entry.group, pids)
+        return
+    opened: dict[int, int] = {}
+    try:
+        for pid in pids[:_WATCHED_MAX]:
+            with suppress(OSError):
+                opened[pid] = os.pidfd_open(pid)
+        called = by_name(entry.job, entry.uid) if opened else []  # a number may have become another process's
+        for pid in set(opened) & set(called):
+            with suppress(OSError):
+                signal.pidfd_send_signal(opened[pid], signal.SIGKILL)
+    finally:
+        for process in opened.values():
+            os.close(process)
+
+
+def by_name(job: int, uid: int) -> list[int]:
+    """Where an agent has no cgroup of its own: processes of the owner's that call themselves this job's agent. They
+    are looked at by a child, for a second at most: whoever reads a hostile command line may have to be killed."""
+    got, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            # It may outlive us: then it holds nobody's lock, and none of slurmd's pipes.
+            os.closerange(0, told)
+            os.closerange(told + 1, os.sysconf("SC_OPEN_MAX"))
+            _tell_by_name(job, uid, told)
+        finally:
+            os._exit(0)
+    os.close(told)
+    found = b""
+    deadline = clock.monotonic() + BY_NAME_S
+    try:
+        while select.select([got], [], [], max(0.0, deadline - clock.monotonic()))[0]:
+            if not (more := os.read(got, 4096)):
+                break
+            found += more
+    finally:
+        os.close(got)
+        os.kill(pid, signal.SIGKILL)
+        _collect(pid)
+    return [int(line) for line in found.splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def _collect(pid: int) -> None:
+    """A child that was killed; one that hangs in the kernel is left to whoever comes after us."""
+    until = clock.monotonic() + BY_NAME_S
+    while os.waitpid(pid, os.WNOHANG) == (0, 0) and clock.monotonic() < until:
+        clock.sleep(0.005)
+
+
+def _tell_by_name(job: int, uid: int, told: int) -> None:
+    wanted = b"\0".join((b"gemini_hpc.agent", b"--job", b"%d" % job, b"--uid", b"%d" % uid)) + b"\0"
+    for pid in os.listdir("/proc"):
+        if not pid.isdecimal():
+            continue
+        with suppress(OSError):
+            if not job_steps.started_by(pid, uid):
+                continue
+            with open(f"/proc/{pid}/cmdline", "rb") as f:
+                if wanted in f.read(4096):
+                    os.write(told, b"%s\n" % pid.encode())
+
+
+def _answers_at_last(run_dir: str, entry: ledger.Entry) -> bool:
+    """Asked again after a while, twice: it may be slow, or about to be started again by its supervisor."""
+    for wait_s in (*AGAIN_S, 0.0):
+        if _answers(run_dir, entry):
+            return True
+        clock.sleep(wait_s)
+    return False
+
+
+def _answers(run_dir: str, entry: ledger.Entry) -> bool:
+    """Whether the agent itself does: nobody else's word counts."""
+    pids = inside(entry)
+
+    def probe() -> int:
+        deadline = clock.monotonic() + ANSWER_S
+        try:
+            with ask_agent.connect(f"{run_dir}/{entry.job}", entry.uid, deadline) as sock:
+                if ask_agent.peer_pid(sock) not in pids:
+                    return _SILENT
+                ask_agent.ask(sock, {"op": "verdict?"}, deadline)
+        except (ask_agent.NobodyAnswersError, ask_agent.AskError):
+            return _SILENT
+        return _ANSWERS
+
+    try:
+        child = privileges.fork_as(privileges.owner(entry.uid), probe, _SILENT, lambda _: None)
+    except privileges.PrivilegeError:
+        # Its user is gone, or nobody can name him now: what he has kept does not go for a name service's outage.
+        return bool(pids)
+    return privileges.outcome(child, 2 * ANSWER_S) == _ANSWERS
+
+
+def main() -> int:
+    """Wait and end until there is nothing to wait for; the exit status."""
+    try:
+        settings = load()
+        run_fd = job_directory.open_run_dir(settings.run_dir, create=False)
+        lock = _lock(run_fd)
+        if lock < 0:
+            return 0
+        wait_s = LOOK_S
+        while True:
+            if (due_in_s := look(run_fd, settings)) is not None:
+                _wait(run_fd, max(LOOK_LEAST_S, min(wait_s, due_in_s)))
+                wait_s = min(2 * wait_s, LOOK_MOST_S)
+                continue
+            with ledger.opened(run_fd) as entries:  # an epilog that comes now starts the next reaper
+                if all(entry.ended_s is None and entry.doubted_s is None for entry in entries):
+                    os.close(lock)
+                    return 0
+    except (ConfigError, job_directory.JobDirError, OSError) as exc:
+        complain("reaper", 0, f"{exc}")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

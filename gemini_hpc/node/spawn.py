@@ -1,0 +1,107 @@
+"""Starting the agent, and the reaper, so that they outlive prolog and epilog and have nothing of slurmd's but its
+parentage."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import sys
+from collections.abc import Callable
+
+from gemini_hpc.node import privileges
+
+ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"}
+LOG_NAME = "agent.log"
+
+
+class LaunchError(Exception):
+    """The agent's process could not be made."""
+
+
+def start(directory: str, job: int, uid: int, node: str, first: Callable[[int], None]) -> int:
+    """By root: start the agent as a daemon; returns a pidfd of it. It is executed as root, and becomes the owner
+    (`settle`) before it does anything else: so its owner cannot trace it. `first` is called with its pid before.
+    Raises `LaunchError`."""
+    argv = [sys.executable, "-I", "-m", "gemini_hpc.agent"]
+    argv += ["--job", str(job), "--uid", str(uid), "--node", node, "--dir", directory]
+    return daemon(argv, first)
+
+
+def daemon(argv: list[str], first: Callable[[int], None]) -> int:
+    """By root: execute a daemon, once `first` has been called with its pid; returns a pidfd.
+
+    slurmd kills the script's process group when the script ends, and waits for its output to close: hence a
+    session of its own and no inherited descriptor. Raises `LaunchError`.
+    """
+    reader, writer = os.pipe()
+    held, go = os.pipe()
+    between = os.fork()
+    if between == 0:
+        try:
+            os.close(go)
+            os.setsid()
+            agent = os.fork()
+            if agent == 0:
+                _become(argv, held)
+            os.write(writer, str(agent).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.close(held)
+    try:
+        text = os.read(reader, 16)
+        os.waitpid(between, 0)
+        try:
+            process = os.pidfd_open(int(text))
+        except (ValueError, OSError):
+            raise LaunchError("its process ended at once") from None
+        first(int(text))
+        os.write(go, b"!")
+        return process
+    finally:
+        os.close(reader)
+        os.close(go)
+
+
+def _become(argv: list[str], held: int) -> None:
+    try:
+        if os.read(held, 1) != b"!":
+            return  # the prolog has ended
+        os.chdir("/")
+        os.umask(0o077)
+        null = os.open("/dev/null", os.O_RDWR)
+        for number in range(3):
+            os.dup2(null, number)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        os.execve(argv[0], argv, ENVIRONMENT)
+    finally:
+        os._exit(127)
+
+
+def settle(uid: int, directory: str) -> None:
+    """By the program that was executed: become the owner for good, closed to the owner's other processes, and write
+    to the job's log from here on. Raises `PrivilegeError`."""
+    if os.geteuid() == 0:
+        privileges.drop_to(privileges.owner(uid))
+        _write_to(f"{directory}/{LOG_NAME}")
+    if os.geteuid() != uid:
+        raise privileges.PrivilegeError(f"wanted uid {uid}, running as {os.geteuid()}")
+    os.umask(0o077)
+
+
+def _write_to(path: str) -> None:
+    """Standard output and error go to the log, opened for appending; nowhere if something else lies in its place."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        log = os.open(path, flags, 0o600)
+    except OSError:
+        return
+    if stat.S_ISREG(os.fstat(log).st_mode):
+        os.set_blocking(log, True)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+    os.close(log)

@@ -1,0 +1,90 @@
+"""What dead agents left behind: the prolog of the next job on the node removes it.
+
+A job that was cancelled while it waited to be run again gets no epilog anywhere; without this its directory would
+stay until the node reboots. (Its memory is gone with the agent's process.)
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from gemini_hpc import clock
+from gemini_hpc.node import ask_agent, job_directory, job_steps, ledger, privileges
+
+AGE_MIN_S = 60.0
+REMOVED_MAX = 8
+TIMEOUT_S = 1.0
+PROBE_TIMEOUT_S = 0.2
+
+_SOMEBODY, _NOBODY = 10, 11
+
+
+def remove(run_fd: int, run_dir: str, except_job: int) -> list[str]:
+    """Removes leftovers of other jobs, a bounded number in bounded time; returns what could not be removed, one
+    sentence each.
+
+    A leftover is a directory older than a minute, whose agent nobody hears from, of a job that has no step on
+    this node (an agent that crashed is started again by its supervisor, and its trainers wait for it).
+    """
+    deadline = clock.monotonic() + TIMEOUT_S
+    problems: list[str] = []
+    candidates = sorted(name for name in os.listdir(run_fd) if name.isascii() and name.isdecimal())
+    running: set[int] | None = None
+    starting = _starting(run_fd)
+    # Another one first each time: agents that are stopped use up the time, and their owner might like that.
+    first = clock.monotonic_ns() // 1000 % max(1, len(candidates))
+    removed = 0
+    for name in candidates[first:] + candidates[:first]:
+        if removed >= REMOVED_MAX or clock.monotonic() > deadline:
+            break
+        if name == str(except_job) or int(name) in starting:
+            continue
+        running = job_steps.jobs_with_steps() if running is None else running
+        if int(name) in running:
+            continue
+        try:
+            if _is_leftover(run_fd, run_dir, name):
+                removed += 1
+                job_directory.remove(run_fd, name)
+        except job_directory.JobDirError as exc:
+            problems.append(f"{run_dir}/{name}: {exc}")
+    return problems
+
+
+def _starting(run_fd: int) -> set[int]:
+    """Jobs whose prolog has been here a moment ago: they have no step yet, and perhaps no agent."""
+    try:
+        with ledger.opened(run_fd, TIMEOUT_S) as entries:
+            now_s = ledger.now_s()
+            return {e.job for e in entries if e.ended_s is None and now_s - e.started_s < AGE_MIN_S}
+    except OSError:
+        return set()
+
+
+def _is_leftover(run_fd: int, run_dir: str, name: str) -> bool:
+    info = job_directory.look(run_fd, name)
+    if info is None or not stat.S_ISDIR(info.st_mode):
+        return False
+    if 0 <= clock.time() - info.st_mtime < AGE_MIN_S:  # its owner may have dated it into the future
+        return False
+    return not _answers(f"{run_dir}/{name}", info.st_uid)
+
+
+def _answers(directory: str, uid: int) -> bool:
+    """Asked as the directory's owner: what lies in it must not lead root anywhere. In doubt, yes; where a file system
+    of the owner's in there makes whoever looks hang for ever, no."""
+
+    def probe() -> int:
+        try:
+            ask_agent.connect(directory, uid, clock.monotonic() + PROBE_TIMEOUT_S).close()
+        except ask_agent.NobodyAnswersError:
+            return _NOBODY
+        return _SOMEBODY
+
+    try:
+        owner = privileges.owner(uid)
+    except privileges.PrivilegeError:
+        return False  # its user is gone, so nobody could have started an agent again
+    child = privileges.fork_as(owner, probe, _SOMEBODY, lambda _: None)
+    return privileges.outcome(child, 2 * PROBE_TIMEOUT_S) not in (_NOBODY, privileges.HANGS)

@@ -1,0 +1,316 @@
+"""The asking side of `inspect`: the controller, or, where none answers, the agents themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pwd
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from gemini_hpc.config import Settings
+from gemini_hpc.operators import Operators
+from gemini_hpc.wire import inspect_schema
+from gemini_hpc.wire.flush import FlushAsk, Flushing
+from gemini_hpc.wire.handshake import Client, HandshakeError
+from gemini_hpc.wire.link import BlockingLink, LinkClosed, connect_any
+
+if TYPE_CHECKING:
+    from gemini_hpc.slurm.facts import Job, Node
+
+CONTROLLER_TIMEOUT_S = 2.0
+AGENT_TIMEOUT_S = 1.0
+PARALLEL = 64
+
+
+class AskError(Exception):
+    """One line for the user."""
+
+
+class NoControllerError(Exception):
+    """Nobody answers at the controller's address."""
+
+
+def _client(settings: Settings, job: int, target: str, server_uid: int, purpose: str = "query") -> Client:
+    return Client(
+        purpose=purpose,
+        cluster=settings.cluster_name,
+        job=job,
+        restart=0,
+        source=socket.gethostname(),
+        target=target,
+        instance=secrets.token_hex(8),
+        server_uid=server_uid,
+    )
+
+
+class ControllerLine:
+    """A connection to the controller that can be asked again and again (`--watch`)."""
+
+    def __init__(self, settings: Settings, job: int) -> None:
+        """Raises `NoControllerError` where there is none, `AskError` where it turns us away."""
+        hosts = settings.controller_hosts()
+        if not hosts:
+            raise NoControllerError("no controller_host in the settings")
+        try:
+            uid = pwd.getpwnam(settings.slurm_user).pw_uid
+        except KeyError:
+            raise AskError(f"slurm_user {settings.slurm_user!r} of the settings is not a user of this host") from None
+        failed = []
+        for host in hosts:
+            client = _client(settings, job, host, uid)
+            where = f"{host}:{settings.controller_port}"
+            try:
+                self._link = BlockingLink.connect(host, settings.controller_port, client, CONTROLLER_TIMEOUT_S)
+                return
+            except OSError as exc:
+                failed.append(f"{where}: {exc.strerror or exc}")
+            except UnicodeError:
+                failed.append(f"{where}: no name of a host")
+            except HandshakeError as exc:
+                raise AskError(f"controller {where}: {exc}") from None
+        raise NoControllerError("; ".join(failed))
+
+    def ask(self, job: int) -> inspect_schema.JobAnswer:
+        """Raises `AskError` with the controller's own words, `NoControllerError` if it went away."""
+        try:
+            self._link.send(inspect_schema.JobAsk(job))
+            answer = self._link.receive(inspect_schema.JobAnswer)
+        except (OSError, LinkClosed) as exc:
+            raise NoControllerError(str(exc)) from None
+        if answer.error:
+            raise AskError(answer.error)
+        return answer
+
+    def jobs(self, everything: bool) -> inspect_schema.JobsAnswer:
+        """The jobs that this user may see. Raises as `ask`."""
+        try:
+            self._link.send(inspect_schema.JobsAsk(everything))
+            answer = self._link.receive(inspect_schema.JobsAnswer)
+        except (OSError, LinkClosed) as exc:
+            raise NoControllerError(f"{exc}; one of an earlier version does not know this question") from None
+        if answer.error:
+            raise AskError(answer.error)
+        return answer
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._link.close()
+
+
+def agents(settings: Settings, raw_id: int) -> inspect_schema.JobAnswer:
+    """The same answer without a controller: Slurm's node list, and every agent asked at its deterministic ports.
+
+    Raises `AskError`.
+    """
+    return asyncio.run(_agents(settings, raw_id))
+
+
+async def _agents(settings: Settings, raw_id: int) -> inspect_schema.JobAnswer:
+    from gemini_hpc.query.slurm_facts import slurm_facts
+    from gemini_hpc.slurm import SlurmError
+
+    try:
+        job, nodes = await _allocation(settings, raw_id)
+    except SlurmError as exc:
+        raise AskError(f"no controller answers, and Slurm neither: {exc}") from None
+    parts = await _ask_all(settings, raw_id, job.user_id, nodes)
+    missing = tuple(n for n in job.nodes if n not in {p.host for p in parts})
+    return inspect_schema.JobAnswer(parts=parts, slurm=slurm_facts(job), missing=missing)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What was asked of whom, and the answer; None where the agent did not answer, knows nothing of this rank, or is
+    of a version that does not tell."""
+
+    host: str
+    ask: inspect_schema.RecordAsk
+    record: inspect_schema.Record | None
+
+
+Choose = Callable[[tuple[inspect_schema.InspectPart, ...]], Sequence[tuple[str, inspect_schema.RecordAsk]]]
+
+
+def records(
+    settings: Settings, raw_id: int, choose: Choose
+) -> tuple[tuple[inspect_schema.InspectPart, ...], list[Recorded]]:
+    """All agents of the job are asked for their parts, then those hosts that `choose` names from them for what a rank
+    has recorded. The agents themselves in any case: the controller does not pass records on.
+
+    Raises `AskError`.
+    """
+    return asyncio.run(_records(settings, raw_id, choose))
+
+
+async def _records(
+    settings: Settings, raw_id: int, choose: Choose
+) -> tuple[tuple[inspect_schema.InspectPart, ...], list[Recorded]]:
+    from gemini_hpc.slurm import SlurmError
+
+    try:
+        job, nodes = await _allocation(settings, raw_id)
+    except SlurmError as exc:
+        raise AskError(f"Slurm does not answer: {exc}") from None
+    parts = await _ask_all(settings, raw_id, job.user_id, nodes)
+    gate = asyncio.Semaphore(PARALLEL)
+
+    async def one(host: str, ask: inspect_schema.RecordAsk) -> Recorded:
+        async with gate:
+            address = nodes[host].address
+            part = await _ask_agent(
+                settings, raw_id, job.user_id, host, address, inspect_schema.InspectAsk(record=ask)
+            )
+        record = part.record if part is not None else None
+        asked_for = record is not None and (record.set, record.rank) == (ask.set, ask.rank)
+        return Recorded(host, ask, record if asked_for else None)
+
+    wanted = [(host, ask) for host, ask in choose(parts) if host in nodes]
+    return parts, await asyncio.gather(*(one(host, ask) for host, ask in wanted))
+
+
+Told = Callable[[Flushing], None]
+FLUSH_SILENT_S = 30.0  # an agent that writes says so each second
+_NO_AGENTS = "it has no nodes now, and the controller hears of no agent of it"
+_AGAIN_S = 2.0  # after which the controller is asked once more
+
+
+def flush(settings: Settings, raw_id: int, told: Told) -> list[Flushing]:
+    """Have the job's agents bring what is sealed to the tier; the last word on each set. told: hears all others.
+
+    Raises `AskError`.
+    """
+    return asyncio.run(_flush(settings, raw_id, told))
+
+
+async def _flush(settings: Settings, raw_id: int, told: Told) -> list[Flushing]:
+    from gemini_hpc.slurm import SlurmError
+
+    try:
+        job, nodes = await _allocation(settings, raw_id)
+        nodes = nodes or await _kept_on(settings, raw_id)
+    except SlurmError as exc:
+        raise AskError(f"Slurm does not answer: {exc}") from None
+    left, silent, root = list(nodes), "", ""
+    while left:
+        left.remove(name := root if root in left else left[0])
+        over = await _flush_at(settings, raw_id, job.user_id, name, nodes[name].address, told)
+        root = next((word.root for word in over if word.root), "")
+        silent = silent or root
+        if over and not root:
+            return over
+    if silent:
+        raise AskError(f"job {raw_id}: {silent} would have to do it, and does not answer")
+    raise AskError(f"job {raw_id}: {'no agent answers' if nodes else _NO_AGENTS}")
+
+
+async def _kept_on(settings: Settings, raw_id: int) -> dict[str, Node]:
+    """Where a job that waits for nodes has agents, as the controller knows it: those of its last life. Raises
+    `AskError`, and SlurmError where Slurm does not answer."""
+    from gemini_hpc.slurm import Slurm
+
+    try:
+        line = await asyncio.to_thread(ControllerLine, settings, raw_id)
+        try:
+            parts = (await asyncio.to_thread(line.ask, raw_id)).parts
+            if not parts:  # they may have been slow, or have just lost their way to it
+                await asyncio.sleep(_AGAIN_S)
+                parts = (await asyncio.to_thread(line.ask, raw_id)).parts
+        finally:
+            line.close()
+    except NoControllerError as exc:
+        raise AskError(f"job {raw_id} has no nodes now; where it had some the controller knows, but: {exc}") from None
+    last = max((part.restart for part in parts), default=0)
+    hosts = tuple(sorted(part.host for part in parts if part.restart == last))
+    return await Slurm().nodes(hosts) if hosts else {}
+
+
+async def _flush_at(settings: Settings, job: int, uid: int, name: str, address: str, told: Told) -> list[Flushing]:
+    """What an agent said last; nothing if it did not answer. Raises `AskError`."""
+    from gemini_hpc.wire.ports import candidates
+
+    over: list[Flushing] = []
+    begun: dict[str, Flushing] = {}
+    try:
+        link, _ = await connect_any(
+            address, candidates(settings, job), lambda: _client(settings, job, name, uid, "flush"), AGENT_TIMEOUT_S
+        )
+    except (OSError, LinkClosed):
+        return []
+    except HandshakeError as exc:
+        raise AskError(f"{name}: {exc}") from None
+    try:
+        link.send(FlushAsk())
+        while True:
+            async with asyncio.timeout(FLUSH_SILENT_S):
+                message = await link.receive()
+            if isinstance(message, Flushing):
+                told(message)
+                over += [message] if message.over else []
+                begun[message.set] = message
+    except LinkClosed:  # it hangs up when it has said everything
+        return over + [
+            msgspec.structs.replace(word, over=True, reason=f"{name} hung up before it was there")
+            for word in begun.values()
+            if not word.over
+        ]
+    except TimeoutError:
+        raise AskError(f"{name} has said nothing for {FLUSH_SILENT_S:.0f} s") from None
+    finally:
+        link.abort()
+
+
+async def _allocation(settings: Settings, raw_id: int) -> tuple[Job, dict[str, Node]]:
+    """The job and its nodes by name. Raises `AskError`, and SlurmError where Slurm does not answer."""
+    from gemini_hpc.query.slurm_facts import NOT_YOURS
+    from gemini_hpc.slurm import Slurm, UnknownJob
+
+    slurm = Slurm()
+    try:
+        job = await slurm.job(raw_id)
+    except UnknownJob:
+        raise AskError(f"job {raw_id}: {NOT_YOURS}") from None
+    # A courtesy: the agents ask MUNGE and decide for themselves.
+    allowed = Operators(settings.operators, (0, job.user_id, *settings.slurm_uids()))
+    if not await allowed.allows(os.geteuid()):
+        raise AskError(f"job {raw_id}: {NOT_YOURS}")
+    return job, await slurm.nodes(job.nodes) if job.nodes else {}
+
+
+async def _ask_all(
+    settings: Settings, raw_id: int, uid: int, nodes: dict[str, Node]
+) -> tuple[inspect_schema.InspectPart, ...]:
+    gate = asyncio.Semaphore(PARALLEL)
+
+    async def one(name: str, address: str) -> inspect_schema.InspectPart | None:
+        async with gate:
+            return await _ask_agent(settings, raw_id, uid, name, address, inspect_schema.InspectAsk())
+
+    answers = await asyncio.gather(*(one(n.name, n.address) for n in nodes.values()))
+    return tuple(a for a in answers if a is not None)
+
+
+async def _ask_agent(
+    settings: Settings, job: int, uid: int, name: str, address: str, question: inspect_schema.InspectAsk
+) -> inspect_schema.InspectPart | None:
+    from gemini_hpc.wire.ports import candidates
+
+    ports = candidates(settings, job)
+    try:
+        async with asyncio.timeout(AGENT_TIMEOUT_S):
+            link, _ = await connect_any(address, ports, lambda: _client(settings, job, name, uid), AGENT_TIMEOUT_S)
+            try:
+                link.send(question)
+                while True:
+                    message = await link.receive()
+                    if isinstance(message, inspect_schema.InspectPart):
+                        return message
+            finally:
+                link.abort()
+    except (OSError, HandshakeError, LinkClosed):
+        return None

@@ -1,0 +1,383 @@
+"""One job's picture as a JSON document: a pure merge of what agents, controller and Slurm said.
+
+Schema 1 (`gemini-hpc inspect --json`; keys are only ever added to it). Times are Unix seconds, ages seconds, sizes
+bytes, a version is [epoch, version] or null:
+
+  schema, job, asked ("controller" or "agents"), t, state, replicas, epoch, restart, kept_until (or null)
+  slurm       {state, nodes, restarts, reason, requeue, user, partition, note, ...}: strings, as Slurm has them
+  nodes       [{node_rank, host, group, state, agent, address, interface, port, memory_bytes, memory_cap_bytes,
+                suspects, dead, member}]
+  ended       null, or {state, t, exit_code, version, stored}: how the job ended
+  sets        [{name, world, sealed, state, stalled: {for_s, usual_s} or null, notes, shards: [{rank, home, bytes,
+                holders: [{host, state, version, age_s, verified_age_s}]}],
+                survival: {counted_version, survives: [{k, probability}], fatal: [[host]],
+                exact, lost_already}, tier: {directory, version, age_s, saving, written_bytes, problem, keeping,
+                kept: [{name, version}]} or null,
+                traffic: [{rank, host, and the fields of `wire.traffic.TrafficState`}]}]
+  recoveries  [{restart, began, total_s, events: [{t, after_s, gap_s, name, host, detail}]}]
+  events      [{t, name, host, restart, version, detail}]
+  missing     hosts of the job without an answer;   notes   sentences for the reader
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from gemini_hpc.core.survival import survival
+from gemini_hpc.query import past
+from gemini_hpc.query.freed import freed
+from gemini_hpc.query.stall import stall
+from gemini_hpc.wire.bounds import Stamp
+from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, TierState
+from gemini_hpc.wire.sanitize import bounded_event
+from gemini_hpc.wire.traffic import TrafficState
+
+SCHEMA = 1
+MAX_SETS, MAX_SHARDS = 256, 1 << 17
+RECOVERY_STARTS = ("detected", "taken_over")
+RECOVERY_GAP_S = 900.0
+_DEEDS = ("confirmed", "down", "sent_back", "requeued", "running", "first_iteration")
+_RECOVERY_ENDS = ("first_iteration", "first_new_iteration")
+Document = dict[str, Any]
+
+
+def picture(
+    job: int,
+    parts: Sequence[InspectPart],
+    events: Iterable[EventRecord],
+    slurm: dict[str, str],
+    missing: Iterable[str],
+    asked: str,
+    now: float,
+) -> Document:
+    """The document. Parts of an older incarnation count only where no newer one has that host."""
+    restart = max((p.restart for p in parts), default=int(slurm.get("restarts", "0") or 0))
+    newest: dict[str, InspectPart] = {}
+    for part in sorted(parts, key=lambda p: (p.restart, p.round)):
+        newest[part.host] = part
+    parts = list(newest.values())
+    leader = max(parts, key=lambda p: (p.restart, p.epoch, p.round), default=None)
+    members = [h for h in slurm.get("nodes", "").split(",") if h] or list(leader.hosts if leader else ())
+    ranks = dict(leader.noderanks) if leader else {}
+    absent = sorted({h for h in members if h not in newest} | set(missing))
+    names = _shown(parts)
+    sets = [_set(name, parts, members, now, slurm) for name in names]
+    document: Document = {
+        "schema": SCHEMA,
+        "job": job,
+        "asked": asked,
+        "t": now,
+        "state": _state(parts, absent, sets, slurm),
+        "ended": None,
+        "replicas": leader.replicas if leader else 0,
+        "epoch": max((p.epoch for p in parts), default=0),
+        "restart": restart,
+        "slurm": dict(slurm),
+        "nodes": _nodes(parts, members, absent, ranks, _groups(parts, ranks)),
+        "sets": sets,
+        "missing": absent,
+        "notes": [],
+    }
+    log = merge_events([*events, *(bounded_event(e, p.host) for p in parts for e in p.events)])
+    if (how := past.ending(log, slurm)) is not None:
+        document["state"], document["ended"] = past.ENDED, _ended(how)
+        if not parts:  # its agents have ended with it
+            document["restart"] = max([restart, *(e.restart for e in log)])
+            document["missing"], document["nodes"] = [], []
+    document["recoveries"] = recoveries(log)
+    document["events"] = [_event(e) for e in log]
+    document["kept_until"] = min((p.kept_until for p in parts if p.kept_until), default=None)
+    if not document["kept_until"] and document["ended"] is None and slurm.get("state") != "RUNNING":
+        # Slurm counts a requeue at once: what was held is then of the incarnation before.
+        document["notes"] += [lost for lost in (freed(log, restart) or freed(log, restart - 1),) if lost]
+    waiting = [f"unprotected, because {p.host}'s {p.unprotected[:500]}" for p in parts if p.unprotected]
+    troubled = [f"{p.host}: {p.problem[:500]}" for p in parts if p.problem]
+    document["notes"] += [*_notes(document, document["missing"], slurm), *waiting, *troubled]
+    if unshown := len({s.name for p in parts for s in p.sets}) - len(names):
+        document["notes"].append(f"{unshown} sets are not shown: the agents tell of more ranks than can be")
+    return document
+
+
+def _shown(parts: Sequence[InspectPart]) -> list[str]:
+    """The sets, as far as a picture of them is of a size that an operator's terminal can take: agents are their
+    users'."""
+    worlds: dict[str, int] = {}
+    for part in parts:
+        for s in part.sets:
+            worlds[s.name] = max(worlds.get(s.name, 0), s.world)
+        for slot in part.held:
+            if slot.set in worlds:
+                worlds[slot.set] = max(worlds[slot.set], slot.world)
+    shown: list[str] = []
+    left = MAX_SHARDS
+    for name in sorted(worlds):
+        if worlds[name] <= left and len(shown) < MAX_SETS:
+            left -= worlds[name]
+            shown.append(name)
+    return shown
+
+
+def merge_events(events: Iterable[EventRecord]) -> list[EventRecord]:
+    """In order of time, each once (agents send them to the controller and tell them when asked)."""
+    unique = {(round(e.t, 3), e.name, e.host, e.restart, e.version, e.detail): e for e in events}
+    return sorted(unique.values(), key=lambda e: e.t)
+
+
+def _ended(how: past.Ending) -> Document:
+    return {
+        "state": how.state,
+        "t": how.t or None,
+        "exit_code": how.exit_code,
+        "version": how.version or None,
+        "stored": how.stored or None,
+    }
+
+
+def _event(e: EventRecord) -> Document:
+    return {"t": e.t, "name": e.name, "host": e.host, "restart": e.restart, "version": e.version, "detail": e.detail}
+
+
+def _state(
+    parts: Sequence[InspectPart], absent: Sequence[str], sets: Sequence[Document], slurm: dict[str, str]
+) -> str:
+    if not parts or any(p.unprotected for p in parts):
+        return "unprotected"
+    if any(s["survival"]["lost_already"] for s in sets) or not sets:
+        return "arming" if slurm.get("state") in ("RUNNING", "CONFIGURING", "") else "waiting"
+    if absent:
+        return "partly protected"
+    states = {s["state"] for s in sets}
+    for word in ("degraded", "recovering", "stalled", "arming"):
+        if word in states:
+            return word
+    return "protected"
+
+
+def _groups(parts: Sequence[InspectPart], ranks: dict[str, int]) -> dict[str, int]:
+    """Nodes that hold copies for each other belong together; a group is named by its place among them."""
+    home = {rank: host for host, rank in ranks.items()}
+    group = {host: {host} for host in ranks}
+    for part in parts:
+        for slot in part.held:
+            owner = home.get(slot.home)
+            if owner is None or part.host not in group or slot.state == "empty" or group[owner] is group[part.host]:
+                continue
+            merged = group[owner] | group[part.host]
+            for host in merged:
+                group[host] = merged
+    order = sorted({min(ranks[h] for h in g) for g in group.values()})
+    return {host: order.index(min(ranks[h] for h in g)) for host, g in group.items()}
+
+
+def _nodes(
+    parts: Sequence[InspectPart],
+    members: Sequence[str],
+    absent: Sequence[str],
+    ranks: dict[str, int],
+    groups: dict[str, int],
+) -> list[Document]:
+    rows: list[Document] = []
+    for p in parts:
+        rows.append(
+            {
+                "node_rank": ranks.get(p.host, p.noderanks.get(p.host)),
+                "host": p.host,
+                "group": groups.get(p.host),
+                "state": p.state,
+                "agent": True,
+                "address": p.address,
+                "interface": p.interface,
+                "port": p.port,
+                "memory_bytes": p.memory_bytes,
+                "memory_cap_bytes": p.memory_cap_bytes,
+                "suspects": list(p.suspects),
+                "dead": list(p.dead),
+                "member": p.host in members,
+            }
+        )
+    for host in absent:
+        row = dict.fromkeys(("address", "interface"), "") | dict.fromkeys(
+            ("port", "memory_bytes", "memory_cap_bytes"), 0
+        )
+        facts = {"node_rank": ranks.get(host), "host": host, "group": groups.get(host), "state": "no agent"}
+        rows.append({**facts, "agent": False, **row, "suspects": [], "dead": [], "member": host in members})
+    return sorted(rows, key=lambda r: (r["node_rank"] is None, r["node_rank"] or 0, r["host"]))
+
+
+def _tier(t: TierState, now: float) -> Document:
+    return {
+        "directory": t.directory,
+        "version": list(t.stored) if t.stored else None,
+        "age_s": max(0.0, now - t.time) if t.stored else None,
+        "saving": list(t.saving) if t.saving else None,
+        "written_bytes": t.written,
+        "problem": t.problem,
+        "keeping": list(t.keeping),
+        "kept": [{"name": name, "version": list(stamp)} for name, stamp in t.kept],
+    }
+
+
+def _running_s(slurm: dict[str, str]) -> float | None:
+    """For how long the job has run without a pause, as far as that is known; 0.0: it does not run."""
+    if slurm.get("state") != "RUNNING":
+        return 0.0 if slurm.get("state") else None
+    running_s = slurm.get("running_s", "")
+    return float(running_s) if running_s.isdigit() else None
+
+
+def _set(
+    name: str, parts: Sequence[InspectPart], members: Sequence[str], now: float, slurm: dict[str, str]
+) -> Document:
+    states = [s for p in parts for s in p.sets if s.name == name]
+    held = [(p.host, slot) for p in parts for slot in p.held if slot.set == name and slot.state != "empty"]
+    world = max([s.world for s in states] + [slot.world for _, slot in held], default=0)
+    sealed = max((s.sealed for s in states if s.sealed is not None), default=None)
+    by_rank: dict[int, list[tuple[str, HeldSlot]]] = {rank: [] for rank in range(world)}
+    for host, slot in held:
+        by_rank.setdefault(slot.rank, []).append((host, slot))
+    hosts = sorted(set(members) | {host for host, _ in held})
+    counted = _counted(by_rank)
+    holders = [_holders(copies, counted) for copies in by_rank.values()]
+    found = survival(hosts, holders)
+    order = ("recovering", "degraded", "arming", "protected", "finished")
+    state = next((w for w in order if any(s.state == w for s in states)), "arming")
+    told = traffic(name, parts)
+    paces = [s.pace for s in states if s.pace is not None]
+    every = max((state.j for _, state in told.values()), default=1)
+    least_s = max((pace.stalled_s for pace in paces), default=0.0)
+    if slurm.get("shrunk") and state in ("arming", "protected") and world > len(members):
+        # Ranks of this launch were on nodes that the job has no more: no newer version will ever be sealed.
+        state = "degraded"
+    still = stall(paces, every, _running_s(slurm), least_s) if state in ("arming", "protected") else None
+    return {
+        "name": name,
+        "world": world,
+        "sealed": list(sealed) if sealed else None,
+        "state": "stalled" if still else state,
+        "stalled": {"for_s": round(still.for_s, 1), "usual_s": round(still.usual_s, 3)} if still else None,
+        "notes": sorted({s.note for s in states if s.note}),
+        "shards": [_shard(rank, copies, sealed, now) for rank, copies in sorted(by_rank.items())],
+        "survival": {
+            "counted_version": list(counted) if counted else None,
+            "survives": [{"k": k, "probability": p} for k, p in enumerate(found.probability, 1)],
+            "fatal": [list(f) for f in found.fatal],
+            "exact": True,
+            "lost_already": found.lost_already,
+        },
+        "tier": next((_tier(s.tier, now) for s in states if s.tier is not None), None),
+        "traffic": [
+            {"rank": rank, "host": host, **fields(state)}
+            for rank, (host, state) in sorted(told.items())
+            if rank < world
+        ],
+    }
+
+
+def traffic(name: str, parts: Iterable[InspectPart]) -> dict[int, tuple[str, TrafficState]]:
+    """What each rank of a set tells of its traffic, and where. A rank that has moved counts where it was last."""
+    found: dict[int, tuple[str, TrafficState]] = {}
+    for part in sorted(parts, key=lambda p: (p.restart, p.epoch, p.round)):
+        for s in part.sets:
+            if s.name == name:
+                found.update((rank, (part.host, state)) for rank, state in s.traffic)
+    return found
+
+
+def fields(state: TrafficState) -> Document:
+    """As in the document."""
+    return msgspec.structs.asdict(state) | {"chunks_per_span": list(state.chunks_per_span)}
+
+
+def _holders(copies: Sequence[tuple[str, HeldSlot]], stamp: Stamp | None) -> frozenset[str]:
+    return frozenset(host for host, slot in copies if slot.state == "complete" and slot.stamp == stamp)
+
+
+def _counted(by_rank: dict[int, list[tuple[str, HeldSlot]]]) -> Stamp | None:
+    """The version whose copies are counted: the one that every shard has on the most nodes, the newest of equals.
+
+    The parts were not taken at one instant: one holder may have recycled the sealed version's slot already, while
+    another does not have the next one yet.
+    """
+    slots = [slot for copies in by_rank.values() for _, slot in copies]
+    stamps = {slot.stamp for slot in slots if slot.stamp and slot.state == "complete"}
+
+    def score(stamp: Stamp) -> tuple[int, int, Stamp]:
+        counts = [len(_holders(copies, stamp)) for copies in by_rank.values()]
+        return (min(counts), sum(counts), stamp)
+
+    return max(stamps, key=score, default=None)
+
+
+def _shard(rank: int, copies: Sequence[tuple[str, HeldSlot]], sealed: Stamp | None, now: float) -> Document:
+    rows = []
+    for host, slot in sorted(copies, key=lambda c: (c[0], c[1].stamp or (0, 0))):
+        state = "sealed" if slot.state == "complete" and sealed and slot.stamp == sealed else slot.state
+        rows.append(
+            {
+                "host": host,
+                "state": state,
+                "version": list(slot.stamp) if slot.stamp else None,
+                "age_s": round(max(0.0, now - slot.since), 3) if slot.since else None,
+                "verified_age_s": round(max(0.0, now - slot.verified), 3) if slot.verified else None,
+            }
+        )
+    first = copies[0][1] if copies else None
+    size = max((slot.used or slot.bytes for _, slot in copies), default=0)
+    return {"rank": rank, "home": first.home if first else None, "bytes": size, "holders": rows}
+
+
+def _was_nothing(log: Sequence[EventRecord]) -> bool:
+    """Whether all who were suspected turned out to live, and nothing was done."""
+    suspected = {e.host for e in log if e.name == "detected"}
+    cleared = {e.host for e in log if e.name == "dismissed"}
+    return bool(suspected) and suspected <= cleared and not any(e.name in _DEEDS for e in log)
+
+
+def recoveries(events: Sequence[EventRecord]) -> list[Document]:
+    """Past recoveries: from the first report about an incarnation to the last event before the next one."""
+    found: list[list[EventRecord]] = []
+    for event in events:
+        # A second dead node of the same incarnation belongs to the recovery that is under way.
+        newest = found[-1] if found else []
+        over = not newest or event.t - newest[-1].t >= RECOVERY_GAP_S or _was_nothing(newest)
+        if event.name in RECOVERY_STARTS and (over or newest[0].restart != event.restart):
+            found.append([event])
+        elif not over and newest[-1].name not in _RECOVERY_ENDS:
+            newest.append(event)
+    documents = []
+    for log in found:
+        if _was_nothing(log):
+            continue
+        began, last, rows = log[0].t, log[0].t, []
+        for e in log:
+            row = {"t": e.t, "after_s": round(e.t - began, 3), "gap_s": round(e.t - last, 3), "name": e.name}
+            rows.append({**row, "host": e.host, "detail": e.detail})
+            last = e.t
+        total_s = round(last - began, 3)
+        documents.append({"restart": log[0].restart, "began": began, "total_s": total_s, "events": rows})
+    return documents
+
+
+def _clock(t: float, now: float) -> str:
+    """Time of day; with its date where that is another day's."""
+    same = time.localtime(t)[:3] == time.localtime(now)[:3]
+    return time.strftime("%H:%M" if same else "%b %d %H:%M", time.localtime(t))
+
+
+def _notes(document: Document, absent: Sequence[str], slurm: dict[str, str]) -> list[str]:
+    notes = [slurm["note"]] if slurm.get("note") else []
+    if document["kept_until"]:
+        notes.append(f"copies are kept until {_clock(document['kept_until'], document['t'])}")
+    if absent and document["nodes"]:
+        some = len(absent) < len([n for n in document["nodes"] if n["member"]])
+        notes.append(f"{'partly protected: ' if some else ''}no agent on {', '.join(absent)}")
+    for s in document["sets"]:
+        if s["survival"]["lost_already"]:
+            empty = [str(d["rank"]) for d in s["shards"] if not d["holders"]]
+            which = f" (nothing of rank {', '.join(empty)})" if empty else ""
+            notes.append(f"set {s['name']}: no version has a complete copy of every shard yet{which}")
+    return notes

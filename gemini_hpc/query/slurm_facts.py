@@ -1,0 +1,43 @@
+"""What Slurm says of a job, for `inspect`; and the sentences that everybody who answers for Slurm uses."""
+
+from __future__ import annotations
+
+from gemini_hpc.slurm.facts import Job
+
+NOT_YOURS = "unknown, or not yours"
+
+
+def never_requeued(job: Job) -> str:
+    """Why this job will never be sent back to pending after a failure; "" if that is possible (SITE 13)."""
+    if job.het:
+        return "this is a heterogeneous job: gemini-hpc never acts on one"
+    if not job.batch:
+        return "this is not a batch job (salloc, srun): Slurm cannot requeue it"
+    if not job.requeue:
+        return "this job was submitted without --requeue"
+    return ""
+
+
+def slurm_facts(job: Job | None) -> dict[str, str]:
+    """What Slurm says, for `inspect`."""
+    if job is None:
+        return {"state": "UNKNOWN", "reason": "Slurm does not know this job any more"}
+    facts = {
+        "id": job.id,
+        "state": job.state,
+        "nodes": ",".join(job.nodes),
+        "num_nodes": str(job.num_nodes),
+        "restarts": str(job.restarts),
+        "reason": job.reason,
+        "requeue": "1" if job.requeue else "0",
+        "user": job.user,
+        "partition": job.partition,
+        "reservation": job.reservation,
+        "req_nodes": ",".join(job.req_nodes),
+        "exit_code": job.exit_code,
+    }
+    if job.over and job.end_time:
+        facts["end_time"] = f"{job.end_time:.0f}"
+    if why := never_requeued(job):
+        facts["note"] = f"{why}: a lost node ends it"
+    return facts

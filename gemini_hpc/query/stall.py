@@ -1,0 +1,40 @@
+"""Whether a training stands still: a pure rule over what its agents and Slurm say.
+
+A training is *stalled* when no rank anywhere has begun a new version for longer than each of: the site's
+`stalled_s`; `FACTOR` times its usual iteration; `SAVES` times the usual time from one save to the next (of j-th
+versions); `PAUSES` times the longest pause that this launch has made before (evaluations come back).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gemini_hpc.wire.inspect_schema import PaceState
+
+FACTOR, SAVES, PAUSES = 20.0, 3.0, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """No step for `for_s`; one usually takes `usual_s`."""
+
+    for_s: float
+    usual_s: float
+
+
+def stall(paces: Sequence[PaceState], every: int, running_s: float | None, least_s: float) -> Stall | None:
+    """Of one training. paces: one from each node where its ranks are, and have saved twice; every: j, of the versions
+    that are saved; running_s: for how long the job has run without being suspended, None where that is not known.
+    """
+    if not paces:
+        return None
+    silent_s = min(pace.silent_s for pace in paces)
+    if running_s is not None:
+        silent_s = min(silent_s, running_s)
+    gap_s = max(pace.usual_s for pace in paces)
+    iteration_s = gap_s / max(1, every)
+    longest_s = max(pace.longest_s for pace in paces)
+    if silent_s <= max(least_s, FACTOR * iteration_s, SAVES * gap_s, PAUSES * longest_s):
+        return None
+    return Stall(silent_s, iteration_s)

@@ -1,0 +1,79 @@
+"""A report as one HTML page that needs nothing else: no scripts, no links, the pictures inside. All that agents say
+is escaped: they are the job owner's, and an operator may open the page."""
+
+from __future__ import annotations
+
+import base64
+import html
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gemini_hpc.query.inspect_document import fields
+from gemini_hpc.report.report_data import Shown
+from gemini_hpc.report.traffic_text import lines
+from gemini_hpc.wire.sanitize import tame
+
+_STYLE = """
+body { font: 15px/1.45 sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222; }
+img { max-width: 100%; height: auto; }
+pre { background: #f4f4f4; padding: .6em .8em; white-space: pre-wrap; }
+table { border-collapse: collapse; font-size: 13px; }
+td, th { border-bottom: 1px solid #ddd; padding: .15em .9em .15em 0; text-align: left; vertical-align: top; }
+""".strip()
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Of one set, as PNG; None where there is nothing to draw."""
+
+    one: Shown
+    timeline: bytes | None
+    overhead: bytes | None
+
+
+def render(job: int, t: float, sets: Sequence[Pictures]) -> str:
+    """The page."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
+    body = "\n".join(_section(pictures) for pictures in sets)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
+        "style-src 'unsafe-inline'\">\n"
+        f"<title>gemini-hpc: job {job}</title>\n<style>\n{_STYLE}\n</style>\n</head>\n<body>\n"
+        f"<h1>Checkpoint traffic of job {job}</h1>\n<p>{when}</p>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _section(pictures: Pictures) -> str:
+    one = pictures.one
+    row = tame({"rank": one.rank, "host": one.host, **fields(one.state)})
+    text = "\n".join(_safe(line) for line in lines([row]))
+    parts = [
+        f"<h2>Set {_safe(one.set)}, rank {one.rank} on {_safe(one.host)}</h2>",
+        f"<pre>{text}</pre>",
+        "<h3>One iteration</h3>",
+        _image(pictures.timeline, "one iteration", "No iteration has been recorded."),
+        "<h3>Overhead over time</h3>",
+        _image(pictures.overhead, "overhead over time", "No overhead has been measured."),
+        "<details><summary>All numbers</summary>",
+        _table(row.items()),
+        "</details>",
+    ]
+    return "\n".join(parts)
+
+
+def _image(png: bytes | None, what: str, nothing: str) -> str:
+    if png is None:
+        return f"<p>{nothing}</p>"
+    return f'<p><img alt="{what}" src="data:image/png;base64,{base64.b64encode(png).decode()}"></p>'
+
+
+def _table(rows: Iterable[tuple[str, Any]]) -> str:
+    shown = [f"<tr><th>{_safe(key)}</th><td>{_safe(value)}</td></tr>" for key, value in rows]
+    return "\n".join(["<table>", *shown, "</table>"])
+
+
+def _safe(value: object) -> str:
+    return html.escape(tame("" if value is None else str(value)))

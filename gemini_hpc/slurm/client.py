@@ -1,0 +1,525 @@
+"""The one Slurm client: every Slurm command of this package is run here, and nowhere else.
+
+Commands are run by absolute path, as argument vectors, with a fixed environment and a hard time-out; after every
+change the object is read again. Jobs and nodes may be read another way (`ways`), and few things changed by it; the
+first surprise ends that, and the commands are asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import re
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TypeVar
+
+from gemini_hpc import clock
+from gemini_hpc.slurm import fields, ways
+from gemini_hpc.slurm.errors import SlurmError, SlurmUnreachable, UnknownJob
+from gemini_hpc.slurm.facts import COMPLETING, PENDING, Config, Job, Node, Reservation, Row
+from gemini_hpc.slurm.fair_queue import FairGate
+from gemini_hpc.slurm.json_form import JsonReader
+from gemini_hpc.slurm.pyslurm_reader import PyslurmReader
+from gemini_hpc.slurm.text import (
+    ROW_FORMAT,
+    ParseError,
+    node_records,
+    parse_admin_level,
+    parse_config,
+    parse_node,
+    parse_partition,
+    parse_ping,
+    parse_reservation,
+    parse_row,
+    reason_is_hidden,
+)
+from gemini_hpc.slurm.ways import Reader, Surprise, Unreadable, Way
+
+log = logging.getLogger("gemini_hpc.controller")
+T = TypeVar("T")
+TIMEOUT_S = 10.0
+PARALLEL_COMMANDS = 4
+_DIRECTORIES = ("/usr/bin", "/usr/local/bin", "/opt/slurm/bin", "/usr/local/slurm/bin")
+_IDS_PER_CALL = 400
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+_SAFE_USER = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
+_JOB_ID = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
+_START = re.compile(r"now(\+[0-9]{1,6})?")
+
+
+def find_tool(name: str) -> str:
+    """The absolute path of a Slurm command. Raises `SlurmError` naming the places that were searched."""
+    places = list(_DIRECTORIES)
+    conf = os.environ.get("SLURM_CONF", "")
+    if conf.startswith("/"):
+        prefix = os.path.dirname(os.path.dirname(conf))
+        places += [os.path.join(prefix, "bin"), os.path.join(os.path.dirname(prefix), "bin")]
+    for place in places:
+        path = os.path.join(place, name)
+        if os.path.isfile(path) and os.access(path, os.X_OK):
+            return path
+    raise SlurmError(f"{name} was not found in {', '.join(places)}: install Slurm's commands or set SLURM_CONF")
+
+
+def _environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k == "SLURM_CONF"}
+    return {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "TZ": "UTC", **kept}
+
+
+def _pyslurm(timeout_s: float, on_call: Callable[[str, float], None] | None) -> PyslurmReader:
+    return PyslurmReader(_environment(), timeout_s, _error, on_call)
+
+
+def _error(text: str, command: str) -> SlurmError:
+    message = " ".join(text.split())[:300] or f"{command} failed without a word"
+    low = message.lower()
+    if "invalid job id" in low:
+        return UnknownJob(message)
+    contact = ("unable to contact", "connection refused", "socket timed out", "connection failure", "not responding")
+    standby = ("standby mode", "in standby")
+    if any(word in low for word in contact + standby):
+        return SlurmUnreachable(message)
+    return SlurmError(message)
+
+
+def _names(names: Iterable[str]) -> str:
+    out = list(names)
+    for name in out:
+        if not _SAFE_NAME.fullmatch(name):
+            raise SlurmError(f"{name!r} is not a node name")
+    return ",".join(out)
+
+
+def _checked(pattern: re.Pattern[str], value: str, what: str) -> str:
+    if not pattern.fullmatch(value):
+        raise SlurmError(f"{value!r} is not {what}")
+    return value
+
+
+class Slurm:
+    """Slurm, as seen by an operator. `on_call` hears of every command: its words and its duration in seconds.
+
+    `close` ends what may run beside it; one that asks by commands alone needs none.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float = TIMEOUT_S,
+        on_call: Callable[[str, float], None] | None = None,
+        *,
+        api: str = ways.COMMANDS,
+        on_way: Callable[[Way], None] = lambda way: None,
+    ) -> None:
+        """api: `slurm_api` of the settings. on_way: hears which way is used and why, first and after each change."""
+        self._timeout_s = timeout_s
+        self._api, self._on_way = api, on_way
+        self._way: Way | None = None
+        self._reader: Reader | None = None
+        self._choosing = asyncio.Lock()
+        self._on_call = on_call
+        self._gate = FairGate(PARALLEL_COMMANDS)
+        self._accounting_gate = FairGate(1)  # a database that hangs must not keep scontrol waiting
+        self._tools: dict[str, str] = {}
+        # When slurmctld last failed to answer (monotonic).
+        self.unreachable_at = -math.inf
+
+    async def _run(self, tool: str, *args: str) -> str:
+        return (await self._run_bytes(tool, *args)).decode(errors="replace")
+
+    async def _run_bytes(self, tool: str, *args: str) -> bytes:
+        try:
+            return await self._call(tool, *args)
+        except SlurmUnreachable:
+            self.unreachable_at = clock.monotonic()
+            raise
+
+    async def _call(self, tool: str, *args: str, refusals: bool = True) -> bytes:
+        """What the command prints; refusals False: also where it says no."""
+        if tool not in self._tools:
+            self._tools[tool] = find_tool(tool)
+        async with self._accounting_gate if tool == "sacctmgr" else self._gate:
+            began = clock.monotonic()
+            process = await asyncio.create_subprocess_exec(
+                self._tools[tool],
+                *args,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=_environment(),
+                cwd="/",
+            )
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    out, err = await process.communicate()
+            except TimeoutError:
+                raise SlurmUnreachable(f"{tool} gave no answer within {self._timeout_s:g} s") from None
+            finally:
+                if process.returncode is None:
+                    with suppress(ProcessLookupError):
+                        process.kill()
+            if self._on_call is not None:
+                self._on_call(" ".join((tool, *args)), clock.monotonic() - began)
+        if process.returncode and refusals:
+            raise _error((err or out).decode(errors="replace"), tool)
+        return out
+
+    async def _lines(self, *args: str) -> list[str]:
+        return [line for line in (await self._run("scontrol", *args)).splitlines() if line.strip()]
+
+    # ---- reading ---------------------------------------------------------------------------------------
+
+    async def _squeue(self, *args: str) -> bytes:
+        return await self._run_bytes("squeue", "-h", "-a", "-t", "all", *args)
+
+    async def way(self) -> Way:
+        """How jobs and nodes are asked for, and why so."""
+        if self._way is None:
+            async with self._choosing:
+                if self._way is None:
+                    self._use(await self._choose())
+        assert self._way is not None
+        return self._way
+
+    async def _choose(self) -> Way:
+        if self._api == ways.COMMANDS:
+            return ways.choose(self._api, "", "")
+        return ways.choose(self._api, await self.release(), ways.installed_pyslurm())
+
+    def _use(self, way: Way) -> None:
+        self._way = way
+        if way.name == ways.JSON:
+            self._reader = JsonReader(self._run_bytes)
+        elif way.name == ways.PYSLURM:
+            self._reader = _pyslurm(self._timeout_s, self._on_call)
+        else:
+            self._reader = None
+        self._on_way(way)
+
+    async def _either(self, fast: Callable[[Reader], Awaitable[T]], commands: Callable[[], Awaitable[T]]) -> T:
+        """The same by the way that is used, or by commands where that is none or does not work."""
+        await self.way()
+        reader = self._reader
+        if reader is not None:
+            try:
+                return await fast(reader)
+            except Unreadable as exc:
+                log.warning("slurm_api=%s event=asked-by-commands %s", reader.name, exc)
+            except Surprise as exc:
+                await self._leave(reader, exc)
+            except SlurmUnreachable:
+                self.unreachable_at = clock.monotonic()
+                raise
+        return await commands()
+
+    async def _leave(self, reader: Reader, why: Surprise) -> None:
+        """Commands from now on."""
+        log.warning("slurm_api=%s event=left-for-commands %s", reader.name, why)
+        if self._reader is reader:
+            self._use(Way(ways.COMMANDS, f"{reader.name} was given up: {why}", left=True))
+        await reader.close()
+
+    async def close(self) -> None:
+        """End what runs beside this client."""
+        reader, self._reader, self._way = self._reader, None, None
+        if reader is not None:
+            await reader.close()
+
+    async def job(self, raw_id: int) -> Job:
+        """One job by its raw id. Raises `UnknownJob`, `SlurmUnreachable`, `SlurmError`."""
+        return await self._either(lambda reader: reader.job(raw_id), lambda: self._job(raw_id))
+
+    async def _job(self, raw_id: int) -> Job:
+        out = await self._squeue("-j", str(int(raw_id)), "-O", fields.FORMAT)
+        try:
+            found = [row for row in fields.split_rows(out) if row["JobID"] == str(raw_id)]
+            if not found:
+                raise UnknownJob(f"job {raw_id} is not known")
+            if len(found) > 1:
+                raise SlurmError(f"job {raw_id}: Slurm's answer names it {len(found)} times")
+            return fields.job_of(found[0])
+        except ParseError as exc:
+            raise SlurmError(f"job {raw_id}: {exc}") from None
+
+    async def excluded(self, raw_id: int) -> tuple[str, ...]:
+        """The nodes that the job's owner does not want. Raises as `job`."""
+        return await self._either(lambda reader: reader.excluded(raw_id), lambda: self._excluded(raw_id))
+
+    async def _excluded(self, raw_id: int) -> tuple[str, ...]:
+        out = await self._squeue("-j", str(int(raw_id)), "-o", fields.EXCLUDED_FORMAT)
+        try:
+            return fields.parse_excluded(out.decode(errors="replace"), raw_id)
+        except ParseError as exc:
+            raise SlurmError(f"job {raw_id}: {exc}") from None
+
+    async def raw_id(self, task: str) -> int:
+        """The raw id of an array task written as `10_3`. Raises `UnknownJob`, `SlurmError`."""
+        out = await self._squeue("-j", _checked(_JOB_ID, task, "a job id"), "-O", fields.IDS_FORMAT)
+        try:
+            for raw_id, name in fields.parse_ids(out):
+                if task in (name, str(raw_id)):
+                    return raw_id
+        except ParseError as exc:
+            raise SlurmError(f"job {task}: {exc}") from None
+        raise UnknownJob(f"job {task} is not known")
+
+    async def rows(self, raw_ids: Sequence[int]) -> dict[int, Row]:
+        """State and nodes of many jobs in one call (per 400 ids); a job that Slurm has forgotten is left out."""
+        found: dict[int, Row] = {}
+        for at in range(0, len(raw_ids), _IDS_PER_CALL):
+            ids = raw_ids[at : at + _IDS_PER_CALL]
+            found.update(await self._rows(ids))
+        return found
+
+    async def _rows(self, ids: Sequence[int]) -> dict[int, Row]:
+        text = ",".join(str(int(i)) for i in ids)
+        try:
+            out = await self._run("squeue", "-h", "-a", "-r", "-t", "all", "-o", ROW_FORMAT, "-j", text)
+        except UnknownJob:
+            return {}
+        try:
+            rows = [parse_row(line) for line in out.splitlines() if line.strip()]
+        except ParseError as exc:
+            raise SlurmError(str(exc)) from None
+        return {row.raw_id: row for row in rows if row.raw_id in ids}
+
+    async def nodes(self, names: Iterable[str] = ()) -> dict[str, Node]:
+        """These nodes, or all."""
+        wanted = tuple(names)
+        _names(wanted)
+        return await self._either(lambda reader: reader.nodes(wanted), lambda: self._nodes(wanted))
+
+    async def _nodes(self, names: tuple[str, ...]) -> dict[str, Node]:
+        wanted = _names(names)
+        try:
+            records = node_records(await self._run("scontrol", "show", "node", "-o", *([wanted] if wanted else [])))
+            found: dict[str, Node] = {}
+            doubtful: set[str] = set()
+            hidden: list[str] = []
+            for record in records:
+                node = parse_node(record)
+                if node.name in found:  # an operator's text looks like a record
+                    doubtful.add(node.name)
+                elif reason_is_hidden(record):
+                    hidden.append(node.name)
+                found.setdefault(node.name, node)
+            for name in doubtful:
+                found[name] = parse_node(node_records(await self._run("scontrol", "show", "node", "-o", name))[0])
+            if hidden:
+                out = await self._run_bytes("sinfo", "-h", "-N", "-n", _names(hidden), "-O", fields.REASON_FORMAT)
+                reasons = fields.parse_reasons(out)
+                found |= {name: replace(found[name], reason=reasons.get(name, "")) for name in hidden}
+            return found
+        except (ParseError, IndexError) as exc:
+            raise SlurmError(str(exc)) from None
+
+    async def partitions(self) -> dict[str, str]:
+        """The state of each partition."""
+        try:
+            return dict(parse_partition(line) for line in await self._lines("show", "partition", "-o"))
+        except ParseError as exc:
+            raise SlurmError(str(exc)) from None
+
+    async def reservations(self) -> list[Reservation]:
+        """All reservations."""
+        lines = await self._lines("show", "reservation", "-o")
+        try:
+            return [parse_reservation(line) for line in lines if line.startswith("ReservationName=")]
+        except ParseError as exc:
+            raise SlurmError(str(exc)) from None
+
+    async def owners(self, names: Iterable[str]) -> dict[str, set[tuple[int, int]]]:
+        """(uid, raw job id) of everything that runs or ends on each of these nodes."""
+        wanted = tuple(names)
+        states = "RUNNING,SUSPENDED,COMPLETING,CONFIGURING,STOPPED"
+        out = await self._run("squeue", "-h", "-a", "-r", "-t", states, "-w", _names(wanted), "-o", ROW_FORMAT)
+        found: dict[str, set[tuple[int, int]]] = {name: set() for name in wanted}
+        for line in out.splitlines():
+            if line.strip():
+                try:
+                    row = parse_row(line)
+                except ParseError as exc:
+                    raise SlurmError(str(exc)) from None
+                for name in row.nodes:
+                    if name in found:
+                        found[name].add((row.user_id, row.raw_id))
+        return found
+
+    async def attached(self, reservation: str) -> list[Row]:
+        """The jobs, running or waiting, that name a reservation."""
+        checked = _checked(_SAFE_NAME, reservation, "a reservation name")
+        out = await self._run("squeue", "-h", "-a", "-r", "-t", "all", "-R", checked, "-o", ROW_FORMAT)
+        try:
+            return [parse_row(line) for line in out.splitlines() if line.strip()]
+        except ParseError as exc:
+            raise SlurmError(str(exc)) from None
+
+    async def free_soonest(self, names: Iterable[str]) -> list[str]:
+        """These busy nodes, those whose jobs end first in front."""
+        wanted = tuple(names)
+        layout = f"%e|{ROW_FORMAT}"
+        out = await self._run("squeue", "-h", "-a", "-r", "-t", "RUNNING", "-w", _names(wanted), "-o", layout)
+        ends = dict.fromkeys(wanted, "")
+        for line in out.splitlines():
+            end, _, row = line.strip().partition("|")
+            try:
+                nodes = parse_row(row).nodes
+            except ParseError:
+                continue
+            for name in nodes:
+                if name in ends:
+                    ends[name] = max(ends[name], end)
+        return sorted(wanted, key=lambda name: (ends[name], name))
+
+    async def config(self) -> Config:
+        """slurmctld's configuration in force."""
+        try:
+            return parse_config(await self._run("scontrol", "show", "config"))
+        except ParseError as exc:
+            raise SlurmError(str(exc)) from None
+
+    async def accounting(self) -> bool:
+        """Whether the cluster keeps its users in slurmdbd."""
+        return (await self.config()).values.get("AccountingStorageType", "").endswith("slurmdbd")
+
+    async def admin_level(self, user: str) -> str:
+        """slurmdbd's AdminLevel of a user: "None", "Operator", "Administrator"; "" where it knows no such user."""
+        name = _checked(_SAFE_USER, user, "a user name")
+        out = await self._call("sacctmgr", "-n", "-P", "show", "user", f"name={name}", "format=user,admin")
+        return parse_admin_level(out.decode(errors="replace"), name)
+
+    async def queue(self) -> list[Row]:
+        """All jobs that are not over, as far as this user may see them."""
+        out = await self._run("squeue", "-h", "-a", "-r", "-o", ROW_FORMAT)
+        try:
+            return [parse_row(line) for line in out.splitlines() if line.strip()]
+        except ParseError as exc:
+            raise SlurmError(str(exc)) from None
+
+    async def configuration(self) -> dict[str, str]:
+        """The configuration that slurmctld runs with."""
+        return (await self.config()).values
+
+    async def release(self) -> str:
+        """The release of Slurm's commands on this host, in their own words."""
+        return (await self._call("scontrol", "--version")).decode(errors="replace").strip()
+
+    async def slurmctlds(self) -> list[tuple[str, bool]]:
+        """The hosts of slurmctld, the primary first, and whether each answers; the first that does is in charge."""
+        return parse_ping((await self._call("scontrol", "ping", refusals=False)).decode(errors="replace"))
+
+    # ---- changing --------------------------------------------------------------------------------------
+
+    async def node_down(self, name: str, reason: str) -> Node:
+        """DOWN and drained: without the drain a stale reply of a dead node makes it idle again (ReturnToService)."""
+        words = " ".join(reason.replace('"', "'").split())
+        _names([name])
+        for state in ("DRAIN", "DOWN"):
+            await self._node_state(name, state, words)
+        node = (await self._nodes((name,)))[name]
+        if not node.down:
+            raise SlurmError(f"node {name} was set DOWN and is {node.state}")
+        return node
+
+    async def node_resume(self, name: str) -> None:
+        """Give a node back that was drained in error."""
+        _names([name])
+        await self._node_state(name, "RESUME")
+
+    async def _node_state(self, name: str, state: str, reason: str = "") -> None:
+        """Once more by commands where another way fails: the same state set twice is set once."""
+        words = [f"NodeName={name}", f"State={state}", *([f"Reason={reason}"] if reason else [])]
+
+        async def by_commands() -> None:
+            await self._run("scontrol", "update", *words)
+
+        async def fast(reader: Reader) -> None:
+            if not isinstance(reader, PyslurmReader):
+                return await by_commands()
+            return await reader.node_state(name, state, reason)
+
+        await self._either(fast, by_commands)
+
+    async def create_reservation(self, name: str, nodes: Sequence[str], user_id: int, minutes: int = 10) -> None:
+        """Hold nodes for one user, past the jobs that run there. Raises `SlurmError` (an overlap with another)."""
+        await self._run(
+            "scontrol",
+            "create",
+            "reservation",
+            f"ReservationName={_checked(_SAFE_NAME, name, 'a reservation name')}",
+            f"Nodes={_names(nodes)}",
+            f"Users={int(user_id)}",
+            "StartTime=now",
+            f"Duration={int(minutes)}",
+            "Flags=IGNORE_JOBS,FLEX,NO_HOLD_JOBS_AFTER",
+        )
+
+    async def change_reservation(self, name: str, nodes: Sequence[str]) -> None:
+        """Hold these nodes from now on, in one step: none of them is free in between. Raises `SlurmError` (an
+        overlap with another reservation)."""
+        checked = _checked(_SAFE_NAME, name, "a reservation name")
+        await self._run("scontrol", "update", f"ReservationName={checked}", f"Nodes={_names(nodes)}")
+
+    async def delete_reservation(self, name: str) -> bool:
+        """False where it is still referenced by a job; a reservation that is gone already counts as deleted."""
+        checked = _checked(_SAFE_NAME, name, "a reservation name")
+        try:
+            await self._run("scontrol", "delete", f"ReservationName={checked}")
+        except SlurmUnreachable:
+            raise
+        except SlurmError:
+            return name not in {r.name for r in await self.reservations()}
+        return True
+
+    async def pin(self, job: Job, nodes: Sequence[str], reservation: str) -> Job:
+        """Next start on these nodes (and more), out of this reservation; refused on a job that is not pending.
+
+        `ResetAccrueTime` makes Slurm refuse the whole update on a running job, where a shorter ReqNodeList
+        would silently shrink it.
+        """
+        if reservation:
+            _checked(_SAFE_NAME, reservation, "a reservation name")
+        await self._update(job, "ResetAccrueTime", f"ReqNodeList={_names(nodes)}", f"ReservationName={reservation}")
+        after = await self.job(job.raw_id)
+        if set(after.req_nodes) != set(nodes) or after.reservation != reservation:
+            found = ",".join(after.req_nodes) or "none"
+            raise SlurmError(f"job {job.id} was pinned to {_names(nodes)} and has {found}")
+        return after
+
+    async def set_start_time(self, job: Job, start: str) -> None:
+        """Earliest start (`now+2`; a plain `now` can fail the job for good with a revoked credential)."""
+        await self._update(job, f"StartTime={_checked(_START, start, 'a relative start time')}")
+
+    async def nudge(self, job: Job) -> None:
+        """An update that changes nothing: the scheduler runs after each."""
+        await self._update(job, "ResetAccrueTime")
+
+    async def detach_reservation(self, job: Job, previous: str = "") -> None:
+        """Back to the job's own reservation, or none."""
+        if previous:
+            _checked(_SAFE_NAME, previous, "a reservation name")
+        await self._update(job, f"ReservationName={previous}")
+
+    async def requeue(self, job: Job) -> None:
+        """Send a running or ended job back to pending."""
+        reader = self._reader
+        # By raw id an array's last task would be all of the array.
+        if isinstance(reader, PyslurmReader) and job.array_job_id is None and job.actable:
+            try:
+                await reader.requeue(job.raw_id)
+            except Surprise as exc:
+                await self._leave(reader, exc)
+            except Unreadable:
+                pass
+            after = await self._job(job.raw_id)
+            if after.restarts > job.restarts or after.state in (PENDING, COMPLETING):
+                return
+        await self._run("scontrol", "requeue", _checked(_JOB_ID, job.id, "a job id"))
+
+    async def _update(self, job: Job, *changes: str) -> None:
+        if not job.actable:
+            raise SlurmError(f"job {job.id}: an update would change other jobs too")
+        await self._run("scontrol", "update", f"JobId={_checked(_JOB_ID, job.id, 'a job id')}", *changes)

@@ -1,0 +1,65 @@
+"""No user's traffic may keep the controller from serving another's: a fair queue, and budgets per user (SITE 1)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextvars import ContextVar
+
+from gemini_hpc.wire.rate_limit import Allowance
+
+# On whose behalf the controller works now (a uid); None: its own. Tasks inherit it from what starts them.
+BEHALF: ContextVar[int | None] = ContextVar("behalf", default=None)
+
+_MAX_BUCKETS = 1024
+
+
+class FairGate:
+    """A semaphore whose queue is one per user: the users take turns, however much each of them has to ask."""
+
+    def __init__(self, places: int) -> None:
+        self._free = places
+        self._queues: dict[int | None, deque[asyncio.Future[None]]] = {}
+
+    async def __aenter__(self) -> None:
+        if self._free and not self._queues:
+            self._free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queues.setdefault(BEHALF.get(), deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._next()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._next()
+
+    def _next(self) -> None:
+        """Hand the place on to the user whose turn it is."""
+        while self._queues:
+            user = next(iter(self._queues))
+            queue = self._queues.pop(user)
+            turn = queue.popleft()
+            if queue:
+                self._queues[user] = queue
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
+class PerUser:
+    """One token bucket a user; one that has filled up again is forgotten."""
+
+    def __init__(self, per_s: float, burst: float) -> None:
+        self._per_s, self._burst = per_s, burst
+        self._buckets: dict[int, Allowance] = {}
+
+    def take(self, uid: int, count: float = 1.0) -> bool:
+        """Whether this user may have `count` more now."""
+        if uid not in self._buckets and len(self._buckets) >= _MAX_BUCKETS:
+            self._buckets = {u: b for u, b in self._buckets.items() if not b.full}
+        return self._buckets.setdefault(uid, Allowance(self._per_s, self._burst)).take(count)

@@ -1,0 +1,166 @@
+"""One job as `squeue -O` prints it: fields that no text of its owner can imitate.
+
+Slurm itself writes the first fields (numbers, states, host lists), each with a `|` behind it, which none of them can
+hold. Fields that may hold somebody's text follow, each exactly as many bytes wide as it was asked for: a text with
+line breaks, `|` or whole records is cut out by its place, and nothing in it is read. The job's name, comments, paths
+and the like are not asked for at all.
+"""
+
+from __future__ import annotations
+
+import re
+
+from gemini_hpc.slurm.facts import Job
+from gemini_hpc.slurm.text import (
+    ParseError,
+    gres_needed,
+    hosts,
+    megabytes,
+    number,
+    state_of,
+    text_of,
+    unix_time,
+)
+
+WRITTEN = (
+    "JobID",
+    "ArrayTaskID",
+    "ArrayJobID",
+    "HetJobID",
+    "UserID",
+    "State",
+    "NodeList",
+    "ReqNodes",
+    "NumNodes",
+    "RestartCnt",
+    "Requeue",
+    "BatchFlag",
+    "BatchHost",
+    "MinCpus",
+    "MinMemory",
+    "StartTime",
+    "EndTime",
+    "exit_code",
+)
+# slurmctld takes at most 1024 bytes for each of these; a longer text is cut, and decides nothing.
+TEXTS = (
+    "UserName",
+    "Reason",
+    "Partition",
+    "Reservation",
+    "tres-per-job",
+    "tres-per-node",
+    "tres-per-socket",
+    "tres-per-task",
+    "Feature",
+)
+TEXT_BYTES = 1024
+FORMAT = ",".join([f"{name}:0|" for name in WRITTEN] + [f"{name}:{TEXT_BYTES}" for name in TEXTS])
+IDS_FORMAT = "JobID:0|,ArrayTaskID:0|,ArrayJobID:0|"
+# For `squeue -o`: of all releases, 22.05 has the excluded nodes in no other form.
+EXCLUDED_FORMAT = "%A|%x|"
+# For `sinfo -N -O`, one row for each node and partition.
+REASON_FORMAT = f"NodeHost:0|,User:0|,Timestamp:0|,Reason:{TEXT_BYTES}"
+
+
+def split_rows(out: bytes) -> list[dict[str, str]]:
+    """The fields of each row of `squeue -h -O FORMAT`. Raises `ParseError`."""
+    rows = []
+    at = 0
+    while at < len(out):
+        row: dict[str, str] = {}
+        for name in WRITTEN:
+            end = out.find(b"|", at)
+            if end < 0:
+                raise ParseError(f"not a row of squeue: {out[at : at + 80]!r}")
+            row[name] = out[at:end].decode("ascii", errors="replace").strip()
+            at = end + 1
+        end = at + TEXT_BYTES * len(TEXTS)
+        if out[end : end + 1] != b"\n":
+            raise ParseError(f"a row of squeue has another length than was asked for: {out[at : at + 80]!r}")
+        for i, name in enumerate(TEXTS):
+            cut = out[at + i * TEXT_BYTES : at + (i + 1) * TEXT_BYTES]
+            row[name] = cut.decode(errors="replace").rstrip(" ")
+        at = end + 1
+        rows.append(row)
+    return rows
+
+
+def parse_ids(out: bytes) -> list[tuple[int, str]]:
+    """(raw id, id) of each row of `squeue -h -O IDS_FORMAT`. Raises `ParseError`."""
+    found = []
+    for line in out.decode("ascii", errors="replace").splitlines():
+        parts = [part.strip() for part in line.split("|")]
+        if len(parts) != 4 or not parts[0].isdigit():
+            raise ParseError(f"not a row of ids: {line[:80]!r}")
+        found.append((int(parts[0]), f"{parts[2]}_{parts[1]}" if text_of(parts[1]) else parts[0]))
+    return found
+
+
+def job_of(row: dict[str, str]) -> Job:
+    """The job of one row. Raises `ParseError`."""
+    if not row["JobID"].isdigit() or not row["UserID"].isdigit() or not row["State"]:
+        raise ParseError(f"not a job: {row['JobID'][:40]!r} of user {row['UserID'][:40]!r}")
+    raw_id = int(row["JobID"])
+    task = text_of(row["ArrayTaskID"]).partition("%")[0]
+    array = number(row["ArrayJobID"]) if task else None
+    return Job(
+        id=f"{array}_{task}" if array is not None else str(raw_id),
+        raw_id=raw_id,
+        state=state_of(row["State"]),
+        reason=text_of(row["Reason"]),
+        user_id=int(row["UserID"]),
+        user=row["UserName"],
+        nodes=hosts(row["NodeList"]),
+        req_nodes=hosts(row["ReqNodes"]),
+        num_nodes=number(row["NumNodes"]),
+        restarts=number(row["RestartCnt"]),
+        requeue=number(row["Requeue"]) != 0,
+        partition=text_of(row["Partition"]),
+        reservation=text_of(row["Reservation"]),
+        features=text_of(row["Feature"]),
+        array_job_id=array,
+        array_task_id=task,
+        het=number(row["HetJobID"]) != 0,
+        batch=number(row["BatchFlag"]) != 0,
+        batch_host=text_of(row["BatchHost"]) if number(row["BatchFlag"]) else "",
+        min_cpus=number(row["MinCpus"]),
+        min_memory_mb=megabytes(row["MinMemory"]),
+        start_time=unix_time(row["StartTime"]),
+        end_time=unix_time(row["EndTime"]),
+        exit_code=_exit_code(row["exit_code"]),
+        gres_per_node=gres_needed(
+            row["tres-per-node"], row["tres-per-job"], row["tres-per-socket"], row["tres-per-task"]
+        ),
+    )
+
+
+def _exit_code(value: str) -> str:
+    """`3:0` (status, signal), from that or from the status of wait()."""
+    if not re.fullmatch(r"[0-9]+", value):
+        return value
+    status = int(value)
+    return f"{status >> 8 & 255}:{status & 127}"
+
+
+def parse_excluded(out: str, raw_id: int) -> tuple[str, ...]:
+    """The nodes that a job must not be put on, from `squeue -h -o EXCLUDED_FORMAT`. Raises `ParseError`."""
+    parts = out.split("|")
+    found = {a.strip(): b for a, b in zip(parts[::2], parts[1::2], strict=False)}
+    return hosts(found.get(str(raw_id), ""))
+
+
+def parse_reasons(out: bytes) -> dict[str, str]:
+    """Why nodes are drained or down, with who has said so and when as in `scontrol show node`, from
+    `sinfo -h -N -O REASON_FORMAT`. Raises `ParseError`."""
+    found: dict[str, str] = {}
+    at = 0
+    while at < len(out):
+        *written, rest = out[at:].split(b"|", 3)
+        if len(written) != 3 or rest[TEXT_BYTES : TEXT_BYTES + 1] != b"\n":
+            raise ParseError(f"not a row of sinfo: {out[at : at + 80]!r}")
+        name, user, stamp = (value.decode("ascii", errors="replace").strip() for value in written)
+        said = rest[:TEXT_BYTES].decode(errors="replace").rstrip(" ")
+        found[name] = f"{said} [{user}@{stamp}]" if text_of(said) else ""
+        at = len(out) - len(rest) + TEXT_BYTES + 1
+    return found

@@ -1,0 +1,181 @@
+"""Jobs and nodes as `scontrol --json` prints them, in the shapes of the releases that have it.
+
+Numbers are plain or `{"set", "infinite", "number"}`, states one word or a list of words; keys come and go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from gemini_hpc.slurm.errors import SlurmError, SlurmUnreachable, UnknownJob
+from gemini_hpc.slurm.facts import Job, Node
+from gemini_hpc.slurm.text import gres_counts, gres_needed, hosts, state_of, text_of
+from gemini_hpc.slurm.ways import JSON, Surprise, Unreadable
+
+T = TypeVar("T")
+Run = Callable[..., Awaitable[bytes]]
+# As `scontrol show node` writes them.
+_FLAGS = {"MAINTENANCE": "MAINT", "REBOOT_REQUESTED": "REBOOT", "REBOOT_ISSUED": "REBOOT"}
+
+
+class JsonReader:
+    """`scontrol --json`. run: runs a command and returns what it prints."""
+
+    name = JSON
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    async def _records(self, key: str, *args: str) -> list[dict[str, Any]]:
+        try:
+            out = await self._run("scontrol", "--json", *args)
+        except (SlurmUnreachable, UnknownJob):
+            raise
+        except SlurmError as exc:
+            raise Surprise(f"scontrol --json: {exc}") from None
+        return records(out, key)
+
+    async def _job(self, raw_id: int) -> dict[str, Any]:
+        own = [r for r in await self._records("jobs", "show", "job", str(int(raw_id))) if r.get("job_id") == raw_id]
+        if not own:
+            raise UnknownJob(f"job {raw_id} is not known")
+        return own[0]
+
+    async def job(self, raw_id: int) -> Job:
+        """See `Reader`."""
+        return job_of(await self._job(raw_id))
+
+    async def excluded(self, raw_id: int) -> tuple[str, ...]:
+        """See `Reader`."""
+        record = await self._job(raw_id)
+        return _read(record, lambda: hosts(str(record["excluded_nodes"])))
+
+    async def nodes(self, names: tuple[str, ...]) -> dict[str, Node]:
+        """See `Reader`."""
+        found = await self._records("nodes", "show", "node", *([",".join(names)] if names else []))
+        return {node.name: node for node in map(node_of, found)}
+
+    async def close(self) -> None:
+        """See `Reader`."""
+
+
+def records(out: bytes, key: str) -> list[dict[str, Any]]:
+    """The records below `key`. Raises `Unreadable` for what is no JSON, `Surprise` for another shape."""
+    try:
+        found = msgspec.json.decode(out.decode(errors="replace"))
+    except (msgspec.MsgspecError, RecursionError) as exc:
+        raise Unreadable(f"scontrol --json: {exc}") from None
+    rows = found.get(key) if isinstance(found, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise Surprise(f"scontrol --json: no list of {key}")
+    return rows
+
+
+def _read(record: Mapping[str, Any], build: Callable[[], T]) -> T:
+    try:
+        return build()
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as exc:
+        what = record.get("job_id", record.get("name", "a record"))
+        raise Surprise(f"scontrol --json: {str(what)[:80]}: {type(exc).__name__} {exc}") from None
+
+
+def _number(value: Any) -> int:
+    """A number that Slurm may leave unset."""
+    if isinstance(value, dict):
+        return int(value["number"]) if value.get("set", True) and not value.get("infinite") else 0
+    return int(value or 0)
+
+
+def _state(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _names(value: Any) -> list[str]:
+    """A list, or a text with commas."""
+    return [str(v) for v in value] if isinstance(value, list) else [v for v in text_of(str(value)).split(",") if v]
+
+
+def _exit_code(value: Any) -> str:
+    if not isinstance(value, dict):
+        return f"{_number(value) >> 8 & 255}:{_number(value) & 127}"
+    signal = value.get("signal") or {}
+    return f"{_number(value['return_code'])}:{_number(signal.get('id', signal.get('signal_id', 0)))}"
+
+
+def job_of(r: Mapping[str, Any]) -> Job:
+    """Raises `Surprise`."""
+    return _read(r, lambda: _job_of(r))
+
+
+def _job_of(r: Mapping[str, Any]) -> Job:
+    array = _number(r["array_job_id"]) or None
+    task_id = r["array_task_id"]
+    has_task = bool(task_id.get("set")) if isinstance(task_id, dict) else task_id is not None
+    waiting = text_of(r.get("array_task_string") or "").partition("%")[0]
+    task = "" if array is None else waiting or (str(_number(task_id)) if has_task else "")
+    memory = _number(r["memory_per_node"]) or _number(r["memory_per_cpu"])
+    batch = bool(r["batch_flag"])
+    return Job(
+        id=f"{array}_{task}" if array is not None else str(r["job_id"]),
+        raw_id=int(r["job_id"]),
+        state=state_of(_state(r["job_state"])),
+        reason=text_of(r.get("state_description") or r["state_reason"]),
+        user_id=int(r["user_id"]),
+        user=str(r["user_name"]),
+        nodes=hosts(r["nodes"]),
+        req_nodes=hosts(r["required_nodes"]),
+        num_nodes=_number(r["node_count"]),
+        restarts=_number(r["restart_cnt"]),
+        requeue=bool(r["requeue"]),
+        partition=text_of(r["partition"]),
+        reservation=text_of(r["resv_name"]),
+        features=text_of(r["features"]),
+        array_job_id=array,
+        array_task_id=task,
+        het=_number(r["het_job_id"]) != 0,
+        batch=batch,
+        batch_host=text_of(r["batch_host"]) if batch else "",
+        min_cpus=_number(r["minimum_cpus_per_node"]),
+        min_memory_mb=memory,
+        start_time=float(_number(r["start_time"])),
+        end_time=float(_number(r["end_time"])),
+        exit_code=_exit_code(r["exit_code"]),
+        gres_per_node=gres_needed(r["tres_per_node"], r["tres_per_job"], r["tres_per_socket"], r["tres_per_task"]),
+    )
+
+
+def node_of(r: Mapping[str, Any]) -> Node:
+    """Raises `Surprise`."""
+    return _read(r, lambda: _node_of(r))
+
+
+def _node_of(r: Mapping[str, Any]) -> Node:
+    base, *flags = (word.upper() for word in _state(r["state"]).replace("+", ",").split(","))
+    return Node(
+        name=str(r["name"]),
+        state=base,
+        flags=frozenset(_FLAGS.get(flag, flag) for flag in flags),
+        address=text_of(r["address"]) or str(r["name"]),
+        port=_number(r["port"]),
+        partitions=tuple(_names(r["partitions"])),
+        features=frozenset(_names(r["active_features"]) or _names(r["features"])),
+        cpus=_number(r["cpus"]),
+        memory_mb=_number(r["real_memory"]),
+        reason=reason_with_stamp(r["reason"], r["reason_set_by_user"], _number(r["reason_changed_at"])),
+        boot_time=float(_number(r["boot_time"])),
+        slurmd_start=float(_number(r["slurmd_start_time"])),
+        gres=gres_counts(str(r["gres"])),
+        hostname=text_of(r["hostname"]) or str(r["name"]),
+        spec_memory_mb=_number(r["specialized_memory"]),
+    )
+
+
+def reason_with_stamp(reason: str, user: str, at: float) -> str:
+    """As `scontrol show node` writes it: what, by whom and when (UTC)."""
+    if not text_of(reason):
+        return ""
+    return f"{reason} [{user}@{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(at))}]" if user else reason

@@ -1,0 +1,228 @@
+"""pyslurm, asked through a process of its own (`pyslurm_worker`), which is killed at the first surprise.
+
+pyslurm is never imported here: its import can end a process, and its calls stop the interpreter for as long as
+slurmctld does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+
+from gemini_hpc import clock
+from gemini_hpc.slurm.facts import Job, Node
+from gemini_hpc.slurm.fair_queue import FairGate
+from gemini_hpc.slurm.json_form import reason_with_stamp
+from gemini_hpc.slurm.text import ParseError, gres_needed, hosts, node_state, state_of, text_of
+from gemini_hpc.slurm.ways import PYSLURM, Surprise, Unreadable
+
+T = TypeVar("T")
+WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "pyslurm_worker.py")
+# Importing takes a part of it; one that finds no configuration can hang for a minute.
+START_TIMEOUT_S = 5.0
+KILLED_WITHIN_S = 1.0
+MAX_ANSWER_BYTES = 256 << 20  # of a cluster with 100,000 nodes
+
+
+class PyslurmReader:
+    """One worker. refused: makes an error of Slurm's own words. on_call: hears of every call and its seconds."""
+
+    name = PYSLURM
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        timeout_s: float,
+        refused: Callable[[str, str], Exception],
+        on_call: Callable[[str, float], None] | None = None,
+        argv: tuple[str, ...] = (sys.executable, "-I", WORKER),
+    ) -> None:
+        self._environment, self._timeout_s, self._refused = dict(environment), timeout_s, refused
+        self._on_call = on_call
+        self._argv = argv
+        self._gate = FairGate(1)
+        self._process: asyncio.subprocess.Process | None = None
+        self._asked = 0
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        try:
+            return await asyncio.create_subprocess_exec(
+                *self._argv,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                env=self._environment,
+                cwd="/",
+                limit=MAX_ANSWER_BYTES,
+            )
+        except OSError as exc:
+            raise Surprise(f"pyslurm's process does not start: {exc}") from None
+
+    async def call(self, call: str, *args: Any) -> Any:
+        """What the worker answers. Raises as `Reader`."""
+        async with self._gate:
+            timeout_s = self._timeout_s
+            if self._process is None:
+                self._process = await self._start()
+                timeout_s += START_TIMEOUT_S
+            began = clock.monotonic()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    answer = await self._exchange(self._process, call, args)
+            except TimeoutError:
+                await self.close()
+                raise Surprise(f"pyslurm gave no answer within {timeout_s:g} s ({call})") from None
+            except (OSError, ValueError, msgspec.MsgspecError) as exc:
+                await self.close()
+                raise Surprise(f"pyslurm's process: {exc or type(exc).__name__} ({call})") from None
+            except asyncio.CancelledError:
+                await self.close()  # its answer would be taken for the next one's
+                raise
+            if self._on_call is not None:
+                self._on_call(f"pyslurm {call} {' '.join(map(str, args))}".strip(), clock.monotonic() - began)
+        kind, error = answer.get("kind"), str(answer.get("error", ""))
+        if kind == "refused":
+            raise self._refused(error, "pyslurm")
+        if kind == "unreadable":
+            raise Unreadable(f"pyslurm: {error}")
+        if kind is not None or "value" not in answer:
+            await self.close()
+            raise Surprise(f"pyslurm: {error[:300] or 'an answer of another shape'} ({call})")
+        return answer["value"]
+
+    async def _exchange(self, process: asyncio.subprocess.Process, call: str, args: Any) -> dict[str, Any]:
+        assert process.stdin is not None and process.stdout is not None
+        self._asked += 1
+        process.stdin.write(msgspec.json.encode({"id": self._asked, "call": call, "args": args}) + b"\n")
+        await process.stdin.drain()
+        line = await process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise ValueError("it has ended")
+        answer = msgspec.json.decode(line)
+        if not isinstance(answer, dict) or answer.get("id") != self._asked:
+            raise ValueError("it answers something else")
+        return answer
+
+    async def job(self, raw_id: int) -> Job:
+        """See `Reader`."""
+        found = await self.call("job", int(raw_id))
+        job = await self._read(lambda: job_of(found))
+        if job.raw_id != raw_id:
+            raise Unreadable(f"pyslurm answers with job {job.raw_id} for {raw_id}")
+        return job
+
+    async def excluded(self, raw_id: int) -> tuple[str, ...]:
+        """See `Reader`."""
+        found = await self.call("job", int(raw_id))
+        return await self._read(lambda: hosts(found["excluded_nodes"] or ""))
+
+    async def nodes(self, names: tuple[str, ...]) -> dict[str, Node]:
+        """See `Reader`."""
+        found = await self.call("nodes", list(names))
+        return await self._read(lambda: {node.name: node for node in map(node_of, found)})
+
+    async def _read(self, build: Callable[[], T]) -> T:
+        try:
+            return build()
+        except ParseError as exc:
+            raise Unreadable(f"pyslurm: {exc}") from None
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as exc:
+            await self.close()
+            raise Surprise(f"pyslurm: a record of another shape: {type(exc).__name__} {exc}") from None
+
+    async def node_state(self, name: str, state: str, reason: str = "") -> None:
+        """Set a node's state. Raises as `Reader`."""
+        await self.call("node_state", name, state, reason)
+
+    async def requeue(self, raw_id: int) -> None:
+        """Send one job back to pending; never an array's last task, whose id stands for all of them."""
+        await self.call("requeue", int(raw_id))
+
+    async def close(self) -> None:
+        """Kill the worker; the next call would start another."""
+        process, self._process = self._process, None
+        if process is not None:
+            if process.stdin is not None:
+                process.stdin.close()
+            with suppress(ProcessLookupError):
+                process.kill()
+            with suppress(TimeoutError):  # the kernel may have it in a call of its own
+                async with asyncio.timeout(KILLED_WITHIN_S):
+                    await process.wait()
+
+
+def _gres(value: Any) -> str:
+    """`gpu:a100:2` of {"gpu": {"a100": 2}}, {"gpu:a100": 2} and of text."""
+    if isinstance(value, Mapping):
+        return ",".join(
+            ",".join(f"{name}:{kind}:{count}" for kind, count in what.items())
+            if isinstance(what, Mapping)
+            else f"{name}:{what}"
+            for name, what in value.items()
+        )
+    return str(value or "")
+
+
+def job_of(r: Mapping[str, Any]) -> Job:
+    """A worker's record of a job. Raises `ParseError`, and the errors of a record of another shape."""
+    array = int(r["array_id"] or 0) or None
+    waiting, task_id = r["array_tasks_waiting"], r["array_task_id"]
+    task = "" if array is None else str(waiting or ("" if task_id is None else task_id))
+    batch = bool(r["is_batch_job"])
+    return Job(
+        id=f"{array}_{task}" if array is not None else str(r["id"]),
+        raw_id=int(r["id"]),
+        state=state_of(r["state"]),
+        reason=text_of(r["state_reason"] or ""),
+        user_id=int(r["user_id"]),
+        user=str(r["user_name"] or ""),
+        nodes=hosts(r["allocated_nodes"] or ""),
+        req_nodes=hosts(r["required_nodes"] or ""),
+        num_nodes=int(r["num_nodes"] or 0),
+        restarts=int(r["requeue_count"] or 0),
+        requeue=bool(r["is_requeueable"]),
+        partition=r["partition"] or "",
+        reservation=r["reservation"] or "",
+        features=",".join(r["constraints"] or ()),
+        array_job_id=array,
+        array_task_id=task,
+        het=bool(r["heterogeneous_id"]),
+        batch=batch,
+        batch_host=(r["batch_host"] or "") if batch else "",
+        min_cpus=int(r["min_cpus_per_node"] or 0),
+        min_memory_mb=int(r["memory_per_node"] or r["memory_per_cpu"] or 0),
+        start_time=float(r["start_time"] or 0),
+        end_time=float(r["end_time"] or 0),
+        exit_code=f"{int(r['exit_code'] or 0)}:{int(r['exit_code_signal'] or 0)}",
+        gres_per_node=gres_needed(
+            _gres(r["gres_per_node"]), r["tres_per_job"], r["tres_per_socket"], r["tres_per_task"]
+        ),
+    )
+
+
+def node_of(r: Mapping[str, Any]) -> Node:
+    """A worker's record of a node. Raises as `job_of`."""
+    state, flags = node_state(r["state"])
+    return Node(
+        name=str(r["name"]),
+        state=state,
+        flags=flags,
+        address=r["address"] or r["name"],
+        port=int(r["slurmd_port"] or 0),
+        partitions=tuple(r["partitions"] or ()),
+        features=frozenset(r["active_features"] or r["available_features"] or ()),
+        cpus=int(r["total_cpus"] or 0),
+        memory_mb=int(r["real_memory"] or 0),
+        reason=reason_with_stamp(r["reason"] or "", r["reason_user"] or "", float(r["reason_time"] or 0)),
+        boot_time=float(r["boot_time"] or 0),
+        slurmd_start=float(r["slurmd_start_time"] or 0),
+        gres=gres_needed(_gres(r["configured_gres"])),
+        hostname=r["hostname"] or r["name"],
+        spec_memory_mb=int(r["memory_reserved_for_system"] or 0),
+    )

@@ -1,0 +1,241 @@
+"""What Slurm's commands print of nodes, partitions, reservations and its configuration, and the rows of squeue.
+
+`scontrol` prints records as `Key=value`, and operators' texts raw among them. A key counts where Slurm prints it
+first, and none counts behind the first text. Jobs are not read so: their owners write most of such a record (see
+`fields`).
+"""
+
+from __future__ import annotations
+
+import calendar
+import re
+import time
+
+from gemini_hpc.core import hostlist
+from gemini_hpc.slurm.facts import COMPLETING, CONFIGURING, Config, Node, Reservation, Row
+
+_KEY = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_/:]*)=")
+_STATE_MARKS = "*~#!%$@^-+"
+# What stands behind these keys of a node's record is an operator's text.
+_NODE_TEXTS = frozenset(("Comment", "Extra", "Reason"))
+_NONE = frozenset(("", "(null)", "None", "none", "N/A", "n/a", "Unknown", "NONE"))
+
+
+class ParseError(ValueError):
+    """Text of a Slurm command that cannot be read, or that could be read in two ways."""
+
+
+def pairs(line: str) -> list[tuple[str, str]]:
+    """The key=value pairs of one `scontrol -o` line, none of a line without; values may hold spaces."""
+    found = list(_KEY.finditer(line))
+    if not found:
+        return []
+    ends = [m.start() for m in found[1:]] + [len(line)]
+    return [(m[1], line[m.end() : end].strip()) for m, end in zip(found, ends, strict=True)]
+
+
+def text_of(value: str) -> str:
+    """The value, "" where Slurm writes one of its words for none."""
+    return "" if value in _NONE else value
+
+
+def number(value: str) -> int:
+    """The number that the value begins with, 0 for none."""
+    m = re.match(r"[0-9]+", value)
+    return int(m[0]) if m else 0
+
+
+def hosts(value: str) -> tuple[str, ...]:
+    """The hosts of a host list. Raises `ParseError`."""
+    try:
+        return tuple(hostlist.expand(text_of(value)))
+    except ValueError as exc:
+        raise ParseError(str(exc)) from None
+
+
+def megabytes(value: str) -> int:
+    """`1536M`, `4G`, `100Mc` (for each CPU) in MiB; 0 for anything else."""
+    m = re.fullmatch(r"([0-9.]+)([KMGT]?)[cn]?", value)
+    if not m:
+        return 0
+    return int(float(m[1]) * {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1 << 20}[m[2]])
+
+
+def unix_time(value: str) -> float:
+    """Unix time of Slurm's stamp; the client asks for UTC."""
+    try:
+        return float(calendar.timegm(time.strptime(value, "%Y-%m-%dT%H:%M:%S")))
+    except ValueError:
+        return 0.0
+
+
+def state_of(value: str) -> str:
+    """One word for a job's state; later releases print several (`PENDING,COMPLETING`), the most passing one rules."""
+    words = [w for w in re.split(r"[,+ ]", value.upper()) if w]
+    for passing in (COMPLETING, CONFIGURING, "STAGE_OUT"):
+        if passing in words:
+            return passing
+    return words[0] if words else ""
+
+
+def gres_counts(value: str) -> dict[str, int]:
+    """`gpu:a100:4(S:0-1),gres/nvme:1`, in Slurm's several spellings, as `gpu:a100` and `gpu` -> how many."""
+    found: dict[str, int] = {}
+    for part in re.sub(r"\([^()]*\)", "", text_of(value)).split(","):
+        words = re.sub(r"^gres[:/]", "", part.strip()).replace("=", ":").split(":")
+        count = 1
+        if len(words) > 1 and (m := re.fullmatch(r"([0-9]+)([KMGT]?)", words[-1])):
+            count = int(m[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}[m[2]]
+            words.pop()
+        if words[0]:
+            for name in {words[0], ":".join(words)}:
+                found[name] = found.get(name, 0) + count
+    return found
+
+
+def _slurms_own(record: str, texts: frozenset[str] = frozenset()) -> dict[str, str]:
+    """What Slurm itself has written: the first value of each key, and the first key of `texts`."""
+    fields: dict[str, str] = {}
+    for key, value in pairs(record):
+        fields.setdefault(key, value)
+        if key in texts:
+            break
+    return fields
+
+
+def node_records(out: str) -> list[str]:
+    """The records of `scontrol show node -o`; a line break in a text does not end one."""
+    return re.split(r"\n(?=NodeName=)", out.strip()) if out.strip() else []
+
+
+def reason_is_hidden(record: str) -> bool:
+    """Whether another text stands before where a reason may be, so that the record does not tell it."""
+    own = _slurms_own(record, _NODE_TEXTS)
+    return "Reason" not in own and "Reason=" in record and bool(own.keys() & _NODE_TEXTS)
+
+
+def node_state(word: str) -> tuple[str, frozenset[str]]:
+    """`DOWN*+DRAIN` as DOWN and its flags; the star of a node that does not answer is one of them."""
+    base, *extra = word.upper().split("+")
+    flags = {flag.rstrip(_STATE_MARKS) for flag in extra}
+    if "*" in word:
+        flags.add("NOT_RESPONDING")
+    return base.rstrip(_STATE_MARKS), frozenset(flags)
+
+
+def _reason(record: str) -> str:
+    """The whole of it, whatever words it has, as far as who has set it and when."""
+    text = record.partition("Reason=")[2]
+    stamped = re.match(r".*?\[[^][\s]+@[0-9-]{10}T[0-9:]{8}\]", text, re.DOTALL)
+    return text_of((stamped[0] if stamped else text).strip())
+
+
+def parse_node(record: str) -> Node:
+    """One record of `scontrol show node -o`. Raises `ParseError`."""
+    fields = _slurms_own(record, _NODE_TEXTS)
+    state = fields.get("State", "").split()
+    if not fields.get("NodeName") or not state:
+        raise ParseError(f"not a node record: {record[:80]!r}")
+    name = fields["NodeName"]
+    base, flags = node_state(state[0])
+    active = text_of(fields.get("ActiveFeatures", "")) or text_of(fields.get("AvailableFeatures", ""))
+    return Node(
+        name=name,
+        state=base,
+        flags=flags,
+        address=text_of(fields.get("NodeAddr", "")) or name,
+        port=number(fields.get("Port", "0")),
+        partitions=tuple(p for p in text_of(fields.get("Partitions", "")).split(",") if p),
+        features=frozenset(f for f in active.split(",") if f),
+        cpus=number(fields.get("CPUTot", "0")),
+        memory_mb=number(fields.get("RealMemory", "0")),
+        reason=_reason(record) if "Reason" in fields else "",
+        boot_time=unix_time(fields.get("BootTime", "")),
+        slurmd_start=unix_time(fields.get("SlurmdStartTime", "")),
+        gres=gres_counts(fields.get("Gres", "")),
+        hostname=text_of(fields.get("NodeHostName", "")) or name,
+        spec_memory_mb=number(fields.get("MemSpecLimit", "0")),
+    )
+
+
+def parse_reservation(line: str) -> Reservation:
+    """One line of `scontrol show reservation -o`. Raises `ParseError`."""
+    fields = _slurms_own(line)
+    if "ReservationName" not in fields:
+        raise ParseError(f"not a reservation record: {line[:80]!r}")
+    return Reservation(
+        name=fields["ReservationName"],
+        nodes=hosts(fields.get("Nodes", "")),
+        users=tuple(u for u in text_of(fields.get("Users", "")).split(",") if u),
+        state=fields.get("State", ""),
+        flags=frozenset(f for f in fields.get("Flags", "").split(",") if f),
+        start_time=unix_time(fields.get("StartTime", "")),
+    )
+
+
+def parse_partition(line: str) -> tuple[str, str]:
+    """Name and state (UP, DRAIN, DOWN, INACTIVE) in one line of `scontrol show partition -o`. Raises `ParseError`."""
+    fields = _slurms_own(line)
+    if not fields.get("PartitionName") or not fields.get("State"):
+        raise ParseError(f"not a partition record: {line[:80]!r}")
+    return fields["PartitionName"], fields["State"]
+
+
+_HOST = re.compile(r"([^()\s]+)(?:\(([^()\s]*)\))?")
+
+
+def parse_config(text: str) -> Config:
+    """All of `scontrol show config`. Raises `ParseError`."""
+    values = parse_configuration(text)
+    hosts = []
+    for i in range(16):
+        match = _HOST.fullmatch(values.get(f"SlurmctldHost[{i}]", ""))
+        if match:
+            hosts.append((match[1], match[2] or match[1]))
+    if not hosts or not values.get("StateSaveLocation"):
+        raise ParseError(f"not Slurm's configuration: {text[:80]!r}")
+    return Config(tuple(hosts), values["StateSaveLocation"], unix_time(values.get("BOOT_TIME", "")), values)
+
+
+ROW_FORMAT = "%A|%U|%T|%N|%e"
+
+
+def parse_row(line: str) -> Row:
+    """One row of `squeue -h -o ROW_FORMAT`. Raises `ParseError`."""
+    parts = line.strip().split("|")
+    if len(parts) != 5 or not (parts[0].isdigit() and parts[1].isdigit()):
+        raise ParseError(f"not a row of squeue: {line[:80]!r}")
+    return Row(int(parts[0]), state_of(parts[2]), int(parts[1]), hosts(parts[3]), unix_time(parts[4]))
+
+
+def parse_admin_level(text: str, user: str) -> str:
+    """AdminLevel of `user` in `sacctmgr -nP show user name=USER format=user,admin`; "" unless there is just one."""
+    rows = [line.split("|") for line in text.splitlines() if line.strip()]
+    levels = [row[1] for row in rows if len(row) == 2 and row[0] == user]
+    return levels[0] if len(levels) == 1 else ""
+
+
+def parse_configuration(text: str) -> dict[str, str]:
+    """`scontrol show config`: key -> value, empty where Slurm says (null)."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        key, equals, value = line.partition("=")
+        if equals and re.fullmatch(r"[A-Za-z0-9_]+(\[[0-9]+\])?", key.strip()):
+            found.setdefault(key.strip(), "" if value.strip() in ("(null)", "(null type)") else value.strip())
+    return found
+
+
+def parse_ping(text: str) -> list[tuple[str, bool]]:
+    """`scontrol ping`: (host, whether it answers), in its order."""
+    found = re.finditer(r"^Slurmctld\([a-z0-9]+\) at (\S+) is (UP|DOWN)", text, re.M)
+    return [(match[1], match[2] == "UP") for match in found]
+
+
+def gres_needed(per_node: str, *otherwise: str) -> dict[str, int]:
+    """What each node must have: as asked for per node, and one of whatever is asked for otherwise."""
+    need: dict[str, int] = {}
+    for value in otherwise:
+        need.update(dict.fromkeys(gres_counts(value), 1))
+    for name, count in gres_counts(per_node).items():
+        need[name] = max(count, need.get(name, 0))
+    return {name: count for name, count in need.items() if name not in ("cpu", "mem", "node", "billing")}

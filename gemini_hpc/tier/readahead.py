@@ -1,0 +1,95 @@
+"""Reading ahead of a reader: the disk is busy from the start, while Python loads HDF5, and while a part is digested.
+
+Several reads are under way at a time. The interpreter's lock must change hands quickly meanwhile: with its usual 5 ms
+the disk waits for Python's imports.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+from gemini_hpc.tier.direct_io import PART_BYTES, File, buffers, started
+
+_THREADS = 8
+_WINDOW = 32  # parts
+_SWITCH_S = 0.001
+
+
+class Ahead:
+    """Bytes of a file from about `begin` on, about `length`, in their order: a part that has been taken from is the
+    earliest that still can be. The first that is taken says where they really begin. Raises OSError for a file that
+    cannot be opened."""
+
+    def __init__(self, path: str, begin: int, length: int) -> None:
+        self._file = File(path, os.O_RDONLY)
+        self._buffers = buffers(_WINDOW)
+        self._wanted = self._next = self._first = begin // PART_BYTES
+        self._last = -(-(begin + length) // PART_BYTES) + 1  # and what HDF5 has between
+        self._read: dict[int, int] = {}  # bytes of each part that has come
+        self._busy: set[int] = set()  # parts that are being read
+        self._over = self._taken = False
+        lock = threading.Lock()
+        self._room, self._came = threading.Condition(lock), threading.Condition(lock)
+        self._before_s = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
+        self._threads = started(_THREADS, self._run, "gemini-ahead")
+
+    def take(self, into: memoryview, at: int) -> int:
+        """Bytes from offset `at` on, as many as are here: how many that are; 0 for what was not read ahead, or could
+        not be read, which the caller reads himself."""
+        part, skip = divmod(at, PART_BYTES)
+        with self._came:
+            if not self._taken:
+                self._taken = True
+                self._last += max(0, part - self._first)
+            if not self._wanted <= part < self._last:
+                return 0
+            self._wanted, self._next = part, max(self._next, part)
+            for done in [known for known in self._read if known < part]:
+                del self._read[done]
+            self._room.notify_all()
+            self._came.wait_for(lambda: part in self._read)
+            count = max(0, min(self._read[part] - skip, len(into)))
+        into[:count] = self._buffers[part % _WINDOW][skip : skip + count]
+        return count
+
+    def close(self) -> None:
+        """No more of it."""
+        with self._room:
+            self._over = True
+            self._room.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._file.close()
+        sys.setswitchinterval(self._before_s)
+
+    def _run(self) -> None:
+        while (part := self._turn()) is not None:
+            try:
+                count = self._file.read(self._buffers[part % _WINDOW], part * PART_BYTES)
+            except OSError:
+                count = 0
+            with self._came:
+                self._busy.discard(part)
+                if part >= self._wanted:
+                    self._read[part] = count
+                self._came.notify()
+                self._room.notify_all()
+
+    def _turn(self) -> int | None:
+        """The part that is to be read next, when there is room for it."""
+        with self._room:
+            self._room.wait_for(lambda: self._over or self._fits())
+            if self._over:
+                return None
+            self._busy.add(part := self._next)
+            self._next += 1
+            return part
+
+    def _fits(self) -> bool:
+        """Whether the next part has a buffer: also one that nobody is reading into."""
+        part = self._next
+        free = all(busy % _WINDOW != part % _WINDOW for busy in self._busy)
+        return part < min(self._last, self._wanted + _WINDOW) and free

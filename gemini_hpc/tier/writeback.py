@@ -1,0 +1,90 @@
+"""Writing behind a writer: several parts are on their way to the disk while the next one is taken and digested.
+
+Bytes of one page are never on both ways at a time, past the page cache and through it: the kernel holds a write past
+the cache for failed when a page beside its own, in the same folio, becomes dirty meanwhile. So what is not on pages
+is kept until nothing is under way, or much of it is here.
+"""
+
+from __future__ import annotations
+
+import os
+from queue import SimpleQueue
+
+from gemini_hpc.tier.direct_io import PAGE_BYTES, File, buffers, started
+
+_THREADS = 4
+_BUFFERS = 12
+_KEPT_BYTES = 16 << 20
+
+Task = tuple[memoryview, int, int]  # buffer, bytes of it, offset
+
+
+class Behind:
+    """Into a file that is there. With `direct` nobody else writes to it between the first `put` and the end of
+    `wait`. Raises OSError here, and in any call what failed in an earlier one."""
+
+    def __init__(self, path: str, *, direct: bool) -> None:
+        self._file = File(path, os.O_WRONLY, direct=direct)
+        self._free: SimpleQueue[memoryview] = SimpleQueue()
+        for buffer in buffers(_BUFFERS):
+            self._free.put(buffer)
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._kept: list[tuple[bytes, int]] = []
+        self._kept_bytes = 0
+        self._trouble: OSError | None = None
+        self._threads = started(_THREADS, self._run, "gemini-behind")
+
+    def put(self, data: memoryview, at: int) -> memoryview:
+        """At most `PART_BYTES` bytes, to offset `at`. They are copied; the copy may be looked at until the next
+        call."""
+        buffer = self._free.get()
+        copy = buffer[: len(data)]
+        copy[:] = data
+        whole = 0 if at % PAGE_BYTES else len(data) // PAGE_BYTES * PAGE_BYTES
+        if whole < len(data):
+            self._kept.append((bytes(copy[whole:]), at + whole))
+            self._kept_bytes += len(data) - whole
+        if whole:
+            self._tasks.put((buffer, whole, at))
+        else:
+            self._free.put(buffer)
+        if self._kept_bytes > _KEPT_BYTES:
+            self.wait()
+        self._check()
+        return copy
+
+    def wait(self) -> None:
+        """Until all of it has been written."""
+        all_of_them = [self._free.get() for _ in range(_BUFFERS)]
+        for buffer in all_of_them:
+            self._free.put(buffer)
+        self._check()
+        for data, at in self._kept:
+            self._file.write(memoryview(data), at)
+        self._kept, self._kept_bytes = [], 0
+
+    def sync(self) -> None:
+        """What has been written is on the disk."""
+        os.fdatasync(self._file.fd)
+
+    def close(self) -> None:
+        """No more writes; what `wait` did not wait for may be lost."""
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._file.close()
+
+    def _check(self) -> None:
+        if self._trouble is not None:
+            raise self._trouble
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            buffer, size, at = task
+            try:
+                if self._trouble is None:
+                    self._file.write(buffer[:size], at)
+            except OSError as error:
+                self._trouble = self._trouble or error
+            self._free.put(buffer)

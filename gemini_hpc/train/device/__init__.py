@@ -1,0 +1,1 @@
+"""What the checkpointer needs of a device: events, streams, pinned memory, copies."""

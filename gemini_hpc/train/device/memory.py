@@ -1,0 +1,43 @@
+"""Replica memory as torch sees it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+
+from gemini_hpc.client import mapped_slots
+
+
+class Slot(mapped_slots.Slot):
+    """One mapped buffer; `bytes`: all of it as a tensor."""
+
+    def __init__(self, fd: int, total_bytes: int) -> None:
+        super().__init__(fd, total_bytes)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+
+
+class Shard(mapped_slots.Shard[Slot]):
+    """Both slots of one shard."""
+
+    def __init__(
+        self, rank: int, world: int, home: int, total_bytes: int, fds: list[int], *, pushed: bool = False
+    ) -> None:
+        super().__init__(rank, world, home, total_bytes, fds, Slot, pushed=pushed)
+
+    def of(self, fds: list[int]) -> Shard:
+        """The same shard in other memory."""
+        return Shard(self.rank, self.world, self.home, self.total_bytes, fds, pushed=self.pushed)
+
+
+class Keeper(mapped_slots.Keeper[Shard]):
+    """The shard that one thread of the training fills."""
+
+
+def map_copy(fd: int, total_bytes: int) -> torch.Tensor:
+    """The bytes behind a read-only descriptor, as a tensor; takes `fd`. Writes to it would stay private."""
+    try:
+        return torch.frombuffer(mmap.mmap(fd, total_bytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    finally:
+        os.close(fd)

@@ -1,0 +1,131 @@
+"""Holding a rank whose peer's node has died, until Slurm ends it.
+
+When a node dies, the survivors' communication errors end the training before Slurm knows of the node: the script
+would exit, the job would be FAILED and never be requeued. So a rank that is about to end with a communication error
+first asks its agent; while a node of the job is dead or suspected it stays, bounded, waiting to be killed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
+from gemini_hpc import clock
+from gemini_hpc.client.agent_connection import ask_verdict
+from gemini_hpc.wire.local import Verdict
+
+ALL_ALIVE_S = 3.0  # longer than the agents take to suspect a silent node
+_ASK_EVERY_S = 0.2
+
+_WORDS = (
+    "connection closed by peer",
+    "connection reset",
+    "connection refused",
+    "connection was closed",
+    "broken pipe",
+    "gloo",
+    "nccl",
+    "timed out waiting",
+    "socket timeout",
+    "remote process exited",
+    "process group",
+    "processgroup",
+    "tcpstore",
+    "watchdog",
+)
+
+
+def is_communication_error(error: BaseException | None) -> bool:
+    """Whether an exception (or one that it came from) looks like the end of a peer."""
+    seen = 0
+    while error is not None and seen < 16:
+        kinds = {cls.__name__ for cls in type(error).__mro__}
+        if kinds & {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError"}:
+            return True
+        if isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS):
+            return True
+        error = error.__cause__ or error.__context__
+        seen += 1
+    return False
+
+
+def hold(
+    ask: Callable[[], Verdict | None],
+    hold_s: float,
+    say: Callable[[str], None],
+    *,
+    clock: Callable[[], float] = clock.monotonic,
+    sleep: Callable[[float], None] = clock.sleep,
+) -> str:
+    """Block while the agent says (or may still find out) that a node is dead; returns why it ended.
+
+    `alive`: all nodes were heard of for ALL_ALIVE_S; `expired`: hold_s have passed, since a node was said to be dead,
+    or without any word. ask: None where the agent does not answer.
+    """
+    started = clock()
+    until = started + hold_s
+    alive_since: float | None = None
+    told = False
+    while (now := clock()) < until:
+        verdict = ask()
+        if verdict is not None and (verdict.dead or verdict.suspect):
+            alive_since = None
+            if verdict.dead and not told:
+                told = True
+                until = now + hold_s
+                say(f"node {', '.join(verdict.dead)} is dead: waiting up to {hold_s:g} s for Slurm's requeue")
+        elif verdict is not None:
+            alive_since = now if alive_since is None else alive_since
+            if now - alive_since >= ALL_ALIVE_S:
+                return "alive"
+        else:
+            alive_since = None
+        sleep(_ASK_EVERY_S)
+    return "expired"
+
+
+class Hold:
+    """One training's: it stands before everything that ends the process over a communication error."""
+
+    def __init__(self, path: str, hold_s: float, say: Callable[[str], None]) -> None:
+        """path: of the agent's socket."""
+        self._path, self._hold_s, self._say = path, hold_s, say
+        self._before = sys.excepthook
+        self._over = False
+        sys.excepthook = self._uncaught
+
+    def end(self) -> None:
+        """The training is over: nothing is held any more."""
+        self._over = True
+        if sys.excepthook == self._uncaught:
+            sys.excepthook = self._before
+
+    def error(self, error: BaseException) -> None:
+        """It ends the training. Where it is a communication error, and the first time that it is seen here: block
+        while a node may be dead."""
+        if self._over or not is_communication_error(error) or getattr(error, "__gemini_held__", False):
+            return
+        self._say(
+            f"communication failed ({type(error).__name__}); asking the agents whether a node is dead (up to "
+            f"{self._hold_s:g} s)"
+        )
+        hold(self._verdict, self._hold_s, self._say)
+        error.__gemini_held__ = True  # type: ignore[attr-defined]
+
+    def exit(self) -> None:
+        """The interpreter ends, and the script has said nothing of the training's end: it may have swallowed an
+        error. Block while a node is dead."""
+        verdict = self._verdict()
+        if verdict is not None and verdict.dead:
+            self._say(f"node {', '.join(verdict.dead)} is dead; waiting for Slurm")
+            hold(self._verdict, self._hold_s, lambda text: None)
+
+    def _verdict(self) -> Verdict | None:
+        return ask_verdict(self._path)
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            self.error(error)
+        finally:
+            self._before(kind, error, trace)

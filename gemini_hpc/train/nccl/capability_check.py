@@ -1,0 +1,49 @@
+"""Where copies over NCCL would hang, or cannot be made to work: said as a sentence, before anything is enqueued."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from gemini_hpc.core.spans import Profile
+from gemini_hpc.train.nccl.collective_schedule import alike
+from gemini_hpc.train.nccl.library import Library, Unavailable
+
+_PAIRED = ("send", "recv_", "recv_any_source_")
+
+
+def environment(environ: Mapping[str, str] | None = None) -> str:
+    """Why this process' environment does not allow it; '' if it does."""
+    given = os.environ if environ is None else environ
+    if given.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1":
+        return (
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one queue: a copy that waits for another rank would "
+            "hold the training's kernels up"
+        )
+    if given.get("CUDA_LAUNCH_BLOCKING", "").strip() not in ("", "0"):
+        return "CUDA_LAUNCH_BLOCKING is set: nothing can be enqueued without waiting for it"
+    return ""
+
+
+def library(paths: list[str] | None = None) -> tuple[Library | None, str]:
+    """NCCL, or why there is none."""
+    try:
+        return Library(paths), ""
+    except (Unavailable, OSError) as error:
+        return None, str(error)
+
+
+def operations(names: Sequence[str]) -> str:
+    """Why a training that launches these operations (names of torch's dispatcher) cannot be followed: a send that we
+    come behind on one rank is a receive that we come before on another."""
+    paired = sorted({name for name in names if name in _PAIRED})
+    if paired:
+        return f"the training itself sends point to point ({', '.join(paired)}): ours would come between the two ends"
+    return ""
+
+
+def pattern(profiles: Sequence[Profile], captured: bool) -> str:
+    """Why these ranks' iterations cannot be followed; '' if they can. captured: a CUDA graph has collectives."""
+    if captured:
+        return "collectives are replayed from a CUDA graph: nothing can be enqueued between them"
+    return alike(profiles)

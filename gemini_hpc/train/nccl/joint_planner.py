@@ -1,0 +1,145 @@
+"""One plan for all ranks: copies over NCCL go where every rank's network is idle, see `program`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from gemini_hpc.core.spans import Profile
+from gemini_hpc.train.nccl import capability_check, collective_schedule
+from gemini_hpc.train.nccl.collective_schedule import Terms
+from gemini_hpc.train.nccl.driver import Driver
+from gemini_hpc.train.nccl.route import Joint
+from gemini_hpc.train.schedule.choices import Choices
+from gemini_hpc.train.schedule.chunk_schedule import Route
+from gemini_hpc.train.schedule.collective_monitor import Watch
+from gemini_hpc.train.schedule.link_model import LinkMeter
+from gemini_hpc.train.schedule.pacer import Scheme
+from gemini_hpc.train.schedule.planner import Planner
+from gemini_hpc.train.schedule.stats_reporter import Kept
+
+
+class _Word(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells the others: see `planner`; what its link has shown; why its training cannot be followed."""
+
+    standing: bytes
+    B: float = 0.0
+    alpha: float = 0.0
+    refusal: str = ""
+
+
+class JointPlanner(Planner):
+    """As long as all ranks use NCCL. After that it is a planner like any other, for gloo."""
+
+    def __init__(
+        self,
+        choices: Choices,
+        rank: int,
+        targets: Sequence[int],
+        shard_bytes: int,
+        meter: LinkMeter,
+        kept: Kept | None,
+        *,
+        driver: Driver,
+        watch: Watch,
+    ) -> None:
+        super().__init__(choices, rank, targets, shard_bytes, meter, kept)
+        self._driver, self._watch = driver, watch
+        self._profiles: tuple[Profile, ...] = ()
+        self._terms: Terms | None = None
+
+    @property
+    def meter(self) -> LinkMeter:
+        return self._meter if self._driver.ended else self._driver.meter
+
+    # ---- what ranks exchange ---------------------------------------------------------------------------
+
+    def kept(self) -> bytes:
+        kept = self._kept
+        return self._pack(super().kept(), kept.B if kept else 0.0, kept.alpha if kept else 0.0)
+
+    def standing(self, over_at: float) -> bytes:
+        standing, meter = super().standing(over_at), self.meter
+        names = [self._watch.names.get(op.kind, "") for _, trace in self._usual[-1:] for op in trace.ops]
+        unfit = capability_check.operations(names)
+        if self._watch.captured:
+            unfit = capability_check.pattern((), True)
+        return self._pack(standing, meter.B if meter.known else 0.0, meter.alpha, unfit)
+
+    def _pack(self, standing: bytes, B: float, alpha: float, unfit: str = "") -> bytes:
+        return standing if self._driver.ended else msgspec.msgpack.encode(_Word(standing, B, alpha, unfit))
+
+    def remember(self, blobs: Sequence[bytes]) -> bool:
+        words = [msgspec.msgpack.decode(blob, type=_Word) for blob in blobs]
+        other, self._meter = self._meter, self._driver.meter  # what is remembered of the link is of this one
+        try:
+            whole = super().remember([word.standing for word in words])
+        finally:
+            self._meter = other
+        if not whole or collective_schedule.alike(self._profiles):
+            return False
+        known = [word for word in words if word.B > 0]
+        self._agree(min((word.B for word in known), default=0.0), max((word.alpha for word in known), default=0.0))
+        return self._terms is not None
+
+    def take(self, blobs: Sequence[bytes]) -> None:
+        if self._driver.ended:
+            return super().take(blobs)
+        words = [msgspec.msgpack.decode(blob, type=_Word) for blob in blobs]
+        super().take([word.standing for word in words])
+        self._terms = None
+        unfit = next((word.refusal for word in words if word.refusal), "")
+        if not unfit and len(self._profiles) == len(blobs):
+            unfit = collective_schedule.alike(self._profiles)
+            if not unfit:
+                self._agree(min(word.B for word in words), max(word.alpha for word in words))
+        if unfit:
+            self._driver.end(unfit)
+        return None
+
+    def _know(self, profiles: Sequence[Profile]) -> None:
+        super()._know(profiles)
+        self._profiles = tuple(profiles)
+
+    def _agree(self, B: float, alpha: float) -> None:
+        choices = self._choices
+        R = choices.device_chunk_bytes * choices.buffers
+        m = len(self._targets) + 1
+        self._terms = (
+            Terms(self._profiles, self._driver.largest_bytes, m, R, choices.buffers, B, alpha, choices.mu)
+            if B > 0
+            else None
+        )
+
+    # ---- planning --------------------------------------------------------------------------------------
+
+    def route(self, scheme: Scheme) -> Route | None:
+        terms = self._terms
+        if self._driver.ended or scheme != "gemini":
+            return super().route(scheme)
+        if terms is None or self.profile is None:
+            return None
+        return Joint(
+            profile=self.profile,
+            windows=collective_schedule.common(terms.profiles),
+            C=terms.C,
+            m=terms.m,
+            R=terms.R,
+            p=terms.p,
+            B=terms.B,
+            alpha=terms.alpha,
+            mu=terms.mu,
+            terms=terms,
+        )
+
+    def drifted(self, planned: Route | None) -> bool:
+        """A program is that of all ranks: one that has seen its link change does not plan anew alone."""
+        return not isinstance(planned, Joint) and super().drifted(planned)
+
+    def keepsake(self) -> Kept | None:
+        if self._driver.ended:
+            return super().keepsake()
+        if self.profile is None or self._terms is None:
+            return None
+        return Kept(self.profile, self._others, self._terms.B, self._terms.alpha)

@@ -1,0 +1,352 @@
+"""Slots for versions to come, asked for ahead: a launching thread has no time to talk to an agent.
+
+The slot of the next version is asked for as soon as the version before is sealed or given up, in a thread of its own.
+What a launching thread finds missing it waits for, but `PATIENCE_S` at most, and once only until slots come again: a
+version without a slot is dropped on this rank. The device writes into a slot from when it was handed out until all of
+the version has landed, also after its agent has died: nothing else may be written there meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gemini_hpc import clock
+from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.client.mapped_slots import Content
+from gemini_hpc.client.seal_wait import SealGate
+from gemini_hpc.train.device.memory import Keeper, Slot
+from gemini_hpc.train.device.pins import Pin, Pins
+from gemini_hpc.train.replication.registration import Identity
+from gemini_hpc.wire import local
+from gemini_hpc.wire.control_page import ControlPage
+
+PATIENCE_S = 0.05  # longest wait of a launching thread for a slot
+ANSWER_S = 0.2  # longest wait of a head for the slot that the agent has yet to give out
+HEAD_S = 0.1  # from when a version has landed until its head has come, or never will: its sender has voided it
+HEAD_LATE_S = 1.0  # the same before the next step() shows that the training has gone on
+_SOON_S, _LATER_S = 0.001, 0.02
+
+
+@dataclass
+class Grant:
+    """A slot that the agent behind `page` gave out for a version. handed: the device may write into it. over: it has
+    been reported or given up."""
+
+    version: int
+    index: int
+    slot: Slot
+    page: ControlPage | None
+    handed: bool = False
+    landed: bool = False
+    landed_at: float = 0.0
+    over: bool = False
+
+
+@dataclass
+class _Shard:
+    """What is known of one rank's shard, whose memory `keeper` has. busy: the version that a thread of ours is about
+    to report; refused: versions up to here that have no grant get none; linked: the newest version that came over the
+    link, 0 where NCCL brings the next one; asked: what was sealed and abandoned when the agent last refused, and
+    when."""
+
+    keeper: Keeper
+    grant: Grant | None = None
+    busy: int = 0
+    refused: int = 0
+    linked: int = 0
+    asked: tuple[Any, float] = (None, 0.0)
+    writing: list[Grant] = field(default_factory=list)  # handed out, not all landed
+
+
+class Desk:
+    """Of one rank: for its own shard and for those it keeps. area(rank): offset and size in bytes of the tensor area
+    of that rank's shard."""
+
+    def __init__(
+        self,
+        me: Identity,
+        client: AgentClient,
+        gate: SealGate,
+        area: Callable[[int], tuple[int, int]],
+        pin: Callable[[torch.Tensor], Pin],
+        unpinned: Callable[[str], None],
+    ) -> None:
+        """unpinned: told once, with the reason, where memory cannot be pinned."""
+        self._me, self._client, self._gate, self._area = me, client, gate, area
+        self._keepers: dict[int, Keeper] = {}
+        self._shards: dict[int, _Shard] = {}
+        self._pins = Pins(pin, unpinned)
+        self._changed = threading.Condition()
+        self._wanted = 0
+        self._reached = 0
+        self._met = -1
+        self._tired = False
+        self._lost = self._ended = False
+        self._thread: threading.Thread | None = None
+
+    def open(self, keepers: Mapping[int, Keeper]) -> None:
+        """The memory is there, or will be."""
+        self._keepers = dict(keepers)
+        self._shards = {rank: _Shard(keeper) for rank, keeper in keepers.items()}
+        self._thread = threading.Thread(target=self._run, name="gemini-desk", daemon=True)
+        self._thread.start()
+
+    # ---- from the launching threads --------------------------------------------------------------------
+
+    def want(self, version: int) -> None:
+        """The next version that is saved, as far as is known; 0: none for now."""
+        with self._changed:
+            self._wanted = version
+            self._changed.notify_all()
+
+    def reach(self, version: int) -> None:
+        """The step() of a version that is saved."""
+        with self._changed:
+            self._reached = version
+            for shard in self._shards.values():
+                if shard.linked <= self._met < version:
+                    shard.linked = 0
+            self._wanted = max(self._wanted, version)
+            self._changed.notify_all()
+
+    def take(self, rank: int, version: int) -> Grant | None:
+        """The slot of a shard for the version whose step() is reached; the device will write into it. None: there is
+        none, and there will be none for this version."""
+        with self._changed:
+            shard = self._shards[rank]
+            grant = self._await(shard, version) if not (self._lost or shard.linked) else None
+            if grant is None:
+                shard.refused = max(shard.refused, version)
+            elif not grant.handed:
+                grant.handed = True
+                shard.writing.append(grant)
+                if rank == self._me.rank:
+                    shard.busy = version
+            return grant
+
+    def into(self, version: int, rank: int) -> torch.Tensor | None:
+        """Where the bytes of a peer's tensor area go. See `exchange.Save`."""
+        grant = self.take(rank, version) if rank in self._shards else None
+        if grant is None:
+            return None
+        offset, size = self._area(rank)
+        return grant.slot.bytes[offset : offset + size]
+
+    def _await(self, shard: _Shard, version: int) -> Grant | None:
+        if (grant := self._valid(shard, version)) is not None or shard.refused >= version:
+            return grant
+        if self._tired or self._gate.degraded:
+            return None
+        self._changed.wait_for(lambda: self._ended or self._valid(shard, version) is not None, PATIENCE_S)
+        grant = self._valid(shard, version)
+        self._tired = grant is None
+        return grant
+
+    def _valid(self, shard: _Shard, version: int) -> Grant | None:
+        """A grant is the agent's word: another agent does not know of it, and where larger slots have taken the place
+        of its slot, the agent means one of these."""
+        grant = shard.grant
+        if grant is None or grant.version != version or self._ended or self._client.lost:
+            return None
+        return grant if grant.page is self._client.page and not self._outgrown(shard, grant) else None
+
+    @staticmethod
+    def _outgrown(shard: _Shard, grant: Grant) -> bool:
+        return shard.keeper.shard is None or grant.slot not in shard.keeper.shard.slots
+
+    # ---- from the threads that report versions ---------------------------------------------------------
+
+    def commit(self, rank: int, version: int) -> Grant | None:
+        """A version's head has come: the slot that its bytes go to, have gone to, or None, for good. Waits for
+        `ANSWER_S` at most."""
+        with self._changed:
+            shard = self._shards[rank]
+            self._changed.wait_for(
+                lambda: self._lost or shard.refused >= version or self._valid(shard, version) is not None, ANSWER_S
+            )
+            grant = self._valid(shard, version) if not self._lost else None
+            if grant is None:
+                shard.refused = max(shard.refused, version)
+            else:
+                shard.busy = version
+            return grant
+
+    def granted(self, rank: int, version: int) -> int | None:
+        """For a version that does not go over NCCL: the index of the slot that has been given out for it already.
+        None: there is none."""
+        with self._changed:
+            shard = self._shards[rank]
+            shard.refused = max(shard.refused, version)  # nothing of it is handed to the device any more
+            shard.busy = version
+            shard.linked = version  # a slot asked for ahead would take away that of the next one
+            grant = self._valid(shard, version)
+            return grant.index if grant is not None else None
+
+    def link(self, rank: int, version: int) -> None:
+        """This version is about to go over the link: from now until `over` nothing later is asked for, or the agent
+        would refuse it, for a slot does not go back."""
+        with self._changed:
+            shard = self._shards[rank]
+            shard.busy = max(shard.busy, version)
+
+    def meet(self, version: int) -> None:
+        """All ranks are well: versions after this one come over NCCL again."""
+        with self._changed:
+            self._met = version
+
+    def quiet(self, rank: int, timeout_s: float) -> bool:
+        """Whether the device writes into no slot of this shard, or stops to within this time."""
+        with self._changed:
+            shard = self._shards[rank]
+            return self._changed.wait_for(lambda: not shard.writing, timeout_s)
+
+    def arrived(self, rank: int, grant: Grant) -> bool:
+        """Wait until all of it is in the slot; False when that will not happen."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: grant.landed or grant.over or self._ended or (self._lost and not grant.handed)
+            )
+            return grant.landed
+
+    def move_on(self, rank: int, version: int) -> None:
+        """This holder has lost a version that it had begun, and that other holders may have: only a later one begun
+        here shows them that it never comes, and until then they begin none. Before `over`. Raises AgentLost,
+        AgentRefused."""
+        keeper = self._keepers[rank]
+        page, memory = self._client.page, keeper.shard
+        reply, _ = self._client.request(local.Begin(set=self._me.set, rank=rank, version=version + 1))
+        if memory is None or not isinstance(reply, local.Begun) or not 0 <= reply.slot < 2:
+            return  # it has gone on already
+        if memory is not keeper.shard:
+            return  # begun is begun; which memory the slot is of, nobody knows
+        slot = memory.slots[reply.slot]
+        slot.content = Content()
+        with self._changed:
+            self._shards[rank].grant = Grant(version + 1, reply.slot, slot, page)
+            self._changed.notify_all()
+
+    def over(self, rank: int, version: int) -> None:
+        """This version has been reported, or given up: the next one may be asked for."""
+        with self._changed:
+            shard = self._shards[rank]
+            shard.busy = shard.busy if shard.busy > version else 0  # the next one may wait behind this one
+            if shard.linked <= self._met <= version:
+                shard.linked = 0
+            if shard.grant is not None and shard.grant.version == version:
+                shard.grant.over = True
+            self._changed.notify_all()
+
+    # ---- from the thread that looks at the device ------------------------------------------------------
+
+    def landed(self, version: int, rank: int) -> None:
+        """All bytes of a version's tensor area are in the slot of `take`."""
+        with self._changed:
+            shard = self._shards[rank]
+            for grant in shard.writing:
+                if grant.version == version:
+                    grant.landed, grant.landed_at = True, clock.monotonic()
+            shard.writing = [grant for grant in shard.writing if grant.version > version]
+            self._changed.notify_all()
+
+    def failed(self, *, drained: bool) -> None:
+        """The device writes nothing more of what has not landed; drained False: it may."""
+        with self._changed:
+            self._lost = True
+            for rank, shard in self._shards.items():
+                if rank == self._me.rank:
+                    continue  # the own copy needs no other rank: it ends by itself
+                for grant in shard.writing:
+                    grant.over = True
+                if drained:
+                    shard.writing = []
+            self._changed.notify_all()
+
+    # ---- the end ---------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Nobody waits any more."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def close(self, *, drained: bool) -> None:
+        """After `end`. drained False: the device may still write, so the memory stays pinned."""
+        if self._thread is not None:
+            self._thread.join(1.0)
+        if drained:
+            self._pins.close()
+
+    # ---- the thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._ended:
+            missing = False
+            for rank, keeper in self._keepers.items():
+                try:
+                    missing = self._ask(rank, keeper) or missing
+                except (AgentLost, AgentRefused):
+                    missing = True
+            with self._changed:
+                if not self._ended:
+                    self._changed.wait(_SOON_S if missing else _LATER_S)
+
+    def _ask(self, rank: int, keeper: Keeper) -> bool:
+        """Whether a slot is still missing."""
+        shard, memory, page = self._shards[rank], keeper.shard, self._client.page
+        with self._changed:
+            version = self._wanted
+            if not version or memory is None or self._lost or shard.linked or shard.refused >= version:
+                return False
+            if self._valid(shard, version) is not None:
+                return False
+            if not self._free(shard, version):
+                return True
+            stale = shard.grant if shard.grant is not None and self._outgrown(shard, shard.grant) else None
+        if stale is not None:  # the agent may have meant the larger slots already
+            self._return(rank, stale.version, stale.index)
+            with self._changed:
+                shard.grant = None if shard.grant is stale else shard.grant
+        if not self._pins.add(memory.slots):
+            raise AgentRefused(self._pins.problem)
+        word = (page.sealed, page.abandoned) if page is not None else None
+        if word == shard.asked[0] and clock.monotonic() - shard.asked[1] < _LATER_S:
+            return True
+        reply, _ = self._client.request(local.Begin(set=self._me.set, rank=rank, version=version))
+        if not isinstance(reply, local.Begun) or not 0 <= reply.slot < 2:
+            shard.asked = word, clock.monotonic()
+            return True
+        shard.asked = None, 0.0
+        if memory is not keeper.shard:
+            self._return(rank, version, reply.slot)
+            return True
+        slot = memory.slots[reply.slot]
+        slot.content = Content()
+        with self._changed:
+            shard.grant = Grant(version, reply.slot, slot, page)
+            self._tired = False
+            self._changed.notify_all()
+        return False
+
+    def _return(self, rank: int, version: int, index: int) -> None:
+        """A slot that was given out is not filled. Raises AgentLost, AgentRefused."""
+        self._client.request(local.Abort(set=self._me.set, rank=rank, version=version, slot=index))
+
+    def _free(self, shard: _Shard, version: int) -> bool:
+        """Whether asking for a slot takes none away from a version that is still on its way."""
+        grant = shard.grant
+        if shard.busy:
+            return False
+        if grant is None or grant.over or grant.page is not self._client.page or self._outgrown(shard, grant):
+            return True
+        if grant.version >= version:
+            return False
+        if (self._me.epoch, grant.version) <= self._gate.sealed:
+            return True
+        # one that is on its way must not lose its slot to the next, or none would ever be complete again
+        alone_s = clock.monotonic() - grant.landed_at if grant.landed else 0.0
+        return alone_s > HEAD_LATE_S or (grant.version < self._reached and (not grant.handed or alone_s > HEAD_S))

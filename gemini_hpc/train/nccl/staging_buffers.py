@@ -1,0 +1,36 @@
+"""The sub-buffers in device memory through which chunks go (GEMINI paper, section 5.2, Figure 5d)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gemini_hpc.train.device.interface import Device, Event, Stream
+
+
+@dataclass
+class Part:
+    """One sub-buffer. free: the mark behind its last use; set by whoever takes the bytes out."""
+
+    bytes: torch.Tensor
+    free: Event | None = None
+
+
+class Parts:
+    """p of them, used in turn. The host never waits for one: the stream that fills it does."""
+
+    def __init__(self, device: Device, p: int, part_bytes: int) -> None:
+        if p < 1 or part_bytes < 1:
+            raise ValueError(f"{p} parts of {part_bytes} bytes: at least one of one byte is wanted")
+        self.part_bytes = part_bytes
+        self._parts = [Part(device.buffer(part_bytes)) for _ in range(p)]
+        self._next = 0
+
+    def take(self, stream: Stream) -> Part:
+        """The next one; what is enqueued on `stream` from now on begins when its last use is over."""
+        part = self._parts[self._next]
+        self._next = (self._next + 1) % len(self._parts)
+        if part.free is not None:
+            stream.wait(part.free)
+        return part

@@ -1,0 +1,213 @@
+"""The threads that save and receive versions of which the device brings the tensors.
+
+Of such a version only what is before and behind the tensor area goes over the link: header, manifest and small state,
+and the digest over all of it, made of the own slot. The receiving agent verifies that digest over what the device
+has written, so a copy that was torn on any way is no copy.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from gemini_hpc import clock
+from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
+from gemini_hpc.client.mapped_slots import Content
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.format.slot_header import pack_header
+from gemini_hpc.train.device.memory import Slot
+from gemini_hpc.train.nccl.driver import Carried, Driver
+from gemini_hpc.train.replication.receiver import Receiver
+from gemini_hpc.train.replication.replicator import Replicator
+from gemini_hpc.train.state.capture import Job
+from gemini_hpc.train.transport.base import Head, LinkBroken
+from gemini_hpc.wire import local
+
+QUIET_S = 2.0  # how long a version that goes another way waits for the device to be done with its slots
+
+
+class StreamedReplicator(Replicator):
+    """Takes jobs as ever, and of each what the driver carries."""
+
+    def __init__(self, *args: Any, driver: Driver, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._driver = driver
+        self._apart = False  # the tensors of the version in work come to the holders by themselves
+
+    def _save(self, job: Job) -> None:
+        carried = self._driver.carried(job.version)
+        desk, me = self._driver.desk, self._me.rank
+        try:
+            if carried is not None:
+                self._finish(job, carried)
+            elif job.streamed:
+                self._skip(job, self._lacking(job))
+            elif desk.quiet(me, QUIET_S):
+                super()._save(job)
+            else:
+                self._skip(job, "the device has not ended an earlier copy into the own slot")
+        finally:
+            desk.over(me, job.version)
+
+    def _lacking(self, job: Job) -> str:
+        """Why this rank has nothing of a version that the others send over NCCL."""
+        if len(job.small) > self._layout.small_capacity:
+            try:
+                self._grow(len(job.small))
+            except (AgentLost, AgentRefused) as error:
+                return str(error)
+            self._driver.small_capacity = self._layout.small_capacity
+            self._announce(job.version)
+            return "the small state has outgrown its place: larger slots from the next version on"
+        return "no slot was free in time"
+
+    def _announce(self, version: int) -> None:
+        """Holders learn of the larger slots now, and not with the head of the next version: the device would bring
+        its tensors into slots that are no longer the right ones."""
+        for rank, box in list(self._outboxes.items()):
+            try:
+                box.offer(Head(version, 0, self._layout.total, ()))
+            except LinkBroken as error:
+                self._drop(rank, error, version)
+
+    def _begin(self, job: Job) -> tuple[int, Slot | None]:
+        granted = self._driver.desk.granted(self._me.rank, job.version)
+        if granted is None or self.shard is None or len(job.small) > self._layout.small_capacity:
+            begun = super()._begin(job)
+            self._driver.small_capacity = self._layout.small_capacity
+            return begun
+        slot = self.shard.slots[granted]
+        slot.content = Content()
+        return granted, slot
+
+    def _finish(self, job: Job, carried: Carried) -> None:
+        """What the host has to do for a version: when its tensors are in the own slot."""
+        grant, layout = carried.grant, self._layout
+        slot = grant.slot
+        began = clock.monotonic()
+        if not self._driver.filled(carried):
+            return self._skip(job, "the device has not filled the own slot")
+        if self.shard is None or slot not in self.shard.slots:  # they were made while it was on its way
+            return self._skip(job, "larger slots have taken the place of its own")
+        area = slot.bytes[layout.tensor_offset : layout.tensor_offset + max(layout.tensor_bytes, 1)]
+        self._pacer.copies.append((began, clock.monotonic(), layout.tensor_bytes))
+        changed = carried.void + self._capture.torn(job, grant.index, area)
+        if changed:
+            return self._void(job, grant.index, changed)
+        stamp = Stamp(self._me.epoch, job.version)
+        if not slot.has_manifest:
+            slot.put(layout.manifest_offset, self._manifest)
+            slot.has_manifest = True
+        slot.put(layout.small_offset, job.small)
+        slot.put(0, pack_header(layout, len(job.small), stamp, self._me.rank, self._me.world))
+        self._apart = True
+        try:
+            return self._commit(job, grant.index, slot, began)
+        finally:
+            self._apart = False
+
+    def _spread(self, version: int, slot: Slot, used: int) -> str:
+        if not self._apart or self._driver.problem:
+            return super()._spread(version, slot, used)
+        layout = self._layout
+        sizes = tuple(n for n in (layout.tensor_offset, used - layout.tensor_offset - layout.tensor_bytes) if n)
+        head = Head(version, used, layout.total, sizes, (layout.tensor_offset, layout.tensor_bytes))
+        digest = self._digest(slot, used)
+        self._refused, self._bereaved = None, False
+        for rank, box in list(self._outboxes.items()):
+            try:
+                if not box.offer(head):
+                    self._refuse(rank, version)
+                    self._driver.refused()
+                    continue
+                pending = [
+                    box.send(part)
+                    for part in (
+                        slot.bytes[: layout.tensor_offset],
+                        slot.bytes[layout.tensor_offset + layout.tensor_bytes : used],
+                    )
+                    if part.numel()
+                ]
+                for sent in pending:
+                    sent.wait()
+                box.finish(digest)
+            except LinkBroken as error:
+                self._drop(rank, error, version)
+            self._pacer.moved()
+        return digest
+
+
+class StreamedReceiver(Receiver):
+    """Takes versions as ever, and of those over NCCL what does not come that way."""
+
+    def __init__(self, *args: Any, driver: Driver, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._driver = driver
+
+    def _take(self, head: Head) -> None:
+        desk = self._driver.desk
+        try:
+            if not head.used_bytes:
+                self._prepare(head)
+            elif head.apart[1]:
+                self._complete(head)
+            elif desk.quiet(self.rank, QUIET_S):
+                super()._take(head)
+            else:
+                self._say("skipped", head.version, f"shard of rank {self.rank}: its slots are not free of NCCL yet")
+                self._inbox.answer(False)
+        finally:
+            desk.over(self.rank, head.version)
+
+    def _prepare(self, head: Head) -> None:
+        """Nothing comes; larger slots are wanted from the next version on."""
+        if self.shard is not None and head.total_bytes != self.shard.total_bytes:
+            try:
+                self._enlarge(head.total_bytes)
+            except (AgentLost, AgentRefused) as error:
+                self._say("skipped", head.version, f"shard of rank {self.rank}: {error}")
+        self._inbox.answer(False)
+
+    def _begin(self, head: Head) -> int | None:
+        granted = self._driver.desk.granted(self.rank, head.version)
+        if granted is None or self.shard is None or head.total_bytes != self.shard.total_bytes:
+            return super()._begin(head)
+        return granted
+
+    def _complete(self, head: Head) -> None:
+        """The tensors come by themselves, all else comes now."""
+        desk, offset, length = self._driver.desk, *head.apart
+        fits = (offset, length) == self._driver.area(self.rank) and self.shard is not None
+        if fits and self.shard is not None and head.total_bytes != self.shard.total_bytes:
+            fits = False
+            with suppress(AgentLost, AgentRefused):  # there will be another version
+                self._enlarge(head.total_bytes)
+        grant = desk.commit(self.rank, head.version) if fits else None
+        if grant is None:
+            self._say("skipped", head.version, f"shard of rank {self.rank}: no slot was free in time")
+        self._inbox.answer(grant is not None)
+        if grant is None:
+            return None
+        self.release(self._gate.sealed)
+        rest = torch.empty(head.sent_bytes, dtype=torch.uint8)
+        self._inbox.receive(rest)
+        digest = self._inbox.digest()
+        if not desk.arrived(self.rank, grant):
+            self._tell(local.Abort(set=self._me.set, rank=self.rank, version=head.version, slot=grant.index))
+            self._say("skipped", head.version, f"shard of rank {self.rank}: it did not arrive over NCCL")
+            return self._move_on(head.version)
+        slot = grant.slot
+        slot.bytes[:offset].copy_(rest[:offset])
+        slot.bytes[offset + length : head.used_bytes].copy_(rest[offset:])
+        return self._landed(head, grant.index, slot, digest)
+
+    def _landed(self, head: Head, index: int, slot: Slot, digest: str) -> None:
+        super()._landed(head, index, slot, digest)
+        if self.landed != head.version:
+            self._move_on(head.version)
+
+    def _move_on(self, version: int) -> None:
+        with suppress(AgentLost, AgentRefused):  # an agent that is gone has forgotten what it had begun
+            self._driver.desk.move_on(self.rank, version)

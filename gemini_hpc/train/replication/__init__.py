@@ -1,0 +1,1 @@
+"""Bringing captured versions to their holders."""

@@ -1,0 +1,165 @@
+"""The background thread that takes one other rank's versions into this node's slots."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from gemini_hpc import clock
+from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.client.mapped_slots import Content
+from gemini_hpc.client.seal_wait import SealGate
+from gemini_hpc.train.device.memory import Keeper, Shard, Slot
+from gemini_hpc.train.replication.registration import Identity, register
+from gemini_hpc.train.transport.base import Head, Inbox, LinkBroken
+from gemini_hpc.wire import local
+
+_RETRY_S = 0.001
+
+
+class Reserved(Keeper):
+    """The same where the agents bring the versions: this rank keeps the memory of `rank`'s shard, for the agent's
+    successor, and does nothing."""
+
+    def __init__(self, me: Identity, client: AgentClient, rank: int, home: int, gate: SealGate) -> None:
+        super().__init__()
+        self._me, self._client, self.rank, self._home, self._gate = me, client, rank, home, gate
+        self._grown = 0
+
+    def catch_up(self) -> None:
+        """The agent may have made larger slots: keep these too. From the thread that saves, now and then. Raises
+        AgentLost, AgentRefused."""
+        page = self._client.page
+        if self.shard is None or page is None:
+            return
+        if (grown := page.grown) != self._grown:
+            shard = register(self._client, self._me, self.rank, self._home, 0, pushed=True)
+            if shard.total_bytes == self.shard.total_bytes:
+                shard.close()
+            else:
+                self.outgrow(shard)
+            self._grown = grown
+        self.release(self._gate.sealed)
+
+    @property
+    def landed(self) -> int:
+        """The newest version that has come; 0 for none."""
+        shard = self.shard
+        return max(slot.known().version for slot in shard.slots) if shard is not None else 0
+
+    def start(self, shard: Shard | None) -> None:
+        """The slots are there."""
+        self.shard = shard
+
+    def join(self, timeout_s: float) -> bool:
+        """There is no thread to end."""
+        return True
+
+
+class Receiver(Keeper):
+    """Receives the shard of training rank `rank` (home: its node rank) on this node."""
+
+    def __init__(
+        self,
+        me: Identity,
+        client: AgentClient,
+        inbox: Inbox,
+        rank: int,
+        home: int,
+        gate: SealGate,
+        *,
+        seal_timeout_s: float,
+        say: Callable[[str, int, str], None],
+    ) -> None:
+        super().__init__()
+        self._me, self._client, self._inbox, self.rank, self._home = me, client, inbox, rank, home
+        self._gate, self._patience_s, self._say = gate, seal_timeout_s, say
+        self.landed = 0
+        self._thread = threading.Thread(target=self._run, name=f"gemini-receiver-{rank}", daemon=True)
+
+    def start(self, shard: Shard | None) -> None:
+        """Begin to listen; without a shard every version is refused."""
+        self.shard = shard
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the other end's goodbye; False if it has not come."""
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while (head := self._inbox.next()) is not None:
+                self._take(head)
+        except LinkBroken as error:
+            self._say("degraded", 0, f"the link from rank {self.rank} broke: {error}")
+        except Exception as error:  # our own failure must not reach the training
+            self._say("degraded", 0, f"receiving from rank {self.rank} ended: {type(error).__name__}: {error}")
+
+    def _take(self, head: Head) -> None:
+        index = self._begin(head)
+        self._inbox.answer(index is not None)
+        if index is None:
+            return
+        assert self.shard is not None
+        slot = self.shard.slots[index]
+        slot.content = Content()
+        try:
+            self._inbox.receive(slot.bytes[: head.used_bytes])
+            digest = self._inbox.digest()
+        except Exception:  # also a copy's on the way into the slot
+            self._tell(local.Abort(set=self._me.set, rank=self.rank, version=head.version, slot=index))
+            raise
+        self._landed(head, index, slot, digest)
+
+    def _landed(self, head: Head, index: int, slot: Slot, digest: str) -> None:
+        slot.content = Content(self._me.epoch, head.version, head.used_bytes, digest)
+        if self._tell(
+            local.Landed(
+                set=self._me.set,
+                rank=self.rank,
+                version=head.version,
+                slot=index,
+                used=head.used_bytes,
+                digest=digest,
+            )
+        ):
+            self.landed = head.version
+
+    def _enlarge(self, total_bytes: int) -> None:
+        """Raises AgentLost, AgentRefused."""
+        shard = register(self._client, self._me, self.rank, self._home, total_bytes)
+        shard.populate()
+        self.outgrow(shard)
+
+    def _tell(self, message: local.Message) -> bool:
+        try:
+            self._client.request(message)
+        except (AgentLost, AgentRefused):
+            return False
+        return True
+
+    def _begin(self, head: Head) -> int | None:
+        """Index of the slot to fill, or None. The seal of the version before may reach the sender's agent sooner than
+        ours; for that, and only that, this waits."""
+        if self.shard is None:
+            return None
+        deadline = clock.monotonic() + self._patience_s
+        try:
+            if head.total_bytes != self.shard.total_bytes:
+                self._enlarge(head.total_bytes)
+            while True:
+                behind = bool(self.landed) and self._gate.sealed < (self._me.epoch, self.landed)
+                reply, _ = self._client.request(local.Begin(set=self._me.set, rank=self.rank, version=head.version))
+                if isinstance(reply, local.Begun) and 0 <= reply.slot < 2:
+                    self.release(self._gate.sealed)
+                    return reply.slot
+                if not behind or self._gate.degraded or clock.monotonic() > deadline:
+                    reason = reply.reason if isinstance(reply, local.Refused) else str(reply)
+                    self._say("skipped", head.version, f"shard of rank {self.rank}: {reason}")
+                    return None
+                clock.sleep(_RETRY_S)
+        except (AgentLost, AgentRefused) as error:
+            self._say("skipped", head.version, f"shard of rank {self.rank}: {error}")
+            return None

@@ -1,0 +1,406 @@
+"""The background thread that brings each captured version into the own slot and to the other holders."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import xxhash
+
+from gemini_hpc import clock
+from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.client.mapped_slots import Content
+from gemini_hpc.client.seal_wait import SealGate
+from gemini_hpc.core.ranges import Range, between, largest, merged
+from gemini_hpc.core.ranges import size as size_of
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.format.slot_header import Layout, pack_header
+from gemini_hpc.train.device.memory import Keeper, Shard, Slot
+from gemini_hpc.train.device.pins import Pins
+from gemini_hpc.train.replication.registration import Identity, register
+from gemini_hpc.train.replication.replica import Replica
+from gemini_hpc.train.schedule.outstanding import Outstanding
+from gemini_hpc.train.schedule.pacer import Pacer
+from gemini_hpc.train.state.capture import Job
+from gemini_hpc.train.state.layout import Plan, small_capacity
+from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, VersionLost
+from gemini_hpc.wire import local
+
+
+@dataclass
+class Counters:
+    """What happened to the versions so far."""
+
+    saved: int = 0
+    skipped: int = 0
+    void: int = 0
+    copy_s: float = 0.0
+    send_s: float = 0.0
+    spilled_bytes: int = 0
+    sent_bytes: int = 0
+    kept_bytes: int = 0  # that holders had, from an earlier version or from their own tensors
+    reasons: dict[str, int] = field(default_factory=dict)
+
+
+class Replicator(Keeper):
+    """Takes jobs from the training, one at a time. `say(name, version, reason)` reports what the user should know;
+    it is called from this thread. `broken` is told of a shard that can no longer be protected at all. `catch_up` is
+    called with every version."""
+
+    def __init__(
+        self,
+        me: Identity,
+        client: AgentClient,
+        plan: Plan,
+        outboxes: dict[int, Outbox],
+        gate: SealGate,
+        pacer: Pacer,
+        *,
+        max_repeated: int,
+        say: Callable[[str, int, str], None],
+        broken: Callable[[str], None],
+        catch_up: Callable[[], None],
+        pins: Pins | None = None,
+    ) -> None:
+        """pins: for copies from a device into the own slots."""
+        super().__init__()
+        self._me, self._client, self._outboxes, self._gate = me, client, outboxes, gate
+        self._capture, self._manifest, self._layout = plan.capture, plan.packed, plan.layout
+        self._pacer, self._outstanding, self._max_repeated = pacer, Outstanding(pacer), max_repeated
+        self._say, self._broken, self._catch_up = say, broken, catch_up
+        self._pins = pins
+        self.counters = Counters()
+        self._jobs: queue.SimpleQueue[Job | Plan | None] = queue.SimpleQueue()
+        self._current: Job | None = None
+        self._last_saved = 0
+        self._copied_s = 0.0  # that long it took the last time
+        self._refused: str | None = None  # why a holder does not take the version that is on its way
+        self._bereaved = False  # it had begun to take it
+        self._sent: deque[int] = deque(maxlen=4)  # bytes, to one holder each
+        self._base = 0  # the version that the slot being filled had before
+        self._kept: tuple[Range, ...] = ()  # since then unchanged
+        self._replicas: Sequence[Replica] = ()
+        self._own = plan.own
+        self._begun = self._before = 0  # the versions that were begun last
+        self._thread = threading.Thread(target=self._run, name="gemini-replicator", daemon=True)
+
+    def share(self, replicas: Sequence[Replica]) -> None:
+        """Before `start`: other ranks' shards that this one fills as far as it can."""
+        self._replicas = replicas
+        for replica in replicas:
+            replica.pins(self.pin if self._pins is not None else None)
+        self._capture.watches_all = bool(replicas)
+
+    def pin(self, shard: Shard) -> None:
+        """For copies from a device. Takes some 0.1 s per GiB; not beside another call of this."""
+        if self._pins is not None:
+            self._pins.add(shard.slots)
+
+    def start(self, shard: Shard) -> None:
+        """The slots are there: begin to take jobs."""
+        self.shard = shard
+        for replica in self._replicas:
+            replica.follow(self._own, 0)
+        self._thread.start()
+
+    @property
+    def copy_bytes(self) -> tuple[int, int]:
+        """The least and the most that one of the last copies took on the network; 0, 0: not known."""
+        sent = list(self._sent)
+        return (min(sent), max(sent)) if len(sent) == self._sent.maxlen else (0, 0)
+
+    @property
+    def busy(self) -> bool:
+        """An earlier version is still on its way."""
+        return self._current is not None and not self._current.done.is_set()
+
+    def submit(self, job: Job) -> None:
+        """Called by the training; at most one job waits behind the one in work."""
+        self._current = job
+        self._jobs.put(job)
+
+    def follow(self, plan: Plan) -> None:
+        """All jobs from now on are of this plan; its slots are no smaller. Called by the training."""
+        plan.capture.watches_all = bool(self._replicas)
+        self._jobs.put(plan)
+
+    def stop(self, timeout_s: float) -> bool:
+        """Finish what is there, say goodbye to the other holders; False if that took longer than timeout_s."""
+        self._jobs.put(None)
+        deadline = clock.monotonic() + timeout_s
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return False
+        if self._pins is not None:
+            self._pins.close()
+        self._outstanding.stop()
+        return self._outstanding.join(max(0.0, deadline - clock.monotonic()))
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if isinstance(job, Plan):
+                self._adopt(job)
+                continue
+            try:
+                self._save(job)
+            except Exception as error:  # our own failure must not reach the training
+                job.give_up()
+                self._broken(f"{type(error).__name__}: {error}")
+                return
+            finally:
+                job.left.set()
+                job.done.set()
+        for rank, box in list(self._outboxes.items()):
+            try:
+                box.bye()
+            except LinkBroken as error:
+                self._drop(rank, error, 0)
+
+    def _adopt(self, plan: Plan) -> None:
+        assert self.shard is not None
+        for replica in self._replicas:
+            replica.follow(plan.own, plan.since)
+        self._capture, self._manifest, self._layout = plan.capture, plan.packed, plan.layout
+        for slot in self.shard.slots:
+            slot.has_manifest = False
+
+    def _give_up(self, job: Job, reason: str, *, bereaved: bool = False) -> None:
+        job.give_up(bereaved=bereaved)
+        self.counters.skipped += 1
+        self.counters.reasons[reason] = self.counters.reasons.get(reason, 0) + 1
+
+    def _skip(self, job: Job, reason: str) -> None:
+        self._give_up(job, reason)
+        self._say("skipped", job.version, reason)
+
+    def _save(self, job: Job) -> None:
+        if self._max_repeated > 1 and self._last_saved:
+            self._gate.wait(self._last_saved, lambda: job.cancelled)
+        if job.ready is None:  # a device copies beside everything else
+            self._pacer.lull(job.version, self._copied_s, lambda: job.wanted or job.cancelled)
+        try:
+            slot_index, slot = self._begin(job)
+        except (AgentLost, AgentRefused) as error:
+            return self._skip(job, str(error))
+        if slot is None:
+            return None
+        if not job.start():
+            self._abort(job, slot_index)
+            return self._skip(job, "the training did not wait for the slot")
+        layout = self._layout
+        area = slot.bytes[layout.tensor_offset : layout.tensor_offset + max(layout.tensor_bytes, 1)]
+        stamp = Stamp(self._me.epoch, job.version)
+        stays = self._capture.unchanged(self._base) if self._base else frozenset()
+        found = [(layout.tensor_offset + a, layout.tensor_offset + b) for a, b in self._capture.ranges(stays)]
+        if self._base:
+            found.append((layout.manifest_offset, layout.manifest_offset + layout.manifest_bytes))
+        self._kept = tuple(largest(merged(found)))
+        # while ranks go on with different versions, a slot begun here would be lost to the version that its home has
+        together = not self._gate.degraded and self._gate.sealed >= (self._me.epoch, self._before)
+        sharing = self._replicas if together else ()
+        if not slot.has_manifest:
+            self._capture.clean(area)
+        took_s = self._capture.copy(job, slot_index, area, stays)
+        replicas = [replica for replica in sharing if replica.begin(job, self._capture)]
+        took_s += sum(replica.copy(job, self._capture) for replica in replicas)
+        ended = clock.monotonic()
+        began = ended - took_s
+        self._pacer.copies.append((began, ended, layout.tensor_bytes))
+        changed = self._capture.changed(job, slot_index, area)
+        for replica in replicas:
+            replica.end(job, unchanged=not changed and job.as_it_was())
+        self._copied_s = clock.monotonic() - began
+        job.left.set()
+        if changed:
+            return self._void(job, slot_index, changed)
+        if not slot.has_manifest:
+            slot.put(layout.manifest_offset, self._manifest)
+            slot.has_manifest = True
+        slot.put(layout.small_offset, job.small)
+        slot.put(0, pack_header(layout, len(job.small), stamp, self._me.rank, self._me.world))
+        return self._commit(job, slot_index, slot, began)
+
+    def _void(self, job: Job, slot_index: int, changed: Sequence[str]) -> None:
+        """These tensors changed too early."""
+        job.give_up()
+        self._abort(job, slot_index)
+        self.counters.void += 1
+        self._say(
+            "void",
+            job.version,
+            f"{', '.join(changed[:3])}{' and others' if len(changed) > 3 else ''}: changed "
+            "after step() by something other than the optimizer; copied at step() from now on",
+        )
+
+    def _commit(self, job: Job, slot_index: int, slot: Slot, began: float) -> None:
+        """The own slot is complete: bring it to the other holders, and say so."""
+        used = self._layout.small_offset + len(job.small)
+        self._pacer.begin(job.version)
+        if self._gate.degraded:  # nobody waits for it: the sooner it is there, the better
+            self._pacer.hurry()
+        elif job.hurried:
+            self._pacer.wait_for()
+        self.counters.copy_s += clock.monotonic() - began
+        began = clock.monotonic()
+        digest = self._spread(job.version, slot, used)
+        self.counters.send_s += clock.monotonic() - began
+        if self._refused is not None:
+            # The holder's pair may not have begun this version, and then cannot show that it will never have it: were
+            # it complete here, nobody could ever abandon it, and no later one begin.
+            self._abort(job, slot_index)
+            return self._give_up(job, self._refused, bereaved=self._bereaved)
+        slot.content = Content(self._me.epoch, job.version, used, digest)
+        try:
+            self._client.request(
+                local.Landed(
+                    set=self._me.set,
+                    rank=self._me.rank,
+                    version=job.version,
+                    slot=slot_index,
+                    used=used,
+                    digest=digest,
+                )
+            )
+        except (AgentLost, AgentRefused) as error:
+            return self._skip(job, str(error))
+        self._last_saved = job.version
+        self.counters.saved += 1
+        self.counters.spilled_bytes += self._pacer.spilled_bytes
+        self._pacer.moved()
+        return None
+
+    def _begin(self, job: Job) -> tuple[int, Slot | None]:
+        assert self.shard is not None
+        self._catch_up()
+        if len(job.small) > self._layout.small_capacity:
+            self._grow(len(job.small))
+        elif self._layout.total != self.shard.total_bytes:
+            self._enlarge(self._layout)
+        reply, _ = self._client.request(local.Begin(set=self._me.set, rank=self._me.rank, version=job.version))
+        if isinstance(reply, local.Refused):
+            self._skip(job, reply.reason)
+            return 0, None
+        if not isinstance(reply, local.Begun) or not 0 <= reply.slot < 2:
+            raise AgentRefused(f"the agent answered Begin with {reply}")
+        self.release(self._gate.sealed)
+        self._before, self._begun = self._begun, job.version
+        if self._pins is not None:
+            others = [shard for replica in self._replicas for shard in replica.shards]
+            self._pins.keep([slot for shard in (self.shard, *self.former, *others) for slot in shard.slots])
+        slot = self.shard.slots[reply.slot]
+        known = slot.content
+        self._base = known.version if slot.has_manifest and known.epoch == self._me.epoch else 0
+        slot.content = Content()
+        return reply.slot, slot
+
+    def _grow(self, small_bytes: int) -> None:
+        """The small state has outgrown its place: larger slots."""
+        old = self._layout
+        self._enlarge(Layout.plan(old.manifest_bytes, old.tensor_bytes, small_capacity(small_bytes)))
+
+    def _enlarge(self, layout: Layout) -> None:
+        """Raises AgentLost, AgentRefused."""
+        shard = register(self._client, self._me, self._me.rank, self._me.node_rank, layout.total)
+        shard.populate()
+        self.pin(shard)
+        self.outgrow(shard)
+        self._layout = layout
+
+    def _abort(self, job: Job, slot_index: int) -> None:
+        with suppress(AgentLost, AgentRefused):  # an agent that is gone, or has gone on, has voided it itself
+            self._client.request(
+                local.Abort(set=self._me.set, rank=self._me.rank, version=job.version, slot=slot_index)
+            )
+
+    def _drop(self, rank: int, error: LinkBroken, version: int) -> None:
+        box = self._outboxes.get(rank) if isinstance(error, VersionLost) else self._outboxes.pop(rank, None)
+        if box is not None:
+            self._say("degraded", version, f"the link to rank {rank} broke: {error}")
+            if version:
+                self._gate.degrade(f"nothing can be sealed without rank {rank}'s copies", gone=True)
+        if isinstance(error, VersionLost):
+            # a link that is broken for good is another matter: this may be the version to come back with
+            self._refused, self._bereaved = f"rank {rank} has lost this version", True
+
+    def _refuse(self, rank: int, version: int) -> None:
+        self._refused = f"rank {rank} could not take this version"
+        self._say("refused", version, self._refused)
+        self._gate.degrade(f"version {version} cannot be sealed without rank {rank}'s copy")
+
+    @staticmethod
+    def _digest(slot: Slot, used: int) -> str:
+        return _Digest(slot, used).of_all()
+
+    def _spread(self, version: int, slot: Slot, used: int) -> str:
+        """Digest of the slot's used bytes; on the way they go to every holder that accepts them, one holder after the
+        other (Algorithm 2, lines 21 to 23)."""
+        pacer, accepting = self._pacer, self._offer(version, used)
+        digest = _Digest(slot, used)
+        for replica, rank, box, sizes in accepting:
+            sent, total = 0, used - size_of(box.there)
+            self.counters.kept_bytes += used - total
+            try:
+                for start, end in between(box.there, used):
+                    at = start
+                    while at < end:
+                        self._outstanding.room(pacer.p)
+                        size = self._turn(replica, sent, end - at, total, sizes)
+                        self._outstanding.add(box.send(slot.bytes[at : at + size]), replica, size)
+                        at, sent = at + size, sent + size
+                        digest.up_to(at)
+                self.counters.sent_bytes += sent
+                self._sent.append(sent)
+                self._outstanding.room(1)
+                box.finish(digest.of_all())
+            except LinkBroken as error:
+                self._outstanding.land()
+                self._drop(rank, error, version)
+            pacer.moved()
+        return digest.of_all()
+
+    def _turn(self, replica: int, sent: int, left: int, total: int, sizes: Iterator[int] | None) -> int:
+        """Size of the chunk that goes next, `left` at most, when it may: `sent` bytes of `total` have gone."""
+        if sizes is None:
+            return self._pacer.free_turn(replica, sent, min(left, total - sent), self._outstanding.backlog)
+        size = next(sizes)
+        self._pacer.turn(replica, sent, size, self._outstanding.backlog)
+        return size
+
+    def _offer(self, version: int, used: int) -> list[tuple[int, int, Outbox, Iterator[int] | None]]:
+        """(replica, rank, box, sizes of the chunks if they are said beforehand) of each holder that takes this
+        version."""
+        accepting = []
+        self._refused, self._bereaved = None, False
+        for replica, (rank, box) in enumerate(list(self._outboxes.items())):
+            sizes = () if box.free else self._pacer.sizes(replica, used)
+            try:
+                if box.offer(Head(version, used, self._layout.total, sizes, base=self._base, kept=self._kept)):
+                    accepting.append((replica, rank, box, None if box.free else iter(sizes)))
+                else:
+                    self._refuse(rank, version)
+            except LinkBroken as error:
+                self._drop(rank, error, version)
+            self._pacer.moved()
+        return accepting
+
+
+class _Digest:
+    """The digest of a slot's used bytes, made beside the sending."""
+
+    def __init__(self, slot: Slot, used: int) -> None:
+        self._raw, self._used, self._at = slot.view(), used, 0
+        self._hasher = xxhash.xxh3_128()
+
+    def up_to(self, end: int) -> None:
+        if end > self._at:
+            self._hasher.update(self._raw[self._at : end])
+            self._at = end
+
+    def of_all(self) -> str:
+        self.up_to(self._used)
+        return self._hasher.hexdigest()

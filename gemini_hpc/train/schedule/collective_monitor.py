@@ -1,0 +1,448 @@
+"""Sees every collective of the training, without user code: how many, when, and whether one is on the network now."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gemini_hpc import clock
+from gemini_hpc.core.spans import Trace
+from gemini_hpc.train.device.interface import Event
+from gemini_hpc.train.device.progress import After, Device, Front, Place
+from gemini_hpc.train.device.streams import Streams
+from gemini_hpc.train.schedule.dispatch_hooks import Dispatch, Signature
+from gemini_hpc.train.schedule.in_flight import Flight
+from gemini_hpc.train.schedule.trace import Iteration, Record
+
+SPAN_POLL_S = 1e-3
+_SURELY = 0.7  # of the time that operations took they will take again
+_CPU = torch.device("cpu")
+_KINDS = 4096  # of a group; with operations of ever new sizes (experts) they are not all worth remembering
+
+
+class _Group:
+    """What is known of a process group."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, on_network: Callable[[list[int]], bool], names: dict[int, str]
+    ) -> None:
+        self._names = names
+        self.ref = weakref.ref(group)  # a destroyed group must be free to go
+        try:
+            ranks = dist.get_process_group_ranks(group)
+        except (KeyError, ValueError):  # made behind torch.distributed's back
+            ranks = []
+        self.on_network = on_network(ranks) if ranks else True
+        self.size = max(1, len(ranks) or group.size())
+        self._name = f"{ranks or group.size()}"
+        self._kinds: dict[tuple[str, int], int] = {}
+        self._backends: dict[torch.device, str] = {}
+
+    def kind(self, name: str, size_bytes: int) -> int:
+        """The same in every iteration and in every run: of the operation's name, the group's ranks and the bytes."""
+        found = self._kinds.get((name, size_bytes))
+        if found is None:
+            if len(self._kinds) >= _KINDS:
+                self._kinds.clear()
+                self._names.clear()
+            found = self._kinds[name, size_bytes] = zlib.crc32(f"{name} {self._name} {size_bytes}".encode())
+            self._names[found] = name
+        return found
+
+    def backend(self, device: torch.device) -> str:
+        found = self._backends.get(device)
+        if found is None:
+            group = self.ref()
+            assert group is not None
+            found = self._backends[device] = group._get_backend(device).name()
+        return found
+
+
+class Watch:
+    """One per process, from `start()` to `stop()`. Nothing here raises into the training: `problem` says what went
+    wrong first, and the training goes on, unseen if need be.
+
+    Operations are numbered from 0 in each iteration, over all process groups, in the order of their launches by this
+    process. Those of a group that does not use the network (`on_network(ranks)` is false) are numbered and kept in
+    the traces, where they end when they start; they are never in flight.
+
+    Times on CPU (gloo) are the host's, see `flight`: an operation is busy from its launch to its completion, also
+    while it waits for a slow peer, and a barrier (0 bytes) likewise. Sends and receives are taken to need
+    bytes / `bytes_per_s`: a send right after its launch, a receive right before its end (a receive for which nobody
+    waited within its iteration counts as no time).
+    With NCCL they are the device's (see `device`; not run on a GPU yet): what was launched is what the device has
+    come to, it is in flight until the device has ended it, and a trace comes some `mark()`s later (`ago`), as the
+    host runs ahead.
+    """
+
+    def __init__(
+        self,
+        on_network: Callable[[list[int]], bool],
+        bytes_per_s: float = 1e9,
+        device: Callable[[], Device] | None = None,
+    ) -> None:
+        """bytes_per_s: of one operation at a time; may be set again when it has been measured. device: makes that of
+        a training that does not compute on the host; it is made at the first operation of NCCL otherwise."""
+        self.bytes_per_s = bytes_per_s
+        self.problem = ""
+        self.captured = False  # a CUDA graph has collectives: replays of them are not seen, there are no more traces
+        # Called in the launching thread: with an operation's number right before and right after its launch; after
+        # that with its group, the group's backend and its work (None: it is over, or runs on the current stream).
+        self.before_launch: Callable[[int], None] | None = None
+        self.after_launch: Callable[[int], None] | None = None
+        self.launched_on: Callable[[Hashable, str, dist.Work | None], None] | None = None
+        self._on_network = on_network
+        self._lock = threading.Lock()
+        self._dispatch: Dispatch | None = None
+        self._flight: Flight | None = None
+        self._device: Device | None = device() if device is not None else None
+        self._front: Front | None = None
+        self._begins_s: dict[int, float] = {}  # by number of launches: from the iteration's begin to the end of all
+        self.ago = 0  # iterations that have ended since the one that `mark()` returned last
+        self.held_s: float | None = None  # how long the device waited at the gate of that one; None: not known
+        self._groups: dict[int, _Group] = {}
+        self.names: dict[int, str] = {}  # of operations, by kind
+        self._recording = False
+        self._reached = threading.Event()  # `_launched` has come to `_wanted`, or there is something else to see
+        self._wanted = sys.maxsize
+        self._took_s: dict[int, float] = {}  # by number of launches: from the last of them to the end of all
+        self._launched_at = 0.0
+        self._launched = self._entering = 0  # the latter: counted, and not yet known to `_flight`
+        self.launched_before = 0  # operations of the iteration before this one
+        self._iteration = Iteration(False)
+        self._number = 0  # of `mark()`s
+        self._finished: deque[tuple[int, Iteration, Iteration]] = deque()
+        self._pid = os.getpid()
+
+    def start(self) -> None:
+        """Begin to watch. Not while another thread is inside a collective."""
+        if self._dispatch is not None:
+            return
+        try:
+            self._flight = Flight(lambda: self.bytes_per_s, self._note)
+            self._flight.hurry(self._recording)
+            self._front = None
+            self._dispatch = Dispatch(self._before, self._after)
+            atexit.register(self.stop)
+        except Exception as error:
+            self._note(error)
+            self.stop()
+
+    def stop(self) -> None:
+        """Leave nothing behind: collectives take their native way again. Also at exit of Python. Not while another
+        thread is inside a collective."""
+        if os.getpid() != self._pid:
+            return
+        self._recording = False
+        dispatch, self._dispatch = self._dispatch, None
+        flight, self._flight = self._flight, None
+        self._front = None
+        if dispatch is not None:
+            dispatch.remove()
+        if flight is not None:
+            flight.close()
+        atexit.unregister(self.stop)
+
+    @property
+    def recording(self) -> bool:
+        """Whether times are taken. Set it to True right before `mark()`: the iteration that begins there is then the
+        first whole one. Set to False at any time."""
+        return self._recording
+
+    @recording.setter
+    def recording(self, on: bool) -> None:
+        self._recording = on
+        if not on:
+            self._iteration.whole = False
+        if self._flight is not None:
+            self._flight.hurry(on)
+
+    @property
+    def launched(self) -> int:
+        """Operations of this iteration so far; a receive that waits, with nothing launched behind it, comes yet."""
+        if (front := self._front) is not None:  # which `stop` may take away at any moment
+            return front.look().launched
+        waiting = self._flight.waiting() if self._flight is not None else 0
+        return max(0, self._launched - waiting)
+
+    def in_flight(self) -> int:
+        """Operations on the network now."""
+        entering = self._entering  # before the others: what has left this is there
+        front, flight = self._front, self._flight
+        flying = front.look().flying if front is not None else 0
+        return flying or (flight.now() or entering if flight is not None else 0)
+
+    def place(self) -> Place | None:
+        """Where the training's device is; None: the training computes on the host."""
+        front = self._front
+        return front.look() if front is not None else None
+
+    def caught_up(self) -> bool:
+        """Whether the training's device has come to the newest `mark()`, if there is one."""
+        front = self._front
+        return front is None or front.caught_up()
+
+    def wait_span(self, after: int, timeout_s: float) -> bool:
+        """Wait until `launched` has come to `after` and none is in flight. False: that takes too long, or `wake` was
+        called. The launching thread says when enough are launched; then ends are looked for once a millisecond, but
+        not before most of the time that they took the last time has passed. Of a device all is looked for, in the
+        iteration where it is now."""
+        if (front := self._front) is not None:
+            return self._wait_front(front, after, timeout_s)
+        deadline = clock.monotonic() + timeout_s
+        self._wanted = after
+        try:
+            while (early := self.launched < after) or self._busy():
+                now = clock.monotonic()
+                if now >= deadline:
+                    return False
+                soon_s = deadline - now
+                if launched := self._launched >= after:
+                    self._wanted = sys.maxsize
+                    # early: a receive comes yet; more than `after`: these take their own time
+                    usual_s = 0.0 if early else _SURELY * self._took_s.get(self._launched, 0.0)
+                    at = max(self._launched_at + usual_s, self._flight.due_s if self._flight is not None else 0.0)
+                    soon_s = min(soon_s, max(SPAN_POLL_S, at - now))
+                if self._reached.wait(soon_s):
+                    self._reached.clear()
+                    if launched or self._launched < after:
+                        return False
+            if self._flight is not None and (number := self._launched) >= after:
+                if len(self._took_s) >= _KINDS:
+                    self._took_s.clear()
+                self._took_s[number] = max(0.0, self._flight.ended_s - self._launched_at)
+            return True
+        finally:
+            self._wanted = sys.maxsize
+
+    def _wait_front(self, front: Front, after: int, timeout_s: float) -> bool:
+        deadline = clock.monotonic() + timeout_s
+        lap = front.look().lap
+        while (place := front.look()).lap == lap:
+            began_s, now = front.begun_s, clock.monotonic()
+            if place.launched >= after and not self.in_flight():
+                if place.launched == after:
+                    if len(self._begins_s) >= _KINDS:
+                        self._begins_s.clear()
+                    self._begins_s[after] = max(0.0, front.quiet_since - began_s)
+                return True
+            if now >= deadline:
+                return False
+            at = began_s + _SURELY * self._begins_s.get(after, 0.0)
+            if self._reached.wait(min(deadline - now, max(SPAN_POLL_S, at - now))):
+                self._reached.clear()
+                return False
+        return False
+
+    def _busy(self) -> bool:
+        """Whether any is in flight; in most cases the last one says it."""
+        flight = self._flight
+        return flight is not None and (flight.newest_busy() or self.in_flight() > 0)
+
+    def wake(self) -> None:
+        """Who waits for a span shall look again."""
+        self._reached.set()
+
+    def follow(self, asked: Callable[[], bool]) -> Record:
+        """Of something else than the training's operations: its end, to the millisecond while times are taken."""
+        record = Record(0, 0, clock.monotonic())
+        if self._flight is not None:
+            self._flight.follow(asked, record)
+        return record
+
+    def quiet_since(self) -> float:
+        """When the last operation ended, or the iteration began (CLOCK_MONOTONIC)."""
+        front, flight = self._front, self._flight
+        ended_s = flight.ended_s if flight is not None else 0.0
+        if front is not None:
+            front.look()
+            return max(ended_s, front.quiet_since)
+        return max(ended_s, self._iteration.started_s)
+
+    def gate(self) -> None:
+        """The optimizer is about to step (the first time in an iteration counts)."""
+        try:
+            iteration, event = self._iteration, self._event()
+            if self._front is not None and event is not None:
+                self._front.arrived(event)
+            if iteration.whole and iteration.gate_s is None:
+                if self._flight is not None:
+                    self._flight.sweep()
+                iteration.gate_s, iteration.gate_event = clock.monotonic(), event
+        except Exception as error:
+            self._note(error)
+
+    def passed(self) -> None:
+        """What was to be waited for before the optimizer's step is there."""
+        try:
+            if self._front is not None and (event := self._event()) is not None:
+                self._front.passed(event)
+                if self._iteration.whole:
+                    self._iteration.passed_event = event
+        except Exception as error:
+            self._note(error)
+
+    @property
+    def waited_s(self) -> float | None:
+        """How long the device has waited at the optimizer in the newest iteration that it has ended; None: the
+        training computes on the host, or nothing is known yet."""
+        return self._front.waited_s if self._front is not None else None
+
+    def mark(self) -> Trace | None:
+        """An iteration ends and the next begins. Returns the trace of the oldest iteration that was recorded as a
+        whole and not returned before, if all its times are known by now."""
+        try:
+            if self._flight is not None:
+                self._flight.sweep()
+            event = self._event()
+            with self._lock:
+                done, self._iteration = self._iteration, Iteration(self._recording, event)
+                self.launched_before, self._launched = self._launched, 0
+                if event is not None and self._front is not None:
+                    self._front.step(event)
+                elif event is not None and self._flight is not None:
+                    self._front = Front(event, clock.monotonic)
+            self._number += 1
+            if self._device is not None and event is None:  # a graph is being captured
+                done.whole = self._iteration.whole = False
+            if done.whole:
+                self._finished.append((self._number, done, self._iteration))
+            if self.captured:
+                self._finished.clear()
+            if self._finished and self._finished[0][1].known(self._finished[0][2]):
+                number, done, following = self._finished.popleft()
+                self.ago, self.held_s = self._number - number, done.held_s
+                return done.trace(following, self.bytes_per_s, self._front.host_s if self._front else None)
+        except Exception as error:
+            self._finished.clear()
+            self._note(error)
+        return None
+
+    def _event(self) -> Event | None:
+        """Behind what was launched so far; None where there is no device."""
+        if self._device is None or self._flight is None or self._device.capturing():
+            return None
+        return self._device.here()
+
+    def _note(self, error: Exception) -> None:
+        self._iteration.whole = False
+        self.problem = self.problem or f"{type(error).__name__}: {error}"
+
+    def _group(self, boxed: Any) -> _Group:
+        group = dist.ProcessGroup.unbox(boxed)
+        found = self._groups.get(id(group))
+        if found is None or found.ref() is not group:
+            for gone in [key for key, known in self._groups.items() if known.ref() is None]:
+                self._groups.pop(gone, None)
+            found = self._groups[id(group)] = _Group(group, self._on_network, self.names)
+        return found
+
+    def _before(self, signature: Signature, args: tuple[Any, ...]) -> Any:
+        """When: on the clock, or on the current stream."""
+        if os.getpid() != self._pid:
+            return 0.0
+        try:
+            if self.before_launch is not None:
+                tensor = signature.tensor(args)
+                if tensor is None or not tensor.is_meta:
+                    self.before_launch(self._launched)
+        except Exception as error:
+            self._note(error)
+        try:
+            if self._front is not None and (event := self._event()) is not None:
+                return event
+        except Exception as error:
+            self._note(error)
+        return clock.monotonic()
+
+    def _after(self, signature: Signature, args: tuple[Any, ...], result: Any, begun: Any) -> None:
+        if os.getpid() != self._pid:  # a fork has the kernels, but neither our thread nor a lock that it can trust
+            return
+        group, backend, record, work, ended = None, "", None, None, None
+        try:
+            tensor = signature.tensor(args)
+            if tensor is not None and tensor.is_meta:  # a compiler looks at the program: nothing was launched
+                return
+            if tensor is not None and tensor.is_cuda and (self._device or Streams()).capturing():
+                self.captured = True
+                return
+            group = self._group(args[signature.group_at])
+            backend = group.backend(tensor.device if tensor is not None else _CPU)
+            returned = result[-1] if isinstance(result, (tuple, list)) and result else result
+            work = dist.Work.unbox(returned) if isinstance(returned, torch.ScriptObject) else None
+            if self._recording:
+                size_bytes = signature.payload_bytes(args)
+                start_s = begun if isinstance(begun, float) else clock.monotonic()
+                record = Record(group.kind(signature.name, size_bytes), size_bytes, start_s)
+            ended = self._end(group, backend, work, begun, lambda: signature.payload_bytes(args))
+        except Exception as error:
+            self._note(error)
+        with self._lock:
+            number = self._launched
+            self._launched, self._launched_at = number + 1, clock.monotonic()
+            self._entering += 1
+            if record is not None:
+                self._iteration.records.append(record)
+                self._time(record, backend, begun, ended)
+            if self._front is not None and not isinstance(begun, float):
+                self._front.launched(begun, ended or begun)
+        if number + 1 >= self._wanted:  # before the end of what is waited for here (`Flight.launched`)
+            self._reached.set()
+        try:
+            if self.after_launch is not None:
+                self.after_launch(number)
+            if self.launched_on is not None and group is not None:
+                self.launched_on(group, backend, work)
+            flight = self._flight
+            if group is None or flight is None:
+                return
+            if not group.on_network:
+                if record is not None:
+                    record.end_s = record.start_s
+            elif not self._runs_it(backend):
+                flight.launched(signature, args, work, backend, record, group.size)
+        except Exception as error:
+            self._note(error)
+        finally:
+            with self._lock:
+                self._entering -= 1
+
+    def _end(
+        self, group: _Group, backend: str, work: dist.Work | None, begun: Any, size: Callable[[], int]
+    ) -> Event | None:
+        """A mark at the end of what was just launched; what does not run on the device over the network ends there as
+        it begins. None: there is no device."""
+        if backend == Streams.backend and self._device is None:
+            self._device = Streams()
+        if self._device is None or isinstance(begun, float):
+            return None
+        if not self._runs_it(backend) or not group.on_network:
+            return begun  # type: ignore[no-any-return]
+        if not self._device.grouping():
+            with suppress(RuntimeError):
+                return self._device.end(work)
+        return After(begun, size() / self.bytes_per_s, clock.monotonic)
+
+    def _runs_it(self, backend: str) -> bool:
+        """Whether operations of such a group run on the device."""
+        return self._device is not None and backend == self._device.backend
+
+    def _time(self, record: Record, backend: str, begun: Any, ended: Event | None) -> None:
+        """When it is over; not in iterations that began before it was known that there is a device."""
+        if isinstance(begun, float):
+            self._iteration.whole = self._iteration.whole and not self._runs_it(backend)
+        elif self._iteration.event is None:
+            self._iteration.whole = False
+        else:
+            record.events = begun, ended or begun

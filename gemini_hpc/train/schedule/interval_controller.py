@@ -1,0 +1,501 @@
+"""Which versions are saved, when they must have arrived, and in which idle spans they travel.
+
+A training begins in stage `profile`: every version is saved, but its chunks wait until the training waits for them at
+the optimizer; so the collectives of these iterations are timed without any traffic of ours, and protection runs from
+the first step. After enough of them the ranks exchange profiles, each plans on the spans that its holders are idle in
+as well (Algorithm 2), and all take the largest j and s that one of them needs: stage `steady`. There every j-th
+version is saved and may take s iterations. Now and then the ranks exchange a word; one that finds that its profile no
+longer describes the training, or that the overhead is too high, brings all back to `profile`. The same rounds say
+whether the ranks have to deal out the state anew (`Replanning`): then they tell each other how much they have to
+offer, and what (stages `sizes` and `offers`), and begin with `profile` again.
+
+All that must be the same on every rank follows from the version's number and from the rounds of `Council` only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gemini_hpc import clock
+from gemini_hpc.core import schedule
+from gemini_hpc.core.spans import Trace
+from gemini_hpc.train.schedule import stats_messages
+from gemini_hpc.train.schedule.async_collectives import Council, CouncilBroken
+from gemini_hpc.train.schedule.choices import Choices
+from gemini_hpc.train.schedule.chunk_schedule import Route
+from gemini_hpc.train.schedule.collective_monitor import Watch
+from gemini_hpc.train.schedule.device_copies import DeviceCopies
+from gemini_hpc.train.schedule.overhead_monitor import IN_A_ROW, Oversight, Pictured, without_wait
+from gemini_hpc.train.schedule.pacer import Pacer, Scheme
+from gemini_hpc.train.schedule.planner import BLOB_BYTES, Planner
+from gemini_hpc.train.schedule.replanning import Replanning
+from gemini_hpc.train.schedule.stats_reporter import Teller
+from gemini_hpc.wire.traffic import TrafficState
+
+PROFILED = 20  # clean iterations that make a profile (paper, section 5.4)
+PROFILED_AGAIN = 8
+_OFFERS_S = 10.0  # for what is exchanged before a new plan, which is large where ranks are many
+PATIENCE_S = 1.5  # longest wait for a version that is on its way
+_COUNT_EVERY = 5
+_BEHIND = 16  # iterations that a device may be behind its host, and still be told of
+_RECORD_EVERY = 50  # in a row of `IN_A_ROW` iterations times are taken, then not for so many
+_WORD_EVERY_S = 5.0
+_PLANNED: tuple[Scheme, ...] = ("gemini", "naive", "no_pipeline")
+
+Stage = Literal["recall", "profile", "plan", "agree", "steady", "sizes", "offers"]
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks do: every j-th version, beginning with `base`, is saved within s iterations."""
+
+    j: int = 1
+    s: int = 1
+    base: int = 0
+
+    def saves(self, version: int) -> bool:
+        """Whether this one is."""
+        return version >= self.base and (version - self.base) % self.j == 0
+
+    def free(self, version: int) -> int:
+        """The first version from this one on that does not find an earlier one still travelling."""
+        if version < self.base:
+            return self.base
+        last = version - (version - self.base) % self.j
+        return version if last == version else max(version, last + self.s)
+
+
+class Rhythm:
+    """Of one rank; called by the training's thread only. `say(text)` tells the user."""
+
+    def __init__(
+        self,
+        choices: Choices,
+        rank: int,
+        targets: Sequence[int],
+        shard_bytes: int,
+        council: Council | None,
+        watch: Watch,
+        pacer: Pacer,
+        teller: Teller,
+        say: Callable[[str], None],
+        planner: Callable[..., Planner] = Planner,
+        driver: DeviceCopies | None = None,
+        replanning: Replanning | None = None,
+        copy_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        *,
+        transport: str,
+    ) -> None:
+        """targets: the ranks that this rank's copies go to; shard_bytes: of one copy; council: None where there is
+        nobody to send to; driver: where they go over NCCL, with a `planner` for that; replanning: None where the
+        state stays dealt out as it is; copy_bytes: the least and the most that one of the last copies took on the
+        network; transport: the name of what carries copies otherwise."""
+        self._choices, self._rank = choices, rank
+        self._council, self._watch, self._pacer, self._say = council, watch, pacer, say
+        self._teller, self._transport = teller, transport
+        kept = teller.recall() if council is not None else None
+        self._driver, self._replanning = driver, replanning
+        self._copy_bytes = copy_bytes
+        self._offer, self._room_bytes = b"", 0
+        self._compared = 0  # rounds of words since the state was dealt out
+        self._planner = planner(choices, rank, targets, shard_bytes, pacer.meter, kept)
+        self._scheme: Scheme = choices.scheme
+        self._wanted_scheme: Scheme = choices.scheme
+        self._stage: Stage = "recall"
+        self._since = -1
+        self._version = 0
+        self._agreed = self._former = Agreed()
+        self._wanted = PROFILED
+        self._dirty = True
+        self._dirties: deque[bool] = deque([True] * _BEHIND, maxlen=_BEHIND)
+        self._waited_s = 0.0
+        self._route: Route | None = None
+        self._plan: schedule.Plan | None = None
+        self._oversight = Oversight(choices.overhead)
+        self._next_word = self._record_from = 0
+        self._renew = ""
+        self._history: deque[tuple[int, int, int]] = deque(maxlen=100)
+        self._begun_at = clock.monotonic()
+        self._told = (1, 1)
+        self.problem = ""
+        self.unsealed = 0  # versions that were on their way when the training had to go on
+        if council is not None:
+            pacer.traffic = watch
+        self._follow()
+
+    # ---- what the checkpointer asks --------------------------------------------------------------------
+
+    @property
+    def scheme(self) -> Scheme:
+        """In force."""
+        return self._scheme
+
+    @scheme.setter
+    def scheme(self, scheme: Scheme) -> None:
+        self._wanted_scheme = scheme
+
+    def saves(self, version: int) -> bool:
+        """Whether this version is saved."""
+        if self._scheme == "none":
+            return False
+        return not self._planned or self._agreed.saves(version)
+
+    def due(self, version: int) -> bool:
+        """Whether this version must be sealed before the next optimizer step. Later than at the step for which it was
+        due it is where step() was called without an optimizer step."""
+        agreed = self._agreed if version >= self._agreed.base else self._former
+        return self._version - version + 1 >= (agreed.s if self._planned else 1)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the ranks can agree on something new."""
+        return self._planned
+
+    @property
+    def repeats(self) -> int:
+        """Steps that a failure may cost now."""
+        agreed = self._agreed if self._version >= self._agreed.base else self._former
+        return agreed.j + agreed.s - 1 if self._planned else 1
+
+    def gate(self) -> None:
+        """The training has come to the optimizer."""
+        self._watch.gate()
+        if self._driver is not None:
+            self._driver.gate()
+
+    def waited(self, seconds: float) -> None:
+        """So long the training has waited at the optimizer; now it goes on."""
+        self._waited_s += seconds
+        self._watch.passed()
+        self._pacer.gate()
+
+    @property
+    def patience_s(self) -> float:
+        """Longest wait at the optimizer for a version that is on its way."""
+        expected_s = self._plan.late_s if self._plan is not None and self._stage == "steady" else 0.0
+        return PATIENCE_S + 2 * expected_s
+
+    def resize(self, shard_bytes: int, key: str) -> None:
+        """From the next plan on copies are of another size; key: of what the next incarnation may want to know."""
+        self._planner.resize(shard_bytes)
+        self._teller.rename(key)
+
+    def close(self) -> None:
+        """The training is over."""
+        self._watch.stop()
+
+    # ---- each iteration --------------------------------------------------------------------------------
+
+    @property
+    def _planned(self) -> bool:
+        return self._scheme in _PLANNED and self._council is not None and not self.problem
+
+    def step(self, version: int, under_way: bool) -> None:
+        """Number `version` of step() has been reached; under_way: an earlier version is still travelling. Never
+        raises."""
+        try:
+            stage = self._stage
+            self._step(version, under_way)
+            self._teller.tell(self.state, now=self._stage != stage)
+        except Exception as error:  # our own failure must not reach the training
+            self._give_up(f"{type(error).__name__}: {error}")
+
+    def _give_up(self, reason: str) -> None:
+        if not self.problem:
+            self.problem = reason
+            if self._replanning is not None:
+                self._replanning.broken(reason)
+            if self._driver is not None:
+                self._driver.fail(reason)
+            self._say(f"rank {self._rank}: the copies are no longer fitted into idle spans: {reason}")
+        self._follow()
+
+    def _step(self, version: int, under_way: bool) -> None:
+        trace = self._watch.mark() if self._council is not None else None
+        waited_s, self._waited_s = self._waited_s, 0.0
+        self._version = version
+        self._dirties.append(self._dirty or self._pacer.strayed)
+        self._pacer.iteration(version)
+        if self._council is None or self.problem:
+            return None
+        if self._since < 0:
+            self._since = self._next_word = version
+        try:
+            if self._council.sitting:
+                self._hear(version, waited_s)
+        except CouncilBroken as error:
+            return self._give_up(str(error))
+        # a device waits less than its host, and tells of it later
+        device_s, held_s = self._watch.waited_s, self._watch.held_s
+        if trace is not None:
+            self._note(without_wait(trace, waited_s if held_s is None else held_s), version)
+        if self._stage == "steady" and self._scheme == "gemini":
+            self._watch_over(waited_s if device_s is None else device_s, trace, version)
+        self._begun_at = clock.monotonic()
+        if self._pacer.meter.known:
+            self._watch.bytes_per_s = self._pacer.meter.B
+        self._dirty = under_way
+        if self._scheme != self._wanted_scheme:
+            self._scheme = self._wanted_scheme
+            self._follow()
+        try:
+            self._ask(version)
+        except CouncilBroken as error:
+            self._give_up(str(error))
+
+    def _change(self, j: int, s: int, version: int) -> None:
+        """From this version on, or from the first that finds no earlier one on its way."""
+        self._former, self._agreed = self._agreed, Agreed(j, s, self._agreed.free(version))
+
+    def _again(self, wanted: int, version: int) -> None:
+        self._stage, self._wanted = "profile", wanted
+        self._planner.begin()
+        self._since, self._next_word = version, version + min(wanted, self._soon())
+        self._change(1, 1, version)
+        self._follow()
+
+    def _soon(self) -> int:
+        """Iterations to the next word of a profile. The first ones come soon: replicas that are not the same for
+        long are mostly different from the beginning."""
+        return min(_COUNT_EVERY, 1 << self._compared)
+
+    def _note(self, trace: Trace, version: int) -> None:
+        ago = self._watch.ago
+        clean = self._recorded(version) >= self._since and not self._dirties[-1 - ago]
+        if self._stage == "profile" and clean and self._planned:
+            self._planner.note(self._recorded(version), trace)
+
+    def _recorded(self, version: int) -> int:
+        """The version after whose step() the iteration began that has been recorded; -1: too long ago."""
+        ago = self._watch.ago
+        return version - 1 - ago if ago < _BEHIND else -1
+
+    def _watch_over(self, waited_s: float, trace: Trace | None, version: int) -> None:
+        """One iteration under the plan is over."""
+        length_s = clock.monotonic() - self._begun_at
+        seen, j = self._oversight, self._agreed.j
+        why = seen.iteration(length_s, waited_s, self._watch.launched_before, j, self.saves(version))
+        if trace is not None and self._recorded(version) >= self._since:
+            journal, copies = tuple(self._pacer.journal), tuple(self._pacer.copies)
+            held_s, number = self._watch.held_s, self._recorded(version)
+            picture = Pictured(number, trace, journal, copies, waited_s if held_s is None else held_s)
+            why = seen.recorded(picture) or why
+            self._teller.draw(seen.pictured, self._planner.profile, self._plan, self._watch.names)
+        self._renew = why or self._renew
+        self._watch.recording = self._next_word - version <= IN_A_ROW and version >= self._record_from
+        if self._watch.recording and version + 1 >= self._next_word:
+            self._record_from = version + _RECORD_EVERY
+
+    def _ask(self, version: int) -> None:
+        """Start the round that is due at this version, if one is."""
+        council = self._council
+        assert council is not None
+        if not self._planned or version < self._next_word or council.sitting:
+            return
+        if self._stage == "recall":
+            council.everyone(self._planner.kept(), BLOB_BYTES)
+        elif self._stage == "profile":
+            # there will be no profile where nothing is seen
+            most = self._wanted if self._watch.problem else self._planner.clean
+            self._round([-most, version - self._since])
+        elif self._stage == "plan":
+            council.everyone(self._planner.standing(council.over_at), BLOB_BYTES)
+        elif self._stage == "agree":
+            self._planner.measure(*self._copy_bytes())
+            self._round(self._planner.want(self._agreed.j, fresh=True))
+        elif self._stage == "sizes":
+            council.highest([len(self._offer)])
+        elif self._stage == "offers":
+            council.everyone(self._offer, self._room_bytes)
+        else:
+            drifted = self._planner.drifted(self._route) or self._planner.measure(*self._copy_bytes())
+            wanted = self._planner.want(self._agreed.j, fresh=drifted)
+            if drifted:
+                self._follow()
+            self._round([1 if self._renew else 0, *wanted])
+
+    def _round(self, words: Sequence[int]) -> None:
+        assert self._council is not None
+        also = self._replanning.words() if self._replanning is not None else []
+        self._compared += 1
+        self._council.highest([*words, *also, *(self._driver.words() if self._driver is not None else ())])
+
+    def _hear(self, version: int, waited_s: float) -> None:
+        """The round started at the version before is over."""
+        council = self._council
+        assert council is not None
+        if self._stage == "recall":
+            if self._planner.remember(council.blobs(waited_s)):
+                self._stage, self._next_word = "agree", version
+            else:
+                self._again(PROFILED, version)
+            return
+        if self._stage == "offers":
+            assert self._replanning is not None
+            offers, self._offer, self._compared = council.blobs(patience_s=_OFFERS_S), b"", 0
+            self._replanning.take(offers, version)
+            self._again(PROFILED_AGAIN, version)
+            return
+        if self._stage == "plan":
+            self._planner.take(council.blobs(waited_s))
+            self._stage, self._next_word = "agree", version
+            if self._driver is not None and self._driver.left():
+                self._again(PROFILED_AGAIN, version)
+            return
+        words = council.words(waited_s, _OFFERS_S if self._stage == "sizes" else None)
+        if self._stage == "sizes":
+            self._stage, self._next_word, self._room_bytes = "offers", version, words[0] + 8
+            return
+        if self._replanning is not None:
+            first = 3 if self._stage == "steady" else 2
+            if self._replanning.hear(words[first : first + self._replanning.count]):
+                self._stage, self._next_word, self._offer = "sizes", version, self._replanning.offer()
+                return
+        if self._driver is not None:
+            self._driver.hear(words)
+            if self._driver.left():
+                self._again(PROFILED_AGAIN, version)
+                return
+        if self._stage == "profile":
+            enough = -words[0] >= self._wanted or words[1] >= 5 * self._wanted
+            self._stage = "plan" if enough else "profile"
+            self._next_word = version + (0 if enough else self._soon())
+        elif self._stage == "agree":
+            self._settle(words[0], words[1], version)
+        elif words[0]:
+            if self._renew:
+                self._say(f"rank {self._rank}: profiling the training's traffic again: {self._renew}")
+            self._renew = ""
+            self._again(PROFILED_AGAIN, version)
+        elif (words[1], words[2]) != (self._agreed.j, self._agreed.s):
+            self._settle(words[1], words[2], version)
+        else:
+            self._next_word = version + self._word_every()
+
+    def _word_every(self) -> int:
+        """Iterations between two words. The same on all ranks: from what was exchanged only."""
+        return min(100, max(5, math.ceil(_WORD_EVERY_S / max(self._planner.longest_s, 1e-3))))
+
+    # ---- the plan --------------------------------------------------------------------------------------
+
+    def _settle(self, j: int, s: int, version: int) -> None:
+        self._stage, self._since = "steady", version
+        self._change(j, s, version)
+        self._history.append((self._agreed.base, j, s))
+        self._oversight.begin(self._planner.profile, self._planner.controller)
+        self._renew = ""
+        self._record_from, self._next_word = version, version + self._word_every()
+        self._follow()
+        self._tell()
+        keepsake = self._planner.keepsake()
+        if keepsake is not None:
+            self._teller.keep(keepsake)
+
+    def _follow(self) -> None:
+        """The pacer does what stage and scheme say, from the next version on."""
+        pacer, watch = self._pacer, self._watch
+        if self._planned:
+            watch.start()
+            watch.recording = self._stage == "profile"
+        else:
+            watch.stop()
+        self._oversight.pause()
+        alone = self._stage == "steady" and self._scheme in ("naive", "no_pipeline")
+        pacer.chunk_bytes, parts = self._planner.cut
+        pacer.p = 1 if alone else parts
+        pacer.timetable, self._plan, self._route = None, None, None
+        pacer.deferred = self._planned and self._stage != "steady"
+        pacer.unscheduled = not self._planned and self._scheme != "blocking"
+        if self._planned and self._stage == "steady":
+            self._route = self._planner.route(self._scheme)
+            if self._route is not None:
+                self._plan = self._route.plan(self._agreed.s)
+                if self._driver is None or self._driver.ended or self._scheme != "gemini":
+                    pacer.timetable = self._route.timetable(self._agreed.s)
+        if self._driver is not None:
+            self._driver.follow(self._route, self._agreed.s, active=self._planned and self._scheme == "gemini")
+
+    @property
+    def transport(self) -> str:
+        """What carries the copies now."""
+        return "nccl" if self._driver is not None and not self._driver.problem else self._transport
+
+    # ---- telling ---------------------------------------------------------------------------------------
+
+    def _tell(self) -> None:
+        """To the user, where it matters: the versions that are not saved."""
+        j, s = self._agreed.j, self._agreed.s
+        if self._rank == 0 and j > 1 and self._told != (j, s) and not self._choices.every:
+            self._say(
+                f"the network has too little idle time for a copy in each iteration: one version in {j} is saved, "
+                f"a failure repeats at most {j + s - 1} steps"
+            )
+        self._told = (self._agreed.j, self._agreed.s)
+
+    def state(self) -> TrafficState:
+        """For the agent."""
+        meter, profile, plan, seen = self._planner.meter, self._planner.profile, self._plan, self._oversight
+        return stats_messages.traffic(
+            scheme=self._scheme,
+            transport=self.transport,
+            stage=self._stage,
+            problem=self.problem or self._watch.problem,
+            j=self._agreed.j,
+            s=self._agreed.s,
+            iteration_s=profile.iteration_s if profile else None,
+            idle_s=profile.idle_s if profile else None,
+            spans=len(profile.spans) if profile else 0,
+            collectives=profile.ops if profile else None,
+            deviation=profile.deviation if profile else None,
+            bytes_per_s=meter.B or None,
+            alpha_s=meter.alpha if meter.known else None,
+            chunk_spans=[part.span for part in plan.partitions] if plan else (),
+            planned_spans=plan.spans if plan else 0,
+            largest_chunk_bytes=max((part.size for part in plan.partitions), default=0) if plan else 0,
+            total_bytes=plan.total_bytes if plan else 0,
+            fitting_bytes=plan.fitting_bytes if plan else 0,
+            spilled_bytes=plan.spilled_bytes if plan else 0,
+            late_s=plan.late_s if plan else 0.0,
+            overhead=seen.overhead,
+            waited_s=seen.waited_s,
+            buffer_bytes=math.prod(self._planner.cut),
+            unsealed=self.unsealed,
+            mu=self._choices.mu,
+        )
+
+    def report(self) -> dict[str, Any]:
+        """For people and tests."""
+        meter, profile, plan = self._planner.meter, self._planner.profile, self._plan
+        overlap = self._oversight.pictured.overlap() if self._oversight.pictured is not None else None
+        return {
+            "scheme": self._scheme,
+            "transport": self.transport,
+            "stage": self._stage,
+            "problem": self.problem or self._watch.problem,
+            "j": self._agreed.j,
+            "s": self._agreed.s,
+            "history": [list(entry) for entry in self._history],
+            "B": meter.B,
+            "alpha": meter.alpha,
+            "iteration_s": profile.iteration_s if profile else None,
+            "idle_s": profile.idle_s if profile else None,
+            "spans": [[s.after, s.before_gate, s.start_s, s.length_s] for s in profile.spans] if profile else [],
+            "deviation": profile.deviation if profile else None,
+            "collectives": profile.ops if profile else None,
+            "mu": self._choices.mu,
+            "chunk_bytes": self._planner.cut[0],
+            "buffers": self._planner.cut[1],
+            "chunks": len(plan.partitions) if plan else 0,
+            "largest_chunk_bytes": max((part.size for part in plan.partitions), default=0) if plan else 0,
+            "fitting_bytes": plan.fitting_bytes if plan else 0,
+            "spilled_bytes": plan.spilled_bytes if plan else 0,
+            "late_s": plan.late_s if plan else 0.0,
+            "overlap": dict(zip(("chunks", "chunks_s", "beside_s"), overlap, strict=True)) if overlap else None,
+            "overhead": self._oversight.overhead,
+            "waited_s": self._oversight.waited_s,
+            "unsealed": self.unsealed,
+        }

@@ -1,0 +1,82 @@
+"""The chunks of one rank that are on their way: sent, and not yet acknowledged."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+from gemini_hpc import clock
+from gemini_hpc.train.schedule.pacer import Pacer
+from gemini_hpc.train.transport.base import LinkBroken, Pending
+
+
+class Outstanding:
+    """At most p chunks at a time. A thread of its own waits for the acknowledgements, so that their times are right
+    also while the sender waits for its turn."""
+
+    def __init__(self, pacer: Pacer) -> None:
+        self._pacer = pacer
+        self._queue: queue.SimpleQueue[tuple[Pending, int, int, float] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._count = 0
+        self._broken: LinkBroken | None = None
+        self._backlog_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="gemini-acknowledged", daemon=True)
+        self._thread.start()
+
+    def add(self, pending: Pending, replica: int, size: int) -> None:
+        """A chunk of a replica has been sent."""
+        now = clock.monotonic()
+        with self._changed:
+            self._count += 1
+            self._backlog_bytes += size
+            self._pacer.sent(now)
+        self._queue.put((pending, replica, size, now))
+
+    def backlog(self) -> int:
+        """Bytes on their way now."""
+        return self._backlog_bytes
+
+    def room(self, p: int) -> None:
+        """Wait until fewer than p are on their way. Raises LinkBroken if one of them is lost."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._count < p or self._broken is not None)
+            broken = self._broken
+        if broken is not None:
+            self.land()
+            raise broken
+
+    def land(self) -> None:
+        """Wait until none is on its way, and forget what broke."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._count == 0)
+            self._broken = None
+
+    def stop(self) -> None:
+        """Nothing more will be sent."""
+        self._queue.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether the thread has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            pending, replica, size, sent_at = item
+            broken: LinkBroken | None = None
+            try:
+                pending.wait()
+            except LinkBroken as error:
+                broken = error
+            except Exception as error:  # whatever a transport raises: the chunk has not arrived
+                broken = LinkBroken(f"{type(error).__name__}: {error}")
+            with self._changed:
+                self._count -= 1
+                self._backlog_bytes -= size
+                if broken is None:
+                    self._pacer.landed(replica, size, sent_at)
+                else:
+                    self._pacer.meter.lost()
+                self._broken = self._broken or broken
+                self._changed.notify_all()

@@ -1,0 +1,168 @@
+"""What a plan really costs, and whether the training is still like its profile."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from gemini_hpc.core import spans
+from gemini_hpc.core.save_interval import BATCH, Controller, sure_high
+from gemini_hpc.core.spans import Profile, Trace
+from gemini_hpc.train.schedule.pacer import Sent
+
+IN_A_ROW = 5  # iterations in a row that are unlike the profile make it out of date
+# Where the training does not even wait for its versions, it may only have become slower by itself: no other profile
+# is made sooner than after so many iterations, ...
+SETTLED = 250
+# ... or before what was lost beyond the ceiling since the last one comes to so many iterations, which is about what a
+# profile costs; twice as many the next time, and so on.
+WORTH = 5.0
+# Against a profile of iterations that are so much longer the costs of this training cannot be seen. It is made anew
+# after SETTLED iterations with one, after twice as many the next time, and so on: where profiling itself makes
+# iterations longer, no other profile will do.
+SHORTER = 0.05
+
+
+@dataclass(frozen=True)
+class Pictured:
+    """One iteration under a plan, as it was: after step() number `version`; its collectives, the chunks sent lately
+    (times of CLOCK_MONOTONIC), how long the training waited at the optimizer, which the trace contains."""
+
+    version: int
+    trace: Trace
+    chunks: tuple[Sent, ...]
+    copies: tuple[tuple[float, float, int], ...]  # (from, to, bytes) of copies into the own slot
+    waited_s: float
+
+    def overlap(self) -> tuple[int, float, float]:
+        """Number of the chunks in this iteration; for how many seconds there was at least one on the network, and of
+        these beside a collective."""
+        began, length_s = self.trace.started_s, self.trace.length_s
+        chunks = [(c.sent_at - began, c.acked_at - began) for c in self.chunks]
+        inside = [(max(0.0, a), min(b, length_s)) for a, b in chunks if b > 0 and a < length_s]
+        busy = spans.joined(inside)
+        beside = spans.common(busy, spans.joined((op.start_s, op.end_s) for op in self.trace.ops))
+        return len(inside), sum(b - a for a, b in busy), sum(b - a for a, b in beside)
+
+
+class Oversight:
+    """Told of each iteration under a plan."""
+
+    def __init__(self, ceiling: float) -> None:
+        self._ceiling = ceiling
+        self._profile: Profile | None = None
+        self._controller: Controller | None = None
+        self._cycle: list[float] = []  # lengths of the iterations since the last version was saved
+        self._alike: list[Trace] = []
+        self._unlike = self._others = 0
+        self._age = 0  # iterations since the profile
+        self._trusted = SETTLED  # so long it is not made anew for being of longer iterations
+        self._worth = WORTH
+        self._waited_s = 0.0  # in this cycle
+        self._costs: deque[float] = deque(maxlen=64)
+        self._waits: deque[float] = deque(maxlen=64)
+        self.pictured: Pictured | None = None
+
+    def begin(self, profile: Profile | None, controller: Controller | None) -> None:
+        """A plan, or another frequency, is followed from here on."""
+        if profile is not self._profile:
+            self._costs.clear()
+            self._waits.clear()
+            self._age = 0
+        self._profile, self._controller = profile, controller
+        self._alike.clear()
+        self._unlike = self._others = 0
+        self.pause()
+
+    def pause(self) -> None:
+        """The iterations since the last version do not count."""
+        self._cycle.clear()
+        self._waited_s = 0.0
+
+    @property
+    def overhead(self) -> float | None:
+        """Share of the training's time that a version has cost lately; None before the first."""
+        return median(self._costs) if self._costs else None
+
+    @property
+    def _lost(self) -> float:
+        """Iterations that have been lost beyond the ceiling since the profile."""
+        return self._age * (median(self._costs) - self._ceiling)
+
+    @property
+    def waited_s(self) -> float | None:
+        """Usual wait at the optimizer."""
+        return median(self._waits) if self._waits else None
+
+    def iteration(self, length_s: float, waited_s: float, launched: int, j: int, saved: bool) -> str:
+        """One is over, with so many collectives. j: one version in j is saved; saved: the one that ends it is. Why
+        the training has to be profiled again, or ''."""
+        profile, controller = self._profile, self._controller
+        if profile is None or controller is None:
+            return ""
+        self._age += 1
+        self._cycle.append(length_s)
+        self._waited_s += waited_s
+        self._waits.append(waited_s)
+        self._unlike = 0 if launched == profile.ops else self._unlike + 1
+        if self._unlike >= IN_A_ROW:
+            return f"an iteration launches {launched} collectives, the profile has {profile.ops}"
+        if not saved or len(self._cycle) < j:
+            return ""
+        usual_s = len(self._cycle) * profile.iteration_s
+        lost_s = sum(self._cycle) - usual_s
+        ours = self._waited_s > self._ceiling * usual_s
+        self.pause()
+        self._costs.append(lost_s / usual_s)
+        early = not ours and self._age < SETTLED
+        before = controller.frequency
+        judge = not early or (controller.forced is None and self._lost >= self._worth)  # a j that is forced stays
+        if controller.observe(lost_s, judge=judge) is not before:
+            self._worth *= 1 + early
+            cost, allowed = 100 * median(self._costs), 100 * self._ceiling
+            return f"a version costs {cost:.2g} % of the time, {allowed:.2g} % are allowed"
+        if self._age < self._trusted or len(self._costs) < BATCH:
+            return ""
+        if (gained := -sure_high(self._costs)) > SHORTER:
+            self._trusted *= 2
+            return f"iterations take {100 * gained:.2g} % less than in the profile"
+        return ""
+
+    def recorded(self, picture: Pictured) -> str:
+        """An iteration was recorded. Why the training has to be profiled again, or ''."""
+        profile, self.pictured = self._profile, picture
+        if profile is None:
+            return ""
+        trace = without_wait(picture.trace, picture.waited_s)
+        if spans.pattern(trace.ops) != profile.pattern:
+            self._others += 1
+            return "" if self._others < IN_A_ROW else "an iteration launches other collectives than the profile has"
+        self._others = 0
+        self._alike.append(trace)
+        if len(self._alike) < IN_A_ROW:
+            return ""
+        usual = middle(self._alike)
+        self._alike.clear()
+        return spans.drifted(profile, usual)
+
+
+def middle(traces: Sequence[Trace]) -> Trace:
+    """An iteration with the median times of several of one pattern."""
+    ops = tuple(
+        same[0]._replace(start_s=median(op.start_s for op in same), end_s=median(op.end_s for op in same))
+        for same in zip(*(trace.ops for trace in traces), strict=True)
+    )
+    length_s = max([median(t.length_s for t in traces), *(op.start_s for op in ops)])
+    return Trace(traces[-1].started_s, length_s, min(length_s, median(t.gate_s for t in traces)), ops)
+
+
+def without_wait(trace: Trace, waited_s: float) -> Trace:
+    """The iteration as it would have been if the training had not waited at the optimizer."""
+
+    def earlier(at: float) -> float:
+        return max(trace.gate_s, at - waited_s) if at > trace.gate_s else at
+
+    ops = tuple(op._replace(start_s=earlier(op.start_s), end_s=earlier(op.end_s)) for op in trace.ops)
+    return replace(trace, length_s=earlier(trace.length_s), ops=ops)

@@ -1,0 +1,285 @@
+"""One rank's plan: from the iterations that it has recorded, what its holders tell of theirs, and its link."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+
+import msgspec
+
+from gemini_hpc.core import spans
+from gemini_hpc.core.save_interval import Controller, Need, choose
+from gemini_hpc.core.spans import Profile, Trace
+from gemini_hpc.train.schedule.choices import Choices
+from gemini_hpc.train.schedule.chunk_schedule import PAUSE_SHARES, Route, common, settled
+from gemini_hpc.train.schedule.link_model import LinkMeter
+from gemini_hpc.train.schedule.pacer import Scheme
+from gemini_hpc.train.schedule.stats_reporter import Kept
+
+BLOB_BYTES = 16384
+_KEPT_SPANS = 384
+_LEAST_TRACES = 3
+_ROOM = 0.02  # of an iteration
+_SPARE = 1.1  # of a copy must fit where the beginnings of spans are left out
+_RARE = 4  # iterations: where versions are saved so rarely, one more matters less than what is lost in each of them
+_LINK_DRIFT = 0.25
+_SIZE_DRIFT = 0.3
+_CHUNK_S = 0.008  # on slow links a smaller chunk: what waits behind it waits less, both ways at once go better
+_FINEST, _MOST_CHUNKS = 16, 1 << 16
+# Where the user does not say, a chunk follows the link. Each costs some 0.3 ms of processors at both ends, whatever
+# its size, so on a fast one it is so large that it takes several times as long. The paper's R is 128 MB in 4 parts.
+LEAST_CHUNK_BYTES, MOST_BYTES = 1 << 20, 128 << 20
+_WORTH_S = 0.0024
+
+
+class _Standing(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells the others of its iterations. started_s: when the newest of them began, after the end of the
+    council's last round; version: its number."""
+
+    profile: Profile | None = None
+    started_s: float = 0.0
+    version: int = 0
+
+
+class Planner:
+    """targets: the ranks that this rank's copies go to; shard_bytes: of one copy."""
+
+    def __init__(
+        self,
+        choices: Choices,
+        rank: int,
+        targets: Sequence[int],
+        shard_bytes: int,
+        meter: LinkMeter,
+        kept: Kept | None,
+        *,
+        whole: bool = False,
+        on_host: bool = False,
+    ) -> None:
+        """whole: chunks are not made smaller where the link is slow, as each is cut to what is left of its span.
+        on_host: the training computes there, and is not disturbed at the beginning of a span if it can be helped."""
+        self._whole_chunks = whole
+        self._choices, self._rank, self._targets, self._C = choices, rank, tuple(targets), shard_bytes
+        self._meter, self._kept = meter, kept
+        self._clean: dict[int, list[tuple[int, Trace]]] = {}
+        self._others: list[tuple[Profile, float]] = []
+        self._on_host, self._left_out = on_host, 0.0
+        self._whole = False  # whether all that a plan needs is known
+        self.profile: Profile | None = None
+        self.controller: Controller | None = None
+        self.longest_s = 1.0  # the longest iteration of all ranks
+
+    @property
+    def meter(self) -> LinkMeter:
+        """Of the link that is planned for."""
+        return self._meter
+
+    def resize(self, shard_bytes: int) -> None:
+        """Copies are of another size from now on."""
+        self._C = shard_bytes
+
+    def measure(self, least: int, most: int) -> bool:
+        """The last copies took `least` to `most` bytes on the network: whether that is so far from what is planned
+        with that it is planned with now. What a holder has already is not sent."""
+        if not most or (most >= (1 - _SIZE_DRIFT) * self._C and least <= (1 + _SIZE_DRIFT) * self._C):
+            return False
+        self._C = max(1, most)
+        return True
+
+    # ---- profiling -------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Record anew."""
+        self._clean = {}
+
+    def note(self, version: int, trace: Trace) -> None:
+        """An iteration without any traffic of ours before the optimizer."""
+        self._clean.setdefault(spans.pattern(trace.ops), []).append((version, trace))
+
+    @property
+    def _usual(self) -> list[tuple[int, Trace]]:
+        return max(self._clean.values(), key=len, default=[])
+
+    @property
+    def clean(self) -> int:
+        """How many are of the usual pattern."""
+        return len(self._usual)
+
+    # ---- what ranks exchange ---------------------------------------------------------------------------
+
+    def kept(self) -> bytes:
+        """What an earlier incarnation has left, for the others."""
+        return msgspec.msgpack.encode(_Standing(None if self._kept is None else self._kept.profile))
+
+    def standing(self, over_at: float) -> bytes:
+        """What has been recorded, for the others. over_at: when the council's last round ended."""
+        traces = self._usual
+        self.profile = None
+        if len(traces) >= _LEAST_TRACES:
+            self.profile = spans.summarize([trace for _, trace in traces], keep=_KEPT_SPANS)
+        if self.profile is None:
+            return msgspec.msgpack.encode(_Standing())
+        version, trace = traces[-1]
+        return msgspec.msgpack.encode(_Standing(self.profile, trace.started_s - over_at, version))
+
+    def remember(self, blobs: Sequence[bytes]) -> bool:
+        """Whether what earlier incarnations have left makes a plan on all ranks. A rank on a new node has nothing: it
+        takes another's profile, where all of them are of one pattern."""
+        known = [msgspec.msgpack.decode(blob, type=_Standing).profile for blob in blobs]
+        profiles = [profile for profile in known if profile is not None]
+        if not profiles or (len(profiles) < len(known) and len({p.pattern for p in profiles}) > 1):
+            return False
+        self._know(profiles)
+        self._whole = True
+        if self._kept is not None:
+            self.profile, self._others = self._kept.profile, self._kept.others
+            self._meter.seed(self._kept.B, self._kept.alpha)
+        else:
+            self.profile = profiles[0]
+            self._others = [(known[rank] or profiles[0], 0.0) for rank in self._targets]
+        return True
+
+    def take(self, blobs: Sequence[bytes]) -> None:
+        """What all ranks have recorded."""
+        standings = [msgspec.msgpack.decode(blob, type=_Standing) for blob in blobs]
+        self._know([s.profile for s in standings if s.profile is not None])
+        ranks = {rank: self._as_planned(s) for rank, s in enumerate(standings) if s.profile is not None}
+        self.profile, self._others = None, []
+        self._whole = all(rank in ranks for rank in (self._rank, *self._targets))
+        if not self._whole:
+            return
+        self.profile, started_s, version = ranks[self._rank]
+        shifts = {}
+        for rank, (profile, at, number) in ranks.items():
+            apart = (number - version) * self.profile.iteration_s
+            shifts[rank] = 0.0 if profile.pattern == self.profile.pattern else at - started_s - apart
+        # nobody's version is sealed before everybody's is: the first rank that waits for one waits for all
+        gate_s = min(shifts[rank] + profile.gate_s for rank, (profile, _, _) in ranks.items())
+        for rank in self._targets:
+            self._others.append((replace(ranks[rank][0], gate_s=gate_s - shifts[rank]), shifts[rank]))
+
+    def _as_planned(self, standing: _Standing) -> tuple[Profile, float, int]:
+        """Profile, start and number of its newest iteration, of a rank that does not wait for the others at the
+        optimizer: all take the same time then."""
+        assert standing.profile is not None
+        lag_s = self.longest_s - standing.profile.iteration_s
+        if lag_s <= _ROOM * self.longest_s:
+            return standing.profile, standing.started_s, standing.version
+        return spans.waiting(standing.profile, lag_s), standing.started_s - lag_s, standing.version
+
+    def _know(self, profiles: Sequence[Profile]) -> None:
+        self.longest_s = max((p.iteration_s for p in profiles), default=1.0)
+
+    def keepsake(self) -> Kept | None:
+        """For the next incarnation."""
+        if self.profile is None or not self._whole or not self._meter.known:
+            return None
+        return Kept(self.profile, self._others, self._meter.B, self._meter.alpha)
+
+    # ---- planning --------------------------------------------------------------------------------------
+
+    @property
+    def cut(self) -> tuple[int, int]:
+        """Bytes of a chunk at most, and how many buffers of that. On a slow link both change, and the memory, R, is
+        the same."""
+        p, B = self._choices.buffers, self._meter.B
+        size = self._choices.chunk_bytes or self._following(B, p)
+        if self._whole_chunks:
+            return size, p
+        fine = 1
+        finest = min(_FINEST, max(1, _MOST_CHUNKS * size // max(1, self._C)))
+        while 2 * fine <= finest and self._meter.known and size / fine > _CHUNK_S * B:
+            fine *= 2
+        return max(1, size // fine), p * fine
+
+    def _following(self, B: float, p: int) -> int:
+        """The power of two that is worth its start on a link of B bytes per second, of which p have room in R and are
+        a part of this rank's shard only."""
+        most = max(LEAST_CHUNK_BYTES, min(MOST_BYTES // p, self._C // (2 * p)))
+        size = LEAST_CHUNK_BYTES
+        while self._meter.known and 2 * size <= min(most, B * _WORTH_S):
+            size *= 2
+        return size
+
+    def route(self, scheme: Scheme) -> Route | None:
+        """What a plan rests on; None where there is no profile, or the link has not been seen yet."""
+        meter = self._meter
+        if self.profile is None or not self._whole or not meter.known:
+            return None
+        size, p = self.cut
+        R = size * p
+        windows = common(self.profile, self._others)
+        return Route(
+            profile=self.profile,
+            windows=settled(windows, self._left_out) if self._left_out else windows,
+            C=self._C,
+            m=len(self._targets) + 1,
+            R=self._C if scheme == "naive" else R,
+            p=p if scheme == "gemini" else 1,
+            B=meter.B,
+            alpha=meter.alpha,
+            mu=self._choices.mu,
+        )
+
+    def drifted(self, planned: Route | None) -> bool:
+        """Whether the link has changed so much that a plan is no longer right for it."""
+        return planned is not None and not 1 - _LINK_DRIFT < self._meter.B / planned.B < 1 + _LINK_DRIFT
+
+    def want(self, j: int, *, fresh: bool) -> tuple[int, int]:
+        """j and s that this rank wants. j: in force; fresh: the profile or the link is another than when this was
+        asked last."""
+        if fresh:
+            self._settle()
+        route, profile = self.route("gemini"), self.profile
+        if route is None or profile is None:
+            return max(1, self._choices.every), 1
+        need = _need(route)
+        usual_s, ceiling = profile.iteration_s, self._choices.overhead
+        known = self.controller
+        if known is not None and abs(known.iteration_s / usual_s - 1) > ceiling / 2:
+            known = None  # what seemed to be overhead was the training's own change of pace
+        if (
+            known is not None
+            and j > 1
+            and not fresh
+            and not self._choices.every
+            and not known.extra_s + known.fixed_s
+        ):
+            # the link may have been seen at a bad moment: with room to spare, versions are saved more often again
+            roomy = choose(lambda s: need(s) + _ROOM * usual_s, usual_s, ceiling=ceiling)
+            known = None if roomy.j < j else known
+        if known is None:
+            known = Controller(need, usual_s, ceiling=ceiling, forced=self._choices.every or None)
+        elif fresh:
+            known.replan(need, usual_s)
+        self.controller = known
+        return known.frequency.j, known.frequency.s
+
+    def _settle(self) -> None:
+        """Leave out as much of the beginnings of spans as versions can do without: saved as often and as soon, and
+        then still with time to spare: spans vary, and what does not fit is waited for. Where they are saved rarely
+        anyway, it may be one iteration more rarely."""
+        self._left_out = 0.0
+        if not self._on_host:
+            return
+        route, profile = self.route("gemini"), self.profile
+        if route is None or profile is None:
+            return
+        usual_s, ceiling, forced = profile.iteration_s, self._choices.overhead, self._choices.every or None
+        most = choose(_need(route), usual_s, ceiling=ceiling, forced=forced)
+        if not most.within:
+            return
+        rarer = 1 if not forced and most.j >= _RARE else 0
+        for s in (most.s, *([most.j + 1] * rarer)):
+            for share in PAUSE_SHARES:
+                left = replace(route, windows=settled(route.windows, share))
+                if _need(replace(left, C=ceil(_SPARE * left.C)))(s) > 0:
+                    continue
+                if s <= most.s or choose(_need(left), usual_s, ceiling=ceiling).j == s:
+                    self._left_out = share
+                    return
+
+
+def _need(route: Route) -> Need:
+    return Need.of(route.usable, route.C, route.m, route.R, route.p, route.B, route.start_s, route.mu)

@@ -1,0 +1,95 @@
+"""What a rank tells its agent of its traffic, and the profile that it leaves there for the next incarnation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from gemini_hpc import clock
+from gemini_hpc.client.agent_connection import AgentClient
+from gemini_hpc.core import schedule
+from gemini_hpc.core.spans import Profile
+from gemini_hpc.train.schedule import stats_messages
+from gemini_hpc.train.schedule.overhead_monitor import Pictured
+from gemini_hpc.wire import local
+from gemini_hpc.wire.traffic import TrafficState
+
+TELL_EVERY_S = 5.0
+DRAW_EVERY_S = 30.0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the next incarnation can begin with: the profile, those of the holders with their shifts (see
+    `spans.intersect`), and what the link could do."""
+
+    profile: Profile
+    others: list[tuple[Profile, float]]
+    B: float
+    alpha: float
+
+
+class Teller:
+    """Of one rank; from the training's thread. Nothing here waits for the agent but `recall`."""
+
+    def __init__(self, client: AgentClient, set_name: str, rank: int, key: str) -> None:
+        """key: of the profile, see `telling.profile_key`."""
+        self._client, self._set, self._rank, self._key = client, set_name, rank, key
+        self._told_at = self._drawn_at = -1e9
+        self._drawn: Pictured | None = None
+
+    def rename(self, key: str) -> None:
+        """The state is dealt out anew: what is kept from now on is of another profile."""
+        self._key = key
+
+    def tell(self, state: Callable[[], TrafficState], *, now: bool = False) -> None:
+        """A summary, at once or every few seconds."""
+        at = clock.monotonic()
+        if now or at - self._told_at > TELL_EVERY_S:
+            self._told_at = at
+            self._client.post(local.Traffic(self._set, self._rank, state()))
+
+    def draw(
+        self, picture: Pictured | None, profile: Profile | None, plan: schedule.Plan | None, names: dict[int, str]
+    ) -> None:
+        """One iteration with all that was sent in it, every half minute."""
+        at = clock.monotonic()
+        if picture is None or picture is self._drawn or at - self._drawn_at < DRAW_EVERY_S:
+            return
+        self._drawn, self._drawn_at = picture, at
+        trace = picture.trace
+        began = trace.started_s
+        waits = [(trace.gate_s, trace.gate_s + picture.waited_s)] if picture.waited_s > 1e-3 else []
+        state = stats_messages.timeline(
+            version=picture.version,
+            iteration_s=trace.length_s,
+            gate_s=trace.gate_s,
+            ops=[(names.get(op.kind, "collective"), op.start_s, op.end_s, op.bytes) for op in trace.ops],
+            chunks=[
+                (c.sent_at - began, c.acked_at - began, c.size, c.replica)
+                for c in picture.chunks
+                if c.acked_at > began and c.sent_at < began + trace.length_s
+            ],
+            copies=[(a - began, b - began, size) for a, b, size in picture.copies if b > began],
+            waits=waits,
+            spans=[(s.start_s, s.end_s) for s in profile.spans] if profile is not None else [],
+        )
+        self._client.post(local.Timeline(self._set, self._rank, state))
+
+    def keep(self, kept: Kept) -> None:
+        """For the next incarnation."""
+        message = stats_messages.kept(self._set, self._rank, self._key, msgspec.msgpack.encode(kept))
+        if message is not None:
+            self._client.post(message)
+
+    def recall(self) -> Kept | None:
+        """What an earlier incarnation of the same training has left; asks the agent."""
+        data = self._client.recall(self._set, self._rank, self._key)
+        if data is None:
+            return None
+        try:
+            return msgspec.msgpack.decode(data, type=Kept)
+        except msgspec.MsgspecError:
+            return None

@@ -1,0 +1,76 @@
+"""One iteration of the training as it is recorded, and what becomes of it: a trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from gemini_hpc import clock
+from gemini_hpc.core.spans import Op, Trace
+from gemini_hpc.train.device.interface import Event
+
+
+class Record:
+    """One operation. Its times are the monotonic clock's, or two events of the device."""
+
+    __slots__ = ("bytes", "end_s", "events", "kind", "receives", "start_s")
+
+    def __init__(self, kind: int, size_bytes: int, start_s: float) -> None:
+        self.kind, self.bytes = kind, size_bytes
+        self.start_s, self.end_s = start_s, math.nan
+        self.events: tuple[Event, Event] | None = None
+        self.receives = False
+
+
+class Iteration:
+    """whole: recorded from its beginning; event: where the device was then, if it is of interest."""
+
+    def __init__(self, whole: bool, event: Event | None = None) -> None:
+        self.started_s = clock.monotonic()
+        self.whole, self.event = whole, event
+        self.gate_s: float | None = None
+        self.gate_event: Event | None = None
+        self.passed_event: Event | None = None
+        self.records: list[Record] = []
+
+    def known(self, following: Iteration) -> bool:
+        """False while the device has not come to the end of it."""
+        events = [record.events[1] for record in self.records if record.events is not None]
+        marks = [*events, self.passed_event] if self.passed_event is not None else events
+        return not events or (following.event is not None and all(e.query() for e in [*marks, following.event]))
+
+    @property
+    def held_s(self) -> float | None:
+        """How long the device has waited at the gate; None where that is not known."""
+        if self.gate_event is None or self.passed_event is None:
+            return None
+        return max(0.0, self.passed_event.seconds_since(self.gate_event))
+
+    def trace(
+        self, following: Iteration, bytes_per_s: float, host_s: Callable[[Event], float] | None = None
+    ) -> Trace:
+        """What a receive needs before its end is by `bytes_per_s`; what had not ended is busy until the end. host_s:
+        when the device came to a mark, on the host's clock."""
+        event, on_device = self.event, any(record.events is not None for record in self.records)
+        started_s = self.started_s
+        length_s = following.started_s - started_s
+        gate_s = length_s if self.gate_s is None else self.gate_s - started_s
+        if on_device:
+            assert event is not None and following.event is not None
+            length_s = following.event.seconds_since(event)
+            gate_s = length_s if self.gate_event is None else max(0.0, self.gate_event.seconds_since(event))
+            started_s = host_s(event) if host_s is not None else started_s
+        ops = []
+        for record in self.records:
+            if record.events is not None:
+                start_s, end_s = (mark.seconds_since(event) for mark in record.events)
+            else:
+                start_s, end_s = record.start_s - started_s, record.end_s - started_s
+            start_s = min(max(start_s, 0.0), length_s)
+            if math.isnan(end_s):
+                end_s = start_s if record.receives else length_s
+            end_s = min(max(end_s, start_s), length_s)
+            if record.receives:
+                start_s = max(start_s, end_s - record.bytes / bytes_per_s)
+            ops.append(Op(record.kind, record.bytes, start_s, end_s))
+        return Trace(started_s, length_s, min(gate_s, length_s), tuple(ops))

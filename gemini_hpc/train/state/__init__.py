@@ -1,0 +1,1 @@
+"""The training state: found, named, captured into slots, restored."""

@@ -1,0 +1,474 @@
+"""What of the training state this rank keeps, and how it gets from the tensors into a slot.
+
+Between `step()` and the first optimizer pre-hook after it, parameters and optimizer tensors are expected not to
+change; in that time a background thread copies them. The expectation is checked, by version counters, addresses and a
+few elements of each tensor: one that changed before its copy was made voids the version, and is copied at `step()`
+from then on (it becomes eager).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
+
+import torch
+import xxhash
+
+from gemini_hpc import clock
+from gemini_hpc.core.ranges import Range, merged
+from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, Manifest
+from gemini_hpc.format.slot_header import TENSOR_ALIGN_BYTES
+from gemini_hpc.train.device import host_copy
+from gemini_hpc.train.device.interface import Event
+from gemini_hpc.train.state.encode import Gaps
+from gemini_hpc.train.state.lifted import LiftedSources, Seen
+from gemini_hpc.train.state.ownership import Block, Entry
+from gemini_hpc.train.state.sample import OTHERS, PARAMETERS, Turns, few, same_bits
+from gemini_hpc.train.state.source import Source
+from gemini_hpc.train.state.tree import Leaf, local
+
+_TURNS = 32  # of pieces that were not copied again, one in so many is compared in each version
+_BATCH_BYTES = 1 << 20  # pieces below this go through one _foreach_copy_
+
+
+class Bound:
+    """The sources as they were found at a step(), in lists, which the next one can compare at once: a training has
+    thousands of them."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.eager = [source for source in sources if source.eager]
+        sampled = [source for source in sources if not source.eager]
+        self.views = [source.views for source in sources]
+        self.watch: list[tuple[Source, torch.Tensor]] = []  # and what counts its changes
+        self._wholes: list[Any] = []
+        self._parts: list[torch.Tensor | None] = []
+        self._bases: list[torch.Tensor] = []
+        self._ptrs = [source.ptr for source in sources]
+        for source in sources:
+            assert source.base is not None and source.whole is not None
+            self._bases.append(source.base)
+            if not source.eager:
+                self.watch.append((source, source.base))
+            if source.whole is not source.base:
+                self._wholes.append(source.whole)
+                self._parts.append(source.base)
+                if not source.eager:  # what changes a DTensor is counted there, not within
+                    self.watch.append((source, source.whole))
+        self._watched = [tensor for _, tensor in self.watch]
+        found = [(s, s.base, s.whole) for s in sampled if s.may_stay and s.base is not None and s.whole is not None]
+        self._frozen = [each for each in found if not each[2].requires_grad]
+        self._frozen_counts: list[int] = []
+        still = {id(each[0]) for each in self._frozen}
+        for source in sampled:
+            if id(source) not in still:  # also one that was frozen when it was bound last
+                source.since, source.token = 0, ()
+        self._owners = [source for source in sampled for _ in source.views]
+        self._flats = [flat for source in sampled for flat in source.flats]
+        fews = [line for source in sampled for line in source.fews]
+        numbers = range(len(fews))
+        parameters = [number for number in numbers if self._owners[number].parameter]
+        others = [number for number in numbers if not self._owners[number].parameter]
+        self._parameters = Turns(fews, parameters, PARAMETERS)
+        self._others = Turns(fews, others, OTHERS)
+        every = [source for source in sources for _ in source.views]
+        self._pieces = [number for number, source in enumerate(every) if not source.eager]
+        self._targets: dict[int, tuple[int, list[torch.Tensor]]] = {}  # by slot: where it is, samples of it
+
+    def holds(self) -> bool:
+        """Whether each tensor still has the memory that it had."""
+        parts = [whole._local_tensor for whole in self._wholes]
+        return all(map(is_, parts, self._parts)) and [t.data_ptr() for t in self._bases] == self._ptrs
+
+    def mark(self, version: int) -> None:
+        """Say of every tensor with which version it changed last. Only of parameters that are not trained is it
+        believed where nothing has counted a change."""
+        counts = [count for _, base, whole in self._frozen for count in (base._version, whole._version)]
+        thawed = [whole.requires_grad for _, _, whole in self._frozen]
+        if counts == self._frozen_counts and not any(thawed):
+            return
+        self._frozen_counts = counts
+        for (source, base, whole), trained in zip(self._frozen, thawed, strict=True):
+            token = base._version, whole._version
+            if trained or token != source.token:
+                source.token, source.since = token, version
+
+    def samples(self, version: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """A few elements of what has its turn in this version: of parameters, and of optimizer tensors."""
+        return self._parameters.of(version).read(), self._others.of(version).read()
+
+    def other(self, job: Job, index: int, copies: Sequence[torch.Tensor]) -> list[str]:
+        """Names of those that had other elements when the job was made than their copies in slot `index` have now. If
+        that is most of the parameters that had their turn, all of them were swapped."""
+        where = copies[0].data_ptr() if copies else 0
+        known = self._targets.get(index)
+        if known is None or known[0] != where:
+            pairs = zip(self._pieces, self._flats, strict=True)
+            known = self._targets[index] = where, [few(copies[number], flat=flat) for number, flat in pairs]
+        parameters, others = self._parameters.of(job.version), self._others.of(job.version)
+        found = parameters.differing(job.samples[0], known[1])
+        if 2 * len(found) > parameters.count:
+            found = [number for number, source in enumerate(self._owners) if source.parameter]
+        found += others.differing(job.samples[1], known[1])
+        return [self._owners[number].key for number in found]
+
+    def counts(self) -> list[int]:
+        """The version counters of all that is watched."""
+        return [tensor._version for tensor in self._watched]
+
+
+@dataclass
+class Job:
+    """One version on its way into a slot. `left` is set when the training may change its tensors again."""
+
+    version: int
+    small: bytes | bytearray
+    views: Sequence[list[torch.Tensor]]
+    bound: Bound
+    counts: list[int]  # at step()
+    digests: list[str] | None
+    samples: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # at step()
+    lifted: Sequence[Seen] = ()  # at step()
+    leaves: Sequence[Leaf] = ()  # all that this rank has, also what others keep
+    unchanged: frozenset[int] = frozenset()  # numbers of pieces that the slot had
+    all_counts: Sequence[int] | None = None  # of these, at step(); None: nobody wants to know
+    gaps: Gaps | None = None  # in the small state, as long as they are not filled
+    ready: Event | None = None  # of a training with state on a device: where that has come to step()
+    left: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    saved: bool = True
+    bereaved: bool = False  # not saved because another rank or agent is gone
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    started: bool = False
+    cancelled: bool = False
+    hurried: bool = False  # the training waits for this version
+    wanted: bool = False  # the training waits for its tensors
+    streamed: bool = False  # the device brings its tensors to the other holders: they need not be sent
+
+    @property
+    def hopeless(self) -> bool:
+        """No use to wait for it. Where another is gone that may be dead, the wait is for Slurm to end the job."""
+        return not self.saved and not self.bereaved
+
+    def start(self) -> bool:
+        """From the copying thread: True if the copy may begin."""
+        with self.lock:
+            self.started = not self.cancelled
+            return self.started
+
+    def cancel(self) -> bool:
+        """From the training: True if the copy had not begun, and never will."""
+        with self.lock:
+            self.cancelled = not self.started
+            return self.cancelled
+
+    def as_it_was(self) -> bool:
+        """Whether nothing has counted a change of any tensor since step()."""
+        return self.all_counts is not None and self.all_counts == [leaf.tensor._version for leaf in self.leaves]
+
+    def give_up(self, *, bereaved: bool = False) -> None:
+        """This version will not be complete. bereaved: because another rank or agent is gone, which may be dead."""
+        self.bereaved = bereaved
+        self.saved = False
+        self.left.set()
+
+
+def _bytes_of(view: torch.Tensor) -> memoryview:
+    flat = view.detach().contiguous().cpu().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def _digest(views: Sequence[torch.Tensor]) -> str:
+    hasher = xxhash.xxh3_128()
+    for view in views:
+        hasher.update(_bytes_of(view))
+    return hasher.hexdigest()
+
+
+class Capture:
+    """The tensors behind the pieces of a manifest, found anew at every step."""
+
+    def __init__(
+        self, manifest: Manifest, leaves: Sequence[Leaf], entries: Sequence[Entry], blocks: Sequence[Block]
+    ) -> None:
+        """blocks: as dealt, by entry, those of lifted tensors last; the manifest's pieces are the same ones in this
+        order."""
+        self.manifest = manifest
+        self._planned = {leaf.key for leaf in leaves if leaf.optimizer != LIFTED}
+        self._sources: list[Source] = []
+        lifted: list[Source] = []
+        self._by_key: dict[str, Source] = {}
+        self._targets: dict[int, tuple[int, list[torch.Tensor]]] = {}
+        self.eager_since: dict[str, str] = {}
+        self.watches_all = False
+        self.lock = threading.Lock()
+        self._leaves: Sequence[Leaf] | None = None  # that were bound last
+        self._late: list[Leaf] = []
+        self._bound: Bound | None = None
+        for number, block in enumerate(blocks):
+            leaf, entry = leaves[block.entry], entries[block.entry]
+            offset = tuple(b - e for b, e in zip(block.offset, entry.offset, strict=True))
+            source = self._by_key.get(leaf.key)
+            if source is None:
+                here = local(leaf.tensor)
+                parameter = leaf.optimizer == PARAMETER
+                source = Source(leaf.key, [], number, here.shape, here.dtype, parameter, leaf.may_stay)
+                self._by_key[leaf.key] = source
+                (lifted if leaf.optimizer == LIFTED else self._sources).append(source)
+                source.eager = leaf.eager
+            source.boxes.append((offset, block.size))
+        rows = manifest.rows
+        self.lifted = LiftedSources(
+            {leaf.key: leaf.tensor for leaf in leaves if leaf.optimizer == LIFTED},
+            lifted,
+            frozenset(row.key for row in rows if row.optimizer == LIFTED and row.shared and manifest.world > 1),
+        )
+        self._all = [*self._sources, *lifted]  # in the order of the pieces
+        devices = (local(leaf.tensor).device for leaf in leaves)
+        self.device = next((device for device in devices if device.type == "cuda"), None)
+        self._copies = host_copy.of_training(self.device)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether state is there."""
+        return self._copies is not None
+
+    def learn_from(self, former: Capture) -> None:
+        """What had to be copied at step() before the state was dealt out anew."""
+        for key in former.eager_since.keys() & self._by_key.keys():
+            self.make_eager([key], former.eager_since[key])
+
+    @property
+    def keys(self) -> list[str]:
+        """Names of the tensors of which this rank keeps something."""
+        return [source.key for source in self._all]
+
+    def bind(self, leaves: Sequence[Leaf]) -> tuple[list[Leaf], dict[str, str]]:
+        """Find the planned tensors among the present ones. Returns those that are not in the plan, which have to go
+        with the small state, and what is wrong with planned ones, by name, which are gone or have another shape:
+        without them no version can be captured."""
+        bound = self._bound
+        if self._leaves is leaves and bound is not None and bound.holds():
+            return self._late, {}
+        self._leaves = self._bound = None
+        found = {leaf.key: leaf.tensor for leaf in leaves}
+        misfits: dict[str, str] = {}
+        for source in self._sources:
+            tensor = found.get(source.key)
+            if tensor is None:
+                misfits[source.key] = f"{source.key} is gone from the training state"
+                continue
+            here = local(tensor)
+            if here.data_ptr() != source.ptr or here is not source.base:
+                if not source.fits(here):
+                    misfits[source.key] = source.misfit(here)
+                    continue
+                source.bind(here)
+            source.whole = tensor
+        if misfits:
+            return [], misfits
+        few = len(found) == len(self._planned)
+        self._leaves, self._late = leaves, [] if few else [leaf for leaf in leaves if leaf.key not in self._planned]
+        return self._late, {}
+
+    def defers(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the small state is on the device, which must not be waited for."""
+        return self._copies is not None and self._copies.holds(tensor)
+
+    def snapshot(self, version: int, small: bytes | bytearray, audit: bool, gaps: Gaps | None = None) -> Job:
+        """Begin the capture of a version: eager tensors are copied now, the others are noted."""
+        with torch.no_grad(), self.lock:
+            bound = self._bound
+            if bound is None:
+                bound = self._bound = Bound(self._sources)
+            for source in bound.eager:
+                source.stage(version, compare=False)
+            bound.mark(version)
+            views = [s.staging if s.eager else s.views for s in self._sources] if bound.eager else bound.views
+            lifted, seen = self.lifted.snapshot(version)
+            views = [*views, *lifted]
+            digests = [_digest(each) for each in views] if audit else None
+            samples = bound.samples(version)
+        job = Job(version, small, views, bound, bound.counts(), digests, samples, seen, self._leaves or (), gaps=gaps)
+        if self.watches_all:
+            job.all_counts = [leaf.tensor._version for leaf in job.leaves]
+        if self._copies is not None:
+            job.ready = self._copies.mark()
+        return job
+
+    # ---- from the copying thread -----------------------------------------------------------------------
+
+    def _target(self, index: int, area: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the pieces in a slot's tensor area (kept by slot index)."""
+        kept = self._targets.get(index)
+        if kept is not None and kept[0] == area.data_ptr():
+            return kept[1]
+        manifest = self.manifest
+        views = []
+        dtypes = [source.dtype for source in self._all for _ in source.boxes]
+        for piece, dtype in zip(manifest.pieces, dtypes, strict=True):
+            raw = area[piece.at : piece.at + manifest.nbytes(piece)]
+            views.append(raw.view(dtype).view(piece.size))
+        self._targets[index] = (area.data_ptr(), views)
+        return views
+
+    def unchanged(self, base: int) -> frozenset[int]:
+        """Numbers of the pieces that are what they were in version `base`, while a job has not `left`."""
+        return frozenset(
+            number
+            for source in self._all
+            if 0 < source.since <= base
+            for number in range(source.first_piece, source.first_piece + len(source.boxes))
+        )
+
+    def ranges(self, pieces: Iterable[int]) -> list[Range]:
+        """Where these pieces are in the tensor area."""
+        found = (self.manifest.pieces[number] for number in pieces)
+        return merged(((p.at, p.at + self.manifest.nbytes(p)) for p in found), TENSOR_ALIGN_BYTES - 1)
+
+    def copy(self, job: Job, index: int, area: torch.Tensor, without: frozenset[int] = frozenset()) -> float:
+        """Copy everything that the job noted into the tensor area of slot `index`; without: numbers of pieces that
+        are there. How long that took, see `bring`."""
+        targets, pieces = self._target(index, area), enumerate(self.pieces(job))
+        job.unchanged = without
+        return self.bring(job, [(targets[number], piece) for number, piece in pieces if number not in without])
+
+    def clean(self, area: torch.Tensor) -> None:
+        """Zeros between the pieces: what a holder makes itself of this shard has them, too."""
+        at = 0
+        for piece in self.manifest.pieces:
+            area[at : piece.at].zero_()
+            at = piece.at + self.manifest.nbytes(piece)
+
+    def bring(self, job: Job, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
+        """Copy from the second of each pair, a part of the training's state, into the first, in host memory. How long
+        that took, in seconds, without the wait for a device to come to step()."""
+        began = clock.monotonic()
+        if self._copies is not None and job.ready is not None:
+            return self._fetch(job, pairs)
+        small_from: list[torch.Tensor] = []
+        small_to: list[torch.Tensor] = []
+        with torch.no_grad():
+            for target, view in pairs:
+                if target.numel() * target.element_size() < _BATCH_BYTES:
+                    small_from.append(view)
+                    small_to.append(target)
+                else:
+                    target.copy_(view)
+            if small_to:
+                torch._foreach_copy_(small_to, small_from)
+        return clock.monotonic() - began
+
+    def _fetch(self, job: Job, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> float:
+        """These, the samples, and what the small state lacks, to host memory."""
+        assert self._copies is not None and job.ready is not None
+        gaps, job.gaps = job.gaps, None
+        content = [torch.empty_like(gaps.content, device="cpu")] if gaps is not None else []
+        first, second = ([torch.empty_like(t, device="cpu") for t in read] for read in job.samples)
+        samples = zip([*first, *second], [*job.samples[0], *job.samples[1]], strict=True)
+        lifted = [[torch.empty_like(t, device="cpu") for t in seen.samples] for seen in job.lifted]
+        both = zip(lifted, job.lifted, strict=True)
+        more = [pair for to, seen in both for pair in zip(to, seen.samples, strict=True)]
+        lacking = [(to, gaps.content) for to in content] if gaps is not None else []
+        took_s = self._copies.bring(job.ready, [*samples, *more, *lacking, *pairs])
+        if gaps is not None:
+            gaps.fill(content[0])
+        job.samples = first, second
+        job.lifted = [seen._replace(samples=to) for to, seen in zip(lifted, job.lifted, strict=True)]
+        return took_s
+
+    def changed(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
+        """After `copy`: names of tensors whose copy cannot be trusted. They are eager from now on."""
+        bad = self._moved(job) + self._torn(job, index, area)
+        return self.make_eager(bad, "changed before its copy was made")
+
+    def moved(self, job: Job) -> list[str]:
+        """The same for copies that the device makes later, in order with what it is given from here on: what has
+        changed since step()."""
+        return self.make_eager(self._moved(job), "changed before its copy was made")
+
+    def torn(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
+        """And when these have been made: copies that differ, by their samples or, in an audited version, at all."""
+        if job.ready is not None:
+            self._fetch(job)
+        return self.make_eager(self._torn(job, index, area), "changed before its copy was made")
+
+    def bases(self) -> list[torch.Tensor]:
+        """The tensors as they are now."""
+        return [source.base for source in self._all if source.base is not None]
+
+    def pieces(self, job: Job) -> list[torch.Tensor]:
+        """The job's tensors, in the order of the manifest's pieces."""
+        return [view for views in job.views for view in views]
+
+    def _moved(self, job: Job) -> list[str]:
+        bound = job.bound
+        counts = bound.counts()
+        lifted = [seen.source.key for seen in job.lifted if seen.moved()]
+        if counts == job.counts and bound.holds():
+            return lifted
+        pairs = zip(bound.watch, counts, job.counts, strict=True)
+        return (
+            lifted
+            + [source.key for (source, _), now, then in pairs if now != then]
+            + [
+                source.key
+                for source in self._sources
+                if not source.eager and source.base is not None and source.whole is not None
+                if local(source.whole) is not source.base or source.base.data_ptr() != source.ptr
+            ]
+        )
+
+    def _torn(self, job: Job, index: int, area: torch.Tensor) -> list[str]:
+        targets = self._target(index, area)
+        bad = job.bound.other(job, index, targets)
+        bad += [seen.source.key for seen in job.lifted if seen.torn(targets)]
+        bad += self._stale(job, targets)
+        if job.digests is not None:
+            number = 0
+            for source, views, digest in zip(self._all, job.views, job.digests, strict=True):
+                count = len(views)
+                if _digest(targets[number : number + count]) != digest:
+                    bad.append(source.key)
+                number += count
+        return bad
+
+    def _stale(self, job: Job, targets: Sequence[torch.Tensor]) -> list[str]:
+        """Of the pieces that were not copied again, as nothing has counted a change, one in some is compared whole in
+        each version: collectives, for one, write without being counted."""
+        if not job.unchanged or self._copies is not None:
+            return []
+        turn = job.version % _TURNS
+        owners = [source for source in self._all for _ in source.boxes]
+        pairs = enumerate(self.pieces(job))
+        return [
+            owners[number].key
+            for number, piece in pairs
+            if number in job.unchanged and number % _TURNS == turn and not same_bits(piece, targets[number])
+        ]
+
+    # ---- at the pre-hook -------------------------------------------------------------------------------
+
+    def audit(self, job: Job) -> list[str]:
+        """Names of tensors that have changed since `step()` without an optimizer; they are eager from now on."""
+        if job.digests is None:
+            return []
+        bad = [
+            source.key
+            for source, digest in zip(self._all, job.digests, strict=True)
+            if not source.eager and _digest(source.views) != digest
+        ]
+        return self.make_eager(bad, "changed between step() and the optimizer")
+
+    def make_eager(self, keys: Sequence[str], why: str) -> list[str]:
+        """Copy these at `step()` from now on."""
+        with self.lock:
+            if keys:
+                self._bound = None
+            for key in keys:
+                source = self._by_key[key]
+                self.eager_since.setdefault(key, why)
+                source.eager = True
+        return list(dict.fromkeys(keys))

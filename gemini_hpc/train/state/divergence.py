@@ -1,0 +1,109 @@
+"""Whether replicated tensors are still the same on all ranks that have them.
+
+Ranks keep parts of a replicated tensor (of DDP, or of a part that HSDP has twice) for each other,
+which is right only while it is the same everywhere. That it
+was so in the first `step()` says little: a training with local steps averages its replicas now and then only, and a
+parameter that DDP does not reduce drifts apart. So the ranks compare a few elements again in each round of words.
+
+What a round says was sampled when the one before began: reading a device's memory must not hold up the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import xxhash
+
+from gemini_hpc.train.state.ownership import Entry
+from gemini_hpc.train.state.sample import few
+
+_GROUPS = 8  # of ranks, in one round
+_TENSORS = 256  # of a group, in one round
+_NOTHING = -(1 << 62)
+
+
+class Divergence:
+    """Of one rank. Every rank makes one from the same entries and asks it in the same rounds."""
+
+    def __init__(self, gathered: Sequence[Sequence[Entry]], alone: frozenset[str], rank: int) -> None:
+        """gathered: the shared entries of all ranks (of those lifted out of the small state, ranks may have seen
+        different versions last); alone: keys that are each rank's own."""
+        holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        for number, part in enumerate(gathered):
+            for entry in part:
+                if entry.print and entry.key not in alone and not entry.lifted:
+                    holders.setdefault((entry.key, entry.offset, entry.size), []).append(number)
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for (key, _, _), ranks in holders.items():
+            if len(ranks) > 1:
+                groups.setdefault(tuple(ranks), []).append(key)
+        self._groups = sorted((ranks, sorted(keys)) for ranks, keys in groups.items())
+        self._rank = rank
+        self._round = 0
+        self._samples: list[list[torch.Tensor] | None] = []
+        self._event: torch.cuda.Event | None = None
+        self._device: torch.device | None = None
+
+    @property
+    def count(self) -> int:
+        """Words in a round."""
+        return 2 * min(_GROUPS, len(self._groups))
+
+    def words(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
+        """For the round that starts now: of each group of ranks two words, equal but for the sign where all of them
+        have the same. tensors: as they are now, for the next round."""
+        said = self._digests()
+        self._look(tensors)
+        return [word for digest in said for word in ((digest, -digest) if digest else (_NOTHING, _NOTHING))]
+
+    def _look(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._samples, self._device, self._event = [], None, None
+        number, self._round = self._round, self._round + 1
+        for ranks, keys in self._turn(number):
+            if self._rank not in ranks:
+                self._samples.append(None)
+                continue
+            every = -(-len(keys) // _TENSORS)
+            mine = [tensors[key] for key in keys[number % every :: every] if key in tensors]
+            lines = [few(tensor, flat=tensor.is_contiguous()) for tensor in mine]
+            self._device = next((line.device for line in lines if line.is_cuda), self._device)
+            kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+            for line in lines:
+                kinds.setdefault((line.device, line.dtype), []).append(line)
+            self._samples.append([torch.cat(found) for found in kinds.values()])
+        if self._device is not None:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(self._device))
+
+    def _turn(self, number: int) -> list[tuple[tuple[int, ...], list[str]]]:
+        """The groups that have their turn in this round."""
+        if len(self._groups) <= _GROUPS:
+            return self._groups
+        first = number * _GROUPS % len(self._groups)
+        return (self._groups + self._groups)[first : first + _GROUPS]
+
+    def _digests(self) -> list[int]:
+        """Of what was looked at last, by group; 0 for those of which this rank is none."""
+        if not self._samples:
+            return [0] * min(_GROUPS, len(self._groups))
+        stream = torch.cuda.Stream(self._device) if self._event is not None else None  # type: ignore[no-untyped-call]
+        if stream is not None and self._event is not None:
+            stream.wait_event(self._event)
+        found = []
+        with torch.cuda.stream(stream):
+            for samples in self._samples:
+                if samples is None:
+                    found.append(0)
+                    continue
+                hasher = xxhash.xxh3_64()
+                for sample in samples:
+                    hasher.update(sample.cpu().numpy().tobytes())
+                found.append(hasher.intdigest() >> 2 | 1)
+        return found
+
+    @staticmethod
+    def differs(words: Sequence[int]) -> bool:
+        """What the round came to: of each word the largest of all ranks."""
+        pairs = zip(words[::2], words[1::2], strict=True)
+        return any(high != -low for high, low in pairs if high != _NOTHING)

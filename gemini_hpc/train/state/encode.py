@@ -1,0 +1,464 @@
+"""Typed binary encoding of plain Python state: scheduler dicts, RNG tuples, loader positions. No pickle.
+
+Every value is one tag byte and a payload; sizes are 4-byte (counts) or 8-byte (bytes) little-endian words.
+What comes out equals what went in, bit for bit for floats and arrays, with the same types. The decoder never
+runs code that the data names and never allocates more than the data's own length asks for: hostile bytes end
+in ValueError.
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import math
+import re
+import struct
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+MAX_DEPTH = 64
+MAX_DIMS = 64
+
+_COUNT = struct.Struct("<I")
+_SIZE = struct.Struct("<Q")
+_FLOAT = struct.Struct("<d")
+_COMPLEX = struct.Struct("<dd")
+_TIMEDELTA = struct.Struct("<qqq")
+
+_ARRAY_DTYPE = re.compile(r"[<>|=]?(?:[biufcSU?][0-9]*|[mM]8(?:\[[0-9]*[A-Za-z]+\])?)")
+_TORCH_DTYPES: dict[str, torch.dtype] = {
+    str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+_QUANTIZED = ("torch.q", "torch.quint", "torch.bits")
+
+_enums: dict[str, type[enum.Enum]] = {}
+
+
+class UnknownTypeError(TypeError):
+    """A value that has no encoding; the message names where it is and what it is."""
+
+
+class Lifted(NamedTuple):
+    """A tensor that lies elsewhere in the slot, under this name; see `lifted`."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    cuda: bool
+
+
+class Part(NamedTuple):
+    """What this rank has of a DTensor of this shape, cut like that; see `sharded`."""
+
+    tensor: torch.Tensor | Lifted
+    shape: tuple[int, ...]
+    placements: str
+
+
+def register_enum(cls: type[enum.Enum]) -> type[enum.Enum]:
+    """Allow members of `cls` in captured state (they are stored by name). Usable as a class decorator."""
+    _enums[f"{cls.__module__}.{cls.__qualname__}"] = cls
+    return cls
+
+
+def encode(value: Any, where: str = "state") -> bytes:
+    """Bytes of `value`. Raises UnknownTypeError naming the object path below `where` and its type."""
+    out: list[bytes] = []
+    _put(out, value, where, 0)
+    return b"".join(out)
+
+
+class Gaps(NamedTuple):
+    """Where encoded bytes have zeros for now: what belongs there, one tensor after the other as it was, and the
+    (offset, size) of each."""
+
+    data: bytearray
+    content: torch.Tensor  # uint8, on the device of the tensors
+    places: list[tuple[int, int]]
+
+    def fill(self, content: torch.Tensor) -> None:
+        """Put the content in, which is on the host by now."""
+        brought, at = content.numpy().data, 0
+        for offset, size in self.places:
+            self.data[offset : offset + size] = brought[at : at + size]
+            at += size
+
+
+def encode_around(
+    value: Any, defers: Callable[[torch.Tensor], bool], where: str = "state"
+) -> tuple[bytes | bytearray, Gaps | None]:
+    """As `encode`, but tensors that `defers` names, all on one device, are copied there, and that is not waited for:
+    the bytes have gaps that are to be filled. Raises UnknownTypeError."""
+    out = _Around(defers)
+    _put(out, value, where, 0)
+    if not out.deferred:
+        return b"".join(out), None
+    data, starts = bytearray(b"".join(out)), list(accumulate(map(len, out), initial=0))
+    places = [(starts[number], flat.numel()) for number, flat in out.deferred]
+    return data, Gaps(data, torch.cat([flat for _, flat in out.deferred]), places)
+
+
+def decode(data: bytes | memoryview, *, enums: bool = True) -> Any:
+    """The value that `encode` was given. Tensors that came from a CUDA device go back to the current one where
+    there is one. enums: False gives `CLASS.NAME` for a member, to who has not the training's classes. Raises
+    ValueError for anything that `encode` cannot have made."""
+    reader = _Reader(memoryview(data), enums)
+    try:
+        value = reader.value(0)
+    except (struct.error, UnicodeError, OverflowError, RuntimeError, TypeError, KeyError) as error:
+        raise ValueError(f"encoded state is damaged: {error}") from error
+    if reader.at != len(reader.data):
+        raise ValueError(f"encoded state has {len(reader.data) - reader.at} bytes after its end")
+    return value
+
+
+# ---- encoding ------------------------------------------------------------------------------------------
+
+
+class _Around(list[bytes]):
+    """Parts of encoded bytes, with zeros for tensors that are put in later."""
+
+    def __init__(self, defers: Callable[[torch.Tensor], bool]) -> None:
+        self.defers = defers
+        self.deferred: list[tuple[int, torch.Tensor]] = []  # by number of the part
+
+
+def _sized(out: list[bytes], tag: bytes, payload: bytes) -> None:
+    out.append(tag)
+    out.append(_SIZE.pack(len(payload)))
+    out.append(payload)
+
+
+def _put_items(out: list[bytes], tag: bytes, items: Iterable[Any], count: int, where: str, depth: int) -> None:
+    out.append(tag)
+    out.append(_COUNT.pack(count))
+    for index, item in enumerate(items):
+        _put(out, item, f"{where}[{index}]", depth + 1)
+
+
+def _put_mapping(out: list[bytes], tag: bytes, value: dict[Any, Any], where: str, depth: int) -> None:
+    out.append(tag)
+    out.append(_COUNT.pack(len(value)))
+    for key, item in value.items():
+        _put(out, key, f"{where} (key {key!r})", depth + 1)
+        _put(out, item, f"{where}[{key!r}]", depth + 1)
+
+
+def _put_set(out: list[bytes], tag: bytes, value: Iterable[Any], count: int, where: str, depth: int) -> None:
+    members: list[bytes] = []
+    for item in value:
+        member: list[bytes] = []
+        _put(member, item, f"{where}{{{item!r}}}", depth + 1)
+        members.append(b"".join(member))
+    out.append(tag)
+    out.append(_COUNT.pack(count))
+    out.extend(sorted(members))
+
+
+def _put_int(out: list[bytes], value: int) -> None:
+    _sized(out, b"i", value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True))
+
+
+def _put_array(out: list[bytes], tag: bytes, name: str, shape: Iterable[int], payload: bytes) -> None:
+    out.append(tag)
+    text = name.encode()
+    out.append(_COUNT.pack(len(text)))
+    out.append(text)
+    dims = tuple(shape)
+    out.append(_COUNT.pack(len(dims)))
+    out.extend(_SIZE.pack(dim) for dim in dims)
+    out.append(_SIZE.pack(len(payload)))
+    out.append(payload)
+
+
+def _put_tensor(out: list[bytes], value: torch.Tensor, where: str) -> None:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise UnknownTypeError(
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}: only plain tensors can be captured "
+            "as small state. Give the module that holds it as `model=` or in `extra=`."
+        )
+    if value.layout != torch.strided or value.is_quantized or str(value.dtype).startswith(_QUANTIZED):
+        raise UnknownTypeError(f"{where} is a {value.layout} tensor of {value.dtype}: only dense ones are captured")
+    flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    out.append(b"g" if value.device.type == "cuda" else b"c")
+    if isinstance(out, _Around) and flat.numel() and out.defers(value):
+        _put_array(out, b"X", str(value.dtype), value.shape, bytes(flat.numel()))
+        out.deferred.append((len(out) - 1, flat))
+    else:
+        _put_array(out, b"X", str(value.dtype), value.shape, flat.cpu().numpy().tobytes())
+
+
+def _put_ndarray(out: list[bytes], tag: bytes, value: np.ndarray[Any, Any], where: str) -> None:
+    name = value.dtype.str
+    if not _ARRAY_DTYPE.fullmatch(name):
+        raise UnknownTypeError(f"{where} is a NumPy value of dtype {value.dtype}: only numbers, text and times")
+    _put_array(out, tag, name, value.shape, value.tobytes())
+
+
+_EXACT: dict[type, Callable[[list[bytes], Any, str, int], None]] = {
+    type(None): lambda out, value, where, depth: out.append(b"N"),
+    bool: lambda out, value, where, depth: out.append(b"T" if value else b"F"),
+    int: lambda out, value, where, depth: _put_int(out, value),
+    float: lambda out, value, where, depth: out.append(b"f" + _FLOAT.pack(value)),
+    complex: lambda out, value, where, depth: out.append(b"j" + _COMPLEX.pack(value.real, value.imag)),
+    str: lambda out, value, where, depth: _sized(out, b"s", value.encode("utf-8", "surrogatepass")),
+    bytes: lambda out, value, where, depth: _sized(out, b"b", value),
+    bytearray: lambda out, value, where, depth: _sized(out, b"B", bytes(value)),
+    list: lambda out, value, where, depth: _put_items(out, b"l", value, len(value), where, depth),
+    tuple: lambda out, value, where, depth: _put_items(out, b"t", value, len(value), where, depth),
+    torch.Size: lambda out, value, where, depth: _put_items(out, b"z", tuple(value), len(value), where, depth),
+    range: lambda out, value, where, depth: _put_items(
+        out, b"r", (value.start, value.stop, value.step), 3, where, depth
+    ),
+    deque: lambda out, value, where, depth: _put_items(
+        out, b"q", (value.maxlen, *value), len(value) + 1, where, depth
+    ),
+    dict: lambda out, value, where, depth: _put_mapping(out, b"d", value, where, depth),
+    OrderedDict: lambda out, value, where, depth: _put_mapping(out, b"O", value, where, depth),
+    Counter: lambda out, value, where, depth: _put_mapping(out, b"C", value, where, depth),
+    set: lambda out, value, where, depth: _put_set(out, b"S", value, len(value), where, depth),
+    frozenset: lambda out, value, where, depth: _put_set(out, b"Z", value, len(value), where, depth),
+    Part: lambda out, value, where, depth: _put_items(out, b"P", value, 3, where, depth),
+    Lifted: lambda out, value, where, depth: _put_items(out, b"L", value, 4, where, depth),
+    torch.dtype: lambda out, value, where, depth: _sized(out, b"D", str(value).encode()),
+    torch.device: lambda out, value, where, depth: _sized(out, b"v", str(value).encode()),
+    datetime.datetime: lambda out, value, where, depth: _put_datetime(out, value, where),
+    datetime.date: lambda out, value, where, depth: _sized(out, b"y", value.isoformat().encode()),
+    datetime.timedelta: lambda out, value, where, depth: out.append(
+        b"e" + _TIMEDELTA.pack(value.days, value.seconds, value.microseconds)
+    ),
+}
+
+
+def _has_name(value: enum.Enum) -> bool:
+    """Whether it is a member of a registered class; a combination of flags is none."""
+    cls = type(value)
+    registered = _enums.get(f"{cls.__module__}.{cls.__qualname__}") is cls
+    return registered and cls.__members__.get(value.name or "") is value
+
+
+def _put_datetime(out: list[bytes], value: datetime.datetime, where: str) -> None:
+    if value.tzinfo is not None and type(value.tzinfo) is not datetime.timezone:
+        raise UnknownTypeError(f"{where} is a datetime in a {type(value.tzinfo).__name__}: only fixed UTC offsets")
+    _sized(out, b"w", (value.isoformat() + "~" * value.fold).encode())
+
+
+def _put(out: list[bytes], value: Any, where: str, depth: int) -> None:
+    if depth > MAX_DEPTH:
+        raise UnknownTypeError(f"{where} is nested deeper than {MAX_DEPTH} levels (does it contain itself?)")
+    put = _EXACT.get(type(value))
+    if put is not None:
+        put(out, value, where, depth)
+    elif isinstance(value, torch.Tensor):
+        _put_tensor(out, value, where)
+    elif isinstance(value, torch.Generator):
+        _sized(out, b"G", value.get_state().cpu().numpy().tobytes())
+    elif isinstance(value, np.generic):
+        _put_ndarray(out, b"a", np.asarray(value), where)
+    elif type(value) is np.ndarray:
+        _put_ndarray(out, b"A", value, where)
+    elif isinstance(value, enum.Enum) and _has_name(value):
+        out.append(b"E")
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        _put(out, (name, value.name), where, depth + 1)
+    else:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        hint = (
+            "register its class with gemini_hpc.train.state.encode.register_enum"
+            if isinstance(value, enum.Enum)
+            else "give the object that holds it a state_dict of plain values (numbers, text, containers, tensors)"
+        )
+        raise UnknownTypeError(f"{where} is a {kind}, which cannot be captured: {hint}")
+
+
+# ---- decoding ------------------------------------------------------------------------------------------
+
+
+class GeneratorState(bytes):
+    """State of a `torch.Generator`, as decoded. `restore(generator)` puts it into one."""
+
+    def restore(self, generator: torch.Generator) -> None:
+        """Set the generator's state."""
+        generator.set_state(torch.frombuffer(bytearray(self), dtype=torch.uint8))
+
+
+class _Reader:
+    def __init__(self, data: memoryview, enums: bool) -> None:
+        self.data = data.cast("B") if data.format != "B" or data.ndim != 1 else data
+        self.at = 0
+        self.enums = enums
+
+    def take(self, count: int) -> memoryview:
+        if count > len(self.data) - self.at:
+            raise ValueError(f"encoded state ends early: {count} bytes wanted, {len(self.data) - self.at} left")
+        part = self.data[self.at : self.at + count]
+        self.at += count
+        return part
+
+    def count(self) -> int:
+        value = int(_COUNT.unpack(self.take(4))[0])
+        if value > len(self.data) - self.at:
+            raise ValueError(f"encoded state names {value} items, with {len(self.data) - self.at} bytes left")
+        return value
+
+    def sized(self) -> memoryview:
+        return self.take(int(_SIZE.unpack(self.take(8))[0]))
+
+    def value(self, depth: int) -> Any:
+        if depth > MAX_DEPTH + 1:
+            raise ValueError(f"encoded state is nested deeper than {MAX_DEPTH} levels")
+        tag = bytes(self.take(1))
+        read = _READ.get(tag)
+        if read is None:
+            raise ValueError(f"encoded state has an unknown tag {tag!r}")
+        return read(self, depth)
+
+    def items(self, depth: int) -> list[Any]:
+        return [self.value(depth + 1) for _ in range(self.count())]
+
+    def mapping(self, depth: int) -> dict[Any, Any]:
+        count = self.count()
+        result: dict[Any, Any] = {}
+        for _ in range(count):
+            key = self.value(depth + 1)
+            result[key] = self.value(depth + 1)
+        if len(result) != count:
+            raise ValueError("encoded state has a key twice")
+        return result
+
+    def integer(self) -> int:
+        return int.from_bytes(self.sized(), "little", signed=True)
+
+    def array(self) -> tuple[str, tuple[int, ...], memoryview]:
+        name = bytes(self.take(self.count())).decode()
+        ndim = self.count()
+        if ndim > MAX_DIMS:
+            raise ValueError(f"encoded state has an array of {ndim} dimensions")
+        shape = tuple(int(_SIZE.unpack(self.take(8))[0]) for _ in range(ndim))
+        return name, shape, self.sized()
+
+    def tensor(self, cuda: bool) -> torch.Tensor:
+        if bytes(self.take(1)) != b"X":
+            raise ValueError("encoded state has a tensor without a body")
+        name, shape, payload = self.array()
+        dtype = _TORCH_DTYPES.get(name)
+        if dtype is None or name.startswith(_QUANTIZED):
+            raise ValueError(f"encoded state has a tensor of unknown dtype {name[:40]!r}")
+        if math.prod(shape) * dtype.itemsize != len(payload):
+            raise ValueError(f"encoded state has a tensor of shape {shape} in {len(payload)} bytes")
+        if not len(payload):
+            result = torch.empty(shape, dtype=dtype)
+        else:
+            result = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(dtype).reshape(shape)
+        return result.to("cuda") if cuda and torch.cuda.is_available() else result
+
+    def part(self, depth: int) -> Part:
+        found = self.items(depth)
+        kinds: tuple[Any, ...] = ((torch.Tensor, Lifted), tuple, str)
+        if len(found) != 3 or not all(map(isinstance, found, kinds)):
+            raise ValueError("encoded state has a part of a DTensor that is none")
+        return Part(*found)
+
+    def lifted(self, depth: int) -> Lifted:
+        found = self.items(depth)
+        if [type(value) for value in found] != [str, str, tuple, bool]:
+            raise ValueError("encoded state refers to a tensor elsewhere in words that are none")
+        if f"torch.{found[1]}" not in _TORCH_DTYPES or not all(type(n) is int and n >= 0 for n in found[2]):
+            raise ValueError(f"encoded state refers to a tensor {str(found[2])[:40]} of {found[1][:40]!r}")
+        return Lifted(*found)
+
+    def ndarray(self) -> np.ndarray[Any, Any]:
+        name, shape, payload = self.array()
+        if not _ARRAY_DTYPE.fullmatch(name):
+            raise ValueError(f"encoded state has an array of dtype {name[:40]!r}")
+        dtype = np.dtype(name)
+        if math.prod(shape) * dtype.itemsize != len(payload):
+            raise ValueError(f"encoded state has an array of shape {shape} in {len(payload)} bytes")
+        if not len(payload):
+            return np.empty(shape, dtype)
+        return np.frombuffer(bytearray(payload), dtype=dtype).reshape(shape)
+
+    def scalar(self) -> Any:
+        array = self.ndarray()
+        if array.ndim:
+            raise ValueError("encoded state has a NumPy scalar with dimensions")
+        return array[()]
+
+    def torch_dtype(self) -> torch.dtype:
+        return _TORCH_DTYPES[bytes(self.sized()).decode()]
+
+    def range(self, depth: int) -> range:
+        start, stop, step = self.items(depth)
+        return range(start, stop, step)
+
+    def deque(self, depth: int) -> deque[Any]:
+        maxlen, *items = self.items(depth)
+        return deque(items, maxlen)
+
+    def members(self, depth: int) -> set[Any]:
+        items = self.items(depth)
+        result = set(items)
+        if len(result) != len(items):
+            raise ValueError("encoded state has a set member twice")
+        return result
+
+    def size(self, depth: int) -> torch.Size:
+        return torch.Size(self.items(depth))
+
+    def enum(self, depth: int) -> enum.Enum | str:
+        pair = self.value(depth + 1)
+        if not self.enums and isinstance(pair, tuple) and len(pair) == 2:
+            return f"{pair[0]}.{pair[1]}"
+        if not (isinstance(pair, tuple) and len(pair) == 2 and pair[0] in _enums):
+            raise ValueError("encoded state has a member of an enum class that is not registered here")
+        return _enums[pair[0]][pair[1]]
+
+    def moment(self) -> datetime.datetime:
+        text = bytes(self.sized()).decode()
+        plain = text.removesuffix("~")
+        return datetime.datetime.fromisoformat(plain).replace(fold=len(text) - len(plain))
+
+    def timedelta(self) -> datetime.timedelta:
+        days, seconds, microseconds = _TIMEDELTA.unpack(self.take(24))
+        return datetime.timedelta(days, seconds, microseconds)
+
+
+_READ: dict[bytes, Callable[[_Reader, int], Any]] = {
+    b"N": lambda r, depth: None,
+    b"T": lambda r, depth: True,
+    b"F": lambda r, depth: False,
+    b"i": lambda r, depth: r.integer(),
+    b"f": lambda r, depth: _FLOAT.unpack(r.take(8))[0],
+    b"j": lambda r, depth: complex(*_COMPLEX.unpack(r.take(16))),
+    b"s": lambda r, depth: bytes(r.sized()).decode("utf-8", "surrogatepass"),
+    b"b": lambda r, depth: bytes(r.sized()),
+    b"B": lambda r, depth: bytearray(r.sized()),
+    b"l": lambda r, depth: r.items(depth),
+    b"t": lambda r, depth: tuple(r.items(depth)),
+    b"z": lambda r, depth: r.size(depth),
+    b"r": lambda r, depth: r.range(depth),
+    b"q": lambda r, depth: r.deque(depth),
+    b"d": lambda r, depth: r.mapping(depth),
+    b"O": lambda r, depth: OrderedDict(r.mapping(depth)),
+    b"C": lambda r, depth: Counter(r.mapping(depth)),
+    b"S": lambda r, depth: r.members(depth),
+    b"Z": lambda r, depth: frozenset(r.members(depth)),
+    b"D": lambda r, depth: r.torch_dtype(),
+    b"v": lambda r, depth: torch.device(bytes(r.sized()).decode()),
+    b"w": lambda r, depth: r.moment(),
+    b"y": lambda r, depth: datetime.date.fromisoformat(bytes(r.sized()).decode()),
+    b"e": lambda r, depth: r.timedelta(),
+    b"P": lambda r, depth: r.part(depth),
+    b"L": lambda r, depth: r.lifted(depth),
+    b"G": lambda r, depth: GeneratorState(r.sized()),
+    b"a": lambda r, depth: r.scalar(),
+    b"A": lambda r, depth: r.ndarray(),
+    b"c": lambda r, depth: r.tensor(cuda=False),
+    b"g": lambda r, depth: r.tensor(cuda=True),
+    b"E": lambda r, depth: r.enum(depth),
+}

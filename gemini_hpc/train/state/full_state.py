@@ -1,0 +1,283 @@
+"""A version of the tier in one process: its tensors whole, by name, and its small state. With torch."""
+
+from __future__ import annotations
+
+import datetime
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from gemini_hpc.format.shard_manifest import LIFTED, Manifest, Piece, Row
+from gemini_hpc.tier import publish, version
+from gemini_hpc.train.state import groups, lifted
+from gemini_hpc.train.state.restore import Saved
+from gemini_hpc.train.state.torch_dtypes import dtype_of
+from gemini_hpc.wire.stored import Stored
+
+if TYPE_CHECKING:
+    from gemini_hpc.tier.nodefile import Reader
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
+
+
+@dataclass
+class Whole:
+    """tensors: by key; what was one rank's own is `rank3:KEY`. rows: what is known of each. small: of rank 0; an
+    MPI program has none."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    rows: dict[str, Row] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    small: dict[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def opened(where: str, manifest: version.Manifest) -> Iterator[list[Saved]]:
+    """All shards of a version, by rank. Only their directories and small states are read now, tensors when they are
+    asked for, each checked against its digest. Raises OSError, ValueError, also when a tensor is read."""
+    with ExitStack() as files:
+        shards = []
+        for file in manifest.files:
+            reader = files.enter_context(_open(f"{where}/{file.name}"))
+            shards += [_shard(reader, stored) for stored in file.shards]
+        yield sorted(shards, key=lambda saved: saved.manifest.rank)
+
+
+def _open(path: str) -> Reader:
+    from gemini_hpc.tier.nodefile import Reader
+
+    try:
+        return Reader(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing, which this version needs: take another one") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {publish.why(error)}") from None
+
+
+def _shard(reader: Reader, stored: Stored) -> Saved:
+    header, manifest, small = reader.parts(stored)
+    return Saved(header, manifest, lambda piece: _raw(reader, manifest, piece), small)
+
+
+def _raw(reader: Reader, manifest: Manifest, piece: Piece) -> torch.Tensor:
+    return torch.frombuffer(reader.piece(manifest, piece), dtype=torch.uint8)
+
+
+def read(where: str, manifest: version.Manifest) -> Whole:
+    """Of the version's directory `where`. Raises OSError, ValueError where a tensor is damaged or not whole."""
+    with opened(where, manifest) as shards:
+        return _join(shards)
+
+
+def _join(shards: Iterable[Saved]) -> Whole:
+    whole, have = Whole(), dict[str, set[Box]]()
+    for saved in shards:
+        small = saved.small(enums=False) if saved.small_raw else {}
+        if saved.manifest.rank == 0 and small:
+            whole.small, whole.aliases = small, dict(saved.manifest.aliases)
+        for fields, tensor in small.get("late", ()):
+            _add_late(whole, saved, Row(*fields), tensor)
+        for row in saved.manifest.rows:
+            key = saved.key(row)
+            first = whole.rows.setdefault(key, row)
+            if key not in whole.tensors:
+                whole.tensors[key] = torch.zeros(row.shape, dtype=dtype_of(row.dtype))
+                have[key] = set()
+            elif (first.shape, first.dtype) != (row.shape, row.dtype):
+                raise ValueError(
+                    f"{key} is {first.shape} {first.dtype} and, for another rank, {row.shape} {row.dtype}"
+                )
+        for piece in saved.manifest.pieces:
+            row = saved.manifest.rows[piece.row]
+            key = saved.key(row)
+            part = saved.tensor(piece)
+            target = whole.tensors[key]
+            for dim, (start, length) in enumerate(zip(piece.offset, piece.size, strict=True)):
+                target = target.narrow(dim, start, length)
+            target.copy_(part)
+            have[key].add((piece.offset, piece.size))
+    for key, tensor in whole.tensors.items():
+        covered = _covered(have[key], tensor.ndim) if key in have else tensor.numel()
+        if covered != tensor.numel():
+            raise ValueError(f"{key} is not whole: {covered} of {tensor.numel()} elements")
+    put_back(whole)
+    return whole
+
+
+def put_back(whole: Whole) -> None:
+    """What was lifted out of small states: into rank 0's, which is the one that is kept."""
+    keys = [key for key, row in whole.rows.items() if row.optimizer == LIFTED]
+    found = {key: whole.tensors.pop(key) for key in keys}
+    for key in keys:
+        del whole.rows[key]
+    wanted = [each.key for each in lifted.all_in(whole.small)]
+    if missing := [key for key in wanted if key not in found and f"rank0:{key}" not in found]:
+        raise ValueError(f"{missing[0]} is not there")
+    own = {key: f"rank0:{key}" for key in wanted if f"rank0:{key}" in found}
+    whole.small = lifted.put_back(whole.small, {key: found[own.get(key, key)] for key in wanted})
+
+
+def _add_late(whole: Whole, saved: Saved, row: Row, tensor: torch.Tensor) -> None:
+    """What appeared after the first step is in each rank's small state."""
+    if tuple(tensor.shape) != row.shape:
+        raise ValueError(
+            f"{row.key} appeared in mid-training, and this version has it in parts without places: take one that "
+            "was written after another start of the job"
+        )
+    whole.rows.setdefault(saved.key(row), row)
+    whole.tensors.setdefault(saved.key(row), tensor)
+
+
+def _covered(boxes: set[Box], ndim: int) -> int:
+    """Elements in any of the boxes. Those of an MPI program may overlap: they are marked on the grid of all their
+    edges, which has not more cells than the tensor has elements."""
+    edges = [
+        np.unique([at for offset, size in boxes for at in (offset[dim], offset[dim] + size[dim])])
+        for dim in range(ndim)
+    ]
+    seen = np.zeros([max(0, len(found) - 1) for found in edges], dtype=bool)
+    for offset, size in boxes:
+        ends = [np.searchsorted(e, (at, at + n)) for e, at, n in zip(edges, offset, size, strict=True)]
+        seen[tuple(slice(*end) for end in ends)] = True
+    sizes = reduce(np.multiply.outer, [np.diff(found) for found in edges], np.ones((), dtype=np.int64))
+    return int(sizes[seen].sum()) if boxes else 0
+
+
+def flat(whole: Whole) -> dict[str, torch.Tensor]:
+    """Tensors and nothing else, buffers too, by key."""
+    return {**whole.tensors, **(_buffers(whole.small) if whole.small else {})}
+
+
+def _buffers(small: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Those that a `state_dict` has, which other programs expect; old versions do not say which these are."""
+    left_out = set(small.get("transient", ()))
+    return {name: _plain(tensor) for name, tensor in small["buffers"].items() if name not in left_out}
+
+
+def as_state(whole: Whole) -> dict[str, Any]:
+    """The usual form of a checkpoint: `model` by parameter and buffer name, as `Module.load_state_dict` takes it;
+    `optimizer` by parameter name, as `set_optimizer_state_dict` of torch.distributed.checkpoint takes it; `extra` by
+    module; `stateful` by name; `own` what was a single rank's. Of an MPI program, its arrays by key. `torch.load`
+    takes all of it with `weights_only`."""
+    if not whole.small:
+        return dict(whole.tensors)
+    stateful = _plain(whole.small["stateful"])
+    model: dict[str, torch.Tensor] = {}
+    extra: dict[str, dict[str, torch.Tensor]] = {}
+    optimizers: list[dict[str, Any]] = [{"state": {}, "param_groups": its} for its in _groups(whole.small)]
+    count = len(optimizers)
+    own: dict[str, torch.Tensor] = {}
+
+    def put(key: str, tensor: torch.Tensor) -> bool:
+        kind, _, name = key.partition(".")
+        if kind == "model":
+            model[name] = tensor
+        elif kind == "extra":
+            module, _, name = name.partition(".")
+            extra.setdefault(module, {})[name] = tensor
+        return kind in ("model", "extra")
+
+    for key, tensor in whole.tensors.items():
+        row = whole.rows[key]
+        if row.optimizer >= 0 and key == row.key and row.optimizer < count:
+            optimizers[row.optimizer]["state"].setdefault(_name(row.owner), {})[row.name] = tensor
+        elif not put(key, tensor):
+            own[key] = tensor
+    for name, tensor in _buffers(whole.small).items():
+        put(name, tensor)
+    for name, known in whole.aliases.items():
+        if known in whole.tensors:
+            put(name, whole.tensors[known])
+    for (number, owner, name), value in whole.small["odd"].items():
+        if number < count:
+            optimizers[number]["state"].setdefault(_name(owner), {})[name] = _plain(value)
+    found: dict[str, Any] = {"model": model, "optimizer": optimizers[0] if count == 1 else optimizers}
+    for name, part in (("extra", extra), ("stateful", stateful), ("own", own)):
+        if part:
+            found[name] = part
+    return found
+
+
+def _name(fqn: str) -> str:
+    """Of a parameter, as other programs have it: without `model.`."""
+    return fqn.partition(".")[2]
+
+
+def _groups(small: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+    """Each optimizer's `param_groups`, with the names of their parameters; old versions have none of these. Raises
+    ValueError."""
+    optimizers: list[list[dict[str, Any]]] = _plain(small["groups"])
+    for found, packed in zip(optimizers, small.get("members", ()), strict=False):
+        for group, known in zip(found, groups.unpack(packed), strict=True):
+            group["params"] = [_name(fqn) for fqn in known.params]
+            if known.param_names:
+                group["param_names"] = known.param_names
+    return optimizers
+
+
+# ---- plain values --------------------------------------------------------------------------------------
+
+_LONG_BITS = 2000  # torch.load reads no number of 2040 bits or more
+_KEPT = (type(None), bool, float, complex, str, torch.dtype, torch.device)
+
+
+def _plain(value: Any) -> Any:
+    """What torch.load takes without being allowed to run anything: bytes and arrays become tensors; sets, ranges and
+    the like lists; times and what else there is, text."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, (bytes, bytearray)):
+        return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
+    if isinstance(value, np.generic):
+        return _scalar(value)
+    if isinstance(value, np.ndarray):
+        return _array(value)
+    if isinstance(value, dict):
+        return {_key(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted((_plain(item) for item in value), key=repr)  # in the same order each time
+    if isinstance(value, tuple):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, (list, range, deque)):
+        return [_plain(item) for item in value]
+    if isinstance(value, int) and value.bit_length() > _LONG_BITS:
+        return hex(value)
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, datetime.date):
+        return value.isoformat()
+    return value if isinstance(value, (int, *_KEPT)) else repr(value)
+
+
+def _key(value: Any) -> Any:
+    """The same for a key, which cannot be a list or a tensor."""
+    if isinstance(value, np.generic):
+        value = _scalar(value) if value.dtype.kind not in "SmM" else repr(value)
+    if isinstance(value, tuple):
+        return tuple(_key(item) for item in value)
+    if isinstance(value, int):
+        return _plain(value)
+    return value if isinstance(value, (bytes, *_KEPT)) else repr(value)
+
+
+def _scalar(value: Any) -> Any:
+    plain = value.item() if value.dtype.kind not in "mM" else str(value)
+    return str(value) if isinstance(plain, np.generic) else _plain(plain)  # of more bits than Python's numbers
+
+
+def _array(value: np.ndarray[Any, Any]) -> Any:
+    """A tensor; nested lists of what torch has no type for."""
+    native = value.astype(value.dtype.newbyteorder("="))
+    try:
+        return torch.from_numpy(np.array(native))
+    except TypeError:
+        items = np.empty(native.shape, dtype=object)
+        for at in np.ndindex(native.shape):
+            items[at] = _scalar(native[at])
+        return items.tolist()

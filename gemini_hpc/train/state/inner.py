@@ -1,0 +1,139 @@
+"""Tensors that are made of other tensors (`__tensor_flatten__`): quantized optimizer states, MX and float8 weights.
+
+Such a tensor is captured by its inner tensors, down to plain ones, under `KEY.INNER`, and comes back by a copy into
+them. Where the training has not made it yet (optimizer state, before the first step) it is made from a recipe in the
+small state: its class, which the script must have imported, and what that says of itself. DTensors are no such
+tensors; one whose local part is one is captured by that, as this rank's own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from gemini_hpc.train.state import encode
+
+Recipe = dict[str, Any]
+_DEEP = 8
+
+
+def _here(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def composed(tensor: torch.Tensor) -> bool:
+    """Whether this is made of other tensors, and can say of which."""
+    kind = type(_here(tensor))
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+
+
+def parts(tensor: torch.Tensor, above: str = "", deep: int = _DEEP) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that it is made of, each with its path in it; what can say nothing more is told as it is."""
+    here = _here(tensor)
+    for name in here.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        inner = getattr(here, name)
+        if composed(inner) and deep:
+            yield from parts(inner, f"{above}{name}.", deep - 1)
+        else:
+            yield f"{above}{name}", inner
+
+
+class Made(NamedTuple):
+    """One tensor that is made of others, and those that it was made of. whole: the same, or the DTensor around it."""
+
+    whole: torch.Tensor
+    tensor: torch.Tensor
+    names: tuple[str, ...]
+    about: Any
+    inner: list[torch.Tensor]
+
+    def holds(self) -> bool:
+        """Whether it is made of the same tensors, in the same way."""
+        names, about = self.tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        found = [getattr(self.tensor, name) for name in names]
+        same = tuple(names) == self.names and all(map(is_, found, self.inner)) and about == self.about
+        return same and _here(self.whole) is self.tensor
+
+
+def levels(tensor: torch.Tensor) -> Iterator[Made]:
+    """It, and those of its inner tensors that are made of others again."""
+    here = _here(tensor)
+    names, about = here.__tensor_flatten__()  # type: ignore[attr-defined]
+    found = [getattr(here, name) for name in names]
+    yield Made(tensor, here, tuple(names), about, found)
+    for value in found:
+        if composed(value):
+            yield from levels(value)
+
+
+def recipes(small: Mapping[str, Any]) -> dict[tuple[int, str, str], Recipe]:
+    """Those in a small state, by (optimizer or -1, parameter, name or ""). Raises ValueError."""
+    packed = small.get("made")
+    found = encode.decode(packed) if packed else {}
+    return found if isinstance(found, dict) else {}
+
+
+def recipe(tensor: torch.Tensor) -> Recipe:
+    """How to make it of its parts, in values that `encode` takes, as far as its class keeps to such."""
+    here = _here(tensor)
+    names, about = here.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: getattr(here, name) for name in names}
+    return {
+        "class": f"{type(here).__module__}:{type(here).__qualname__}",
+        "about": about,
+        "inner": {name: recipe(value) if composed(value) else None for name, value in inner.items()},
+        "size": tuple(here.shape),
+        "stride": tuple(here.stride()),
+        "sharded": isinstance(tensor, DTensor),
+    }
+
+
+def paths(made: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """Of the parts that a recipe asks for."""
+    for name, below in made["inner"].items():
+        if below is None:
+            yield f"{above}{name}"
+        else:
+            yield from paths(below, f"{above}{name}.")
+
+
+def make(made: Mapping[str, Any], part: Callable[[str], torch.Tensor], owner: torch.Tensor) -> torch.Tensor:
+    """Such a tensor of these parts, by their paths. owner: the parameter whose state it is. Raises ValueError."""
+    found = _make(made, part, "")
+    if made["sharded"] and isinstance(owner, DTensor):
+        mesh, placements = owner.device_mesh, owner.placements
+        found = DTensor.from_local(found, mesh, placements, run_check=False, shape=owner.shape, stride=owner.stride())
+    return found
+
+
+def _make(made: Mapping[str, Any], part: Callable[[str], torch.Tensor], above: str) -> torch.Tensor:
+    kind = _class(made["class"])
+    inner = {
+        name: part(f"{above}{name}") if below is None else _make(below, part, f"{above}{name}.")
+        for name, below in made["inner"].items()
+    }
+    try:
+        found = kind.__tensor_unflatten__(inner, made["about"], torch.Size(made["size"]), tuple(made["stride"]))
+    except Exception as error:  # of somebody's class
+        raise ValueError(f"a {made['class']} cannot be made of its parts: {type(error).__name__}: {error}") from None
+    if not isinstance(found, torch.Tensor):
+        raise ValueError(f"a {made['class']} made of its parts is no tensor")
+    return found
+
+
+def _class(name: str) -> Any:
+    """A class of tensors that this process has imported; nothing is imported because saved state says so."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if not (isinstance(found, type) and issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__")):
+        raise ValueError(f"the saved state has a {name}, which this script has not imported")
+    return found

@@ -1,0 +1,199 @@
+"""Large tensors within the small state: a buffer, an average of weights that is no module, an optimizer's history.
+
+Each of them is lifted out of the small state and captured as a parameter is: it has a place of its own in the slot
+and need not be copied inside `step()`. The small state says where it was. One that appears after the first `step()`
+stays in the small state until the ranks plan anew.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from gemini_hpc.format.dtypes import item_bytes
+from gemini_hpc.train.state.encode import MAX_DEPTH, Lifted, Part
+from gemini_hpc.train.state.sample import few
+from gemini_hpc.train.state.source import Source
+from gemini_hpc.train.state.torch_dtypes import dtype_name, dtype_of
+
+LEAST_BYTES = 64 << 10
+BUFFERS = "buffers"
+_LIFTED_FROM = (BUFFERS, "stateful", "odd", "loose")
+
+
+def name_of(path: Sequence[Any]) -> str:
+    """Under which a tensor there is known: a buffer by its own name."""
+    return ".".join(map(str, path[1:] if path[0] == BUFFERS else path))
+
+
+class Lift:
+    """One walk through a small state. wants: of (name, tensor), whether it has a place in the slot."""
+
+    def __init__(self, wants: Callable[[str, torch.Tensor], bool]) -> None:
+        self._wants = wants
+        self.found: dict[str, torch.Tensor] = {}
+        self.left: dict[str, torch.Tensor] = {}  # as large, and without a place
+
+    def out_of(self, small: Mapping[str, Any]) -> dict[str, Any]:
+        """The small state without them."""
+        return {name: self._walk(value, (name,)) if name in _LIFTED_FROM else value for name, value in small.items()}
+
+    def _walk(self, value: Any, path: tuple[Any, ...]) -> Any:
+        kind = type(value)
+        if len(path) > MAX_DEPTH:  # the encoder says so
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path) if value.numel() * value.element_size() >= LEAST_BYTES else value
+        if kind is Part:
+            tensor = self._walk(value.tensor, path)
+            return value if tensor is value.tensor else Part(tensor, value.shape, value.placements)
+        if kind in (dict, OrderedDict):
+            pairs = [(key, self._walk(item, (*path, *_step(key)))) for key, item in value.items()]
+            if all(a is b for (_, a), b in zip(pairs, value.values(), strict=True)):
+                return value
+            return kind(pairs)
+        if kind in (list, tuple):
+            items = [self._walk(item, (*path, i)) for i, item in enumerate(value)]
+            return value if all(a is b for a, b in zip(items, value, strict=True)) else kind(items)
+        return value
+
+    def _tensor(self, value: torch.Tensor, path: tuple[Any, ...]) -> Any:
+        name = name_of(path)
+        if not _liftable(value) or name in self.found or name in self.left:
+            return value
+        if not self._wants(name, value):
+            self.left[name] = value
+            return value
+        self.found[name] = value.detach()
+        return Lifted(name, dtype_name(value.dtype), tuple(value.shape), value.is_cuda)
+
+
+def _step(key: Any) -> tuple[Any, ...]:
+    return key if type(key) is tuple else (key,)
+
+
+def _liftable(tensor: torch.Tensor) -> bool:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout != torch.strided:
+        return False
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
+        return False
+    if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        return False  # several elements share their memory: small, however large it looks
+    try:
+        return item_bytes(dtype_name(tensor.dtype)) == tensor.element_size()
+    except ValueError:
+        return False
+
+
+def put_back(saved: Any, loaded: Mapping[str, torch.Tensor]) -> Any:
+    """A decoded small state with the tensors that were lifted out of it."""
+    if isinstance(saved, Lifted):
+        return loaded[saved.key]
+    if type(saved) is Part:
+        return Part(put_back(saved.tensor, loaded), saved.shape, saved.placements)
+    if type(saved) in (dict, OrderedDict):
+        for key, value in saved.items():
+            saved[key] = put_back(value, loaded)
+        return saved
+    if type(saved) in (list, tuple):
+        return type(saved)(put_back(value, loaded) for value in saved)
+    return saved
+
+
+def all_in(saved: Any) -> Iterable[Lifted]:
+    """Those that were lifted out of a decoded small state."""
+    if isinstance(saved, Lifted):
+        yield saved
+    elif type(saved) is Part:
+        yield from all_in(saved.tensor)
+    elif isinstance(saved, Mapping):
+        for value in saved.values():
+            yield from all_in(value)
+    elif isinstance(saved, (list, tuple)):
+        for value in saved:
+            yield from all_in(value)
+
+
+def room_for(lifted: Lifted) -> torch.Tensor:
+    """Memory for it, where it was: on a device if there is one. Raises ValueError."""
+    device = "cuda" if lifted.cuda and torch.cuda.is_available() else "cpu"
+    return torch.empty(lifted.shape, dtype=dtype_of(lifted.dtype), device=device)
+
+
+# ---- version by version --------------------------------------------------------------------------------
+
+
+class Seen(NamedTuple):
+    """A tensor that is copied behind the training's back, as it was at step()."""
+
+    source: Source
+    base: torch.Tensor
+    ptr: int
+    changes: int
+    samples: list[torch.Tensor]
+
+    def moved(self) -> bool:
+        """Whether it has been written since."""
+        return self.base._version != self.changes or self.base.data_ptr() != self.ptr
+
+    def torn(self, targets: Sequence[torch.Tensor]) -> bool:
+        """Whether its copies differ from what it was."""
+        first, flats = self.source.first_piece, self.source.flats
+        return any(
+            not torch.equal(few(targets[first + i], flat=flat), sample)
+            for i, (flat, sample) in enumerate(zip(flats, self.samples, strict=True))
+        )
+
+
+class LiftedSources:
+    """The lifted tensors of a plan, and those of which this rank keeps pieces. Buffers change in the forward pass,
+    and are copied at step(); the others mostly change right before it."""
+
+    def __init__(
+        self, planned: Mapping[str, torch.Tensor], sources: Sequence[Source], shared: frozenset[str]
+    ) -> None:
+        """planned: all of them, by name; shared: names of those that other ranks' small states refer to."""
+        self._planned = {name: (tensor.shape, tensor.dtype) for name, tensor in planned.items()}
+        self.sources, self._shared = sources, shared
+
+    def takes(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of this name, shape and type has a place."""
+        return self._planned.get(name) == (tensor.shape, tensor.dtype)
+
+    def missed(self, found: Mapping[str, torch.Tensor]) -> set[str]:
+        """Names of those that are not there any more, or not in that shape."""
+        return self._planned.keys() - found.keys()
+
+    def bind(self, found: Mapping[str, torch.Tensor]) -> list[str]:
+        """As they are at this step(). Of one that is not there an old copy is kept, to which nothing refers. Returns
+        the names of those to which another rank may refer: a version without them cannot be right."""
+        gone = []
+        for source in self.sources:
+            tensor = found.get(source.key)
+            if tensor is None:
+                if source.key in self._shared:
+                    gone.append(source.key)
+                elif source.base is None:
+                    source.bind(torch.zeros(source.shape, dtype=source.dtype))
+                    source.whole = source.base
+            elif not source.is_at(tensor):
+                source.bind(tensor)
+                source.whole = tensor
+        return gone
+
+    def snapshot(self, version: int) -> tuple[list[list[torch.Tensor]], list[Seen]]:
+        """What is to be copied, by source, and what has to be looked at again when it has been."""
+        seen = []
+        for source in self.sources:
+            assert source.base is not None
+            if source.eager:
+                source.stage(version, compare=True)
+            else:
+                source.since = version
+                base = source.base
+                samples = [line.clone() for line in source.fews]
+                seen.append(Seen(source, base, source.ptr, base._version, samples))
+        return [source.staging if source.eager else source.views for source in self.sources], seen

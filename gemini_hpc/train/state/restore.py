@@ -1,0 +1,385 @@
+"""Bringing the training back to a saved version: shards from the agent, tensors through DCP's loader.
+
+The saved boxes are described as `torch.distributed.checkpoint` metadata and read from memory, so that DCP's stock
+load planner does the resharding when the new run is cut differently.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from gemini_hpc.format import shard_manifest
+from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, Manifest, Piece, Row
+from gemini_hpc.format.slot_header import HEADER_BYTES, Header, parse_header
+from gemini_hpc.train.state import encode, inner, lifted
+from gemini_hpc.train.state.torch_dtypes import dtype_of
+from gemini_hpc.train.state.tree import Leaf, StateTree, box_of, local
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, size
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One shard, in memory or in a file. raw: the bytes of one of its pieces."""
+
+    header: Header
+    manifest: Manifest
+    raw: Callable[[Piece], torch.Tensor]
+    small_raw: bytes
+
+    @classmethod
+    def read(cls, memory: torch.Tensor, total_bytes: int) -> Saved:
+        """Parse the used bytes of a slot of `total_bytes`. Raises ValueError."""
+        header = parse_header(memory[:HEADER_BYTES].numpy().tobytes(), total_bytes)
+        layout = header.layout
+        if memory.numel() < header.used_bytes:
+            raise ValueError(f"a copy of {memory.numel()} bytes, {header.used_bytes} wanted")
+        raw = memory[layout.manifest_offset : layout.manifest_offset + layout.manifest_bytes].numpy().tobytes()
+        manifest = shard_manifest.unpack(raw, layout.tensor_bytes)
+        area = memory[layout.tensor_offset : layout.tensor_offset + layout.tensor_bytes]
+        small = memory[layout.small_offset : header.used_bytes].numpy().tobytes()
+        return cls(header, manifest, lambda piece: area[piece.at : piece.at + manifest.nbytes(piece)], small)
+
+    def tensor(self, piece: Piece) -> torch.Tensor:
+        """A piece, of its own type and size. Raises ValueError, OSError where it cannot be read."""
+        dtype = dtype_of(self.manifest.rows[piece.row].dtype)
+        return self.raw(piece).view(dtype).view(piece.size)
+
+    def small(self, *, enums: bool = True) -> dict[str, Any]:
+        """The decoded small state; enums: see `encode.decode`. Raises ValueError."""
+        if not self.small_raw:
+            raise ValueError(
+                "it is of torch.distributed.checkpoint, or of an MPI program: arrays only, no state of a training"
+            )
+        value = encode.decode(self.small_raw, enums=enums)
+        wanted = {"rng", "buffers", "groups", "odd", "stateful", "buckets", "late"}
+        if not isinstance(value, dict) or not wanted <= value.keys():
+            raise ValueError("the small state lacks some of its parts")
+        return value
+
+    def key(self, row: Row) -> str:
+        """Name of a row among all shards: what is not shared is named after its rank."""
+        return row.key if row.shared else f"rank{self.manifest.rank}:{row.key}"
+
+
+class MemoryReader(StorageReader):
+    """DCP reads its chunks from mapped memory."""
+
+    def __init__(self, shards: Iterable[Saved]) -> None:
+        super().__init__()
+        self._at: dict[tuple[str, tuple[int, ...]], tuple[Saved, Piece]] = {}
+        found: dict[str, tuple[Row, dict[tuple[int, ...], tuple[int, ...]]]] = {}
+        for saved in shards:
+            manifest = saved.manifest
+            for piece in manifest.pieces:
+                row = manifest.rows[piece.row]
+                key = saved.key(row)
+                first, chunks = found.setdefault(key, (row, {}))
+                if (first.shape, first.dtype) != (row.shape, row.dtype):
+                    raise ValueError(f"shards disagree about {row.key}")
+                if piece.offset in chunks:
+                    continue  # kept by several ranks whole: any copy will do
+                chunks[piece.offset] = piece.size
+                self._at[key, piece.offset] = saved, piece
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+            key: TensorStorageMetadata(
+                properties=TensorProperties(dtype=dtype_of(row.dtype)),
+                size=torch.Size(row.shape),
+                chunks=[ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in chunks.items()],
+            )
+            for key, (row, chunks) in found.items()
+        }
+        self.metadata = Metadata(state_dict_metadata=entries)
+
+    def missing(self, key: str, tensor: torch.Tensor) -> str:
+        """Why `tensor` cannot be filled from here; empty where it can."""
+        known = self.metadata.state_dict_metadata.get(key)
+        if not isinstance(known, TensorStorageMetadata):
+            return "is not in the saved state"
+        if tuple(known.size) != tuple(tensor.shape) or known.properties.dtype != tensor.dtype:
+            return (
+                f"is {tuple(tensor.shape)} {tensor.dtype}, was saved as {tuple(known.size)} {known.properties.dtype}"
+            )
+        offset, size = _box(tensor)
+        covered = sum(_overlap((offset, size), (tuple(c.offsets), tuple(c.sizes))) for c in known.chunks)
+        return "" if covered == math.prod(size) else f"has {covered} of {math.prod(size)} elements in the saved state"
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def piece(self, key: str, offset: tuple[int, ...]) -> torch.Tensor:
+        """A chunk. Raises ValueError, OSError where it cannot be read."""
+        saved, piece = self._at[key, offset]
+        return saved.tensor(piece)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            offset = tuple(item.storage_index.offset or ())
+            view = self.piece(item.storage_index.fqn, offset)
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                view = view.narrow(dim, start, length)
+            target = planner.resolve_tensor(item)
+            target.detach().copy_(view)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | Path) -> bool:  # type: ignore[override]
+        return False
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+
+def _box(tensor: torch.Tensor) -> Box:
+    if isinstance(tensor, DTensor):
+        size, offset = box_of(tensor)
+        return offset, size
+    return (0,) * tensor.ndim, tuple(tensor.shape)
+
+
+def _overlap(a: Box, b: Box) -> int:
+    sides = (
+        max(0, min(ao + asz, bo + bsz) - max(ao, bo)) for ao, asz, bo, bsz in zip(a[0], a[1], b[0], b[1], strict=True)
+    )
+    return math.prod(sides)
+
+
+def enough_alone(saved: Saved, tree: StateTree) -> bool:
+    """Whether this rank's own shard holds everything that this rank needs (sharded state, same world)."""
+    manifest = saved.manifest
+    kept = [0] * len(manifest.rows)
+    for piece in manifest.pieces:
+        kept[piece.row] += math.prod(piece.size)
+    needed = {leaf.key: math.prod(_box(leaf.tensor)[1]) for leaf in tree.leaves()[0] if leaf.optimizer < 0}
+    for row, have in zip(manifest.rows, kept, strict=True):
+        if row.optimizer == LIFTED or (row.optimizer >= 0 and not row.like_owner):
+            wanted = math.prod(row.shape)
+        else:
+            wanted = needed.get(row.owner or row.key, -1)
+        if have != wanted:
+            return False
+    return needed.keys() <= {row.key for row in manifest.rows}
+
+
+def make_optimizer_state(tree: StateTree, rows: Sequence[Row], small: dict[str, Any]) -> None:
+    """Give each optimizer exactly the state tensors that the saved run had (with any content). Running a step of the
+    optimizer would do less well: it also makes state for parameters that had none."""
+    params = {p.fqn: p.tensor for p in tree.params}
+    wanted: dict[tuple[int, str], dict[str, Row | None]] = {}
+    composed: dict[tuple[int, str, str], dict[str, Row]] = {}  # parts of tensors that are made of others
+    made = {where: recipe for where, recipe in inner.recipes(small).items() if where[0] >= 0}
+    parts = {
+        (i, owner, f"{name}.{path}"): (name, path) for (i, owner, name), m in made.items() for path in inner.paths(m)
+    }
+    for row in rows:
+        if row.optimizer < 0:
+            continue
+        name, path = parts.get((row.optimizer, row.owner, row.name), (row.name, ""))
+        wanted.setdefault((row.optimizer, row.owner), {})[name] = row
+        if path:
+            composed.setdefault((row.optimizer, row.owner, name), {})[path] = row
+    for i, owner, name in small["odd"]:
+        wanted.setdefault((i, owner), {})[name] = None
+    for i, optimizer in enumerate(tree.optimizers):
+        mine = {id(p): None for group in optimizer.param_groups for p in group["params"]}
+        for parameter in [p for p in optimizer.state if id(p) in mine]:
+            if not any(params[o] is parameter for (n, o) in wanted if n == i and o in params):
+                del optimizer.state[parameter]
+    for (i, owner), names in wanted.items():
+        if owner not in params or i >= len(tree.optimizers):
+            raise ValueError(f"the saved optimizer {i} has state of {owner}, which this training does not have")
+        parameter = params[owner]
+        state = tree.optimizers[i].state[parameter]
+        for name in [n for n in state if n not in names]:
+            del state[name]
+        for name, wanted_row in names.items():
+            if wanted_row is None:
+                state[name] = small["odd"][i, owner, name]
+                continue
+            row = wanted_row
+            old = state.get(name)
+            if (i, owner, name) in composed:
+                state[name] = _composed(old, made[i, owner, name], composed[i, owner, name], parameter)
+                continue
+            dtype = dtype_of(row.dtype)
+            if row.like_owner:
+                if not (isinstance(old, torch.Tensor) and old.shape == parameter.shape and old.dtype == dtype):
+                    state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            elif not (
+                isinstance(old, torch.Tensor)
+                and not isinstance(old, DTensor)
+                and tuple(old.shape) == row.shape
+                and old.dtype == dtype
+            ):
+                like = local(parameter)
+                device = like.device if row.device == like.device.type else torch.device(row.device)
+                if isinstance(parameter, DTensor) and tuple(parameter.shape) == row.shape and row.shape:
+                    state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                elif tuple(like.shape) == row.shape and row.shape:
+                    state[name] = torch.zeros_like(like, dtype=dtype, requires_grad=False)
+                else:
+                    state[name] = torch.zeros(row.shape, dtype=dtype, device=device)
+
+
+def _composed(old: Any, made: dict[str, Any], rows: dict[str, Row], parameter: torch.Tensor) -> torch.Tensor:
+    """What is there, if it is made in this way, of such parts; else a new one. Raises ValueError."""
+    if isinstance(old, torch.Tensor) and inner.composed(old) and inner.recipe(old) == made:
+        here = {path: (tuple(part.shape), part.dtype) for path, part in inner.parts(old)}
+        if here == {path: (row.shape, dtype_of(row.dtype)) for path, row in rows.items()}:
+            return old
+
+    def part(path: str) -> torch.Tensor:
+        if path not in rows:
+            raise ValueError(f"a {made['class']} lacks its part {path} in the saved state")
+        row, like = rows[path], local(parameter).device
+        device = like if row.device == like.type else torch.device(row.device)
+        return torch.zeros(row.shape, dtype=dtype_of(row.dtype), device=device)
+
+    return inner.make(made, part, parameter)
+
+
+def load(tree: StateTree, own: Saved, shards: Sequence[Saved], rank: int, same_world: bool) -> dict[str, Any]:
+    """Collective only as far as DDP's buckets are replayed. Fill parameters and optimizer state from `shards` and put
+    the small state of `own` back, all but the generators. Returns the small state. Raises ValueError where the saved
+    state does not fit this training."""
+    small = own.small()
+    tree.reshard()
+    for recorder, order in zip(tree.ddps, small["buckets"], strict=False):
+        recorder.replay(order)
+    rows = {row.key: row for row in own.manifest.rows}
+    if not same_world:
+        # an optimizer that shards by parameter has other ones on other ranks
+        steps = [tree.stepped_by(number) for number in range(len(tree.optimizers))]
+        rows = {key: row for key, row in rows.items() if _is_mine(row, steps)}
+        for saved in shards:
+            rows = {row.key: row for row in saved.manifest.rows if _is_mine(row, steps)} | rows
+    late = {row.key: (row, tensor) for row, tensor in ((Row(*fields), tensor) for fields, tensor in small["late"])}
+    if same_world and own.manifest.rank == rank:
+        _check_nothing_is_lost(tree, [*own.manifest.rows, *(row for row, _ in late.values())])
+    with torch.no_grad():
+        reader = MemoryReader(shards)
+        small = _with_lifted(small, reader, own)
+        make_optimizer_state(tree, [*rows.values(), *(row for row, _ in late.values())], small)
+        leaves, _ = tree.leaves()
+        rounds: list[dict[str, torch.Tensor]] = []  # what was tied in the saved run, and is not here, is read twice
+        problems = []
+        for leaf in leaves:
+            if leaf.key in late:
+                _fill_late(leaf, *late[leaf.key])
+                continue
+            key, why = _source(reader, own, leaf, rank)
+            if why:
+                problems.append(f"{leaf.key} {why}")
+            elif local(leaf.tensor).numel():
+                free = next((targets for targets in rounds if key not in targets), None)
+                if free is None:
+                    rounds.append(free := {})
+                free[key] = leaf.tensor.detach()
+        if problems:
+            more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+            raise ValueError(f"the saved state does not fit this training: {'; '.join(problems[:3])}{more}")
+        for targets in rounds:
+            _read(targets, reader)
+        tree.restore_small(small, same_world=same_world)
+    return small
+
+
+def _with_lifted(small: dict[str, Any], reader: MemoryReader, own: Saved) -> dict[str, Any]:
+    """The small state of `own` with the tensors that lie elsewhere. Raises ValueError."""
+    loaded: dict[str, torch.Tensor] = {}
+    targets: dict[str, torch.Tensor] = {}
+    for wanted in lifted.all_in(small):
+        tensor = loaded[wanted.key] = lifted.room_for(wanted)
+        key, why = _find(reader, (f"rank{own.manifest.rank}:{wanted.key}", wanted.key), tensor)
+        if why:
+            raise ValueError(f"the saved state is not whole: {wanted.key} {why}")
+        targets[key] = tensor
+    if targets:
+        _read(targets, reader)
+    found: dict[str, Any] = lifted.put_back(small, loaded)
+    return found
+
+
+def _is_mine(row: Row, steps: Sequence[set[str]]) -> bool:
+    return row.optimizer < 0 or (row.optimizer < len(steps) and row.owner in steps[row.optimizer])
+
+
+def _read(targets: dict[str, torch.Tensor], reader: StorageReader) -> None:
+    """Raises ValueError, also for what DCP makes a BaseException of."""
+    try:
+        with warnings.catch_warnings():  # it warns that it loads without collectives, which is the point
+            warnings.simplefilter("ignore", UserWarning)
+            state_dict_loader.load(targets, storage_reader=reader, no_dist=True)
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0] if error.failures else error
+        raise ValueError(str(first)) from error
+
+
+def _check_nothing_is_lost(tree: StateTree, rows: Iterable[Row]) -> None:
+    known = {leaf.key for leaf in tree.leaves()[0] if leaf.optimizer < 0} | tree.aliases.keys()
+    if unknown := sorted(row.key for row in rows if row.optimizer == PARAMETER and row.key not in known):
+        more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+        raise ValueError(
+            f"the saved run had {unknown[0]}{more}, which this training does not have: where it was added in "
+            "mid-training, add it before resume()"
+        )
+
+
+def _fill_late(leaf: Leaf, row: Row, saved: torch.Tensor) -> None:
+    here = local(leaf.tensor)
+    if here.shape != saved.shape:
+        raise ValueError(
+            f"{row.key} came into being after the first step and was captured rank by rank: it can only be loaded "
+            "on as many ranks as it was saved from"
+        )
+    here.copy_(saved)
+
+
+def _source(reader: MemoryReader, own: Saved, leaf: Leaf, rank: int) -> tuple[str, str]:
+    """(key among the shards, why it cannot be read or empty)."""
+    if not local(leaf.tensor).numel():
+        return leaf.key, ""
+    names = [leaf.key, f"rank{rank}:{leaf.key}", f"rank{own.manifest.rank}:{leaf.key}"]
+    if leaf.key in own.manifest.aliases:  # tied in the saved run, not in this one
+        names.append(own.manifest.aliases[leaf.key])
+    return _find(reader, names, leaf.tensor)
+
+
+def _find(reader: MemoryReader, names: Sequence[str], tensor: torch.Tensor) -> tuple[str, str]:
+    """The first of the names under which there is something, and why `tensor` cannot be filled with it or empty."""
+    known = [name for name in names if name in reader.metadata.state_dict_metadata]
+    if not known:
+        return names[0], "is not in the saved state"
+    return known[0], reader.missing(known[0], tensor)

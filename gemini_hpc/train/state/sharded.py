@@ -1,0 +1,82 @@
+"""DTensors in the state of an object that is no module, an EMA of sharded parameters for instance.
+
+Each rank keeps its part. It comes back into a DTensor like the one that the object has now, or else like a parameter
+of the same shape that is cut alike; so on as many ranks as it was saved from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from gemini_hpc.train.state.encode import Part
+
+
+def parts(state: Any) -> Any:
+    """The state with parts in place of its DTensors, in mappings, lists and tuples; itself where it has none. Those
+    elsewhere stay, and the encoder refuses them."""
+    if isinstance(state, DTensor):
+        return Part(state._local_tensor, tuple(state.shape), str(state.placements))
+    if isinstance(state, Mapping):
+        found = {key: parts(value) for key, value in state.items()}
+        return state if all(found[key] is value for key, value in state.items()) else found
+    if type(state) in (list, tuple):
+        items = [parts(value) for value in state]
+        return state if all(a is b for a, b in zip(items, state, strict=True)) else type(state)(items)
+    return state
+
+
+def has_parts(saved: Any) -> bool:
+    """Whether there are parts of DTensors in a decoded state."""
+    if isinstance(saved, Part):
+        return True
+    values = saved.values() if isinstance(saved, Mapping) else saved if isinstance(saved, (list, tuple)) else ()
+    return any(has_parts(value) for value in values)
+
+
+class Wholes:
+    """Makes DTensors of parts. likes: those of the training, whose mesh may serve."""
+
+    def __init__(self, likes: Iterable[DTensor]) -> None:
+        self._likes: dict[tuple[tuple[int, ...], str], DTensor] = {}
+        for like in likes:
+            self._likes.setdefault((tuple(like.shape), str(like.placements)), like)
+
+    def of(self, saved: Any, now: Any, where: str) -> Any:
+        """The saved state with DTensors in place of their parts; `now`: the object's state at present. Raises
+        ValueError where nothing like it is there, or something whose part has another shape."""
+        if isinstance(saved, Part):
+            return self._one(saved, now, where)
+        if isinstance(saved, Mapping):
+            known = now if isinstance(now, Mapping) else {}
+            return {key: self.of(value, known.get(key), f"{where}[{key!r}]") for key, value in saved.items()}
+        if type(saved) in (list, tuple):
+            there = now if isinstance(now, (list, tuple)) and len(now) == len(saved) else [None] * len(saved)
+            return type(saved)(
+                self.of(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(saved, there, strict=True))
+            )
+        return saved
+
+    def _one(self, saved: Part, now: Any, where: str) -> DTensor:
+        like = now if isinstance(now, DTensor) else self._likes.get((saved.shape, saved.placements))
+        if like is None:
+            raise ValueError(f"{where} was a DTensor {saved.shape} {saved.placements}; nothing here is like it")
+        if like._local_tensor.shape != saved.tensor.shape:
+            was, is_ = tuple(saved.tensor.shape), tuple(like._local_tensor.shape)
+            raise ValueError(
+                f"{where} had a part of {was} on this rank, has {is_} now: it can only be loaded on as many ranks as "
+                "it was saved from"
+            )
+        assert isinstance(saved.tensor, torch.Tensor), "what was lifted out of it has been put back"
+        made: DTensor = DTensor.from_local(
+            saved.tensor.to(like._local_tensor.device),
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+        return made

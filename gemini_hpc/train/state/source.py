@@ -1,0 +1,75 @@
+"""A tensor of which a rank keeps pieces, as it was found last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from gemini_hpc.train.state.sample import few, same_bits
+
+
+class StateChangedError(Exception):
+    """The training state no longer has the shape that was planned."""
+
+
+@dataclass
+class Source:
+    """A tensor with pieces in this rank's shard."""
+
+    key: str
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]  # (offset in the local tensor, size)
+    first_piece: int
+    shape: torch.Size
+    dtype: torch.dtype
+    parameter: bool
+    may_stay: bool = False  # see `Leaf.may_stay`
+    eager: bool = False  # copied at step()
+    ptr: int = -1
+    base: torch.Tensor | None = None  # its part in this process
+    whole: torch.Tensor | None = None  # the same, or the DTensor around it
+    views: list[torch.Tensor] = field(default_factory=list)
+    flats: list[bool] = field(default_factory=list)  # whether each is contiguous
+    fews: list[torch.Tensor] = field(default_factory=list)  # where each is sampled
+    staging: list[torch.Tensor] = field(default_factory=list)
+    since: int = 0  # the version with which it changed last, as far as that can be told
+    token: tuple[int, ...] = ()  # as it was then
+
+    def bind(self, here: torch.Tensor) -> None:
+        """From now on it is this tensor. Raises StateChangedError where that has another shape or type."""
+        if not self.fits(here):
+            raise StateChangedError(self.misfit(here))
+        self.ptr, self.base, self.token = here.data_ptr(), here, ()
+        detached = here.detach()
+        self.views = []
+        for offset, size in self.boxes:
+            view = detached
+            for dim, (start, length) in enumerate(zip(offset, size, strict=True)):
+                if length != view.shape[dim]:
+                    view = view.narrow(dim, start, length)
+            self.views.append(view)
+        self.flats = [view.is_contiguous() for view in self.views]
+        self.fews = [few(view, flat=flat) for view, flat in zip(self.views, self.flats, strict=True)]
+
+    def is_at(self, here: torch.Tensor) -> bool:
+        """Whether it has the memory of this tensor, maybe by another object."""
+        base = self.base
+        return base is not None and self.ptr == here.data_ptr() and base.stride() == here.stride()
+
+    def fits(self, here: torch.Tensor) -> bool:
+        """Whether it can be this tensor."""
+        return here.shape == self.shape and here.dtype == self.dtype
+
+    def misfit(self, here: torch.Tensor) -> str:
+        """Why it cannot be this one."""
+        return f"{self.key} was {tuple(self.shape)} {self.dtype}, is {tuple(here.shape)} {here.dtype} now"
+
+    def stage(self, version: int, *, compare: bool) -> None:
+        """Copy it now. compare: see whether it has changed."""
+        if not self.staging:
+            self.staging, self.since = [view.contiguous().clone() for view in self.views], version
+            return
+        for stage, view in zip(self.staging, self.views, strict=True):
+            if not compare or view.is_cuda or not same_bits(stage, view):
+                self.since = version
+                stage.copy_(view)

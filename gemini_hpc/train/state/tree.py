@@ -1,0 +1,565 @@
+"""The training state as a tree: stable names for parameters and optimizer tensors, and the small state beside them.
+
+Semi-private parts of torch that this needs (`_local_tensor`, wrappers' child names) are used here only.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import msgspec
+import torch
+import xxhash
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, Row
+from gemini_hpc.train.state import encode, inner, rng, sharded
+from gemini_hpc.train.state.buckets import ArrivalOrder
+from gemini_hpc.train.state.groups import Group, Members, unpack
+from gemini_hpc.train.state.inner import composed
+from gemini_hpc.train.state.lifted import Lift
+from gemini_hpc.train.state.modules import Modules, UnsupportedStateError, gathered, same
+from gemini_hpc.train.state.ownership import Entry
+from gemini_hpc.train.state.torch_dtypes import dtype_name
+
+_PRINT_SAMPLES = 4096
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything whose state goes out and comes back as plain values."""
+
+    def state_dict(self) -> Any:
+        """The state."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Take a state back."""
+
+
+class Param(NamedTuple):
+    """A parameter (or buffer) under its name; `replicated`: it belongs to a DDP module."""
+
+    fqn: str
+    tensor: torch.Tensor
+    replicated: bool
+
+
+class Leaf(NamedTuple):
+    """A tensor of the training state, found now. `tensor` may be a DTensor; optimizer: as in a manifest's row."""
+
+    key: str
+    tensor: torch.Tensor
+    owner: Param
+    optimizer: int
+    name: str
+    eager: bool = False  # not to be read behind the training's back
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether `requires_grad` says that nobody trains it: of a parameter, not of what one is made of."""
+        return self.optimizer == PARAMETER and self.tensor is self.owner.tensor
+
+
+class Packed(NamedTuple):
+    """The small state as bytes; the tensors that were lifted out of it, and those that could be, by name; its gaps,
+    where it has any."""
+
+    data: bytes | bytearray
+    lifted: dict[str, torch.Tensor]
+    unplanned: dict[str, torch.Tensor]
+    gaps: encode.Gaps | None = None
+
+
+def nothing_lifted(name: str, tensor: torch.Tensor) -> bool:
+    """For small states that keep their tensors."""
+    return False
+
+
+def nothing_deferred(tensor: torch.Tensor) -> bool:
+    """For small states that are complete at once."""
+    return False
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor lies in this process."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory says it all. That may be so of a class of its own, unless it is made of other tensors."""
+    made_of_others = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return not made_of_others and tensor.layout == torch.strided and not tensor.is_quantized
+
+
+def find_ddp(model: nn.Module) -> list[DistributedDataParallel]:
+    """DDP modules in the model; or the one around it, where the bare module was given."""
+    inside = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    if inside:
+        return inside
+    return [o for o in gc.get_objects() if type(o) is DistributedDataParallel and o.module is model][:1]
+
+
+class _OptimizerState:
+    """The tensors of an optimizer, as they were found last."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, number: int, owners: Mapping[int, Param]) -> None:
+        self.leaves: list[Leaf] = []
+        self._optimizer = optimizer
+        self._odd: list[tuple[tuple[int, str, str], dict[str, Any], str]] = []
+        self._loose: list[Any] = []  # names under which it keeps something that is no parameter's
+        self._known: list[tuple[Any, dict[str, Any] | None, tuple[str, ...], list[Any]]] = []
+        self.made: dict[tuple[int, str, str], inner.Recipe] = {}  # of tensors that are made of others
+        self._parts = _Parts()
+        for parameter, values in optimizer.state.items():
+            owner = owners.get(id(parameter))
+            if owner is None:  # of no parameter of ours, and of any kind
+                self._known.append((parameter, None, (), []))
+                if not isinstance(parameter, torch.Tensor):
+                    self._loose.append(parameter)
+                continue
+            kept = [value if isinstance(value, torch.Tensor) else None for value in values.values()]
+            self._known.append((parameter, values, tuple(values), kept))
+            for name, value in values.items():
+                key = f"optimizer.{number}.{owner.fqn}.{name}"
+                if isinstance(value, torch.Tensor) and composed(value):
+                    self.made[number, owner.fqn, name] = inner.recipe(value)
+                    for path, part in self._parts.of(value):
+                        self.leaves.append(Leaf(f"{key}.{path}", part, owner, number, f"{name}.{path}"))
+                elif isinstance(value, torch.Tensor):
+                    self.leaves.append(Leaf(key, value, owner, number, name))
+                else:
+                    self._odd.append(((number, owner.fqn, name), values, name))
+
+    def holds(self) -> bool:
+        """Whether it has the same tensors under the same names."""
+        state = self._optimizer.state
+        if len(state) != len(self._known):
+            return False
+        for (parameter, values), (known, known_values, names, kept) in zip(state.items(), self._known, strict=True):
+            if parameter is not known:
+                return False
+            if known_values is None:
+                continue
+            if values is not known_values or tuple(values) != names:
+                return False
+            if not all(map(is_, values.values(), kept)) and not all(map(_alike, values.values(), kept)):
+                return False
+        return self._parts.hold()
+
+    def loose(self) -> dict[Any, Any]:
+        """What it keeps beside the state of parameters, as it is now."""
+        return {key: self._optimizer.state[key] for key in self._loose}
+
+    def odd(self) -> dict[tuple[int, str, str], Any]:
+        """What is no tensor, as it is now."""
+        return {key: values[name] for key, values, name in self._odd}
+
+
+class _Parts:
+    """Tensors that are made of others, with those others as they were found."""
+
+    def __init__(self) -> None:
+        self._found: list[inner.Made] = []
+
+    def of(self, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Those of one tensor, by their paths in it."""
+        self._found += inner.levels(tensor)
+        return list(inner.parts(tensor))
+
+    def hold(self) -> bool:
+        """Whether each is made of the same tensors, in the same way."""
+        return all(map(inner.Made.holds, self._found))
+
+
+def _alike(value: Any, kept: torch.Tensor | None) -> bool:
+    return value is kept or (kept is None and not isinstance(value, torch.Tensor))
+
+
+class StateTree:
+    """Names and finds everything that a training has to get back.
+
+    All tensors are found anew whenever one was replaced. At construction an FSDP2 model has to be sharded.
+    Raises UnsupportedStateError or TypeError for arguments that cannot work.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        stateful: Mapping[str, Stateful],
+        extra_modules: Mapping[str, nn.Module],
+    ) -> None:
+        self.optimizers = list(optimizers)
+        self.stateful = dict(stateful)
+        self.aliases: dict[str, str] = {}
+        self.params: list[Param] = []
+        self.outside: list[str] = []  # parameters that only an optimizer has
+        self.found_anew = 0  # how often something was replaced
+        self._by_id: dict[int, Param] = {}
+        self._names: dict[int, str] = {}
+        self._stepped: list[torch.Tensor] = []  # what the optimizers have in their groups
+        self._states: list[_OptimizerState] = []
+        self._leaves: list[Leaf] = []
+        self._parts = _Parts()  # of parameters
+        self._made: bytes | None = None  # as it goes into the small state
+        self._flags: list[bool] = []  # which parameters are trained now
+        self._members: list[Members] = []
+        ddps = find_ddp(model)
+        root: nn.Module = model
+        if ddps and ddps[0] not in set(model.modules()):
+            root = ddps[0]
+        self.ddps = [ArrivalOrder(ddp) for ddp in ddps]
+        self._modules = Modules({"model.": root, **{f"extra.{n}.": m for n, m in extra_modules.items()}})
+        self._find()
+        self._built = {name: local(tensor).shape for name, tensor in self.buffers.items()}
+        self._trained = {param.fqn: param.tensor.requires_grad for param in self.params}  # at construction
+        self._changed: dict[str, bool] = {}
+
+    def _find(self) -> None:
+        known = {p.fqn: p.tensor for p in self.params}
+        known |= {alias: known[name] for alias, name in self.aliases.items()}
+        params: dict[int, Param] = {}
+        aliases: dict[str, str] = {}
+        outside: list[str] = []
+
+        def add(fqn: str, tensor: torch.Tensor, replicated: bool) -> bool:
+            before = known.get(fqn)
+            if before is not None and gathered(tensor, before):
+                tensor = before
+            if (first := params.get(id(tensor))) is not None:
+                aliases[fqn] = first.fqn
+                return False
+            here = local(tensor)
+            if is_lazy(here):
+                raise UnsupportedStateError(f"{fqn} has no size before the first forward: make one before this")
+            plain = [part for _, part in inner.parts(here)] if composed(here) else [here]
+            if not all(_plain(part) and not part.is_meta for part in plain):
+                raise UnsupportedStateError(
+                    f"{fqn} is a {type(here).__qualname__} ({here.layout}, {here.device}): only dense tensors and "
+                    "DTensors of them can be captured"
+                )
+            params[id(tensor)] = Param(fqn, tensor, replicated)
+            return True
+
+        for slot in self._modules.buffers:
+            if (tensor := slot.tensor) is not None and is_lazy(tensor):
+                raise UnsupportedStateError(f"{slot.fqn} has no size before the first forward: make one before this")
+        for slot in self._modules.parameters:
+            if (tensor := slot.tensor) is not None:
+                add(slot.fqn, tensor, slot.replicated)
+        for i, optimizer in enumerate(self.optimizers):
+            for g, group in enumerate(optimizer.param_groups):
+                for j, p in enumerate(group["params"]):
+                    fqn = f"optimizer.{i}.param.{g}.{j}"
+                    if id(p) not in params and add(fqn, p, False):
+                        outside.append(fqn)
+        self._by_id, self.aliases, self.outside = params, aliases, outside
+        self.params = list(params.values())
+        self._names = {number: param.fqn for number, param in params.items()}
+        self._stepped = _grouped(self.optimizers)
+        self._members = [Members(optimizer) for optimizer in self.optimizers]
+        self._states, self._leaves, self._flags = [], [], []
+
+    def reshard(self) -> None:
+        """Before values are loaded: what FSDP2 has gathered for an earlier forward would be used in the next one."""
+        self._modules.reshard()
+
+    def stepped_by(self, number: int) -> set[str]:
+        """Names of the parameters in an optimizer's groups."""
+        groups = self.optimizers[number].param_groups
+        return {self._names[id(p)] for group in groups for p in group["params"] if id(p) in self._names}
+
+    def refresh(self) -> None:
+        """Find everything anew where a module, a parameter or a group of an optimizer was replaced. Raises
+        UnsupportedStateError."""
+        if self._modules.holds() and same(_grouped(self.optimizers), self._stepped):
+            return
+        self._modules.find()
+        self._find()
+        self.found_anew += 1
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """By name, as they are now."""
+        return {slot.fqn: tensor for slot in self._modules.buffers if (tensor := slot.tensor) is not None}
+
+    @property
+    def transient(self) -> set[str]:
+        """Names of buffers that `Module.state_dict` leaves out."""
+        return self._modules.transient & self.buffers.keys()
+
+    # ---- tensors ---------------------------------------------------------------------------------------
+
+    def leaves(self) -> tuple[list[Leaf], dict[tuple[int, str, str], Any]]:
+        """All parameters and optimizer tensors as they are now; beside them, the optimizer state that is no tensor,
+        by (optimizer, parameter, name). The list is the same as at the last call where its tensors are. Raises
+        UnsupportedStateError."""
+        self.refresh()
+        states = self._states
+        held = self._leaves and len(states) == len(self.optimizers) and self._parts.hold()
+        if not (held and all(state.holds() for state in states)):
+            states = [_OptimizerState(o, i, self._by_id) for i, o in enumerate(self.optimizers)]
+            self._states = states
+            self._parts, self._made = _Parts(), None
+            self._leaves = [leaf for p in self.params for leaf in self._of_parameter(p)]
+            for state in states:
+                self._leaves += state.leaves
+        return self._leaves, {key: value for state in states for key, value in state.odd().items()}
+
+    def _of_parameter(self, p: Param) -> list[Leaf]:
+        if not composed(p.tensor):
+            return [Leaf(p.fqn, p.tensor, p, PARAMETER, "")]
+        return [Leaf(f"{p.fqn}.{path}", part, p, PARAMETER, "") for path, part in self._parts.of(p.tensor)]
+
+    def made(self) -> bytes:
+        """How tensors that are made of others are made, by (optimizer or -1, parameter, name or ""), encoded: there
+        may be many, and they stay as they are."""
+        if self._made is None:
+            found = {(-1, p.fqn, ""): inner.recipe(p.tensor) for p in self.params if composed(p.tensor)}
+            for state in self._states:
+                found |= state.made
+            self._made = encode.encode(found) if found else b""
+        return self._made
+
+    def describe(self, leaf: Leaf, world: int, *, closely: bool = False) -> tuple[Row, Entry]:
+        """How a leaf appears in the manifest and in the deal. closely: its fingerprint is of the whole of it. Raises
+        UnsupportedStateError."""
+        tensor = leaf.tensor
+        here = local(tensor)
+        if not _plain(here):
+            raise UnsupportedStateError(
+                f"{leaf.key} is a {type(here).__qualname__} ({here.layout}): only dense tensors and DTensors of them "
+                "can be captured"
+            )
+        shape, offset, size = tuple(tensor.shape), (0,) * tensor.ndim, tuple(here.shape)
+        shared, fingerprint, like_owner = world == 1, 0, False
+        owner = leaf.owner.tensor
+        if isinstance(tensor, DTensor):
+            if any(p.is_partial() for p in tensor.placements):
+                raise UnsupportedStateError(f"{leaf.key} is a DTensor with partial sums: it has no definite value")
+            shared, (size, offset) = True, box_of(tensor)
+            fingerprint = _fingerprint(here, closely) if world > 1 else 0  # of HSDP, several ranks have the same box
+            like_owner = (
+                isinstance(owner, DTensor) and owner.shape == tensor.shape and owner.placements == tensor.placements
+            )
+            if leaf.optimizer >= 0 and not like_owner:
+                raise UnsupportedStateError(
+                    f"{leaf.key} is a DTensor {tuple(tensor.shape)} {tensor.placements} unlike its parameter: state "
+                    "of this optimizer cannot be made anew on resume"
+                )
+        elif world > 1 and (leaf.owner.replicated or (isinstance(owner, DTensor) and tensor.numel() == 1)):
+            shared, fingerprint = True, _fingerprint(here, closely)
+        row = Row(
+            key=leaf.key,
+            dtype=dtype_name(tensor.dtype),
+            shape=shape,
+            shared=shared,
+            device=here.device.type,
+            optimizer=leaf.optimizer,
+            owner=leaf.owner.fqn if leaf.optimizer >= 0 else "",
+            name=leaf.name,
+            like_owner=like_owner,
+        )
+        lifted = leaf.optimizer == LIFTED
+        return row, Entry(leaf.key, shape, tuple(offset), size, here.element_size(), fingerprint, lifted)
+
+    # ---- small state -----------------------------------------------------------------------------------
+
+    def small(self, odd: Mapping[tuple[int, str, str], Any]) -> dict[str, Any]:
+        """Everything that is captured at once: generators, buffers, groups, schedulers and the like."""
+        buffers = {name: local(tensor) for name, tensor in self.buffers.items()}
+        return {
+            "rng": rng.capture(),
+            "buffers": buffers,
+            "emptied": [name for name in self._built if name not in buffers],
+            "trained": self._retrained(),
+            "loose": [state.loose() for state in self._states],
+            "reshaped": [
+                name for name, shape in self._built.items() if name in buffers and buffers[name].shape != shape
+            ],
+            "groups": [
+                [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in o.param_groups]
+                for o in self.optimizers
+            ],
+            # For other programs: export.
+            "members": [members.pack(self._names) for members in self._members],
+            "transient": sorted(self._modules.transient & buffers.keys()),
+            "odd": dict(odd),
+            "made": self.made(),
+            "stateful": {name: sharded.parts(item.state_dict()) for name, item in self.stateful.items()},
+            "buckets": [recorder.order for recorder in self.ddps],
+        }
+
+    def _retrained(self) -> dict[str, bool]:
+        """Parameters that were frozen or unfrozen in mid-training."""
+        now = [param.tensor.requires_grad for param in self.params]
+        if now != self._flags:
+            self._flags = now
+            pairs = zip(self.params, now, strict=True)
+            self._changed = {p.fqn: flag for p, flag in pairs if flag is not self._trained.get(p.fqn, True)}
+        return self._changed
+
+    def pack_small(
+        self,
+        odd: Mapping[tuple[int, str, str], Any],
+        late: Sequence[Leaf],
+        world: int,
+        lifts: Callable[[str, torch.Tensor], bool] = nothing_lifted,
+        defers: Callable[[torch.Tensor], bool] = nothing_deferred,
+    ) -> Packed:
+        """late: tensors that have no place in the tensor area; lifts: whether a large one of the small state itself,
+        known by this name, has one; defers: whether a tensor's bytes are put in later. Raises UnknownTypeError,
+        UnsupportedStateError."""
+        extra = [(msgspec.structs.astuple(self.describe(leaf, world)[0]), local(leaf.tensor)) for leaf in late]
+        lift = Lift(lifts)
+        small = lift.out_of(self.small(odd))
+        data, gaps = encode.encode_around({**small, "late": extra}, defers)
+        return Packed(data, lift.found, lift.left, gaps)
+
+    def lifted_leaves(self, lifted: Mapping[str, torch.Tensor]) -> list[Leaf]:
+        """What was lifted out of the small state, for a plan. What is no buffer may be the same on all DDP ranks.
+        Memory that others have as well (numpy, another process) is written without a version counter."""
+        buffers = self.buffers
+        return [
+            Leaf(
+                name,
+                tensor,
+                Param(name, tensor, bool(self.ddps) and name not in buffers),
+                LIFTED,
+                "",
+                name in buffers or not tensor.untyped_storage().resizable(),
+            )
+            for name, tensor in lifted.items()
+        ]
+
+    def restore_small(self, small: Mapping[str, Any], *, same_world: bool = True) -> None:
+        """Put everything but the generators back. same_world: it is of as many ranks. Raises ValueError where it does
+        not fit this training."""
+        if len(small["groups"]) != len(self.optimizers):
+            raise ValueError(f"the saved run had {len(small['groups'])} optimizers, this one {len(self.optimizers)}")
+        by_name = {param.fqn: param.tensor for param in self.params}
+        for name, trained in small.get("trained", {}).items():
+            if name in by_name:
+                by_name[name].requires_grad_(trained)
+        for i, groups in enumerate(small["groups"]):
+            self._restore_groups(i, groups, small, same_world=same_world)
+        for optimizer, loose in zip(self.optimizers, small.get("loose", ()), strict=False):
+            optimizer.state.update(loose)
+        for (number, owner, _), made in inner.recipes(small).items():
+            here = by_name.get(owner)
+            if number < 0 and here is not None and not (composed(here) and inner.recipe(here) == made):
+                raise ValueError(f"{owner} was a {made['class']} of another kind than it is here")
+        missing = set(self.stateful) ^ set(small["stateful"])
+        if missing:
+            raise ValueError(f"the saved run and this one differ in: {', '.join(sorted(missing))}")
+        for name, item in self.stateful.items():
+            saved = small["stateful"][name]
+            if sharded.has_parts(saved):
+                likes = (param.tensor for param in self.params if isinstance(param.tensor, DTensor))
+                saved = sharded.Wholes(likes).of(saved, item.state_dict(), name)
+            item.load_state_dict(saved)
+        self._restore_buffers(small)
+
+    def _restore_groups(
+        self, number: int, groups: Sequence[Mapping[str, Any]], small: Mapping[str, Any], *, same_world: bool
+    ) -> None:
+        """Those that the saved run added in mid-training are added here."""
+        optimizer = self.optimizers[number]
+        have = len(optimizer.param_groups)
+        if len(groups) > have and "members" in small:
+            by_name = {param.fqn: param.tensor for param in self.params}
+            for saved, member in zip(groups[have:], unpack(small["members"][number])[have:], strict=True):
+                unknown = [name for name in member.params if name not in by_name]
+                if unknown or not member.params:
+                    raise ValueError(
+                        f"optimizer {number}: the saved run added a parameter group, of "
+                        f"{unknown[0] if unknown else 'parameters without a name'}, which this training does not have"
+                    )
+                added: list[Any] = [by_name[name] for name in member.params]
+                if member.param_names and "param_names" in optimizer.param_groups[0]:
+                    added = list(zip(member.param_names, added, strict=True))
+                optimizer.add_param_group({**saved, "params": added})
+        if len(groups) != len(optimizer.param_groups):
+            raise ValueError(f"optimizer {number} had {len(groups)} parameter groups, has {have} now")
+        if "members" in small and same_world:
+            self._append_members(optimizer, unpack(small["members"][number]))
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            for key, value in saved.items():
+                if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+
+    def _append_members(self, optimizer: torch.optim.Optimizer, saved: Sequence[Group]) -> None:
+        """Parameters that the saved run put into a group in mid-training, and that are in none here."""
+        by_name = {param.fqn: param.tensor for param in self.params}
+        have = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for group, member in zip(optimizer.param_groups, saved, strict=True):
+            named = member.param_names or [""] * len(member.params)
+            for name, given in zip(member.params, named, strict=False):
+                if name in by_name and id(by_name[name]) not in have:
+                    group["params"].append(by_name[name])
+                    if "param_names" in group:
+                        group["param_names"].append(given)
+
+    def _restore_buffers(self, small: Mapping[str, Any]) -> None:
+        """Those that the saved run made, emptied or made larger in mid-training are made, emptied or larger here."""
+        reshaped, transient, here = set(small.get("reshaped", ())), set(small.get("transient", ())), self.buffers
+        emptied = set(small.get("emptied", ()))
+        for name, buffer in here.items():
+            saved = small["buffers"].get(name)
+            if saved is None and name in emptied:
+                self._modules.put(name, None, persistent=False)
+            elif saved is None or (saved.shape != local(buffer).shape and name not in reshaped):
+                raise ValueError(f"buffer {name} {tuple(buffer.shape)} is not in the saved state as such")
+        for name, saved in small["buffers"].items():
+            now = here.get(name)
+            alike = now is not None and (local(now).shape, now.dtype) == (saved.shape, saved.dtype)
+            if now is not None and alike and not _folded(local(now)):
+                local(now).copy_(saved)
+                continue
+            value = saved if now is None else saved.to(now.device)
+            if not self._modules.put(name, value, persistent=name not in transient):
+                raise ValueError(
+                    f"buffer {name} appeared in mid-training, in a module that this training does not have: build it "
+                    "before resume()"
+                )
+
+
+def _folded(tensor: torch.Tensor) -> bool:
+    """Whether several elements share their memory (`expand`): such a tensor cannot be written."""
+    return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _grouped(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(size, offset) of the local part of a DTensor in the global tensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if tuple(size) != tuple(tensor._local_tensor.shape):
+        raise UnsupportedStateError(
+            f"a DTensor {tuple(tensor.shape)} {tensor.placements} has a local part of "
+            f"{tuple(tensor._local_tensor.shape)} where {tuple(size)} was expected"
+        )
+    return tuple(size), tuple(offset) if offset else (0,) * tensor.ndim
+
+
+def _fingerprint(tensor: torch.Tensor, closely: bool) -> int:
+    """A 63-bit digest of up to 4096 elements, spread over the tensor; closely: of all of them."""
+    with torch.no_grad():
+        flat = tensor.detach().reshape(-1)
+        if flat.numel() > _PRINT_SAMPLES and not closely:
+            flat = flat[:: -(-flat.numel() // _PRINT_SAMPLES)]
+        flat = flat.contiguous().cpu()
+        data = flat.view(torch.uint8).numpy().data if flat.numel() else b""
+    return (xxhash.xxh3_64_intdigest(data) >> 1) | 1
