@@ -23,7 +23,7 @@ from gemini_hpc.train.device.host_copy import HostCopies
 from gemini_hpc.train.device.interface import Event
 from gemini_hpc.train.device.progress import Device
 from gemini_hpc.train.schedule.chunk_schedule import Route, common
-from gemini_hpc.train.schedule.collective_monitor import Watch
+from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.overhead_monitor import Pictured, without_wait
 from gemini_hpc.train.schedule.pacer import Pacer
 
@@ -78,7 +78,7 @@ class _Rank:
     ) -> None:
         self.load, self.copies, self.pairs = load, copies, pairs
         self.bytes = sum(source.nbytes for _, source in pairs)
-        self.watch = Watch(lambda ranks: True, device=lambda: device)
+        self.watch = CollectiveMonitor(lambda ranks: True, device=lambda: device)
         self.pacer = Pacer(8 << 20, P)
         self.pacer.traffic, self.pacer.deferred = self.watch, True
         self.rate = 1e10
@@ -238,7 +238,7 @@ def _alone(load: Load, iterations: int) -> float:
     return (time.monotonic() - began) / iterations
 
 
-def _launch_s(load: Load, watch: Watch, times: int = 64) -> float:
+def _launch_s(load: Load, watch: CollectiveMonitor, times: int = 64) -> float:
     """What the watch adds to the launch of a collective, on the host."""
 
     def usual_s() -> float:
@@ -255,7 +255,7 @@ def _launch_s(load: Load, watch: Watch, times: int = 64) -> float:
     return watched_s - usual_s()
 
 
-def _step_s(watch: Watch, times: int = 64) -> float:
+def _step_s(watch: CollectiveMonitor, times: int = 64) -> float:
     took = []
     for _ in range(times):
         began = time.perf_counter()

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore
 
 from benchmarks.bench import Options
 from benchmarks.rows import Row, median_row
-from gemini_hpc.train.schedule.collective_monitor import Watch
+from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 
 BLOCKS, CALLS = 40, 200
 
@@ -33,7 +33,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def _measure(options: Options) -> list[Row]:
-    watch = Watch(lambda ranks: True)
+    watch = CollectiveMonitor(lambda ranks: True)
     bare: list[float] = []
     watched: list[float] = []
     recorded: list[float] = []

@@ -184,7 +184,7 @@ class Settings:
         0,
         86400,
     )
-    tier_scavenge_s: float = _setting(
+    tier_salvage_s: float = _setting(
         60.0,
         "When a job that has lost a node has not come back for so long, the other nodes save its newest version "
         "to its tier. 0: only before their memory is freed.",

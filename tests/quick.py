@@ -64,7 +64,7 @@ LATER = {
     "train/test_transport.py": "trainings, MPI",
     # Longer than BUDGET_S.
     "agent/test_saves.py::test_in_every_order_of_events_all_are_answered_and_let_go": "time",
-    "agent/test_scavenging.py::test_in_every_order_of_events_it_ends_and_nobody_is_told_too_early": "time",
+    "agent/test_salvage.py::test_in_every_order_of_events_it_ends_and_nobody_is_told_too_early": "time",
     "agent/test_workers.py::test_too_many_at_once_are_refused": "time",
     "control/test_fencing.py::test_every_combination_of_what_is_seen": "time",
     "core/test_commit_exhaustive.py::test_awaited_before_the_write_two_steps_can_be_repeated[job1]": "time",

@@ -51,7 +51,7 @@ class Listener(Protocol):
         """This incarnation is over; save: so is the job, and what nobody has saved is to be saved."""
 
 
-class Reporter:
+class ControllerLink:
     """Dials the controller for as long as the agent lives; without one, nothing is lost but speed."""
 
     def __init__(

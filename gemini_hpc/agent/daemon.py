@@ -16,43 +16,43 @@ from contextlib import suppress
 from typing import Any
 
 from gemini_hpc import clock
-from gemini_hpc.agent.controller_link import Reporter
+from gemini_hpc.agent.controller_link import ControllerLink
 from gemini_hpc.agent.inspect_part import Picture
-from gemini_hpc.agent.peer_server import Callers
+from gemini_hpc.agent.peer_server import PeerServer
 from gemini_hpc.agent.peers.event_log import EventLog
 from gemini_hpc.agent.peers.identity import Identity
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.listen_address import interface_address
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.mesh import Mesh
-from gemini_hpc.agent.peers.recovery_round import Rounds
+from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.peers.tasks import Tasks
-from gemini_hpc.agent.rank_requests import Service
-from gemini_hpc.agent.recovery_member import Member
+from gemini_hpc.agent.rank_requests import RankRequests
+from gemini_hpc.agent.recovery_member import RecoveryMember
 from gemini_hpc.agent.replicas.memory import Budget
 from gemini_hpc.agent.replicas.pledges import Pledges
 from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.replicas.seal_notes import SealNotes
-from gemini_hpc.agent.replicas.slot_writes import Filling
+from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Store
-from gemini_hpc.agent.replicas.training import TrainingSet
-from gemini_hpc.agent.replicas.trainings import Sets
+from gemini_hpc.agent.replicas.training import Training
+from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.restart_state import StateFile
 from gemini_hpc.agent.retention import Retention
 from gemini_hpc.agent.self_fence import SelfFence
 from gemini_hpc.agent.sessions import Sessions
-from gemini_hpc.agent.stats_store import Tellings
+from gemini_hpc.agent.stats_store import StatsStore
 from gemini_hpc.agent.tier.choice import TierChoice
 from gemini_hpc.agent.tier.flush import Flush
 from gemini_hpc.agent.tier.keeps import Keeps
-from gemini_hpc.agent.tier.node_writer import NodeSaver
-from gemini_hpc.agent.tier.salvage import Scavenge
-from gemini_hpc.agent.tier.saver import Drains
-from gemini_hpc.agent.transfer.pull_scheduler import Pulls
-from gemini_hpc.agent.transfer.push_receiver import Incoming
-from gemini_hpc.agent.transfer.push_sender import Outgoing
+from gemini_hpc.agent.tier.node_writer import NodeWriter
+from gemini_hpc.agent.tier.salvage import Salvage
+from gemini_hpc.agent.tier.saver import Saver
+from gemini_hpc.agent.transfer.pull_scheduler import PullScheduler
+from gemini_hpc.agent.transfer.push_receiver import PushReceiver
+from gemini_hpc.agent.transfer.push_sender import PushSender
 from gemini_hpc.agent.transfer.transfers import Transfers
-from gemini_hpc.agent.wake_peers import Summons
+from gemini_hpc.agent.wake_peers import Wake
 from gemini_hpc.config import Settings
 from gemini_hpc.core import hostlist
 from gemini_hpc.core.slots import Stamp
@@ -60,7 +60,7 @@ from gemini_hpc.node import map_file
 from gemini_hpc.wire import inspect_schema, local, peer, protocol
 from gemini_hpc.wire.local_server import Client, LocalServer, Reply
 
-_SCAVENGES = (peer.ScavengeHave, peer.ScavengeAsk, peer.ScavengeWrite, peer.ScavengeWrote, peer.ScavengeOver)
+_SCAVENGES = (peer.SalvageHave, peer.SalvageAsk, peer.SalvageWrite, peer.SalvageWrote, peer.SalvageOver)
 _TICK_S = 0.2
 _WATCH_ON = 4.0  # after a job's failure, in silences after which a peer is suspected: one, and the probes
 
@@ -79,29 +79,31 @@ class Agent:
 
         self.store = store = Store(Budget(settings))
         self._notes = SealNotes(directory)
-        self.sets = sets = Sets(here, store, self._notes, self._sealed)
+        self.sets = sets = Trainings(here, store, self._notes, self._sealed)
         self.state = StateFile(directory)
         self.pledges = Pledges(directory)
-        tellings = Tellings()
+        stats = StatsStore()
         tier = TierChoice(settings, uid, here)
         rejections = Rejections(self.pledges, log)
         keeps = self.keeps = Keeps(here, self.pledges, rejections, tier, log, wanted=self._keep_wanted)
-        self.reporter = Reporter(me, here, self, log, spawn)
-        events.follow(self.reporter.tell)
+        self.controller_link = ControllerLink(me, here, self, log, spawn)
+        events.follow(self.controller_link.tell)
 
-        filling = Filling(here, sets, log, spawn)
+        filling = SlotWrites(here, sets, log, spawn)
         self.transfers = Transfers(
-            Incoming(here, sets, store, filling, log),
-            Outgoing(here, store, spawn),
-            Pulls(me, here, store, sets, tier, log, spawn),
+            PushReceiver(here, sets, store, filling, log),
+            PushSender(here, store, spawn),
+            PullScheduler(me, here, store, sets, tier, log, spawn),
         )
-        node_saver = NodeSaver(me, here, store, spawn)
-        self.drains = drains = Drains(
-            me, here, sets, tier, keeps, rejections, node_saver, log, spawn, scavenging=lambda: self.scavenge.busy
+        node_writer = NodeWriter(me, here, store, spawn)
+        self.saver = saver = Saver(
+            me, here, sets, tier, keeps, rejections, node_writer, log, spawn, salvaging=lambda: self.salvage.busy
         )
-        self.scavenge = Scavenge(node, here, sets, store, rejections, drains, node_saver, log, spawn)
-        sessions = Sessions(me, here, sets, drains, tier, rejections, tellings, notice=lambda: self.reporter.notice)
-        self.service = Service(
+        self.salvage = Salvage(node, here, sets, store, rejections, saver, node_writer, log, spawn)
+        sessions = Sessions(
+            me, here, sets, saver, tier, rejections, stats, notice=lambda: self.controller_link.notice
+        )
+        self.service = RankRequests(
             node,
             here,
             sessions,
@@ -110,26 +112,26 @@ class Agent:
             filling,
             self.transfers.outgoing,
             self.transfers.pulls,
-            drains,
+            saver,
             keeps,
             rejections,
-            tellings,
+            stats,
             events,
             spawn,
         )
-        self.member = Member(
+        self.member = RecoveryMember(
             me,
             here,
             self.state,
             store,
             sets,
             self.transfers,
-            drains,
-            self.scavenge,
+            saver,
+            self.salvage,
             tier,
             rejections,
             self.service,
-            self.reporter,
+            self.controller_link,
             log,
             spawn,
         )
@@ -138,33 +140,33 @@ class Agent:
             here,
             store.budget,
             tier,
-            drains,
-            self.scavenge,
+            saver,
+            self.salvage,
             spawn,
             lambda why: self._log_end("released", why),
             clock.monotonic(),
         )
-        self._summons = Summons(me, here, self.attach, events, spawn)
-        self._fence = SelfFence(settings.self_fence_s, here, self.reporter, sets, log, spawn)
+        self._waker = Wake(me, here, self.attach, events, spawn)
+        self._fence = SelfFence(settings.self_fence_s, here, self.controller_link, sets, log, spawn)
         self._picture = Picture(
             me,
             here,
             sets,
             store,
-            tellings,
+            stats,
             rejections,
-            drains,
+            saver,
             self.state,
             events,
             kept_until=self._retention.kept_until,
         )
-        self._callers = Callers(
+        self._peer_server = PeerServer(
             me,
             here,
             store,
             self.transfers.incoming,
-            self._summons,
-            Flush(job, here, sets, drains, self.scavenge, spawn),
+            self._waker,
+            Flush(job, here, sets, saver, self.salvage, spawn),
             self._picture,
             lambda: self.member.inventory(verify=False),
             events.complain,
@@ -181,7 +183,7 @@ class Agent:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return  # the prolog and the supervisor started one at the same time: one is enough
-        server, self.identity.port = await self._callers.listen()
+        server, self.identity.port = await self._peer_server.listen()
         map_file.settle(me.directory)
         if me.again:
             self._take_over(None)
@@ -190,17 +192,17 @@ class Agent:
         self._local = LocalServer(
             f"{me.directory}/agent.sock", me.uid, self._handle_local, self.service.gone, self._complain
         )
-        self.reporter.start()
+        self.controller_link.start()
         self._spawn(self._tick())
         await self._retention.over.wait()
-        await self.reporter.told()
+        await self.controller_link.told()
         server.close()
         self._local.close()
-        self.reporter.close()
+        self.controller_link.close()
         if here.incarnation is not None:
             here.incarnation.mesh.close()
-        self.drains.close()
-        await self.drains.leave(self.scavenge.gathering)
+        self.saver.close()
+        await self.saver.leave(self.salvage.gathering)
         await self.transfers.cease()
         self.sets.close()
         self.store.clear()
@@ -214,7 +216,7 @@ class Agent:
         while True:
             await asyncio.sleep(_TICK_S)
             now = clock.monotonic()
-            self.reporter.beat(now)
+            self.controller_link.beat(now)
             self._fence.look(now)
             self.sets.beat()
             if self.membership.detached:
@@ -286,9 +288,9 @@ class Agent:
             incarnation = self._enter(m, hosts, begun=True)
             if incarnation.leads:
                 incarnation.rounds.begin("")
-                if m.restart == 0 and self.drains.tier:
-                    self._spawn(self.drains.glance())
-            self._spawn(self._summons.call(incarnation))
+                if m.restart == 0 and self.saver.tier:
+                    self._spawn(self.saver.glance())
+            self._spawn(self._waker.call(incarnation))
         here.detached = False
         bound_s = max(0.2, me.settings.attach_timeout_s - 0.5)
         try:
@@ -307,10 +309,10 @@ class Agent:
         if here.incarnation is not None:
             expected = tuple(h for h in here.incarnation.hosts if h not in here.incarnation.mesh.dead)
             here.incarnation.close()
-        self.scavenge.reset()
+        self.salvage.reset()
         self.service.drop_all()
         map_file.remove(me.directory)
-        here.detached = self.drains.succeeded = False
+        here.detached = self.saver.succeeded = False
         self._retention.attached()
         mesh = Mesh(
             me.settings,
@@ -326,7 +328,7 @@ class Agent:
             complain=self._complain,
             expected=expected,
         )
-        rounds = Rounds(self.member, me.node, hosts, self._spawn)
+        rounds = RecoveryRounds(self.member, me.node, hosts, self._spawn)
         here.incarnation = incarnation = Incarnation(m, hosts, mesh, rounds)
         if begun:
             self.member.attach(m)  # before anybody hears of it, the controller included
@@ -336,7 +338,7 @@ class Agent:
             mesh.want([rounds.parent])
         paid = f", memory counted in {self.store.budget.cgroup_path}" if self.store.budget.cgroup_path else ""
         self._log("attached", detail=f"{len(hosts)} nodes, {m.replicas} replicas{paid}")
-        self.reporter.register()
+        self.controller_link.register()
         return incarnation
 
     def _take_over(self, wanted: local.Attach | None) -> None:
@@ -362,7 +364,7 @@ class Agent:
         self._log("restarted", detail="waiting for the trainers to hand their memory back")
         self.member.succeed(incarnation, state)
         if not state.live:
-            self._spawn(self._summons.call(incarnation))
+            self._spawn(self._waker.call(incarnation))
 
     def _epilog(self, m: local.Epilog) -> local.Message:
         me, here = self.identity, self.membership
@@ -380,7 +382,7 @@ class Agent:
                 # may fail of a node's loss before anybody here has noticed it.
                 mesh.detector.watching = bool(mesh.dead) or m.exit_code not in ("", "0")
                 alive = [h for h in mesh.hosts if h not in mesh.dead]
-                hold = bool(mesh.dead) and alive[:1] == [me.node] and not self.reporter.connected
+                hold = bool(mesh.dead) and alive[:1] == [me.node] and not self.controller_link.connected
             map_file.wait(me.directory)
             self.state.remove()
             self._log_end("detached", f"exit code {m.exit_code or 'unknown'}")
@@ -388,15 +390,15 @@ class Agent:
         trained = [s for s in self.sets if s.greeted]
         dead = mesh is not None and bool(mesh.dead)  # then the job may be on its way to a new incarnation
         if trained and all(s.succeeded for s in trained) and m.exit_code in ("", "0") and not dead:
-            self.drains.succeeded = True
-            if not any(self.keeps.of_set(s.name) and s.sealed is not None for s in trained) or not self.drains.tier:
-                self.drains.ended()
+            self.saver.succeeded = True
+            if not any(self.keeps.of_set(s.name) and s.sealed is not None for s in trained) or not self.saver.tier:
+                self.saver.ended()
                 if mesh is not None:
                     mesh.leave()
                 self._retention.release("the training succeeded")
                 return local.Ok("released")
         if first:
-            self.drains.detached(dead=dead)
+            self.saver.detached(dead=dead)
         return local.Ok("hold" if hold else "detached", here.restart)
 
     # ---- peers -----------------------------------------------------------------------------------------
@@ -413,18 +415,18 @@ class Agent:
         rounds = incarnation.rounds
         if rounds.on_message(name, message):
             return
-        if isinstance(message, (peer.VoteUp, peer.WordDown)):
+        if isinstance(message, (peer.VoteUp, peer.DecisionDown)):
             self.sets.on_message(incarnation, name, message)
-        elif isinstance(message, peer.DrainDown) and name == rounds.parent:
-            self.drains.wanted(message)
-        elif isinstance(message, peer.DrainUp) and name in rounds.children:
-            self.drains.heard(message)
-        elif isinstance(message, peer.DrainOver) and name == rounds.parent and message.round == rounds.round:
-            self.drains.ended()
+        elif isinstance(message, peer.SaveDown) and name == rounds.parent:
+            self.saver.wanted(message)
+        elif isinstance(message, peer.SaveUp) and name in rounds.children:
+            self.saver.heard(message)
+        elif isinstance(message, peer.SaveOver) and name == rounds.parent and message.round == rounds.round:
+            self.saver.ended()
         elif isinstance(message, (peer.KeepWish, peer.KeepDone)):
             self.keeps.on_message(name, message)
         elif isinstance(message, _SCAVENGES):
-            self.scavenge.on_message(name, message)
+            self.salvage.on_message(name, message)
 
     def _on_dead(self, host: str, witnesses: tuple[str, ...], known: bool) -> None:
         if self.membership.incarnation is None or not self.deaths_matter(clock.monotonic()):
@@ -433,16 +435,16 @@ class Agent:
             self.sets.show_dead()
         if not known:
             self._log("detected", detail=f"{host} is silent; witnesses {', '.join(witnesses)}")
-        self.reporter.report(host, witnesses)
+        self.controller_link.report(host, witnesses)
 
     def _keep_wanted(self) -> None:
-        self.drains.keep_all()
+        self.saver.keep_all()
 
-    def _sealed(self, training: TrainingSet, number: int, stamp: Stamp) -> None:
+    def _sealed(self, training: Training, number: int, stamp: Stamp) -> None:
         self.transfers.pulls.overtaken(training.name, stamp)
         incarnation = self.membership.incarnation
         if incarnation is not None and incarnation.leads:
-            self.drains.sealed(training, stamp)
+            self.saver.sealed(training, stamp)
 
     # ---- the controller --------------------------------------------------------------------------------
 
@@ -452,11 +454,11 @@ class Agent:
 
     def ends_in(self, left_s: int | None) -> None:
         """Slurm ends the job in so many seconds; None: it sets no time."""
-        self.drains.ends_in(left_s)
+        self.saver.ends_in(left_s)
 
     def leaving(self, hosts: Sequence[str], partition: str) -> None:
         """These nodes, or the partition, are being drained."""
-        self.drains.leaving(hosts, partition)
+        self.saver.leaving(hosts, partition)
 
     def job_waits(self) -> None:
         """The job is pending."""

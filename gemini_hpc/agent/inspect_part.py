@@ -12,10 +12,10 @@ from gemini_hpc.agent.peers.identity import Identity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.replicas.store import Store
-from gemini_hpc.agent.replicas.training import TrainingSet
+from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.restart_state import StateFile
-from gemini_hpc.agent.stats_store import Tellings
-from gemini_hpc.agent.tier.saver import Drains
+from gemini_hpc.agent.stats_store import StatsStore
+from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.wire import control_page, inspect_schema
 
 _EVENTS = 200
@@ -34,21 +34,21 @@ class Picture:
         self,
         identity: Identity,
         membership: Membership,
-        trainings: Iterable[TrainingSet],
+        trainings: Iterable[Training],
         store: Store,
-        tellings: Tellings,
+        stats: StatsStore,
         rejections: Rejections,
-        drains: Drains,
+        saver: Saver,
         state: StateFile,
         log: EventLog,
         *,
         kept_until: Callable[[], float],
     ) -> None:
         self._identity, self._membership, self._trainings, self._store = identity, membership, trainings, store
-        self._tellings, self._rejections, self._drains = tellings, rejections, drains
+        self._stats, self._rejections, self._saver = stats, rejections, saver
         self._state, self._log, self._kept_until = state, log, kept_until
 
-    def _set(self, training: TrainingSet) -> inspect_schema.SetState:
+    def _set(self, training: Training) -> inspect_schema.SetState:
         sealed, pace = training.sealed, None
         state = "finished" if training.succeeded else _STATES.get(training.page.state, "unknown")
         rejected = self._rejections.sentences(training.name)
@@ -64,8 +64,8 @@ class Picture:
             state="degraded" if trouble else state,
             ranks=tuple(sorted(training.greeted)),
             note="; ".join(filter(None, (trouble, training.note or "; ".join(training.lost)[:500], *rejected))),
-            traffic=self._tellings.states(training.name, training.greeted),
-            tier=self._drains.state(training.name),
+            traffic=self._stats.states(training.name, training.greeted),
+            tier=self._saver.state(training.name),
             pace=pace,
         )
 
@@ -117,8 +117,8 @@ class Picture:
             suspects=tuple(sorted(mesh.silent() - mesh.dead)) if mesh is not None else (),
             dead=tuple(sorted(mesh.dead)) if mesh is not None else (),
             request=request,
-            record=None if record is None else self._tellings.record(record),
-            problem="; ".join(filter(None, (unwritten, self._drains.problem))),
+            record=None if record is None else self._stats.record(record),
+            problem="; ".join(filter(None, (unwritten, self._saver.problem))),
             unprotected=trouble,
             kept_until=clock.time() + max(0.0, self._kept_until() - clock.monotonic()) if kept else 0.0,
         )

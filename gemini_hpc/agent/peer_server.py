@@ -12,8 +12,8 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.tier.flush import Flush
 from gemini_hpc.agent.transfer import pull
-from gemini_hpc.agent.transfer.push_receiver import Incoming
-from gemini_hpc.agent.wake_peers import Summons
+from gemini_hpc.agent.transfer.push_receiver import PushReceiver
+from gemini_hpc.agent.wake_peers import Wake
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.operators import Operators
 from gemini_hpc.wire import inspect_schema, peer
@@ -21,14 +21,14 @@ from gemini_hpc.wire.frames import FrameError
 from gemini_hpc.wire.handshake import Greeting, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, accept
 from gemini_hpc.wire.ports import candidates
-from gemini_hpc.wire.preauth_limit import Lobby
+from gemini_hpc.wire.preauth_limit import PreauthLimit
 
 _MAX_CALLERS = 512
 _MAX_STRANGERS = 256  # connections that have not been authenticated yet
 _ANSWER_S = 5.0
 
 
-class Callers:
+class PeerServer:
     """The agent's TCP port: everyone is authenticated, admitted for one purpose, and served within bounds."""
 
     def __init__(
@@ -36,8 +36,8 @@ class Callers:
         identity: Identity,
         membership: Membership,
         store: Store,
-        incoming: Incoming,
-        summons: Summons,
+        incoming: PushReceiver,
+        waker: Wake,
         flush: Flush,
         picture: Picture,
         inventory: Callable[[], Awaitable[peer.InventoryRecord]],
@@ -45,10 +45,10 @@ class Callers:
     ) -> None:
         """inventory: tells what is held here, unverified."""
         self._identity, self._membership, self._store = identity, membership, store
-        self._incoming, self._summons, self._flush, self._picture = incoming, summons, flush, picture
+        self._incoming, self._waker, self._flush, self._picture = incoming, waker, flush, picture
         self._inventory, self._complain = inventory, complain
         self._count = 0
-        self._lobby = Lobby(_MAX_STRANGERS)
+        self._lobby = PreauthLimit(_MAX_STRANGERS)
         self._operators = Operators(identity.settings.operators, self._owners)
 
     @property
@@ -106,7 +106,7 @@ class Callers:
             return "not yours"
         if hello.purpose in ("inventory", "pull") and hello.restart > here.restart and here.detached:
             return ""  # a newer incarnation that went on elsewhere may read what is kept here
-        if hello.purpose == "summons" and self._summons.admits(hello.restart):
+        if hello.purpose == "wake" and self._waker.admits(hello.restart):
             return ""
         if hello.purpose not in ("link", "pull", "push") or hello.source not in here.hosts or hello.source == me.node:
             return "not a peer"
@@ -124,8 +124,8 @@ class Callers:
             await pull.serve(link, self._find)
         elif purpose == "push":
             await self._incoming.serve(link)
-        elif purpose == "summons":
-            await self._summons.answer(link)
+        elif purpose == "wake":
+            await self._waker.answer(link)
         elif purpose == "flush":
             await self._flush.answer(link)
         elif purpose == "inventory":

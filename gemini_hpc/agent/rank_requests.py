@@ -13,29 +13,29 @@ from gemini_hpc.agent.replicas import replica_fills
 from gemini_hpc.agent.replicas.memory import NoMemory, adopt
 from gemini_hpc.agent.replicas.pledges import Wish
 from gemini_hpc.agent.replicas.rejections import Rejections
-from gemini_hpc.agent.replicas.slot_writes import Filling
+from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Shard, Store
-from gemini_hpc.agent.replicas.training import TrainingSet
-from gemini_hpc.agent.replicas.trainings import Sets
+from gemini_hpc.agent.replicas.training import Training
+from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.sessions import Rejected, Sessions
-from gemini_hpc.agent.stats_store import Tellings
+from gemini_hpc.agent.stats_store import StatsStore
 from gemini_hpc.agent.tier.keeps import Keeps
-from gemini_hpc.agent.tier.saver import Drains
+from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.agent.transfer.pull import PullFailed
-from gemini_hpc.agent.transfer.pull_scheduler import Pulls
-from gemini_hpc.agent.transfer.push_sender import Outgoing
+from gemini_hpc.agent.transfer.pull_scheduler import PullScheduler
+from gemini_hpc.agent.transfer.push_sender import PushSender
 from gemini_hpc.core import placement, ranges
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.format.commit_record import Committed
 from gemini_hpc.wire import local
 from gemini_hpc.wire.local_server import Client, Reply
-from gemini_hpc.wire.rate_limit import Allowance
+from gemini_hpc.wire.rate_limit import RateLimit
 
 _MAX_SHARDS = 4096  # on one node, all sets together; each takes two descriptors
 _EVENTS_PER_S, _EVENTS_BURST = 2.0, 200.0
 
 
-class Service:
+class RankRequests:
     """Requests of training ranks, on behalf of the agent that owns sets and store."""
 
     def __init__(
@@ -44,25 +44,25 @@ class Service:
         membership: Membership,
         sessions: Sessions,
         store: Store,
-        sets: Sets,
-        filling: Filling,
-        outgoing: Outgoing,
-        pulls: Pulls,
-        drains: Drains,
+        sets: Trainings,
+        filling: SlotWrites,
+        outgoing: PushSender,
+        pulls: PullScheduler,
+        saver: Saver,
         keeps: Keeps,
         rejections: Rejections,
-        tellings: Tellings,
+        stats: StatsStore,
         log: EventLog,
         spawn: Spawn,
     ) -> None:
         self._node, self._membership, self._sessions = node, membership, sessions
         self._store, self._sets = store, sets
         self._filling, self._outgoing, self._pulls = filling, outgoing, pulls
-        self._drains, self._keeps, self._rejections = drains, keeps, rejections
-        self._tellings, self._log, self._spawn = tellings, log, spawn
+        self._saver, self._keeps, self._rejections = saver, keeps, rejections
+        self._stats, self._log, self._spawn = stats, log, spawn
         self._fills: dict[tuple[str, int, int], Client] = {}
         self._keepers: dict[tuple[str, int], Client] = {}
-        self._events = Allowance(_EVENTS_PER_S, _EVENTS_BURST)
+        self._events = RateLimit(_EVENTS_PER_S, _EVENTS_BURST)
 
     # ---- bookkeeping -----------------------------------------------------------------------------------
 
@@ -80,14 +80,14 @@ class Service:
         self._sessions.drop_all()
         self._fills.clear()
 
-    def _shard(self, client: Client, name: str, rank: int) -> tuple[TrainingSet, Shard]:
+    def _shard(self, client: Client, name: str, rank: int) -> tuple[Training, Shard]:
         training = self._sessions.training(client, name)
         shard = self._store.get(name, rank)
         if shard is None:
             raise Rejected(f"shard of rank {rank} is not registered here")
         return training, shard
 
-    def _keep(self, client: Client, m: local.Register | local.HandBack) -> TrainingSet:
+    def _keep(self, client: Client, m: local.Register | local.HandBack) -> Training:
         """The set, where this client may write the shard: each shard has one writer on a node, and is one that
         this node keeps, of a training that is as large as its ranks said."""
         here, shards = self._membership, self._store.shards
@@ -198,15 +198,15 @@ class Service:
     ) -> local.Ok | local.Kept:
         """Of a rank by itself only."""
         self._sessions.own(client, m)
-        tellings = self._tellings
+        stats = self._stats
         if isinstance(m, local.Recall):
-            return local.Kept(tellings.recall(m.set, m.rank, m.key))
+            return local.Kept(stats.recall(m.set, m.rank, m.key))
         if isinstance(m, local.Keep):
-            tellings.keep(m.set, m.rank, m.key, m.data)
+            stats.keep(m.set, m.rank, m.key, m.data)
         elif isinstance(m, local.Traffic):
-            tellings.traffic(m.set, m.rank, m.state)
+            stats.traffic(m.set, m.rank, m.state)
         else:
-            tellings.timeline(m.set, m.rank, m.timeline)
+            stats.timeline(m.set, m.rank, m.timeline)
         return local.Ok()
 
     async def _register(self, client: Client, m: local.Register) -> Reply:
@@ -250,7 +250,7 @@ class Service:
             return local.Refused(exc.reason), []
         self._fills[m.set, m.rank, index] = client
         training.begun = max(training.begun, m.version)
-        return local.Begun(index, self._drains.troubles.note(m.set)), []
+        return local.Begun(index, self._saver.troubles.note(m.set)), []
 
     def _fill(self, client: Client, m: local.Fill) -> Reply:
         training, shard = self._shard(client, m.set, m.rank)

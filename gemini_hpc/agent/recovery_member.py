@@ -1,4 +1,4 @@
-"""What an agent does at each step of a recovery round: the host that `rounds.Rounds` asks for."""
+"""What an agent does at each step of a recovery round: the host that `RecoveryRounds` asks for."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from gemini_hpc.agent.peers.identity import Identity
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
-from gemini_hpc.agent.rank_requests import Service
+from gemini_hpc.agent.rank_requests import RankRequests
 from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.replicas.seal_notes import Within
 from gemini_hpc.agent.replicas.store import Store
-from gemini_hpc.agent.replicas.trainings import Sets
+from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.tier.choice import TierChoice
-from gemini_hpc.agent.tier.salvage import Scavenge
-from gemini_hpc.agent.tier.saver import Drains
+from gemini_hpc.agent.tier.salvage import Salvage
+from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.agent.transfer.transfers import Transfers
 from gemini_hpc.core import placement
 from gemini_hpc.core.slots import Stamp
@@ -35,7 +35,7 @@ from gemini_hpc.wire.stored import Rejection, Tier
 _LAUNCHED_S, _PROLOG_S, _PROLOG_PART = 20.0, 3.0, 0.3
 
 
-class Member:
+class RecoveryMember:
     """One agent among those that agree on map, epoch and versions; it lives as long as the agent."""
 
     def __init__(
@@ -44,20 +44,20 @@ class Member:
         membership: Membership,
         state: restart_state.StateFile,
         store: Store,
-        sets: Sets,
+        sets: Trainings,
         transfers: Transfers,
-        drains: Drains,
-        scavenge: Scavenge,
+        saver: Saver,
+        salvage: Salvage,
         tier: TierChoice,
         rejections: Rejections,
-        service: Service,
+        service: RankRequests,
         controller: outside_inventory.Holders,
         log: Log,
         spawn: Spawn,
     ) -> None:
         self._identity, self._membership, self._state = identity, membership, state
         self._store, self._sets, self._transfers = store, sets, transfers
-        self._drains, self._scavenge, self._tier, self._rejections = drains, scavenge, tier, rejections
+        self._saver, self._salvage, self._tier, self._rejections = saver, salvage, tier, rejections
         self._service, self._controller, self._log, self._spawn = service, controller, log, spawn
 
     @property
@@ -91,8 +91,8 @@ class Member:
     def freeze(self, step: str) -> None:
         """Stop sealing, drop the trainers of other launches, void what is half filled."""
         self._sets.freeze()
-        self._scavenge.reset()
-        self._drains.freeze()
+        self._salvage.reset()
+        self._saver.freeze()
         self._transfers.incoming.stop()
         self._service.drop_all()
 
@@ -147,7 +147,7 @@ class Member:
         heeded = self._tier.heeds(tier)
         if heeded:
             self._tier.chosen = tier
-            self._spawn(self._drains.glance())
+            self._spawn(self._saver.glance())
         return heeded
 
     async def stored(self, without: Iterable[tuple[str, bounds.Stamp]], *, launched: bool) -> tuple[Manifest, ...]:
@@ -156,7 +156,7 @@ class Member:
         within_s = (
             _LAUNCHED_S if launched else min(_PROLOG_S, _PROLOG_PART * self._identity.settings.attach_timeout_s)
         )
-        return await self._drains.stored(without, within_s)
+        return await self._saver.stored(without, within_s)
 
     def rejected(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
         """Know of these rejected versions, too; all that are known."""
@@ -192,7 +192,7 @@ class Member:
         node, here, m = self._identity.node, self._membership, incarnation.replicas
         self._tier.chosen, here.doubt = plan.tier, plan.doubt
         self._rejections.learn(plan.rejected)
-        self._drains.forget()
+        self._saver.forget()
         here.noderanks, here.map_restart, here.epoch = dict(plan.noderanks), here.restart, plan.epoch
         incarnation.mesh.ports.update({h: p for h, p in plan.ports.items() if h != node})
         by_rank = {rank: host for host, rank in here.noderanks.items()}

@@ -16,8 +16,8 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.memory import Budget
 from gemini_hpc.agent.tier.choice import TierChoice
-from gemini_hpc.agent.tier.salvage import Scavenge
-from gemini_hpc.agent.tier.saver import Drains
+from gemini_hpc.agent.tier.salvage import Salvage
+from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.config import Settings
 
 _LOOK_S = 0.2
@@ -25,7 +25,7 @@ _EMPTY_S = 30.0
 _JUST_S = 180.0
 _SPILL_FLOOR = 0.5  # while the last version is being written, so much of the floor is enough
 
-Action = Literal["stay", "release", "save", "scavenge"]
+Action = Literal["stay", "release", "save", "salvage"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def decide(held: Held) -> tuple[Action, str]:
         waited = f"the job has been held, or has waited, for {held.kept_s:g} s" if held.waits else ""
         return "save", waited or f"the retention time of {held.kept_s:g} s is over"
     if held.ended_s > held.unsaved_s > 0 and held.unsaved:
-        return "scavenge", ""
+        return "salvage", ""
     return "stay", ""
 
 
@@ -76,14 +76,14 @@ class Retention:
         membership: Membership,
         budget: Budget,
         tier: TierChoice,
-        drains: Drains,
-        scavenge: Scavenge,
+        saver: Saver,
+        salvage: Salvage,
         spawn: Spawn,
         farewell: Callable[[str], None],
         now: float,
     ) -> None:
         self._settings, self._membership, self._budget = settings, membership, budget
-        self._tier, self._drains, self._scavenge = tier, drains, scavenge
+        self._tier, self._saver, self._salvage = tier, saver, salvage
         self._spawn, self._farewell = spawn, farewell
         self._ended_at = now
         self._waits = False
@@ -132,40 +132,40 @@ class Retention:
 
     def look(self, now: float) -> None:
         """Called a few times a second while the job does not run here."""
-        saving = self._saving(now) and not self._scavenge.due(now, last=True)  # which it would be from then on
+        saving = self._saving(now) and not self._salvage.due(now, last=True)  # which it would be from then on
         holds = bool(self._budget.taken_bytes)
         action, reason = decide(
             Held(
                 now - self._ended_at,
                 self._kept_s,
-                self._settings.tier_scavenge_s,
+                self._settings.tier_salvage_s,
                 waits=self._waits,
-                succeeded=self._drains.succeeded,
+                succeeded=self._saver.succeeded,
                 holds=holds,
                 short=holds and self._budget.below_floor(_SPILL_FLOOR if saving else 1.0),
                 saving=saving,
-                unsaved=self._scavenge.due(now),
+                unsaved=self._salvage.due(now),
             )
         )
         if action == "save":
             self._save(now)
         if action == "release" or (action == "save" and not self._saving(now)):
             self.release(reason)
-        elif action == "scavenge":
-            self._scavenge.begin()
+        elif action == "salvage":
+            self._salvage.begin()
 
     def _saving(self, now: float) -> bool:
         """Whether what is held here is on its way to the tier since the job ended, or may soon be."""
         since_s = now - max(self._ended_at, self._unwanted_since or 0.0)
-        waits = self._drains.last or self._drains.busy or self._scavenge.busy
+        waits = self._saver.last or self._saver.busy or self._salvage.busy
         return waits and since_s < self._settings.tier_flush_s
 
     def _save(self, now: float) -> None:
         """The memory is to be freed: what nobody has saved is saved now, or never."""
         if self._unwanted_since is None:
             self._unwanted_since = now
-        if self._scavenge.due(now, last=True):
-            self._scavenge.begin(last=True)
+        if self._salvage.due(now, last=True):
+            self._salvage.begin(last=True)
 
     # ---- the end ---------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class Retention:
 
     def _stays(self, now: float, save: bool) -> bool:
         """Whether this agent stays for what is to be saved; without `save` only for what is being written."""
-        return self._membership.detached and self._saving(now) and (save or self._drains.busy)
+        return self._membership.detached and self._saving(now) and (save or self._saver.busy)
 
     async def _leave_when_saved(self, reason: str, save: bool) -> None:
         while self._stays(clock.monotonic(), save) and not self.over.is_set():

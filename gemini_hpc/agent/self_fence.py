@@ -15,7 +15,7 @@ from gemini_hpc import clock
 from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
-from gemini_hpc.agent.replicas.training import TrainingSet
+from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.wire.local_server import Client
 
 _GRACE_S = 2.0
@@ -46,7 +46,7 @@ class SelfFence:
         limit_s: float,
         membership: Membership,
         controller: Controller,
-        trainings: Iterable[TrainingSet],
+        trainings: Iterable[Training],
         log: Log,
         spawn: Spawn,
     ) -> None:

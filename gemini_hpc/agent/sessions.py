@@ -10,13 +10,13 @@ from typing import NamedTuple
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.identity import Identity
 from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.peers.recovery_round import Rounds
+from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.replicas.rejections import Rejections
-from gemini_hpc.agent.replicas.training import TrainingSet
-from gemini_hpc.agent.replicas.trainings import Sets
-from gemini_hpc.agent.stats_store import Tellings
+from gemini_hpc.agent.replicas.training import Training
+from gemini_hpc.agent.replicas.trainings import Trainings
+from gemini_hpc.agent.stats_store import StatsStore
 from gemini_hpc.agent.tier.choice import TierChoice
-from gemini_hpc.agent.tier.saver import Drains
+from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import local, version
 from gemini_hpc.wire.local_server import Client, Reply
@@ -53,16 +53,16 @@ class Sessions:
         self,
         identity: Identity,
         membership: Membership,
-        sets: Sets,
-        drains: Drains,
+        sets: Trainings,
+        saver: Saver,
         tier: TierChoice,
         rejections: Rejections,
-        tellings: Tellings,
+        stats: StatsStore,
         notice: Callable[[], str],
     ) -> None:
         """notice: tells what the controller wants users to know."""
-        self._identity, self._membership, self._sets, self._drains = identity, membership, sets, drains
-        self._tier, self._rejections, self._tellings, self._notice = tier, rejections, tellings, notice
+        self._identity, self._membership, self._sets, self._saver = identity, membership, sets, saver
+        self._tier, self._rejections, self._stats, self._notice = tier, rejections, stats, notice
         self._clients: dict[Client, Session] = {}
 
     # ---- who is there ----------------------------------------------------------------------------------
@@ -79,12 +79,12 @@ class Sessions:
         for client in list(self._clients):
             client.drop()
 
-    def rank_of(self, client: Client) -> tuple[TrainingSet | None, int]:
+    def rank_of(self, client: Client) -> tuple[Training | None, int]:
         """The training, and the rank that this process has said it is; None, where it is none."""
         session = self._clients.get(client)
         return (None, -1) if session is None else (self._sets.get(session.set), session.rank)
 
-    def training(self, client: Client, name: str) -> TrainingSet:
+    def training(self, client: Client, name: str) -> Training:
         """The set, of which this process is a rank, while it may train. Raises `Rejected`."""
         who = self._clients.get(client)
         training = self._sets.get(name)
@@ -141,7 +141,7 @@ class Sessions:
             raise Rejected(f"rank {m.rank} says that {m.world} ranks train, others said {training.world}")
         training.greeted.add(m.rank)
         if not m.rejoin:
-            self._tellings.begun(m.set, m.rank)
+            self._stats.begun(m.set, m.rank)
         training.finished.discard(m.rank)
         training.left.pop(m.rank, None)
         training.present[m.rank] = client
@@ -160,7 +160,7 @@ class Sessions:
             chosen_world=training.chosen_world,
             stored=training.stored,
             lost=training.lost[:100],
-            notice="; ".join(filter(None, (self._notice(), self._drains.problem))),
+            notice="; ".join(filter(None, (self._notice(), self._saver.problem))),
             proto=proto,
             rejected=self._rejections.sentences(m.set)[-_TOLD:],
             fresh=self._rejections.fresh(m.set),
@@ -182,7 +182,7 @@ class Sessions:
                 )
             await asyncio.sleep(0.02)
 
-    async def _goes_on(self, rounds: Rounds, m: local.Hello) -> bool:
+    async def _goes_on(self, rounds: RecoveryRounds, m: local.Hello) -> bool:
         """Whether the round that a process trains in is live. An agent that has just been started may know that it
         was agreed on, and have to be told by its peers that everybody knows."""
         with suppress(TimeoutError):
@@ -191,7 +191,7 @@ class Sessions:
                     await rounds.changed()
         return rounds.stage == "live" and rounds.step == m.step
 
-    async def _round_for(self, rounds: Rounds, m: local.Hello) -> None:
+    async def _round_for(self, rounds: RecoveryRounds, m: local.Hello) -> None:
         """Wait for the round that serves this launch; ask for one where it is a new launch."""
         await rounds.wait_live(None)
         training = self._sets.get(m.set)

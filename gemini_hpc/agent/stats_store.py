@@ -60,7 +60,7 @@ class _Rank:
         return _STATE_BYTES + len(self.timeline) + 24 * len(self.series) + len(self.kept)
 
 
-class Tellings:
+class StatsStore:
     """By set and rank."""
 
     def __init__(self) -> None:

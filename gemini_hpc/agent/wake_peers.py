@@ -26,7 +26,7 @@ AFTER_S = 0.7  # prologs of one incarnation do not begin at the same moment
 DIAL_S, ANSWER_S = 1.0, 2.0
 
 
-class Summons:
+class Wake:
     """One agent's part in it. attach: has it enter an incarnation."""
 
     def __init__(
@@ -53,11 +53,11 @@ class Summons:
 
     async def _summon(self, incarnation: Incarnation, host: str) -> None:
         attach, settings = incarnation.attach, self._identity.settings
-        message = peer.Summons(attach.restart, attach.nodelist, attach.replicas, attach.tier, attach.tier_interval)
+        message = peer.Wake(attach.restart, attach.nodelist, attach.replicas, attach.tier, attach.tier_interval)
         ports = candidates(settings, self._identity.job)
         try:
             link, _ = await connect_any(
-                settings.address_of(host), ports, lambda: incarnation.mesh.client(host, "summons"), DIAL_S
+                settings.address_of(host), ports, lambda: incarnation.mesh.client(host, "wake"), DIAL_S
             )
         except (OSError, HandshakeError):
             return
@@ -73,7 +73,7 @@ class Summons:
         """Take a summons; what it says is checked like a prolog's. Raises `LinkClosed`, TimeoutError."""
         async with asyncio.timeout(ANSWER_S):
             message = await link.receive()
-        if not isinstance(message, peer.Summons) or message.restart != link.session.peer_restart:
+        if not isinstance(message, peer.Wake) or message.restart != link.session.peer_restart:
             raise LinkClosed("wanted a summons")
         if self.admits(message.restart):
             by = f"by {link.session.peer_host}: no prolog ran here for restart {message.restart}"

@@ -17,7 +17,7 @@ SUSPECT_S = 3.0  # longer than the agents take to find out whether a silent node
 _POLL_S = 0.005
 
 
-class Brake:
+class StepGuard:
     """Of one rank. Once for each time that nodes are missing: when that has cost as much as it may, training goes on,
     until all are there again."""
 

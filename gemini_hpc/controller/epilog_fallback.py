@@ -26,7 +26,7 @@ from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
 from gemini_hpc.controller import probe
 from gemini_hpc.controller.fencing import Port
 from gemini_hpc.controller.probe import Target
-from gemini_hpc.controller.requeue import Rescue
+from gemini_hpc.controller.requeue import Requeue
 from gemini_hpc.controller.reservation import HOLD_S, PREFIX, Held
 from gemini_hpc.controller.survivors import Survivors
 from gemini_hpc.core import hostlist
@@ -62,7 +62,7 @@ def reason_against(job: Job, restart: int) -> str:
     return ""
 
 
-async def prepare(settings: Settings, raw_id: int, restart: int, node: str, members: list[str]) -> Rescue:
+async def prepare(settings: Settings, raw_id: int, restart: int, node: str, members: list[str]) -> Requeue:
     """Everything up to the reservation. Raises `NothingToHoldError` and `SlurmError`."""
     slurm = Slurm(SLURM_TIMEOUT_S)
     job = await slurm.job(raw_id)
@@ -87,7 +87,7 @@ async def prepare(settings: Settings, raw_id: int, restart: int, node: str, memb
     def note(step: str, phase: str, **data: object) -> None:
         """No journal here."""
 
-    rescue = Rescue(
+    rescue = Requeue(
         slurm=slurm,
         raw_id=raw_id,
         restart=restart,

@@ -34,7 +34,7 @@ RELEASE_TOLD_S = 60.0
 _SAME_END_S = 1.5
 
 
-class Watcher:
+class JobWatch:
     """Looks at all tracked jobs about once a second, less often where Slurm is slow to answer."""
 
     def __init__(self, settings: Settings, slurm: SlurmApi, registry: Registry, recoveries: Recoveries) -> None:

@@ -2,7 +2,7 @@
 
 1. Reports are collected; a second dead node reported meanwhile joins the same recovery.
 2. Each suspect is probed and judged by `fencing`, on facts read from Slurm.
-3. Confirmed: survivors and candidates are reserved, the dead are set DOWN, and the requeue is steered (`rescue`).
+3. Confirmed: survivors and candidates are reserved, the dead are set DOWN, and the requeue is steered (`requeue`).
    What is not ours to fence is watched on: should Slurm find it dead, the requeue is steered just so.
 Each action is journaled before and after; `recoveries.Recoveries` finishes what a dead controller began.
 """
@@ -29,9 +29,9 @@ from gemini_hpc.controller.fencing import (
     judge,
     user_budget,
 )
-from gemini_hpc.controller.recovery_context import Neighbours
+from gemini_hpc.controller.recovery_context import RecoveryContext
 from gemini_hpc.controller.registry import Track
-from gemini_hpc.controller.requeue import Rescue
+from gemini_hpc.controller.requeue import Requeue
 from gemini_hpc.controller.requeue_rules import candidates_wanted
 from gemini_hpc.controller.reservation import Held
 from gemini_hpc.controller.survivors import Survivors
@@ -96,14 +96,14 @@ class Facts:
 class Recovery:
     """The failure of one or more nodes in one incarnation."""
 
-    def __init__(self, home: Neighbours, track: Track, restart: int) -> None:
+    def __init__(self, home: RecoveryContext, track: Track, restart: int) -> None:
         self._home = home
         self._track = track
         self.restart = restart
         self.suspects: dict[str, Suspect] = {}
         self.survivors: Survivors | None = None
         self.acting = False
-        self._ahead: Rescue | None = None
+        self._ahead: Requeue | None = None
 
     def silent(self) -> set[str]:
         """Suspects that are silent, and that no journal counts as fenced: until one is really being set DOWN, a mass
@@ -427,7 +427,7 @@ class Recovery:
             return
         await self.finish(helper)
 
-    async def _reserve(self, helper: Rescue, job: Job, facts: Facts, dead: int) -> None:
+    async def _reserve(self, helper: Requeue, job: Job, facts: Facts, dead: int) -> None:
         """Hold nodes for the requeue. Raises `SlurmError`, where Slurm is silent after a while. Nobody is fenced on
         these facts: each dead node is judged once more afterwards."""
         began = clock.monotonic()
@@ -461,7 +461,7 @@ class Recovery:
                 return verdict
             await asyncio.sleep(TICK_S)
 
-    def _spare(self, hosts: list[str], helper: Rescue) -> None:
+    def _spare(self, hosts: list[str], helper: Requeue) -> None:
         """These were confirmed, and are not dead now: nodes of the job like others."""
         for host in hosts:
             suspect = self.suspects.pop(host)
@@ -491,7 +491,7 @@ class Recovery:
         self.note("requeue", "after")
         self.say("sent_back", "", f"scontrol requeue [{(clock.monotonic() - began) * 1000:.0f} ms]")
 
-    def rescue(self, job: Job, survivors: list[str], dead: list[str]) -> Rescue:
+    def rescue(self, job: Job, survivors: list[str], dead: list[str]) -> Requeue:
         """The helper that steers this job's requeue."""
         home, track = self._home, self._track
 
@@ -518,7 +518,7 @@ class Recovery:
             survivors_of=home.survivors_of,
             reserving=home.reserving,
         )
-        return Rescue(
+        return Requeue(
             slurm=home.slurm,
             raw_id=track.raw_id,
             restart=self.restart,
@@ -536,7 +536,7 @@ class Recovery:
             length_s=_length_s(job),
         )
 
-    async def finish(self, helper: Rescue) -> None:
+    async def finish(self, helper: Requeue) -> None:
         """Steer to the end and close the journal's entry."""
         outcome = await helper.follow()
         self.note("close", "after", outcome=outcome)

@@ -14,7 +14,7 @@ from gemini_hpc.controller.registry import Registry
 from gemini_hpc.slurm.api import SlurmApi
 
 
-class Neighbours(Protocol):
+class RecoveryContext(Protocol):
     """`recoveries.Recoveries` is one. reserving: held while nodes are chosen and reserved, by one recovery at a time;
     longest_epilog_s: the longest that a job was seen COMPLETING."""
 

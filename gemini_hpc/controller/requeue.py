@@ -41,7 +41,7 @@ NUDGE_AFTER_S = 0.5
 
 
 @dataclass
-class Rescue:
+class Requeue:
     """One requeue. `say(event, host, detail)` goes to the event log, `note(step, phase, **data)` to the journal."""
 
     slurm: SlurmApi

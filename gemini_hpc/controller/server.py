@@ -16,7 +16,7 @@ from gemini_hpc.controller import tasks
 from gemini_hpc.controller.access import operators
 from gemini_hpc.controller.event_log import MAX_EVENTS_AT_ONCE, EventLogs, log_bytes, tame
 from gemini_hpc.controller.give_back import GiveBack
-from gemini_hpc.controller.job_watch import Watcher
+from gemini_hpc.controller.job_watch import JobWatch
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.primary import LOCK, Primary, is_here, take_lock
 from gemini_hpc.controller.questions import Questions
@@ -32,8 +32,8 @@ from gemini_hpc.wire.frames import FrameError
 from gemini_hpc.wire.handshake import Greeting, HandshakeError
 from gemini_hpc.wire.hostname import dialled_beside
 from gemini_hpc.wire.link import Link, LinkClosed, accept
-from gemini_hpc.wire.preauth_limit import Lobby
-from gemini_hpc.wire.rate_limit import Allowance
+from gemini_hpc.wire.preauth_limit import PreauthLimit
+from gemini_hpc.wire.rate_limit import RateLimit
 
 log = logging.getLogger("gemini_hpc.controller")
 
@@ -85,9 +85,9 @@ class Controller:
         self.logs = EventLogs(jobs)
         self.journal = Journal(os.path.join(settings.state_dir, "journal.jsonl"))
         self.recoveries = Recoveries(settings, self.slurm, self.journal, self.logs, self.registry, primary)
-        self.watcher = Watcher(settings, self.slurm, self.registry, self.recoveries)
-        self._lobby = Lobby(MAX_STRANGERS)
-        self._turned_away = Allowance(per_s=1.0, burst=1.0)
+        self.watcher = JobWatch(settings, self.slurm, self.registry, self.recoveries)
+        self._lobby = PreauthLimit(MAX_STRANGERS)
+        self._turned_away = RateLimit(per_s=1.0, burst=1.0)
         self._reports = PerUser(REPORTS_PER_S, REPORTS_BURST)
         self._event_bytes = PerUser(EVENT_BYTES_PER_S, EVENT_BYTES_BURST)
         self._lines = PerUser(LINES_PER_S, LINES_BURST)

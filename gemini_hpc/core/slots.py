@@ -1,7 +1,7 @@
 """The two slots that a holder has per shard, and when one of them may be overwritten (DESIGN section 4, R1).
 
 A pair always keeps the newest sealed version that it has held until a newer one is sealed: one slot is the last
-complete version, the other is being filled. What the pair knows of sealing comes from outside (see `seal`).
+complete version, the other is being filled. What the pair knows of sealing comes from outside (see `votes`).
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class SlotPair:
                 self.void(index)
 
     def void_except(self, *keep: Stamp) -> tuple[Stamp, ...]:
-        """R4, at recovery: keep only complete copies of these stamps (`recovery.SetPlan.keep`). Returns what was
+        """R4, at recovery: keep only complete copies of these stamps (`recovery_plan.SetPlan.keep`). Returns what was
         voided, in slot order. The pair then belongs to the new epoch: it may go back to a kept stamp."""
         voided = []
         for index, slot in enumerate(self.slots):

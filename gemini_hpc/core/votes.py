@@ -53,7 +53,7 @@ SILENT = Vote()
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class Decision:
     """The root's decision. Every undecided stamp below `sealed` is as good as abandoned, and not listed."""
 
     sealed: Stamp | None = None
@@ -140,9 +140,9 @@ class Root(Subtree):
             if self._facts.possible(stamp) and (self._sealed is None or stamp > self._sealed):
                 self._sealed = stamp
 
-    def word(self) -> Word:
+    def word(self) -> Decision:
         undecided = (stamp for stamp in self.vote().seen if self._sealed is None or stamp > self._sealed)
-        return Word(self._sealed, frozenset(stamp for stamp in undecided if not self._facts.possible(stamp)))
+        return Decision(self._sealed, frozenset(stamp for stamp in undecided if not self._facts.possible(stamp)))
 
 
 def parent(position: int, fanout: int = FANOUT) -> int | None:

@@ -130,7 +130,7 @@ def _hold_status(restart: int, said: object) -> int:
 def _hold(job: int, restart: int, place: tuple[str, ...], deadline: float) -> None:
     """A peer died, no controller answers and this node is the first alive: the survivors are held from here.
 
-    The one Slurm action of prolog and epilog; what the agent says is a hint that `control.hold` checks with Slurm.
+    The one Slurm action of prolog and epilog; what the agent says is a hint that `controller.epilog_fallback` checks with Slurm.
     What is not done in time goes on in a process of its own: only the waiting for it ends.
     """
     argv = [sys.executable, "-I", "-m", "gemini_hpc.controller.epilog_fallback"]

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from contextvars import ContextVar
 
-from gemini_hpc.wire.rate_limit import Allowance
+from gemini_hpc.wire.rate_limit import RateLimit
 
 # On whose behalf the controller works now (a uid); None: its own. Tasks inherit it from what starts them.
 BEHALF: ContextVar[int | None] = ContextVar("behalf", default=None)
@@ -56,10 +56,10 @@ class PerUser:
 
     def __init__(self, per_s: float, burst: float) -> None:
         self._per_s, self._burst = per_s, burst
-        self._buckets: dict[int, Allowance] = {}
+        self._buckets: dict[int, RateLimit] = {}
 
     def take(self, uid: int, count: float = 1.0) -> bool:
         """Whether this user may have `count` more now."""
         if uid not in self._buckets and len(self._buckets) >= _MAX_BUCKETS:
             self._buckets = {u: b for u, b in self._buckets.items() if not b.full}
-        return self._buckets.setdefault(uid, Allowance(self._per_s, self._burst)).take(count)
+        return self._buckets.setdefault(uid, RateLimit(self._per_s, self._burst)).take(count)

@@ -29,14 +29,14 @@ from gemini_hpc.train.replication.registration import register
 from gemini_hpc.train.replication.replica import Replica
 from gemini_hpc.train.replication.replicator import Replicator
 from gemini_hpc.train.schedule import stats_messages
-from gemini_hpc.train.schedule.async_collectives import Council
+from gemini_hpc.train.schedule.async_collectives import AsyncCollectives
 from gemini_hpc.train.schedule.choices import Choices
-from gemini_hpc.train.schedule.collective_monitor import Watch
-from gemini_hpc.train.schedule.interval_controller import Rhythm
+from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
+from gemini_hpc.train.schedule.interval_controller import IntervalController
 from gemini_hpc.train.schedule.pacer import Pacer
 from gemini_hpc.train.schedule.planner import LEAST_CHUNK_BYTES, Planner
 from gemini_hpc.train.schedule.replanning import Replanning
-from gemini_hpc.train.schedule.stats_reporter import Teller
+from gemini_hpc.train.schedule.stats_reporter import StatsReporter
 from gemini_hpc.train.state import collectives, ownership
 from gemini_hpc.train.state.capture import Capture
 from gemini_hpc.train.state.divergence import Divergence
@@ -70,7 +70,7 @@ class Arming(Membership):
         self._unsupported = unsupported
         self._tree, self._choices = tree, choices
         self._pacer = Pacer(choices.chunk_bytes or LEAST_CHUNK_BYTES, choices.buffers)
-        self._rhythm: Rhythm | None = None
+        self._rhythm: IntervalController | None = None
         self._driver: Driver | None = None
         self._resumed_at = 0
         self._capture: Capture | None = None
@@ -282,7 +282,7 @@ class Arming(Membership):
         group = self._control_group()
         homes = self._homes
         on_device = self._capture is not None and self._capture.on_device
-        watch = Watch(
+        watch = CollectiveMonitor(
             lambda ranks: len({homes[rank] for rank in ranks if rank < len(homes)}) != 1,
             device=streams.of_training(on_device),
         )
@@ -292,15 +292,15 @@ class Arming(Membership):
         if self._driver is not None:
             planner = partial(JointPlanner, driver=self._driver, watch=watch)
             self._driver.hook(watch)
-        self._rhythm = Rhythm(
+        self._rhythm = IntervalController(
             self._choices,
             self._rank,
             self._outgoing,
             self._copy_bytes(plan),
-            Council(group, watch.follow, watch.caught_up) if group is not None and self._outgoing else None,
+            AsyncCollectives(group, watch.follow, watch.caught_up) if group is not None and self._outgoing else None,
             watch,
             self._pacer,
-            Teller(self._client, self._name, self._rank, self._profile_key(plan)),
+            StatsReporter(self._client, self._name, self._rank, self._profile_key(plan)),
             self._say,
             planner,
             self._driver,

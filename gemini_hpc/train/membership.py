@@ -22,7 +22,7 @@ from gemini_hpc.client.agent_connection import (
 from gemini_hpc.client.hand_back import hand_back, same_or_new
 from gemini_hpc.client.joining import SOCKET_ENV, TRY_AGAIN_EXIT, Notice
 from gemini_hpc.client.seal_wait import SealGate
-from gemini_hpc.client.step_guard import Brake
+from gemini_hpc.client.step_guard import StepGuard
 from gemini_hpc.core import placement
 from gemini_hpc.train.device.memory import Keeper
 from gemini_hpc.train.replication.registration import Identity
@@ -113,7 +113,7 @@ class Membership:
             self._on_degraded,
             self._on_restored,
         )
-        self._brake = Brake(
+        self._brake = StepGuard(
             lambda: client.page,
             lambda: client.lost,
             self._hold_s,

@@ -48,7 +48,7 @@ class ProbeAnswer(Message, frozen=True, tag="probe"):
     alive: bool
 
 
-class Obituary(Message, frozen=True, tag="obituary"):
+class Liveness(Message, frozen=True, tag="liveness"):
     """Sent on to every link: the peers agree that this host is silent (alive=False), or that it is back."""
 
     host: str
@@ -110,7 +110,7 @@ class InventoryUp(Message, frozen=True, tag="inventory"):
     records: tuple[InventoryRecord, ...]
 
 
-class Summons(Message, frozen=True, tag="summons"):
+class Wake(Message, frozen=True, tag="wake"):
     """To an agent that waits detached: the job runs again, on these nodes (what its prolog would have said)."""
 
     restart: Restart
@@ -231,7 +231,7 @@ class VoteUp(Message, frozen=True, tag="vote"):
     vote: msgspec.Raw
 
 
-class WordDown(Message, frozen=True, tag="word"):
+class DecisionDown(Message, frozen=True, tag="decision"):
     """Down: the root's word for one set. degraded: nothing can be sealed now, so nobody should wait for it."""
 
     round: Round
@@ -244,7 +244,7 @@ class WordDown(Message, frozen=True, tag="word"):
 # ---- to the tier, along the tree -----------------------------------------------------------------------
 
 
-class DrainDown(Message, frozen=True, tag="drain"):
+class SaveDown(Message, frozen=True, tag="save"):
     """Down: this version, just sealed, goes to the tier: copy the shards whose home you are, at once. Said again with
     the same `attempt` it asks only what has become of it."""
 
@@ -254,7 +254,7 @@ class DrainDown(Message, frozen=True, tag="drain"):
     attempt: Attempt = 0
 
 
-class DrainUp(Message, frozen=True, tag="drained"):
+class SaveUp(Message, frozen=True, tag="saved"):
     """Up: what node `host` has written of a version to the tier; file None: nothing, and why."""
 
     round: Round
@@ -266,7 +266,7 @@ class DrainUp(Message, frozen=True, tag="drained"):
     attempt: Attempt = 0
 
 
-class DrainOver(Message, frozen=True, tag="drain-over"):
+class SaveOver(Message, frozen=True, tag="save-over"):
     """Down: the job has ended, and its last versions are on the tier, or will not be: nobody need wait for it."""
 
     round: Round
@@ -295,8 +295,8 @@ class KeepDone(Message, frozen=True, tag="kept"):
 # ---- to the tier, when a node is missing: between the leader and all others --------------------------------------
 
 
-class ScavengeAsk(Message, frozen=True, tag="scavenge?"):
-    """From the leader: the job does not come back, what was sealed last where you are? Answered by `ScavengeHave`."""
+class SalvageAsk(Message, frozen=True, tag="salvage?"):
+    """From the leader: the job does not come back, what was sealed last where you are? Answered by `SalvageHave`."""
 
 
 class Sealed(msgspec.Struct, frozen=True):
@@ -316,7 +316,7 @@ class Held(msgspec.Struct, frozen=True):
     stamp: Stamp
 
 
-class ScavengeHave(Message, frozen=True, tag="scavenge"):
+class SalvageHave(Message, frozen=True, tag="salvage"):
     """To the leader, an answer; with `calls`, to whoever should lead."""
 
     sealed: tuple[Sealed, ...]
@@ -324,9 +324,9 @@ class ScavengeHave(Message, frozen=True, tag="scavenge"):
     calls: bool = False
 
 
-class ScavengeWrite(Message, frozen=True, tag="scavenge-write"):
+class SalvageWrite(Message, frozen=True, tag="salvage-write"):
     """From the leader: write your copies of this version's shards to the tier that are at home with these node ranks.
-    Answered by `ScavengeWrote`."""
+    Answered by `SalvageWrote`."""
 
     set: SetName
     stamp: Stamp
@@ -334,7 +334,7 @@ class ScavengeWrite(Message, frozen=True, tag="scavenge-write"):
     attempt: Attempt
 
 
-class ScavengeWrote(Message, frozen=True, tag="scavenge-wrote"):
+class SalvageWrote(Message, frozen=True, tag="salvage-wrote"):
     """To the leader: the files that are on the tier now; reason: why not all are."""
 
     set: SetName
@@ -344,7 +344,7 @@ class ScavengeWrote(Message, frozen=True, tag="scavenge-wrote"):
     attempt: Attempt
 
 
-class ScavengeOver(Message, frozen=True, tag="scavenge-over"):
+class SalvageOver(Message, frozen=True, tag="salvage-over"):
     """From the leader: nothing more is wanted of you. saved: all that was sealed is on the tier; reason: why not, for
     who asked for it by hand."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 Abort = Callable[[], None]
 
 
-class Lobby:
+class PreauthLimit:
     """Holds at most `most` waiting connections. When it is full, the address that has the most of them loses its
     oldest one, so that whoever opens connections without end only pushes out its own."""
 

@@ -12,28 +12,28 @@ AnyMessage = (
     peer.Ping
     | peer.ProbeAsk
     | peer.ProbeAnswer
-    | peer.Obituary
+    | peer.Liveness
     | peer.Left
     | peer.Collect
     | peer.InventoryUp
-    | peer.Summons
+    | peer.Wake
     | peer.PlanDown
     | peer.PlanAck
     | peer.Go
     | peer.NeedRound
     | peer.RoundLost
     | peer.VoteUp
-    | peer.WordDown
-    | peer.DrainDown
-    | peer.DrainUp
-    | peer.DrainOver
+    | peer.DecisionDown
+    | peer.SaveDown
+    | peer.SaveUp
+    | peer.SaveOver
     | peer.KeepWish
     | peer.KeepDone
-    | peer.ScavengeAsk
-    | peer.ScavengeHave
-    | peer.ScavengeWrite
-    | peer.ScavengeWrote
-    | peer.ScavengeOver
+    | peer.SalvageAsk
+    | peer.SalvageHave
+    | peer.SalvageWrite
+    | peer.SalvageWrote
+    | peer.SalvageOver
     | peer.PullAsk
     | peer.PullHead
     | peer.PushAsk
@@ -68,11 +68,11 @@ encode = msgspec.msgpack.Encoder().encode
 # The version with which a message came; all others are of version 1. A field that is added to a message has a default
 # and needs no entry: older ends skip it.
 _PUSHES = (peer.PushAsk, peer.PushAnswer, peer.PushHead, peer.PushChunk, peer.PushDone, peer.PushAck)
-_DRAINS = (peer.DrainDown, peer.DrainUp, peer.DrainOver, flush.FlushAsk, flush.Flushing)
+_DRAINS = (peer.SaveDown, peer.SaveUp, peer.SaveOver, flush.FlushAsk, flush.Flushing)
 _KEEPS = (peer.KeepWish, peer.KeepDone)
-_SCAVENGES = (peer.ScavengeAsk, peer.ScavengeHave, peer.ScavengeWrite, peer.ScavengeWrote, peer.ScavengeOver)
+_SCAVENGES = (peer.SalvageAsk, peer.SalvageHave, peer.SalvageWrite, peer.SalvageWrote, peer.SalvageOver)
 SINCE: dict[type[Message], int] = {
-    peer.Summons: 2,
+    peer.Wake: 2,
     peer.Left: 2,
     controller.Notice: 2,
     controller.Ending: 2,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gemini_hpc import clock
 
 
-class Allowance:
+class RateLimit:
     """A token bucket: `take` is true for `burst` events at once and `per_s` events a second in the long run.
 
     `missed` counts the refusals since the last event that was let through.

@@ -111,7 +111,7 @@ class AgentProcess:
         self.directory = Path(tempfile.mkdtemp(prefix="gemini-agent-"))
         self.socket = self.directory / "agent.sock"
         self.log_path = self.directory / "log"
-        self._callers: list[Any] = []
+        self._peer_server: list[Any] = []
         self.start(nodelist=nodelist)
 
     def start(self, *, again: bool = False, nodelist: str = "n1") -> None:
@@ -138,12 +138,12 @@ class AgentProcess:
         return int(next(line for line in text.splitlines() if line.startswith("agent_port=")).split("=")[1])
 
     def caller(self) -> Caller:
-        self._callers.append(Caller(self.socket))
-        return self._callers[-1]
+        self._peer_server.append(Caller(self.socket))
+        return self._peer_server[-1]
 
     def trainer(self, name: str = "default", size: int = SIZE) -> Trainer:
-        self._callers.append(Trainer(self, name, size))
-        return self._callers[-1]
+        self._peer_server.append(Trainer(self, name, size))
+        return self._peer_server[-1]
 
     def fds(self) -> int:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
@@ -163,7 +163,7 @@ class AgentProcess:
         self.process.wait(5)
 
     def close(self) -> None:
-        for caller in self._callers:
+        for caller in self._peer_server:
             caller.close()
         self.kill()
         for path in self.directory.iterdir():

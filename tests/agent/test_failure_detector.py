@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gemini_hpc.agent.peers.failure_detector import Dead, FailureDetector, Obituary, Probe
+from gemini_hpc.agent.peers.failure_detector import Dead, FailureDetector, Liveness, Probe
 
 HOSTS = ("a", "b", "c", "d", "e", "f")
 SILENCE_S = 2.0
@@ -99,7 +99,7 @@ def test_whom_nobody_reaches_is_dead_and_all_are_told() -> None:
     """A witness that does not answer is none."""
     watch = Watch()
     found = watch.detector.judge(watch.suspect("b"), False, [False, None, False], 4.5)
-    assert found == [Obituary("b", alive=False), Dead("b", ("a", "c", "e"), known=False)]
+    assert found == [Liveness("b", alive=False), Dead("b", ("a", "c", "e"), known=False)]
     assert watch.detector.dead == {"b"} and watch.detector.silent(watch.links) == set()
     watch.hear(5.0, "b")
     assert watch.probes(5.0) == [], "the dead are not probed"
@@ -136,7 +136,7 @@ def test_an_obituary_is_believed_unless_the_peer_was_just_heard() -> None:
     assert detector.told("d", "e", alive=False, now=5.0 + SILENCE_S / 2) == [] and not detector.dead
     assert detector.told("d", "e", alive=False, now=6.1) != [], "silent for longer than half of what makes a suspect"
     assert detector.hear("e", 6.1)
-    dead = [Obituary("b", alive=False), Dead("b", ("d",), known=False)]
+    dead = [Liveness("b", alive=False), Dead("b", ("d",), known=False)]
     assert detector.told("d", "b", alive=False, now=5.0) == dead
     assert detector.told("c", "b", alive=False, now=5.0) == [], "it is known"
     assert detector.told("c", "a", alive=False, now=5.0) == [], "this agent knows better"
@@ -148,7 +148,7 @@ def test_the_dead_come_back_and_all_are_told_once() -> None:
     for back in ("heard", "told"):
         detector = Watch().detector
         detector.told("d", "b", alive=False, now=5.0)
-        alive = [Obituary("b", alive=True)]
+        alive = [Liveness("b", alive=True)]
         if back == "heard":
             assert detector.hear("b", 6.0) == alive and detector.hear("b", 6.1) == []
         else:
@@ -162,7 +162,7 @@ def test_who_has_left_is_neither_suspected_nor_buried_until_it_is_heard_again() 
     watch = Watch()
     detector, probe = watch.detector, watch.suspect("b")
     detector.told("d", "c", alive=False, now=6.1)
-    assert detector.leaves("b") == [] and detector.leaves("c") == [Obituary("c", alive=True)]
+    assert detector.leaves("b") == [] and detector.leaves("c") == [Liveness("c", alive=True)]
     assert detector.judge(probe, False, [False, False, False], 6.2) == []
     assert detector.told("d", "b", alive=False, now=9.0) == [] and not detector.dead
     watch.hear(9.0, "b", "c")
@@ -208,7 +208,7 @@ def test_whatever_comes(seed: int) -> None:
                 assert effect.host not in {probe.host for probe in under_way} | detector.dead
                 assert effect.host not in effect.witnesses and "a" not in effect.witnesses
                 under_way.append(effect)
-            elif isinstance(effect, Obituary):
+            elif isinstance(effect, Liveness):
                 assert told[effect.host] is not effect.alive
                 told[effect.host] = effect.alive
             else:

@@ -10,11 +10,11 @@ from gemini_hpc.agent.inspect_part import Picture
 from gemini_hpc.agent.peers.identity import Identity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.store import Store
-from gemini_hpc.agent.replicas.training import TrainingSet
-from gemini_hpc.agent.replicas.voting import Sealing
+from gemini_hpc.agent.replicas.training import Training
+from gemini_hpc.agent.replicas.voting import Voting
 from gemini_hpc.config import Settings
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.core.votes import Word
+from gemini_hpc.core.votes import Decision
 from gemini_hpc.query.inspect_document import picture
 from gemini_hpc.wire import control_page, local
 from gemini_hpc.wire.inspect_schema import InspectPart, SetState
@@ -22,7 +22,7 @@ from gemini_hpc.wire.inspect_schema import InspectPart, SetState
 from .conftest import JOB, STEP, AgentProcess
 
 
-def state(training: TrainingSet) -> SetState:
+def state(training: Training) -> SetState:
     silent: Any = SimpleNamespace(states=lambda *_: (), state=lambda _: None, sentences=lambda _: (), problem="")
     nothing: Any = SimpleNamespace(taken_bytes=0, cap_bytes=0, events=())
     identity, store = Identity(Settings(), JOB, 0, "n1", ""), Store(nothing)
@@ -32,13 +32,13 @@ def state(training: TrainingSet) -> SetState:
     return made.part(1).sets[0]
 
 
-def sealed(training: TrainingSet, version: int) -> None:
+def sealed(training: Training, version: int) -> None:
     training.page.set_state(control_page.STATE_PROTECTED)
-    training.sealing = Sealing(1, (), lambda _: None, lambda *_: None)
-    training.sealing.word = Word(Stamp(1, version))
+    training.sealing = Voting(1, (), lambda _: None, lambda *_: None)
+    training.sealing.word = Decision(Stamp(1, version))
 
 
-def part(training: TrainingSet, **more: Any) -> InspectPart:
+def part(training: Training, **more: Any) -> InspectPart:
     places = {"n1": 0}
     return InspectPart(
         "n1", JOB, 0, 0, 1, 1, 1, "live", ("n1",), places, "", "", 1, 0, 0, (state(training),), (), (), (), (), **more
@@ -46,7 +46,7 @@ def part(training: TrainingSet, **more: Any) -> InspectPart:
 
 
 def test_what_a_rank_says_of_its_protection_is_the_state_of_the_set() -> None:
-    training = TrainingSet("default")
+    training = Training("default")
     try:
         sealed(training, 11)
         assert state(training).state == "protected"
@@ -68,7 +68,7 @@ def test_what_a_rank_says_of_its_protection_is_the_state_of_the_set() -> None:
 
 
 def test_a_round_that_does_not_end_is_the_state_of_the_job() -> None:
-    training = TrainingSet("default")
+    training = Training("default")
     try:
         why = "recovery round 3 waits for the acknowledgement of n2"
         document = picture(

@@ -102,12 +102,12 @@ def test_flood_of_clients(agent: AgentProcess) -> None:
     trainer.step()
     trainer.step()  # both slots are mapped from now on
     before, fds = agent.rss_bytes(), agent.fds()
-    callers: list[Caller] = []
+    peer_server: list[Caller] = []
     with suppress(OSError):
         for _ in range(1100):
-            callers.append(Caller(agent.socket))
+            peer_server.append(Caller(agent.socket))
     trainer.step()
-    for caller in callers:
+    for caller in peer_server:
         caller.close()
     agent.quiet(fds, 20)
     trainer.step()

@@ -13,7 +13,7 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.memory import Budget
 from gemini_hpc.agent.replicas.store import Shard, Store
 from gemini_hpc.agent.tier import worker_process, workers
-from gemini_hpc.agent.tier.node_writer import NodeSaver, Wanted
+from gemini_hpc.agent.tier.node_writer import NodeWriter, Wanted
 from gemini_hpc.config import Settings
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.shard_manifest import Row
@@ -38,7 +38,7 @@ class Node:
         membership = Membership()
         membership.noderanks, membership.detached = {"n0": 0, "n1": 1}, False
         identity = Identity(Settings(), 7, 0, "n1", "")
-        self.saver = NodeSaver(identity, membership, self.store, asyncio.ensure_future)
+        self.saver = NodeWriter(identity, membership, self.store, asyncio.ensure_future)
 
     async def hold(self, rank: int, home: int, stamp: Stamp = STAMP) -> Shard:
         made = slots.make(rank, 2, ROWS, [(0, (32 * rank, 0), (32, 16))], stamp=stamp)

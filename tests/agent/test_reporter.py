@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gemini_hpc.agent import controller_link
-from gemini_hpc.agent.controller_link import Reporter
+from gemini_hpc.agent.controller_link import ControllerLink
 from gemini_hpc.agent.peers.identity import Identity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.retention import _JUST_S, Retention
@@ -23,7 +23,7 @@ def test_a_new_controller_hears_of_a_death_that_matters(matters: bool, hosts: li
     membership.incarnation = incarnation
     listener: Any = SimpleNamespace(deaths_matter=lambda now: matters)
     log: Any = lambda *_, **__: None  # noqa: E731
-    mine = Reporter(Identity(Settings(), 7, 0, "n1", "/run/gemini-hpc/7"), membership, listener, log, log)
+    mine = ControllerLink(Identity(Settings(), 7, 0, "n1", "/run/gemini-hpc/7"), membership, listener, log, log)
     mine._link, mine._reported = SimpleNamespace(send=sent.append), -controller_link._REPEAT_S - 1.0  # type: ignore[assignment]
     mine.beat(0.0)
     assert [m.host for m in sent if isinstance(m, Report)] == hosts

@@ -28,7 +28,7 @@ SHORT, FAR_BELOW = "free memory has fallen below the floor", "free memory has fa
         ({"holds": False, "saving": True}, "stay", ""),
         ({"short": True}, "save", SHORT),
         ({"short": True, "saving": True}, "release", FAR_BELOW),
-        ({"unsaved": True}, "scavenge", ""),
+        ({"unsaved": True}, "salvage", ""),
         ({"unsaved": True, "ended_s": 29.0}, "stay", ""),
         ({"unsaved": True, "unsaved_s": 0.0}, "stay", ""),
         ({"unsaved": True, "short": True}, "save", SHORT),
@@ -46,7 +46,7 @@ def test_in_no_state_is_anything_lost_that_need_not_be() -> None:
         held = replace(KEPT, ended_s=ended_s, **dict(zip(names, flags, strict=True)))
         action, reason = decide(held)
         if held.saving:  # it goes on, unless the node needs the memory now
-            assert action in ("stay", "scavenge") or held.short, held
+            assert action in ("stay", "salvage") or held.short, held
         if action == "release" and not held.saving:
             assert held.succeeded or not held.holds, held
         if action == "stay" and not held.saving:

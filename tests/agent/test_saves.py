@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from gemini_hpc.agent.tier import save_events as events
-from gemini_hpc.agent.tier.save_rules import AGAIN_S, FLUSH_TRIES, GATHER_S, Saves
+from gemini_hpc.agent.tier.save_rules import AGAIN_S, FLUSH_TRIES, GATHER_S, SaveRules
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.stored import NodeFile, Stored
@@ -26,7 +26,7 @@ FACTS = events.Facts(
     sealed={},
     missing=False,
     silent_s=3.0,
-    scavenging=False,
+    salvaging=False,
     tier=True,
     interval_s=10.0,
     before_end_s=0.0,
@@ -46,9 +46,7 @@ def sealed(version: int, **others: object) -> events.Facts:
 def up(order: events.Order, node: int, reason: str = "") -> events.Heard:
     m = order.message
     file = NodeFile(f"node-{node:04d}.h5", 10, (Stored(node, node, 10, 10, DIGEST),))
-    return events.Heard(
-        peer.DrainUp(m.round, m.set, m.stamp, f"n{node}", None if reason else file, reason, m.attempt)
-    )
+    return events.Heard(peer.SaveUp(m.round, m.set, m.stamp, f"n{node}", None if reason else file, reason, m.attempt))
 
 
 # ---- every order ---------------------------------------------------------------------------------------
@@ -62,7 +60,7 @@ class World:
     node may say what it has said before, also of a save that has been given up.
     """
 
-    saves: Saves = field(default_factory=Saves)
+    saves: SaveRules = field(default_factory=SaveRules)
     version: int = 1
     orders: list[events.Order] = field(default_factory=list)
     doing: list[events.Effect] = field(default_factory=list)
@@ -158,7 +156,7 @@ class World:
                     if not effect.reason:
                         assert self.on_tier >= effect.stamp.version >= self.asked[effect.id]
                     self.answers[effect.id] = effect.stamp, effect.reason
-                case events.Down(peer.DrainOver()):
+                case events.Down(peer.SaveOver()):
                     self.let_go = True
                 case events.Clean():
                     self.cleaning = effect.number
@@ -228,9 +226,9 @@ def test_in_every_order_of_events_all_are_answered_and_let_go(may: list[str], le
 # ---- one by one ----------------------------------------------------------------------------------------
 
 
-def begun(version: int = 5, **others: object) -> tuple[Saves, events.Order, events.Facts]:
+def begun(version: int = 5, **others: object) -> tuple[SaveRules, events.Order, events.Facts]:
     """A save is under way since 0."""
-    saves, facts = Saves(), sealed(version, **others)
+    saves, facts = SaveRules(), sealed(version, **others)
     [clean] = saves.step(events.Ask(1, SET), facts, 0.0)
     assert clean == events.Clean(SET, 1)
     [order] = saves.step(events.Cleaned(SET, 1), facts, 0.0)
@@ -249,7 +247,7 @@ def begun(version: int = 5, **others: object) -> tuple[Saves, events.Order, even
     ],
 )
 def test_when_a_version_is_due(at: float, before_end_s: float, ends_in_s: float, begins: bool) -> None:
-    saves, facts = Saves(), sealed(4, before_end_s=before_end_s)
+    saves, facts = SaveRules(), sealed(4, before_end_s=before_end_s)
     saves.step(events.EndsIn(None if math.isinf(ends_in_s) else ends_in_s), facts, 0.0)
     assert saves.step(events.Sealed(SET, Stamp(1, 4)), facts, 0.0) == [events.Clean(SET, 1)]
     saves.step(events.Cleaned(SET, 1), facts, 1.0)
@@ -262,7 +260,7 @@ def test_when_a_version_is_due(at: float, before_end_s: float, ends_in_s: float,
     [{"tier": False}, {"epoch": 2}, {"rejected": lambda name, stamp: True}],
 )
 def test_what_is_not_to_be_saved(others: dict[str, object]) -> None:
-    saves = Saves()
+    saves = SaveRules()
     for at in (0.0, 100.0):
         assert saves.step(events.Sealed(SET, Stamp(1, 4)), sealed(4, **others), at) == []
 
@@ -282,8 +280,8 @@ def test_nodes_are_asked_again_until_all_have_written() -> None:
 
 def test_what_an_agent_says_of_another_save_does_not_count() -> None:
     saves, order, facts = begun()
-    other = events.Order(peer.DrainDown(ROUND, SET, (1, 5), order.message.attempt + 1))
-    old = events.Order(peer.DrainDown(ROUND - 1, SET, (1, 5), order.message.attempt))
+    other = events.Order(peer.SaveDown(ROUND, SET, (1, 5), order.message.attempt + 1))
+    old = events.Order(peer.SaveDown(ROUND - 1, SET, (1, 5), order.message.attempt))
     for heard in (up(other, 0), up(other, 1, "no"), up(old, 0)):
         assert saves.step(heard, facts, 1.0) == []
     assert not saves.gathering[SET].files
@@ -328,7 +326,7 @@ def test_what_is_wanted_for_good_goes_first() -> None:
 def test_after_a_save_that_fails_a_lost_node_is_waited_for_before_all_are_let_go(
     missing: bool, stored: bool, over: bool
 ) -> None:
-    saves, facts = Saves(), sealed(5, scavenging=True)
+    saves, facts = SaveRules(), sealed(5, salvaging=True)
     assert saves.step(events.Detached(False), facts, 0.0) == [
         events.NotSaved(Stamp(1, 5), "a node is missing, and the others save it by themselves")
     ]
@@ -337,27 +335,27 @@ def test_after_a_save_that_fails_a_lost_node_is_waited_for_before_all_are_let_go
     facts = replace(facts, missing=missing)
     assert saves.step(events.Tick(), facts, facts.silent_s - 0.1) == []
     found = saves.step(events.Tick(), facts, facts.silent_s)
-    assert found == ([events.Down(peer.DrainOver(ROUND))] if over else []) and saves.last != over
+    assert found == ([events.Down(peer.SaveOver(ROUND))] if over else []) and saves.last != over
 
 
 def test_the_next_incarnation_is_not_let_go_by_the_end_of_the_one_before() -> None:
-    saves, facts = Saves(), sealed(5, scavenging=True)
+    saves, facts = SaveRules(), sealed(5, salvaging=True)
     saves.step(events.Detached(False), facts, 0.0)
     assert saves.step(events.Tick(), replace(facts, here=(1, 1)), 10.0) == []
 
 
 @pytest.mark.parametrize("dead", [False, True])
 def test_a_node_below_waits_for_the_roots_word(dead: bool) -> None:
-    saves, facts = Saves(), sealed(5, leads=False, parent="n0")
+    saves, facts = SaveRules(), sealed(5, leads=False, parent="n0")
     assert saves.step(events.Detached(dead), facts, 0.0) == [] and saves.last
-    assert saves.step(events.Ended(), facts, 1.0) == [events.Down(peer.DrainOver(ROUND))] and not saves.last
+    assert saves.step(events.Ended(), facts, 1.0) == [events.Down(peer.SaveOver(ROUND))] and not saves.last
     assert saves.step(events.Detached(dead), facts, 2.0) == [] and not saves.last, "said before the epilog came"
 
 
-def test_what_gets_on_is_waited_for_before_a_scavenge_and_what_does_not_is_given_up() -> None:
+def test_what_gets_on_is_waited_for_before_a_salvage_and_what_does_not_is_given_up() -> None:
     saves, _, facts = begun()
     written = [0]
-    facts = replace(facts, through=lambda name: written[0], scavenging=True)
+    facts = replace(facts, through=lambda name: written[0], salvaging=True)
     assert saves.step(events.Settle(1, 10.0), facts, 0.0) == []
     for at in (9.0, 18.0, 27.0):
         written[0] += 1
@@ -369,10 +367,10 @@ def test_what_gets_on_is_waited_for_before_a_scavenge_and_what_does_not_is_given
 
 
 def test_what_the_root_wants_is_passed_on_and_written() -> None:
-    saves, message = Saves(), peer.DrainDown(ROUND, SET, (1, 5), 9)
+    saves, message = SaveRules(), peer.SaveDown(ROUND, SET, (1, 5), 9)
     facts = sealed(5, leads=False, parent="n0")
     assert saves.step(events.Wanted(message), facts, 0.0) == [events.Down(message), events.Write(message)]
-    for others in ({"tier": False}, {"scavenging": True}, {"here": (0, ROUND + 1)}, {"here": None}):
+    for others in ({"tier": False}, {"salvaging": True}, {"here": (0, ROUND + 1)}, {"here": None}):
         assert saves.step(events.Wanted(message), replace(facts, **others), 0.0) == []  # type: ignore[arg-type]
     heard = up(events.Order(message), 1)
     assert saves.step(heard, facts, 1.0) == [events.Up("n0", heard.message)]

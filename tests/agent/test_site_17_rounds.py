@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from gemini_hpc.agent.peers.recovery_round import Rounds
+from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.tier import version
 from gemini_hpc.tier.errors import TierFailed
 from gemini_hpc.wire import bounds, peer
@@ -89,7 +89,7 @@ def test_site_17_an_agent_with_another_map_keeps_everybody_from_having_one() -> 
     async def run() -> None:
         host = Host("n1")
         spawned: list[asyncio.Task[None]] = []
-        rounds = Rounds(host, "n1", ("n1", "n2", "n3"), lambda c: spawned.append(asyncio.create_task(c)))
+        rounds = RecoveryRounds(host, "n1", ("n1", "n2", "n3"), lambda c: spawned.append(asyncio.create_task(c)))
         rounds.begin("")
         await asyncio.gather(*spawned)
         for child in ("n2", "n3"):
@@ -113,7 +113,7 @@ def test_a_round_that_cannot_see_the_tier_serves_no_launch() -> None:
     async def run() -> None:
         host = Host("n1", restart=1)
         spawned: list[asyncio.Task[None]] = []
-        rounds = Rounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
+        rounds = RecoveryRounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
 
         async def settle() -> None:
             while spawned:
@@ -147,7 +147,7 @@ def test_where_nothing_was_ever_sealed_there_is_nothing_on_the_tier(unbroken: bo
         host = Host("n1")
         host.unbroken = unbroken
         spawned: list[asyncio.Task[None]] = []
-        rounds = Rounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
+        rounds = RecoveryRounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
         rounds.begin("")
         rounds.need(1, "7.0", again=False)
         while spawned:
@@ -172,7 +172,7 @@ def test_what_a_round_has_not_seen_is_not_forgotten_by_the_next(requeued: bool) 
         copy = peer.CopyRecord("default", 0, 1, 0, 64, 64, (1, 5), "0" * 32)
         host.older = peer.InventoryRecord("n1", {"n1": 0}, 0, 1, (copy,), (("default", (1, 9)),), 1, "i")
         spawned: list[asyncio.Task[None]] = []
-        rounds = Rounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
+        rounds = RecoveryRounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
         rounds.begin("")
         while spawned:
             await spawned.pop(0)
@@ -180,7 +180,7 @@ def test_what_a_round_has_not_seen_is_not_forgotten_by_the_next(requeued: bool) 
         host.sees = True
         if requeued:
             host.restart = 2
-            rounds = Rounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
+            rounds = RecoveryRounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
             rounds.begin("")
             while spawned:
                 await spawned.pop(0)
@@ -210,7 +210,7 @@ def test_what_an_incarnation_long_ago_has_left_is_not_the_newest(
         copy = peer.CopyRecord("default", 0, 1, 0, 64, 64, (1, 5), "0" * 32)
         host.older = peer.InventoryRecord("n1", {"n1": 0}, 0, 1, (copy,), (("default", (1, 5)),), 1, "i")
         spawned: list[asyncio.Task[None]] = []
-        rounds = Rounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
+        rounds = RecoveryRounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
         rounds.begin("")
         while spawned:
             await spawned.pop(0)
@@ -227,7 +227,7 @@ def test_a_tier_that_the_program_chooses_is_looked_at_before_it_is_served() -> N
         host = Host("n1", restart=1)
         host.tier, host.sees = False, True
         spawned: list[asyncio.Task[None]] = []
-        rounds = Rounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
+        rounds = RecoveryRounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
         rounds.begin("")
         while spawned:
             await spawned.pop(0)

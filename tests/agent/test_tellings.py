@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from gemini_hpc.agent import stats_store
-from gemini_hpc.agent.stats_store import Series, Tellings
+from gemini_hpc.agent.stats_store import Series, StatsStore
 from gemini_hpc.wire import local
 from gemini_hpc.wire.inspect_schema import RecordAsk
 from gemini_hpc.wire.traffic import MAX_CHUNKS, MAX_OPS, Chunk, Operation, TimelineState, TrafficState
@@ -34,7 +34,7 @@ def told(t: float = 1.0, overhead: float | None = 0.01, j: int = 1) -> TrafficSt
 
 
 def test_the_newest_is_shown_and_every_overhead_joins_the_series() -> None:
-    kept = Tellings()
+    kept = StatsStore()
     for t, overhead, j in ((1.0, None, 1), (2.0, 0.5, 1), (3.0, 0.1, 4)):
         kept.traffic("a", 3, told(t, overhead, j))
     kept.traffic("a", 1, told(9.0, 0.2))
@@ -47,7 +47,7 @@ def test_the_newest_is_shown_and_every_overhead_joins_the_series() -> None:
 
 
 def test_a_new_process_of_a_rank_begins_without_a_summary_but_with_what_was_kept() -> None:
-    kept = Tellings()
+    kept = StatsStore()
     kept.traffic("a", 0, told())
     kept.keep("a", 0, KEY, b"profile")
     kept.begun("a", 0)
@@ -59,7 +59,7 @@ def test_a_new_process_of_a_rank_begins_without_a_summary_but_with_what_was_kept
 
 
 def test_another_key_drops_what_was_kept() -> None:
-    kept = Tellings()
+    kept = StatsStore()
     assert kept.recall("a", 0, KEY) is None
     kept.keep("a", 0, KEY, b"profile")
     assert kept.recall("a", 1, KEY) is None and kept.recall("b", 0, KEY) is None
@@ -84,7 +84,7 @@ def test_the_series_is_bounded_and_keeps_its_ends() -> None:
 
 def test_all_together_are_bounded_and_the_longest_silent_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats_store, "MAX_TOTAL_BYTES", 1 << 20)
-    kept = Tellings()
+    kept = StatsStore()
     for rank in range(200):
         kept.keep("a", rank, KEY, b"x" * local.MAX_KEPT_BYTES)
         kept.traffic("a", 0, told(float(rank)))
@@ -94,7 +94,7 @@ def test_all_together_are_bounded_and_the_longest_silent_goes(monkeypatch: pytes
 
 
 def test_a_rank_has_a_size() -> None:
-    kept = Tellings()
+    kept = StatsStore()
     kept.keep("a", 0, KEY, b"x" * local.MAX_KEPT_BYTES)
     kept.timeline("a", 0, LARGEST)
     for n in range(1000):
@@ -105,7 +105,7 @@ def test_a_rank_has_a_size() -> None:
 
 
 def test_a_picture_has_a_size() -> None:
-    kept = Tellings()
+    kept = StatsStore()
     ranks = range(2 * stats_store.MAX_SHOWN)
     for rank in ranks:
         kept.traffic("a", rank, msgspec.structs.replace(told(), problem="\U0001f600" * 300))

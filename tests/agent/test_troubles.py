@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from gemini_hpc.agent.tier.failures import Troubles
+from gemini_hpc.agent.tier.failures import SaveFailures
 
 FULL = "/tier/gemini-7/default/e0000001-v{:013d}: the file system is full"
 
 
 def test_a_reason_is_told_once_whatever_host_and_version() -> None:
-    troubles = Troubles()
+    troubles = SaveFailures()
     told = [troubles.met("default", FULL.format(n), f"n{n % 3}") for n in range(10)]
     assert told == [True] + 9 * [False]
     assert troubles.text("default") == f"n0: {FULL.format(9)}"
@@ -17,7 +17,7 @@ def test_a_reason_is_told_once_whatever_host_and_version() -> None:
 
 
 def test_the_program_hears_of_what_has_lasted_and_of_its_end() -> None:
-    troubles = Troubles()
+    troubles = SaveFailures()
     troubles.met("default", "rank 3 has gone past version 7", "n1")
     assert troubles.note("default") == ""
     troubles.met("default", FULL.format(8), "n1")
@@ -31,7 +31,7 @@ def test_the_program_hears_of_what_has_lasted_and_of_its_end() -> None:
 
 
 def test_one_failure_between_two_saves_is_not_for_the_program() -> None:
-    troubles = Troubles()
+    troubles = SaveFailures()
     for version in range(5):
         troubles.met("default", f"rank 0 has gone past version {version}")
         troubles.over("default")
@@ -39,6 +39,6 @@ def test_one_failure_between_two_saves_is_not_for_the_program() -> None:
 
 
 def test_a_tier_that_cannot_be_seen_is_not_of_a_set() -> None:
-    troubles = Troubles()
+    troubles = SaveFailures()
     assert [troubles.met("", "not there") for _ in range(3)] == [True, False, False]
     assert troubles.text("") == "not there" and troubles.note("") == ""

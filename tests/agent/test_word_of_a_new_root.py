@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from gemini_hpc.agent.replicas.voting import Sealing
+from gemini_hpc.agent.replicas.voting import Voting
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.core.votes import Word
+from gemini_hpc.core.votes import Decision
 
 SEALED, BEGUN = Stamp(1, 8), Stamp(1, 9)
 
 
 def test_what_a_root_abandons_that_does_not_know_yet_what_is_sealed_counts() -> None:
-    told: list[Word] = []
-    sealing = Sealing(2, ("below",), lambda _: None, lambda word, degraded: told.append(word))
-    sealing.hear(Word(SEALED), False)
-    sealing.hear(Word(None, frozenset({SEALED, BEGUN})), False)
-    assert sealing.word == Word(SEALED, frozenset({BEGUN})) == told[-1]
+    told: list[Decision] = []
+    sealing = Voting(2, ("below",), lambda _: None, lambda word, degraded: told.append(word))
+    sealing.hear(Decision(SEALED), False)
+    sealing.hear(Decision(None, frozenset({SEALED, BEGUN})), False)
+    assert sealing.word == Decision(SEALED, frozenset({BEGUN})) == told[-1]

@@ -12,7 +12,7 @@ import pytest
 from gemini_hpc.config import Settings
 from gemini_hpc.controller import registry
 from gemini_hpc.controller.event_log import EventLogs
-from gemini_hpc.controller.job_watch import Watcher
+from gemini_hpc.controller.job_watch import JobWatch
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.primary import Primary
 from gemini_hpc.controller.recoveries import Recoveries
@@ -65,7 +65,7 @@ def watched(path: Path, slurm: Waits, wait_s: float, first: Job | None = FIRST) 
     settings = Settings(state_dir=str(path))
     logs, journal = EventLogs(str(path / "jobs")), Journal(str(path / "journal"))
     home = Recoveries(settings, slurm, journal, logs, known, Primary(slurm))
-    watcher = Watcher(settings, slurm, known, home)
+    watcher = JobWatch(settings, slurm, known, home)
 
     async def work() -> None:
         for pause_s in (0.0, wait_s, 0.0, 0.0):

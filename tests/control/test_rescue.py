@@ -14,7 +14,7 @@ import pytest
 from gemini_hpc.controller import probe, requeue, tasks
 from gemini_hpc.controller.fencing import Port
 from gemini_hpc.controller.probe import Look, Seen, Target
-from gemini_hpc.controller.requeue import Rescue
+from gemini_hpc.controller.requeue import Requeue
 from gemini_hpc.controller.reservation import Held
 from gemini_hpc.controller.survivors import Fence, Survivors
 from gemini_hpc.slurm import SlurmError
@@ -103,11 +103,11 @@ def nothing(*_: object, **__: object) -> None:
     """No journal."""
 
 
-def make(slurm: ScriptedSlurm, said: list[str], fence: Fence | None = None) -> Rescue:
+def make(slurm: ScriptedSlurm, said: list[str], fence: Fence | None = None) -> Requeue:
     def say(event: str, host: str, detail: str) -> None:
         said.append(f"{event} {host}".strip())
 
-    return Rescue(
+    return Requeue(
         slurm=slurm,
         raw_id=1,
         restart=0,

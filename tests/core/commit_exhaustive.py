@@ -20,7 +20,7 @@ from typing import NamedTuple
 from gemini_hpc.core.placement import holders, holds_for
 from gemini_hpc.core.recovery_plan import CopyInfo, choose
 from gemini_hpc.core.slots import Refused, Slot, SlotPair, Stamp
-from gemini_hpc.core.votes import Root, Vote, Word, merge, vote_of
+from gemini_hpc.core.votes import Decision, Root, Vote, merge, vote_of
 
 Pair = tuple[tuple[str, int], tuple[str, int], int]  # both slots in order, and the version last begun
 Versions = tuple[int, ...]
@@ -290,7 +290,7 @@ def _sealed(ballots: tuple[Ballot, ...]) -> int:
     return -1 if sealed is None else sealed.version
 
 
-def _ask_root(ballots: tuple[Ballot, ...]) -> Word:
+def _ask_root(ballots: tuple[Ballot, ...]) -> Decision:
     """Through the tree, with a root that has forgotten everything but the votes."""
     root = Root(["root", "others"])
     root.update("root", _vote(ballots[0]))

@@ -28,8 +28,8 @@ TIER_WEAKNESSES = {
     "memory-first": "what memory has is taken, however old",
     "unseen-forgotten": "a round that could not see the tier leaves nothing to the next",
     "unseen-begins": "a launch begins although the tier could not be seen",
-    "scavenge-unsealed": "nodes that are left save the newest that any of them has, sealed or not",
-    "scavenge-first": "the first holder of a missing node's shards writes them, whether it has got them yet or not",
+    "salvage-unsealed": "nodes that are left save the newest that any of them has, sealed or not",
+    "salvage-first": "the first holder of a missing node's shards writes them, whether it has got them yet or not",
 }
 
 
@@ -63,7 +63,7 @@ class TieredWorld(World):
         self.dropped: list[tuple[int, str]] = []  # told of drains that have been given up, and not arrived
         self.unseen = False
         self.doubting: set[str] = set()  # agents whose last plan was made without a look at the tier
-        self.looks = self.returns = self.scavenges = 0
+        self.looks = self.returns = self.salvages = 0
         self.from_tier: Stamp | None = None
         super().__init__(N, m, per_node, patience=patience, weak=weak & WEAKNESSES.keys())
 
@@ -72,7 +72,7 @@ class TieredWorld(World):
     def events(self) -> list[tuple[str, Callable[[], object]]]:
         found = super().events()
         if self.phase == "down":
-            found.append(("what is left is saved", self.scavenge))
+            found.append(("what is left is saved", self.salvage))
         if self.phase != "running":
             return found
         found.append(("a drain begins", self.begin_drain))
@@ -142,11 +142,11 @@ class TieredWorld(World):
             self.tier[drain.stamp] = chains
             self.drain = None
 
-    def scavenge(self) -> None:
+    def salvage(self) -> None:
         """The nodes that are left save the newest version that any of them knows to be sealed."""
         left = [self.agents[host] for host in self.hosts if self.reachable(host)]
         newest = max((agent.sealed for agent in left if agent.sealed is not None), default=None)
-        if "scavenge-unsealed" in self.faulty:
+        if "salvage-unsealed" in self.faulty:
             newest = max((s for a in left for pair in a.pairs.values() for s in pair.complete_stamps()), default=None)
         if newest is None or newest <= max(self.tier, default=Stamp(-1, 0)):
             return
@@ -155,7 +155,7 @@ class TieredWorld(World):
         for agent in left:
             for rank, home in enumerate(self.home):
                 first = next((h for h in holders(home, self.N, self.m) if h in ranks), None)
-                may = "scavenge-first" not in self.faulty or first == self.noderanks[agent.host]
+                may = "salvage-first" not in self.faulty or first == self.noderanks[agent.host]
                 if may and agent.holds(rank, newest) is not None:
                     held[agent.host].setdefault(home, set()).add(rank)
         chosen, missing = writers(held, self.noderanks, len(self.home))
@@ -172,7 +172,7 @@ class TieredWorld(World):
         if len(set(chains)) != 1 or chains[0] not in self.ledger[newest]:
             raise Violation(f"what was left at {newest} is of no run: {sorted(set(chains))}")
         self.tier[newest] = chains
-        self.scavenges += 1
+        self.salvages += 1
 
     def offer(self, agent: Agent, rank: int, stamp: Stamp, content: str) -> bool:
         if "drain-pins" in self.faulty and self.drain is not None and agent is self.keeper(rank):

@@ -1,6 +1,6 @@
 """A job under the commit rules, in miniature: agents, trainers, a network, crashes and recoveries.
 
-The agents run the production rules (`slots`, `seal`, `recovery`, `noderank`, `placement`); the rest is the least that
+The agents run the production rules (`slots`, `votes`, `recovery_plan`, `node_ranks`, `placement`); the rest is the least that
 can drive them. What a rank holds at a stamp is a chain of salts, one per run and step, so that two lineages never
 look alike, as they would in a deterministic training run.
 
@@ -25,7 +25,7 @@ from gemini_hpc.core.recovery_plan import (
     plan,
 )
 from gemini_hpc.core.slots import Refused, SlotPair, Stamp
-from gemini_hpc.core.votes import Root, Subtree, Vote, Word, children, merge, parent, vote_of
+from gemini_hpc.core.votes import Decision, Root, Subtree, Vote, children, merge, parent, vote_of
 
 SKIPPED = 5  # versions of which a trainer may skip one
 FANOUT = 2  # so that five agents already make a tree with an inner node
@@ -97,7 +97,7 @@ class Message:
     source: str
     dest: str
     epoch: int
-    body: Vote | Word | tuple[int, Stamp, str]
+    body: Vote | Decision | tuple[int, Stamp, str]
 
 
 class World:
@@ -300,7 +300,7 @@ class World:
             )
         word = agent.tree.word()
         if "no-abandon" in self.weak:
-            word = Word(word.sealed)
+            word = Decision(word.sealed)
         self.note_word(agent, word)
         self.hear(agent, word)
 
@@ -310,7 +310,7 @@ class World:
             return merge(vote for member, vote in agent.tree._votes.items() if member not in self.ignored)
         return agent.tree.vote()
 
-    def hear(self, agent: Agent, word: Word) -> None:
+    def hear(self, agent: Agent, word: Decision) -> None:
         if word.sealed is not None and (agent.sealed is None or word.sealed > agent.sealed):
             agent.sealed = word.sealed
         agent.abandoned = word.abandoned
@@ -332,7 +332,7 @@ class World:
         if isinstance(message.body, Vote):
             if agent.tree is not None and message.source in agent.tree.members:
                 agent.tree.update(message.source, message.body)
-        elif isinstance(message.body, Word):
+        elif isinstance(message.body, Decision):
             self.hear(agent, message.body)
         else:
             rank, stamp, content = message.body
@@ -348,7 +348,7 @@ class World:
             body = (trainer.rank, trainer.stamp, trainer.chain)
             self.net.append(Message("copy", trainer.host, host, trainer.epoch, body))
 
-    def note_word(self, root: Agent, word: Word) -> None:
+    def note_word(self, root: Agent, word: Decision) -> None:
         """The root has spoken: is it true, and does it stand by its earlier words?"""
         if root.epoch != self.epoch or root.host not in self.hosts:
             return

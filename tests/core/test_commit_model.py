@@ -110,7 +110,7 @@ def test_random_campaign_with_a_tier() -> None:
     worlds = [tiered(seed) for seed in range(part(200))]
     assert sum(bool(world.tier) for world in worlds) > part(50), "versions have become whole"
     assert sum(world.returns for world in worlds) > part(50), "and have been taken"
-    assert sum(world.scavenges for world in worlds) > part(50), "also by nodes that were left"
+    assert sum(world.salvages for world in worlds) > part(50), "also by nodes that were left"
 
 
 @pytest.mark.parametrize("weakness", sorted(TIER_WEAKNESSES))

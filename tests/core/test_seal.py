@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from gemini_hpc.core.slots import Slot, SlotPair, Stamp
 from gemini_hpc.core.votes import (
     SILENT,
+    Decision,
     Root,
     Subtree,
     Vote,
-    Word,
     children,
     merge,
     parent,
@@ -50,11 +50,11 @@ def pairs(draw: st.DrawFn) -> SlotPair:
 def test_a_version_is_sealed_when_the_last_member_has_it() -> None:
     root = Root(["a", "b"])
     root.update("a", vote_of([holding(4, 5)]))
-    assert root.word() == Word()  # b is silent, not gone (R3)
+    assert root.word() == Decision()  # b is silent, not gone (R3)
     root.update("b", vote_of([holding(4, filling=5), holding(4, 5)]))
-    assert root.word() == Word(v(4))
+    assert root.word() == Decision(v(4))
     root.update("b", vote_of([holding(4, 5), holding(4, 5)]))
-    assert root.word() == Word(v(5))
+    assert root.word() == Decision(v(5))
 
 
 def test_what_one_has_skipped_is_abandoned_for_all() -> None:
@@ -65,26 +65,26 @@ def test_what_one_has_skipped_is_abandoned_for_all() -> None:
     root = Root(["a", "b"])
     root.update("a", a)
     root.update("b", b)
-    assert root.word() == Word(v(4), frozenset({v(5)}))
+    assert root.word() == Decision(v(4), frozenset({v(5)}))
     root.update("b", vote_of([holding(4, 5)]))  # an old vote that comes late
-    assert root.word() == Word(v(4), frozenset({v(5)}))
+    assert root.word() == Decision(v(4), frozenset({v(5)}))
     root.update("a", vote_of([holding(4, 6)]))
     root.update("b", vote_of([holding(4, 6)]))
-    assert root.word() == Word(v(6))
+    assert root.word() == Decision(v(6))
 
 
 def test_a_late_copy_is_waited_for() -> None:
     root = Root(["a", "b"])
     root.update("a", vote_of([holding(4, 5)]))
     root.update("b", vote_of([holding(4, filling=5)]))
-    assert root.word() == Word(v(4))
+    assert root.word() == Decision(v(4))
 
 
 def test_a_restarted_root_takes_up_where_its_page_stands() -> None:
     root = Root(["a", "b"], sealed=v(7))
     root.update("a", vote_of([holding(6, 7)]))
     root.update("b", vote_of([holding(7, filling=8)]))
-    assert root.word() == Word(v(7))  # and 6, sealed long ago, is not called abandoned
+    assert root.word() == Decision(v(7))  # and 6, sealed long ago, is not called abandoned
 
 
 def test_nothing_is_sealed_over_the_head_of_a_shard_to_come() -> None:

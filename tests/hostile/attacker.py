@@ -278,8 +278,10 @@ def link(a: Args) -> Args:
     for name, message in {
         "plan without this node": peer.PlanDown(1, "", 1, {}, "", {}, (), ()),
         "probe of a stranger": peer.ProbeAsk("../../etc/passwd"),
-        "obituary of itself": peer.Obituary(a["target"], False, a["restart"]),
-        "a set like a path": peer.WordDown(round=1, set="../x", sealed=(1, 1 << 30), abandoned=(), degraded=False),
+        "obituary of itself": peer.Liveness(a["target"], False, a["restart"]),
+        "a set like a path": peer.DecisionDown(
+            round=1, set="../x", sealed=(1, 1 << 30), abandoned=(), degraded=False
+        ),
         "a controller's word": controller.Release(a["job"], "free everything"),
         "a question": inspect_schema.JobAsk(a["job"]),
         "an answer": inspect_schema.JobAnswer(),

@@ -46,7 +46,7 @@ def test_site_21_agents_decide_for_themselves(site: Site) -> None:
 
 
 def test_site_21_operators_may_look_and_nothing_else(site: Site) -> None:
-    calls = {p: {"purpose": p} for p in ("link", "pull", "inventory", "summons", "control")}
+    calls = {p: {"purpose": p} for p in ("link", "pull", "inventory", "wake", "control")}
     for user in ("games", "daemon"):
         answers = site.attack("call", user, calls=calls)
         assert set(answers.values()) == {"HandshakeError: refused: not yours"}, answers

@@ -26,7 +26,7 @@ def test_noise_before_the_handshake(site: Site, whose: str) -> None:
 
 @pytest.mark.parametrize("user", ["bob", "nobody"])
 def test_another_user_is_not_served(site: Site, user: str) -> None:
-    purposes = {p: {"purpose": p} for p in ("link", "pull", "inventory", "summons", "query", "control", "", "root")}
+    purposes = {p: {"purpose": p} for p in ("link", "pull", "inventory", "wake", "query", "control", "", "root")}
     with Steady(site):
         answers = site.attack("call", user, calls=purposes)
     assert set(answers.values()) == {"HandshakeError: refused: not yours"}, answers
@@ -35,7 +35,7 @@ def test_another_user_is_not_served(site: Site, user: str) -> None:
 
 def test_root_may_ask_and_nothing_else(site: Site) -> None:
     answers = site.attack(
-        "call", None, calls={p: {"purpose": p} for p in ("link", "pull", "inventory", "summons", "query", "control")}
+        "call", None, calls={p: {"purpose": p} for p in ("link", "pull", "inventory", "wake", "query", "control")}
     )
     assert answers.pop("query") == "ok"
     assert set(answers.values()) == {"HandshakeError: refused: not yours"}, answers

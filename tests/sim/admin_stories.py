@@ -46,7 +46,7 @@ def drained_dies(seed: int) -> Site:
     return site
 
 
-def drains(seed: int) -> Site:
+def saver(seed: int) -> Site:
     """A survivor, or a spare, is drained in mid-recovery, and given back a while after."""
     site = Site(seed, nodes=6)
     admin = Admin(site)
@@ -168,7 +168,7 @@ def maintains(seed: int) -> Site:
 
 STORIES: dict[str, Callable[[int], Site]] = {
     "drained-dies": drained_dies,
-    "drains": drains,
+    "drains": saver,
     "cancels": cancels,
     "holds": holds,
     "requeues": requeues,

@@ -1,4 +1,5 @@
-"""The agents of one job in one thread, as far as recovery rounds go: production `Rounds`, `Member` and `StateFile`.
+"""The agents of one job in one thread, as far as recovery rounds go: production `RecoveryRounds`, `RecoveryMember`
+and `StateFile`.
 
 Between them a seeded network: links are FIFO, break, lose what is on its way, and come back; agents die between any
 two of their effects (a message, a write to the disk) and are started again from what was on disk; a disk may be full;
@@ -23,8 +24,8 @@ import msgspec
 from gemini_hpc.agent.peers.identity import Identity
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
-from gemini_hpc.agent.peers.recovery_round import Rounds
-from gemini_hpc.agent.recovery_member import Member
+from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
+from gemini_hpc.agent.recovery_member import RecoveryMember
 from gemini_hpc.agent.replicas.pledges import Pledges
 from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.restart_state import StateFile
@@ -127,7 +128,7 @@ class _Mesh(_Still):
 
 
 class Node:
-    """One agent: the production `Member`, and around it what its rounds ask for."""
+    """One agent: the production `RecoveryMember`, and around it what its rounds ask for."""
 
     def __init__(self, cluster: Cluster, name: str, instance: int) -> None:
         self.cluster, self.node, self.instance = cluster, name, str(instance)
@@ -147,8 +148,8 @@ class Node:
             store=cast(Any, self.store),
             sets=sets,
             transfers=transfers,
-            drains=still,
-            scavenge=still,
+            saver=still,
+            salvage=still,
             tier=tier,
             rejections=self.rejections,
             service=still,
@@ -182,7 +183,7 @@ class Node:
         self.cluster.events[name] = self.cluster.events.get(name, 0) + 1
 
 
-class SimulatedMember(Member):
+class SimulatedMember(RecoveryMember):
     """The production one; it tells the cluster what it has done."""
 
     node: Node
@@ -205,7 +206,7 @@ class SimulatedMember(Member):
         self.node.cluster.effect(self.node.node)
 
 
-class CountedRounds(Rounds):
+class CountedRounds(RecoveryRounds):
     """The production ones; the coordinator tells the cluster on whom its plan counts."""
 
     def _decide(self, records: tuple[peer.InventoryRecord, ...]) -> tuple[peer.PlanDown, bool]:
@@ -222,7 +223,7 @@ class Cluster:
         size: int,
         seed: int,
         *,
-        rounds: type[Rounds] = CountedRounds,
+        rounds: type[RecoveryRounds] = CountedRounds,
         member: type[SimulatedMember] = SimulatedMember,
         full: bool = False,
         rejects: bool = False,

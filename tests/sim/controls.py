@@ -11,17 +11,17 @@ from typing import Any
 
 import msgspec
 
-from gemini_hpc.agent.peers.recovery_round import Rounds
+from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.replicas import trainings, voting
 from gemini_hpc.agent.replicas.seal_notes import SealNotes
-from gemini_hpc.agent.replicas.slot_writes import Filling
+from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Shard
-from gemini_hpc.agent.replicas.trainings import Sets
-from gemini_hpc.agent.replicas.voting import Sealing, from_wire
+from gemini_hpc.agent.replicas.trainings import Trainings
+from gemini_hpc.agent.replicas.voting import Voting, from_wire
 from gemini_hpc.agent.restart_state import StateFile
 from gemini_hpc.core import recovery_plan, votes
 from gemini_hpc.core.slots import SlotPair, Stamp
-from gemini_hpc.core.votes import Word
+from gemini_hpc.core.votes import Decision
 from gemini_hpc.wire import peer
 
 CONTROLS: dict[str, Callable[[], None]] = {}
@@ -82,7 +82,7 @@ def sealed_by_some() -> None:
         self._root.update("job", ballot.vote)
         self.hear(self._root.word(), ballot.degraded)
 
-    patch(Sealing, "_tell", tell)
+    patch(Voting, "_tell", tell)
 
 
 @control
@@ -94,14 +94,14 @@ def half_a_pair_votes() -> None:
             shard.half_back = False
         recounted(self, name)
 
-    recounted = Sets._recount
-    patch(Sets, "_recount", recount)
+    recounted = Trainings._recount
+    patch(Trainings, "_recount", recount)
 
 
 @control
 def skips_are_not_told() -> None:
     """What a rank skips is no part of the vote."""
-    patch(Filling, "passed", lambda self, shard, version: None)
+    patch(SlotWrites, "passed", lambda self, shard, version: None)
 
 
 @control
@@ -113,13 +113,13 @@ def nothing_is_voided() -> None:
 @control
 def epochs_stand_still() -> None:
     """R6: a version after a recovery bears the name of one before it."""
-    decide = Rounds._decide
+    decide = RecoveryRounds._decide
 
     def decided(self: Any, records: Any) -> Any:
         plan, sure = decide(self, records)
         return msgspec.structs.replace(plan, epoch=1), sure
 
-    patch(Rounds, "_decide", decided)
+    patch(RecoveryRounds, "_decide", decided)
 
 
 @control
@@ -136,7 +136,7 @@ def state_is_not_written() -> None:
 @control
 def go_without_acknowledgements() -> None:
     """R4: agents are live before all have taken the plan."""
-    acknowledged = Rounds._acknowledged
+    acknowledged = RecoveryRounds._acknowledged
 
     def at_once(self: Any) -> None:
         if self.parent is None and self.stage == "planned":
@@ -144,18 +144,18 @@ def go_without_acknowledgements() -> None:
         else:
             acknowledged(self)
 
-    patch(Rounds, "_acknowledged", at_once)
+    patch(RecoveryRounds, "_acknowledged", at_once)
 
 
 @control
 def live_is_forgotten() -> None:
     """A successor takes a round for live whose end its predecessor had not heard of."""
-    resume = Rounds.resume
+    resume = RecoveryRounds.resume
 
     def resumed(self: Any, plan: Any, *, live: bool, begun: int, step: str) -> None:
         resume(self, plan, live=plan is not None, begun=begun, step=step)
 
-    patch(Rounds, "resume", resumed)
+    patch(RecoveryRounds, "resume", resumed)
 
 
 @control
@@ -173,15 +173,15 @@ def no_freeze() -> None:
     """
 
     def heard(self: Any, incarnation: Any, host: str, message: Any) -> None:
-        if self.may_have(message.set) and (voting := self.named(message.set).sealing) is not None:
+        if self.may_have(message.set) and (seal := self.named(message.set).sealing) is not None:
             if isinstance(message, peer.VoteUp):
-                voting.heard(host, from_wire(message))
+                seal.heard(host, from_wire(message))
             elif host == incarnation.rounds.parent:
                 sealed = None if message.sealed is None else Stamp(*message.sealed)
-                voting.hear(Word(sealed, frozenset(Stamp(*s) for s in message.abandoned)), message.degraded)
+                seal.hear(Decision(sealed, frozenset(Stamp(*s) for s in message.abandoned)), message.degraded)
 
-    patch(trainings.Sets, "freeze", lambda self: None)
-    patch(trainings.Sets, "on_message", heard)
+    patch(trainings.Trainings, "freeze", lambda self: None)
+    patch(trainings.Trainings, "on_message", heard)
 
 
 @control
@@ -206,7 +206,7 @@ def half_of_the_pairs_vote() -> None:
 def nothing_is_abandoned() -> None:
     """R2: who waits for a version that will never be complete waits for ever."""
     word = votes.Root.word
-    patch(votes.Root, "word", lambda self: Word(word(self).sealed))
+    patch(votes.Root, "word", lambda self: Decision(word(self).sealed))
 
 
 @control

@@ -14,15 +14,15 @@ import msgspec
 
 from gemini_hpc.agent import restart_state
 from gemini_hpc.agent.daemon import Agent
-from gemini_hpc.agent.peers.recovery_round import Rounds
-from gemini_hpc.agent.recovery_member import Member
-from gemini_hpc.agent.replicas.slot_writes import Filling
+from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
+from gemini_hpc.agent.recovery_member import RecoveryMember
+from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Shard
-from gemini_hpc.agent.replicas.training import TrainingSet
-from gemini_hpc.agent.replicas.voting import Ballot, Sealing
+from gemini_hpc.agent.replicas.training import Training
+from gemini_hpc.agent.replicas.voting import Ballot, Voting
 from gemini_hpc.core import placement
 from gemini_hpc.core.slots import SlotPair, Stamp
-from gemini_hpc.core.votes import Vote, Word
+from gemini_hpc.core.votes import Decision, Vote
 from gemini_hpc.format.commit_record import Committed
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.message import Message
@@ -66,7 +66,7 @@ class Truth:
 
     # ---- who it is -------------------------------------------------------------------------------------
 
-    def owner(self, sealing: Sealing) -> tuple[Agent, TrainingSet] | None:
+    def owner(self, sealing: Voting) -> tuple[Agent, Training] | None:
         """Whose part of a seal this is."""
         for agent in self.agents():
             for training in agent.sets:
@@ -81,7 +81,7 @@ class Truth:
 
     # ---- R1 --------------------------------------------------------------------------------------------
 
-    def overwritten(self, training: TrainingSet, shard: Shard, lost: Stamp, abandoned: bool) -> None:
+    def overwritten(self, training: Training, shard: Shard, lost: Stamp, abandoned: bool) -> None:
         """A slot that had `lost` complete is given out; abandoned: its agent has heard that from the root."""
         complete = shard.pair.complete_stamps()
         held = f"[{', '.join(map(str, sorted(complete)))}]"
@@ -95,7 +95,7 @@ class Truth:
 
     # ---- R2, R3 ----------------------------------------------------------------------------------------
 
-    def seals(self, root: Sealing, stamp: Stamp) -> None:
+    def seals(self, root: Voting, stamp: Stamp) -> None:
         """Every holder has it, complete, and is in the round in which it is sealed."""
         self.sealed[stamp.epoch] = max(stamp, self.sealed.get(stamp.epoch, _NEVER))
         found = self.owner(root)
@@ -125,7 +125,7 @@ class Truth:
                 if shard is None or stamp not in shard.pair.complete_stamps():
                     self.wrong(f"R2: {stamp} is sealed, and {agent.identity.node} has no copy of shard {rank}")
 
-    def _homes(self, training: TrainingSet, number: int) -> dict[int, int]:
+    def _homes(self, training: Training, number: int) -> dict[int, int]:
         """By rank, as its ranks have registered them in this round, or as they were resumed. What an agent has of a
         rank that it no longer holds for may say otherwise."""
         resumed, registered = {}, {}
@@ -137,7 +137,7 @@ class Truth:
                     resumed[shard.rank] = shard.home
         return resumed | registered
 
-    def word(self, word: Word) -> None:
+    def word(self, word: Decision) -> None:
         """What was sealed last, in any epoch, is not abandoned, whatever has become of copies since."""
         for stamp in word.abandoned:
             if stamp == max(self.sealed.values(), default=_NEVER):
@@ -158,7 +158,7 @@ class Truth:
 
     # ---- R4 --------------------------------------------------------------------------------------------
 
-    def takes(self, member: Member, plan: peer.PlanDown) -> None:
+    def takes(self, member: RecoveryMember, plan: peer.PlanDown) -> None:
         """What the plan does not keep does not count any more, and what it says to be sealed is."""
         for one in plan.sets:
             if one.sealed is not None and Stamp(*one.sealed) > self.sealed.get(one.sealed[0], _NEVER):
@@ -186,7 +186,7 @@ class Truth:
             if whole is not None and tuple(whole) not in {tuple(stamp) for stamp in one.keep}:
                 self.wrong(f"R4: {Stamp(*one.chosen)} is chosen unsealed, and {whole} is not kept beside it")
 
-    def lives(self, member: Member, plan: peer.PlanDown) -> None:
+    def lives(self, member: RecoveryMember, plan: peer.PlanDown) -> None:
         """Every member has taken the plan, and the root has said go."""
         if _name(member, plan) not in self.went:
             self.wrong(f"R4: {member._identity.node} is live in round {plan.round}, and nobody has said go")
@@ -194,7 +194,7 @@ class Truth:
         if missing := plan.noderanks.keys() - self.taken.get(_name(member, plan), set()):
             self.wrong(f"R4: {member._identity.node} is live, and {sorted(missing)} have not taken the plan")
 
-    def says(self, member: Member, message: Message) -> None:
+    def says(self, member: RecoveryMember, message: Message) -> None:
         """What a message promises is on the disk of who sends it, unless the agent complains that it cannot be."""
         if member._state.problem or not isinstance(message, (peer.Collect, peer.PlanAck, peer.Go)):
             return
@@ -230,7 +230,7 @@ class Truth:
             self.wrong(f"R5: {record.stamp} of shard {shard.rank} counts, and its bytes are other ones")
 
 
-def _name(member: Member, plan: peer.PlanDown) -> Any:
+def _name(member: RecoveryMember, plan: peer.PlanDown) -> Any:
     return member.restart, plan.round, plan.epoch, tuple(sorted(plan.counted.items()))
 
 
@@ -253,7 +253,7 @@ def _host() -> str:
 
 
 def _slots(truth: Truth) -> None:
-    def begin(was: Any, self: Filling, training: TrainingSet, shard: Shard, version: int) -> int:
+    def begin(was: Any, self: SlotWrites, training: Training, shard: Shard, version: int) -> int:
         before, sealing = [(s.state, s.stamp) for s in shard.pair.slots], training.sealing
         index: int = was(self, training, shard, version)
         state, stamp = before[index]
@@ -263,7 +263,7 @@ def _slots(truth: Truth) -> None:
         truth.point("begun", _host())
         return index
 
-    def arrived(was: Any, self: Filling, shard: Shard, index: int, claimed: Committed, found: str) -> None:
+    def arrived(was: Any, self: SlotWrites, shard: Shard, index: int, claimed: Committed, found: str) -> None:
         was(self, shard, index, claimed, found)
         if shard.pair.slots[index].state == "complete":
             truth.completes(shard, claimed)
@@ -279,14 +279,14 @@ def _slots(truth: Truth) -> None:
         was(self, *args)
         truth.point("handed back", _host())
 
-    _around(Filling, "begin", begin)
-    _around(Filling, "arrived", arrived)
+    _around(SlotWrites, "begin", begin)
+    _around(SlotWrites, "arrived", arrived)
     _around(Shard, "settle", settle)
     _around(SlotPair, "restore", restore)
 
 
 def _seals(truth: Truth) -> None:
-    def tell(was: Any, self: Sealing) -> None:
+    def tell(was: Any, self: Voting) -> None:
         root = self._root
         before = root.word().sealed if root is not None else None
         was(self)
@@ -296,70 +296,70 @@ def _seals(truth: Truth) -> None:
             if word.sealed is not None and word.sealed != before:
                 truth.seals(self, word.sealed)
 
-    def heard(was: Any, self: Sealing, child: str, ballot: Ballot) -> None:
+    def heard(was: Any, self: Voting, child: str, ballot: Ballot) -> None:
         truth.heard[id(self), child] = ballot.vote.complete
         was(self, child, ballot)
 
-    def recount(was: Any, self: Sealing, pairs: list[SlotPair], world: int, kind: int) -> None:
+    def recount(was: Any, self: Voting, pairs: list[SlotPair], world: int, kind: int) -> None:
         found = truth.owner(self)
         if found is not None:
             truth.votes(found[0], pairs)
         was(self, pairs, world, kind)
         truth.point("voted", _host())
 
-    def hear(was: Any, self: Sealing, word: Word, degraded: bool) -> None:
+    def hear(was: Any, self: Voting, word: Decision, degraded: bool) -> None:
         before = self.word.sealed
         was(self, word, degraded)
         if self.word.sealed != before:
             truth.point("word", _host())
 
-    _around(Sealing, "_tell", tell)
-    _around(Sealing, "recount", recount)
-    _around(Sealing, "hear", hear)
-    _around(Sealing, "heard", heard)
+    _around(Voting, "_tell", tell)
+    _around(Voting, "recount", recount)
+    _around(Voting, "hear", hear)
+    _around(Voting, "heard", heard)
 
 
 def _rounds(truth: Truth) -> None:
-    def stage(was: Any, self: Rounds, name: str) -> None:
-        if name == "live" and isinstance(self._host, Member) and self.plan is not None:
+    def stage(was: Any, self: RecoveryRounds, name: str) -> None:
+        if name == "live" and isinstance(self._host, RecoveryMember) and self.plan is not None:
             truth.lives(self._host, self.plan)
         was(self, name)
 
-    def decide(was: Any, self: Rounds, records: tuple[peer.InventoryRecord, ...]) -> Any:
+    def decide(was: Any, self: RecoveryRounds, records: tuple[peer.InventoryRecord, ...]) -> Any:
         plan, sure = was(self, records)
         truth.decides(records, plan)
         return plan, sure
 
-    def go(was: Any, self: Rounds) -> None:
-        if self.parent is None and isinstance(self._host, Member) and self.plan is not None:
+    def go(was: Any, self: RecoveryRounds) -> None:
+        if self.parent is None and isinstance(self._host, RecoveryMember) and self.plan is not None:
             truth.went.add(_name(self._host, self.plan))
         was(self)
 
-    def resume(was: Any, self: Rounds, plan: peer.PlanDown | None, **named: Any) -> None:
+    def resume(was: Any, self: RecoveryRounds, plan: peer.PlanDown | None, **named: Any) -> None:
         here = self._host
         known = (
             plan is None
-            or not isinstance(here, Member)
+            or not isinstance(here, RecoveryMember)
             or (here._identity.node, _name(here, plan)) in truth.were_live
         )
         was(self, plan, **named)
         if self.stage == "live" and not known:
             truth.wrong(f"R4: {self._name} is live again in round {self.round}, and was not before")
 
-    def apply(was: Any, self: Member, plan: peer.PlanDown) -> None:
+    def apply(was: Any, self: RecoveryMember, plan: peer.PlanDown) -> None:
         was(self, plan)
         truth.takes(self, plan)
         truth.point("planned", self._identity.node)
 
-    def live(was: Any, self: Member, plan: peer.PlanDown) -> None:
+    def live(was: Any, self: RecoveryMember, plan: peer.PlanDown) -> None:
         was(self, plan)
         truth.point("live", self._identity.node)
 
-    def freeze(was: Any, self: Member, step: str) -> None:
+    def freeze(was: Any, self: RecoveryMember, step: str) -> None:
         was(self, step)
         truth.point("collecting", self._identity.node)
 
-    def send(was: Any, self: Member, host: str, message: Message) -> bool:
+    def send(was: Any, self: RecoveryMember, host: str, message: Message) -> bool:
         truth.says(self, message)
         sent: bool = was(self, host, message)
         if isinstance(message, peer.PlanAck):
@@ -373,12 +373,12 @@ def _rounds(truth: Truth) -> None:
         truth.point("noted", _host())
         return there
 
-    _around(Rounds, "_stage", stage)
-    _around(Rounds, "resume", resume)
-    _around(Rounds, "_go", go)
-    _around(Rounds, "_decide", decide)
-    _around(Member, "apply", apply)
-    _around(Member, "live", live)
-    _around(Member, "freeze", freeze)
-    _around(Member, "send", send)
+    _around(RecoveryRounds, "_stage", stage)
+    _around(RecoveryRounds, "resume", resume)
+    _around(RecoveryRounds, "_go", go)
+    _around(RecoveryRounds, "_decide", decide)
+    _around(RecoveryMember, "apply", apply)
+    _around(RecoveryMember, "live", live)
+    _around(RecoveryMember, "freeze", freeze)
+    _around(RecoveryMember, "send", send)
     _around(restart_state.StateFile, "write", write)

@@ -93,7 +93,7 @@ def free(agent: Agent) -> None:
     memories: list[Memfd] = [m for shard in agent.store for m in shard.memory]
     for training in agent.sets:
         memories += [*training.guests.values(), training._memory]
-    memories += agent.drains.node._copies.values()
+    memories += agent.saver.node._copies.values()
     for memory in memories:
         if memory.fd >= 0:
             os.close(memory.fd)

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from gemini_hpc.agent.peers import recovery_round
-from gemini_hpc.agent.peers.recovery_round import Rounds
-from gemini_hpc.agent.recovery_member import Member
+from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
+from gemini_hpc.agent.recovery_member import RecoveryMember
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.stored import Rejection
 
@@ -118,7 +118,7 @@ _BROKEN = [
 
 @pytest.mark.parametrize(("broken", "member", "full", "harm"), _BROKEN)
 def test_what_is_broken_on_purpose_is_found(
-    broken: type[Rounds], member: type[Member], full: bool, harm: set[str], never_anew: None
+    broken: type[RecoveryRounds], member: type[RecoveryMember], full: bool, harm: set[str], never_anew: None
 ) -> None:
     found: set[str] = set()
     for size, seeds, faulty in ((3, 600, 25), (4, 1500, 80), (7, 600, 120)):

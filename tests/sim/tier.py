@@ -84,7 +84,7 @@ class Worker(Process):
 
 
 class Handle:
-    """In place of `tierwork._Process`."""
+    """In place of `worker_process._Process`."""
 
     def __init__(self, made: Worker) -> None:
         self._worker, self.answers = made, made.answers

@@ -7,8 +7,8 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from gemini_hpc.agent.peers.mesh import Mesh
-from gemini_hpc.agent.tier.salvage import Scavenge
-from gemini_hpc.agent.tier.saver import Drains
+from gemini_hpc.agent.tier.salvage import Salvage
+from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.tier import publish, retention, version, worker
 
 
@@ -46,7 +46,7 @@ BROKEN: dict[str, Callable[[], None]] = {
     "forgetful": _forgetful,
     "unmarked": lambda: _put(worker, _mark=lambda *_: None),
     "untidy": lambda: _put(retention, clean=lambda directory, keep_last, *, before=None: []),
-    "at_once": lambda: _put(Drains, _turns=property(lambda self: _NoTurns(), lambda self, value: None)),
+    "at_once": lambda: _put(Saver, _turns=property(lambda self: _NoTurns(), lambda self, value: None)),
     "silent_leave": lambda: _put(Mesh, leave=lambda self: None),
-    "left": lambda: _put(Scavenge, due=lambda self, now, *, last=False: False),
+    "left": lambda: _put(Salvage, due=lambda self, now, *, last=False: False),
 }

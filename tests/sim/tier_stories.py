@@ -331,7 +331,7 @@ def rejected(job: Job) -> None:
     _succeed(job)
 
 
-_LEFT: dict[str, object] = {"nodes": 4, "tier_scavenge_s": 3.0, "retention_s": 900.0, "interval_s": 4}
+_LEFT: dict[str, object] = {"nodes": 4, "tier_salvage_s": 3.0, "retention_s": 900.0, "interval_s": 4}
 STORIES: dict[str, tuple[Callable[[Job], None], dict[str, object]]] = {
     "power": (power, {}),
     "agents_die": (agents_die, {}),

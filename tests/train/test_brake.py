@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gemini_hpc.client.step_guard import SUSPECT_S, Brake
+from gemini_hpc.client.step_guard import SUSPECT_S, StepGuard
 from gemini_hpc.wire import control_page
 
 
@@ -23,7 +23,7 @@ class Scene:
         self.now, self.lost = 100.0, False
         self.said: list[str] = []
         self.happens: Callable[[], None] = lambda: None
-        self.brake = Brake(
+        self.brake = StepGuard(
             lambda: self.page, lambda: self.lost, hold_s, self.said.append, clock=lambda: self.now, sleep=self._sleep
         )
 

@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 
 from gemini_hpc.train.schedule import async_collectives as council_module
-from gemini_hpc.train.schedule.async_collectives import Council, CouncilBroken
+from gemini_hpc.train.schedule.async_collectives import AsyncCollectives, CollectivesBroken
 from gemini_hpc.train.schedule.trace import Record
 
 
-def sitting(ends_at: float, caught_up_at: float) -> Council:
+def sitting(ends_at: float, caught_up_at: float) -> AsyncCollectives:
     """A round that is over when the other rank has come, and a device that catches up."""
     work = SimpleNamespace(
         is_completed=lambda: time.monotonic() >= ends_at,
@@ -22,7 +22,9 @@ def sitting(ends_at: float, caught_up_at: float) -> Council:
     )
     backend = SimpleNamespace(allreduce=lambda tensors, options: work)
     group: Any = SimpleNamespace(_get_backend=lambda device: backend, size=lambda: 2)
-    made = Council(cast(Any, group), lambda asked: Record(0, 0, 0.0), lambda: time.monotonic() >= caught_up_at)
+    made = AsyncCollectives(
+        cast(Any, group), lambda asked: Record(0, 0, 0.0), lambda: time.monotonic() >= caught_up_at
+    )
     made.highest([7])
     return made
 
@@ -39,5 +41,5 @@ def test_a_host_ahead_of_its_device_waits_for_ranks_that_are_not() -> None:
 
 def test_but_not_when_its_device_is_there() -> None:
     now = time.monotonic()
-    with pytest.raises(CouncilBroken, match="not all ranks have answered"):
+    with pytest.raises(CollectivesBroken, match="not all ranks have answered"):
         sitting(now + 60.0, now).words()

@@ -18,7 +18,7 @@ from gemini_hpc.train.device.progress import Front
 from gemini_hpc.train.schedule import collective_monitor as watch_module
 from gemini_hpc.train.schedule import trace as iteration_module
 from gemini_hpc.train.schedule.chunk_schedule import Route, common
-from gemini_hpc.train.schedule.collective_monitor import Watch
+from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.dispatch_hooks import Signature
 from gemini_hpc.train.schedule.overhead_monitor import without_wait
 from gemini_hpc.train.schedule.pacer import Pacer
@@ -37,7 +37,7 @@ _GROUP = SimpleNamespace(
 class Training:
     """Of one rank: each version is sealed before the optimizer's step, and the host waits for nothing else."""
 
-    def __init__(self, device: TimedDevice, watch: Watch, pacer: Pacer) -> None:
+    def __init__(self, device: TimedDevice, watch: CollectiveMonitor, pacer: Pacer) -> None:
         self.device, self.watch, self.pacer = device, watch, pacer
         self.version = 0
         self.sealed = -1
@@ -130,7 +130,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
     clock = SimpleNamespace(monotonic=device.clock)
     for module in (watch_module, iteration_module):
         monkeypatch.setattr(module, "clock", clock)
-    watch = Watch(lambda ranks: True, device=lambda: device)
+    watch = CollectiveMonitor(lambda ranks: True, device=lambda: device)
     watch.start()
     assert not watch.problem
     monkeypatch.setattr(watch, "_group", lambda boxed: _GROUP)

@@ -16,7 +16,7 @@ from gemini_hpc.core.slots import Refused, SlotPair, Stamp
 from gemini_hpc.format.slot_header import Layout
 from gemini_hpc.train.device.memory import Keeper
 from gemini_hpc.train.nccl.driver import Carried
-from gemini_hpc.train.nccl.slot_prefetch import Desk
+from gemini_hpc.train.nccl.slot_prefetch import SlotPrefetch
 from gemini_hpc.train.nccl.streamed_replicator import StreamedReceiver, StreamedReplicator
 from gemini_hpc.train.replication.registration import Identity
 from gemini_hpc.train.replication.replicator import Counters
@@ -69,10 +69,12 @@ class Agent:
 
 
 @contextmanager
-def opened(agent: Agent, keeper: Keeper) -> Iterator[Desk]:
+def opened(agent: Agent, keeper: Keeper) -> Iterator[SlotPrefetch]:
     gate = SimpleNamespace(degraded=False, sealed=(1, 11))
     pin = SimpleNamespace(release=lambda: None)
-    desk = Desk(ME, cast(Any, agent), cast(Any, gate), lambda _: (0, 8), lambda _: cast(Any, pin), pytest.fail)
+    desk = SlotPrefetch(
+        ME, cast(Any, agent), cast(Any, gate), lambda _: (0, 8), lambda _: cast(Any, pin), pytest.fail
+    )
     desk.open({0: keeper})
     try:
         yield desk

@@ -10,7 +10,7 @@ from gemini_hpc.train.schedule.overhead_monitor import (
     IN_A_ROW,
     SETTLED,
     WORTH,
-    Oversight,
+    OverheadMonitor,
     Pictured,
 )
 from gemini_hpc.train.schedule.pacer import Sent
@@ -20,15 +20,15 @@ OPS = (Op(1, 8, 0.2, 0.4), Op(2, 8, 0.6, 0.7))
 
 
 @pytest.fixture
-def seen() -> Oversight:
+def seen() -> OverheadMonitor:
     profile = summarize([Trace(0.0, USUAL_S, 0.9, OPS)] * 3)
-    made = Oversight(0.01)
+    made = OverheadMonitor(0.01)
     made.begin(profile, Controller(lambda s: 0.0, USUAL_S))
     return made
 
 
 def iterations(
-    seen: Oversight, length_s: float, waited_s: float, launched: int = len(OPS), most: int = 4 * SETTLED
+    seen: OverheadMonitor, length_s: float, waited_s: float, launched: int = len(OPS), most: int = 4 * SETTLED
 ) -> int:
     """Number of iterations until one is a reason; -1: none is."""
     for number in range(1, most):
@@ -37,21 +37,21 @@ def iterations(
     return -1
 
 
-def test_as_it_was(seen: Oversight) -> None:
+def test_as_it_was(seen: OverheadMonitor) -> None:
     assert iterations(seen, USUAL_S, 0.0) == -1
     assert seen.overhead == pytest.approx(0.0)
 
 
-def test_waits_for_versions_are_a_reason_soon(seen: Oversight) -> None:
+def test_waits_for_versions_are_a_reason_soon(seen: OverheadMonitor) -> None:
     assert 0 < iterations(seen, 1.1 * USUAL_S, 0.1) < 40
 
 
-def test_slowness_without_waits_is_no_reason_for_long(seen: Oversight) -> None:
+def test_slowness_without_waits_is_no_reason_for_long(seen: OverheadMonitor) -> None:
     assert SETTLED <= iterations(seen, 1.02 * USUAL_S, 0.0) < SETTLED + 40
     assert seen.overhead == pytest.approx(0.02)
 
 
-def test_but_as_soon_as_it_has_lost_what_a_profile_costs(seen: Oversight) -> None:
+def test_but_as_soon_as_it_has_lost_what_a_profile_costs(seen: OverheadMonitor) -> None:
     """And then it is believed once; what it was that lost it, the next profile shows."""
     first = iterations(seen, 1.1 * USUAL_S, 0.0)
     assert WORTH <= 0.09 * first < WORTH + 0.09
@@ -60,25 +60,25 @@ def test_but_as_soon_as_it_has_lost_what_a_profile_costs(seen: Oversight) -> Non
     assert 2 * WORTH <= 0.09 * second < 2 * WORTH + 0.09
 
 
-def test_but_not_where_j_is_forced(seen: Oversight) -> None:
+def test_but_not_where_j_is_forced(seen: OverheadMonitor) -> None:
     """Nothing would change but that there is one profile more."""
     seen.begin(summarize([Trace(0.0, USUAL_S, 0.9, OPS)] * 3), Controller(lambda s: 0.0, USUAL_S, forced=1))
     assert SETTLED <= iterations(seen, 1.1 * USUAL_S, 0.0) < SETTLED + 40
 
 
-def test_one_long_iteration_has_lost_nothing(seen: Oversight) -> None:
+def test_one_long_iteration_has_lost_nothing(seen: OverheadMonitor) -> None:
     """An evaluation, a checkpoint of the user's own."""
     for number in range(SETTLED - 1):
         assert not seen.iteration((50.0 if number % 9 == 5 else 1.0) * USUAL_S, 0.0, len(OPS), 1, saved=True)
 
 
-def test_a_profile_of_slow_seconds_is_made_anew(seen: Oversight) -> None:
+def test_a_profile_of_slow_seconds_is_made_anew(seen: OverheadMonitor) -> None:
     """Waits of the training hide in iterations that are shorter than they were thought to be, and none is seen."""
     assert SETTLED <= iterations(seen, 0.9 * USUAL_S, 0.0) < SETTLED + 40
     assert seen.overhead == pytest.approx(-0.1)
 
 
-def test_where_profiling_makes_iterations_longer_it_is_tried_ever_less_often(seen: Oversight) -> None:
+def test_where_profiling_makes_iterations_longer_it_is_tried_ever_less_often(seen: OverheadMonitor) -> None:
     ages = []
     for _ in range(4):
         ages.append(iterations(seen, 0.9 * USUAL_S, 0.0, most=20 * SETTLED))
@@ -86,7 +86,7 @@ def test_where_profiling_makes_iterations_longer_it_is_tried_ever_less_often(see
     assert all(2**k * SETTLED <= age < 2**k * SETTLED + 40 for k, age in enumerate(ages))
 
 
-def test_another_frequency_does_not_turn_little_into_much(seen: Oversight) -> None:
+def test_another_frequency_does_not_turn_little_into_much(seen: OverheadMonitor) -> None:
     """Iterations of 2 % less are 20 % of one in a cycle of ten."""
     for number in range(2 * SETTLED):
         assert not seen.iteration(0.98 * USUAL_S, 0.0, len(OPS), 10, saved=number % 10 == 9)
@@ -94,7 +94,7 @@ def test_another_frequency_does_not_turn_little_into_much(seen: Oversight) -> No
         assert not seen.iteration(0.98 * USUAL_S, 0.0, len(OPS), 3, saved=number % 3 == 2)
 
 
-def test_a_profile_of_slow_seconds_is_noticed_where_only_most_iterations_are_shorter(seen: Oversight) -> None:
+def test_a_profile_of_slow_seconds_is_noticed_where_only_most_iterations_are_shorter(seen: OverheadMonitor) -> None:
     for number in range(4 * SETTLED):
         why = seen.iteration((3.0 if number % 5 == 0 else 0.9) * USUAL_S, 0.0, len(OPS), 1, saved=True)
         if why:
@@ -103,15 +103,15 @@ def test_a_profile_of_slow_seconds_is_noticed_where_only_most_iterations_are_sho
     assert number + 1 >= SETTLED
 
 
-def test_iterations_that_are_a_little_shorter_are_no_reason(seen: Oversight) -> None:
+def test_iterations_that_are_a_little_shorter_are_no_reason(seen: OverheadMonitor) -> None:
     assert iterations(seen, 0.96 * USUAL_S, 0.0) == -1
 
 
-def test_shorter_ones_that_wait_for_versions_are_no_reason_before_they_have_settled(seen: Oversight) -> None:
+def test_shorter_ones_that_wait_for_versions_are_no_reason_before_they_have_settled(seen: OverheadMonitor) -> None:
     assert iterations(seen, 0.9 * USUAL_S, 0.1) >= SETTLED
 
 
-def test_other_collectives(seen: Oversight) -> None:
+def test_other_collectives(seen: OverheadMonitor) -> None:
     assert iterations(seen, USUAL_S, 0.0, len(OPS) + 1) == IN_A_ROW
 
 

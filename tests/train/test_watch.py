@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gemini_hpc.train.schedule.collective_monitor import Watch
+from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.dispatch_hooks import Signature
 
 from .launch import Run
@@ -199,7 +199,7 @@ def test_a_compiled_program_is_seen(two: Found) -> None:
 
 def test_what_is_counted_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sender that looks in the moment when an operation is launched must not take the next span for this one."""
-    watch = Watch(lambda ranks: True)
+    watch = CollectiveMonitor(lambda ranks: True)
     seen: list[tuple[int, int]] = []
 
     class Entering:
@@ -225,7 +225,7 @@ def test_what_is_counted_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_waits_for_a_span_hears_of_the_launch_and_not_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """While times are taken, a launch may go on until the operation is over; then the next ones follow at once."""
-    watch = Watch(lambda ranks: True)
+    watch = CollectiveMonitor(lambda ranks: True)
     told: list[bool] = []
     flight = SimpleNamespace(launched=lambda *what: told.append(watch._reached.is_set()), waiting=lambda: 0)
     monkeypatch.setattr(watch, "_flight", flight)
@@ -244,7 +244,7 @@ def test_looks_for_a_span_go_by_what_was_launched_last(
     launched: int, usual: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two operations were waited for: they usually take long. If there are three by now, that says nothing."""
-    watch = Watch(lambda ranks: True)
+    watch = CollectiveMonitor(lambda ranks: True)
     waits: list[float] = []
 
     def wait(seconds: float) -> bool:

@@ -1,4 +1,4 @@
-"""What ranks do while a `Watch` looks (forked by zygote.py; the programs of test_watch.py)."""
+"""What ranks do while a `CollectiveMonitor` looks (forked by zygote.py; the programs of test_watch.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gemini_hpc.train.schedule.collective_monitor import Watch
+from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.dispatch_hooks import operators
 
 from .watched_calls import mistakes, operations
@@ -35,7 +35,7 @@ def hooked() -> dict[str, Any]:
     """A hook that raises; numbers that it sees from several threads; a second watch; a stopped one."""
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]) for _ in range(3)]
-    watch, numbers = Watch(everywhere), []
+    watch, numbers = CollectiveMonitor(everywhere), []
 
     def note(number: int) -> None:
         numbers.append(number)
@@ -59,7 +59,7 @@ def hooked() -> dict[str, Any]:
     for thread in threads:
         thread.join()
     launched = watch.launched
-    second = Watch(everywhere)
+    second = CollectiveMonitor(everywhere)
     second.start()
     t = torch.ones(1)
     dist.all_reduce(t)
@@ -90,7 +90,7 @@ def broken() -> dict[str, Any]:
         raise LookupError("no such thing")
 
     for at in ("on_network", "group", "flight"):
-        watch = Watch(fail if at == "on_network" else everywhere)
+        watch = CollectiveMonitor(fail if at == "on_network" else everywhere)
         watch.start()
         if at == "group":
             watch._group = fail
@@ -109,7 +109,7 @@ def broken() -> dict[str, Any]:
 def spans() -> dict[str, Any]:
     """Rank 1 comes 0.3 s late to the second operation; sleeps between; a receive posted long ahead."""
     rank = dist.get_rank()
-    watch = Watch(everywhere, bytes_per_s=4e7)
+    watch = CollectiveMonitor(everywhere, bytes_per_s=4e7)
     watch.start()
     watch.recording = True
     big = torch.ones(1_000_000)  # 0.1 s by bytes_per_s
@@ -197,7 +197,7 @@ def spans() -> dict[str, Any]:
 def garbage() -> dict[str, Any]:
     """Tensors of operations that are over are nobody's, whether times are taken or not."""
     rank = dist.get_rank()
-    watch = Watch(everywhere)
+    watch = CollectiveMonitor(everywhere)
     watch.start()
     found = {}
     for recording in (False, True):
@@ -222,7 +222,7 @@ def garbage() -> dict[str, Any]:
 
 def leaving() -> dict[str, Any]:
     """Rank 0 exits while its operations wait for rank 1, which comes later."""
-    watch = Watch(everywhere)
+    watch = CollectiveMonitor(everywhere)
     watch.start()
     watch.recording = True
     watch.mark()
@@ -241,7 +241,7 @@ KEPT: list[Any] = []
 
 def forking() -> dict[str, Any]:
     """Children of a watching process: one that exits as any program does, while an operation is in flight."""
-    watch = Watch(everywhere)
+    watch = CollectiveMonitor(everywhere)
     watch.start()
     watch.recording = True
     watch.mark()

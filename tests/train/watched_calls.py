@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gemini_hpc.train.schedule.collective_monitor import Watch
+from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 
 from .watched_trainings import everywhere
 
@@ -123,7 +123,7 @@ def operations() -> dict[str, Any]:
         "behind the dispatcher": behind,
     }
     plain = {name: str(program()) for name, program in programs.items()}
-    watch = Watch(everywhere)
+    watch = CollectiveMonitor(everywhere)
     watch.start()
     found: dict[str, Any] = {name: {"same": True} for name in programs}
     for recording in (False, True):
@@ -162,7 +162,7 @@ def mistakes() -> dict[str, Any]:
         dist.all_gather_into_tensor(torch.ones(8, dtype=torch.int64), one)
 
     found = []
-    watch = Watch(everywhere)
+    watch = CollectiveMonitor(everywhere)
     for watched in (False, True, True):
         if watched:
             watch.start()

@@ -1,4 +1,4 @@
-"""Trainings, each without a `Watch` and then with one that records (see watched.py)."""
+"""Trainings, each without a `CollectiveMonitor` and then with one that records (see watched.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import xxhash
 from torch import nn
 
 from gemini_hpc.core.spans import Trace
-from gemini_hpc.train.schedule.collective_monitor import Watch
+from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 
 ITERATIONS = 4
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ class Training:
     """The same training without a watch, then with one that records."""
 
     def __init__(self, on_network: Callable[[list[int]], bool] = everywhere, bytes_per_s: float = 1e9) -> None:
-        self.watch = Watch(on_network, bytes_per_s)
+        self.watch = CollectiveMonitor(on_network, bytes_per_s)
         self.traces: list[Trace] = []
         self.counts: list[int] = []
 
@@ -185,7 +185,7 @@ def compiled() -> dict[str, Any]:
         return fc.all_reduce(x * 2, "sum", dist.group.WORLD) + 1
 
     program = torch.compile(double, backend="aot_eager", fullgraph=True)
-    watch = Watch(everywhere)
+    watch = CollectiveMonitor(everywhere)
     watch.start()
     counts, sums = [], []
     for _ in range(3):

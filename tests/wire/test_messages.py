@@ -111,7 +111,7 @@ def test_nested_huge_and_foreign(data: bytes) -> None:
     [
         {"kind": "round?", "after_round": 0, "step": "", "again": True},
         {"kind": "collect", "round": 0, "step": ""},
-        {"kind": "obituary", "host": "n1", "alive": True, "restart": 0},
+        {"kind": "liveness", "host": "n1", "alive": True, "restart": 0},
         {"kind": "release", "job": 1, "reason": ""},
         {"kind": "job?", "job": 1},
     ],
@@ -127,9 +127,11 @@ def test_numbers_of_peers(fields: dict[str, Any], number: int) -> None:
 @pytest.mark.parametrize("stamp", [[-1, 1], [1, 1 << 40], [1 << 23, 1], [1], [1, 2, 3], ["1", 2], [1.5, 2]], ids=str)
 def test_stamps_of_peers(stamp: list[Any]) -> None:
     newest = ((1 << 23) - 1, (1 << 40) - 1)
-    good = msgspec.to_builtins(peer.WordDown(round=1, set="s", sealed=newest, abandoned=(newest,), degraded=False))
+    good = msgspec.to_builtins(
+        peer.DecisionDown(round=1, set="s", sealed=newest, abandoned=(newest,), degraded=False)
+    )
     word = protocol.decoder.decode(packed(**good))
-    assert isinstance(word, peer.WordDown) and word.sealed is not None
+    assert isinstance(word, peer.DecisionDown) and word.sealed is not None
     assert unpack_seal(pack_seal(*word.sealed)) == word.sealed < (1 << 63, 0)
     with pytest.raises(msgspec.MsgspecError):
         protocol.decoder.decode(packed(**(good | {"sealed": stamp})))

@@ -111,13 +111,13 @@ def test_site_20_an_answer_in_no_version_of_ours_is_refused() -> None:
 def test_site_20_what_version_1_lacks_is_absent_on_the_wire() -> None:
     """Each kind of message is in the union of version 1, or is kept from it."""
     first = {
-        *("Ping", "ProbeAsk", "ProbeAnswer", "Obituary", "Collect", "InventoryUp", "PlanDown", "PlanAck", "Go"),
-        *("NeedRound", "RoundLost", "VoteUp", "WordDown", "PullAsk", "PullHead", "InspectAsk", "InspectPart"),
+        *("Ping", "ProbeAsk", "ProbeAnswer", "Liveness", "Collect", "InventoryUp", "PlanDown", "PlanAck", "Go"),
+        *("NeedRound", "RoundLost", "VoteUp", "DecisionDown", "PullAsk", "PullHead", "InspectAsk", "InspectPart"),
         *("Registration", "Report", "EventsUp", "Release", "HoldersAsk", "Holders", "JobAsk", "JobAnswer"),
     }
     later = {kind.__name__ for kind in protocol.SINCE}
     assert {kind.__name__ for kind in Message.__subclasses__()} == first | later and not first & later
-    assert not protocol.known(peer.Summons(1, "n1", 2), 1) and protocol.known(peer.Summons(1, "n1", 2), 2)
+    assert not protocol.known(peer.Wake(1, "n1", 2), 1) and protocol.known(peer.Wake(1, "n1", 2), 2)
     assert protocol.known(peer.Ping(), 1)
 
 

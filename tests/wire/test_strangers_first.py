@@ -9,7 +9,7 @@ import pytest
 
 from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import Link, accept, connect_any
-from gemini_hpc.wire.preauth_limit import Lobby
+from gemini_hpc.wire.preauth_limit import PreauthLimit
 
 from .fake_munge import ALICE, FakeMunge, client
 
@@ -18,7 +18,7 @@ from .fake_munge import ALICE, FakeMunge, client
 
 class Crowd:
     def __init__(self, most: int) -> None:
-        self.lobby = Lobby(most)
+        self.lobby = PreauthLimit(most)
         self.gone: list[tuple[str, int]] = []
         self.tickets: dict[tuple[str, int], int] = {}
 

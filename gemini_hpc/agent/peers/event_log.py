@@ -7,7 +7,7 @@ from typing import Protocol
 
 from gemini_hpc import clock
 from gemini_hpc.wire import inspect_schema
-from gemini_hpc.wire.rate_limit import Allowance
+from gemini_hpc.wire.rate_limit import RateLimit
 
 MAX_EVENTS = 1000
 _DETAIL_CHARS, _COMPLAINT_CHARS = 500, 300
@@ -25,7 +25,7 @@ class EventLog:
 
     def __init__(self, node: str, restart: Callable[[], int], line: Callable[[float, str, int, str], None]) -> None:
         self._node, self._restart, self._line = node, restart, line
-        self._complaints = Allowance(per_s=1.0, burst=1.0)
+        self._complaints = RateLimit(per_s=1.0, burst=1.0)
         self._followers: list[Callable[[inspect_schema.EventRecord], None]] = []
         self.events: list[inspect_schema.EventRecord] = []
 

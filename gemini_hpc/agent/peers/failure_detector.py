@@ -29,7 +29,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Obituary:
+class Liveness:
     """Tell all peers that this one is dead, or alive again."""
 
     host: str
@@ -45,7 +45,7 @@ class Dead:
     known: bool
 
 
-Effect = Probe | Obituary | Dead
+Effect = Probe | Liveness | Dead
 
 
 class FailureDetector:
@@ -130,11 +130,11 @@ class FailureDetector:
     def _bury(self, host: str, witnesses: tuple[str, ...]) -> list[Effect]:
         known = host in self.dead
         self.dead.add(host)
-        news: list[Effect] = [] if known else [Obituary(host, False)]
+        news: list[Effect] = [] if known else [Liveness(host, False)]
         return [*news, Dead(host, witnesses, known)]
 
     def _alive(self, host: str) -> list[Effect]:
         if host not in self.dead:
             return []
         self.dead.discard(host)
-        return [Obituary(host, True)]
+        return [Liveness(host, True)]

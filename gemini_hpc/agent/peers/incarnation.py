@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gemini_hpc.agent.peers.mesh import Mesh
-from gemini_hpc.agent.peers.recovery_round import Rounds
+from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.wire import local
 from gemini_hpc.wire.message import Message
 
@@ -23,7 +23,7 @@ class Incarnation:
     attach: local.Attach
     hosts: tuple[str, ...]
     mesh: Mesh
-    rounds: Rounds
+    rounds: RecoveryRounds
 
     @property
     def restart(self) -> int:

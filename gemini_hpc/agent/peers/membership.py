@@ -7,7 +7,7 @@ from gemini_hpc.wire.message import Message
 
 
 class Membership:
-    """Data alone; the agent changes the incarnation, `member` what a plan decides, and everybody reads.
+    """Data alone; the agent changes the incarnation, `recovery_member` what a plan decides, and everybody reads.
 
     noderanks, epoch: of the plan that this agent took last, in the incarnation map_restart; doubt: that plan was made
     without a look at the tier. detached: the job does not run here now.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable
 from contextlib import suppress
 
 from gemini_hpc import clock
-from gemini_hpc.agent.peers.failure_detector import Effect, FailureDetector, Obituary, Probe
+from gemini_hpc.agent.peers.failure_detector import Effect, FailureDetector, Liveness, Probe
 from gemini_hpc.config import Settings
 from gemini_hpc.wire import peer, protocol
 from gemini_hpc.wire.handshake import Client, HandshakeError
@@ -158,7 +158,7 @@ class Mesh:
             future = self._probes.get((name, message.host))
             if future is not None and not future.done():
                 future.set_result(message.alive)
-        elif isinstance(message, peer.Obituary):
+        elif isinstance(message, peer.Liveness):
             if message.restart == self.restart:
                 told = self.detector.told(name, message.host, alive=message.alive, now=clock.monotonic())
                 self._do(told)
@@ -203,9 +203,9 @@ class Mesh:
         for effect in effects:
             if isinstance(effect, Probe):
                 self._spawn(self._probe(effect))
-            elif isinstance(effect, Obituary):
+            elif isinstance(effect, Liveness):
                 for other in self.links:
-                    self.send(other, peer.Obituary(effect.host, effect.alive, self.restart))
+                    self.send(other, peer.Liveness(effect.host, effect.alive, self.restart))
             else:
                 self._on_dead(effect.host, effect.witnesses, effect.known)
 

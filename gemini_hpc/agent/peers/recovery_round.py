@@ -103,7 +103,7 @@ class Host(Protocol):
         """One event."""
 
 
-class Rounds:
+class RecoveryRounds:
     """One agent's part in the rounds of one incarnation."""
 
     def __init__(

@@ -13,7 +13,7 @@ import msgspec
 
 from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.replicas.pledges import Pledges
-from gemini_hpc.agent.replicas.training import TrainingSet
+from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire.bounds import VERSION_BITS
 from gemini_hpc.wire.stored import Rejection
@@ -46,7 +46,7 @@ class Rejections:
         """For the user."""
         return tuple(found.sentence for found in self.of_set(name))
 
-    def reject(self, training: TrainingSet, epoch: int, reason: str, *, fresh: bool) -> str:
+    def reject(self, training: Training, epoch: int, reason: str, *, fresh: bool) -> str:
         """What was loaded is bad, and so is what came of it, in epochs up to this one; why it is not rejected, or "".
         fresh: the training may begin anew. Beyond `MOST` that is all that can be had."""
         name, chosen = training.name, training.chosen

@@ -1,4 +1,4 @@
-"""One version of another rank's shard, as far as a training rank here fills it (see `fills`)."""
+"""One version of another rank's shard, as far as a training rank here fills it (see `replica_fills`)."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ import asyncio
 
 from gemini_hpc import clock
 from gemini_hpc.agent.replicas.replica_fill import Fill
-from gemini_hpc.agent.replicas.slot_writes import Filling
+from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Shard
-from gemini_hpc.agent.replicas.training import TrainingSet
+from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.core.ranges import Range
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire.local_server import Client
@@ -24,7 +24,7 @@ _LOOK_S, _LATE_LOOK_S = 0.001, 0.1
 _WRITES_S = 15.0  # a copy that was begun ends within that; longer than its process waits for it before it rejoins
 
 
-def begin(filling: Filling, client: Client, training: TrainingSet, shard: Shard, version: int, epoch: int) -> int:
+def begin(filling: SlotWrites, client: Client, training: Training, shard: Shard, version: int, epoch: int) -> int:
     """Index of the slot that the rank may write to now, and no push. Raises `core.slots.Refused`."""
     before = list(shard.pair.slots)
     index = filling.begin(training, shard, version)

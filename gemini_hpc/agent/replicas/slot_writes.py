@@ -9,19 +9,19 @@ from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.store import Shard
-from gemini_hpc.agent.replicas.training import TrainingSet
-from gemini_hpc.agent.replicas.trainings import Sets
+from gemini_hpc.agent.replicas.training import Training
+from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.format.commit_record import Committed
 
 
-class Filling:
+class SlotWrites:
     """From the word that a slot may be written to, to its verified copy. On the event loop."""
 
-    def __init__(self, membership: Membership, sets: Sets, log: Log, spawn: Spawn) -> None:
+    def __init__(self, membership: Membership, sets: Trainings, log: Log, spawn: Spawn) -> None:
         self._membership, self._sets, self._log, self._spawn = membership, sets, log, spawn
 
-    def begin(self, training: TrainingSet, shard: Shard, version: int) -> int:
+    def begin(self, training: Training, shard: Shard, version: int) -> int:
         """Index of the slot to fill with this version of the epoch. Raises `core.slots.Refused`."""
         sealing = training.sealing
         if sealing is None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.replicas.pace import Pace
-from gemini_hpc.agent.replicas.voting import Sealing
+from gemini_hpc.agent.replicas.voting import Voting
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import control_page, peer
 from gemini_hpc.wire.local_server import Client
 
 
-class TrainingSet:
+class Training:
     """State of one set (`Checkpointer(name=...)`) on this node."""
 
     def __init__(self, name: str) -> None:
@@ -18,7 +18,7 @@ class TrainingSet:
         self.world = 0
         self._memory = Memfd(f"gemini:page:{name}", control_page.PAGE_BYTES)
         self.page = control_page.ControlPage(self._memory.fd, writable=True)
-        self.sealing: Sealing | None = None
+        self.sealing: Voting | None = None
         self.chosen: Stamp | None = None
         self.settled: Stamp | None = None
         self.noted: Stamp | None = None  # what a successor would find of it

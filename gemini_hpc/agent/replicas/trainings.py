@@ -10,35 +10,35 @@ from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.seal_notes import SealNotes, Within
 from gemini_hpc.agent.replicas.store import Store
-from gemini_hpc.agent.replicas.training import TrainingSet
-from gemini_hpc.agent.replicas.voting import REGISTERED, RESUMED, Sealing, from_wire, to_wire
+from gemini_hpc.agent.replicas.training import Training
+from gemini_hpc.agent.replicas.voting import REGISTERED, RESUMED, Voting, from_wire, to_wire
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.core.votes import Word
+from gemini_hpc.core.votes import Decision
 from gemini_hpc.wire import control_page, peer
 from gemini_hpc.wire.bounds import SET_NAME
 
 MAX_SETS = 64
 
 
-class Sets:
-    """All of them; iteration is over the `TrainingSet`s."""
+class Trainings:
+    """All of them; iteration is over the `Training`s."""
 
     def __init__(
         self,
         membership: Membership,
         store: Store,
         notes: SealNotes,
-        on_sealed: Callable[[TrainingSet, int, Stamp], None],
+        on_sealed: Callable[[Training, int, Stamp], None],
     ) -> None:
         """on_sealed: called with each version that is sealed, and the round."""
         self._membership, self._store, self._notes, self._on_sealed = membership, store, notes, on_sealed
-        self._sets: dict[str, TrainingSet] = {}
+        self._sets: dict[str, Training] = {}
         self._recounts: set[str] = set()
 
-    def __iter__(self) -> Iterator[TrainingSet]:
+    def __iter__(self) -> Iterator[Training]:
         return iter(list(self._sets.values()))
 
-    def get(self, name: str) -> TrainingSet | None:
+    def get(self, name: str) -> Training | None:
         """The set of this name, if there is one."""
         return self._sets.get(name)
 
@@ -46,11 +46,11 @@ class Sets:
         """Whether there is, or may be made, a set of this name."""
         return name in self._sets or (len(self._sets) < MAX_SETS and SET_NAME.fullmatch(name) is not None)
 
-    def named(self, name: str) -> TrainingSet:
+    def named(self, name: str) -> Training:
         """The set of this name, made at first use."""
         training = self._sets.get(name)
         if training is None:
-            training = self._sets[name] = TrainingSet(name)
+            training = self._sets[name] = Training(name)
             incarnation = self._membership.live
             if incarnation is not None:
                 training.plan(None, incarnation.rounds.round)
@@ -93,7 +93,7 @@ class Sets:
             self.drop_guests(training)
             training.close()
 
-    def drop_guests(self, training: TrainingSet) -> None:
+    def drop_guests(self, training: Training) -> None:
         """Free copies that were pulled for loading only."""
         for memory in training.guests.values():
             self._store.budget.give(memory.size_bytes)
@@ -102,13 +102,13 @@ class Sets:
 
     # ---- seals -----------------------------------------------------------------------------------------
 
-    def _open(self, incarnation: Incarnation, training: TrainingSet) -> None:
+    def _open(self, incarnation: Incarnation, training: Training) -> None:
         rounds = incarnation.rounds
         number, name, above = rounds.round, training.name, rounds.parent
         up: Callable[..., None] | None = None
         if above is not None:
             up = lambda ballot: void(self._membership.send(above, to_wire(number, name, ballot)))  # noqa: E731
-        training.sealing = Sealing(
+        training.sealing = Voting(
             incarnation.replicas,
             rounds.children,
             up,
@@ -137,7 +137,7 @@ class Sets:
             present = [s for s in shards if s.resumed_round == number and s.world == world]
         training.sealing.recount([s.pair for s in present], world, kind)
 
-    def _sealed(self, training: TrainingSet, number: int, word: Word, degraded: bool) -> None:
+    def _sealed(self, training: Training, number: int, word: Decision, degraded: bool) -> None:
         incarnation = self._membership.incarnation
         if incarnation is None or number != incarnation.rounds.round:
             return
@@ -169,7 +169,7 @@ class Sets:
             elif host in rounds.children:
                 incarnation.send(host, _word_down(rounds.round, training.name, sealing.word, sealing.degraded))
 
-    def on_message(self, incarnation: Incarnation, host: str, message: peer.VoteUp | peer.WordDown) -> None:
+    def on_message(self, incarnation: Incarnation, host: str, message: peer.VoteUp | peer.DecisionDown) -> None:
         """A child's vote or the parent's word."""
         rounds = incarnation.rounds
         if message.round != rounds.round or not incarnation.live or not self.may_have(message.set):
@@ -181,7 +181,7 @@ class Sets:
             sealing.heard(host, from_wire(message))
         elif host == rounds.parent:
             sealed = None if message.sealed is None else Stamp(*message.sealed)
-            sealing.hear(Word(sealed, frozenset(Stamp(*s) for s in message.abandoned)), message.degraded)
+            sealing.hear(Decision(sealed, frozenset(Stamp(*s) for s in message.abandoned)), message.degraded)
 
     # ---- what trainers see -----------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class Sets:
         for training in self:
             training.page.set_dead_nodes(len(incarnation.mesh.dead) if incarnation is not None else 0)
 
-    def _show(self, training: TrainingSet) -> None:
+    def _show(self, training: Training) -> None:
         """Whether a seal can come: trainers wait for one only then."""
         sealing, incarnation = training.sealing, self._membership.live
         if sealing is None or incarnation is None:
@@ -217,10 +217,10 @@ class Sets:
             training.page.set_state(state)
 
 
-def _word_down(number: int, set_name: str, word: Word, degraded: bool) -> peer.WordDown:
+def _word_down(number: int, set_name: str, word: Decision, degraded: bool) -> peer.DecisionDown:
     sealed = None if word.sealed is None else (word.sealed.epoch, word.sealed.version)
     abandoned = tuple((s.epoch, s.version) for s in sorted(word.abandoned))
-    return peer.WordDown(number, set_name, sealed, abandoned, degraded)
+    return peer.DecisionDown(number, set_name, sealed, abandoned, degraded)
 
 
 def void(_: object) -> None:

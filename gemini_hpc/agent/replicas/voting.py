@@ -1,4 +1,4 @@
-"""Sealing one set: this agent's vote goes up the tree, the root's word comes down (R2, R3)."""
+"""Voting in one training: this agent's vote goes up the tree, the root's decision comes down (R2, R3)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from gemini_hpc.core.slots import SlotPair, Stamp
-from gemini_hpc.core.votes import SILENT, Root, Vote, Word, merge, vote_of
+from gemini_hpc.core.votes import SILENT, Decision, Root, Vote, merge, vote_of
 from gemini_hpc.wire import bounds, peer
 from gemini_hpc.wire.bounds import Strict
 
 
 class WireVote(msgspec.Struct, frozen=True, array_like=True):
-    """`core.seal.Vote` as it travels."""
+    """`core.votes.Vote` as it travels."""
 
     complete: tuple[bounds.Stamp, ...]
     seen: tuple[bounds.Stamp, ...]
@@ -62,7 +62,7 @@ def from_wire(message: peer.VoteUp) -> Ballot:
     return Ballot(vote, message.pairs, message.world, message.degraded, message.kinds)
 
 
-class Sealing:
+class Voting:
     """The votes of this agent and its children for one set in one round; the root's word as known here.
 
     A node that holds nothing of the set has no voice; but the root seals only while the pairs that were voted
@@ -74,7 +74,7 @@ class Sealing:
         replicas: int,
         children: Iterable[str],
         up: Callable[[Ballot], None] | None,
-        spread: Callable[[Word, bool], None],
+        spread: Callable[[Decision, bool], None],
         settled: Stamp | None = None,
     ) -> None:
         self._replicas = replicas
@@ -84,7 +84,7 @@ class Sealing:
         self._root = Root(["job"], settled) if up is None else None
         self._sent: Ballot | None = None
         self._missing = False
-        self.word = Word()
+        self.word = Decision()
         self.degraded = False
         self.voted: frozenset[Stamp] = frozenset()
 
@@ -134,7 +134,7 @@ class Sealing:
         self._root.update("job", vote)
         self.hear(self._root.word(), ballot.degraded)
 
-    def hear(self, word: Word, degraded: bool) -> None:
+    def hear(self, word: Decision, degraded: bool) -> None:
         """The root's word; it goes on to the children and to the trainers."""
         if word == self.word and degraded == self.degraded:
             return
@@ -142,7 +142,7 @@ class Sealing:
         sealed, known = word.sealed, self.word.sealed
         if known is not None and (sealed is None or sealed < known):
             # A root that has been started again may not know yet what is sealed; what it abandons is dead.
-            word = Word(known, frozenset(s for s in word.abandoned if s > known))
+            word = Decision(known, frozenset(s for s in word.abandoned if s > known))
             sealed = known
         self.word = word
         if sealed is not None:

@@ -20,7 +20,7 @@ class _Trouble:
     told: bool = False
 
 
-class Troubles:
+class SaveFailures:
     """Of all sets of a job; of the tier as such under the name ""."""
 
     def __init__(self) -> None:

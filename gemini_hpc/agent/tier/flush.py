@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
-from gemini_hpc.agent.replicas.training import TrainingSet
-from gemini_hpc.agent.tier.salvage import Scavenge
-from gemini_hpc.agent.tier.saver import Drains
+from gemini_hpc.agent.replicas.training import Training
+from gemini_hpc.agent.tier.salvage import Salvage
+from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import version
 from gemini_hpc.tier.errors import TierFailed
@@ -30,13 +30,13 @@ class Flush:
         self,
         job: int,
         membership: Membership,
-        trainings: Iterable[TrainingSet],
-        drains: Drains,
-        scavenge: Scavenge,
+        trainings: Iterable[Training],
+        saver: Saver,
+        salvage: Salvage,
         spawn: Spawn,
     ) -> None:
         self._job, self._membership, self._trainings = job, membership, trainings
-        self._drains, self._scavenge, self._spawn = drains, scavenge, spawn
+        self._saver, self._salvage, self._spawn = saver, salvage, spawn
 
     async def answer(self, link: Link) -> None:
         """Serve one caller, who has been admitted."""
@@ -44,7 +44,7 @@ class Flush:
             if not isinstance(await link.receive(), FlushAsk):
                 return
         trainings = [t for t in self._trainings if t.sealed is not None]
-        if self._scavenge.serves(clock.monotonic()):
+        if self._salvage.serves(clock.monotonic()):
             await self._left(link)
             return
         why, root = self._refusal()
@@ -60,26 +60,26 @@ class Flush:
         incarnation = self._membership.incarnation
         if incarnation is None:
             return "this node has no part in a running incarnation of the job", ""
-        if not self._drains.tier:
+        if not self._saver.tier:
             return "the job has no tier; it is given with --gemini-tier=DIR", ""
         return "", "" if incarnation.leads else incarnation.hosts[0]
 
     async def _left(self, link: Link) -> None:
         """Of a job that has lost a node and waits, for what others have sealed, too: an agent that has been started
         anew knows of nothing."""
-        scavenge = self._scavenge
-        if not (scavenge.saved or scavenge.busy):
-            scavenge.begin(asked=True)
-        while scavenge.busy:
+        salvage = self._salvage
+        if not (salvage.saved or salvage.busy):
+            salvage.begin(asked=True)
+        while salvage.busy:
             await asyncio.sleep(_LOOK_S)
             for training in self._trainings:
                 sealed = training.sealed or (0, 0)
-                await link.flush(Flushing(training.name, sealed, self._drains.progress(training.name)))
-        saved, reason, there = scavenge.saved, scavenge.reason, dict[str, Stamp]()
+                await link.flush(Flushing(training.name, sealed, self._saver.progress(training.name)))
+        saved, reason, there = salvage.saved, salvage.reason, dict[str, Stamp]()
         if not self._membership.detached:
             reason = "the job has come back meanwhile"
         try:  # the tier itself tells, also those who did not lead
-            there = {m.set: Stamp(*m.stamp) for m in await self._drains.stored((), _TIER_S)}
+            there = {m.set: Stamp(*m.stamp) for m in await self._saver.stored((), _TIER_S)}
         except TierFailed as error:
             reason = str(error)
         wanted = {t.name: t.sealed for t in self._trainings if t.sealed is not None}
@@ -91,16 +91,16 @@ class Flush:
                 gone = "it was saved, and is not there any more" if saved else "it has not been saved"
                 await link.flush(self._over(name, stamp, reason or gone))
 
-    async def _one(self, link: Link, training: TrainingSet) -> None:
-        task = self._spawn(self._drains.flush(training))
+    async def _one(self, link: Link, training: Training) -> None:
+        task = self._spawn(self._saver.flush(training))
         while not task.done():
             await asyncio.wait([task], timeout=_TELL_S)
             if not task.done():
-                done_bytes = self._drains.progress(training.name)
+                done_bytes = self._saver.progress(training.name)
                 await link.flush(Flushing(training.name, training.sealed or (0, 0), done_bytes))
         stamp, reason = task.result()
         await link.flush(self._over(training.name, stamp, reason))
 
     def _over(self, name: str, stamp: Stamp, reason: str) -> Flushing:
-        where = f"{version.job_directory(self._drains.tier, self._job)}/{name}/{version.name(stamp)}"
+        where = f"{version.job_directory(self._saver.tier, self._job)}/{name}/{version.name(stamp)}"
         return Flushing(name, stamp, over=True, reason=reason, where="" if reason else where)

@@ -1,7 +1,7 @@
 """Versions that users want for good (`Checkpointer.keep`), from the wish to the file on the tier.
 
 A rank tells its agent, that tells the root, and the root tells all: so the wish outlives any one node. The root has
-the version saved as any other (`drains`), before what is only due; whatever becomes whole on the tier takes the names
+the version saved as any other (`saver`), before what is only due; whatever becomes whole on the tier takes the names
 of all wishes for it or for an earlier version. Until the root has said what became of it, every agent that knows of a
 wish says so again, also in the next incarnation.
 """

@@ -41,7 +41,7 @@ class Wanted:
     homes: frozenset[int] | None = None
 
 
-class NodeSaver:
+class NodeWriter:
     """One agent's."""
 
     def __init__(self, identity: Identity, membership: Membership, store: Store, spawn: Spawn) -> None:

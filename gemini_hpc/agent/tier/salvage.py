@@ -3,7 +3,7 @@ version to the tier, before their memory is freed.
 
 A save goes along the tree of the incarnation, and each node writes the shards that are at home with it. With a node
 missing the tree is broken, and nobody would write that node's shards, though its placement group has copies. So here
-the first host of the list that can be reached leads. `scavenging` decides; this asks, sends, writes and looks.
+the first host of the list that can be reached leads. `salvaging` decides; this asks, sends, writes and looks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.replicas.store import Store
-from gemini_hpc.agent.replicas.training import TrainingSet
+from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.tier import salvage_events as events
-from gemini_hpc.agent.tier.node_writer import NodeSaver, Wanted
-from gemini_hpc.agent.tier.salvage_rules import Scavenging, listed
-from gemini_hpc.agent.tier.save_progress import Gathering
-from gemini_hpc.agent.tier.saver import Drains
+from gemini_hpc.agent.tier.node_writer import NodeWriter, Wanted
+from gemini_hpc.agent.tier.salvage_rules import SalvageRules, listed
+from gemini_hpc.agent.tier.save_progress import SaveProgress
+from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier.errors import TierFailed
 from gemini_hpc.wire import peer
@@ -36,25 +36,25 @@ from gemini_hpc.wire.stored import NodeFile
 _TICK_S = 0.2
 
 
-class Scavenge:
+class Salvage:
     """One agent's part in it; it lives as long as the agent, and is of one incarnation at a time."""
 
     def __init__(
         self,
         node: str,
         membership: Membership,
-        trainings: Iterable[TrainingSet],
+        trainings: Iterable[Training],
         store: Store,
         rejections: Rejections,
-        drains: Drains,
-        saver: NodeSaver,
+        saver: Saver,
+        writer: NodeWriter,
         log: Log,
         spawn: Spawn,
     ) -> None:
         self._node, self._membership, self._trainings, self._store = node, membership, trainings, store
-        self._rejections, self._drains, self._saver = rejections, drains, saver
+        self._rejections, self._saver, self._writer = rejections, saver, writer
         self._log, self._spawn = log, spawn
-        self._decides = Scavenging(node)
+        self._decides = SalvageRules(node)
         self._events: deque[events.Event] = deque()
         self._stepping = False
         self._clock: asyncio.Task[None] | None = None
@@ -78,14 +78,14 @@ class Scavenge:
         return self._decides.reason
 
     @property
-    def gathering(self) -> dict[str, Gathering]:
+    def gathering(self) -> dict[str, SaveProgress]:
         """What this agent has begun as the leader, by set."""
         return self._decides.gathering
 
     def due(self, now: float, *, last: bool = False) -> bool:
         """Whether it would do what nobody else does, where a node is missing. last: memory is to be freed, for which
         one more try is made at once."""
-        wanted = self._membership.detached and self._drains.last and self._able()
+        wanted = self._membership.detached and self._saver.last and self._able()
         return wanted and self._decides.due(now, last=last) and self._incomplete(now)
 
     def serves(self, now: float) -> bool:
@@ -93,7 +93,7 @@ class Scavenge:
         return self._membership.detached and self._able() and (self.saved or self.busy or self._incomplete(now))
 
     def _able(self) -> bool:
-        return bool(self._drains.tier) and self._membership.incarnation is not None
+        return bool(self._saver.tier) and self._membership.incarnation is not None
 
     def _incomplete(self, now: float) -> bool:
         """All stay until they hear that the last versions are saved."""
@@ -107,7 +107,7 @@ class Scavenge:
     def reset(self) -> None:
         """Another incarnation, or another round: what is here is needed for something else."""
         if self._decides.leader or self._membership.detached:  # it may read slots that are written from now on
-            self._saver.cancel()
+            self._writer.cancel()
         self._happened(events.Reset())
 
     def on_message(self, host: str, message: Message) -> None:
@@ -132,7 +132,7 @@ class Scavenge:
             int.from_bytes(os.urandom(4)),
         )
 
-    def _own(self) -> peer.ScavengeHave:
+    def _own(self) -> peer.SalvageHave:
         """What this agent knows to have been sealed, and what it holds; also for a training that has grown since."""
         sealed: list[peer.Sealed] = []
         held: list[peer.Held] = []
@@ -147,7 +147,7 @@ class Scavenge:
                 ]
             if last is not None and world and not self._rejections.covers(training.name, last):
                 sealed.append(peer.Sealed(training.name, (last.epoch, last.version), world))
-        return peer.ScavengeHave(tuple(sealed), tuple(held))
+        return peer.SalvageHave(tuple(sealed), tuple(held))
 
     # ---- what is decided -------------------------------------------------------------------------------
 
@@ -185,11 +185,11 @@ class Scavenge:
                 self._write(effect.order, effect.leader)
             case events.Begun():
                 gone = listed(effect.gone)
-                self._log("scavenging", version=effect.stamp.version, detail=f"{gone} missing: saving it to the tier")
+                self._log("salvaging", version=effect.stamp.version, detail=f"{gone} missing: saving it to the tier")
             case events.Failed():
-                self._drains.say(effect.name, effect.stamp.version, effect.reason)
+                self._saver.say(effect.name, effect.stamp.version, effect.reason)
             case events.Saved():
-                self._drains.found()
+                self._saver.found()
             case events.Halt():
                 for task in self._tasks:
                     task.cancel()
@@ -221,30 +221,30 @@ class Scavenge:
                 there = await incarnation.mesh.reach(effect.host, effect.within_s)
                 return events.Reached(effect.run, effect.host, there)
             case events.Settle():
-                await self._drains.settle(effect.stalled_s)
+                await self._saver.settle(effect.stalled_s)
                 return events.Settled(effect.run)
             case events.Look():
                 try:
-                    stored = await self._drains.stored((), effect.within_s)
+                    stored = await self._saver.stored((), effect.within_s)
                 except TierFailed as error:  # which has been said
                     return events.Looked(effect.run, None, str(error))
                 return events.Looked(effect.run, {m.set: Stamp(*m.stamp) for m in stored})
             case events.Publish():
-                return events.Published(effect.run, await self._drains.publish(effect.name, effect.gathering))
+                return events.Published(effect.run, await self._saver.publish(effect.name, effect.gathering))
             case events.Clean():
-                await self._drains.clean(effect.name, Stamp(effect.stamp.epoch, effect.stamp.version + 1))
+                await self._saver.clean(effect.name, Stamp(effect.stamp.epoch, effect.stamp.version + 1))
                 return events.Cleaned(effect.run)
 
-    def _write(self, order: peer.ScavengeWrite, leader: str) -> None:
+    def _write(self, order: peer.SalvageWrite, leader: str) -> None:
         """This node's part; the leader is told of it, as often as it asks."""
 
         def told(files: tuple[NodeFile, ...], reason: str) -> None:
-            done = peer.ScavengeWrote(order.set, order.stamp, files, reason, order.attempt)
+            done = peer.SalvageWrote(order.set, order.stamp, files, reason, order.attempt)
             if leader == self._node:
                 self._happened(events.Heard(leader, done))
             else:
                 self._membership.send(leader, done)
 
         what = Wanted(order.set, Stamp(*order.stamp), order.attempt, frozenset(order.homes))
-        if not self._saver.wanted(what, self._drains.tier, told):
+        if not self._writer.wanted(what, self._saver.tier, told):
             told((), f"version {order.stamp[1]} is no longer there")

@@ -1,7 +1,7 @@
 """What happens while the nodes that are left save a job's last version, and what is then to be done: the words
-between the decisions (`scavenging`) and who carries them out (`scavenge`).
+between the decisions (`salvaging`) and who carries them out (`salvage`).
 
-run: of which try of `Scavenging` it is.
+run: of which try of `Salvaging` it is.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from gemini_hpc.agent.tier.save_progress import Gathering
+from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.message import Message
@@ -26,7 +26,7 @@ class Facts:
     dead: Collection[str]
     heard: Mapping[str, float]
     noderanks: Mapping[str, int]
-    own: peer.ScavengeHave
+    own: peer.SalvageHave
     unwanted: bool
     rejected: Callable[[str, Stamp], bool]
     detached: bool
@@ -151,7 +151,7 @@ class Look:
 class Write:
     """Write this node's part; `leader` is told of it."""
 
-    order: peer.ScavengeWrite
+    order: peer.SalvageWrite
     leader: str
 
 
@@ -161,7 +161,7 @@ class Publish:
 
     run: int
     name: str
-    gathering: Gathering
+    gathering: SaveProgress
 
 
 @dataclass(frozen=True)

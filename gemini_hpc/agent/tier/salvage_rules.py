@@ -5,11 +5,11 @@ The first host of the list that can be reached leads:
 
 1. It asks all others what has been sealed last, and what they hold. The newest seal counts.
 2. Where the tier has nothing as new, it names for each node rank one host that writes its shards as its file
-   (`core.scavenge`).
+   (`core.salvage`).
 3. When each rank's shard is there, the version becomes whole as ever.
 
 No clock, no socket and nothing that waits is here: each event comes with the time (monotonic) and with what the agent
-knows, and what is to be done about it is returned, in that order. `scavenge` does it.
+knows, and what is to be done about it is returned, in that order. `salvage` does it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from gemini_hpc.agent.tier.salvage_events import (
     Tick,
     Write,
 )
-from gemini_hpc.agent.tier.save_progress import Gathering
+from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.core import salvage
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
@@ -88,7 +88,7 @@ class _Lead:
     Of the set in work. before: what was known when the try began; first: the first reason; orders: who is to write
     what; answered: by host, why it has not written all, or ""; silent: since when there is no way to it."""
 
-    have: dict[str, peer.ScavengeHave] = field(default_factory=dict)
+    have: dict[str, peer.SalvageHave] = field(default_factory=dict)
     unable: dict[str, set[str]] = field(default_factory=dict)
     asking: set[str] = field(default_factory=set)
     asked: dict[str, float] = field(default_factory=dict)
@@ -98,12 +98,12 @@ class _Lead:
     tries: int = 0
     before: tuple[int, int] = (0, 0)
     first: str = ""
-    orders: dict[str, peer.ScavengeWrite] = field(default_factory=dict)
+    orders: dict[str, peer.SalvageWrite] = field(default_factory=dict)
     answered: dict[str, str] = field(default_factory=dict)
     silent: dict[str, float] = field(default_factory=dict)
 
 
-class Scavenging:
+class SalvageRules:
     """Of one agent; it lives as long as the agent, and is of one incarnation at a time. run: counts tries; what comes
     of an effect of an earlier one does not count."""
 
@@ -114,7 +114,7 @@ class Scavenging:
         self.leader = ""
         self.saved = False  # all that was sealed is on the tier
         self.reason = ""  # why not, the last time
-        self.gathering: dict[str, Gathering] = {}
+        self.gathering: dict[str, SaveProgress] = {}
         self.again_at, self._gap_s = 0.0, GAP_S
         self._asked_last = False  # memory is to be freed, and one more try was made for that
         self._over = False  # so the leader says
@@ -229,7 +229,7 @@ class Scavenging:
             return
         self.leader, self.stage, self._lead = self._me, "settling", _Lead()
         for host in self._others(facts):
-            yield Send(host, peer.ScavengeAsk())  # nobody leaves, or leads, while what is under way gets on
+            yield Send(host, peer.SalvageAsk())  # nobody leaves, or leads, while what is under way gets on
         yield Settle(self.run, MUSTER_S)
 
     def _others(self, facts: Facts) -> list[str]:
@@ -249,7 +249,7 @@ class Scavenging:
             lead.asked[host] = now
             if self.stage == "mustering":
                 if event.there:
-                    yield Send(host, peer.ScavengeAsk())
+                    yield Send(host, peer.SalvageAsk())
             elif host in self._waiting():
                 if event.there:
                     lead.silent.pop(host, None)
@@ -258,19 +258,19 @@ class Scavenging:
                     lead.silent.setdefault(host, now)
 
     def _heard(self, host: str, message: Message, facts: Facts, now: float) -> Iterator[Effect]:
-        if isinstance(message, peer.ScavengeHave):
+        if isinstance(message, peer.SalvageHave):
             yield from self._called(host, message, facts, now)
-        elif isinstance(message, (peer.ScavengeAsk, peer.ScavengeWrite)):
+        elif isinstance(message, (peer.SalvageAsk, peer.SalvageWrite)):
             if not self._takes(host, facts):
                 return
             yield from self._follows(host, facts, now)
-            if isinstance(message, peer.ScavengeWrite):
+            if isinstance(message, peer.SalvageWrite):
                 yield Write(message, host)
             else:
                 yield Send(host, facts.own)
-        elif isinstance(message, peer.ScavengeWrote):
+        elif isinstance(message, peer.SalvageWrote):
             yield from self._wrote(host, message, facts, now)
-        elif isinstance(message, peer.ScavengeOver) and (message.saved or self.leader == host):
+        elif isinstance(message, peer.SalvageOver) and (message.saved or self.leader == host):
             if message.saved:
                 self.saved = True
                 yield Saved()
@@ -278,18 +278,18 @@ class Scavenging:
             if self.stage in ("reaching", "calling", "following"):
                 self.stage = "idle"
 
-    def _called(self, host: str, message: peer.ScavengeHave, facts: Facts, now: float) -> Iterator[Effect]:
+    def _called(self, host: str, message: peer.SalvageHave, facts: Facts, now: float) -> Iterator[Effect]:
         """An answer, a call to lead, or the question of one that follows whether it is over."""
         if self.leads:
             self._lead.have[host] = message
             if self.stage == "mustering":
                 yield from self._muster(facts, now)
         elif self.saved:
-            yield Send(host, peer.ScavengeOver(True))
+            yield Send(host, peer.SalvageOver(True))
         elif self.busy:
             return
         elif not message.calls:
-            yield Send(host, peer.ScavengeOver(False, self.reason[:SAID]))
+            yield Send(host, peer.SalvageOver(False, self.reason[:SAID]))
         elif facts.detached:
             yield from self._step(Begin(), facts, now)
 
@@ -357,7 +357,7 @@ class Scavenging:
         yield Begun(stamp, tuple(gone))
         lead.tries += 1
         lead.before = self._known()
-        gathering = self.gathering[name] = Gathering(stamp, wanted.world, facts.attempt, now)
+        gathering = self.gathering[name] = SaveProgress(stamp, wanted.world, facts.attempt, now)
         unable = lead.unable.get(name, set())
         held: dict[str, dict[int, set[int]]] = {host: {} for host in lead.have if host not in unable}
         for host, homes in held.items():
@@ -372,7 +372,7 @@ class Scavenging:
             yield from self._tried(lost, facts, now)
             return
         lead.orders = {
-            host: peer.ScavengeWrite(name, wanted.stamp, tuple(sorted(homes)), gathering.attempt)
+            host: peer.SalvageWrite(name, wanted.stamp, tuple(sorted(homes)), gathering.attempt)
             for host, homes in writers.items()
         }
         lead.answered, lead.silent, lead.asking, lead.asked = {}, {}, set(), {}
@@ -401,7 +401,7 @@ class Scavenging:
             yield Write(lead.orders[self._me], self._me)
         yield from self._reach([host for host in waiting if host != self._me], now)
 
-    def _wrote(self, host: str, done: peer.ScavengeWrote, facts: Facts, now: float) -> Iterator[Effect]:
+    def _wrote(self, host: str, done: peer.SalvageWrote, facts: Facts, now: float) -> Iterator[Effect]:
         gathering, lead = self.gathering.get(done.set), self._lead
         if gathering is None or (gathering.stamp, gathering.attempt) != (Stamp(*done.stamp), done.attempt):
             return
@@ -451,10 +451,10 @@ class Scavenging:
         if self.saved:
             yield Saved()
         for host in self._others(facts):
-            yield Send(host, peer.ScavengeOver(self.saved, self.reason[:SAID]))
+            yield Send(host, peer.SalvageOver(self.saved, self.reason[:SAID]))
 
 
-def newest(have: Mapping[str, peer.ScavengeHave], rejected: Callable[[str, Stamp], bool]) -> list[peer.Sealed]:
+def newest(have: Mapping[str, peer.SalvageHave], rejected: Callable[[str, Stamp], bool]) -> list[peer.Sealed]:
     """Of each set what was sealed last, in the words of one who has it."""
     found: dict[str, tuple[peer.Sealed, bool]] = {}
     for said in have.values():

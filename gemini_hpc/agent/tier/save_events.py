@@ -1,12 +1,12 @@
 """What happens on the way of sealed versions to the tier, and what is then to be done: the words between the
-decisions (`saves`) and who carries them out (`drains`)."""
+decisions (`save_rules`) and who carries them out (`saver`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gemini_hpc.agent.tier.save_progress import Gathering
+from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 
@@ -17,7 +17,7 @@ class Facts:
 
     here: restart and round, None before the first incarnation; parent: in the tree; epoch: of the last plan; sealed:
     by set the newest version and the ranks of the training; missing: a node is, silent_s: after which silence;
-    scavenging: whether the nodes that are left save the last versions by themselves; tier: there is one, interval_s:
+    salvaging: whether the nodes that are left save the last versions by themselves; tier: there is one, interval_s:
     from save to save, before_end_s: how long before the job's time limit, flushes: whether agents stay for the last
     versions; rejected: whether a version of a set has been, any_rejected: one has; names: that a version of a set is
     to have; through: bytes of a set that are written; attempt: a number of which no other save bears the same.
@@ -30,7 +30,7 @@ class Facts:
     sealed: Mapping[str, tuple[Stamp, int]]
     missing: bool
     silent_s: float
-    scavenging: bool
+    salvaging: bool
     tier: bool
     interval_s: float
     before_end_s: float
@@ -64,14 +64,14 @@ class Keep:
 class Wanted:
     """The root wants a version saved: from the parent, or the root's own."""
 
-    message: peer.DrainDown
+    message: peer.SaveDown
 
 
 @dataclass(frozen=True)
 class Heard:
     """What a node has written of one, or why it has not: a child's, or this node's own."""
 
-    message: peer.DrainUp
+    message: peer.SaveUp
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Published:
     """What came of `Publish`: why the version has not become whole, or ""."""
 
     name: str
-    gathering: Gathering
+    gathering: SaveProgress
     reason: str
 
 
@@ -210,21 +210,21 @@ Event = (
 class Order:
     """Have all agents save a version: `Wanted` here, which says it to those below."""
 
-    message: peer.DrainDown
+    message: peer.SaveDown
 
 
 @dataclass(frozen=True)
 class Write:
     """Save this node's part; `Heard` tells of it."""
 
-    message: peer.DrainDown
+    message: peer.SaveDown
 
 
 @dataclass(frozen=True)
 class Down:
     """To the agents below in the tree."""
 
-    message: peer.DrainDown | peer.DrainOver
+    message: peer.SaveDown | peer.SaveOver
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class Up:
     """To the agent above."""
 
     host: str
-    message: peer.DrainUp
+    message: peer.SaveUp
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class Publish:
     """All files of a set are there; `Published`."""
 
     name: str
-    gathering: Gathering
+    gathering: SaveProgress
 
 
 @dataclass(frozen=True)

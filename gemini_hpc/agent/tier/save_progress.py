@@ -1,4 +1,4 @@
-"""A version on its way to the tier, where its files are counted: at the root, or at the leader of a scavenge."""
+"""A version on its way to the tier, where its files are counted: at the root, or at the leader of a salvage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gemini_hpc.wire.stored import NodeFile
 
 
 @dataclass
-class Gathering:
+class SaveProgress:
     """attempt: of several saves of a version, which; began: when (monotonic)."""
 
     stamp: Stamp

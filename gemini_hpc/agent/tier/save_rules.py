@@ -5,7 +5,7 @@ written. What fails is told, dropped, and tried again with a newer version. When
 newest version goes there at once.
 
 No clock, no socket and nothing that waits is here: each event comes with the time (monotonic) and with what the agent
-knows, and what is to be done about it is returned, in that order. `drains` does it.
+knows, and what is to be done about it is returned, in that order. `saver` does it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal
 
 from gemini_hpc.agent.tier import save_events as events
 from gemini_hpc.agent.tier.save_events import Effect, Facts
-from gemini_hpc.agent.tier.save_progress import Gathering
+from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 
@@ -35,7 +35,7 @@ class _Flush:
     name: str
     wanted: Stamp | None
     asked: bool
-    waits: Gathering | Literal["", "clean", "name"] = ""
+    waits: SaveProgress | Literal["", "clean", "name"] = ""
     tries: int = 0
     reason: str = ""
 
@@ -63,18 +63,18 @@ class _Settling:
     tidying: bool = False
 
 
-class Saves:
+class SaveRules:
     """Of one agent; it lives as long as the agent."""
 
     def __init__(self) -> None:
-        self.gathering: dict[str, Gathering] = {}  # at the root, by set
+        self.gathering: dict[str, SaveProgress] = {}  # at the root, by set
         self.saved: dict[str, tuple[Stamp, float]] = {}  # at the root: the newest on the tier, and when (Unix time)
         self.last = False  # the job has ended here, and nobody has said that its last versions are saved
         self._ended: tuple[int, int] | None = None  # restart and round in which that was said
         self._due: dict[str, float] = {}
         self._keep_at: dict[str, float] = {}  # after a failure: when one is tried to be kept again
         self._asked: dict[str, float] = {}  # when nodes were told last what to save
-        self._finishing: dict[str, Gathering] = {}  # of which the manifest is being written
+        self._finishing: dict[str, SaveProgress] = {}  # of which the manifest is being written
         self._cleans = 0
         self._tidy: dict[str, tuple[int, bool]] = {}  # by set: a removal of what is half done, and whether it is over
         self._naming: set[str] = set()
@@ -161,7 +161,7 @@ class Saves:
 
     @staticmethod
     def _takes(facts: Facts) -> bool:
-        return facts.tier and not facts.scavenging
+        return facts.tier and not facts.salvaging
 
     def _sealed(self, name: str, stamp: Stamp, facts: Facts, now: float) -> Iterator[Effect]:
         """Is it one to save?"""
@@ -193,7 +193,7 @@ class Saves:
                 yield events.Name(name, there, 0)
             return
         tidied = False
-        if now >= self._keep_at.get(name, 0.0) and not facts.scavenging:
+        if now >= self._keep_at.get(name, 0.0) and not facts.salvaging:
             tidied = yield from self._tidied(name)
         if not tidied or (gathering is not None and gathering.stamp.version >= first):
             return
@@ -239,17 +239,17 @@ class Saves:
         self._due[name] = now + facts.interval_s
         if self._near_end(name, facts, now):
             self._before_end[name] = self._ends_at
-        gathering = self.gathering[name] = Gathering(stamp, facts.sealed[name][1], facts.attempt, now)
+        gathering = self.gathering[name] = SaveProgress(stamp, facts.sealed[name][1], facts.attempt, now)
         yield from self._order(name, gathering, facts, now)
 
-    def _order(self, name: str, gathering: Gathering, facts: Facts, now: float) -> Iterator[Effect]:
+    def _order(self, name: str, gathering: SaveProgress, facts: Facts, now: float) -> Iterator[Effect]:
         """All agents, again and again: one that has died meanwhile has forgotten it, and says so."""
         if facts.here is not None:
             self._asked[name] = now
             stamp = gathering.stamp.epoch, gathering.stamp.version
-            yield events.Order(peer.DrainDown(facts.here[1], name, stamp, gathering.attempt))
+            yield events.Order(peer.SaveDown(facts.here[1], name, stamp, gathering.attempt))
 
-    def _heard(self, message: peer.DrainUp, facts: Facts, now: float) -> Iterator[Effect]:
+    def _heard(self, message: peer.SaveUp, facts: Facts, now: float) -> Iterator[Effect]:
         """It goes up to the root, which counts."""
         if facts.here is None or message.round != facts.here[1]:
             return
@@ -282,7 +282,7 @@ class Saves:
         yield from self._done(gathering, "", facts, now)
 
     def _failed(
-        self, name: str, gathering: Gathering, reason: str, facts: Facts, now: float, host: str = ""
+        self, name: str, gathering: SaveProgress, reason: str, facts: Facts, now: float, host: str = ""
     ) -> Iterator[Effect]:
         if self.gathering.get(name) is gathering:
             del self.gathering[name]
@@ -306,7 +306,7 @@ class Saves:
         for gathering in begun:
             yield from self._done(gathering, reason, facts, now)
 
-    def _done(self, gathering: Gathering, reason: str, facts: Facts, now: float) -> Iterator[Effect]:
+    def _done(self, gathering: SaveProgress, reason: str, facts: Facts, now: float) -> Iterator[Effect]:
         """It is over with this save; those who wait for it go on."""
         for number, flush in list(self._flushes.items()):
             if flush.waits is not gathering:
@@ -357,7 +357,7 @@ class Saves:
             flush.waits = "name"
             yield events.Name(name, kept[0], number)
             return
-        if facts.scavenging:
+        if facts.salvaging:
             reason = flush.reason or "a node is missing, and the others save it by themselves"
             yield from self._answer(number, wanted, reason, facts, now)
             return
@@ -383,7 +383,7 @@ class Saves:
 
     def _detached(self, dead: bool, facts: Facts, now: float) -> Iterator[Effect]:
         """The newest version goes to the tier before the memory is freed. Where a node is dead the job may come back;
-        if it does not, see `scavenge`."""
+        if it does not, see `salvage`."""
         possible = bool(facts.tier and facts.flushes and facts.sealed)
         if facts.here is None or facts.here == self._ended:
             return
@@ -436,9 +436,9 @@ class Saves:
         if facts.here is not None:
             self._ended = facts.here
             if facts.tier:
-                yield events.Down(peer.DrainOver(facts.here[1]))
+                yield events.Down(peer.SaveOver(facts.here[1]))
 
-    # ---- before a scavenge -----------------------------------------------------------------------------
+    # ---- before a salvage -----------------------------------------------------------------------------
 
     def _settle(self, facts: Facts, now: float) -> Iterator[Effect]:
         for number, settling in list(self._settling.items()):

@@ -1,8 +1,8 @@
 """Saving sealed versions to the tier, in the background.
 
 The root chooses a version right when it seals it, and tells all agents. Each writes what its node has of it (see
-`nodesaver`) and tells the root; when that has heard of every rank it has the index and the manifest written. Nothing
-here is waited for by the training, and what fails is told, dropped, and tried again with a newer version. `saves`
+`node_writer`) and tells the root; when that has heard of every rank it has the index and the manifest written. Nothing
+here is waited for by the training, and what fails is told, dropped, and tried again with a newer version. `save_rules`
 decides; this sends, writes and looks.
 """
 
@@ -21,15 +21,15 @@ from gemini_hpc.agent.peers.identity import Identity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.rejections import Rejections
-from gemini_hpc.agent.replicas.training import TrainingSet
+from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.tier import save_events as events
 from gemini_hpc.agent.tier import worker_process
 from gemini_hpc.agent.tier.choice import TierChoice
-from gemini_hpc.agent.tier.failures import Troubles
+from gemini_hpc.agent.tier.failures import SaveFailures
 from gemini_hpc.agent.tier.keeps import Keeps
-from gemini_hpc.agent.tier.node_writer import NodeSaver, Wanted
-from gemini_hpc.agent.tier.save_progress import Gathering
-from gemini_hpc.agent.tier.save_rules import Saves
+from gemini_hpc.agent.tier.node_writer import NodeWriter, Wanted
+from gemini_hpc.agent.tier.save_progress import SaveProgress
+from gemini_hpc.agent.tier.save_rules import SaveRules
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import orders, version
 from gemini_hpc.tier.errors import TierFailed
@@ -44,28 +44,28 @@ _LEAVE_S = 10.0
 _TICK_S = 0.2
 
 
-class Drains:
+class Saver:
     """One agent's part in it; it lives as long as the agent."""
 
     def __init__(
         self,
         identity: Identity,
         membership: Membership,
-        trainings: Iterable[TrainingSet],
+        trainings: Iterable[Training],
         tier: TierChoice,
         keeps: Keeps,
         rejections: Rejections,
-        node: NodeSaver,
+        node: NodeWriter,
         log: Log,
         spawn: Spawn,
         *,
-        scavenging: Callable[[], bool],
+        salvaging: Callable[[], bool],
     ) -> None:
-        """scavenging: whether the nodes that are left save the job's last versions by themselves (`scavenge`)."""
+        """salvaging: whether the nodes that are left save the job's last versions by themselves (`salvage`)."""
         self._identity, self._membership, self._trainings = identity, membership, trainings
         self._choice, self._keeps, self._rejections, self.node = tier, keeps, rejections, node
-        self._log, self._spawn, self._scavenging = log, spawn, scavenging
-        self._decides = Saves()
+        self._log, self._spawn, self._salvaging = log, spawn, salvaging
+        self._decides = SaveRules()
         self._events: deque[events.Event] = deque()
         self._stepping = False
         self._clock: asyncio.Task[None] | None = None
@@ -73,7 +73,7 @@ class Drains:
         self._answers: dict[int, asyncio.Future[tuple[Stamp, str]]] = {}
         self._settled: dict[int, asyncio.Future[None]] = {}
         self._publishing: dict[int, asyncio.Future[None]] = {}  # by attempt
-        self.troubles = Troubles()
+        self.troubles = SaveFailures()
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by set: to make whole, or to remove
         self.succeeded = False  # the training has: nobody will complete what is half written
 
@@ -128,7 +128,7 @@ class Drains:
         """Versions have been rejected: such ones are on the tier in vain."""
         self._happened(events.Rejected())
 
-    def sealed(self, training: TrainingSet, stamp: Stamp) -> None:
+    def sealed(self, training: Training, stamp: Stamp) -> None:
         """The root has sealed a version: is it one to save?"""
         self._happened(events.Sealed(training.name, stamp))
 
@@ -137,11 +137,11 @@ class Drains:
         for training in self._trainings:
             self._happened(events.Keep(training.name))
 
-    def wanted(self, message: peer.DrainDown) -> None:
+    def wanted(self, message: peer.SaveDown) -> None:
         """The root wants this version saved, here and on the nodes below."""
         self._happened(events.Wanted(message))
 
-    def heard(self, message: peer.DrainUp) -> None:
+    def heard(self, message: peer.SaveUp) -> None:
         """From an agent, or through one: it goes up to the root, which counts."""
         self._happened(events.Heard(message))
 
@@ -151,7 +151,7 @@ class Drains:
 
     def detached(self, *, dead: bool) -> None:
         """The job has ended here, without success: the newest version goes to the tier before the memory is freed.
-        dead: a node of it is, and it may come back; if it does not, see `scavenge`."""
+        dead: a node of it is, and it may come back; if it does not, see `salvage`."""
         self._happened(events.Detached(dead))
 
     def ended(self) -> None:
@@ -175,7 +175,7 @@ class Drains:
                 self._log("draining", version=training.sealed.version, detail=f"{said}: saving it to the tier")
         self._happened(events.Leaving())
 
-    async def flush(self, training: TrainingSet) -> tuple[Stamp, str]:
+    async def flush(self, training: Training) -> tuple[Stamp, str]:
         """The root brings the newest sealed version to the tier now: which one, and why it is not there or ""."""
         number = next(self._numbers)
         answer: asyncio.Future[tuple[Stamp, str]] = asyncio.get_running_loop().create_future()
@@ -206,7 +206,7 @@ class Drains:
             sealed={t.name: (t.sealed, t.world) for t in self._trainings if t.sealed is not None},
             missing=incarnation is not None and incarnation.incomplete(now),
             silent_s=0.0 if incarnation is None else incarnation.silent_s,
-            scavenging=self._scavenging(),
+            salvaging=self._salvaging(),
             tier=bool(self.tier),
             interval_s=self._choice.interval_s,
             before_end_s=settings.tier_before_end_s,
@@ -295,12 +295,12 @@ class Drains:
                     await self._look(())
         return ""
 
-    def _write(self, message: peer.DrainDown) -> None:
+    def _write(self, message: peer.SaveDown) -> None:
         """This node's part."""
 
         def told(files: tuple[NodeFile, ...], reason: str) -> None:
             for file in (None,) if reason else files:
-                up = peer.DrainUp(
+                up = peer.SaveUp(
                     message.round, message.set, message.stamp, self._identity.node, file, reason, message.attempt
                 )
                 self.heard(up)
@@ -313,7 +313,7 @@ class Drains:
         """Free everything; processes end."""
         self.node.close()
 
-    async def leave(self, others: Mapping[str, Gathering]) -> None:
+    async def leave(self, others: Mapping[str, SaveProgress]) -> None:
         """The agent ends: a version that is on its way, of ours or of the others', will not become whole. For a few
         seconds. The root removes it; so does each node that was still writing, for it may have begun its file after
         that."""
@@ -328,7 +328,7 @@ class Drains:
                 for cut in await self.node.cut_short() if self.succeeded else ():
                     await self.clean(cut.set, Stamp(cut.stamp.epoch, cut.stamp.version + 1))
 
-    def _published(self, gathering: Gathering) -> asyncio.Future[None]:
+    def _published(self, gathering: SaveProgress) -> asyncio.Future[None]:
         """When its manifest is there, or will not be."""
         if gathering.attempt not in self._publishing:
             self._publishing[gathering.attempt] = asyncio.get_running_loop().create_future()
@@ -405,7 +405,7 @@ class Drains:
         except TierFailed as error:
             self.say(name, 0, f"half versions cannot be removed: {error}")
 
-    async def publish(self, name: str, gathering: Gathering) -> str:
+    async def publish(self, name: str, gathering: SaveProgress) -> str:
         """All files are there: the version becomes whole. Why it has not, or ""."""
         over = self._published(gathering)
         try:
@@ -415,7 +415,7 @@ class Drains:
             if not over.done():
                 over.set_result(None)
 
-    async def _publish(self, name: str, gathering: Gathering) -> str:
+    async def _publish(self, name: str, gathering: SaveProgress) -> str:
         settings, stamp = self._identity.settings, gathering.stamp
         if self._rejections.covers(name, stamp):
             return "a training has rejected it"

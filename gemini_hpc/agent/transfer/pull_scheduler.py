@@ -13,8 +13,8 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.memory import Memfd, NoMemory
 from gemini_hpc.agent.replicas.store import Store
-from gemini_hpc.agent.replicas.training import TrainingSet
-from gemini_hpc.agent.replicas.trainings import Sets
+from gemini_hpc.agent.replicas.training import Training
+from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.tier import worker_process
 from gemini_hpc.agent.tier.choice import TierChoice
 from gemini_hpc.agent.transfer import pull
@@ -27,7 +27,7 @@ from gemini_hpc.wire import bounds, peer
 _AT_ONCE = 4
 
 
-class Pulls:
+class PullScheduler:
     """Fetches copies from peers, a few at once, next source on failure."""
 
     def __init__(
@@ -35,7 +35,7 @@ class Pulls:
         identity: Identity,
         membership: Membership,
         store: Store,
-        sets: Sets,
+        sets: Trainings,
         tier: TierChoice,
         log: Log,
         spawn: Spawn,
@@ -88,7 +88,7 @@ class Pulls:
                 self._log("unserved", version=version, detail=f"shard {order.copy.rank}: {result}")
         self._log("pulled", version=version, detail=f"{len(good)} shards, {size} bytes in {took:.3f} s")
 
-    async def obtain(self, training: TrainingSet, copy: peer.CopyRecord) -> Memfd:
+    async def obtain(self, training: Training, copy: peer.CopyRecord) -> Memfd:
         """Memory with this verified copy: held here, being pulled, or pulled now as a guest. Raises `PullFailed`."""
         key = (copy.set, copy.rank)
         if key in self._running:

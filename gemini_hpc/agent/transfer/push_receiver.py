@@ -21,10 +21,10 @@ from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas import replica_fills
 from gemini_hpc.agent.replicas.memory import NoMemory
-from gemini_hpc.agent.replicas.slot_writes import Filling
+from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Key, Shard, Store
-from gemini_hpc.agent.replicas.training import TrainingSet
-from gemini_hpc.agent.replicas.trainings import Sets
+from gemini_hpc.agent.replicas.training import Training
+from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.transfer.threads import beside
 from gemini_hpc.core import ranges
 from gemini_hpc.core.ranges import Range
@@ -68,10 +68,10 @@ class _Push:
             self.link.shut()
 
 
-class Incoming:
+class PushReceiver:
     """The pushes to this node."""
 
-    def __init__(self, membership: Membership, sets: Sets, store: Store, filling: Filling, log: Log) -> None:
+    def __init__(self, membership: Membership, sets: Trainings, store: Store, filling: SlotWrites, log: Log) -> None:
         self._membership, self._sets, self._store = membership, sets, store
         self._filling, self._log = filling, log
         self._pushes: dict[Key, _Push] = {}
@@ -254,7 +254,7 @@ class Incoming:
         found = ranges.largest(ranges.merged(there))
         return () if ranges.fault(found, head.used) else tuple(found)
 
-    async def _grow(self, training: TrainingSet, shard: Shard, size_bytes: int) -> str:
+    async def _grow(self, training: Training, shard: Shard, size_bytes: int) -> str:
         """The shard has outgrown its slots at its home: larger ones here too. "", or why there are none."""
         number = self._membership.round
         try:

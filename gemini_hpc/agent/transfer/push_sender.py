@@ -42,7 +42,7 @@ class PushLost(Exception):
     """The version on its way does not arrive."""
 
 
-class Outgoing:
+class PushSender:
     """The pushes from this node."""
 
     def __init__(self, membership: Membership, store: Store, spawn: Spawn) -> None:

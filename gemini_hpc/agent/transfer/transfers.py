@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gemini_hpc.agent.transfer.pull_scheduler import Pulls
-from gemini_hpc.agent.transfer.push_receiver import Incoming
-from gemini_hpc.agent.transfer.push_sender import Outgoing
+from gemini_hpc.agent.transfer.pull_scheduler import PullScheduler
+from gemini_hpc.agent.transfer.push_receiver import PushReceiver
+from gemini_hpc.agent.transfer.push_sender import PushSender
 
 
 @dataclass(frozen=True)
 class Transfers:
     """Of one agent."""
 
-    incoming: Incoming
-    outgoing: Outgoing
-    pulls: Pulls
+    incoming: PushReceiver
+    outgoing: PushSender
+    pulls: PullScheduler
 
     async def cease(self) -> None:
         """Nothing is written to, or read from, the slots by transfers when this returns."""

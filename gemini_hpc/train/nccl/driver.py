@@ -33,12 +33,12 @@ from gemini_hpc.train.nccl.negotiation import Joined
 from gemini_hpc.train.nccl.own_copy import OwnCopy, OwnSlot, Piecework
 from gemini_hpc.train.nccl.progress import Progress
 from gemini_hpc.train.nccl.route import Joint
-from gemini_hpc.train.nccl.slot_prefetch import Desk, Grant
+from gemini_hpc.train.nccl.slot_prefetch import Grant, SlotPrefetch
 from gemini_hpc.train.nccl.source import Piece, Tensors
 from gemini_hpc.train.replication.registration import Identity
 from gemini_hpc.train.schedule.choices import Choices
 from gemini_hpc.train.schedule.chunk_schedule import Route
-from gemini_hpc.train.schedule.collective_monitor import Watch
+from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.link_model import LinkMeter
 from gemini_hpc.train.schedule.pacer import Pacer
 from gemini_hpc.train.state.capture import Capture, Job
@@ -95,11 +95,11 @@ class Driver:
             self._progress,
         )
         self._own = OwnCopy(self._device, self._exchange.copies)
-        self.desk = Desk(me, client, gate, self.area, joined.platform.pin, self._unpinned)
+        self.desk = SlotPrefetch(me, client, gate, self.area, joined.platform.pin, self._unpinned)
         self._zeros = self._device.buffer(TENSOR_ALIGN_BYTES).zero_()
         self._unhooked = Unhooked()
         self._finding = Finding.HOOKED
-        self._watch: Watch | None = None
+        self._watch: CollectiveMonitor | None = None
         self._active = False
         self._stepped = 0  # the newest version that `step` has been told of
         self._tensors: tuple[list[torch.Tensor], Tensors] | None = None
@@ -117,7 +117,7 @@ class Driver:
 
     # ---- arming ----------------------------------------------------------------------------------------
 
-    def hook(self, watch: Watch) -> None:
+    def hook(self, watch: CollectiveMonitor) -> None:
         """It sees the training's collectives."""
         self._watch = watch
         watch.before_launch, watch.launched_on = self._launching, self._launched

@@ -1,4 +1,4 @@
-"""One plan for all ranks: copies over NCCL go where every rank's network is idle, see `program`."""
+"""One plan for all ranks: copies over NCCL go where every rank's network is idle, see `collective_schedule`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gemini_hpc.train.nccl.driver import Driver
 from gemini_hpc.train.nccl.route import Joint
 from gemini_hpc.train.schedule.choices import Choices
 from gemini_hpc.train.schedule.chunk_schedule import Route
-from gemini_hpc.train.schedule.collective_monitor import Watch
+from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.link_model import LinkMeter
 from gemini_hpc.train.schedule.pacer import Scheme
 from gemini_hpc.train.schedule.planner import Planner
@@ -42,7 +42,7 @@ class JointPlanner(Planner):
         kept: Kept | None,
         *,
         driver: Driver,
-        watch: Watch,
+        watch: CollectiveMonitor,
     ) -> None:
         super().__init__(choices, rank, targets, shard_bytes, meter, kept)
         self._driver, self._watch = driver, watch

@@ -63,7 +63,7 @@ class _Shard:
     writing: list[Grant] = field(default_factory=list)  # handed out, not all landed
 
 
-class Desk:
+class SlotPrefetch:
     """Of one rank: for its own shard and for those it keeps. area(rank): offset and size in bytes of the tensor area
     of that rank's shard."""
 

@@ -24,11 +24,11 @@ PATIENCE_S, _LEAST_PATIENCE_S = 1.5, 0.1
 _POLL_S = 0.001
 
 
-class CouncilBroken(Exception):
+class CollectivesBroken(Exception):
     """A round did not end: the ranks can agree on nothing new."""
 
 
-class Council:
+class AsyncCollectives:
     """Rounds over a process group of our own, from the training's main thread only. The backend is spoken to
     directly: hooks on the training's collectives must not see this. follow: tells, in the record that it gives, when
     what it is told to ask becomes true. (A callback of torch would run in a thread of gloo's, and abort a process
@@ -74,7 +74,7 @@ class Council:
 
     def _start(self, launch: Any) -> None:
         if self._broken:
-            raise CouncilBroken(self._broken)
+            raise CollectivesBroken(self._broken)
         try:
             self._work = launch()
             self._record = self._follow(self._work.get_future().done)
@@ -83,7 +83,7 @@ class Council:
 
     def _fail(self, reason: str) -> None:
         self._broken, self._work = reason, None
-        raise CouncilBroken(reason)
+        raise CollectivesBroken(reason)
 
     def _finish(self, waited_s: float, patience_s: float | None) -> None:
         assert self._work is not None

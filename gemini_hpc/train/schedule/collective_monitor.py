@@ -22,7 +22,7 @@ from gemini_hpc.train.device.interface import Event
 from gemini_hpc.train.device.progress import After, Device, Front, Place
 from gemini_hpc.train.device.streams import Streams
 from gemini_hpc.train.schedule.dispatch_hooks import Dispatch, Signature
-from gemini_hpc.train.schedule.in_flight import Flight
+from gemini_hpc.train.schedule.in_flight import InFlight
 from gemini_hpc.train.schedule.trace import Iteration, Record
 
 SPAN_POLL_S = 1e-3
@@ -69,7 +69,7 @@ class _Group:
         return found
 
 
-class Watch:
+class CollectiveMonitor:
     """One per process, from `start()` to `stop()`. Nothing here raises into the training: `problem` says what went
     wrong first, and the training goes on, unseen if need be.
 
@@ -77,11 +77,11 @@ class Watch:
     process. Those of a group that does not use the network (`on_network(ranks)` is false) are numbered and kept in
     the traces, where they end when they start; they are never in flight.
 
-    Times on CPU (gloo) are the host's, see `flight`: an operation is busy from its launch to its completion, also
+    Times on CPU (gloo) are the host's, see `in_flight`: an operation is busy from its launch to its completion, also
     while it waits for a slow peer, and a barrier (0 bytes) likewise. Sends and receives are taken to need
     bytes / `bytes_per_s`: a send right after its launch, a receive right before its end (a receive for which nobody
     waited within its iteration counts as no time).
-    With NCCL they are the device's (see `device`; not run on a GPU yet): what was launched is what the device has
+    With NCCL they are the device's (see `train.device`; not run on a GPU yet): what was launched is what the device has
     come to, it is in flight until the device has ended it, and a trace comes some `mark()`s later (`ago`), as the
     host runs ahead.
     """
@@ -105,7 +105,7 @@ class Watch:
         self._on_network = on_network
         self._lock = threading.Lock()
         self._dispatch: Dispatch | None = None
-        self._flight: Flight | None = None
+        self._flight: InFlight | None = None
         self._device: Device | None = device() if device is not None else None
         self._front: Front | None = None
         self._begins_s: dict[int, float] = {}  # by number of launches: from the iteration's begin to the end of all
@@ -130,7 +130,7 @@ class Watch:
         if self._dispatch is not None:
             return
         try:
-            self._flight = Flight(lambda: self.bytes_per_s, self._note)
+            self._flight = InFlight(lambda: self.bytes_per_s, self._note)
             self._flight.hurry(self._recording)
             self._front = None
             self._dispatch = Dispatch(self._before, self._after)
@@ -397,7 +397,7 @@ class Watch:
                 self._time(record, backend, begun, ended)
             if self._front is not None and not isinstance(begun, float):
                 self._front.launched(begun, ended or begun)
-        if number + 1 >= self._wanted:  # before the end of what is waited for here (`Flight.launched`)
+        if number + 1 >= self._wanted:  # before the end of what is waited for here (`InFlight.launched`)
             self._reached.set()
         try:
             if self.after_launch is not None:

@@ -36,7 +36,7 @@ _POLL_S, _REST_S = 1e-3, 0.1
 _Asked = tuple[Callable[[], bool], Record | None]
 
 
-class Flight:
+class InFlight:
     """Works from their launch to their end. `launched` is called by the launching threads, all the rest from
     anywhere."""
 

@@ -9,7 +9,8 @@ longer describes the training, or that the overhead is too high, brings all back
 whether the ranks have to deal out the state anew (`Replanning`): then they tell each other how much they have to
 offer, and what (stages `sizes` and `offers`), and begin with `profile` again.
 
-All that must be the same on every rank follows from the version's number and from the rounds of `Council` only.
+All that must be the same on every rank follows from the version's number and from the rounds of `AsyncCollectives`
+only.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from gemini_hpc import clock
 from gemini_hpc.core import schedule
 from gemini_hpc.core.spans import Trace
 from gemini_hpc.train.schedule import stats_messages
-from gemini_hpc.train.schedule.async_collectives import Council, CouncilBroken
+from gemini_hpc.train.schedule.async_collectives import AsyncCollectives, CollectivesBroken
 from gemini_hpc.train.schedule.choices import Choices
 from gemini_hpc.train.schedule.chunk_schedule import Route
-from gemini_hpc.train.schedule.collective_monitor import Watch
+from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.device_copies import DeviceCopies
-from gemini_hpc.train.schedule.overhead_monitor import IN_A_ROW, Oversight, Pictured, without_wait
+from gemini_hpc.train.schedule.overhead_monitor import IN_A_ROW, OverheadMonitor, Pictured, without_wait
 from gemini_hpc.train.schedule.pacer import Pacer, Scheme
 from gemini_hpc.train.schedule.planner import BLOB_BYTES, Planner
 from gemini_hpc.train.schedule.replanning import Replanning
-from gemini_hpc.train.schedule.stats_reporter import Teller
+from gemini_hpc.train.schedule.stats_reporter import StatsReporter
 from gemini_hpc.wire.traffic import TrafficState
 
 PROFILED = 20  # clean iterations that make a profile (paper, section 5.4)
@@ -69,7 +70,7 @@ class Agreed:
         return version if last == version else max(version, last + self.s)
 
 
-class Rhythm:
+class IntervalController:
     """Of one rank; called by the training's thread only. `say(text)` tells the user."""
 
     def __init__(
@@ -78,10 +79,10 @@ class Rhythm:
         rank: int,
         targets: Sequence[int],
         shard_bytes: int,
-        council: Council | None,
-        watch: Watch,
+        council: AsyncCollectives | None,
+        watch: CollectiveMonitor,
         pacer: Pacer,
-        teller: Teller,
+        teller: StatsReporter,
         say: Callable[[str], None],
         planner: Callable[..., Planner] = Planner,
         driver: DeviceCopies | None = None,
@@ -115,7 +116,7 @@ class Rhythm:
         self._waited_s = 0.0
         self._route: Route | None = None
         self._plan: schedule.Plan | None = None
-        self._oversight = Oversight(choices.overhead)
+        self._oversight = OverheadMonitor(choices.overhead)
         self._next_word = self._record_from = 0
         self._renew = ""
         self._history: deque[tuple[int, int, int]] = deque(maxlen=100)
@@ -227,7 +228,7 @@ class Rhythm:
         try:
             if self._council.sitting:
                 self._hear(version, waited_s)
-        except CouncilBroken as error:
+        except CollectivesBroken as error:
             return self._give_up(str(error))
         # a device waits less than its host, and tells of it later
         device_s, held_s = self._watch.waited_s, self._watch.held_s
@@ -244,7 +245,7 @@ class Rhythm:
             self._follow()
         try:
             self._ask(version)
-        except CouncilBroken as error:
+        except CollectivesBroken as error:
             self._give_up(str(error))
 
     def _change(self, j: int, s: int, version: int) -> None:

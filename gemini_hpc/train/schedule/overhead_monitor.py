@@ -47,7 +47,7 @@ class Pictured:
         return len(inside), sum(b - a for a, b in busy), sum(b - a for a, b in beside)
 
 
-class Oversight:
+class OverheadMonitor:
     """Told of each iteration under a plan."""
 
     def __init__(self, ceiling: float) -> None:

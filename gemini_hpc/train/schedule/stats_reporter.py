@@ -31,7 +31,7 @@ class Kept:
     alpha: float
 
 
-class Teller:
+class StatsReporter:
     """Of one rank; from the training's thread. Nothing here waits for the agent but `recall`."""
 
     def __init__(self, client: AgentClient, set_name: str, rank: int, key: str) -> None:

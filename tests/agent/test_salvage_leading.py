@@ -1,4 +1,4 @@
-"""Who leads when a node is missing, who writes what, and that nobody leaves too early: real `Scavenge`s, of their
+"""Who leads when a node is missing, who writes what, and that nobody leaves too early: real `Salvage`s, of their
 agents and of the network only what they ask for."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.tier import flush, salvage, salvage_rules
 from gemini_hpc.agent.tier.flush import Flush
 from gemini_hpc.agent.tier.node_writer import Told, Wanted
-from gemini_hpc.agent.tier.salvage import Scavenge
-from gemini_hpc.agent.tier.save_progress import Gathering
+from gemini_hpc.agent.tier.salvage import Salvage
+from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.core.slots import SlotPair, Stamp
 from gemini_hpc.tier.errors import TierFailed
 from gemini_hpc.wire.flush import FlushAsk, Flushing
@@ -68,7 +68,7 @@ class Network:
 
     async def over(self, timeout_s: float = 10.0) -> None:
         async with asyncio.timeout(timeout_s):
-            while any(agent.scavenge.busy for agent in self.agents.values()):
+            while any(agent.salvage.busy for agent in self.agents.values()):
                 await asyncio.sleep(0.01)
 
 
@@ -100,11 +100,11 @@ class Agent:
         self.membership.incarnation = Incarnation(Attach(12, 0, "", node, net.m), net.hosts, me, rounds)
         self.membership.noderanks = self.position
         rejections: Any = SimpleNamespace(covers=lambda name, stamp: stamp in net.rejected)
-        self.scavenge = Scavenge(node, self.membership, me.sets, me.store, rejections, me, me, me.log, me.spawn)
-        self.flush = Flush(12, self.membership, me.sets, me, self.scavenge, me.spawn)
+        self.salvage = Salvage(node, self.membership, me.sets, me.store, rejections, me, me, me.log, me.spawn)
+        self.flush = Flush(12, self.membership, me.sets, me, self.salvage, me.spawn)
 
     @property
-    def drains(self) -> Agent:
+    def saver(self) -> Agent:
         return self
 
     def _shard(self, rank: int) -> Any:
@@ -132,7 +132,7 @@ class Agent:
             if self.net.alive(self.node, host):
                 other = self.net.agents[host]
                 other.heard[self.node] = clock.monotonic()
-                other.scavenge.on_message(self.node, message)
+                other.salvage.on_message(self.node, message)
 
         asyncio.get_running_loop().call_later(0.001, arrive)
         return True
@@ -144,7 +144,7 @@ class Agent:
         return self.net.alive(self.node, host)
 
     def due(self, *, last: bool = False) -> bool:
-        return self.scavenge.due(clock.monotonic(), last=last)
+        return self.salvage.due(clock.monotonic(), last=last)
 
     # ---- of the drains
 
@@ -180,7 +180,7 @@ class Agent:
         self.saved.update({name: (stamp, 0.0) for name, stamp in self.net.tier.items()})
         return tuple(SimpleNamespace(set=name, stamp=stamp) for name, stamp in self.net.tier.items())
 
-    async def publish(self, name: str, gathering: Gathering) -> str:
+    async def publish(self, name: str, gathering: SaveProgress) -> str:
         assert gathering.whole and gathering.stamp == SEALED
         self.net.published.append((self.node, sorted(gathering.files)))
         self.net.tier[name] = gathering.stamp
@@ -210,10 +210,10 @@ def test_a_version_that_a_training_has_rejected_is_not_saved() -> None:
     async def test(net: Network) -> None:
         net.rejected.add(SEALED)
         net.lose("c")
-        net.agents["a"].scavenge.begin()
+        net.agents["a"].salvage.begin()
         await net.over()
         assert not net.published and not net.tier
-        assert all(agent.scavenge.saved for agent in net.agents.values()), "nobody waits for it"
+        assert all(agent.salvage.saved for agent in net.agents.values()), "nobody waits for it"
 
     run(test)
 
@@ -223,12 +223,12 @@ def test_whoever_is_lost_and_whoever_begins(gone: str, begins: str) -> None:
     async def test(net: Network) -> None:
         net.lose(gone)
         assert net.agents[begins].due() and net.agents[begins].due(last=True)
-        net.agents[begins].scavenge.begin()
+        net.agents[begins].salvage.begin()
         await net.over()
         leader = "b" if gone == "a" else "a"
         assert net.published == [(leader, FILES)]
         for agent in net.agents.values():
-            assert agent.scavenge.saved and not agent.drains.last and not agent.due(last=True), agent.node
+            assert agent.salvage.saved and not agent.saver.last and not agent.due(last=True), agent.node
             assert len(agent.wrote) <= 1, "nobody is asked to write twice"
 
     run(test)
@@ -238,7 +238,7 @@ def test_all_begin_at_once() -> None:
     async def test(net: Network) -> None:
         net.lose("a")
         for agent in net.agents.values():
-            agent.scavenge.begin()
+            agent.salvage.begin()
         await net.over()
         assert net.published == [("b", FILES)]
 
@@ -251,12 +251,12 @@ def test_the_same_leader_tries_again() -> None:
     async def test(net: Network) -> None:
         net.lose("b")
         net.tier_down = True
-        net.agents["c"].scavenge.begin()
+        net.agents["c"].salvage.begin()
         await net.over()
-        assert not net.published and all(a.drains.last for a in net.agents.values()), "nobody may leave"
+        assert not net.published and all(a.saver.last for a in net.agents.values()), "nobody may leave"
         assert not net.agents["c"].due() and net.agents["c"].due(last=True)
         net.tier_down = False
-        net.agents["c"].scavenge.begin(last=True)
+        net.agents["c"].salvage.begin(last=True)
         await net.over()
         assert net.published == [("a", FILES)]
 
@@ -267,11 +267,11 @@ def test_the_same_leader_tries_again() -> None:
 def test_a_follower_that_begins_while_the_leader_does(late_s: float) -> None:
     async def test(net: Network) -> None:
         net.lose("d")
-        net.agents["a"].scavenge.begin()
+        net.agents["a"].salvage.begin()
         await asyncio.sleep(late_s)
-        net.agents["c"].scavenge.begin()
+        net.agents["c"].salvage.begin()
         await net.over()
-        assert net.published == [("a", FILES)] and all(a.scavenge.saved for a in net.agents.values())
+        assert net.published == [("a", FILES)] and all(a.salvage.saved for a in net.agents.values())
 
     run(test)
 
@@ -283,12 +283,12 @@ def test_of_two_leaders_one_yields() -> None:
         net.lose("d")
         net.cut.add(frozenset("ab"))
         for agent in net.agents.values():
-            agent.scavenge.begin()
+            agent.salvage.begin()
         await asyncio.sleep(0.3)
         net.cut.clear()
         await net.over()
         assert [leader for leader, _ in net.published] == ["a"]
-        assert not net.agents["b"].drains.last and net.agents["b"].scavenge.saved
+        assert not net.agents["b"].saver.last and net.agents["b"].salvage.saved
 
     run(test)
 
@@ -299,7 +299,7 @@ def test_the_leader_is_lost_too() -> None:
     async def test(net: Network) -> None:
         net.lose("d")
         for agent in net.agents.values():
-            agent.scavenge.begin()
+            agent.salvage.begin()
         await asyncio.sleep(0.01)
         net.lose("a", known=False)
         await net.over()
@@ -314,7 +314,7 @@ def test_who_cannot_write_is_left_out() -> None:
     async def test(net: Network) -> None:
         net.lose("d")
         net.agents["b"].unable = "/tier: permission denied"
-        net.agents["a"].scavenge.begin()
+        net.agents["a"].salvage.begin()
         await net.over()
         assert net.published == [("a", FILES)]
 
@@ -325,9 +325,9 @@ def test_what_is_gone_is_told_and_nobody_says_that_it_is_saved() -> None:
     async def test(net: Network) -> None:
         net.lose("b")
         net.lose("c")
-        net.agents["a"].scavenge.begin()
+        net.agents["a"].salvage.begin()
         await net.over()
-        assert not net.published and not any(a.scavenge.saved for a in net.agents.values())
+        assert not net.published and not any(a.salvage.saved for a in net.agents.values())
         [said] = [event for event in net.agents["a"].events if event.startswith("not saved")]
         assert said == "not saved: the shards of rank 1 are gone with b, c"
 
@@ -339,9 +339,9 @@ def test_where_nothing_is_known_nothing_is_called_saved() -> None:
         net.lose("d")
         for agent in net.agents.values():
             agent.sets.clear()
-        net.agents["a"].scavenge.begin()
+        net.agents["a"].salvage.begin()
         await net.over()
-        assert not any(agent.scavenge.saved for agent in net.agents.values())
+        assert not any(agent.salvage.saved for agent in net.agents.values())
 
     run(test)
 
@@ -350,13 +350,13 @@ def test_one_that_missed_the_end_hears_of_it_and_is_quiet() -> None:
     async def test(net: Network) -> None:
         net.lose("d")
         net.cut.update(frozenset(("c", other)) for other in "ab")
-        net.agents["a"].scavenge.begin()
+        net.agents["a"].salvage.begin()
         await net.over()
         net.cut.clear()
         before = sum(net.sent.values())
-        net.agents["c"].scavenge.begin()
+        net.agents["c"].salvage.begin()
         await net.over()
-        assert net.agents["c"].scavenge.saved and not net.agents["c"].drains.last
+        assert net.agents["c"].salvage.saved and not net.agents["c"].saver.last
         assert sum(net.sent.values()) - before < 10
 
     run(test, m=3)
@@ -368,7 +368,7 @@ def test_a_neighbour_that_falls_silent_is_missing_only_while_all_should_be_there
         assert not agent.due(last=True)
         agent.heard["a"] -= 5
         assert agent.due(last=True)
-        agent.drains.last = False  # all is saved, so it may leave
+        agent.saver.last = False  # all is saved, so it may leave
         assert not agent.due(last=True)
 
     run(test)
@@ -377,12 +377,12 @@ def test_a_neighbour_that_falls_silent_is_missing_only_while_all_should_be_there
 def test_the_job_comes_back_in_the_middle() -> None:
     async def test(net: Network) -> None:
         net.lose("d")
-        net.agents["a"].scavenge.begin()
+        net.agents["a"].salvage.begin()
         await asyncio.sleep(0.01)
         for agent in net.agents.values():
-            agent.scavenge.reset()
+            agent.salvage.reset()
         async with asyncio.timeout(10):
-            while any(agent.scavenge.busy for agent in net.agents.values()):
+            while any(agent.salvage.busy for agent in net.agents.values()):
                 await asyncio.sleep(0.02)
         assert not net.published
 
@@ -438,7 +438,7 @@ def test_whoever_is_asked_by_hand(gone: str, asked: str) -> None:
 def test_by_hand_while_it_is_under_way() -> None:
     async def test(net: Network) -> None:
         net.lose("b")
-        net.agents["d"].scavenge.begin()
+        net.agents["d"].salvage.begin()
         words = await asyncio.gather(*(by_hand(net, host) for host in "acd"))
         assert {word.stamp for word in words} == {SEALED} and not any(word.reason for word in words)
         assert len(net.published) == 1
@@ -474,7 +474,7 @@ def test_by_hand_when_the_job_comes_back() -> None:
         asked = asyncio.ensure_future(by_hand(net, "a"))
         await asyncio.sleep(0.01)
         net.agents["a"].membership.detached = False
-        net.agents["a"].scavenge.reset()
+        net.agents["a"].salvage.reset()
         assert (await asked).reason == "the job has come back meanwhile"
 
     run(test)
@@ -532,7 +532,7 @@ def test_by_hand_puts_off_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         while not net.published and clock.monotonic() < deadline:
             for agent in net.agents.values():
                 if agent.due():
-                    agent.scavenge.begin()
+                    agent.salvage.begin()
             await asyncio.sleep(0.01)
         assert net.published
 
@@ -545,8 +545,8 @@ def test_gaps_between_tries_grow_to_a_quarter_of_an_hour() -> None:
         net.tier_down = True
         gaps = []
         for _ in range(7):
-            net.agents["a"].scavenge.begin()
-            gaps.append(round(net.agents["a"].scavenge._decides.again_at - clock.monotonic()))
+            net.agents["a"].salvage.begin()
+            gaps.append(round(net.agents["a"].salvage._decides.again_at - clock.monotonic()))
             await net.over()
         assert gaps == [60, 120, 240, 480, 900, 900, 900]
 

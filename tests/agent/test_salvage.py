@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from gemini_hpc.agent.tier import salvage_events as events
-from gemini_hpc.agent.tier.salvage_rules import ASKED_S, LOST_S, MUSTER_S, Scavenging
+from gemini_hpc.agent.tier.salvage_rules import ASKED_S, LOST_S, MUSTER_S, SalvageRules
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.stored import NodeFile, Stored
@@ -27,7 +27,7 @@ class World:
     """Two agents, what is on its way between them, and what each is doing. faults: how many may still happen;
     early: how often time may go by while something else could happen."""
 
-    agents: dict[str, Scavenging] = field(default_factory=lambda: {host: Scavenging(host) for host in LEFT})
+    agents: dict[str, SalvageRules] = field(default_factory=lambda: {host: SalvageRules(host) for host in LEFT})
     links: dict[str, list[object]] = field(default_factory=lambda: {host: [] for host in LEFT})  # to whom
     doing: dict[str, list[events.Effect]] = field(default_factory=lambda: {host: [] for host in LEFT})
     told: dict[str, bool] = field(default_factory=lambda: dict.fromkeys(LEFT, False))
@@ -105,7 +105,7 @@ class World:
                     for home in effect.order.homes
                 )
                 reason = "" if well else "no way to the tier"
-                done = peer.ScavengeWrote(SET, SEALED, files if well else (), reason, effect.order.attempt)
+                done = peer.SalvageWrote(SET, SEALED, files if well else (), reason, effect.order.attempt)
                 if effect.leader == host:
                     self.happens(host, events.Heard(host, done))
                 else:
@@ -140,7 +140,7 @@ class World:
             dead={"c"},
             heard=dict.fromkeys(HOSTS, self.now),
             noderanks={"a": 0, "b": 1, "c": 2},
-            own=peer.ScavengeHave((peer.Sealed(SET, SEALED, 3),), held),
+            own=peer.SalvageHave((peer.Sealed(SET, SEALED, 3),), held),
             unwanted=False,
             rejected=lambda name, stamp: False,
             detached=True,
@@ -202,7 +202,7 @@ def test_in_every_order_of_events_it_ends_and_nobody_is_told_too_early(
     assert states > least
 
 
-def lead() -> tuple[World, Scavenging]:
+def lead() -> tuple[World, SalvageRules]:
     """`a` leads and waits for what the others have."""
     world = World(may_begin=set(), faults=0)
     world.happens("a", events.Begin())
@@ -238,7 +238,7 @@ def test_a_writer_who_has_answered_is_not_lost_by_falling_silent() -> None:
     [(own, reach)] = [(e, f) for e, f in [orders] if isinstance(e, events.Write) and isinstance(f, events.Reach)]
     assert agent.step(events.Reached(1, "b", False), facts, 101.0) == []
     files = (NodeFile("node-0001.h5", 10, (Stored(1, 1, 10, 10, "0" * 32),)),)
-    done = peer.ScavengeWrote(SET, SEALED, files, "", own.order.attempt)
+    done = peer.SalvageWrote(SET, SEALED, files, "", own.order.attempt)
     assert reach.host == "b" and agent.step(events.Heard("b", done), facts, 102.0) == []
     found = agent.step(events.Tick(), facts, 103.0 + LOST_S)
     assert agent.stage == "writing" and [type(e) for e in found] == [events.Write]
@@ -247,7 +247,7 @@ def test_a_writer_who_has_answered_is_not_lost_by_falling_silent() -> None:
 def test_a_leader_that_is_not_heard_is_followed_no_more() -> None:
     world = World(may_begin=set())
     agent, facts = world.agents["b"], world.facts("b")
-    assert agent.step(events.Heard("a", peer.ScavengeAsk()), facts, 100.0) == [events.Send("a", facts.own)]
+    assert agent.step(events.Heard("a", peer.SalvageAsk()), facts, 100.0) == [events.Send("a", facts.own)]
     assert agent.stage == "following" and agent.leader == "a"
     agent.step(events.Tick(), facts, 100.0 + LOST_S)
     assert agent.stage == "following"
@@ -262,16 +262,16 @@ def test_a_leader_that_is_not_heard_is_followed_no_more() -> None:
 def test_a_follower_that_has_lost_the_end_on_its_way_asks_for_it() -> None:
     world = World(may_begin=set())
     agent, facts = world.agents["b"], world.facts("b")
-    agent.step(events.Heard("a", peer.ScavengeAsk()), facts, 100.0)
+    agent.step(events.Heard("a", peer.SalvageAsk()), facts, 100.0)
     assert agent.step(events.Tick(), facts, 99.0 + ASKED_S) == []
     heard = replace(facts, heard={"a": 100.0 + ASKED_S})
     assert agent.step(events.Tick(), heard, 100.0 + ASKED_S) == [events.Send("a", facts.own)]
-    over = [events.Send("b", peer.ScavengeOver(False, ""))]
+    over = [events.Send("b", peer.SalvageOver(False, ""))]
     assert world.agents["a"].step(events.Heard("b", facts.own), world.facts("a"), 110.0) == over
-    assert agent.step(events.Heard("a", peer.ScavengeOver(False, "")), facts, 110.0) == [] and not agent.busy
+    assert agent.step(events.Heard("a", peer.SalvageOver(False, "")), facts, 110.0) == [] and not agent.busy
 
 
 def test_a_fault_of_ours_ends_the_try_and_lets_the_others_go() -> None:
     world, agent = lead()
     found = agent.step(events.Broken(1), world.facts("a"), 100.0)
-    assert found == [events.Send(host, peer.ScavengeOver(False, "")) for host in ("b", "c")] and not agent.busy
+    assert found == [events.Send(host, peer.SalvageOver(False, "")) for host in ("b", "c")] and not agent.busy

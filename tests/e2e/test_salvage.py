@@ -40,7 +40,7 @@ time.sleep(30)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    settings = {"fence_budget_nodes": 1000, "tier_scavenge_s": 5, "retention_s": 15, "memory_floor_bytes": 64 * MIB}
+    settings = {"fence_budget_nodes": 1000, "tier_salvage_s": 5, "retention_s": 15, "memory_floor_bytes": 64 * MIB}
     with Cluster.up(f"scav{os.getpid()}", nodes=4, settings=settings) as cluster:
         yield cluster
 
@@ -149,7 +149,7 @@ def test_a_job_whose_memory_is_wanted_by_others(cluster: Cluster, tier: Path) ->
     floor = free - BELOW_MIB * MIB
     file = cluster.directory / "etc" / "gemini-hpc" / "gemini.toml"
     text = file.read_text()
-    own = {"memory_floor_bytes": floor, "tier_scavenge_s": 600}
+    own = {"memory_floor_bytes": floor, "tier_salvage_s": 600}
     lines = [line for line in text.splitlines() if line.split(" ")[0] not in own]
     file.write_text("\n".join([*lines, *(f"{key} = {value}" for key, value in own.items())]) + "\n")
     try:
