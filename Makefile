@@ -38,7 +38,7 @@ CODE := gemini_hpc tests benchmarks examples
 DEBIAN_ROOTS := debootstrap debian-archive-keyring
 CACHE ?= /var/cache/gemini-hpc
 RELEASE ?=
-ON_EACH_RELEASE := tests/spank tests/devcluster tests/control tests/recovery
+ON_EACH_RELEASE := tests/spank tests/devcluster tests/controller tests/recovery
 
 .PHONY: help deps deps-site deps-mpi deps-fronts deps-stacks debian-packages venv install demo check test test-long test-slurm test-here lint bench clean
 

@@ -39,7 +39,7 @@ LATER = {
     "releases": "roots of other releases",
     "leaks": "what only root can leave behind",
     "cli/test_run.py": "processes that wait",
-    "control/test_last_judgement.py": "time",
+    "controller/test_last_judgement.py": "time",
     "report/test_report.py": "drawings",
     "doctor/test_broken_hosts.py": "mount namespaces, other users",
     # Processes for each of many tests.
@@ -66,7 +66,7 @@ LATER = {
     "agent/test_saves.py::test_in_every_order_of_events_all_are_answered_and_let_go": "time",
     "agent/test_salvage.py::test_in_every_order_of_events_it_ends_and_nobody_is_told_too_early": "time",
     "agent/test_workers.py::test_too_many_at_once_are_refused": "time",
-    "control/test_fencing.py::test_every_combination_of_what_is_seen": "time",
+    "controller/test_fencing.py::test_every_combination_of_what_is_seen": "time",
     "core/test_commit_exhaustive.py::test_awaited_before_the_write_two_steps_can_be_repeated[job1]": "time",
     "core/test_commit_exhaustive.py::test_waits_that_run_out_lose_nothing_and_block_nothing": "time",
     "core/test_commit_exhaustive.py::test_skipped_versions_block_nobody_for_ever[True]": "time",

@@ -1,4 +1,5 @@
-"""Ending local ranks of a training that has gone on elsewhere (SITE 6): the one case in which protection stops one.
+"""Ending local ranks of a training that has gone on elsewhere (requirement cut-off-nodes): the one case in which
+protection stops one.
 
 A node that is cut off, not dead, goes on computing. Its ranks are ended when the controller says that their job is
 over or runs elsewhere, or when this agent has lost all peers *and* the controller for `self_fence_s`.

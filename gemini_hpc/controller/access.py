@@ -1,4 +1,5 @@
-"""Who may inspect other users' jobs at the controller: `operators`, and slurmdbd's where there is one (SITE 21)."""
+"""Who may inspect other users' jobs at the controller: `operators`, and slurmdbd's where there is one (requirement
+who-may-inspect)."""
 
 from __future__ import annotations
 

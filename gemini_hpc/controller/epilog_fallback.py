@@ -1,4 +1,4 @@
-"""Holding the survivors from a survivor's epilog, where no controller answers (DESIGN §6, SITE 12, 19).
+"""Holding the survivors from a survivor's epilog, where no controller answers (requirement hold-only-after-a-death).
 
     python3 -I -m gemini_hpc.controller.epilog_fallback --job J --restart R --node N [--nodes HOSTLIST]
 

@@ -1,4 +1,5 @@
-"""Fenced nodes that have booted anew are given back, where the site wants it (SITE 4). Off by default.
+"""Fenced nodes that have booted anew are given back, where the site wants it (requirement administrators-resume). Off
+by default.
 
 Only nodes with our reason that this controller's journal knows as fenced, with a boot later than that, whose slurmd
 has answered for `auto_resume_s` without a gap, and each at most twice a day: a node that dies again and again stays

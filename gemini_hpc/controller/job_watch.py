@@ -146,7 +146,8 @@ class JobWatch:
             self._recoveries.say(track.raw_id, job.restarts, "shrunk", "", told)
 
     def _look_at_agents(self, track: Track) -> None:
-        """What the user should know of a job that has begun to run (SITE 13, 22), once for each incarnation."""
+        """What the user should know of a job that has begun to run (requirements requeue, plugin-loaded), once for
+        each incarnation."""
         job, since = track.job, track.running_since
         if job is None or since is None:
             return

@@ -1,4 +1,5 @@
-"""The controller's memory on disk: what it is about to do, what it has done, one JSON line each (SITE 3, 5).
+"""The controller's memory on disk: what it is about to do, what it has done, one JSON line each (requirements budget,
+one-controller).
 
 A line with phase `before` is on disk before the action starts; a controller that comes up again reads which
 recoveries were left open and how many nodes were fenced lately.

@@ -1,4 +1,5 @@
-"""Whether this host is the one that may act: its slurmctld is in charge, and has been up for a while (SITE 5).
+"""Whether this host is the one that may act: its slurmctld is in charge, and has been up for a while (requirement
+one-controller).
 
 Where slurmctld has backups, a controller runs beside each of them and all but one stand by. The lock lies in
 StateSaveLocation, which slurmctld's own hosts share; so two controllers never act, whatever they believe.

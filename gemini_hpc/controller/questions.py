@@ -1,4 +1,4 @@
-"""What users ask the controller about their jobs, and who is answered (`inspect`, SITE 21)."""
+"""What users ask the controller about their jobs, and who is answered (`inspect`, requirement who-may-inspect)."""
 
 from __future__ import annotations
 

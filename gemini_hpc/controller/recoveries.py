@@ -1,4 +1,5 @@
-"""All recoveries of this controller: whom reports reach, and what a dead controller left to be done (SITE 5)."""
+"""All recoveries of this controller: whom reports reach, and what a dead controller left to be done (requirement
+one-controller)."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ class Recoveries:
         self.longest_epilog_s = 0.0
 
     def reservation_minutes(self) -> int:
-        """How long a reservation of ours lasts if nobody ends it (SITE 11)."""
+        """How long a reservation of ours lasts if nobody ends it (requirement reservations)."""
         return max(RESERVED_MINUTES, math.ceil(3 * self.longest_epilog_s / 60))
 
     def cancel(self) -> list[asyncio.Task[None]]:

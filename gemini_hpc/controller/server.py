@@ -1,4 +1,5 @@
-"""The acting controller: agents register and report here, users ask here (DESIGN §2, SITE 1, 5)."""
+"""The acting controller: agents register and report here, users ask here (requirements believe-slurm,
+one-controller)."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ MESSAGES_PER_S, MESSAGES_BURST = 200.0, 2000.0
 JOB_CACHE_S, FRESH_JOB_S = 0.5, 0.1
 # Frames: a registration names the nodes, a part holds an agent's events and slots.
 EARLY_FRAME_BYTES, AGENT_FRAME_BYTES = 256 << 10, 4 << 20
-# Per user, whatever number of jobs and agents (SITE 1).
+# Per user, whatever number of jobs and agents (requirement believe-slurm).
 REPORTS_PER_S, REPORTS_BURST = 50.0, 1000.0
 EVENT_BYTES_PER_S, EVENT_BYTES_BURST = 500.0, 16e6
 LINES_PER_S, LINES_BURST = 1.0, 10_000.0

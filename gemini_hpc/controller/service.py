@@ -1,4 +1,5 @@
-"""The controller as a service: it stands by until this host's slurmctld is in charge, acts, steps down (SITE 5)."""
+"""The controller as a service: it stands by until this host's slurmctld is in charge, acts, steps down (requirement
+one-controller)."""
 
 from __future__ import annotations
 

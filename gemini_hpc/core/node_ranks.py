@@ -1,4 +1,4 @@
-"""Node ranks: a node's logical position in the job, kept across requeues (DESIGN section 3.4)."""
+"""Node ranks: a node's logical position in the job, kept across requeues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inventories in, recovery plan out (DESIGN section 4, R4): what every agent computes alike after a restart.
+"""Inventories in, recovery plan out (docs/protocol.md, R4): what every agent computes alike after a restart.
 
 1. The previous node-rank map is the one of the latest restart that a survivor remembers; replacements fill gaps.
 2. The new epoch is above every epoch that anyone has seen.

@@ -1,4 +1,4 @@
-"""Who writes what to the tier when a node is missing (DESIGN section 3, step 7).
+"""Who writes what to the tier when a node is missing.
 
 The version is the newest that any agent that is left knows to have been sealed. It is complete wherever a holder is
 left: a slot is recycled only for something that was sealed later (R1), of which that holder would have told.

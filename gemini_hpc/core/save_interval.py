@@ -2,7 +2,7 @@
 5.3, "Finish checkpointing within an iteration").
 
 A version is saved every j-th iteration. Its chunks may be spread over s <= j iterations: version v is awaited
-(sealed, DESIGN section 4, R2) before the optimizer step that makes v + s. A holder has two slots, so v is sealed
+(sealed, docs/protocol.md, R2) before the optimizer step that makes v + s. A holder has two slots, so v is sealed
 before v + j is written: hence s <= j.
 
 What is repeated at worst: until v is sealed, the version to fall back on is v - j. The last moment of that is just

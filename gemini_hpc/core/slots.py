@@ -1,4 +1,4 @@
-"""The two slots that a holder has per shard, and when one of them may be overwritten (DESIGN section 4, R1).
+"""The two slots that a holder has per shard, and when one of them may be overwritten (docs/protocol.md, R1).
 
 A pair always keeps the newest sealed version that it has held until a newer one is sealed: one slot is the last
 complete version, the other is being filled. What the pair knows of sealing comes from outside (see `votes`).

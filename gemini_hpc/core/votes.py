@@ -1,4 +1,4 @@
-"""Sealing by agents, up a tree (DESIGN section 4, R2 and R3).
+"""Sealing by agents, up a tree (docs/protocol.md, R2 and R3).
 
 Each agent votes for the stamps that are complete in *all* its pairs of one training set. Votes merge on the way up,
 at constant size; the root seals the highest stamp that is complete everywhere, and its word comes back down. A vote

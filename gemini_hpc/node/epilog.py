@@ -25,7 +25,7 @@ ANSWER_TIMEOUT_S = 3.0
 GONE_TIMEOUT_S = 1.0
 OWNER_GRACE_S = 0.2
 LEDGER_S = 1.0
-TOTAL_S = 4.7  # of the 5 s that an epilog may take (SITE 19); the interpreter has started by then
+TOTAL_S = 4.7  # of the 5 s that an epilog may take (requirement users-errors); the interpreter has started by then
 
 # How the child that is the job's owner tells root how it went.
 _RELEASED, _KEPT, _FAILED = 10, 11, 12
@@ -130,9 +130,8 @@ def _hold_status(restart: int, said: object) -> int:
 def _hold(job: int, restart: int, place: tuple[str, ...], deadline: float) -> None:
     """A peer died, no controller answers and this node is the first alive: the survivors are held from here.
 
-    The one Slurm action of prolog and epilog; what the agent says is a hint that `controller.epilog_fallback` checks with Slurm.
-    What is not done in time goes on in a process of its own: only the waiting for it ends.
-    """
+    The one Slurm action of prolog and epilog; what the agent says is a hint that `controller.epilog_fallback` checks
+    with Slurm. What is not done in time goes on in a process of its own: only the waiting for it ends."""
     argv = [sys.executable, "-I", "-m", "gemini_hpc.controller.epilog_fallback"]
     argv += ["--job", str(job), "--restart", str(restart), "--node", place[0], "--nodes", place[1]]
     try:

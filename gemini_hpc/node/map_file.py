@@ -1,4 +1,5 @@
-"""The map file: what the SPANK plugin and the batch script read of an incarnation, all or nothing (SITE 17)."""
+"""The map file: what the SPANK plugin and the batch script read of an incarnation, all or nothing (requirement
+all-or-nothing-map)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an agent's memory is counted: what /proc says of memory cgroups, and the choice of one (SITE 15).
+"""Where an agent's memory is counted: what /proc says of memory cgroups, and the choice of one (requirement memory).
 
 The prolog is a child of slurmd, and so would be the agent. slurmd's cgroup may be limited to MemSpecLimit: replicas
 in it would get slurmd killed. So the agents of a node have a cgroup of their own, beside slurmd's, with the site's

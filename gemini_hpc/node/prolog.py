@@ -202,7 +202,7 @@ def _start_if_asked(inc: Incarnation, settings: Settings, run_fd: int, sock: soc
 
 def _installed() -> bool:
     """Whether an agent could run here. Then it is a user who keeps it from doing so (processes, ports, signals), and
-    no user may have a node drained (SITE 19)."""
+    no user may have a node drained (requirement users-errors)."""
     import subprocess
 
     argv = [sys.executable, "-I", "-c", "import gemini_hpc.agent.daemon"]

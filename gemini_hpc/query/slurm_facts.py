@@ -8,7 +8,8 @@ NOT_YOURS = "unknown, or not yours"
 
 
 def never_requeued(job: Job) -> str:
-    """Why this job will never be sent back to pending after a failure; "" if that is possible (SITE 13)."""
+    """Why this job will never be sent back to pending after a failure; "" if that is possible (requirement
+    requeue)."""
     if job.het:
         return "this is a heterogeneous job: gemini-hpc never acts on one"
     if not job.batch:

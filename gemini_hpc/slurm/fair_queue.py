@@ -1,4 +1,5 @@
-"""No user's traffic may keep the controller from serving another's: a fair queue, and budgets per user (SITE 1)."""
+"""No user's traffic may keep the controller from serving another's: a fair queue, and budgets per user (requirement
+believe-slurm)."""
 
 from __future__ import annotations
 

@@ -49,7 +49,8 @@ class Release(Message, frozen=True, tag="release"):
 
 
 class Notice(Message, frozen=True, tag="notice"):
-    """Controller -> agent: one line for the users of the job, which its first training rank prints (SITE 13)."""
+    """Controller -> agent: one line for the users of the job, which its first training rank prints (requirement
+    requeue)."""
 
     job: Job
     text: str

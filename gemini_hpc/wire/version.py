@@ -1,4 +1,5 @@
-"""The protocol's version, and how two ends agree on one (SITE 20). How it is raised: docs/protocol.md.
+"""The protocol's version, and how two ends agree on one (requirement not-a-failure). How it is raised:
+docs/protocol.md.
 
 Each end tells the lowest and the highest version that it speaks, the lowest in the field that version 1 compared for
 equality; so a version 1 is understood, and understands us, without a second attempt.

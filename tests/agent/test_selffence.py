@@ -1,4 +1,5 @@
-"""SITE 6, state by state: when the watch over being cut off ends the ranks of its node, and when it does not."""
+"""Requirement cut-off-nodes, state by state: when the watch over being cut off ends the ranks of its node, and when
+it does not."""
 
 from __future__ import annotations
 
@@ -93,12 +94,12 @@ STATES = {
 }
 
 
-def test_site_06_cut_off() -> None:
+def test_cut_off() -> None:
     assert asyncio.run(World().watch())
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_site_06_not_cut_off(state: str) -> None:
+def test_not_cut_off(state: str) -> None:
     async def run() -> bool:
         world = World()
         STATES[state](world)
@@ -107,7 +108,7 @@ def test_site_06_not_cut_off(state: str) -> None:
     assert not asyncio.run(run())
 
 
-def test_site_06_found_peers_start_the_clock_anew() -> None:
+def test_found_peers_start_the_clock_anew() -> None:
     async def run() -> int:
         world = World()
         world.found = True
@@ -118,7 +119,7 @@ def test_site_06_found_peers_start_the_clock_anew() -> None:
 
 
 @pytest.mark.parametrize("alive", [None, "n2", "n40", "n200"])
-def test_site_06_every_peer_is_looked_for(alive: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_peer_is_looked_for(alive: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two hundred, of which links to a few were kept; those that are called dead are left out."""
     asked: set[str] = set()
 

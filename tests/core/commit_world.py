@@ -1,8 +1,8 @@
 """A job under the commit rules, in miniature: agents, trainers, a network, crashes and recoveries.
 
-The agents run the production rules (`slots`, `votes`, `recovery_plan`, `node_ranks`, `placement`); the rest is the least that
-can drive them. What a rank holds at a stamp is a chain of salts, one per run and step, so that two lineages never
-look alike, as they would in a deterministic training run.
+The agents run the production rules (`slots`, `votes`, `recovery_plan`, `node_ranks`, `placement`); the rest is the
+least that can drive them. What a rank holds at a stamp is a chain of salts, one per run and step, so that two
+lineages never look alike, as they would in a deterministic training run.
 
 `weak` names rules to break on purpose: a test that cannot find the harm is not a test.
 """

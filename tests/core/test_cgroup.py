@@ -1,4 +1,5 @@
-"""SITE 15 on hosts that cannot be had here: the choice of a memory cgroup, from texts of /proc as they are there."""
+"""Requirement memory on hosts that cannot be had here: the choice of a memory cgroup, from texts of /proc as they are
+there."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ COVERED_MOUNTS = """\
 """
 
 
-def test_site_15_v2_under_systemd_is_asked_of_systemd() -> None:
+def test_v2_under_systemd_is_asked_of_systemd() -> None:
     here = memory_cgroup.place(V2, V2_MOUNTS)
     assert here == Place(2, "/sys/fs/cgroup", "/system.slice/slurmd.service", True)
     assert memory_cgroup.choose(here, "", systemd=True) == Choice("systemd")
@@ -58,7 +59,7 @@ def test_site_15_v2_under_systemd_is_asked_of_systemd() -> None:
     ]
 
 
-def test_site_15_v2_without_systemd_is_made_of_files() -> None:
+def test_v2_without_systemd_is_made_of_files() -> None:
     here = memory_cgroup.place("0::/slurmd\n", V2_MOUNTS)
     assert here is not None
     choice = memory_cgroup.choose(here, "/site/gemini", systemd=False)
@@ -107,7 +108,7 @@ def test_job_has_a_cgroup_in_each_hierarchy_of_v1_that_is_there() -> None:
     assert steps == [None, None, "1024", "512"], "two controllers in one hierarchy"
 
 
-def test_site_15_a_limit_is_never_put_below_what_is_taken() -> None:
+def test_a_limit_is_never_put_below_what_is_taken() -> None:
     """On v2 that would kill the agents of the jobs that run."""
     here = Place(2, "/cg", "/slurmd", True)
     choice = memory_cgroup.choose(here, "", systemd=False)
@@ -115,7 +116,7 @@ def test_site_15_a_limit_is_never_put_below_what_is_taken() -> None:
     assert any(s.path.endswith("memory.max") for s in memory_cgroup.preparation(here, choice, 1000, 1000))
 
 
-def test_site_15_v1_beside_slurmd_with_or_without_systemd() -> None:
+def test_v1_beside_slurmd_with_or_without_systemd() -> None:
     here = memory_cgroup.place(V1, V1_MOUNTS)
     assert here == Place(1, "/sys/fs/cgroup/memory", "/system.slice/slurmd.service", True)
     for systemd in (True, False):
@@ -130,7 +131,7 @@ def test_site_15_v1_beside_slurmd_with_or_without_systemd() -> None:
     ]
 
 
-def test_site_15_containers() -> None:
+def test_containers() -> None:
     here = memory_cgroup.place(CONTAINER, CONTAINER_MOUNTS)
     assert here == Place(1, "/sys/fs/cgroup/memory", "/slurm", False)
     assert "read-only" in memory_cgroup.choose(here, "", systemd=False).why
@@ -151,19 +152,19 @@ def test_site_15_containers() -> None:
         ("/a//b", "wanted a path"),
     ],
 )
-def test_site_15_what_the_agent_stays_for(setting: str, why: str) -> None:
+def test_what_the_agent_stays_for(setting: str, why: str) -> None:
     choice = memory_cgroup.choose(memory_cgroup.place(V1, V1_MOUNTS), setting, systemd=False)
     assert choice.how == "stay" and why in choice.why and bool(why) == bool(choice.why)
 
 
-def test_site_15_no_memory_cgroup_is_nothing_to_leave() -> None:
+def test_no_memory_cgroup_is_nothing_to_leave() -> None:
     assert memory_cgroup.place("", "") is None and memory_cgroup.place("1:name=systemd:/\n", V1_MOUNTS) is None
     assert memory_cgroup.place(V1, "") is None and memory_cgroup.place("nonsense\n::\n", "a b - c\n\n") is None
     assert memory_cgroup.choose(None, "", systemd=True) == Choice("stay")
     assert "no memory cgroup" in memory_cgroup.choose(None, "/gemini-hpc", systemd=True).why
 
 
-def test_site_15_what_is_left_of_a_limit() -> None:
+def test_what_is_left_of_a_limit() -> None:
     assert memory_cgroup.left(1, "9223372036854771712\n", "5\n", "") is None
     assert memory_cgroup.left(2, "max\n", "5\n", "") is None
     assert (

@@ -167,7 +167,7 @@ def test_who_cannot_use_what(
 
 def test_one_closed_file_of_a_package_is_named(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = INSTALL.format(umask="022", before="", python="/usr/bin/python3", package=package)
-    closed = "chmod 0640 /opt/gemini-hpc/venv/lib/python3.*/site-packages/gemini_hpc/agent/agent.py"
+    closed = "chmod 0640 /opt/gemini-hpc/venv/lib/python3.*/site-packages/gemini_hpc/agent/daemon.py"
     monkeypatch.setitem(HOSTS, "installed", f"( {host} {closed} ) >&2 || exit 1")
     done = doctor(package, "installed", 0, "--json", "--only", "files.access")
     (found,) = json.loads(done.stdout)["checks"]

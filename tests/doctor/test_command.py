@@ -142,7 +142,7 @@ def test_later_releases_configuration() -> None:
     ]
 
 
-def test_site_15_run_in_job() -> None:
+def test_run_in_job() -> None:
     found = slurm.prolog_flags(Told(PrologFlags="Alloc,RunInJob"))
     assert found.status == "wrong" and "RunInJob" in found.fix
 
@@ -155,30 +155,30 @@ def test_site_15_run_in_job() -> None:
         ({"SLURM_VERSION": "26.05.0", "SlurmctldParameters": "enable_expedited_requeue"}, "is on"),
     ],
 )
-def test_site_14_expedited_requeue(values: dict[str, str], words: str) -> None:
+def test_expedited_requeue(values: dict[str, str], words: str) -> None:
     found = slurm.expedited(Told(**values))
     assert found.status == "ok" and words in found.found
 
 
-def test_site_19_separate_prolog_timeout() -> None:
+def test_separate_prolog_timeout() -> None:
     assert slurm.prolog_timeout(Told(PrologTimeout="65534", PrologEpilogTimeout="65534")).status == "ok"
     assert slurm.prolog_timeout(Told(PrologTimeout="10 sec")).status == "wrong"
 
 
-def test_site_5_slurm_user_root() -> None:
+def test_slurm_user_root() -> None:
     facts = Told(SlurmUser="root(0)")
     facts._known["settings"] = Settings(slurm_user="root")
     assert slurm.slurm_user(facts).status == "warning"
 
 
-def test_site_15_memory_that_slurm_does_not_count() -> None:
+def test_memory_that_slurm_does_not_count() -> None:
     assert memory.carved(64 * GIB, 30 * GIB, 32 * GIB, True).status == "ok"
     assert memory.carved(64 * GIB, 48 * GIB, 32 * GIB, True).status == "warning"
     assert memory.carved(64 * GIB, 63 * GIB, 32 * GIB, True).status == "wrong"
     assert memory.carved(64 * GIB, 30 * GIB, 32 * GIB, False).status == "warning"
 
 
-def test_site_15_cgroup_v2(tmp_path: Path) -> None:
+def test_cgroup_v2(tmp_path: Path) -> None:
     here = tmp_path / "system.slice/slurmd.service"
     here.mkdir(parents=True)
     (here / "memory.max").write_text("max\n")
@@ -192,7 +192,7 @@ def test_site_15_cgroup_v2(tmp_path: Path) -> None:
     assert memory.slurmd_limit(limit(place), GIB // 4).status == "ok"
 
 
-def test_site_15_systemd_units(tmp_path: Path) -> None:
+def test_systemd_units(tmp_path: Path) -> None:
     low, high = tmp_path / "lib", tmp_path / "etc"
     (high / "slurmd.service.d").mkdir(parents=True)
     low.mkdir()

@@ -105,7 +105,7 @@ def test_no_settings_file(patient: Patient) -> None:
     assert report["slurm.cluster-name"]["status"] == "warning"
 
 
-def test_site_20_another_version(patient: Patient) -> None:
+def test_another_version(patient: Patient) -> None:
     """Beside the interpreter of the scripts is an older package; this command itself runs from elsewhere."""
     old = patient.directory / "old"
     old.mkdir()
@@ -122,7 +122,7 @@ def test_site_20_another_version(patient: Patient) -> None:
     assert "0.0.9" in report["files.version"]["found"]
 
 
-def test_site_1_run_dir(patient: Patient) -> None:
+def test_run_dir(patient: Patient) -> None:
     def run(*argv: str) -> None:
         done = patient.cluster.exec("n1", argv)
         assert done.returncode == 0, done.stderr
@@ -150,7 +150,7 @@ def test_site_1_run_dir(patient: Patient) -> None:
         assert broken.news == {"files.run-dir": "wrong"} and "/tmp has mode 1777" in broken["files.run-dir"]["found"]
 
 
-def test_site_1_state_dir(patient: Patient) -> None:
+def test_state_dir(patient: Patient) -> None:
     with patient.access(patient.state, mode=0o755):
         report = patient.doctor()
         assert report.news == {"files.state-dir": "warning"} and report.code == 0

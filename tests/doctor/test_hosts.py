@@ -29,7 +29,7 @@ LATE = (
 # ---- MUNGE ---------------------------------------------------------------------------------------------
 
 
-def test_site_1_munge_does_not_answer(patient: Patient) -> None:
+def test_munge_does_not_answer(patient: Patient) -> None:
     with patient.mounted("n3", "-t", "tmpfs", "none", "/run/munge"):
         report = patient.doctor(node="n3", env={"MUNGE_SOCKET": ""})
     assert report["munge.answers"]["status"] == "wrong"
@@ -52,7 +52,7 @@ def test_cve_2026_25506_munge_version(patient: Patient, version: str, status: st
 
 
 @pytest.mark.parametrize(("late", "status"), [(0, "ok"), (12, "warning"), (-45, "wrong"), (400, "wrong")])
-def test_site_1_clock(patient: Patient, late: int, status: str) -> None:
+def test_clock(patient: Patient, late: int, status: str) -> None:
     """One machine has one clock: that of the command is set apart, the controller's credential is real."""
     argv = [PYTHON, "-I", "-c", LATE.format(late=late), "doctor", "--json", "--only", "munge"]
     done = patient.cluster.run(argv, node="n1")
@@ -73,7 +73,7 @@ def test_munge_key(patient: Patient) -> None:
 # ---- ports and addresses -------------------------------------------------------------------------------
 
 
-def test_site_17_ephemeral_ports(patient: Patient) -> None:
+def test_ephemeral_ports(patient: Patient) -> None:
     def sysctl(name: str, value: str) -> None:
         done = patient.cluster.exec("n2", ["sh", "-c", f"echo '{value}' > /proc/sys/net/ipv4/{name}"])
         assert done.returncode == 0, done.stderr
@@ -92,7 +92,7 @@ def test_site_17_ephemeral_ports(patient: Patient) -> None:
 @pytest.mark.parametrize(
     ("port", "user", "status"), [(17005, "alice", "warning"), (24100, None, "warning"), (24100, "alice", "")]
 )
-def test_site_17_ports_in_use(patient: Patient, port: int, user: str | None, status: str) -> None:
+def test_ports_in_use(patient: Patient, port: int, user: str | None, status: str) -> None:
     process = patient.cluster.popen([PYTHON, "-c", LISTEN.format(port=port)], user=user, node="n2")
     try:
         assert process.stdout is not None and process.stdout.readline()
@@ -104,7 +104,7 @@ def test_site_17_ports_in_use(patient: Patient, port: int, user: str | None, sta
     assert str(port) in report["network.in-use"]["found"] or not status
 
 
-def test_site_2_addresses(patient: Patient) -> None:
+def test_addresses(patient: Patient) -> None:
     for values, status in (
         ({"peer_address": "{host}-nowhere"}, "wrong"),
         ({"peer_address": "localhost"}, "wrong"),
@@ -131,7 +131,7 @@ def test_site_2_addresses(patient: Patient) -> None:
             )  # whether a name with a point at its end is known depends on the host
 
 
-def test_site_2_no_controller_in_the_settings(patient: Patient) -> None:
+def test_no_controller_in_the_settings(patient: Patient) -> None:
     with patient.with_settings(controller_host="") as path:
         report = patient.doctor("--config", str(path), "--only", "network", node="n1")
     assert report.news == {} and report["network.controller"]["status"] == "skipped"
@@ -140,7 +140,7 @@ def test_site_2_no_controller_in_the_settings(patient: Patient) -> None:
 # ---- memory --------------------------------------------------------------------------------------------
 
 
-def test_site_15_carve_out(patient: Patient) -> None:
+def test_carve_out(patient: Patient) -> None:
     total_mb = meminfo()["MemTotal"] >> 20
     lines = patient.slurm_conf.read_text().splitlines()
     for share, status in ((0.99, "wrong"), (0.7, "warning")):
@@ -154,7 +154,7 @@ def test_site_15_carve_out(patient: Patient) -> None:
     assert patient.doctor(node="n1").news == {}
 
 
-def test_site_15_slurmd_cgroup(patient: Patient) -> None:
+def test_slurmd_cgroup(patient: Patient) -> None:
     """A limit on slurmd's own cgroup, as MemSpecLimit or its unit would put it."""
     table = patient.cluster.exec("n1", ["bash", "-c", "cat /proc/$(pgrep -xo slurmd)/cgroup"]).stdout
     own = next(line.split(":")[2] for line in table.splitlines() if ":memory:" in line)
@@ -173,7 +173,7 @@ def test_site_15_slurmd_cgroup(patient: Patient) -> None:
         limit.write_text("-1")
 
 
-def test_site_15_unit(patient: Patient) -> None:
+def test_unit(patient: Patient) -> None:
     """The unit is a file here, and no systemd reads it."""
     dropin = patient.directory / "etc-systemd"
     (dropin / "slurmd.service.d").mkdir(parents=True)
@@ -192,7 +192,7 @@ def test_site_15_unit(patient: Patient) -> None:
 # ---- the controller ------------------------------------------------------------------------------------
 
 
-def test_site_5_no_controller(patient: Patient) -> None:
+def test_no_controller(patient: Patient) -> None:
     patient.cluster.controller_stop()
     try:
         report, node = patient.doctor(), patient.doctor(node="n1")
@@ -204,7 +204,7 @@ def test_site_5_no_controller(patient: Patient) -> None:
     until(lambda: patient.doctor("--only", "network").news == {})
 
 
-def test_site_5_a_controller_that_hangs(patient: Patient) -> None:
+def test_a_controller_that_hangs(patient: Patient) -> None:
     pid = patient.cluster.controller_pid()
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -215,13 +215,13 @@ def test_site_5_a_controller_that_hangs(patient: Patient) -> None:
     assert report.news == {"network.controller": "wrong"}
 
 
-def test_site_5_a_controller_that_agents_do_not_dial(patient: Patient) -> None:
+def test_a_controller_that_agents_do_not_dial(patient: Patient) -> None:
     with patient.with_settings(controller_host="n2") as path:
         report = patient.doctor("--config", str(path), "--only", "controller", "--host-role", "controller")
     assert report.news == {"controller.runs": "wrong"} and "n2" in report["controller.runs"]["found"]
 
 
-def test_site_5_journal(patient: Patient) -> None:
+def test_journal(patient: Patient) -> None:
     journal = patient.state / "journal.jsonl"
     with patient.access(journal, owner=5001):
         assert patient.doctor().news == {"controller.journal": "wrong"}
@@ -251,7 +251,7 @@ def test_a_controller_that_has_stood_aside(patient: Patient) -> None:
         assert "controller.alerts" not in patient.doctor("--only", "controller.alerts").news
 
 
-def test_site_5_journal_on_a_full_disk(patient: Patient) -> None:
+def test_journal_on_a_full_disk(patient: Patient) -> None:
     with patient.mounted("n3", "-t", "tmpfs", "-o", "size=1m", "none", "/mnt"):
         assert patient.cluster.exec("n3", ["sh", "-c", "touch /mnt/journal.jsonl"]).returncode == 0
         with patient.with_settings(state_dir="/mnt") as path:
@@ -282,7 +282,7 @@ def two_controllers() -> Iterator[Cluster]:
         yield cluster
 
 
-def test_site_5_a_backup_slurmctld_takes_over(two_controllers: Cluster) -> None:
+def test_a_backup_slurmctld_takes_over(two_controllers: Cluster) -> None:
     patient = Patient(two_controllers)
     assert "controller.primary" not in patient.doctor("--only", "controller").bad
     assert patient.doctor("--only", "controller", node="n2").document["roles"] == ["controller", "node"]

@@ -10,7 +10,7 @@ from waiting import until
 from .conftest import Patient
 
 
-def test_site_22_a_node_without_an_agent(patient: Patient) -> None:
+def test_a_node_without_an_agent(patient: Patient) -> None:
     with patient.job() as job:
         until(
             lambda: patient.doctor("--only", "jobs.agents")["jobs.agents"]["found"].startswith(
@@ -43,7 +43,7 @@ def patient_age(patient: Patient, job: int) -> float:
     return time.time() - int(start)
 
 
-def test_site_22_a_job_without_any_agent(patient: Patient) -> None:
+def test_a_job_without_any_agent(patient: Patient) -> None:
     """The prolog fails everywhere: neither the controller nor any node knows of the job, slurmctld's records do."""
     with patient.conf("Prolog=/bin/true"):
         job = patient.submit()
@@ -56,7 +56,7 @@ def test_site_22_a_job_without_any_agent(patient: Patient) -> None:
     until(lambda: not patient.cluster.run(["squeue", "-h"]).stdout.strip())
 
 
-def test_site_22_a_plugin_that_does_not_load_on_one_node(patient: Patient) -> None:
+def test_a_plugin_that_does_not_load_on_one_node(patient: Patient) -> None:
     with (
         patient.written("empty.conf", "") as empty,
         patient.mounted("n2", "--bind", str(empty), str(patient.plugstack)),
@@ -70,7 +70,7 @@ def test_site_22_a_plugin_that_does_not_load_on_one_node(patient: Patient) -> No
         assert patient.doctor(node="n2", user="alice")["jobs.tasks"]["status"] == "skipped"
 
 
-def test_site_13_not_requeueable(patient: Patient) -> None:
+def test_not_requeueable(patient: Patient) -> None:
     with patient.job("--no-requeue") as job:
         report = patient.doctor()
         assert report.news == {"jobs.requeue": "warning"} and report.code == 0
@@ -86,7 +86,7 @@ def test_site_13_not_requeueable(patient: Patient) -> None:
     assert f"job {unprotected} " not in report["jobs.requeue"]["found"]
 
 
-def test_site_11_reservations(patient: Patient) -> None:
+def test_reservations(patient: Patient) -> None:
     def slurm(*argv: str) -> None:
         done = patient.cluster.run(["scontrol", *argv])
         assert done.returncode == 0, done.stderr
@@ -118,7 +118,7 @@ def test_site_11_reservations(patient: Patient) -> None:
     assert report.news == {}, "its job waits"
 
 
-def test_site_4_a_fenced_node(patient: Patient) -> None:
+def test_a_fenced_node(patient: Patient) -> None:
     reason = "gemini-hpc: no answer from slurmd and agent, job 1 restart 0 \x1b[31m"
     try:
         # DOWN passes by itself here: slurmd answers, and ReturnToService is 2.
@@ -136,7 +136,7 @@ def test_site_4_a_fenced_node(patient: Patient) -> None:
     patient.cluster.wait_idle()
 
 
-def test_site_10_a_stale_pin(patient: Patient) -> None:
+def test_a_stale_pin(patient: Patient) -> None:
     with patient.job() as job:
         nodes = patient.cluster.job(job)["NodeList"]
         patient.cluster.run(["scontrol", "requeuehold", str(job)])
@@ -153,7 +153,7 @@ def test_site_10_a_stale_pin(patient: Patient) -> None:
         assert patient.doctor().news == {}
 
 
-def test_site_16_leftover_directories(patient: Patient) -> None:
+def test_leftover_directories(patient: Patient) -> None:
     def run(*argv: str) -> None:
         done = patient.cluster.exec("n1", argv)
         assert done.returncode == 0, done.stderr

@@ -49,13 +49,13 @@ def test_slurm_conf(
     assert report.code == (1 if status == "wrong" else 0)
 
 
-def test_site_14_cred_expire_is_told(patient: Patient) -> None:
+def test_cred_expire_is_told(patient: Patient) -> None:
     assert EXPLAINED["slurm.cred-expire"] == patient.doctor()["slurm.cred-expire"]["status"]
     with patient.conf(without=["AuthInfo"]):
         assert patient.doctor()["slurm.cred-expire"]["status"] == "ok"
 
 
-def test_site_20_over_memory_kill_with_a_remedy(patient: Patient) -> None:
+def test_over_memory_kill_with_a_remedy(patient: Patient) -> None:
     for remedy in ("UsePss", "NoShared", "NoShare"):
         with patient.conf(f"JobAcctGatherParams=OverMemoryKill,{remedy}"):
             assert patient.doctor().news == {}
@@ -70,7 +70,7 @@ def test_notes_are_told(patient: Patient) -> None:
     assert "has none" in report["slurm.expedited-requeue"]["found"]
 
 
-def test_site_20_a_container_that_hides_run(patient: Patient) -> None:
+def test_a_container_that_hides_run(patient: Patient) -> None:
     conf = patient.slurm_conf.parent / "job_container.conf"
     text = "AutoBasePath=true\nBasePath=/tmp/containers\n"
     for extra, status in (("Dirs=/tmp,/run\n", "wrong"), ("", "ok")):
@@ -84,7 +84,7 @@ def test_site_20_a_container_that_hides_run(patient: Patient) -> None:
         assert set(report.news) <= {"slurm.job-container"}
 
 
-def test_site_5_slurm_user(patient: Patient) -> None:
+def test_slurm_user(patient: Patient) -> None:
     with patient.with_settings(slurm_user="bob") as path:
         report = patient.doctor("--config", str(path))
     assert report["slurm.user"]["status"] == "wrong" and "'bob'" in report["slurm.user"]["found"]
@@ -93,7 +93,7 @@ def test_site_5_slurm_user(patient: Patient) -> None:
     assert set(report.news) <= related
 
 
-def test_site_1_cluster_name(patient: Patient) -> None:
+def test_cluster_name(patient: Patient) -> None:
     with patient.with_settings(cluster_name="another") as path:
         report = patient.doctor("--config", str(path))
     assert report["slurm.cluster-name"]["status"] == "warning"
@@ -150,7 +150,7 @@ PLUGSTACK = [
 
 
 @pytest.mark.parametrize(("check", "text", "status", "words"), PLUGSTACK, ids=[f"{c[0]}-{c[3]}" for c in PLUGSTACK])
-def test_site_22_plugstack(patient: Patient, check: str, text: str, status: str, words: str) -> None:
+def test_plugstack(patient: Patient, check: str, text: str, status: str, words: str) -> None:
     plugin = patient.directory / "site/slurm/gemini_spank.so"
     with patient.file(patient.plugstack, text.format(plugin=plugin)):
         report = patient.doctor(node="n1")
@@ -158,13 +158,13 @@ def test_site_22_plugstack(patient: Patient, check: str, text: str, status: str,
     assert words in report[check]["found"]
 
 
-def test_site_22_a_plugin_that_is_included(patient: Patient) -> None:
+def test_a_plugin_that_is_included(patient: Patient) -> None:
     line = patient.plugstack.read_text()
     with patient.written("etc/slurm/more.conf", line), patient.file(patient.plugstack, "include more.*\n"):
         assert patient.doctor(node="n1").news == {}
 
 
-def test_site_22_a_plugin_of_another_release(patient: Patient) -> None:
+def test_a_plugin_of_another_release(patient: Patient) -> None:
     plugin = patient.directory / "site/slurm/gemini_spank.so"
     built = plugin.read_bytes()
     number = bytes((8, 5, 22, 0))  # 22.05.8, as plugin_version has it

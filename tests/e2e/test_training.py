@@ -63,8 +63,9 @@ def test_a_cut_before_a_step_that_needs_nobody(train: Train, reference: Referenc
     assert "resumed at version 6" in job.output() and job.repeated() == 1, job.output()
 
 
-def test_site_07_cut_with_reset_survivors_raise_first(train: Train, reference: Reference) -> None:
-    """SITE 7: connections break at once; the ranks are held until Slurm knows of the dead node."""
+def test_cut_with_reset_survivors_raise_first(train: Train, reference: Reference) -> None:
+    """Requirement survivors-raise-first: connections break at once; the ranks are held until Slurm knows of the dead
+    node."""
     wanted = reference("ddp")
     job = train("reset", "--gemini-replicas=2")
     job.reach(CUT_AT)
@@ -74,7 +75,7 @@ def test_site_07_cut_with_reset_survivors_raise_first(train: Train, reference: R
     assert job.repeated() <= 1 and job.cluster.job(job.id)["Restarts"] == "1", job.output()
 
 
-def test_site_07_trainer_killed(train: Train, reference: Reference) -> None:
+def test_trainer_killed(train: Train, reference: Reference) -> None:
     wanted = reference("ddp")
     job = train("killed", "--gemini-replicas=2")
     job.reach(CUT_AT)
@@ -105,14 +106,14 @@ def test_protection_changes_nothing(train: Train, reference: Reference) -> None:
     job.assert_same_as(wanted)
 
 
-def test_site_13_user_is_told_that_there_will_be_no_requeue(train: Train) -> None:
+def test_user_is_told_that_there_will_be_no_requeue(train: Train) -> None:
     job = train("told", "--gemini-replicas=2", "--no-requeue")
     job.reach(1)
     said = job.output()
     assert said.count("gemini-hpc: this job was submitted without --requeue: the loss of a node ends it") == 1, said
 
 
-def test_site_13_nothing_is_said_where_nothing_is_wrong(train: Train) -> None:
+def test_nothing_is_said_where_nothing_is_wrong(train: Train) -> None:
     job = train("untold", "--gemini-replicas=2", "--requeue")
     job.reach(1)
     assert "requeue" not in job.output(), job.output()

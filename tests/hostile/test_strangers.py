@@ -76,7 +76,7 @@ def test_stolen_and_replayed_greetings(site: Site) -> None:
 def test_good_credentials_with_bad_content(site: Site) -> None:
     for call in (site.call(), site.controller_call()):
         answers = site.attack("forged", "alice", **call)
-        # SITE 20: who may speak to us at all, but in no version of ours, is told so.
+        # Requirement not-a-failure: who may speak to us at all, but in no version of ours, is told so.
         assert answers.pop("protocol").startswith("refused: protocol 99 to 2, wanted "), answers
         assert set(answers.values()) == {"closed"}, answers
 

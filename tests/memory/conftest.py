@@ -1,4 +1,5 @@
-"""One cluster for the rules about memory and ranks (SITE 15 to 20); nothing may be left after any test."""
+"""One cluster for the rules about memory and ranks (requirements memory, give-way, all-or-nothing-map,
+several-trainings, users-errors, not-a-failure); nothing may be left after any test."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Node:
 
     def installation(self, works: bool) -> None:
         """Whether the real agent could be imported."""
-        (_package(self.venv) / "agent" / "agent.py").write_text("" if works else "import missing_library\n")
+        (_package(self.venv) / "agent" / "daemon.py").write_text("" if works else "import missing_library\n")
 
     def records(self, job: int = 7) -> list[dict[str, Any]]:
         """What the fake agent wrote down: one entry a message."""
@@ -115,8 +115,8 @@ def fake_venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site_packages,) = venv.glob("lib/python*/site-packages")
     shutil.copytree(ROOT / "gemini_hpc", site_packages / "gemini_hpc", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(Path(__file__).with_name("fake_agent.py"), site_packages / "gemini_hpc" / "agent" / "__main__.py")
-    (site_packages / "gemini_hpc" / "agent" / "agent.py").write_text("# can be imported: all is well\n")
-    (site_packages / "gemini_hpc" / "control" / "hold.py").write_text(RECORDING_HOLD)
+    (site_packages / "gemini_hpc" / "agent" / "daemon.py").write_text("# can be imported: all is well\n")
+    (site_packages / "gemini_hpc" / "controller" / "epilog_fallback.py").write_text(RECORDING_HOLD)
     subprocess.run([venv / "bin" / "python3", "-m", "compileall", "-q", site_packages], check=True)
     subprocess.run(["chmod", "-R", "a+rX", venv], check=True)
     return venv

@@ -114,9 +114,9 @@ def test_end_is_entered_whatever_its_owner_has_done_to_the_directory(node: Node)
 
 
 @pytest.mark.parametrize(("takes", "words"), [("60", "not held yet"), ("0", "")])
-def test_site_19_a_hold_never_keeps_the_epilog(node: Node, takes: str, words: str) -> None:
+def test_a_hold_never_keeps_the_epilog(node: Node, takes: str, words: str) -> None:
     """Five seconds for everything, also on the one survivor that holds the others."""
-    hold = _package(node.venv) / "control" / "hold.py"
+    hold = _package(node.venv) / "controller" / "epilog_fallback.py"
     text = hold.read_text()
     hold.write_text(f"import time\nopen('/run/held', 'w').close()\ntime.sleep({takes})\n")
     try:
@@ -131,7 +131,7 @@ def test_site_19_a_hold_never_keeps_the_epilog(node: Node, takes: str, words: st
     assert words in one_line(done) if words else silent(done)
 
 
-def test_site_19_epilog_ends_with_an_agent_that_is_stopped(node: Node) -> None:
+def test_epilog_ends_with_an_agent_that_is_stopped(node: Node) -> None:
     assert silent(node.prolog())
     (agent,) = node.agents()
     node.sh(f"kill -STOP {agent}")

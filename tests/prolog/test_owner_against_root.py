@@ -316,7 +316,7 @@ def test_first_jobs_of_a_node_at_the_same_time(node: Node) -> None:
     ("said", "held"),
     [("1", "1"), ("0", "0"), ("2", ""), ("-1", ""), ('"0"', ""), ("null", ""), ("1e9", ""), ("[0]", "")],
 )
-def test_site_01_restart_count_is_slurmds(node: Node, said: str, held: str) -> None:
+def test_restart_count_is_slurmds(node: Node, said: str, held: str) -> None:
     """The agent, its owner's, may choose between slurmd's restart count and the one before, and nothing else."""
     node.mode(f"hold {said}")
     assert silent(node.prolog(SLURM_JOB_RESTART_COUNT="1"))

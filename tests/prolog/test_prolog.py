@@ -362,13 +362,13 @@ def test_user_errors_never_fail_a_strict_prolog(node: Node) -> None:
     ],
     ids=str,
 )
-def test_site_19_no_value_of_a_users_fails_a_strict_prolog(node: Node, env: dict[str, str]) -> None:
+def test_no_value_of_a_users_fails_a_strict_prolog(node: Node, env: dict[str, str]) -> None:
     node.site("strict_prolog = true")
     assert node.prolog(**env).returncode == 0
     assert node.epilog(**env).returncode == 0
 
 
-def test_site_15_read_only_cgroups_are_one_line_and_no_failure(node: Node) -> None:
+def test_read_only_cgroups_are_one_line_and_no_failure(node: Node) -> None:
     """A memory hierarchy that cannot be written to: the agent stays in slurmd's cgroup, and is started."""
     done = node.run(["/bin/sh", "-c", "mount -t tmpfs none /sys/fs/cgroup && mkdir /sys/fs/cgroup/memory && "
                      "mount -t cgroup -o ro,memory cgroup /sys/fs/cgroup/memory"], PATH="/usr/bin:/bin")  # fmt: skip

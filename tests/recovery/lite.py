@@ -49,7 +49,8 @@ class Agent:
 
 
 def greet(path: str, hello: local.Hello, patience_s: float = 10.0) -> tuple[Agent, local.Message, list[int]]:
-    """As `client.agent_connection` does: an agent that is dead, or dies over it, is asked again: another is being started."""
+    """As `client.agent_connection` does: an agent that is dead, or dies over it, is asked again: another is being
+    started."""
     deadline = time.monotonic() + patience_s
     while True:
         try:

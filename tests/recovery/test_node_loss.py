@@ -104,7 +104,7 @@ def test_second_cut_during_recovery(lite: Lite) -> None:
     assert job.resumed(last) > 0 and job.repeated(last) in (0, 1), job.story()
 
 
-def test_site_07_node_that_reboots_within_a_second(lite: Lite) -> None:
+def test_node_that_reboots_within_a_second(lite: Lite) -> None:
     job = lite()
     job.reach(10)
     node = job.hosts()[1]
@@ -150,7 +150,7 @@ def test_controller_stopped(lite: Lite, cluster: Cluster) -> None:
     cut_and_finish(job, job.hosts()[1])
 
 
-def test_site_11_busy_cluster_keeps_the_survivors_for_us(lite: Lite, cluster: Cluster) -> None:
+def test_busy_cluster_keeps_the_survivors_for_us(lite: Lite, cluster: Cluster) -> None:
     job = lite(options=("--nice=10000",))  # so that the rivals come before it
     job.reach(10)
     hosts = job.hosts()

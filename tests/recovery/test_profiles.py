@@ -62,7 +62,7 @@ def test_batch_host_cut_on_site(site: Cluster) -> None:
         assert job.slurm()["Partition"] == "debug"
 
 
-def test_site_11_a_job_that_waits_for_a_limit_holds_nothing(site: Cluster) -> None:
+def test_a_job_that_waits_for_a_limit_holds_nothing(site: Cluster) -> None:
     """The user's next job takes the place under the limit while ours is on its way back."""
     with clean(site):
         job = LiteJob(site, nodes=2, options=("--qos=single",)).submit()

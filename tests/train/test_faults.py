@@ -185,7 +185,7 @@ def test_more_replicas_than_nodes(make_job: MakeJob) -> None:
     assert "2 replicas asked for, the training runs on 1 node" in run.stderr[0]
 
 
-def test_site_20_an_agent_of_another_protocol_is_one_line(make_job: MakeJob) -> None:
+def test_an_agent_of_another_protocol_is_one_line(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     job.speaks = 0
     run = Run(job, 2, {"kind": "ddp", "steps": 3})

@@ -107,7 +107,7 @@ def test_runs_out(scene: Scene) -> None:
     os.close(other.fd)
 
 
-def test_site_20_suspended_time_is_not_waited_time(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspended_time_is_not_waited_time(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process is stopped for longer than the time-out, in the middle of a wait; the seal comes after that."""
     real, stops = time.monotonic, iter([90.0, 90.0])
     ahead = 0.0
@@ -124,7 +124,7 @@ def test_site_20_suspended_time_is_not_waited_time(scene: Scene, monkeypatch: py
     assert not scene.said, "nothing is degraded"
 
 
-def test_site_20_a_seal_that_does_not_come_after_a_stop_still_ends_the_wait(
+def test_a_seal_that_does_not_come_after_a_stop_still_ends_the_wait(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, stops = time.monotonic, iter([90.0])

@@ -126,7 +126,7 @@ def test_what_is_kept_has_a_size() -> None:
         local.request_decoder.decode(b'{"op":"keep","set":"s","rank":0,"key":"00000000","data":"not base64!"}')
 
 
-def test_site_20_earlier_ends_are_understood_and_understand() -> None:
+def test_earlier_ends_are_understood_and_understand() -> None:
     """As the protocol was before ranks told of their traffic: its messages have none of the fields."""
     ask = protocol.decoder.decode(msgspec.msgpack.encode({"kind": "inspect?", "request": 3}))
     assert ask == inspect_schema.InspectAsk(3)

@@ -118,7 +118,7 @@ def adopt(fd: int, size_bytes: int) -> Memfd:
 
 
 class Budget:
-    """How much of the node one agent may fill, and its cgroup with it (SITE 15)."""
+    """How much of the node one agent may fill, and its cgroup with it (requirement memory)."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

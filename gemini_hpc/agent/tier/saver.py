@@ -1,10 +1,9 @@
 """Saving sealed versions to the tier, in the background.
 
 The root chooses a version right when it seals it, and tells all agents. Each writes what its node has of it (see
-`node_writer`) and tells the root; when that has heard of every rank it has the index and the manifest written. Nothing
-here is waited for by the training, and what fails is told, dropped, and tried again with a newer version. `save_rules`
-decides; this sends, writes and looks.
-"""
+`node_writer`) and tells the root; when that has heard of every rank it has the index and the manifest written.
+Nothing here is waited for by the training, and what fails is told, dropped, and tried again with a newer version.
+`save_rules` decides; this sends, writes and looks."""
 
 from __future__ import annotations
 

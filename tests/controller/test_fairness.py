@@ -13,7 +13,7 @@ from gemini_hpc.controller.startup import OneLine
 from gemini_hpc.slurm.fair_queue import BEHALF, FairGate, PerUser
 
 
-def test_site_01_users_take_turns() -> None:
+def test_users_take_turns() -> None:
     """A thousand calls of one user's are in the queue; another's single one is next but one."""
 
     async def run() -> list[tuple[int | None, int]]:

@@ -1,5 +1,6 @@
-"""SITE 21: `inspect` is for owner, root, SlurmUser, and the users and groups of gemini.toml; with a controller and
-without. `games` is named there, `daemon` by its group. (slurmdbd's operators: tests/control/test_access.py.)"""
+"""Requirement who-may-inspect: `inspect` is for owner, root, SlurmUser, and the users and groups of gemini.toml; with
+a controller and without. `games` is named there, `daemon` by its group. (slurmdbd's operators:
+tests/controller/test_access.py.)"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def asked(site: Site, request: pytest.FixtureRequest) -> Iterator[str]:
         site.cluster.controller_start()
 
 
-def test_site_21_who_may_inspect(site: Site, asked: str) -> None:
+def test_who_may_inspect(site: Site, asked: str) -> None:
     job = str(site.job.id)
     for user in ALLOWED:
         done = site.gemini("inspect", job, user=user)
@@ -36,7 +37,7 @@ def test_site_21_who_may_inspect(site: Site, asked: str) -> None:
         assert none.replace("987654", job) == theirs
 
 
-def test_site_21_agents_decide_for_themselves(site: Site) -> None:
+def test_agents_decide_for_themselves(site: Site) -> None:
     """Whatever the asking program believes: MUNGE tells the agent who asks."""
     query = {"query": {"purpose": "query"}}
     for user in ALLOWED:
@@ -45,14 +46,14 @@ def test_site_21_agents_decide_for_themselves(site: Site) -> None:
         assert site.attack("call", user, calls=query) == {"query": "HandshakeError: refused: not yours"}, user
 
 
-def test_site_21_operators_may_look_and_nothing_else(site: Site) -> None:
+def test_operators_may_look_and_nothing_else(site: Site) -> None:
     calls = {p: {"purpose": p} for p in ("link", "pull", "inventory", "wake", "control")}
     for user in ("games", "daemon"):
         answers = site.attack("call", user, calls=calls)
         assert set(answers.values()) == {"HandshakeError: refused: not yours"}, answers
 
 
-def test_site_21_who_may_draw(site: Site) -> None:
+def test_who_may_draw(site: Site) -> None:
     """What ranks have recorded is told by the agents alone, to the same people."""
     job = str(site.job.id)
     for user in ALLOWED:

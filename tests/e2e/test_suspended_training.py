@@ -1,4 +1,5 @@
-"""SITE 20 with torch: a suspended training goes on as if nothing had been; a rank maps only what it fills."""
+"""Requirement not-a-failure with torch: a suspended training goes on as if nothing had been; a rank maps only what it
+fills."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ Reference = Callable[[str], Training]
 LONGER_THAN_A_SEAL_IS_AWAITED_S = 7.0
 
 
-def test_site_20_suspended_training_goes_on_protected(train: Train, reference: Reference) -> None:
+def test_suspended_training_goes_on_protected(train: Train, reference: Reference) -> None:
     wanted = reference("ddp")
     job = train("suspended", "--gemini-replicas=2")
     job.reach(10)
@@ -41,7 +42,7 @@ def mapped(cluster: Cluster, node: str) -> Counter[int]:
     return Counter(int(name.split(":")[1]) for name in names if name.startswith("default:"))
 
 
-def test_site_20_a_rank_maps_only_what_it_fills(train: Train) -> None:
+def test_a_rank_maps_only_what_it_fills(train: Train) -> None:
     """Also after a recovery in which it has read every shard of the job."""
     job = train("mapped", "--gemini-replicas=2")
     job.reach(10)

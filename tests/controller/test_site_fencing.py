@@ -1,4 +1,5 @@
-"""SITE 1 to 5 on a real cluster: who is believed, and what is never done to a node."""
+"""Requirements believe-slurm, prove-death, budget, administrators-resume, one-controller on a real cluster: who is
+believed, and what is never done to a node."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def stays(site: Site, true: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.2)
 
 
-def test_site_02_slurmd_that_hangs_is_not_a_dead_node(site: Site) -> None:
+def test_slurmd_that_hangs_is_not_a_dead_node(site: Site) -> None:
     """Only the daemon is stopped; the agent lives and answers, whatever its peers report."""
     job = site.submit("-N3", "--requeue", "--exclusive")
     site.running(job)
@@ -69,7 +70,7 @@ def test_frozen_node_whose_kernel_still_accepts_connections_is_left_to_slurm(sit
         site.cluster.power_off(hosts[1])
 
 
-def test_site_02_controller_that_reaches_few_nodes_fences_nobody(make_site: Callable[..., Site]) -> None:
+def test_controller_that_reaches_few_nodes_fences_nobody(make_site: Callable[..., Site]) -> None:
     """One node is dead indeed; but as long as the controller misses others as well, the fault may be its own."""
     site = make_site(settings={"fence_budget_nodes": 100})
     job, hosts = start(site, "-N5")
@@ -85,13 +86,13 @@ def test_site_02_controller_that_reaches_few_nodes_fences_nobody(make_site: Call
     until(lambda: fenced(site) == [hosts[4]], 20)
 
 
-def test_site_03_default_budget() -> None:
+def test_default_budget() -> None:
     defaults = {f.name: f.default for f in fields(Settings)}
     assert (defaults["fence_budget_nodes"], defaults["fence_budget_window_s"]) == (2, 600.0)
     assert (defaults["fence_confirm_s"], defaults["slurm_settle_s"]) == (5.0, 60.0)
 
 
-def test_site_03_mass_outage_over_several_jobs_fences_nobody(make_site: Callable[..., Site]) -> None:
+def test_mass_outage_over_several_jobs_fences_nobody(make_site: Callable[..., Site]) -> None:
     """Each job alone would be within the budget."""
     site = make_site(nodes=6, settings={"fence_budget_nodes": 2, "fence_confirm_s": 1.5})
     jobs = [start(site, "-N2") for _ in range(3)]
@@ -102,7 +103,7 @@ def test_site_03_mass_outage_over_several_jobs_fences_nobody(make_site: Callable
     stays(site, lambda: not fenced(site), 8)
 
 
-def test_site_03_budget_survives_a_controller_restart(make_site: Callable[..., Site]) -> None:
+def test_budget_survives_a_controller_restart(make_site: Callable[..., Site]) -> None:
     site = make_site(settings={"fence_budget_nodes": 1})
     job, hosts = start(site)
     site.cluster.power_off(hosts[1])
@@ -118,7 +119,7 @@ def test_site_03_budget_survives_a_controller_restart(make_site: Callable[..., S
     assert fenced(site) == [hosts[1]]
 
 
-def test_site_04_fenced_node_stays_down_when_it_comes_back(site: Site) -> None:
+def test_fenced_node_stays_down_when_it_comes_back(site: Site) -> None:
     job, hosts = start(site)
     site.cluster.power_off(hosts[1])
     site.running(job, restart=1)
@@ -128,7 +129,7 @@ def test_site_04_fenced_node_stays_down_when_it_comes_back(site: Site) -> None:
     assert f"Reason=gemini-hpc: no answer from slurmd and agent, job {job} restart 0" in reason
 
 
-def test_site_04_node_that_has_booted_anew_is_given_back(make_site: Callable[..., Site]) -> None:
+def test_node_that_has_booted_anew_is_given_back(make_site: Callable[..., Site]) -> None:
     site = make_site(settings={"auto_resume_s": 2.0})
     job, hosts = start(site)
     site.cluster.power_off(hosts[1])
@@ -142,7 +143,7 @@ def test_site_04_node_that_has_booted_anew_is_given_back(make_site: Callable[...
     stays(site, lambda: site.log().count(given_back) == 1 and "give-back:" not in site.log(), 4)
 
 
-def test_site_04_node_that_was_only_cut_off_is_not_given_back(make_site: Callable[..., Site]) -> None:
+def test_node_that_was_only_cut_off_is_not_given_back(make_site: Callable[..., Site]) -> None:
     """It answers again, but it is the same boot: nobody knows what it was doing."""
     site = make_site(settings={"auto_resume_s": 1.0})
     job, hosts = start(site)
@@ -153,7 +154,7 @@ def test_site_04_node_that_was_only_cut_off_is_not_given_back(make_site: Callabl
     stays(site, lambda: fenced(site) == [hosts[1]], 5)
 
 
-def test_site_05_nobody_is_fenced_before_slurmctld_has_settled(make_site: Callable[..., Site]) -> None:
+def test_nobody_is_fenced_before_slurmctld_has_settled(make_site: Callable[..., Site]) -> None:
     site = make_site(settings={"slurm_settle_s": 15.0})
     booted = time.time()
     job, hosts = start(site)
@@ -163,7 +164,7 @@ def test_site_05_nobody_is_fenced_before_slurmctld_has_settled(make_site: Callab
     site.running(job, restart=1)
 
 
-def test_site_05_backup_slurmctld_takes_over_in_mid_recovery(make_site: Callable[..., Site]) -> None:
+def test_backup_slurmctld_takes_over_in_mid_recovery(make_site: Callable[..., Site]) -> None:
     """The controller host dies between DOWN and the start; the other controller finishes from the journal."""
     lines = ["SlurmctldHost=n6(10.77.0.16)", "SlurmctldTimeout=5", "PartitionName=two Nodes=n[1-5] Default=YES"]
     settings = {"controller_host": "ctl,n6"}
@@ -186,7 +187,7 @@ def test_site_05_backup_slurmctld_takes_over_in_mid_recovery(make_site: Callable
     assert fenced(site) == [hosts[1]]
 
 
-def test_site_05_controller_beside_a_backup_stands_by(make_site: Callable[..., Site]) -> None:
+def test_controller_beside_a_backup_stands_by(make_site: Callable[..., Site]) -> None:
     site = make_site(slurm_conf=["SlurmctldHost=n5(10.77.0.15)"])
     log = site.cluster.directory / "standby.log"
     with log.open("w") as out:
@@ -196,7 +197,7 @@ def test_site_05_controller_beside_a_backup_stands_by(make_site: Callable[..., S
     stays(site, lambda: "event=ready" not in log.read_text(), 3)
 
 
-def test_site_05_reservation_that_serves_nobody_is_swept(site: Site) -> None:
+def test_reservation_that_serves_nobody_is_swept(site: Site) -> None:
     """As a controller leaves it that dies right after the creation, whose job is then cancelled."""
     for name in ("gemini_4711_0123456789ab", "somebody_elses"):
         create = ["scontrol", "create", "reservation", f"ReservationName={name}", "Nodes=n1", "Users=alice"]

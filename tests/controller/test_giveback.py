@@ -1,4 +1,5 @@
-"""Which fenced nodes are given back (SITE 4), against a scripted Slurm and a real journal."""
+"""Which fenced nodes are given back (requirement administrators-resume), against a scripted Slurm and a real
+journal."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ NEW, OLD = "2036-01-01T00:00:00", "2016-01-01T00:00:00"
         (REASON, NEW, Port.ANSWERS, 60.0, 0),
     ],
 )
-def test_site_04_given_back(
+def test_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, boot: str, port: Port, wait_s: float, times: int
 ) -> None:
     async def reached(targets: dict[str, tuple[str, int]]) -> dict[str, Port]:
@@ -75,14 +76,14 @@ def test_site_04_given_back(
     again.close()
 
 
-def test_site_04_nodes_that_the_journal_does_not_know(tmp_path: Path) -> None:
+def test_nodes_that_the_journal_does_not_know(tmp_path: Path) -> None:
     slurm, journal = ScriptedSlurm(REASON, NEW), Journal(str(tmp_path / "journal"))
     asyncio.run(GiveBack(Settings(auto_resume_s=0.01), slurm, journal).look())
     assert not slurm.resumed
     journal.close()
 
 
-def test_site_04_off_by_default(tmp_path: Path) -> None:
+def test_off_by_default(tmp_path: Path) -> None:
     assert Settings().auto_resume_s == 0
     slurm, journal = ScriptedSlurm(REASON, NEW), Journal(str(tmp_path / "journal"))
     asyncio.run(asyncio.wait_for(GiveBack(Settings(), slurm, journal).run(), 5))

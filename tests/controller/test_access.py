@@ -1,4 +1,4 @@
-"""SITE 21: whom `operators` and slurmdbd let look at every job; in doubt, nobody."""
+"""Requirement who-may-inspect: whom `operators` and slurmdbd let look at every job; in doubt, nobody."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ FOREIGN = "no-such-user-here"
         (("@-1", "-1"), False),
     ],
 )
-def test_site_21_names_and_groups(entries: tuple[str, ...], yes: bool) -> None:
+def test_names_and_groups(entries: tuple[str, ...], yes: bool) -> None:
     assert listed(GAMES.pw_uid, entries) is yes
 
 
-def test_site_21_supplementary_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supplementary_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getgrouplist", lambda name, gid: [gid, 4242] if name == "games" else [gid])
     assert listed(GAMES.pw_uid, ("@4242",)) and not listed(DAEMON.pw_uid, ("@4242",))
 
 
-def test_site_21_unknown_uids() -> None:
+def test_unknown_uids() -> None:
     assert not listed(61999, ("root", "@root")) and listed(61999, ("61999",))
     assert not listed(2**32 - 1, ("root",)) and not listed(2**70, ("@root",))
 
@@ -63,13 +63,13 @@ def ask(who: Operators, *uids: int) -> list[bool]:
     return asyncio.run(run())
 
 
-def test_site_21_always(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: pytest.fail("a lookup that nobody needs"))
     assert ask(Operators(("games",), (0, 64030)), 0, 64030) == [True, True]
     assert ask(Operators((), (0,)), 5001) == [False]
 
 
-def test_site_21_answers_are_kept_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_kept_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def slow(uid: int, entries: object) -> bool:
@@ -88,7 +88,7 @@ def test_site_21_answers_are_kept_and_shared(monkeypatch: pytest.MonkeyPatch) ->
     assert answers == [True] * 50 + [False, True, False] and sorted(asked) == [7, 8]
 
 
-def test_site_21_name_service_that_hangs_lets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_service_that_hangs_lets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "LOOKUP_S", 0.2)
     monkeypatch.setattr(operators, "FAILED_S", 60.0)
 
@@ -105,7 +105,7 @@ def test_site_21_name_service_that_hangs_lets_nobody_in(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), OSError("x"), MemoryError()])
-def test_site_21_lookup_that_fails_lets_nobody_in(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_lookup_that_fails_lets_nobody_in(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(*_: object) -> bool:
         raise error
 
@@ -160,21 +160,21 @@ class Database(FakeSlurm):
         ("none", "games|Operator\n", False),
     ],
 )
-def test_site_21_operators_of_slurmdbd(kind: str, rows: str | Exception, yes: bool) -> None:
+def test_operators_of_slurmdbd(kind: str, rows: str | Exception, yes: bool) -> None:
     database = Database(kind, rows)
     who = Operators((), (0,), Accounting(database).operator)
     assert ask(who, GAMES.pw_uid) == [yes]
     assert database.asked == (kind == "slurmdbd")
 
 
-def test_site_21_answers_that_sacctmgr_has_given() -> None:
+def test_answers_that_sacctmgr_has_given() -> None:
     text = (Path(__file__).parent / "recorded" / "22.05-admin-levels.txt").read_text()
     found = {user: parse_admin_level(text, user) for user in ("alice", "bob", "games", "nosuch", "ali", "")}
     assert found == {"alice": "None", "bob": "Operator", "games": "Administrator", "nosuch": "", "ali": "", "": ""}
 
 
 @pytest.mark.parametrize("user", ["a,b", "a b", "--help", "a'", "", "x" * 65, "a\nb", "name=root"])
-def test_site_21_names_that_are_no_arguments(user: str, tattling_slurm: Callable[[], str]) -> None:
+def test_names_that_are_no_arguments(user: str, tattling_slurm: Callable[[], str]) -> None:
     from gemini_hpc.slurm import Slurm
 
     with pytest.raises(SlurmError):

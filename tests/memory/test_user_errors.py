@@ -1,4 +1,5 @@
-"""SITE 19 on the real cluster, with strict_prolog: what users do wrong ends their step, never a node."""
+"""Requirement users-errors on the real cluster, with strict_prolog: what users do wrong ends their step, never a
+node."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def undrained(site: Site) -> bool:
     return not any("drain" in state or "down" in state for state in site.cluster.node_states().values())
 
 
-def test_site_19_more_replicas_than_nodes_is_exit_78_and_one_line(site: Site) -> None:
+def test_more_replicas_than_nodes_is_exit_78_and_one_line(site: Site) -> None:
     site.configure(strict_prolog=True)
     out = site.cluster.home("alice") / f"unprotectable-{time.time_ns()}"
     # So many tasks: the number of nodes follows from them, and is not known at submission.
@@ -41,7 +42,7 @@ def test_site_19_more_replicas_than_nodes_is_exit_78_and_one_line(site: Site) ->
     ],
     ids=str,
 )
-def test_site_19_bad_values_in_the_jobs_environment(site: Site, env: dict[str, str]) -> None:
+def test_bad_values_in_the_jobs_environment(site: Site, env: dict[str, str]) -> None:
     """Past the plugin's own check, as a user with a program of their own can."""
     site.configure(strict_prolog=True)
     job = site.cluster.sbatch(
@@ -51,7 +52,7 @@ def test_site_19_bad_values_in_the_jobs_environment(site: Site, env: dict[str, s
     assert undrained(site)
 
 
-def test_site_19_strict_prolog_does_drain_for_the_nodes_own_faults(site: Site) -> None:
+def test_strict_prolog_does_drain_for_the_nodes_own_faults(site: Site) -> None:
     """Or the tests above would say nothing."""
     site.configure(strict_prolog=True)
     site.sh(
@@ -67,7 +68,7 @@ def test_site_19_strict_prolog_does_drain_for_the_nodes_own_faults(site: Site) -
         site.sh("n2", "umount /run/gemini-hpc")
 
 
-def test_site_19_hung_agents_hold_no_epilog(site: Site) -> None:
+def test_hung_agents_hold_no_epilog(site: Site) -> None:
     """Both processes of each agent are stopped: the epilog ends within 5 s, with 0, and the node is free again."""
     job = site.job(nodes=2)
     job.reach(3)
@@ -85,7 +86,7 @@ def test_site_19_hung_agents_hold_no_epilog(site: Site) -> None:
     print(f"idle again after {took_s:.2f} s")
 
 
-def test_site_19_one_survivor_is_elected(site: Site) -> None:
+def test_one_survivor_is_elected(site: Site) -> None:
     """No controller, one node dies: of three survivors' epilogs one makes the one reservation."""
     site.cluster.controller_stop()
     log = site.cluster.log_directory / "slurmctld.log"

@@ -65,20 +65,20 @@ def test_release(state: str | None, ended: float | None, free: bool) -> None:
     assert bool(release_reason(state, ended, 900.0)) is free
 
 
-def test_site_11_reasons_that_no_node_can_help() -> None:
+def test_reasons_that_no_node_can_help() -> None:
     assert held("JobHeldUser") and held("QOSMaxJobsPerUserLimit") and held("AssocGrpCpuLimit") and held("Dependency")
     assert not held("Resources") and not held("BeginTime") and not held("Priority") and not held("")
     assert not held("ReqNodeNotAvail, UnavailableNodes:n2")
 
 
-def test_site_11_candidates_have_the_gres() -> None:
+def test_candidates_have_the_gres() -> None:
     asked = dataclasses.replace(JOB, gres_per_node={"gpu:a100": 2})
     assert not fits(asked, NODE)
     assert fits(asked, dataclasses.replace(NODE, gres={"gpu": 4, "gpu:a100": 4}))
     assert not fits(asked, dataclasses.replace(NODE, gres={"gpu": 4, "gpu:v100": 4}))
 
 
-def test_site_11_one_percent_of_a_large_partition() -> None:
+def test_one_percent_of_a_large_partition() -> None:
     cluster = {f"n{i}": NODE for i in range(1000)}
     assert candidates_wanted(JOB, cluster, 1, 2) == 11
     assert candidates_wanted(JOB, {"n1": NODE}, 1, 2) == 3

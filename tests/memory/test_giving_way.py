@@ -1,4 +1,5 @@
-"""SITE 16 on the real cluster: replicas that nobody trains with give way, and go when they serve nobody."""
+"""Requirement give-way on the real cluster: replicas that nobody trains with give way, and go when they serve
+nobody."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def detached(site: Site, job: LiteJob) -> list[str]:
     return hosts
 
 
-def test_site_16_detached_agent_gives_way(site: Site) -> None:
+def test_detached_agent_gives_way(site: Site) -> None:
     """Another owner's job takes the memory; agents whose job is over let go at once, others do not."""
     free = meminfo()["MemAvailable"]
     wanted = (TAKEN_MIB + 3 * 1024) * MIB
@@ -70,7 +71,7 @@ def test_site_16_detached_agent_gives_way(site: Site) -> None:
     until(lambda: out.exists() and "had" in out.read_text(), 30, what="the other owner's job")
 
 
-def test_site_16_kept_after_a_failure_for_the_retention_time(site: Site) -> None:
+def test_kept_after_a_failure_for_the_retention_time(site: Site) -> None:
     site.configure(retention_s=4.0)
     job = site.job(**FAILS)
     job.reach(3)
@@ -84,7 +85,7 @@ def test_site_16_kept_after_a_failure_for_the_retention_time(site: Site) -> None
 
 
 @pytest.mark.parametrize("how", ["COMPLETED", "CANCELLED", "TIMEOUT"])
-def test_site_16_nothing_is_kept_when_slurm_says_that_it_is_over(site: Site, how: str) -> None:
+def test_nothing_is_kept_when_slurm_says_that_it_is_over(site: Site, how: str) -> None:
     """No rank has called close(), so at the epilog the agents cannot know; the controller can."""
     job = LiteJob(site.cluster, nodes=2, steps=1000, run="timeout 5 srun", options=("-t1",)).submit()
     job.reach(3)
@@ -102,6 +103,6 @@ def test_site_16_nothing_is_kept_when_slurm_says_that_it_is_over(site: Site, how
     ("state", "kept"), [("FAILED", True), ("NODE_FAIL", True), ("OUT_OF_MEMORY", True), ("PENDING", True),
                         ("COMPLETED", False), ("CANCELLED", False), ("TIMEOUT", False), ("DEADLINE", False)]
 )  # fmt: skip
-def test_site_16_states(state: str, kept: bool) -> None:
+def test_states(state: str, kept: bool) -> None:
     assert (release_reason(state, 1.0, 900.0) == "") == kept
     assert release_reason("FAILED", 901.0, 900.0)

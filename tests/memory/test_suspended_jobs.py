@@ -1,4 +1,4 @@
-"""SITE 20 on the real cluster: suspended jobs, and hosts with another version of gemini-hpc."""
+"""Requirement not-a-failure on the real cluster: suspended jobs, and hosts with another version of gemini-hpc."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def healthy(site: Site, job: LiteJob) -> None:
     assert len({line["step"] for line in job.lines("resumed")}) == 1
 
 
-def test_site_20_suspended_is_not_failed(site: Site) -> None:
+def test_suspended_is_not_failed(site: Site) -> None:
     """Suspended in the middle of copies and votes, several times, once for longer than any time-out of ours."""
     job = site.job(nodes=3, size=8 * MIB, pause_s=0.02)
     job.reach(5)
@@ -43,7 +43,7 @@ def test_site_20_suspended_is_not_failed(site: Site) -> None:
     assert not job.lines("skipped"), "protection went on where it was"
 
 
-def test_site_20_ranks_stopped_in_mid_copy(site: Site) -> None:
+def test_ranks_stopped_in_mid_copy(site: Site) -> None:
     """One node's ranks alone are stopped again and again: their peers wait, seal late, and go on."""
     job = site.job(nodes=3, size=8 * MIB, pause_s=0.02)
     job.reach(5)
@@ -79,7 +79,7 @@ def set_version(path: str, current: int, oldest: int) -> None:
     file.write_text(text)
 
 
-def test_site_20_an_agent_that_speaks_n_minus_1_takes_part(site: Site, other_version: str) -> None:
+def test_an_agent_that_speaks_n_minus_1_takes_part(site: Site, other_version: str) -> None:
     """n2's agent and ranks speak version 1 with everybody: they train, recover a dead node, and seal again."""
     set_version(other_version, 1, 1)
     job = site.job(nodes=3, options=("-wn1,n2,n3",))
@@ -90,7 +90,7 @@ def test_site_20_an_agent_that_speaks_n_minus_1_takes_part(site: Site, other_ver
     assert "n2" in {e["host"] for e in job.events() if e["name"] == "attached"}, "the controller heard it too"
 
 
-def test_site_20_trainers_that_speak_n_minus_1(site: Site) -> None:
+def test_trainers_that_speak_n_minus_1(site: Site) -> None:
     job = site.job(nodes=3, prefix="LITE_PROTOCOL=0 ")
     job.reach(8)
     node = job.hosts()[1]
@@ -99,7 +99,7 @@ def test_site_20_trainers_that_speak_n_minus_1(site: Site) -> None:
     job.finish()
 
 
-def test_site_20_no_common_version_is_unprotected_and_one_line(site: Site, other_version: str) -> None:
+def test_no_common_version_is_unprotected_and_one_line(site: Site, other_version: str) -> None:
     set_version(other_version, 4, 3)
     site.configure(attach_timeout_s=3.0)
     out = site.cluster.home("alice") / "mismatch"

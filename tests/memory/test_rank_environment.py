@@ -1,4 +1,5 @@
-"""SITE 17 on the real cluster: what a step's tasks find in their environment, and when they find nothing."""
+"""Requirement all-or-nothing-map on the real cluster: what a step's tasks find in their environment, and when they
+find nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def unranked(task: Task) -> bool:
     return not {name for name in NAMES.split("|") if name in task} - {"GEMINI_SOCKET"}
 
 
-def test_site_17_a_step_that_spans_the_map_has_it_whole(site: Site) -> None:
+def test_a_step_that_spans_the_map_has_it_whole(site: Site) -> None:
     tasks = run(site, f"srun -n3 --ntasks-per-node=1 {SHOW}")
     assert sorted(t["RANK"] for t in tasks) == ["0", "1", "2"]
     assert {t["WORLD_SIZE"] for t in tasks} == {"3"} and {t["LOCAL_RANK"] for t in tasks} == {"0"}
@@ -43,7 +44,7 @@ def test_site_17_a_step_that_spans_the_map_has_it_whole(site: Site) -> None:
     assert all(len(t) == 2 + len(NAMES.split("|")) for t in tasks), tasks
 
 
-def test_site_17_more_tasks_than_one_a_node(site: Site) -> None:
+def test_more_tasks_than_one_a_node(site: Site) -> None:
     even = run(site, f"srun -n6 --ntasks-per-node=2 {SHOW}; ")
     assert sorted(int(t["RANK"]) for t in even) == list(range(6))
     assert all(int(t["RANK"]) // 2 == int(t["NODE"]) and int(t["RANK"]) % 2 == int(t["LOCAL_RANK"]) for t in even)
@@ -52,7 +53,7 @@ def test_site_17_more_tasks_than_one_a_node(site: Site) -> None:
     assert {t["WORLD_SIZE"] for t in uneven} == {"5"}
 
 
-def test_site_17_a_step_on_some_nodes_has_nothing(site: Site) -> None:
+def test_a_step_on_some_nodes_has_nothing(site: Site) -> None:
     tasks = run(site, f"srun -N1 -n1 {SHOW}\nsrun -N2 -n2 {SHOW}")
     assert len(tasks) == 3 and all(unranked(t) for t in tasks), tasks
 
@@ -60,14 +61,14 @@ def test_site_17_a_step_on_some_nodes_has_nothing(site: Site) -> None:
 @pytest.mark.parametrize(
     "own", ["RANK=5 WORLD_SIZE=9", "MASTER_ADDR=elsewhere", "LOCAL_RANK=0", "MASTER_PORT=29500 MASTER_ADDR=n9"]
 )
-def test_site_17_what_the_user_has_set_stays_as_it_is(site: Site, own: str) -> None:
+def test_what_the_user_has_set_stays_as_it_is(site: Site, own: str) -> None:
     """torchrun, or a script with a rendezvous of its own: nothing of ours beside it."""
     wanted = dict(word.split("=") for word in own.split())
     for task in run(site, f"{own} srun -n3 --ntasks-per-node=1 {SHOW}"):
         assert {k: v for k, v in task.items() if k not in ("TASK", "NODE", "GEMINI_SOCKET")} == wanted
 
 
-def test_site_17_torchrun_inside_a_step_sets_its_own(site: Site) -> None:
+def test_torchrun_inside_a_step_sets_its_own(site: Site) -> None:
     """One launcher a node, as torchrun is used: what it gives its workers is not ours, and theirs goes before."""
     inner = SHOW.replace(
         "bash -c", "env RANK=$((SLURM_NODEID*2+1)) WORLD_SIZE=6 LOCAL_RANK=1 MASTER_ADDR=me MASTER_PORT=1 bash -c"
@@ -80,14 +81,14 @@ def test_site_17_torchrun_inside_a_step_sets_its_own(site: Site) -> None:
         assert int(task["RANK"]) == int(task["NODE"]) * 2 + 1
 
 
-def test_site_17_two_steps_at_once_do_not_share_a_port(site: Site) -> None:
+def test_two_steps_at_once_do_not_share_a_port(site: Site) -> None:
     one = f"srun -n3 --ntasks-per-node=1 --overlap --mem=0 {SHOW}"
     tasks = run(site, f"{one} & {one} & wait")
     assert sorted(t["RANK"] for t in tasks) == ["0", "0", "1", "1", "2", "2"]
     assert len({t["MASTER_PORT"] for t in tasks}) == 2
 
 
-def test_site_17_a_step_started_by_a_task_has_its_own_or_nothing(site: Site) -> None:
+def test_a_step_started_by_a_task_has_its_own_or_nothing(site: Site) -> None:
     """A task's RANK is not handed on to the step that it starts."""
     inner = f"srun -N1 -n1 --overlap --mem=0 {SHOW}"
     file = "inner-$SLURM_JOB_ID.sh"
@@ -103,7 +104,7 @@ def broken(site: Site) -> Iterator[str]:
     site.sh("n2", "umount /opt/gemini-hpc/venv")
 
 
-def test_site_17_one_node_without_an_agent_and_no_map_anywhere(site: Site, broken: str) -> None:
+def test_one_node_without_an_agent_and_no_map_anywhere(site: Site, broken: str) -> None:
     site.configure(attach_timeout_s=2.0)
     tasks = run(site, f"ls /run/gemini-hpc/$SLURM_JOB_ID\nsrun -n3 --ntasks-per-node=1 {SHOW}", f"-wn1,{broken},n3")
     assert len(tasks) == 3 and all(set(t) == {"TASK", "NODE"} for t in tasks), "plain Slurm, on all nodes alike"

@@ -1,4 +1,5 @@
-"""SITE 18 on the real cluster: two trainings in one job are two sets, each sealed and recovered by itself."""
+"""Requirement several-trainings on the real cluster: two trainings in one job are two sets, each sealed and recovered
+by itself."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class Second(LiteJob):
         return self.directory / "log.b"
 
 
-def test_site_18_two_trainings_side_by_side_recover_a_dead_node(site: Site) -> None:
+def test_two_trainings_side_by_side_recover_a_dead_node(site: Site) -> None:
     first = site.job(nodes=3, steps=50, run=BOTH)
     second = Second(**{k: getattr(first, k) for k in LiteJob.__dataclass_fields__})
     first.reach(10)
@@ -42,7 +43,7 @@ def test_site_18_two_trainings_side_by_side_recover_a_dead_node(site: Site) -> N
     assert first.resumed(1) != second.resumed(1), "each has its own version"
 
 
-def test_site_18_two_trainings_of_one_name_are_told_to_take_names(site: Site) -> None:
+def test_two_trainings_of_one_name_are_told_to_take_names(site: Site) -> None:
     same = BOTH.replace("LITE_SET=b", "LITE_SET=a")
     job = site.job(nodes=2, steps=30, run=same)
     until(lambda: "several trainings in one job need names" in job.output(), 40, what="the refusal")

@@ -108,7 +108,7 @@ def test_every_state_of_slurm_is_live_or_over() -> None:
     assert LIVE.isdisjoint({"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"})
 
 
-def test_site_11_gres_of_jobs_and_nodes() -> None:
+def test_gres_of_jobs_and_nodes() -> None:
     assert gres_needed("N/A", "(null)") == {}
     for text in ("gres:gpu:a100:2", "gres/gpu:a100:2", "gres/gpu:a100=2"):
         assert gres_needed(text) == {"gpu": 2, "gpu:a100": 2}
@@ -123,7 +123,7 @@ def test_site_11_gres_of_jobs_and_nodes() -> None:
     assert parse_node(node + "(null)").gres == {} and parse_node(node + "gpu").gres == {"gpu": 1}
 
 
-def test_site_05_configuration_and_ping() -> None:
+def test_configuration_and_ping() -> None:
     text = """Configuration data as of 2026-11-21T16:00:00
 BOOT_TIME               = 2026-11-21T15:59:00
 SlurmctldHost[0]        = ctl(10.77.0.1)

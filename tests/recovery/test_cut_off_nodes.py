@@ -1,5 +1,5 @@
-"""SITE 6: a node that has lost all peers *and* the controller ends its ranks; one that has either of them never
-does."""
+"""Requirement cut-off-nodes: a node that has lost all peers *and* the controller ends its ranks; one that has either
+of them never does."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fenced(job: LiteJob, node: str) -> bool:
     return "event=self_fenced" in job.agent_log(node)
 
 
-def test_site_06_only_with_neither_peer_nor_controller(quick: Cluster) -> None:
+def test_only_with_neither_peer_nor_controller(quick: Cluster) -> None:
     """The same node in each of the states; only the last one ends its ranks. And a job of one node beside it."""
     job = LiteJob(quick, nodes=3, steps=1_000_000, pause_s=0.05).submit()
     single = LiteJob(quick, nodes=1, replicas=1, steps=1_000_000, pause_s=0.05).submit()
@@ -86,7 +86,7 @@ def test_site_06_only_with_neither_peer_nor_controller(quick: Cluster) -> None:
     quick.controller_start()
 
 
-def test_site_06_node_cut_off_for_good_ends_its_ranks(quick: Cluster) -> None:
+def test_node_cut_off_for_good_ends_its_ranks(quick: Cluster) -> None:
     """Cut off, not dead: the job goes on elsewhere, and here its ranks are ended. Nothing else on the node is."""
     quick.run(["scancel", "--user=alice"])
     until(lambda: not quick.run(["squeue", "-h", "-u", "alice"]).stdout.strip(), 60, 0.1, what="queue empty")

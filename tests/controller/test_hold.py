@@ -44,7 +44,7 @@ def place() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-def test_site_12_epilog_holds_the_survivors_on_a_busy_cluster(place: Path, make_site: Callable[..., Site]) -> None:
+def test_epilog_holds_the_survivors_on_a_busy_cluster(place: Path, make_site: Callable[..., Site]) -> None:
     site = make_site(controller=False, slurm_conf=[f"Epilog={install(place)}"])
     job = site.submit("-N3", "--requeue", "--exclusive")
     site.running(job)
@@ -69,7 +69,7 @@ def test_site_12_epilog_holds_the_survivors_on_a_busy_cluster(place: Path, make_
     until(lambda: not site.reservations(), 10)
 
 
-def test_site_12_nothing_is_held_when_no_node_is_dead(place: Path, make_site: Callable[..., Site]) -> None:
+def test_nothing_is_held_when_no_node_is_dead(place: Path, make_site: Callable[..., Site]) -> None:
     site = make_site(controller=False, slurm_conf=[f"Epilog={install(place)}"])
     job = site.submit("-N3", "--requeue", "--exclusive")
     site.running(job)
@@ -81,9 +81,7 @@ def test_site_12_nothing_is_held_when_no_node_is_dead(place: Path, make_site: Ca
 
 @pytest.mark.long
 @pytest.mark.timeout(200)
-def test_site_12_a_hold_that_ends_before_the_job_can_start_leaves_no_pin(
-    place: Path, make_site: Callable[..., Site]
-) -> None:
+def test_a_hold_that_ends_before_the_job_can_start_leaves_no_pin(place: Path, make_site: Callable[..., Site]) -> None:
     """The replacement comes after the hold's minute, when a survivor has been drained."""
     site = make_site(controller=False, nodes=6, slurm_conf=[f"Epilog={install(place)}"])
     cluster = site.cluster

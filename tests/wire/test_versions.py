@@ -1,4 +1,5 @@
-"""SITE 20: the protocol speaks N-1. Version 1 stands here as it was, frozen: its structs, its rules, its bytes."""
+"""Requirement not-a-failure: the protocol speaks N-1. Version 1 stands here as it was, frozen: its structs, its
+rules, its bytes."""
 
 from __future__ import annotations
 
@@ -60,26 +61,26 @@ def inside(data: bytes, kind: type) -> object:
     return msgspec.msgpack.decode(msgspec.msgpack.decode(data, type=handshake.Envelope).credential, type=kind)
 
 
-def test_site_20_our_greeting_is_one_that_version_1_takes() -> None:
+def test_our_greeting_is_one_that_version_1_takes() -> None:
     hello = inside(caller().greeting(), HelloV1)
     assert isinstance(hello, HelloV1) and hello.proto == 1
 
 
-def test_site_20_version_1_answers_and_we_speak_1() -> None:
+def test_version_1_answers_and_we_speak_1() -> None:
     client = caller()
     hello = handshake.receive(client.greeting()).hello
     session = client.finish(envelope(AnswerV1(1, hello.nonce, b"s" * 32, "n2", 1, 0, "x")))
     assert session.proto == 1
 
 
-def test_site_20_version_1_calls_and_we_answer_as_1() -> None:
+def test_version_1_calls_and_we_answer_as_1() -> None:
     greeting = handshake.receive(envelope(HelloV1(1, "link", "c", 1, 0, "n1", "n2", "i", b"n" * 16, b"s" * 32)))
     data, session = handshake.answer(greeting, host="n2", restart=0, instance="x")
     answer = inside(data, AnswerV1)
     assert session.proto == 1 and isinstance(answer, AnswerV1) and answer.proto == 1, "it compares for equality"
 
 
-def test_site_20_two_of_us_speak_the_newest() -> None:
+def test_two_of_us_speak_the_newest() -> None:
     client = caller()
     data, theirs = handshake.answer(handshake.receive(client.greeting()), host="n2", restart=0, instance="x")
     assert client.finish(data).proto == theirs.proto == version.CURRENT == version.OLDEST + 1
@@ -89,11 +90,11 @@ def test_site_20_two_of_us_speak_the_newest() -> None:
     ("least", "most", "common"),
     [(1, 0, 1), (1, 2, 2), (2, 2, 2), (2, 3, 2), (1, 99, 2), (3, 4, 0), (3, 0, 0), (0, 0, 0), (-1, -1, 0), (2, 1, 0)],
 )
-def test_site_20_common_version(least: int, most: int, common: int) -> None:
+def test_common_version(least: int, most: int, common: int) -> None:
     assert version.common(least, most) == common
 
 
-def test_site_20_too_new_is_refused_with_one_line() -> None:
+def test_too_new_is_refused_with_one_line() -> None:
     hello = msgspec.structs.replace(caller()._hello, proto=3, most=4)
     greeting = handshake.receive(envelope(hello))
     assert greeting.proto == 0
@@ -101,14 +102,14 @@ def test_site_20_too_new_is_refused_with_one_line() -> None:
         handshake.answer(greeting, host="n2", restart=0, instance="x")
 
 
-def test_site_20_an_answer_in_no_version_of_ours_is_refused() -> None:
+def test_an_answer_in_no_version_of_ours_is_refused() -> None:
     client = caller()
     nonce = client._hello.nonce
     with pytest.raises(HandshakeError, match="protocol 3"):
         client.finish(envelope(handshake.ServerHello(1, nonce, b"s" * 32, "n2", 1, 0, "x", chosen=3)))
 
 
-def test_site_20_what_version_1_lacks_is_absent_on_the_wire() -> None:
+def test_what_version_1_lacks_is_absent_on_the_wire() -> None:
     """Each kind of message is in the union of version 1, or is kept from it."""
     first = {
         *("Ping", "ProbeAsk", "ProbeAnswer", "Liveness", "Collect", "InventoryUp", "PlanDown", "PlanAck", "Go"),
@@ -121,7 +122,7 @@ def test_site_20_what_version_1_lacks_is_absent_on_the_wire() -> None:
     assert protocol.known(peer.Ping(), 1)
 
 
-def test_site_20_messages_of_version_1_are_understood() -> None:
+def test_messages_of_version_1_are_understood() -> None:
     """Bytes as version 1 wrote them: nothing that came later is needed."""
     for text, kind in [
         (
@@ -141,7 +142,7 @@ def test_site_20_messages_of_version_1_are_understood() -> None:
     assert isinstance(protocol.decoder.decode(packed), controller.Registration)
 
 
-def test_site_20_fields_of_version_3_are_skipped() -> None:
+def test_fields_of_version_3_are_skipped() -> None:
     hello = json.loads(local.encode(local.hello(set="d", rank=0, world=1, local_rank=0, step="7.0", pid=1)))
     later = json.dumps({**hello, "colour": ["green"], "most": 3}).encode()
     assert local.request_decoder.decode(later) == local.Hello(1, "d", 0, 1, 0, "7.0", 1, most=3)

@@ -1,4 +1,5 @@
-"""SITE 8 to 14 and 22 on a real cluster: what is done to jobs, and to whose."""
+"""Requirements arrays, heterogeneous-jobs, pins, reservations, hold-only-after-a-death, requeue, slurms-own-timers,
+plugin-loaded on a real cluster: what is done to jobs, and to whose."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def nothing_held(site: Site, job: int) -> None:
     assert site.cluster.job(job).get("ReqNodeList", "(null)") == "(null)"
 
 
-def test_site_08_last_task_of_three(make_site: Callable[..., Site]) -> None:
+def test_last_task_of_three(make_site: Callable[..., Site]) -> None:
     """Its raw id is the array's own: an update by that id would change all three tasks."""
     site = make_site(nodes=8)
     array = site.submit("-N2", "--requeue", "--exclusive", "--array=1-3")
@@ -71,7 +72,7 @@ def test_site_08_last_task_of_three(make_site: Callable[..., Site]) -> None:
     assert [record(site, task) for task in siblings] == before
 
 
-def test_site_09_heterogeneous_job_is_never_touched(site: Site) -> None:
+def test_heterogeneous_job_is_never_touched(site: Site) -> None:
     job = site.submit("-N2", "--requeue", ":", "-N1", script="#!/bin/sh\nsleep 600\n")
     site.running(job)
     leader = site.cluster.run(["scontrol", "show", "job", "-o", str(job)]).stdout.splitlines()[0]
@@ -88,7 +89,7 @@ def test_site_09_heterogeneous_job_is_never_touched(site: Site) -> None:
     assert "dr" not in site.cluster.node_states()[hosts[1]]
 
 
-def test_site_10_pin_cannot_shrink_a_running_job(site: Site) -> None:
+def test_pin_cannot_shrink_a_running_job(site: Site) -> None:
     job, hosts = start(site)
     before = record(site, job)
     asked = site.cluster.run([PYTHON, "-I", "-c", ASK_SLURM, str(job), ",".join(hosts[:2])], user="slurm")
@@ -97,7 +98,7 @@ def test_site_10_pin_cannot_shrink_a_running_job(site: Site) -> None:
     assert record(site, job) == before and site.nodes(job) == hosts
 
 
-def test_site_10_pin_does_not_outlive_its_recovery(site: Site) -> None:
+def test_pin_does_not_outlive_its_recovery(site: Site) -> None:
     """Requeued by hand after a recovery, the job asks for what its user asked for."""
     job, hosts = start(site)
     site.cluster.power_off(hosts[1])
@@ -109,7 +110,7 @@ def test_site_10_pin_does_not_outlive_its_recovery(site: Site) -> None:
     until(lambda: named(site, job, "unpinned"), 5)
 
 
-def test_site_11_reservation_takes_few_nodes_and_leaves_others_alone(make_site: Callable[..., Site]) -> None:
+def test_reservation_takes_few_nodes_and_leaves_others_alone(make_site: Callable[..., Site]) -> None:
     site = make_site(nodes=9)
     run = site.cluster.run
     run(["scontrol", "create", "reservation", "ReservationName=theirs", "Nodes=n4", "Users=bob", "StartTime=now",
@@ -127,7 +128,7 @@ def test_site_11_reservation_takes_few_nodes_and_leaves_others_alone(make_site: 
     run(["scontrol", "delete", "ReservationName=theirs"])
 
 
-def test_site_11_the_jobs_own_reservation_stays_its_own(site: Site) -> None:
+def test_the_jobs_own_reservation_stays_its_own(site: Site) -> None:
     site.cluster.run(["scontrol", "create", "reservation", "ReservationName=class", "Nodes=n1,n2,n3,n4",
                       "Users=alice", "StartTime=now", "Duration=60"])  # fmt: skip
     job, hosts = start(site, "-N3", "--reservation=class")
@@ -140,7 +141,7 @@ def test_site_11_the_jobs_own_reservation_stays_its_own(site: Site) -> None:
     until(lambda: not site.cluster.run(["scontrol", "delete", "ReservationName=class"]).returncode)
 
 
-def test_site_11_another_job_of_the_owner_cannot_use_the_reservation(site: Site) -> None:
+def test_another_job_of_the_owner_cannot_use_the_reservation(site: Site) -> None:
     job, hosts = start(site)
     site.cluster.run(["scontrol", "update", "nodename=n4,n5", "state=drain", "reason=test"])
     site.cluster.power_off(hosts[1])
@@ -156,7 +157,7 @@ def test_site_11_another_job_of_the_owner_cannot_use_the_reservation(site: Site)
     until(lambda: not site.reservations(), 10)
 
 
-def test_site_11_job_that_waits_for_a_hold_keeps_no_nodes(site: Site) -> None:
+def test_job_that_waits_for_a_hold_keeps_no_nodes(site: Site) -> None:
     job, hosts = start(site)
     site.cluster.run(["scontrol", "update", "nodename=n4,n5", "state=drain", "reason=test"])
     site.cluster.power_off(hosts[1])
@@ -168,14 +169,14 @@ def test_site_11_job_that_waits_for_a_hold_keeps_no_nodes(site: Site) -> None:
     until(lambda: site.cluster.job(job)["ReqNodeList"] == "(null)", 5)
 
 
-def test_site_12_requeue_by_hand_holds_nothing(site: Site) -> None:
+def test_requeue_by_hand_holds_nothing(site: Site) -> None:
     job, _ = start(site)
     site.cluster.run(["scontrol", "requeue", str(job)], user="alice")
     site.running(job, restart=1, timeout_s=40)
     nothing_held(site, job)
 
 
-def test_site_12_drain_holds_nothing(site: Site) -> None:
+def test_drain_holds_nothing(site: Site) -> None:
     job, hosts = start(site)
     site.cluster.run(["scontrol", "update", f"nodename={hosts[1]}", "state=drain", "reason=maintenance"])
     time.sleep(3)
@@ -186,7 +187,7 @@ def test_site_12_drain_holds_nothing(site: Site) -> None:
     nothing_held(site, job)
 
 
-def test_site_12_preemption_holds_nothing(make_site: Callable[..., Site]) -> None:
+def test_preemption_holds_nothing(make_site: Callable[..., Site]) -> None:
     lines = ["PreemptType=preempt/partition_prio", "PreemptMode=REQUEUE",
              "PartitionName=high Nodes=n[1-5] PriorityTier=10 MaxTime=INFINITE State=UP"]  # fmt: skip
     site = make_site(slurm_conf=lines)
@@ -199,7 +200,7 @@ def test_site_12_preemption_holds_nothing(make_site: Callable[..., Site]) -> Non
     nothing_held(site, job)
 
 
-def test_site_12_two_jobs_lose_a_node_at_once(make_site: Callable[..., Site]) -> None:
+def test_two_jobs_lose_a_node_at_once(make_site: Callable[..., Site]) -> None:
     """Neither takes the other's survivors."""
     site = make_site(nodes=8)
     one, first = start(site, "-N3")
@@ -212,7 +213,7 @@ def test_site_12_two_jobs_lose_a_node_at_once(make_site: Callable[..., Site]) ->
     until(lambda: not site.reservations(), 10)
 
 
-def test_site_13_job_without_requeue_is_told_so(site: Site) -> None:
+def test_job_without_requeue_is_told_so(site: Site) -> None:
     job = site.submit("-N2", "--no-requeue")
     site.running(job)
     site.agents(job, 0, site.nodes(job), "silent")
@@ -222,7 +223,7 @@ def test_site_13_job_without_requeue_is_told_so(site: Site) -> None:
     assert "without --requeue" in document["slurm"]["note"]
 
 
-def test_site_22_nodes_without_an_agent_are_told(site: Site) -> None:
+def test_nodes_without_an_agent_are_told(site: Site) -> None:
     job = site.submit("-N3", "--requeue")
     site.running(job)
     hosts = site.nodes(job)
@@ -233,7 +234,7 @@ def test_site_22_nodes_without_an_agent_are_told(site: Site) -> None:
 
 
 @pytest.mark.long
-def test_site_10_ladder_of_a_job_that_finds_no_replacement(site: Site) -> None:
+def test_ladder_of_a_job_that_finds_no_replacement(site: Site) -> None:
     """Pinned and reserved for two minutes at most; then the original request, and nothing held."""
     job, hosts = start(site)
     site.cluster.run(["scontrol", "update", "nodename=n4,n5", "state=drain", "reason=test"])

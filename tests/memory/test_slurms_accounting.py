@@ -1,4 +1,5 @@
-"""SITE 20: Slurm's own memory accounting, which kills (`OverMemoryKill`), and what it makes of replicas."""
+"""Requirement not-a-failure: Slurm's own memory accounting, which kills (`OverMemoryKill`), and what it makes of
+replicas."""
 
 from __future__ import annotations
 
@@ -43,14 +44,14 @@ def params(cluster: Cluster, line: str) -> None:
     assert cluster.run(["scontrol", "reconfigure"]).returncode == 0
 
 
-def test_site_20_a_protected_job_within_its_memory_is_left_alone(cluster: Cluster) -> None:
+def test_a_protected_job_within_its_memory_is_left_alone(cluster: Cluster) -> None:
     """--mem with room for what the rank maps of the replicas."""
     job = protected(cluster, 600)
     job.finish()
     assert "exceeded memory limit" not in job.output()
 
 
-def test_site_20_shared_pages_are_counted(cluster: Cluster) -> None:
+def test_shared_pages_are_counted(cluster: Cluster) -> None:
     """What the administrators' document warns of: enough for the training, not for the replicas that it maps."""
     job = protected(cluster, 110)
     until(lambda: "exceeded memory limit" in job.output(), 40, 0.1, what="killed for memory")
@@ -58,7 +59,7 @@ def test_site_20_shared_pages_are_counted(cluster: Cluster) -> None:
     assert not job.lines("done")
 
 
-def test_site_20_noshare_counts_what_is_the_trainings_own(cluster: Cluster) -> None:
+def test_noshare_counts_what_is_the_trainings_own(cluster: Cluster) -> None:
     params(cluster, KILL + ",NoShare")
     try:
         job = protected(cluster, 110)

@@ -1,4 +1,4 @@
-"""SITE 21 with a real slurmdbd: its Operators and Administrators may inspect every job."""
+"""Requirement who-may-inspect with a real slurmdbd: its Operators and Administrators may inspect every job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def inspect(cluster: Cluster, job: int, user: str) -> Any:
     return cluster.run(argv, user=user)
 
 
-def test_site_21_operators_of_a_real_slurmdbd() -> None:
+def test_operators_of_a_real_slurmdbd() -> None:
     with Cluster.up(f"dbd{os.getpid()}", nodes=1, profile="site") as cluster:
         job = cluster.sbatch(["-N1"], script="#!/bin/sh\nsleep 300\n")
         until(lambda: cluster.job(job)["JobState"] == "RUNNING", 30)

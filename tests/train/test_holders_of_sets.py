@@ -1,4 +1,4 @@
-"""SITE 18: a set's holders are nodes that run ranks of it."""
+"""Requirement several-trainings: a set's holders are nodes that run ranks of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def on(job: FakeJob, node_ranks: tuple[int, ...]) -> Run:
     return Run(job, len(node_ranks), {"kind": "ddp", "steps": 6, "sleep_s": 0.02}, node_ranks)
 
 
-def test_site_18_a_set_on_some_nodes_is_refused_where_a_holder_has_no_rank(make_job: MakeJob) -> None:
+def test_a_set_on_some_nodes_is_refused_where_a_holder_has_no_rank(make_job: MakeJob) -> None:
     run = on(make_job(4, 2), (1, 2))
     assert all(r["report"]["state"] == "unprotected" for r in run.wait())
     line = (
@@ -28,7 +28,7 @@ def test_site_18_a_set_on_some_nodes_is_refused_where_a_holder_has_no_rank(make_
     assert run.stderr[0].count(line) == 1 and run.stderr[1].count("not protected") == 0
 
 
-def test_site_18_a_set_on_whole_groups_is_protected(make_job: MakeJob) -> None:
+def test_a_set_on_whole_groups_is_protected(make_job: MakeJob) -> None:
     job = make_job(4, 2)
     run = on(job, (2, 3))
     results = run.wait()
@@ -46,7 +46,5 @@ def test_site_18_a_set_on_whole_groups_is_protected(make_job: MakeJob) -> None:
         ((3,), 4, 1, None),
     ],
 )
-def test_site_18_where_the_holders_are(
-    nodes: tuple[int, ...], N: int, m: int, lacking: tuple[int, int] | None
-) -> None:
+def test_where_the_holders_are(nodes: tuple[int, ...], N: int, m: int, lacking: tuple[int, int] | None) -> None:
     assert placement.stranger(nodes, N, m) == lacking

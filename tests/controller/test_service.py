@@ -29,7 +29,7 @@ def untouched(site: Site) -> bool:
     return set(site.cluster.node_states().values()) <= {"idle", "allocated"} and not site.reservations()
 
 
-def test_site_02_false_report_about_a_live_node_changes_nothing(site: Site) -> None:
+def test_false_report_about_a_live_node_changes_nothing(site: Site) -> None:
     job, _ = start(site, "accuse:n2")
     said = until(lambda: site.event(job, "dismissed"), 10)
     assert "false suspicion" in said["detail"]
@@ -40,7 +40,7 @@ def test_site_02_false_report_about_a_live_node_changes_nothing(site: Site) -> N
     assert site.cluster.job(job)["Restarts"] == "0"
 
 
-def test_site_01_reports_about_nodes_of_others_are_dropped(site: Site) -> None:
+def test_reports_about_nodes_of_others_are_dropped(site: Site) -> None:
     job, _ = start(site, "accuse:n4")
     site.cluster.power_off("n4")
     until(lambda: "not plausible" in site.log(), 10)
@@ -49,7 +49,7 @@ def test_site_01_reports_about_nodes_of_others_are_dropped(site: Site) -> None:
     assert "drain" not in site.cluster.node_states()["n4"]
 
 
-def test_site_02_agent_that_is_gone_on_a_live_node_is_no_reason_to_requeue(site: Site) -> None:
+def test_agent_that_is_gone_on_a_live_node_is_no_reason_to_requeue(site: Site) -> None:
     job, _ = start(site)
     site.processes[1].kill()
     until(lambda: site.event(job, "detected"), 10)
@@ -58,7 +58,7 @@ def test_site_02_agent_that_is_gone_on_a_live_node_is_no_reason_to_requeue(site:
     assert site.cluster.job(job)["JobState"] == "RUNNING" and site.cluster.job(job)["Restarts"] == "0"
 
 
-def test_site_01_other_uid_cannot_register_for_a_job(site: Site) -> None:
+def test_other_uid_cannot_register_for_a_job(site: Site) -> None:
     job = site.submit("-N2", "--requeue")
     site.running(job)
     hosts = site.nodes(job)
@@ -67,7 +67,7 @@ def test_site_01_other_uid_cannot_register_for_a_job(site: Site) -> None:
     assert "event=registered" not in site.log()
 
 
-def test_site_16_cancelled_while_pending_releases_the_agents(site: Site) -> None:
+def test_cancelled_while_pending_releases_the_agents(site: Site) -> None:
     job, _ = start(site)
     site.cluster.run(["scontrol", "update", "nodename=n4,n5", "state=drain", "reason=test"])
     site.cluster.power_off("n2")
@@ -80,7 +80,7 @@ def test_site_16_cancelled_while_pending_releases_the_agents(site: Site) -> None
     until(lambda: not site.reservations(), 5)
 
 
-def test_site_16_completed_releases_at_once_and_failed_after_retention(make_site: Callable[..., Site]) -> None:
+def test_completed_releases_at_once_and_failed_after_retention(make_site: Callable[..., Site]) -> None:
     site = make_site(settings={"retention_s": 3.0})
     good = site.submit("-N1", script="#!/bin/sh\nsleep 4\n")
     bad = site.submit("-N1", script="#!/bin/sh\nsleep 4; exit 2\n")
@@ -130,7 +130,7 @@ def test_inspect(site: Site) -> None:
     assert nobody.returncode == 1 and "no agent answers" in nobody.stderr and nobody.stderr.count("\n") == 1
 
 
-def test_site_22_partly_protected_when_an_agent_is_missing(site: Site) -> None:
+def test_partly_protected_when_an_agent_is_missing(site: Site) -> None:
     job, _ = start(site, "silent")
     site.processes[0].kill()
     document = json.loads(site.inspect(job, "--json").stdout)
@@ -166,12 +166,12 @@ def test_controller_that_came_back_after_the_start_cleans_up(site: Site) -> None
     assert site.cluster.job(job)["JobState"] == "RUNNING"
 
 
-def test_site_05_only_one_controller_acts(site: Site) -> None:
+def test_only_one_controller_acts(site: Site) -> None:
     done = site.cluster.run(["/opt/gemini-hpc/venv/bin/python", "-I", "-m", "gemini_hpc.controller"], user="slurm")
     assert done.returncode == 1 and "another controller" in done.stderr
 
 
-def test_site_03_budget_stops_mass_fencing(make_site: Callable[..., Site]) -> None:
+def test_budget_stops_mass_fencing(make_site: Callable[..., Site]) -> None:
     site = make_site(settings={"fence_budget_nodes": 1})
     job, _ = start(site)
     site.cluster.power_off("n2")
@@ -182,7 +182,7 @@ def test_site_03_budget_stops_mass_fencing(make_site: Callable[..., Site]) -> No
     assert not [n for n, s in states.items() if "dr" in s]
 
 
-def test_site_02_another_owners_job_on_the_node_vetoes(site: Site) -> None:
+def test_another_owners_job_on_the_node_vetoes(site: Site) -> None:
     job = site.submit("-N3", "--requeue", "-n3", "--oversubscribe")
     site.running(job)
     hosts = site.nodes(job)

@@ -84,7 +84,7 @@ def test_cgroup_of_an_agent_has_limits_and_no_devices(site: Site) -> None:
         until(lambda gone=gone: not site.sh(node, gone), 20, 0.2, what=f"its cgroup of {controller} is removed")
 
 
-def test_site_16_nothing_outstays_its_retention(site: Site) -> None:
+def test_nothing_outstays_its_retention(site: Site) -> None:
     """The owner stops the agent, and something of the owner's has got into its cgroup nevertheless; another owner's
     agent on the same node stays."""
     site.configure(retention_s=1.0, tier_flush_s=0.0)
@@ -114,7 +114,7 @@ def test_site_16_nothing_outstays_its_retention(site: Site) -> None:
     on.reach(at + 3)
 
 
-def test_site_16_an_agent_that_answers_is_left_its_time(site: Site) -> None:
+def test_an_agent_that_answers_is_left_its_time(site: Site) -> None:
     """Requeued while the reaper waits: the next prolog takes the job out of its hands."""
     site.configure(retention_s=60.0)
     job = site.job(nodes=2, steps=1000)
@@ -128,7 +128,7 @@ def test_site_16_an_agent_that_answers_is_left_its_time(site: Site) -> None:
         until(lambda node=node, ended=ended: "null" in site.sh(node, ended), 10, 0.2, what="entered again")
 
 
-def test_site_16_nothing_outstays_a_job_that_got_no_epilog(site: Site) -> None:
+def test_nothing_outstays_a_job_that_got_no_epilog(site: Site) -> None:
     """The node was cut off while its job was ended elsewhere, and its owner has stopped the agent there."""
     site.configure(retention_s=1.0, tier_flush_s=0.0)
     job = site.job(nodes=2, steps=1000, options=("-wn3,n4",))

@@ -1,4 +1,5 @@
-"""SITE 15: root's part of leaving slurmd's cgroup, with real files where there are such, and a busctl of our own."""
+"""Requirement memory: root's part of leaving slurmd's cgroup, with real files where there are such, and a busctl of
+our own."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def busctl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) -> Path
     return tmp_path / "said"
 
 
-def test_site_15_systemd_moves_and_is_waited_for(
+def test_systemd_moves_and_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, top: Path, sleeper: int
 ) -> None:
     """A stand-in that answers first and moves the process a moment later, as systemd does."""
@@ -69,7 +70,7 @@ def test_site_15_systemd_moves_and_is_waited_for(
         ("exec sleep 30", "in time"),
     ],
 )
-def test_site_15_systemd_that_does_not_do_it_is_one_line(
+def test_systemd_that_does_not_do_it_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sleeper: int, script: str, words: str
 ) -> None:
     monkeypatch.setattr(cgroup, "SYSTEMD_TIMEOUT_S", 0.3)
@@ -81,7 +82,7 @@ def test_site_15_systemd_that_does_not_do_it_is_one_line(
     assert cgroup.admit(Choice("systemd"), 7, sleeper, 100 * MIB)[1] == "systemd: No such file or directory"
 
 
-def test_site_15_v2_is_written_as_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_v2_is_written_as_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No v2 memory controller can be had here: what would be written, in this order."""
     written: list[tuple[str, str]] = []
 
@@ -130,16 +131,14 @@ def test_earlier_agent_in_a_scope_of_its_own_is_ended(
     os.close(run_fd)
 
 
-def test_site_15_a_controller_that_is_not_there_is_no_failure(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_controller_that_is_not_there_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cgroup.subtree_control").touch()
     monkeypatch.setattr(cgroup, "place", lambda pid="self": Place(2, str(tmp_path), "/slurmd", True))
     choice = cgroup.prepare(Settings(agent_cgroup="/gemini-hpc"), 1 << 40)
     assert choice.how == "stay" and "memory.max: No such file" in choice.why
 
 
-def test_site_15_reservation_stops_before_the_kernel_kills(top: Path) -> None:
+def test_reservation_stops_before_the_kernel_kills(top: Path) -> None:
     """In a cgroup of 200 MiB: what does not fit is refused with the numbers, at once or half way."""
     (top / "memory.limit_in_bytes").write_text(str(200 * MIB))
     child = os.fork()

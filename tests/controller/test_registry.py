@@ -1,4 +1,4 @@
-"""Whose word counts for a node being alive (SITE 1)."""
+"""Whose word counts for a node being alive (requirement believe-slurm)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def agent(host: str, *, verified: bool, heard_s: float = 0.0, closed: bool = Fal
         ({"verified": True, "closed": True}, False, 0),
     ],
 )
-def test_site_01_an_agent_vouches_for_its_node_from_there_only(
+def test_an_agent_vouches_for_its_node_from_there_only(
     tmp_path: Path, known: dict[str, Any], vouched: bool, asked: int
 ) -> None:
     """Another user's agent could say from a login node that a dead node lives, and have a job wait for it."""

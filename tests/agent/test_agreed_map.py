@@ -1,4 +1,5 @@
-"""SITE 17: the map is agreed before anybody has it: a round ends only when every agent has the same one."""
+"""Requirement all-or-nothing-map: the map is agreed before anybody has it: a round ends only when every agent has the
+same one."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ class Host:
         pass
 
 
-def test_site_17_an_agent_with_another_map_keeps_everybody_from_having_one() -> None:
+def test_an_agent_with_another_map_keeps_everybody_from_having_one() -> None:
     async def run() -> None:
         host = Host("n1")
         spawned: list[asyncio.Task[None]] = []

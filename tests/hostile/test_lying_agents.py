@@ -1,5 +1,5 @@
-"""SITE 1: agents run as their users, so what they say is a hint: about nodes, hosts, restarts, jobs; and there may be
-any amount of it."""
+"""Requirement believe-slurm: agents run as their users, so what they say is a hint: about nodes, hosts, restarts,
+jobs; and there may be any amount of it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def untouched(site: Site) -> bool:
     return not any(word in states for word in ("drain", "down")) and "ReservationName" not in shown
 
 
-def test_site_01_forged_agents_are_not_registered(site: Site) -> None:
+def test_forged_agents_are_not_registered(site: Site) -> None:
     other = next(n for n in site.cluster.node_names if n not in site.nodes)
     forged = {
         "a node that is not the job's": {"source": other},
@@ -52,7 +52,7 @@ def test_site_01_forged_agents_are_not_registered(site: Site) -> None:
     assert not [line for line in log.splitlines() if line.endswith("event=down host=n1")]
 
 
-def test_site_01_agents_of_a_job_without_nodes_must_call_from_theirs(site: Site) -> None:
+def test_agents_of_a_job_without_nodes_must_call_from_theirs(site: Site) -> None:
     """Slurm has never said where a pending job runs: no name may be made up."""
     job = site.cluster.sbatch(["-N4", "--hold"], script="#!/bin/sh\n")
     node = site.nodes[0]
@@ -69,7 +69,7 @@ def test_site_01_agents_of_a_job_without_nodes_must_call_from_theirs(site: Site)
         site.cluster.run(["scancel", str(job)])
 
 
-def test_site_01_reports_about_what_is_not_the_jobs(site: Site) -> None:
+def test_reports_about_what_is_not_the_jobs(site: Site) -> None:
     """A dead node of nobody's, living ones of the job, itself, names that are none: nothing follows."""
     free = [n for n in site.cluster.node_names if n not in site.nodes]
     site.cluster.power_off(free[0])
@@ -93,7 +93,7 @@ def test_site_01_reports_about_what_is_not_the_jobs(site: Site) -> None:
     assert untouched(site)
 
 
-def test_site_01_flood_of_one_user_delays_no_other(site: Site) -> None:
+def test_flood_of_one_user_delays_no_other(site: Site) -> None:
     """bob's agents and questions without end; alice's inspect, a new job of hers, her events and her log."""
     job = site.cluster.sbatch(["-N1", "-n1"], user="bob", script="#!/bin/sh\nsleep 300\n")
     until(lambda: site.cluster.job(job)["JobState"] == "RUNNING", 30, 0.1, what="bob's job runs")
@@ -129,7 +129,7 @@ def test_site_01_flood_of_one_user_delays_no_other(site: Site) -> None:
     assert "Traceback" not in site.controller_log()
 
 
-def test_site_01_frames_that_would_fill_the_controllers_memory(site: Site) -> None:
+def test_frames_that_would_fill_the_controllers_memory(site: Site) -> None:
     for purpose in ("control", "query"):
         lines = 60 if purpose == "control" else 12
         rss = controller_rss(site)
@@ -138,7 +138,7 @@ def test_site_01_frames_that_would_fill_the_controllers_memory(site: Site) -> No
         assert controller_rss(site) - rss < 64 << 20
 
 
-def test_site_01_silent_connections_do_not_keep_others_out(site: Site) -> None:
+def test_silent_connections_do_not_keep_others_out(site: Site) -> None:
     """From a node of its own, and from the very host of the one who asks; at an agent and at the controller."""
     idle = (
         "import socket, sys, time; s = [socket.create_connection((sys.argv[1], int(sys.argv[2]))) "

@@ -73,7 +73,7 @@ def test_two_nodes_at_once_are_one_recovery(site: Site) -> None:
     assert drained(site) == {"n2", "n3"}
 
 
-def test_site_11_busy_cluster_survivors_are_not_taken(site: Site) -> None:
+def test_busy_cluster_survivors_are_not_taken(site: Site) -> None:
     job, _ = start(site)
     short = "#!/bin/sh\nsrun sleep 4\n"
     theirs = [site.submit("-N1", "--exclusive", user="bob", script=short) for _ in range(12)]
@@ -94,7 +94,7 @@ def test_site_11_busy_cluster_survivors_are_not_taken(site: Site) -> None:
     story(site, job, cut)
 
 
-def test_site_10_survivor_dies_while_pending(site: Site) -> None:
+def test_survivor_dies_while_pending(site: Site) -> None:
     # n4 and n5 are bob's: the job stays pending with its survivors pinned.
     theirs = [site.submit("-N1", "--exclusive", "-w", n, user="bob") for n in ("n4", "n5")]
     for other in theirs:
@@ -113,7 +113,7 @@ def test_site_10_survivor_dies_while_pending(site: Site) -> None:
     assert drained(site) == {"n2", "n3"}
 
 
-def test_site_07_script_that_failed_because_of_the_dead_node_is_sent_back(site: Site) -> None:
+def test_script_that_failed_because_of_the_dead_node_is_sent_back(site: Site) -> None:
     again = 'if [ -n "$SLURM_RESTART_COUNT" ]; then exec srun sleep 600; fi'
     script = f"#!/bin/sh\n{again}\nsrun sleep 600 & sleep 8; exit 3\n"
     job, _ = start(site, script=script)
@@ -125,7 +125,7 @@ def test_site_07_script_that_failed_because_of_the_dead_node_is_sent_back(site: 
     story(site, job, cut)
 
 
-def test_site_07_node_that_reboots_at_once_is_not_fenced(site: Site) -> None:
+def test_node_that_reboots_at_once_is_not_fenced(site: Site) -> None:
     job, _ = start(site)
     cut = time.time()
     site.cluster.power_off("n2")
@@ -148,7 +148,7 @@ def test_slurm_sets_the_node_down_first(site: Site) -> None:
     until(lambda: not site.reservations(), 5)
 
 
-def test_site_13_without_requeue_nothing_happens(site: Site) -> None:
+def test_without_requeue_nothing_happens(site: Site) -> None:
     job = site.submit("-N3", "--no-requeue", "--exclusive")
     site.running(job)
     site.agents(job, 0, site.nodes(job))
@@ -158,7 +158,7 @@ def test_site_13_without_requeue_nothing_happens(site: Site) -> None:
     assert drained(site) == set()
 
 
-def test_site_08_last_task_of_an_array_does_not_touch_its_sibling(site: Site) -> None:
+def test_last_task_of_an_array_does_not_touch_its_sibling(site: Site) -> None:
     array = site.submit("-N2", "--requeue", "--exclusive", "--array=1-2")
 
     def task(number: int) -> dict[str, str]:

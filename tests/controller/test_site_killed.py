@@ -1,4 +1,5 @@
-"""SITE 4 and 5: the controller is killed between any two of its actions, at every one of them, and started again."""
+"""Requirements administrators-resume, one-controller: the controller is killed between any two of its actions, at
+every one of them, and started again."""
 
 from __future__ import annotations
 
@@ -113,7 +114,7 @@ def short(place: str) -> str:
     return text.replace("ResetAccrueTime ", "")
 
 
-def test_site_05_controller_killed_at_the_worst_moments(make_site: Callable[..., Site]) -> None:
+def test_controller_killed_at_the_worst_moments(make_site: Callable[..., Site]) -> None:
     trial = make_trial(make_site)
     places, killed = trial.run(0)
     assert not killed and 20 <= len(places) <= MOST, places
@@ -125,7 +126,7 @@ def test_site_05_controller_killed_at_the_worst_moments(make_site: Callable[...,
 
 @pytest.mark.long
 @pytest.mark.timeout(3000)
-def test_site_05_controller_killed_between_any_two_actions(make_site: Callable[..., Site]) -> None:
+def test_controller_killed_between_any_two_actions(make_site: Callable[..., Site]) -> None:
     trial = make_trial(make_site)
     places, _ = trial.run(0)
     for at in range(int(os.environ.get("GEMINI_FIRST_BOUNDARY", "1")), len(places) + 1):
@@ -133,7 +134,7 @@ def test_site_05_controller_killed_between_any_two_actions(make_site: Callable[.
         trial.run(at)
 
 
-def test_site_05_controller_stopped_in_mid_recovery_leaves_what_it_holds(site: Site) -> None:
+def test_controller_stopped_in_mid_recovery_leaves_what_it_holds(site: Site) -> None:
     """SIGTERM, as at an upgrade: the reservation stands until the next controller has steered the job."""
     job = site.submit("-N3", "--requeue", "--exclusive")
     site.running(job)

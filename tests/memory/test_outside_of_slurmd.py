@@ -1,4 +1,5 @@
-"""SITE 15 on the real cluster (cgroup v1): the agents' memory is counted, and ends, outside slurmd's cgroup."""
+"""Requirement memory on the real cluster (cgroup v1): the agents' memory is counted, and ends, outside slurmd's
+cgroup."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def agents(job: LiteJob, node: str) -> list[str]:
     return job.cluster.exec(node, ["pgrep", "-f", f"gemini_hpc.agent --job {job.id} "]).stdout.split()
 
 
-def test_site_15_agent_has_left_slurmds_cgroup(site: Site) -> None:
+def test_agent_has_left_slurmds_cgroup(site: Site) -> None:
     job = site.job(nodes=2, steps=1000)
     job.reach(3)
     for node in job.hosts():
@@ -42,7 +43,7 @@ def test_site_15_agent_has_left_slurmds_cgroup(site: Site) -> None:
     assert {site.cgroup(node, pid) for pid in agents(job, node)} == {own}, "its successor is there too"
 
 
-def test_site_15_replicas_are_not_charged_to_slurmd(site: Site) -> None:
+def test_replicas_are_not_charged_to_slurmd(site: Site) -> None:
     """slurmd's cgroup has room for its daemons, its steps and 64 MiB; the replicas of a node take 128."""
     cluster, node = site.cluster, "n1"
     before = site.slurmd(node)
@@ -60,7 +61,7 @@ def test_site_15_replicas_are_not_charged_to_slurmd(site: Site) -> None:
         site.sh(node, "echo -1 >/sys/fs/cgroup/memory/slurmd/memory.limit_in_bytes")
 
 
-def test_site_15_refusal_has_the_numbers_and_reaches_trainer_and_inspect(site: Site, inspect: Inspect) -> None:
+def test_refusal_has_the_numbers_and_reaches_trainer_and_inspect(site: Site, inspect: Inspect) -> None:
     job = site.job(nodes=2, steps=5, size=60 * MIB)
     until(lambda: "not enough memory for the replicas" in job.output(), 30, what="the refusal")
     assert "wanted 120 MiB beside 120 MiB already held, the node's cap is 200 MiB (memory_cap_bytes)" in job.output()
@@ -68,7 +69,7 @@ def test_site_15_refusal_has_the_numbers_and_reaches_trainer_and_inspect(site: S
     assert told and "the node's cap is 200 MiB" in told[0], told
 
 
-def test_site_15_agents_of_a_node_share_the_cap(site: Site) -> None:
+def test_agents_of_a_node_share_the_cap(site: Site) -> None:
     first = site.job(nodes=2, steps=1000, size=30 * MIB, options=("-wn1,n2", "-c1"))
     first.reach(2)
     second = site.job(nodes=2, steps=5, size=30 * MIB, options=("-wn1,n2", "-c1"))
@@ -78,7 +79,7 @@ def test_site_15_agents_of_a_node_share_the_cap(site: Site) -> None:
     first.reach(at + 3)
 
 
-def test_site_15_a_full_cgroup_ends_agents_and_never_slurmd(site: Site) -> None:
+def test_a_full_cgroup_ends_agents_and_never_slurmd(site: Site) -> None:
     """Somebody who is in the agents' cgroup takes more than there is: the kernel looks for a victim in there only."""
     job = site.job(nodes=2, steps=1000, size=20 * MIB)
     job.reach(3)
@@ -100,7 +101,7 @@ def test_site_15_a_full_cgroup_ends_agents_and_never_slurmd(site: Site) -> None:
     site.job(nodes=2, steps=2, options=(f"-w{node}",)).finish()
 
 
-def test_site_15_arming_until_done(site: Site, inspect: Inspect) -> None:
+def test_arming_until_done(site: Site, inspect: Inspect) -> None:
     job = site.job(nodes=2, steps=8, pause_s=1.5)
     job.reach(0, "resumed")
 
@@ -111,7 +112,7 @@ def test_site_15_arming_until_done(site: Site, inspect: Inspect) -> None:
     until(lambda: state() == {"protected"}, 15, what="protected")
 
 
-def test_site_15_ready_needs_no_memory(site: Site) -> None:
+def test_ready_needs_no_memory(site: Site) -> None:
     """The prolog's "ready" says that sockets are open and limits known: a site without any room still gets a map."""
     site.configure(memory_cap_bytes=1)
     job = site.job(nodes=2, steps=3)
@@ -121,7 +122,7 @@ def test_site_15_ready_needs_no_memory(site: Site) -> None:
     assert not {s for s in site.cluster.node_states().values() if "drain" in s}
 
 
-def test_site_15_a_node_that_was_off_begins_with_nothing(site: Site) -> None:
+def test_a_node_that_was_off_begins_with_nothing(site: Site) -> None:
     cluster = site.cluster
     job = site.job(nodes=2, steps=1000, size=20 * MIB, options=("-wn1,n2", "--no-requeue"))
     job.reach(2)
@@ -134,7 +135,7 @@ def test_site_15_a_node_that_was_off_begins_with_nothing(site: Site) -> None:
     again.finish()
 
 
-def test_site_15_settings_say_where(site: Site) -> None:
+def test_settings_say_where(site: Site) -> None:
     site.configure(agent_cgroup="/site/agents")
     job = site.job(nodes=2, steps=1000)
     job.reach(2)

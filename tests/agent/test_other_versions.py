@@ -1,4 +1,4 @@
-"""SITE 20 at the local socket: a user's environment may have another gemini-hpc than the node."""
+"""Requirement not-a-failure at the local socket: a user's environment may have another gemini-hpc than the node."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from .conftest import STEP
 
 
 @pytest.mark.parametrize(("proto", "most", "chosen"), [(1, 0, 1), (1, 2, 2), (2, 3, 2), (1, 7, 2)])
-def test_site_20_trainer_and_agent_agree(make_agent: Callable[..., Any], proto: int, most: int, chosen: int) -> None:
+def test_trainer_and_agent_agree(make_agent: Callable[..., Any], proto: int, most: int, chosen: int) -> None:
     agent = make_agent()
     reply = agent.caller().ask(local.Hello(proto, "default", 0, 1, 0, STEP, os.getpid(), most=most))
     assert isinstance(reply, local.Welcome) and reply.proto == chosen
 
 
 @pytest.mark.parametrize(("proto", "most"), [(3, 4), (3, 0), (0, 0)])
-def test_site_20_trainer_without_a_common_version_is_told_so(
-    make_agent: Callable[..., Any], proto: int, most: int
-) -> None:
+def test_trainer_without_a_common_version_is_told_so(make_agent: Callable[..., Any], proto: int, most: int) -> None:
     agent = make_agent()
     caller = agent.caller()
     reply = caller.ask(local.Hello(proto, "default", 0, 1, 0, STEP, os.getpid(), most=most))
