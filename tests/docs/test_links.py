@@ -78,6 +78,26 @@ def test_links(page: Path) -> None:
     assert not bad
 
 
+def test_modules_that_are_named_are_there(page: Path) -> None:
+    """But for the notes on how things came about."""
+    named = {span for span in spans(page.read_text()) if re.fullmatch(r"[a-z_]+(/[a-z_0-9]+)+\.py", span)}
+    places = (ROOT, ROOT / "gemini_hpc", ROOT / "tests")
+    assert [
+        n for n in sorted(named) if not any((place / n).exists() for place in places)
+    ] == [] or "notes" in page.name
+
+
+def test_requirements_that_are_named_have_an_anchor() -> None:
+    known = anchors((ROOT / "docs/requirements.md").read_text())
+    name = r"[a-z]+(?:-[a-z]+)*"
+    found = set()
+    for path in [*ROOT.glob("gemini_hpc/**/*.py"), *ROOT.glob("tests/**/*.py")]:
+        text = re.sub(r"\s+", " ", path.read_text())
+        for names in re.findall(rf"(?:\(r|\"\"\"R)equirements? ({name}(?:, {name})*)", text):
+            found |= {one for one in names.split(", ") if "-" in one}
+    assert len(found) > 10 and found <= known
+
+
 def targets(makefile: Path) -> set[str]:
     return set(re.findall(r"^([a-z-]+):(?!=)", makefile.read_text(), re.M))
 
