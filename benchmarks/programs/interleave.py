@@ -269,9 +269,9 @@ class Bench:
 
     def settle(self) -> None:
         """Wait until this rank's copies have been sent."""
-        replicator = self.ckpt._replicator
+        replicator = self.ckpt._engine.replicator
         while replicator is not None and replicator.busy:
-            self.ckpt._pacer.hurry()
+            self.ckpt._engine.pacer.hurry()
             time.sleep(POLL_S)
 
     def change(self, scheme: Scheme) -> None:
@@ -279,7 +279,7 @@ class Bench:
         self.settle()
         dist.barrier()
         self.ckpt.scheme = scheme
-        transport = self.ckpt._transport
+        transport = self.ckpt._engine.transport
         if isinstance(transport, GlooTransport):
             parts = {"no_pipeline": (1, PARTS * CHUNK_BYTES), "naive": (1, self._checkpoint_bytes)}
             count, size = parts.get(scheme, (PARTS, CHUNK_BYTES))
@@ -297,7 +297,7 @@ class Bench:
                 self.iterate()
         self._checkpoint_bytes = 2 * self.ckpt.report()["captured"]["own_tensor_bytes"]
         self.change("blocking")
-        spent, sizes, counters = [], [], self.ckpt._replicator.counters
+        spent, sizes, counters = [], [], self.ckpt._engine.replicator.counters
         copied_s, sending_s = counters.copy_s, counters.send_s
         for _ in range(3):
             dist.barrier()
@@ -353,7 +353,7 @@ class Bench:
     def traffic(self) -> dict[str, Any]:
         """Of the scheme at work."""
         report = self.ckpt.report()["traffic"]
-        transport = self.ckpt._transport
+        transport = self.ckpt._engine.transport
         landing = transport.landing if isinstance(transport, GlooTransport) else None
         kept = ("stage", "problem", "j", "s", "B", "alpha", "idle_s", "iteration_s", "chunks", "spilled_bytes")
         more = ("largest_chunk_bytes", "fitting_bytes", "overlap", "deviation", "late_s", "waited_s")

@@ -84,8 +84,8 @@ class Gemini(Nothing):
 
     @property
     def sealed(self) -> tuple[int, int]:
-        client = self._ckpt._client
-        if client is None or client.page is None or not self._ckpt._protected:
+        client = self._ckpt._session.client
+        if client is None or client.page is None or not self._ckpt._session.protected:
             raise SystemExit(f"the training is not protected: {self._ckpt.report()['findings']}")
         return client.page.sealed
 
@@ -93,7 +93,7 @@ class Gemini(Nothing):
         self._ckpt.step()
 
     def durable(self) -> bool:
-        return self.sealed >= (self._ckpt._epoch, self._ckpt.version)
+        return self.sealed >= (self._ckpt._session.epoch, self._ckpt.version)
 
     def rest(self) -> bool:
         """Wait until this rank sends nothing; whether the last version is sealed. It may never be: one that finds the
@@ -101,11 +101,11 @@ class Gemini(Nothing):
         deadline = time.monotonic() + 60
         until = 0.0
         while not self.durable():
-            self._ckpt._pacer.hurry()  # the training waits, and has no traffic in whose spans chunks could go
+            self._ckpt._engine.pacer.hurry()  # the training waits, and has no traffic in whose spans chunks could go
             now = time.monotonic()
             if now > deadline:
                 raise SystemExit(f"the last version is still on its way: {self._ckpt.report()}")
-            if not self._ckpt._under_way:
+            if not self._ckpt._engine.under_way:
                 until = until or now + REST_S
                 if now > until:
                     return False

@@ -88,8 +88,12 @@ class Shard(Generic[S]):
                 os.close(fd)
             raise ValueError(f"the agent sent {len(fds)} descriptors for a shard, 2 wanted")
         self.rank, self.world, self.home, self.total_bytes = rank, world, home, total_bytes
-        self.pushed = pushed
+        self.pushed, self._slot = pushed, slot
         self.slots = [slot(fd, total_bytes) for fd in fds]
+
+    def of(self, fds: list[int]) -> Any:
+        """The same shard in other memory."""
+        return Shard(self.rank, self.world, self.home, self.total_bytes, fds, self._slot, pushed=self.pushed)
 
     def populate(self) -> None:
         """See `Slot.populate`."""

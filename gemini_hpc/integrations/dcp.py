@@ -47,7 +47,7 @@ from torch.futures import Future
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.dtypes import item_bytes
 from gemini_hpc.format.shard_manifest import Manifest, Row
-from gemini_hpc.integrations.session import NOTE, Part, Session
+from gemini_hpc.integrations.session import NOTE, Part, StackSession
 from gemini_hpc.train.state import encode
 from gemini_hpc.train.state.full_state import Whole, as_state, put_back
 from gemini_hpc.train.state.restore import MemoryReader, Saved
@@ -57,15 +57,15 @@ from gemini_hpc.wire.stored import Tier
 _BYTES = "bytes"  # name of the rows that hold pickled values
 _SMALL_BYTES, _SMALL_TOGETHER_BYTES = 4 << 10, 1 << 20  # of what goes into a note
 Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # row, offset, size
-_sessions: dict[str, Session] = {}
+_sessions: dict[str, StackSession] = {}
 
 
-def _session(name: str, seal_timeout_s: float, tier: Tier) -> Session:
+def _session(name: str, seal_timeout_s: float, tier: Tier) -> StackSession:
     """Of this process; it ends with it. Collective where it is made."""
     if name not in _sessions:
         if not _sessions:
             atexit.register(_at_exit)
-        _sessions[name] = Session(name, seal_timeout_s, tier)
+        _sessions[name] = StackSession(name, seal_timeout_s, tier)
     return _sessions[name]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -19,25 +18,26 @@ import torch.distributed as dist
 import xxhash
 
 from gemini_hpc import clock
-from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
+from gemini_hpc.client.session import Session
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.shard_manifest import Manifest
 from gemini_hpc.format.slot_header import PAGE_BYTES, Header, Layout, pack_header
 from gemini_hpc.train.device.memory import Keeper, Slot, map_copy
-from gemini_hpc.train.membership import ARMED, Membership
 from gemini_hpc.train.replication.receiver import Reserved
 from gemini_hpc.train.replication.registration import Identity, register
 from gemini_hpc.train.state import collectives
 from gemini_hpc.train.state.restore import Saved
-from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, Pending
+from gemini_hpc.train.transport import choice
+from gemini_hpc.train.transport.base import Head, LinkBroken, Outbox, Pending, Transport
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 
 NOTE = ".note"  # key of a row with a few bytes that all ranks need
 T = TypeVar("T")
-FETCH_TIMEOUT_S = 600.0  # a pull of a large shard over a slow network
+IMPORTED_AT = clock.time()
 _ATTEMPTS = 3
 _POLL_S = 0.0005
 _CHUNK_BYTES, _UNDER_WAY = 4 << 20, 4
@@ -69,58 +69,72 @@ class Refusal(Exception):
         self.rank = rank
 
 
-class Session(Membership):
+class StackSession:
     """Of one set, in this process. Making one is collective. Without an agent it says so once, and saves nothing.
 
-    Raises SystemExit where a version is in memory and this launch cannot have it (`Membership._try_again`)."""
+    active: versions are saved; saved_since: one was, since the agents have chosen what `shards` gives. Raises
+    SystemExit where a version is in memory and this launch cannot have it (`Session.try_again`)."""
 
     def __init__(self, name: str, seal_timeout_s: float, tier: Tier) -> None:
-        super().__init__(name, seal_timeout_s, 0.0, "host", tier)
+        self._session = Session(
+            collectives.TorchRanks(), name, tier, seal_timeout_s=seal_timeout_s, imported_at=IMPORTED_AT
+        )
+        self._session.keepers = lambda: [self._own, *self._reserved]
         self._own, self._reserved = Keeper(), list[Reserved]()
+        self._transport: Transport | None = None
         self._boxes: dict[int, Outbox] = {}
         self._group: dist.ProcessGroup | None = None
         self._one_at_a_time = threading.Lock()
+        self.active = self.saved_since = False
         self.notes: list[bytes] = []  # of the ranks that have one, in the version that `shards` gave
+        self._session.join()
         self._enter()
 
     def _enter(self) -> None:
-        self._join()
-        with self._fate:  # no verdict on protection is awaited: each save has its own
-            self._undecided, self._armed = False, ARMED
-        self.active, self.saved_since = self._protected, False
-        transport = self._transport
-        if self.active and transport is not None and not transport.pushed:
-            self.active = self._protected = False
-            if self._rank == 0:
-                self._say("this training is not protected: only agents bring these copies, and some are too old")
+        session = self._session
+        session.verdict.awaited = False  # no verdict of all ranks is awaited: each save has its own
+        self.active, self.saved_since = session.protected, False
         if not self.active:
             return
-        self._me = Identity(self._name, self._rank, self._world, self._node_rank, self._epoch)
-        if transport is not None:
-            self._group = transport.group
-            self._boxes = self._boxes or {rank: transport.outbox(rank) for rank in self._outgoing}
-        elif self._world > 1 and self._group is None:
+        client = self._session.agent()
+        if self._transport is not None:
+            self._transport.joined_anew(client)
+        elif session.world > 1 and session.welcome.replicas > 1:
+            self._transport, odd = choice.make(
+                "host", client, session.name, session.rank, session.homes, session.protocols
+            )
+            if odd:
+                session.say_once(odd)
+            if not self._transport.pushed:
+                self.active = False
+                session.verdict.withdraw()
+                session.say_once(
+                    "this training is not protected: only agents bring these copies, and some are too old"
+                )
+                return
+        self._me = Identity(session.name, session.rank, session.world, session.node_rank, session.epoch)
+        if self._transport is not None:
+            self._group = self._transport.group
+            self._boxes = self._boxes or {rank: self._transport.outbox(rank) for rank in session.outgoing}
+        elif session.world > 1 and self._group is None:
             self._group = dist.new_group(backend="gloo")
-        self._state = "protected"
-        self._version = self._welcome.chosen_version
-        if self._rank == 0 and self._welcome.notice:
-            self._say(self._welcome.notice)
+        session.state = "protected"
+        session.version = session.welcome.chosen_version
+        if session.welcome.notice:
+            session.say_once(session.welcome.notice)
 
     @property
     def rank(self) -> int:
-        return self._rank
+        return self._session.rank
 
     @property
     def world(self) -> int:
-        return self._world
+        return self._session.world
 
     @property
     def chosen_version(self) -> int:
         """Of what `shards` gives; 0: nothing."""
-        return self._welcome.chosen_version if self.active else 0
-
-    def _keepers(self) -> list[Keeper]:
-        return [self._own, *self._reserved]
+        return self._session.welcome.chosen_version if self.active else 0
 
     def _all(self, work: Callable[[], T]) -> T:
         """Collective: what `work` gives on this rank. Raises Refusal on all ranks where it fails on one."""
@@ -138,7 +152,7 @@ class Session(Membership):
         return result[0]
 
     def _words(self, mine: bytes) -> list[bytes]:
-        return collectives.gather_bytes(mine, self._group) if self._world > 1 else [mine]
+        return collectives.gather_bytes(mine, self._group) if self.world > 1 else [mine]
 
     # ---- saving ----------------------------------------------------------------------------------------
 
@@ -148,31 +162,30 @@ class Session(Membership):
         with self._one_at_a_time:
             if not self.active:
                 return 0
-            self._version += 1
+            self._session.version += 1
             try:
                 self._save(make)
                 sealed = all(word == b"1" for word in self._words(b"1" if self._sealed() else b"0"))
             except Refusal as refusal:
-                if refusal.rank == self._rank:
+                if refusal.rank == self._session.rank:
                     self._skipped(str(refusal))
                 return 0
             except Exception as error:  # our own failure must not stop the training
-                self._skipped(f"rank {self._rank}: {type(error).__name__}: {error}")
+                self._skipped(f"rank {self._session.rank}: {type(error).__name__}: {error}")
                 return 0
             if sealed:
                 with suppress(AgentLost, AgentRefused):
                     self._catch_up()
-                return self._version
-            if self._rank == 0:
-                self._skipped(
-                    f"all copies are there, but the agents have not sealed it in {self._seal_timeout_s:g} s"
-                )
+                return self._session.version
+            if self._session.rank == 0:
+                waited = f"{self._session.seal_timeout_s:g} s"
+                self._skipped(f"all copies are there, but the agents have not sealed it in {waited}")
             return 0
 
     def _skipped(self, why: str) -> None:
-        self._say(f"version {self._version} is not saved: {why}")
-        if self._client is not None:
-            self._client.event("skipped", self._version, why)
+        self._session.say(f"version {self._session.version} is not saved: {why}")
+        if self._session.client is not None:
+            self._session.client.event("skipped", self._session.version, why)
 
     def _save(self, make: Callable[[], Part]) -> None:
         """Raises Refusal, on all ranks alike."""
@@ -195,10 +208,13 @@ class Session(Membership):
 
     def _sealed(self) -> bool:
         """Wait for it, bounded: all ranks' copies are at their holders, and have to be verified."""
-        wanted, deadline = (self._epoch, self._version), clock.monotonic() + self._seal_timeout_s
-        while self._gate.sealed < wanted:
-            page = self._client.page if self._client is not None else None
-            gone = not self._protected or (page is not None and page.abandoned >= wanted)
+        wanted, deadline = (
+            (self._session.epoch, self._session.version),
+            clock.monotonic() + self._session.seal_timeout_s,
+        )
+        while self._session.gate.sealed < wanted:
+            page = self._session.client.page if self._session.client is not None else None
+            gone = not self._session.protected or (page is not None and page.abandoned >= wanted)
             if gone or clock.monotonic() > deadline:
                 return False
             clock.sleep(_POLL_S)
@@ -207,13 +223,13 @@ class Session(Membership):
     def _register(self, totals: list[int]) -> None:
         """The memory of this rank's shard, and of those that its node keeps for others. Raises AgentLost,
         AgentRefused."""
-        client, me = self._agent(), self._me
-        own = register(client, me, self._rank, self._node_rank, totals[self._rank])
+        client, me = self._session.agent(), self._me
+        own = register(client, me, self._session.rank, self._session.node_rank, totals[self._session.rank])
         try:
             own.populate()
-            for rank in self._incoming:
-                keeper = Reserved(me, client, rank, self._homes[rank], self._gate)
-                keeper.start(register(client, me, rank, self._homes[rank], totals[rank], pushed=True))
+            for rank in self._session.incoming:
+                keeper = Reserved(me, client, rank, self._session.homes[rank], self._session.gate)
+                keeper.start(register(client, me, rank, self._session.homes[rank], totals[rank], pushed=True))
                 self._reserved.append(keeper)
         except BaseException:
             own.close()
@@ -224,25 +240,32 @@ class Session(Membership):
     def _fill(self, part: Part, packed: bytes, least: Layout, begun: list[int]) -> Layout:
         """Everything into a slot of our own, which is noted in `begun`. Raises AgentLost, AgentRefused, and what
         `store` raises."""
-        client, shard = self._agent(), self._own.shard
+        client, shard = self._session.agent(), self._own.shard
         self._catch_up()
         assert shard is not None
         if least.total > shard.total_bytes:
-            shard = register(client, self._me, self._rank, self._node_rank, _roomy(least.total))
+            shard = register(client, self._me, self._session.rank, self._session.node_rank, _roomy(least.total))
             shard.populate()
             self._own.outgrow(shard)
         layout = Layout.plan(least.manifest_bytes, least.tensor_bytes, shard.total_bytes - least.small_offset)
-        reply, _ = client.request(local.Begin(set=self._name, rank=self._rank, version=self._version))
+        reply, _ = client.request(
+            local.Begin(set=self._session.name, rank=self._session.rank, version=self._session.version)
+        )
         if not isinstance(reply, local.Begun) or not 0 <= reply.slot < 2:
             raise AgentRefused(reply.reason if isinstance(reply, local.Refused) else str(reply))
         begun.append(reply.slot)
-        self._own.release(self._gate.sealed)
+        self._own.release(self._session.gate.sealed)
         slot = shard.slots[reply.slot]
         slot.content = Content()
         slot.put(layout.manifest_offset, packed)
         with torch.no_grad():
             part.store(slot.bytes[layout.tensor_offset : layout.tensor_offset + layout.tensor_bytes])
-        slot.put(0, pack_header(layout, 0, Stamp(self._epoch, self._version), self._rank, self._world))
+        slot.put(
+            0,
+            pack_header(
+                layout, 0, Stamp(self._session.epoch, self._session.version), self._session.rank, self._session.world
+            ),
+        )
         return layout
 
     def _catch_up(self) -> None:
@@ -250,30 +273,36 @@ class Session(Membership):
         for keeper in self._reserved:
             keeper.catch_up()
 
-    def _agent(self) -> AgentClient:
-        if self._client is None or not self._protected:
-            raise AgentLost(self._findings[-1] if self._findings else "the agent is gone")
-        return self._client
-
     def _spread(self, index: int, layout: Layout) -> None:
         """To all holders, and say so. Raises AgentLost, AgentRefused, LinkBroken."""
         assert self._own.shard is not None
-        client, slot, used = self._agent(), self._own.shard.slots[index], layout.small_offset
+        client, slot, used = self._session.agent(), self._own.shard.slots[index], layout.small_offset
         digest = _digest(slot, used)
         for rank, box in self._boxes.items():
-            if not box.offer(Head(self._version, used, layout.total, ())):
+            if not box.offer(Head(self._session.version, used, layout.total, ())):
                 raise AgentRefused(f"the node of rank {rank} could not take it")
             _push(box, slot.bytes[:used])
             box.finish(digest)
-        slot.content = Content(self._epoch, self._version, used, digest)
+        slot.content = Content(self._session.epoch, self._session.version, used, digest)
         client.request(
-            local.Landed(set=self._name, rank=self._rank, version=self._version, slot=index, used=used, digest=digest)
+            local.Landed(
+                set=self._session.name,
+                rank=self._session.rank,
+                version=self._session.version,
+                slot=index,
+                used=used,
+                digest=digest,
+            )
         )
 
     def _abort(self, begun: list[int]) -> None:
         for index in begun:
             with suppress(AgentLost, AgentRefused):  # an agent that is gone has voided it itself
-                self._agent().request(local.Abort(set=self._name, rank=self._rank, version=self._version, slot=index))
+                self._session.agent().request(
+                    local.Abort(
+                        set=self._session.name, rank=self._session.rank, version=self._session.version, slot=index
+                    )
+                )
 
     # ---- loading ---------------------------------------------------------------------------------------
 
@@ -283,21 +312,21 @@ class Session(Membership):
         if self.active and self.saved_since:
             self._again()
         for attempt in itertools.count(1):
-            if not self.active or not self._welcome.chosen_version:
+            if not self.active or not self._session.welcome.chosen_version:
                 return []
-            welcome = self._welcome
-            if self._rank == 0:
+            welcome = self._session.welcome
+            if self._session.rank == 0:
                 for line in welcome.lost:
-                    self._say(f"memory could not serve: {line}")
-            mine = range(self._rank, welcome.chosen_world, self._world)
+                    self._session.say(f"memory could not serve: {line}")
+            mine = range(self._session.rank, welcome.chosen_world, self._session.world)
             try:
                 found = self._all(lambda: {rank: self._fetch(rank) for rank in mine})  # noqa: B023
                 break
             except Refusal as refusal:
-                if refusal.rank == self._rank:
-                    self._say(f"version {welcome.chosen_version} cannot be loaded: {refusal}")
+                if refusal.rank == self._session.rank:
+                    self._session.say(f"version {welcome.chosen_version} cannot be loaded: {refusal}")
                 if attempt == _ATTEMPTS:
-                    self._try_again(f"version {welcome.chosen_version} is not readable everywhere")
+                    self._session.try_again(f"version {welcome.chosen_version} is not readable everywhere")
             self._again()
         own = [Facts(s.header, s.manifest, s.small_raw if rank == 0 else b"", _note(s)) for rank, s in found.items()]
         gathered = [
@@ -311,13 +340,10 @@ class Session(Membership):
 
     def _fetch(self, rank: int) -> Saved:
         """Raises AgentLost, AgentRefused, OSError, ValueError."""
-        reply, fds = self._agent().request(local.Fetch(set=self._name, rank=rank), timeout_s=FETCH_TIMEOUT_S)
-        if not isinstance(reply, local.Copy) or len(fds) != 1:
-            for fd in fds:
-                os.close(fd)
-            raise AgentRefused(f"the agent answered Fetch of shard {rank} with {reply}")
-        saved = Saved.read(map_copy(fds[0], reply.used), reply.bytes)
-        if (saved.header.stamp.version, saved.header.rank) != (self._welcome.chosen_version, rank):
+        self._session.agent()
+        reply, fd = self._session.fetch(rank)
+        saved = Saved.read(map_copy(fd, reply.used), reply.bytes)
+        if (saved.header.stamp.version, saved.header.rank) != (self._session.welcome.chosen_version, rank):
             raise ValueError(f"shard {rank} holds version {saved.header.stamp} of rank {saved.header.rank}")
         return saved
 
@@ -328,16 +354,15 @@ class Session(Membership):
 
     def _again(self) -> None:
         """Collective: all ranks greet the agents anew; these verify what they hold, and choose."""
-        if self._client is not None:
-            self._client.close()
+        if self._session.client is not None:
+            self._session.client.close()
         self._forget()
-        self._words(b"")  # nobody says hello before everyone has hung up
-        self._protected = False
+        self._session.join_anew()
         self._enter()
 
     def _forget(self) -> None:
         """The memory of this round."""
-        for keeper in self._keepers():
+        for keeper in self._session.keepers():
             keeper.close()
         self._own, self._reserved = Keeper(), []
 
@@ -345,15 +370,13 @@ class Session(Membership):
 
     def close(self, *, success: bool) -> None:
         """success: the copies are no longer needed."""
-        if self._client is None:
+        if self._session.client is None:
             return
         for box in self._boxes.values():
             box.bye()
-        if success:
-            with suppress(AgentLost, AgentRefused):
-                self._client.request(local.Finished(set=self._name, rank=self._rank))
-        self._client.close()
-        self.active = self._protected = False
+        self._session.finish(success=success)
+        self.active = False
+        self._session.verdict.withdraw()
         self._forget()
 
 

@@ -8,19 +8,13 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
-
-import msgspec
+from typing import Any, NoReturn
 
 from gemini_hpc import clock
 from gemini_hpc.client import joining
-from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused, NotYet
-from gemini_hpc.client.agent_connection import Exchange as Ask
-from gemini_hpc.client.hand_back import hand_back, same_or_new
-from gemini_hpc.client.joining import Notice
-from gemini_hpc.client.mapped_slots import Content, Shard, Slot
-from gemini_hpc.client.seal_wait import SealGate
-from gemini_hpc.core import placement
+from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
+from gemini_hpc.client.mapped_slots import Content, Keeper, Shard, Slot
+from gemini_hpc.client.session import Session
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import pack_header
 from gemini_hpc.mpi import archive
@@ -30,7 +24,7 @@ from gemini_hpc.mpi.exchange import Exchange, Patience, digest
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 
-REGISTER_TIMEOUT_S, FETCH_TIMEOUT_S = 120.0, 600.0
+REGISTER_TIMEOUT_S = 120.0
 _CHUNK_BYTES = 1 << 20
 _ROUNDS = 3  # in which the ranks try to load what the agents have chosen
 
@@ -66,109 +60,65 @@ class Checkpointer:
     ) -> None:
         if every < 1 or seal_timeout_s <= 0 or chunk_bytes < 4096 or not name:
             raise ValueError("every >= 1, seal_timeout_s > 0, chunk_bytes >= 4096 and a name are wanted")
-        self._tier = Tier.of(tier, tier_interval_s)
         self._comm = comm.Dup()
-        self._rank, self._world = self._comm.Get_rank(), self._comm.Get_size()
         self._words = Words(self._comm)
+        self._rank, self._world = self._words.rank, self._words.world
         self._arrays = Arrays(arrays, self._rank, self._world)
-        self._name, self._every, self._seal_timeout_s, self._chunk_bytes = name, every, seal_timeout_s, chunk_bytes
-        self._version = self._last = 0
-        self._protected = self._resumed = self._closed = False
-        self._client: AgentClient | None = None
-        self._shards: dict[int, Shard[Slot]] = {}
-        self._filled: set[tuple[int, int]] = set()
+        self._every, self._chunk_bytes = every, chunk_bytes
+        self._last = 0
+        self._resumed = self._closed = False
+        self._kept: dict[int, Keeper[Shard[Slot]]] = {}  # by rank, its own first
         self._exchange: Exchange | None = None
         self._begun: dict[int, int] = {}  # slots being filled, by rank
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._said: set[str] = set()
         self._lost = ""  # why this rank's part has ended, until all ranks have heard of it
-        self._join()
-
-    # ---- joining ---------------------------------------------------------------------------------------
+        self._session = session = Session(
+            self._words,
+            name,
+            Tier.of(tier, tier_interval_s),
+            seal_timeout_s=seal_timeout_s,
+            what="program",
+            local_rank=int(os.environ.get("SLURM_LOCALID", "0") or "0"),
+            say=self._say,
+            leave=self._leave,
+            handing=self._lock,
+        )
+        session.keepers, session.on_lost = lambda: list(self._kept.values()), self._refuse
+        session.join()
 
     def _say(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
             print(f"gemini-hpc: {text}", file=sys.stderr, flush=True)
 
-    def _greet(self) -> Notice:
-        path = os.environ.get(joining.SOCKET_ENV, "")
-        if not path:
-            return Notice(problem=joining.no_agent())
-        local_rank = int(os.environ.get("SLURM_LOCALID", "0") or "0")
-        hello = joining.hello(self._name, self._rank, self._world, local_rank, self._tier)
-        try:
-            self._client = AgentClient(path, self._rejoin, self._agent_gone, self._say)
-            self._welcome = self._client.hello(hello, self._waiting)
-        except (AgentLost, AgentRefused) as error:
-            self._client = None
-            return Notice(problem=str(error), later=isinstance(error, NotYet))
-        return Notice.of(self._welcome)
-
-    def _waiting(self, waited_s: float, why: str) -> None:
-        said = joining.waiting(waited_s, why)
-        if said and self._rank == 0:
-            self._say(said)
-
-    def _join(self) -> None:
-        notice = self._greet()
-        notices = [
-            msgspec.msgpack.decode(raw, type=Notice) for raw in self._words.all(msgspec.msgpack.encode(notice))
-        ]
-        problem = joining.problem(notices, notice)
-        if problem:
-            kept = max(n.chosen for n in notices)
-            if any(n.later for n in notices):
-                self._try_again(problem)
-            if kept[1]:
-                self._try_again(f"version {kept[1]} is in memory, but cannot be used: {problem}")
-            if self._rank == 0:
-                self._say(f"this program is not protected: {problem}")
-            return
-        assert self._client is not None
-        self._epoch, self._homes = notice.epoch, [n.node_rank for n in notices]
-        client = self._client
-        self._gate = SealGate(
-            lambda: client.page,
-            lambda: client.lost,
-            self._epoch,
-            self._seal_timeout_s,
-            lambda reason: self._say(f"rank {self._rank}: protection is degraded: {reason}; the program goes on"),
-            lambda version: self._say(f"rank {self._rank}: protected again, version {version} is sealed"),
-        )
-        targets = placement.targets(self._homes, notice.nodes, notice.replicas)
-        self._targets = targets[self._rank]
-        self._sources = [r for r, t in enumerate(targets) if self._rank in t and r != self._rank]
-        self._protected = True
-
-    def _try_again(self, why: str) -> None:
-        """There is a version, and this launch cannot have it: beginning anew would replace it by something worse."""
-        if self._rank == 0:
-            self._say(f"{why}; ending with {joining.TRY_AGAIN_EXIT} so that a new launch can load it")
-        if self._client is not None:
-            self._client.close()
+    def _leave(self) -> NoReturn:
         sys.stderr.flush()
         self._comm.Barrier()
         os._exit(joining.TRY_AGAIN_EXIT)
+
+    def _refuse(self, reason: str) -> None:
+        """From any thread: this rank's part has ended. All hear of it in the next step."""
+        self._lost = self._lost or f"rank {self._rank}: {reason}"[:500]
 
     # ---- resuming --------------------------------------------------------------------------------------
 
     def resume(self) -> int:
         """Bring the arrays back to the newest sealed version; its number, or 0 for a fresh start. Raises ValueError
         where the saved arrays are not this program's."""
-        if self._resumed or self._version:
+        session = self._session
+        if self._resumed or session.version:
             raise RuntimeError("resume() restores once, before the loop")
         self._resumed = True
-        if not self._protected:
+        if not session.protected:
             return 0
-        if self._rank == 0 and self._welcome.notice:
-            self._say(self._welcome.notice)
+        if session.welcome.notice:
+            session.say_once(session.welcome.notice)
         for _ in range(_ROUNDS):
-            welcome = self._welcome
-            if self._rank == 0:
-                for line in welcome.lost:
-                    self._say(f"memory could not serve: {line}")
+            welcome = session.welcome
+            for line in welcome.lost:
+                session.say_once(f"memory could not serve: {line}")
             if not welcome.chosen_version:
                 return 0
             began = clock.monotonic()
@@ -176,19 +126,19 @@ class Checkpointer:
             try:
                 shards = self._fetch(welcome)
             except (AgentLost, AgentRefused, OSError, ValueError) as error:
-                self._say(f"version {welcome.chosen_version} cannot be loaded: rank {self._rank}: {error}")
-            if self._words.agreed(bool(shards)):
+                session.say(f"version {welcome.chosen_version} cannot be loaded: rank {self._rank}: {error}")
+            if session.agreed(bool(shards)):
                 break
-            self._again()
+            session.join_anew()
+            if not session.protected:
+                session.try_again("what is saved cannot be loaded without the agents")
         else:
-            self._try_again(f"version {welcome.chosen_version} is not readable everywhere")
+            session.try_again(f"version {welcome.chosen_version} is not readable everywhere")
         self._load(shards, welcome.chosen_world == self._world)
-        self._version = self._last = welcome.chosen_version
-        if self._rank == 0:
-            place = "the tier" if welcome.stored else "memory"
-            took_s = clock.monotonic() - began
-            self._say(f"resumed at version {self._version} from {place} ({took_s:.2f} s)")
-        return self._version
+        session.version = self._last = welcome.chosen_version
+        place = "the tier" if welcome.stored else "memory"
+        session.say_once(f"resumed at version {session.version} from {place} ({clock.monotonic() - began:.2f} s)")
+        return session.version
 
     def _load(self, shards: list[Saved], same: bool) -> None:
         problem = ""
@@ -199,16 +149,6 @@ class Checkpointer:
         found = self._words.first(problem)
         if found:
             raise ValueError(f"the saved state does not fit this program: {found}")
-
-    def _again(self) -> None:
-        """All ranks greet the agents anew: they verify what they hold, and choose again."""
-        if self._client is not None:
-            self._client.close()
-        self._comm.Barrier()
-        self._protected = False
-        self._join()
-        if not self._protected:
-            self._try_again("what is saved cannot be loaded without the agents")
 
     def _fetch(self, welcome: local.Welcome) -> list[Saved]:
         """The shards that this rank needs, its own first. Raises AgentLost, AgentRefused, OSError, ValueError."""
@@ -221,15 +161,11 @@ class Checkpointer:
         return shards + [self._fetch_one(rank) for rank in range(welcome.chosen_world) if rank not in have]
 
     def _fetch_one(self, rank: int) -> Saved:
-        assert self._client is not None
-        reply, fds = self._client.request(local.Fetch(set=self._name, rank=rank), timeout_s=FETCH_TIMEOUT_S)
+        reply, fd = self._session.fetch(rank)
         try:
-            if not isinstance(reply, local.Copy) or len(fds) != 1:
-                raise AgentRefused(f"the agent answered Fetch of shard {rank} with {reply}")
-            memory = memoryview(mmap.mmap(fds[0], reply.used, access=mmap.ACCESS_READ))
+            memory = memoryview(mmap.mmap(fd, reply.used, access=mmap.ACCESS_READ))
         finally:
-            for fd in fds:
-                os.close(fd)
+            os.close(fd)
         saved = Saved.read(memory, reply.bytes)
         if saved.manifest.rank != rank:
             raise ValueError(f"shard {rank} holds that of rank {saved.manifest.rank}")
@@ -244,20 +180,19 @@ class Checkpointer:
             raise RuntimeError("step() after close()")
         for name, value in rebound.items():
             self._arrays.rebind(name, value)
-        self._version += 1
-        if not self._protected or self._version % self._every:
+        session = self._session
+        session.version += 1
+        if not session.protected or session.version % self._every:
             return
         begun: dict[int, int] = {}
         with self._guarded():
-            if self._settle() and (self._shards or self._register()):
+            if self._settle() and (self._kept or self._register()):
                 begun = self._begin()
         # One word of all ranks: what one of them does alone would be waited for by the others, for ever.
         words = self._words.all(self._lost.encode() if self._lost else b"\x01" if begun else b"")
         lost = next((word.decode() for word in words if word not in (b"", b"\x01")), "")
-        if lost:
-            self._protected = False
-            if self._rank == 0:
-                self._say(f"this program is no longer protected: {lost}")
+        if lost and not session.verdict.reject():  # else this rank has said so itself
+            session.say_once(f"this program is no longer protected: {lost}")
         if lost or b"" in words:
             self._abort(begun)
             return
@@ -270,58 +205,58 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            self._lose(f"{type(error).__name__}: {error}")
-
-    def _lose(self, reason: str) -> None:
-        """From any thread."""
-        self._lost = self._lost or f"rank {self._rank}: {reason}"[:500]
-        if self._client is not None and not self._client.lost:
-            self._client.event("unprotected", self._version, reason)
+            self._session.lose(f"{type(error).__name__}: {error}")
 
     def _register(self) -> bool:
         """Collective, at the first step: the memory of this rank's shard, and of those that it keeps for others."""
-        assert self._client is not None
         sizes = [int(raw) for raw in self._words.all(str(self._arrays.layout.total).encode())]
-        made: dict[int, Shard[Slot]] = {}
+        made: dict[int, Keeper[Shard[Slot]]] = {}
         problem = ""
         try:
-            for rank in [self._rank, *self._sources]:
-                made[rank] = self._ask_for(rank, sizes[rank])
+            for rank in [self._rank, *self._session.incoming]:
+                keeper: Keeper[Shard[Slot]] = Keeper()
+                keeper.shard = self._ask_for(rank, sizes[rank])
+                made[rank] = keeper
         except (AgentLost, AgentRefused, OSError, ValueError) as error:
             problem = f"rank {self._rank}: {error}"
         found = self._words.first(problem)
         if found:
-            for shard in made.values():
-                shard.close()
+            for keeper in made.values():
+                keeper.close()
             self._lost = found
             return False
-        self._shards = made
+        self._kept = made
         self._used = [int(raw) for raw in self._words.all(str(self._arrays.layout.small_offset).encode())]
         self._start_thread()
         return True
 
     def _ask_for(self, rank: int, total_bytes: int) -> Shard[Slot]:
-        assert self._client is not None
-        message = local.Register(
-            set=self._name, rank=rank, world=self._world, home=self._homes[rank], bytes=total_bytes
-        )
-        reply, fds = self._client.request(message, timeout_s=REGISTER_TIMEOUT_S)
+        session, home = self._session, self._session.homes[rank]
+        assert session.client is not None
+        message = local.Register(set=session.name, rank=rank, world=self._world, home=home, bytes=total_bytes)
+        reply, fds = session.client.request(message, timeout_s=REGISTER_TIMEOUT_S)
         if not isinstance(reply, local.Slots) or reply.bytes != total_bytes:
             raise AgentRefused(f"the agent answered a registration of {total_bytes} bytes with {reply}")
-        shard = Shard(rank, self._world, self._homes[rank], total_bytes, fds, Slot)
+        shard = Shard(rank, self._world, home, total_bytes, fds, Slot)
         shard.populate()
+        return shard
+
+    def _shard(self, rank: int) -> Shard[Slot]:
+        shard = self._kept[rank].shard
+        assert shard is not None
         return shard
 
     def _begin(self) -> dict[int, int]:
         """Slots for this version of all shards that are kept here; nothing where one cannot be had."""
-        assert self._client is not None
+        session = self._session
+        assert session.client is not None
         if self._lost:
             return {}
         begun: dict[int, int] = {}
-        for rank in self._shards:
+        for rank in self._kept:
             try:
-                message = local.Begin(set=self._name, rank=rank, version=self._version)
-                reply, _ = self._client.request(message)
+                message = local.Begin(set=session.name, rank=rank, version=session.version)
+                reply, _ = session.client.request(message)
             except (AgentLost, AgentRefused):
                 reply = local.Error("")
             if not isinstance(reply, local.Begun):
@@ -331,44 +266,45 @@ class Checkpointer:
         return begun
 
     def _abort(self, begun: Mapping[int, int]) -> None:
-        assert self._client is not None
+        session = self._session
+        assert session.client is not None
         for rank, index in begun.items():
             with suppress(AgentLost, AgentRefused):
-                message = local.Abort(set=self._name, rank=rank, version=self._version, slot=index)
-                self._client.request(message)
+                message = local.Abort(set=session.name, rank=rank, version=session.version, slot=index)
+                session.client.request(message)
 
     def _save(self, begun: dict[int, int]) -> None:
         """All ranks have slots for this version."""
         arrays, layout = self._arrays, self._arrays.layout
         index = begun[self._rank]
-        slot = self._shards[self._rank].slots[index]
+        slot = self._shard(self._rank).slots[index]
         slot.content = Content()
         view = slot.view()
         if not slot.has_manifest:
             slot.put(layout.manifest_offset, arrays.packed)
             slot.has_manifest = True
         arrays.store(view[layout.tensor_offset : layout.tensor_offset + layout.tensor_bytes])
-        stamp = Stamp(self._epoch, self._version)
+        stamp = Stamp(self._session.epoch, self._session.version)
         slot.put(0, pack_header(layout, 0, stamp, self._rank, self._world))
         own = view[: layout.small_offset]
         checked = digest(own)
         arrivals = {}
-        for rank in self._sources:
-            kept = self._shards[rank].slots[begun[rank]]
+        for rank in self._session.incoming:
+            kept = self._shard(rank).slots[begun[rank]]
             kept.content = Content()
             arrivals[rank] = kept.view()[: self._used[rank]]
         with self._wake:
-            self._begun, self._last = begun, self._version
+            self._begun, self._last = begun, self._session.version
             self._landed(self._rank, index, checked)
             self._exchange = Exchange(
-                self._comm, own, checked, self._targets, arrivals, self._chunk_bytes, self._arrived
+                self._comm, own, checked, self._session.outgoing, arrivals, self._chunk_bytes, self._arrived
             )
             self._wake.notify_all()
 
     def _arrived(self, rank: int, told: str) -> None:
         """Another rank's shard is whole in its slot."""
         index = self._begun[rank]
-        found = digest(self._shards[rank].slots[index].view()[: self._used[rank]])
+        found = digest(self._shard(rank).slots[index].view()[: self._used[rank]])
         if found != told:
             self._say(f"rank {self._rank}: version {self._last}: the copy of rank {rank} came damaged")
             self._abort({rank: index})
@@ -376,13 +312,13 @@ class Checkpointer:
         self._landed(rank, index, found)
 
     def _landed(self, rank: int, index: int, checked: str) -> None:
-        assert self._client is not None
-        used = self._used[rank]
-        slot = self._shards[rank].slots[index]
-        slot.content = Content(self._epoch, self._last, used, checked)
-        message = local.Landed(set=self._name, rank=rank, version=self._last, slot=index, used=used, digest=checked)
+        session, used = self._session, self._used[rank]
+        assert session.client is not None
+        slot = self._shard(rank).slots[index]
+        slot.content = Content(session.epoch, self._last, used, checked)
+        message = local.Landed(set=session.name, rank=rank, version=self._last, slot=index, used=used, digest=checked)
         with suppress(AgentLost, AgentRefused):
-            self._client.request(message)
+            session.client.request(message)
 
     def _settle(self) -> bool:
         """The version before has gone and come: then wait, for a while, for its seal. False while it has not."""
@@ -394,12 +330,12 @@ class Checkpointer:
                 moved = self._exchange.progress()
             now = clock.monotonic()
             moved_at = now if moved else moved_at
-            if now - moved_at > self._seal_timeout_s:
+            if now - moved_at > self._session.seal_timeout_s:
                 return False
             patience(moved)
         with self._lock:
             self._exchange = None
-        self._gate.wait(self._last, lambda: False)
+        self._session.gate.wait(self._last, lambda: False)
         return True
 
     def _start_thread(self) -> None:
@@ -417,28 +353,6 @@ class Checkpointer:
                 moved = self._exchange is not None and not self._closed and self._exchange.progress()
             patience(moved)
 
-    # ---- the agent's death -----------------------------------------------------------------------------
-
-    def _agent_gone(self) -> None:
-        if self._protected:
-            self._gate.degrade("the agent is gone")
-
-    def _rejoin(self, welcome: local.Welcome, exchange: Ask) -> bool:
-        """From the client's thread, after a new agent has welcomed us: hand the memory back."""
-        if (welcome.epoch, welcome.restart) != (self._epoch, self._welcome.restart):
-            self._lose("the agent came back for another run of the job")
-            return False
-        chosen = (self._welcome.chosen_epoch, self._welcome.chosen_version)
-        with self._lock:
-            for rank, shard in self._shards.items():
-                if not hand_back(shard, self._name, exchange, self._epoch, chosen):
-                    self._shards[rank] = same_or_new(shard, self._name, exchange, self._remap(shard))
-        return True
-
-    @staticmethod
-    def _remap(shard: Shard[Slot]) -> Any:
-        return lambda fds: Shard(shard.rank, shard.world, shard.home, shard.total_bytes, fds, Slot)
-
     # ---- the archive -----------------------------------------------------------------------------------
 
     def archive(self, path: str | os.PathLike[str], *, info: Any = None) -> None:
@@ -452,7 +366,9 @@ class Checkpointer:
         Raises, alike on all ranks: RuntimeError where h5py is not built with MPI; ValueError where the ranks' parts
         of an array are not of one shape and type; OSError, with what was there before still in place.
         """
-        archive.write(self._comm, self._words, os.fspath(path), self._arrays, self._name, self._version, info)
+        archive.write(
+            self._comm, self._words, os.fspath(path), self._arrays, self._session.name, self._session.version, info
+        )
 
     # ---- the end ---------------------------------------------------------------------------------------
 
@@ -460,19 +376,16 @@ class Checkpointer:
         """The program has succeeded: its copies are no longer needed. Collective."""
         if self._closed:
             return
-        if self._protected:
+        if self._session.protected:
             with suppress(Exception):
                 self._settle()
         with self._wake:
             self._closed = True
             self._wake.notify_all()
         self._comm.Barrier()
-        if self._client is not None:
-            with suppress(AgentLost, AgentRefused):
-                self._client.request(local.Finished(set=self._name, rank=self._rank))
-            self._client.close()
-        for shard in self._shards.values():
-            shard.close()
+        self._session.finish(success=True)
+        for keeper in self._kept.values():
+            keeper.close()
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -11,10 +11,11 @@ class Words:
     def __init__(self, comm: Any) -> None:
         self._comm = comm
         self.rank: int = comm.Get_rank()
+        self.world: int = comm.Get_size()
 
     def all(self, data: bytes) -> list[bytes]:
         """What every rank gave, by rank."""
-        world = self._comm.Get_size()
+        world = self.world
         lengths = bytearray(8 * world)
         self._comm.Allgather(len(data).to_bytes(8, "little"), lengths)
         sizes = [int.from_bytes(lengths[i : i + 8], "little") for i in range(0, len(lengths), 8)]

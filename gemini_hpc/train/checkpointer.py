@@ -4,52 +4,41 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gemini_hpc import clock
-from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
+from gemini_hpc.client.session import Session
 from gemini_hpc.tier import names
 from gemini_hpc.train import arguments, failure_hold, keeping
-from gemini_hpc.train.membership import REFUSED
-from gemini_hpc.train.resuming import Resuming
+from gemini_hpc.train.engine import SaveEngine
+from gemini_hpc.train.optimizer_gate import OptimizerGate, Times
+from gemini_hpc.train.restorer import Restorer
 from gemini_hpc.train.schedule.choices import Choices, check_scheme
 from gemini_hpc.train.schedule.pacer import Scheme
 from gemini_hpc.train.state import ownership
-from gemini_hpc.train.state.capture import Job
+from gemini_hpc.train.state.collectives import TorchRanks
 from gemini_hpc.train.state.encode import UnknownTypeError
 from gemini_hpc.train.state.modules import UnsupportedStateError
-from gemini_hpc.train.state.optimizers import shares_state
-from gemini_hpc.train.state.tree import Leaf, StateTree, nothing_deferred
+from gemini_hpc.train.state.tree import StateTree
 from gemini_hpc.train.transport.choice import Kind
+from gemini_hpc.train.versions import Versions
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 
+IMPORTED_AT = clock.time()
 CLOSE_TIMEOUT_S = 10.0
-_NOT_GIVEN = 3  # optimizers of which that is said
-_TOGETHER = 4  # while nothing is sealed and versions are skipped, one in so many is saved
 
 
-@dataclass
-class _Times:
-    """Seconds that the training has spent in here."""
-
-    steps: int = 0
-    step_s: float = 0.0
-    hook_s: float = 0.0
-    worst_step_s: float = 0.0
-    worst_hook_s: float = 0.0
-
-
-class Checkpointer(Resuming):
+class Checkpointer:
     """Keeps the state of a training in its own nodes' memory after every optimizer step.
 
     Make one on every rank after the model is wrapped (DDP, FSDP2) and the optimizer exists, call `resume()` before
@@ -135,39 +124,98 @@ class Checkpointer(Resuming):
             tree = StateTree(model, optimizers, stateful, modules)
         except UnsupportedStateError as error:
             tree, unsupported = StateTree(nn.Module(), [], {}, {}), str(error)
-        super().__init__(tree, loader, choices, unsupported)
+        self._choices, self._tree, self._unsupported = choices, tree, unsupported
         self._given = [model, *optimizers, *stateful.values(), *modules.values()]
-        self._scaler = scaler
+        self._times = Times()
         self._closed = False
-        # Whether optimizers write nothing before the closure that they are given has run: a whole iteration, where
-        # Lightning calls them. The wait for the seal is behind it then.
-        self.gate_in_closure = False
-        self._late = self._crowded = self._told_late = False
-        self._changing: set[str] = set()  # names that do not fit the plan now
-        self._stepped = False
-        self._owed = False  # a version that was to be saved was none: the next one that is takes its place
-        self._not_given_told = 0
-        self._last_scale: float | None = None
-        self._warned_unstepped = False
-        self._times = _Times()
-        self._found_anew = 0  # as it was when these were looked at
-        self._foreign: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
-        if self._path:
+        self._first_done = True
+        self._session = session = Session(
+            TorchRanks(),
+            name,
+            choices.tier,
+            seal_timeout_s=seal_timeout_s,
+            hold_s=hold_s,
+            local_rank=int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) or "0"),
+            imported_at=IMPORTED_AT,
+        )
+        self._engine = SaveEngine(session, tree, choices)
+        self._gate = OptimizerGate(session, self._engine, tree, self._given, max_repeated, self._times)
+        self._versions = Versions(session, self._engine, self._gate, tree, scaler, audit)
+        if session.path:
             try:
-                self._tree.pack_small({}, [], self._world)  # what cannot be captured is told now, not at step 1
+                tree.pack_small({}, [], session.world)  # what cannot be captured is told now, not at step 1
             except UnknownTypeError as error:
                 self._unsupported = str(error)
             except Exception as error:  # of the user's own state_dict(), for instance: it may work at step 1
-                self._findings.append(f"the state could not be read yet: {type(error).__name__}: {error}")
-        self._join()
-        me = weakref.ref(self)
-        self._hook = register_optimizer_step_pre_hook(lambda opt, args, kwargs: _pre_hook(me, opt, args, kwargs))
+                session.find(f"the state could not be read yet: {type(error).__name__}: {error}")
+        session.join(self._cannot_join())
+        self._engine.connect()
+        self._restorer = Restorer(
+            session, tree, loader, path=start, unsupported=self._unsupported, join_anew=self._join_anew
+        )
         self._holding: failure_hold.Hold | None = None
-        if self._client is not None:
+        if session.client is not None:
             self._holding = failure_hold.Hold(
-                self._path, hold_s, lambda text: self._say(f"rank {self._rank}: {text}")
+                session.path, hold_s, lambda text: session.say(f"rank {session.rank}: {text}")
             )
-            atexit.register(_at_exit, me)
+            atexit.register(_at_exit, weakref.ref(self))
+
+    def _cannot_join(self) -> str:
+        """Why this rank cannot be protected; "" where it can."""
+        if self._unsupported:
+            return f"rank {self._session.rank}: {self._unsupported}"
+        if self._session.world == 1 and int(os.environ.get("WORLD_SIZE", "1") or "1") > 1:
+            return "WORLD_SIZE says several ranks: call torch.distributed.init_process_group first"
+        return ""
+
+    def _join_anew(self) -> None:
+        """Say hello once more: the agents choose anew. Collective."""
+        self._session.join_anew(self._cannot_join())
+        self._engine.connect()
+
+    # ---- resuming --------------------------------------------------------------------------------------
+
+    def resume(self) -> int:
+        """Bring the training back to the newest sealed version; returns its number, or 0 for a fresh start. Where
+        there is none, what `start` names is loaded.
+
+        Collective. Call it once, before the loop, when everything that was passed in is ready. Raises ValueError if
+        the saved state is not this training's (other parameters, optimizers, buffers).
+        """
+        version = self._restorer.resume()
+        self._restored()
+        return version
+
+    def _restored(self) -> None:
+        """What was loaded is the beginning now."""
+        found = self._restorer.found
+        if found.stamp is None:
+            return
+        self._gate.resumed_from, self._gate.passed = found.stamp, False
+        self._engine.own_copy, self._engine.planning.kept_capacity = found.own_copy, found.small_capacity
+        self._versions.resumed, self._first_done = True, False
+
+    def reject(self, reason: str, *, fresh: bool = False) -> int:
+        """The state that `resume()` has loaded is bad, for this reason (the loss is NaN, say): take an older one,
+        from memory or from the tier. Neither that version nor what came of it is chosen again in this job.
+
+        Before the first `step()` the older version is loaded here and now, and its number is returned: begin the loop
+        anew from there, with a new iterator of the loader. After it this launch ends with exit status 75, and
+        the next one loads the older version. Where none is left, or after three rejections, the job ends with
+        a message; with fresh=True a new launch begins anew instead.
+
+        Collective: who calls it alone gets a RuntimeError after a minute. Raises RuntimeError before `resume()`.
+        """
+        trained = self._session.version != self._restorer.resumed_at or self._engine.planning.capture is not None
+        version = self._restorer.reject(reason, fresh=fresh, trained=trained)
+        self._restored()
+        return version
+
+    def restore_generators(self) -> None:
+        """Set the generators of Python, NumPy, torch and CUDA once more as they were in the restored version. For a
+        script in which something draws numbers after `resume()`, a loader of its own for instance: call this right
+        before the first iteration. `StatefulLoader` does so by itself. Without a restored version nothing happens."""
+        self._restorer.restore_generators()
 
     # ---- each iteration --------------------------------------------------------------------------------
 
@@ -178,278 +226,34 @@ class Checkpointer(Resuming):
         """
         if self._closed:
             raise RuntimeError("step() after close()")
-        began = time.perf_counter()
-        self._version += 1
-        self._gate_open = False
-        if self._protected:
-            try:
-                self._capture_version()
-            except (UnknownTypeError, UnsupportedStateError) as error:
-                self._lose(str(error))
-            except Exception as error:  # our own failure must not stop the training
-                self._lose(f"{type(error).__name__}: {error}")
-        self._ship(None)
-        self._stepped = False
+        began, session = time.perf_counter(), self._session
+        session.version += 1
+        self._gate.passed = False
+        self._versions.take()
+        self._gate.stepped = False
         if not self._first_done:
             self._first_done = True
-            if self._client is not None:
-                self._client.event("first_iteration", self._version, f"rank {self._rank}")
-        spent = time.perf_counter() - began
-        self._times.steps += 1
-        self._times.step_s += spent
-        if self._times.steps > 3:
-            self._times.worst_step_s = max(self._times.worst_step_s, spent)
-
-    def _complete(self) -> bool:
-        """Whether the state at this `step()` is all there is: gradients that wait for an optimizer step are not
-        captured."""
-        scale = self._scaler.get_scale() if hasattr(self._scaler, "get_scale") else None
-        before, self._last_scale = self._last_scale, scale
-        replayed = self._driver is not None and self._driver.replayed(self._stepped)
-        if self._stepped or replayed or scale != before:
-            return True  # a lower scale: the scaler skipped the optimizer, in an iteration like any other
-        grads = any(
-            p.grad is not None for o in self._tree.optimizers for group in o.param_groups for p in group["params"]
-        )
-        if grads and not self._warned_unstepped:
-            self._warned_unstepped = True
-            self._say(
-                f"rank {self._rank}: step() at version {self._version} without an optimizer step since the last "
-                "one: accumulated gradients are not captured, so this version is not saved. Call step() once per "
-                "optimizer step"
-            )
-        return not grads
-
-    def _capture_version(self) -> None:
-        complete, leaves, odd = False, list[Leaf](), dict[tuple[int, str, str], Any]()
-        failure: Exception | None = None
-        try:
-            complete = self._complete()
-            leaves, odd = self._tree.leaves()
-        except Exception as error:
-            failure = error
-        # what is collective comes first, and on every rank, whatever this rank's own state is
-        if self._undecided:
-            try:
-                if self._capture is None:
-                    if not self._plan(leaves, odd, failure, ready=complete and self._stepped):
-                        return
-                elif failure is not None:
-                    self._lose(f"{type(failure).__name__}: {failure}")
-                if not self._arm():
-                    return
-            except Exception:
-                with self._fate:  # `_plan` fails on all ranks or on none; after a failed collective there is no other
-                    self._undecided, self._protected = False, self._armed != REFUSED
-                raise
-        if self._rhythm is not None:
-            self._rhythm.step(self._version, self._under_way)
-        if failure is not None:
-            raise failure
-        self._plan_alone()
-        assert self._capture is not None and self._replicator is not None and self._rhythm is not None
-        saves = self._rhythm.saves(self._version)
-        if not complete:
-            self._unsaved["unstepped"] = self._unsaved.get("unstepped", 0) + 1
-            self._owed = self._owed or (saves and self._driver is None)
-            return
-        owed, self._owed = self._owed, False
-        if not saves and not owed:
-            return
-        capture = self._capture
-        late, misfits = capture.bind(leaves)
-        if misfits:
-            self._misfit(misfits)
-            return
-        self._changing.clear()
-        if late and "late" not in self._unsaved:
-            self._unsaved["late"] = len(late)
-            self._say(
-                f"rank {self._rank}: {len(late)} tensors appeared after the first step (such as {late[0].key}); "
-                "they are copied at step()"
-            )
-        if self._driver is not None:
-            self._driver.settle()
-        crowded = self._under_way and (self._gate.degraded or not self._job_left or self._late)
-        if crowded or (self._crowded and self._gate.degraded and self._version % _TOGETHER):
-            # ranks that skip must come to skip the same versions, or none is ever sealed again
-            self._crowded = True
-            if self._late and clock.monotonic() - self._pacer.progress_at > self._seal_timeout_s:
-                self._gate.degrade(f"nothing of version {self._job.version if self._job else 0} arrives any more")
-            self._note("skipped", self._version, "the version before is still on its way")
-            return
-        defers = capture.defers if self._driver is None else nothing_deferred
-        small = self._tree.pack_small(odd, late, self._world, capture.lifted.takes, defers)
-        gone = capture.lifted.bind(small.lifted)
-        if small.unplanned or late or gone:
-            self._unlifted |= capture.lifted.missed(small.lifted)
-            large = [tensor for name, tensor in small.unplanned.items() if name not in self._unlifted]
-            large += [leaf.tensor for leaf in late if leaf.key not in self._unplanned]
-            self._plan_for(large, [f"{name} is gone from the training state" for name in gone])
-        if gone:
-            self._note("skipped", self._version, f"{gone[0]} is not what it was when the state was dealt out")
-            return
-        audit = bool(self._choices.audit) and self._version % self._choices.audit == 0
-        self._job = capture.snapshot(self._version, small.data, audit, small.gaps)
-        self._late = self._crowded = False
-        self._ship(self._job)
-        self._replicator.submit(self._job)
-        if self._driver is not None and self._driver.unseen:
-            self._wait_left(self._job)
-        if self._rhythm.scheme == "blocking":
-            self._await(self._job)
-
-    def _misfit(self, misfits: Mapping[str, str]) -> None:
-        """Tensors, by name, are not what was planned: no version is saved until the state is dealt out anew. One that
-        is so for a second time goes with the small state from then on. Raises StateChangedError where there is no way
-        to another plan."""
-        why = next(iter(misfits.values()))
-        self._plan_for((), (why,))
-        if self._changing != misfits.keys():
-            self._changing = set(misfits)
-            self._unplanned |= self._misfits & misfits.keys()
-            self._misfits |= misfits.keys()
-            self._say(f"rank {self._rank}: version {self._version} skipped: {why}; planning anew")
-        self._unsaved["skipped"] = self._unsaved.get("skipped", 0) + 1
-        if self._client is not None:
-            self._client.event("skipped", self._version, f"rank {self._rank}: {why}")
-
-    def _ship(self, job: Job | None) -> None:
-        """At each step() since the ranks have begun to save, where copies go over NCCL: what this rank has of this
-        version. Only the first call of a step() counts."""
-        if self._driver is None or self._rhythm is None or self._undecided or not self._protected:
-            return
-        try:
-            saves = self._rhythm.saves
-            self._driver.step(self._version, job, saved=saves(self._version), following=saves(self._version + 1))
-        except Exception as error:  # our own failure must not stop the training
-            self._driver.fail(f"{type(error).__name__}: {error}")
+            if session.client is not None:
+                session.client.event("first_iteration", session.version, f"rank {session.rank}")
+        self._times.stepped(time.perf_counter() - began)
 
     @property
-    def _under_way(self) -> bool:
-        """An earlier version is still on its way."""
-        return self._replicator is not None and self._replicator.busy
+    def gate_in_closure(self) -> bool:
+        """Whether optimizers write nothing before the closure that they are given has run: a whole iteration, where
+        Lightning calls them. The wait for the seal is behind it then."""
+        return self._gate.in_closure
 
-    @property
-    def _job_left(self) -> bool:
-        return self._job is None or self._job.left.is_set()
-
-    def _await(self, job: Job) -> None:
-        """The training needs this version sealed (R2) before it goes on. Bounded: see `SealGate.wait`."""
-        job.hurried = True
-        self._pacer.wait_for()
-        if not self._protected or self._late:
-            return
-        if self._choices.max_repeated > 1:  # nobody waits here: see Replicator._save
-            if job.hopeless and not self._gate.degraded:
-                self._gate.missed(job.version)
-            return
-        rhythm = self._rhythm
-        assert rhythm is not None
-        self._late = not self._gate.wait(
-            job.version,
-            lambda: job.hopeless or not self._protected,
-            lambda: self._pacer.progress_at,
-            rhythm.patience_s,
-            lambda: self._pacer.arrived_at,
-        )
-        if not self._late or not self._protected or self._gate.degraded:
-            return
-        self._gate.missed(job.version)
-        if not job.hopeless and not self._gate.degraded:
-            rhythm.unsealed += 1
-            self._tell_late(job.version)
-
-    def _tell_late(self, version: int) -> None:
-        """The training goes on without the seal that it waited for, and all else seems well (R2)."""
-        why = "not sealed when the training had to go on: a failure before the next seal repeats one step more"
-        if not self._told_late:
-            self._told_late = True
-            self._say(f"rank {self._rank}: version {version} is {why}; later ones like it are in the event log only")
-        if self._client is not None:
-            self._client.event("late", version, f"rank {self._rank}: {why}")
-
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """The global optimizer pre-hook; only the first one after `step()` matters."""
-        if not self._is_ours(optimizer):
-            return
-        self._stepped = True
-        if self._gate_open or not self._protected:
-            return
-        self._gate_open = True
-        began = time.perf_counter()
-        job, rhythm = self._job, self._rhythm
-        if rhythm is not None:
-            rhythm.gate()
-        if job is None and self._resumed_from is not None:
-            # The version that was chosen may not have been sealed: until it is, it must not be the past (R2).
-            self._gate.wait_for(self._resumed_from, lambda: not self._protected)
-        elif job is not None and rhythm is not None:
-            self._wait_left(job)
-            assert self._capture is not None
-            if job.version == self._version:
-                for key in self._capture.audit(job):
-                    self._note("changed", job.version, f"{key} changed between step() and the optimizer's step")
-            if rhythm.due(job.version):
-                self._await(job)
-        if rhythm is not None and rhythm.scheme != "none" and self._protected:
-            self._brake.hold(self._indispensable(max(rhythm.repeats, self._choices.max_repeated)))
-        spent = time.perf_counter() - began
-        if rhythm is not None:
-            rhythm.waited(spent)
-        self._times.hook_s += spent
-        if self._times.steps > 3:
-            self._times.worst_hook_s = max(self._times.worst_hook_s, spent)
-
-    def _indispensable(self, repeats: int) -> tuple[int, int]:
-        """The (epoch, version) without which a failure after the next step repeats more than `repeats` steps."""
-        version = self._version + 1 - repeats
-        resumed = self._resumed_from
-        return resumed if resumed is not None and version <= resumed[1] else (self._epoch, version)
-
-    def _wait_left(self, job: Job) -> None:
-        """Until the copying thread has what it needs; a copy that has not begun in time never will."""
-        if job.left.is_set():
-            return
-        job.wanted = True
-        self._pacer.wake()
-        if job.left.wait(0.0 if self._gate.degraded and not job.started else self._seal_timeout_s):
-            return
-        if self._gate.degraded and not job.started:
-            job.left.wait(0.25)  # a healthy replicator begins within that, also on a busy node
-        if not job.left.is_set() and not job.cancel():
-            job.left.wait()  # a copy in memory is under way: it ends
-
-    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Registered, or at work on registered parameters (a wrapper, an optimizer in backward)."""
-        if self._found_anew != self._tree.found_anew:
-            self._found_anew = self._tree.found_anew
-            self._foreign.clear()
-        known = self._foreign.get(optimizer)
-        if known is None:
-            mine = {id(p.tensor) for p in self._tree.params}
-            given = shares_state(optimizer, self._tree.optimizers) or any(o is optimizer for o in self._given)
-            known = given or any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
-            self._foreign[optimizer] = known
-            if not given:
-                self._tell_not_given(optimizer)
-        return known
-
-    def _tell_not_given(self, optimizer: torch.optim.Optimizer) -> None:
-        self._not_given_told += 1
-        if self._path and self._not_given_told <= _NOT_GIVEN:
-            self._say(
-                f"rank {self._rank}: a {type(optimizer).__name__} steps that was not passed: its state is not "
-                "captured. Pass all optimizers of the training: Checkpointer(model, [first, second])"
-            )
+    @gate_in_closure.setter
+    def gate_in_closure(self, behind: bool) -> None:
+        self._gate.in_closure = behind
 
     def fence(self) -> None:
         """Call it before changing parameters by anything but an optimizer step (an EMA swap, clipping of weights, a
         load_state_dict): returns when the capture of the last version no longer reads them."""
-        if self._protected and self._job is not None:
-            if self._driver is not None:
-                self._driver.fence()
-            self._wait_left(self._job)
+        if self._session.protected and self._gate.job is not None:
+            if self._engine.driver is not None:
+                self._engine.driver.fence()
+            self._gate.wait_left(self._gate.job)
 
     def keep(self, name: str) -> bool:
         """Keep the version of the last completed `step()` on the persistent tier for good, under this name (GEMINI
@@ -462,12 +266,13 @@ class Checkpointer(Resuming):
         ValueError for what cannot be a name: letters, digits, ".", "_" and "-", 64 at most.
         """
         name = names.checked(name)
-        if self._client is None or not self._protected or not self._version:
-            why = "this training is not protected" if self._version else "no step has been completed"
-            if self._rank == 0:
-                self._say(f"version {self._version} is not kept as {name}: {why}")
+        session = self._session
+        if session.client is None or not session.protected or not session.version:
+            why = "this training is not protected" if session.version else "no step has been completed"
+            session.say_once(f"version {session.version} is not kept as {name}: {why}")
             return False
-        return keeping.keep(self._client, local.KeepVersion(self._name, self._rank, self._version, name), self._say)
+        wish = local.KeepVersion(session.name, session.rank, session.version, name)
+        return keeping.keep(session.client, wish, session.say)
 
     # ---- the end ---------------------------------------------------------------------------------------
 
@@ -493,26 +298,19 @@ class Checkpointer(Resuming):
         if self._closed:
             return
         self._closed = True
-        self._hook.remove()
-        if self._rhythm is not None:
-            self._rhythm.close()
+        session, engine = self._session, self._engine
+        self._gate.close()
+        if engine.controller is not None:
+            engine.controller.close()
         for recorder in self._tree.ddps:
             recorder.stop()
         if self._holding is not None:
             self._holding.end()
-        in_peace = success and self._protected and self._armed != REFUSED
-        ended = self._shut_down(CLOSE_TIMEOUT_S if in_peace else 0.0)
-        if self._client is not None:
-            self._client.flush()
-            if success:
-                finished = local.Finished(set=self._name, rank=self._rank)
-                try:
-                    self._client.request(finished, timeout_s=CLOSE_TIMEOUT_S)
-                except (AgentLost, AgentRefused) as error:
-                    self._say(f"rank {self._rank}: the agent was not told of the end: {error}")
-            self._client.close()
+        in_peace = success and session.protected and not session.verdict.refused
+        ended = engine.shut_down(CLOSE_TIMEOUT_S if in_peace else 0.0)
+        session.finish(success=success)
         if success and ended:
-            for keeper in self._keepers():
+            for keeper in engine.keepers():
                 keeper.close()
 
     def _exiting(self) -> None:
@@ -520,42 +318,43 @@ class Checkpointer(Resuming):
         over them."""
         if self._closed:
             return
-        if self._protected and self._holding is not None:
+        if self._session.protected and self._holding is not None:
             self._holding.exit()
         self._end(success=False)
 
     @property
     def scheme(self) -> Scheme:
         """How the copies travel. Set it on all ranks between the same two steps: it counts from the next step()."""
-        return self._choices.scheme if self._rhythm is None else self._rhythm.scheme
+        controller = self._engine.controller
+        return self._choices.scheme if controller is None else controller.scheme
 
     @scheme.setter
     def scheme(self, scheme: Scheme) -> None:
         check_scheme(scheme)
         self._choices = replace(self._choices, scheme=scheme)
-        if self._rhythm is not None:
-            self._rhythm.scheme = scheme
+        if self._engine.controller is not None:
+            self._engine.controller.scheme = scheme
 
     # ---- telling ---------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
         """Number of completed `step()` calls, those before a resume included."""
-        return self._version
+        return self._session.version
 
     def report(self) -> dict[str, Any]:
         """What is captured, how it went, and what was found in the process but not given. For people and tests;
         scans all live objects, so not for every iteration."""
-        tree, capture, replicator = self._tree, self._capture, self._replicator
-        page = self._client.page if self._client is not None else None
-        seal_wait_s = self._gate.waited_s + self._brake.waited_s if replicator else 0.0
+        tree, session, engine = self._tree, self._session, self._engine
+        capture, replicator = engine.planning.capture, engine.replicator
+        page = session.client.page if session.client is not None else None
         return {
-            "state": self._state,
-            "version": self._version,
+            "state": session.state,
+            "version": session.version,
             "sealed": list(page.sealed) if page is not None else None,
-            "resumed_at": self._resumed_at,
-            "rank": self._rank,
-            "world": self._world,
+            "resumed_at": self._restorer.resumed_at,
+            "rank": session.rank,
+            "world": session.world,
             "captured": {
                 "parameters": len(tree.params),
                 "buffers": sorted(tree.buffers),
@@ -568,11 +367,11 @@ class Checkpointer(Resuming):
                 "not_in_model": list(tree.outside),
             },
             "versions": asdict(replicator.counters) if replicator else {},
-            "unsaved": dict(self._unsaved),
-            "traffic": self._rhythm.report() if self._rhythm is not None else {},
-            "received": {r.rank: r.landed for r in self._receivers},
-            "times": {**asdict(self._times), "seal_wait_s": seal_wait_s},
-            "findings": list(self._findings),
+            "unsaved": dict(session.unsaved),
+            "traffic": engine.controller.report() if engine.controller is not None else {},
+            "received": {r.rank: r.landed for r in engine.receivers},
+            "times": {**asdict(self._times), "seal_wait_s": self._gate.waited_s if replicator else 0.0},
+            "findings": list(session.findings),
             "not_given": self._not_given(),
         }
 
@@ -589,26 +388,6 @@ class Checkpointer(Resuming):
                 continue
             found.append(f"{type(o).__module__}.{type(o).__qualname__}")
         return sorted(found)
-
-
-def _pre_hook(
-    me: weakref.ref[Checkpointer], optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """What the optimizer is called with instead, where that changes."""
-    checkpointer = me()
-    if checkpointer is None:
-        return None
-    closure = kwargs.get("closure")
-    if closure is None or not checkpointer.gate_in_closure:
-        checkpointer._before_optimizer(optimizer)
-        return None
-
-    def and_wait() -> Any:
-        loss = closure()
-        checkpointer._before_optimizer(optimizer)
-        return loss
-
-    return args, {**kwargs, "closure": and_wait}
 
 
 def _at_exit(me: weakref.ref[Checkpointer]) -> None:

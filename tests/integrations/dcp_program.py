@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gemini_hpc as gemini
 from gemini_hpc.client.agent_connection import AgentRefused
 from gemini_hpc.integrations.dcp import GeminiReader, GeminiWriter, close
-from gemini_hpc.integrations.session import Session
+from gemini_hpc.integrations.session import StackSession
 from tests.train.worker import digest
 
 
@@ -77,15 +77,15 @@ def build(kind: str, world: int, width: int) -> nn.Module:
 
 def watch(fails: bool) -> list[int]:
     """Which shards this process fetches. fails: the first cannot be had."""
-    fetch, fetched = Session._fetch, list[int]()
+    fetch, fetched = StackSession._fetch, list[int]()
 
-    def noted(self: Session, rank: int) -> Any:
+    def noted(self: StackSession, rank: int) -> Any:
         fetched.append(rank)
         if fails and len(fetched) == 1:
             raise AgentRefused("not this time")
         return fetch(self, rank)
 
-    Session._fetch = noted  # type: ignore[method-assign]
+    StackSession._fetch = noted  # type: ignore[method-assign]
     return fetched
 
 

@@ -60,7 +60,7 @@ def wait_sealed(job: FakeJob, version: int) -> None:
 def wait_armed(ckpt: gemini.Checkpointer) -> None:
     """Until memory is there, or will not be: not every version of so short a run is saved."""
     deadline = time.monotonic() + 5
-    while not ckpt._armed and time.monotonic() < deadline:
+    while not ckpt._session.verdict.word and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
@@ -203,7 +203,7 @@ def test_outgrown_slots_are_handed_back_until_something_newer_is_sealed(job: Fak
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
             ckpt.step()
-            while ckpt._armed == 0 or (ckpt._replicator and ckpt._replicator.busy):
+            while ckpt._session.verdict.word == 0 or (ckpt._engine.replicator and ckpt._engine.replicator.busy):
                 wait_a_little()
 
         while ckpt.version < 4:
@@ -212,7 +212,7 @@ def test_outgrown_slots_are_handed_back_until_something_newer_is_sealed(job: Fak
         job.seal_until = 4
         growing.data = b"x" * 600_000
         step()
-        keeper = ckpt._replicator
+        keeper = ckpt._engine.replicator
         assert keeper is not None and len(keeper.former) == 1
         job.nodes[0].die()
         for held in job.ancestors:
@@ -226,7 +226,7 @@ def test_outgrown_slots_are_handed_back_until_something_newer_is_sealed(job: Fak
             wait_a_little()
         assert [held.pair.find(Stamp(1, 4)) is not None for held in job.ancestors] == [True], "sealed, and kept"
         job.seal_until = 1 << 30
-        while ckpt._client is not None and ckpt._client.lost:
+        while ckpt._session.client is not None and ckpt._session.client.lost:
             wait_a_little()
         step()
         wait_sealed(job, 6)
@@ -245,14 +245,14 @@ def test_a_refusal_whose_telling_fails_ends_protection_all_the_same(
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
             ckpt.step()
-            while ckpt._armed == 0:
+            while ckpt._session.verdict.word == 0:
                 wait_a_little()
 
             def broken() -> bool:
                 raise RuntimeError("connection closed by peer")
 
-            monkeypatch.setattr(ckpt, "_arm", broken)
-        assert not ckpt._protected and ckpt.report()["state"] == "unprotected"
+            monkeypatch.setattr(ckpt._engine, "arm", broken)
+        assert not ckpt._session.protected and ckpt.report()["state"] == "unprotected"
 
 
 def test_user_mistakes_are_errors(job: FakeJob) -> None:

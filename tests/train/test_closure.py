@@ -25,7 +25,7 @@ def run(seed: int, behind: bool, stop: int) -> tuple[int, list[str], list[str]]:
         ckpt.gate_in_closure = behind
 
         def closure() -> Any:
-            waited.append("before" if ckpt._gate_open else "behind")
+            waited.append("before" if ckpt._gate.passed else "behind")
             optimizer.zero_grad()
             loss = (model(torch.rand(8, 3)) - 1).square().mean()
             loss.backward()
@@ -35,7 +35,7 @@ def run(seed: int, behind: bool, stop: int) -> tuple[int, list[str], list[str]]:
         start = ckpt.resume()
         for step in range(start + 1, stop + 1):
             optimizer.step(closure=closure)
-            assert ckpt._gate_open or step == start + 1
+            assert ckpt._gate.passed or step == start + 1
             ckpt.step()
             if step == start + 1:
                 wait_armed(ckpt)

@@ -31,6 +31,7 @@ from gemini_hpc.format import shard_manifest
 from gemini_hpc.train import rejecting
 from gemini_hpc.train.device import host_copy, pins, streams
 from gemini_hpc.train.device.host_copy import HostCopies
+from gemini_hpc.train.restorer import Restorer
 from gemini_hpc.train.state import inner
 from gemini_hpc.train.transport import messages
 from tests.train import fake_gpu, mpi_job, transport_program, watched
@@ -200,7 +201,7 @@ class Net(nn.Module):
 
 def fail_once() -> None:
     """The first copy of a resume cannot be had: all ranks join a second time."""
-    fetch, failed = gemini.Checkpointer._fetch, list[int]()
+    fetch, failed = Restorer._fetch, list[int]()
 
     def fails(self: Any, rank: int) -> Any:
         if not failed:
@@ -208,7 +209,7 @@ def fail_once() -> None:
             raise agent_connection.AgentRefused("not this time")
         return fetch(self, rank)
 
-    gemini.Checkpointer._fetch = fails  # type: ignore[method-assign]
+    Restorer._fetch = fails  # type: ignore[method-assign]
 
 
 def lag(gpu: fake_gpu.FakePlatform, collective_s: float) -> None:
@@ -221,9 +222,9 @@ def lag(gpu: fake_gpu.FakePlatform, collective_s: float) -> None:
 
 
 def wait_for_seal(ckpt: gemini.Checkpointer, version: int) -> None:
-    assert ckpt._client is not None
+    assert ckpt._session.client is not None
     deadline = time.monotonic() + 20
-    while ckpt._client.page.sealed[1] < version and time.monotonic() < deadline:
+    while ckpt._session.client.page.sealed[1] < version and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
@@ -415,7 +416,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         else:
             optimizer.step()
         if o.get("micro_steps"):  # how far the newest sealed version was behind the one before this step
-            sealed = ckpt._client.page.sealed if ckpt._client is not None else None
+            sealed = ckpt._session.client.page.sealed if ckpt._session.client is not None else None
             behind.append(ckpt.version - accumulate + 1 - (sealed[1] if sealed else 0))
         scheduler.step()
         losses[step] = total.hex()
@@ -438,7 +439,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         ckpt.step()
         if o.get("armed") and step == start + 1:  # so short a training would be over before its memory is there
             deadline = time.monotonic() + 20
-            while not ckpt._armed and time.monotonic() < deadline:
+            while not ckpt._session.verdict.word and time.monotonic() < deadline:
                 time.sleep(0.01)
         if (name := o.get("keep", {}).get(str(step))) and rank in o.get("keepers", range(world)):
             kept[name] = ckpt.keep(name)
@@ -451,8 +452,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
             time.sleep(o["pause_s"])
         if o.get("sleep_s"):
             time.sleep(o["sleep_s"])
-        if step == o.get("interrupt_at") and ckpt._transport is not None:
-            ckpt._transport.interrupt()
+        if step == o.get("interrupt_at") and ckpt._engine.transport is not None:
+            ckpt._engine.transport.interrupt()
         if step == o.get("die_at"):
             print(json.dumps({"rank": rank, "losses": losses, "report": ckpt.report()}), flush=True)
             os._exit(1)
@@ -469,8 +470,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
             work = dist.isend(torch.ones(4), (rank + 1) % world)
             dist.recv(torch.ones(4), (rank - 1) % world)
             work.wait()
-        if step == o.get("stray_at") and rank == 1 and ckpt._driver is not None:
-            fake_gpu.stray(ckpt._driver._exchange)
+        if step == o.get("stray_at") and rank == 1 and ckpt._engine.driver is not None:
+            fake_gpu.stray(ckpt._engine.driver._exchange)
         if step == o.get("fence_at"):
             ckpt.fence()
             with torch.no_grad():
@@ -488,7 +489,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     if average is not None:
         final += digest_of(average.shadow)
     final += digest_of([history.values]) if o.get("history") else ""
-    launches = list(ckpt._driver._exchange.log.newest) if o.get("launches") and ckpt._driver is not None else []
+    driver = ckpt._engine.driver
+    launches = list(driver._exchange.log.newest) if o.get("launches") and driver is not None else []
     report = ckpt.report()
     ckpt.close()
     if gpu is not None:

@@ -37,3 +37,16 @@ def gather_word(value: int, group: dist.ProcessGroup | None = None) -> list[int]
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, mine, group=group)
     return [int(part.item()) for part in parts]
+
+
+class TorchRanks:
+    """All ranks of torch.distributed's default group; one, where there is none. A `client.session.Ranks`."""
+
+    def __init__(self) -> None:
+        distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if distributed else 0
+        self.world = dist.get_world_size() if distributed else 1
+
+    def all(self, data: bytes) -> list[bytes]:
+        """Collective: what every rank gave, by rank."""
+        return gather_bytes(data)

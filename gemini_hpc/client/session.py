@@ -1,0 +1,313 @@
+"""One rank's place among the ranks and agents of its program: it joins, loses and finds its agent, and says so."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn, Protocol
+
+import msgspec
+
+from gemini_hpc import clock
+from gemini_hpc.client import joining
+from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused, Exchange, NotYet
+from gemini_hpc.client.hand_back import hand_back, same_or_new
+from gemini_hpc.client.joining import SOCKET_ENV, TRY_AGAIN_EXIT, Notice
+from gemini_hpc.client.mapped_slots import Keeper
+from gemini_hpc.client.seal_wait import SealGate
+from gemini_hpc.client.step_guard import StepGuard
+from gemini_hpc.client.verdict import Verdict
+from gemini_hpc.core import placement
+from gemini_hpc.wire import local
+from gemini_hpc.wire.stored import Tier
+
+FETCH_TIMEOUT_S = 600.0  # a pull of a large shard from a peer over a slow network
+FINISHED_TIMEOUT_S = 10.0
+_WRITING_S = 10.0
+_FINDINGS = 100
+
+
+class Ranks(Protocol):
+    """All ranks of the program, as torch.distributed or MPI has them."""
+
+    rank: int
+    world: int
+
+    def all(self, data: bytes) -> list[bytes]:
+        """Collective: what every rank gave, by rank."""
+
+
+def _exit() -> NoReturn:
+    raise SystemExit(TRY_AGAIN_EXIT)
+
+
+class Session:
+    """See the module. What only a protected program has (`gate`, `guard`, `homes`, ...) is there after a `join` that
+    ends in `verdict.protected`.
+
+    what: "training" or "program", for sentences. keepers: those that have memory of the agent's, which a new agent is
+    to be given back, while `handing` is held. on_lost: called once when protection ends for good.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        name: str,
+        tier: Tier,
+        *,
+        seal_timeout_s: float,
+        hold_s: float = 0.0,
+        what: str = "training",
+        local_rank: int = 0,
+        imported_at: float | None = None,
+        say: Callable[[str], None] | None = None,
+        leave: Callable[[], NoReturn] = _exit,
+        handing: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        self.ranks, self.name, self.tier = ranks, name, tier
+        self.rank, self.world = ranks.rank, ranks.world
+        self.seal_timeout_s, self._hold_s = seal_timeout_s, hold_s
+        self._what, self._local_rank, self._imported_at = what, local_rank, imported_at
+        self._print, self._leave = say or _to_stderr, leave
+        self._handing: AbstractContextManager[Any] = handing or nullcontext()
+        self.path = os.environ.get(SOCKET_ENV, "")
+        self.keepers: Callable[[], Iterable[Keeper[Any]]] = list
+        self.on_lost: Callable[[str], None] = lambda reason: None
+        self.verdict = Verdict()
+        self.state = "unprotected"
+        self.version = 0  # completed `step()` calls
+        self.unsaved: dict[str, int] = {}
+        self.findings: list[str] = []
+        self.ending = False
+        self.client: AgentClient | None = None
+        self.epoch = 0
+        self.node_rank = -1
+        self.homes: list[int] = []
+        self.protocols: list[int] = []
+        self.targets: list[list[int]] = []
+        self.outgoing: list[int] = []  # ranks whose nodes keep copies of this rank's shard
+        self.incoming: list[int] = []  # ranks of whose shards this node keeps copies
+        self.welcome: local.Welcome
+        self.gate: SealGate
+        self.guard: StepGuard
+        self._waiting_said = ""
+
+    # ---- saying ----------------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        """One line for the user."""
+        self._print(text)
+
+    def say_once(self, text: str) -> None:
+        """One line of all ranks: rank 0's."""
+        if self.rank == 0:
+            self.say(text)
+
+    def find(self, text: str) -> None:
+        """For the report."""
+        self.findings.append(text)
+
+    def event(self, name: str, detail: str, version: int | None = None) -> None:
+        """For the event log, where there is an agent."""
+        if self.client is not None and not self.client.lost:
+            self.client.event(name, self.version if version is None else version, detail)
+
+    def note(self, name: str, version: int, reason: str) -> None:
+        """From any thread: something happened to a version. Each kind of it is said once."""
+        key = f"{name}: {reason}"
+        if key not in self.findings:
+            if len(self.findings) < _FINDINGS:
+                self.findings.append(key)
+            if self.ending:
+                pass  # the last links break when the ranks do not leave together
+            elif name in ("degraded", "void") or not self.unsaved.get(name):
+                self.say(f"rank {self.rank}: version {version} {name}: {reason}")
+        self.count(name)
+        if self.client is not None:
+            self.client.event(name, version, f"rank {self.rank}: {reason}")
+
+    def count(self, name: str) -> None:
+        """One more version that was not saved, for this reason."""
+        self.unsaved[name] = self.unsaved.get(name, 0) + 1
+
+    # ---- joining ---------------------------------------------------------------------------------------
+
+    @property
+    def protected(self) -> bool:
+        """Whether copies are made, as far as this rank knows."""
+        return self.verdict.protected
+
+    def all(self, data: bytes) -> list[bytes]:
+        """Collective: what every rank gave, by rank."""
+        return self.ranks.all(data) if self.world > 1 else [data]
+
+    def agreed(self, mine: bool) -> bool:
+        """Collective: whether it is so on all ranks."""
+        return all(word == b"1" for word in self.all(b"1" if mine else b"0"))
+
+    def join(self, problem: str = "") -> None:
+        """Collective: find the agent, agree with the other ranks. problem: why this rank cannot be protected."""
+        notice = self._greet(problem)
+        notices = [msgspec.msgpack.decode(part, type=Notice) for part in self.all(msgspec.msgpack.encode(notice))]
+        problem = joining.problem(notices, notice)
+        if problem:
+            if self.client is not None and self.client.page is not None:
+                self.client.event("unprotected", 0, problem)
+            kept = max((n.chosen for n in notices), default=(0, 0, 0))
+            if any(n.later for n in notices):
+                self.try_again(problem)
+            if kept[1]:
+                self.try_again(f"version {kept[1]} is in memory, but cannot be used: {problem}")
+            self.say_once(f"this {self._what} is not protected: {problem}")
+            return
+        client = self.client
+        assert client is not None
+        self.epoch, self.node_rank = notice.epoch, notice.node_rank
+        self.homes, self.protocols = [n.node_rank for n in notices], [n.protocol for n in notices]
+        self.gate = SealGate(
+            lambda: client.page,
+            lambda: client.lost,
+            self.epoch,
+            self.seal_timeout_s,
+            self._on_degraded,
+            self._on_restored,
+        )
+        self.guard = StepGuard(
+            lambda: client.page, lambda: client.lost, self._hold_s, lambda text: self.say(f"rank {self.rank}: {text}")
+        )
+        self.targets = placement.targets(self.homes, notice.nodes, notice.replicas)
+        self.outgoing = self.targets[self.rank]
+        self.incoming = [r for r, t in enumerate(self.targets) if self.rank in t and r != self.rank]
+        self.verdict.hope()
+        self.state = "arming"
+
+    def join_anew(self, problem: str = "") -> None:
+        """Collective: say hello once more; the agents verify what they hold, and choose anew."""
+        if self.client is not None:
+            self.client.close()
+        self.all(b"")  # nobody says hello before everyone has hung up
+        self.verdict.withdraw()
+        self.join(problem)
+
+    def _greet(self, problem: str) -> Notice:
+        if not self.path:
+            return Notice(problem=joining.no_agent())
+        if problem:
+            return Notice(problem=problem)
+        hello = joining.hello(self.name, self.rank, self.world, self._local_rank, self.tier)
+        self._waiting_said = ""
+        try:
+            self.client = AgentClient(self.path, self._rejoin, self._agent_gone, self.say)
+            self.welcome = self.client.hello(hello, self._waiting)
+        except (AgentLost, AgentRefused) as error:
+            self.client = None
+            return Notice(problem=str(error), later=isinstance(error, NotYet))
+        if self._imported_at is not None:
+            self.client.event("imports_done", 0, t=self._imported_at)
+        return Notice.of(self.welcome)
+
+    def _waiting(self, waited_s: float, why: str) -> None:
+        said = joining.waiting(waited_s, why)
+        if said not in ("", self._waiting_said):
+            self._waiting_said = said
+            self.say_once(said)
+
+    def try_again(self, why: str) -> NoReturn:
+        """On every rank alike: there is a version, and this launch cannot have it. Beginning anew would replace it by
+        something worse, so this launch ends; the copies stay for the next one."""
+        self.say_once(f"{why}; ending with {TRY_AGAIN_EXIT} so that a new launch can load it")
+        if self.client is not None:
+            self.client.close()
+        self._leave()
+
+    # ---- what the agent has ----------------------------------------------------------------------------
+
+    def agent(self) -> AgentClient:
+        """Raises AgentLost where protection has ended."""
+        if self.client is None or not self.protected:
+            raise AgentLost(self.findings[-1] if self.findings else "the agent is gone")
+        return self.client
+
+    def fetch(self, rank: int) -> tuple[local.Copy, int]:
+        """A copy of this rank's shard, of the version that was chosen, and a descriptor of its memory, for the
+        caller to close. Raises AgentLost, AgentRefused."""
+        assert self.client is not None
+        reply, fds = self.client.request(local.Fetch(set=self.name, rank=rank), timeout_s=FETCH_TIMEOUT_S)
+        if not isinstance(reply, local.Copy) or len(fds) != 1:
+            for fd in fds:
+                os.close(fd)
+            raise AgentRefused(f"the agent answered Fetch of shard {rank} with {reply}")
+        return reply, fds[0]
+
+    def finish(self, *, success: bool) -> None:
+        """Hang up. success: the copies are no longer needed."""
+        if self.client is None:
+            return
+        self.client.flush()
+        if success:
+            try:
+                finished = local.Finished(set=self.name, rank=self.rank)
+                self.client.request(finished, timeout_s=FINISHED_TIMEOUT_S)
+            except (AgentLost, AgentRefused) as error:
+                self.say(f"rank {self.rank}: the agent was not told of the end: {error}")
+        self.client.close()
+
+    # ---- the agent's death -----------------------------------------------------------------------------
+
+    def _agent_gone(self) -> None:
+        if self.protected:
+            self.gate.degrade("the agent is gone")
+
+    def _rejoin(self, welcome: local.Welcome, exchange: Exchange) -> bool:
+        """From the client's thread, after a new agent has welcomed us: hand the memory back."""
+        first = self.client.first if self.client is not None else None
+        if first is None or (welcome.epoch, welcome.restart) != (first.epoch, first.restart):
+            self.lose(
+                f"the agent came back for epoch {welcome.epoch}, restart {welcome.restart}"
+                + (f"; this {self._what} is of epoch {first.epoch}, restart {first.restart}" if first else "")
+            )
+            return False
+        chosen = (first.chosen_epoch, first.chosen_version)
+        with self._handing:
+            for keeper in self.keepers():
+                if keeper.shard is None:
+                    continue
+                if not keeper.writing.acquire(timeout=_WRITING_S):
+                    self.lose("a copy into replica memory does not end")
+                    return False
+                keeper.grants += 1
+                keeper.writing.release()
+                keeper.release(self.gate.sealed)
+                for former in keeper.former:  # first, or the agent would take them for smaller replacements
+                    hand_back(former, self.name, exchange, self.epoch, chosen)
+                if not hand_back(keeper.shard, self.name, exchange, self.epoch, chosen):
+                    # the agent has memory of its own for this shard (it had not died, only the connection had)
+                    keeper.shard = same_or_new(keeper.shard, self.name, exchange, keeper.shard.of)
+        exchange(local.Event(name="rejoined", version=self.version, t=clock.time(), detail=f"rank {self.rank}"))
+        return True
+
+    def _on_degraded(self, reason: str) -> None:
+        self.state = "degraded"
+        self.say(f"rank {self.rank}: protection is degraded: {reason}; the {self._what} goes on")
+        self.event("degraded", reason)
+
+    def _on_restored(self, version: int) -> None:
+        self.state = "protected"
+        self.say(f"rank {self.rank}: protected again, version {version} is sealed")
+
+    def lose(self, reason: str) -> None:
+        """Protection ends for good; the program goes on. From any thread. While the ranks have no common verdict yet,
+        the others hear of it in the next step, and this rank goes there as they do."""
+        if not self.verdict.lose():
+            return
+        self.state = "unprotected"
+        self.findings.append(reason)
+        self.say(f"rank {self.rank}: this {self._what} is no longer protected: {reason}")
+        self.event("unprotected", reason)
+        self.on_lost(reason)
+
+
+def _to_stderr(text: str) -> None:
+    print(f"gemini-hpc: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,356 @@
+"""What brings versions to their holders, in this process: made in the first `step()`, ended in `close()`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+import torch.distributed as dist
+
+from gemini_hpc import clock
+from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
+from gemini_hpc.client.mapped_slots import Content
+from gemini_hpc.client.session import Session
+from gemini_hpc.format.slot_header import HEADER_BYTES, parse_header
+from gemini_hpc.train.device import pins, streams
+from gemini_hpc.train.device.memory import Keeper, Shard
+from gemini_hpc.train.device.pins import Pins
+from gemini_hpc.train.nccl.driver import Driver
+from gemini_hpc.train.nccl.joint_planner import JointPlanner
+from gemini_hpc.train.nccl.negotiation import Joined
+from gemini_hpc.train.nccl.streamed_replicator import StreamedReceiver, StreamedReplicator
+from gemini_hpc.train.planning import FirstPlan, Planning
+from gemini_hpc.train.replication.receiver import Receiver, Reserved
+from gemini_hpc.train.replication.registration import Identity, register
+from gemini_hpc.train.replication.replica import Replica
+from gemini_hpc.train.replication.replicator import Replicator
+from gemini_hpc.train.schedule import stats_messages
+from gemini_hpc.train.schedule.async_collectives import AsyncCollectives
+from gemini_hpc.train.schedule.choices import Choices
+from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
+from gemini_hpc.train.schedule.interval_controller import IntervalController
+from gemini_hpc.train.schedule.pacer import Pacer
+from gemini_hpc.train.schedule.planner import LEAST_CHUNK_BYTES, Planner
+from gemini_hpc.train.schedule.stats_reporter import StatsReporter
+from gemini_hpc.train.state import collectives
+from gemini_hpc.train.state.layout import Plan
+from gemini_hpc.train.state.tree import StateTree
+from gemini_hpc.train.transport import choice
+from gemini_hpc.train.transport.base import Transport
+
+
+class SaveEngine:
+    """The threads that copy, send and receive, and the controller of when they do.
+
+    planning: who keeps what. replicator: brings this rank's shard to its holders; receivers: take those of others.
+    controller: when versions are taken, and chunks go. driver: copies from GPU to GPU, where there are such.
+    """
+
+    def __init__(self, session: Session, tree: StateTree, choices: Choices) -> None:
+        self._session, self._choices = session, choices
+        self.planning = Planning(session, tree, choices, lambda: self._group, self._follow)
+        self.pacer = Pacer(choices.chunk_bytes or LEAST_CHUNK_BYTES, choices.buffers)
+        self.transport: Transport | None = None
+        self.controller: IntervalController | None = None
+        self.driver: Driver | None = None
+        self.replicator: Replicator | None = None
+        self.receivers: list[Receiver | Reserved] = []
+        self.own_copy = Content()  # that was loaded
+        self._arming: threading.Thread | None = None
+        self._listening = False
+        session.keepers, session.on_lost = self.keepers, self._lost
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return self.transport.group if self.transport is not None else None
+
+    @property
+    def under_way(self) -> bool:
+        """A version is on its way."""
+        return self.replicator is not None and self.replicator.busy
+
+    @property
+    def wants_nccl(self) -> bool:
+        """Whether copies should go from GPU to GPU."""
+        return self._choices.transport == "nccl" and self.transport is not None
+
+    @property
+    def ranks_agree(self) -> bool:
+        """Whether the ranks can agree on something in mid-training."""
+        return self.controller is not None and self.controller.agrees
+
+    def keepers(self) -> list[Keeper]:
+        """Those that have memory of the agent's."""
+        return [*([self.replicator] if self.replicator else []), *self.receivers]
+
+    def _lost(self, reason: str) -> None:
+        if self.driver is not None and not self._session.protected:
+            self.driver.fail(reason)
+
+    def connect(self) -> None:
+        """Collective, after the ranks have joined: the transport, or the one that there is for the agent that has
+        welcomed this rank now."""
+        session = self._session
+        if not session.protected:
+            return
+        assert session.client is not None
+        if self.transport is not None:
+            self.transport.joined_anew(session.client)
+        elif session.world > 1 and session.welcome.replicas > 1:
+            self.transport, odd = choice.make(
+                self._choices.transport, session.client, session.name, session.rank, session.homes, session.protocols
+            )
+            if odd:
+                session.find(odd)
+                session.say_once(odd)
+
+    # ---- starting --------------------------------------------------------------------------------------
+
+    def start(self, first: FirstPlan) -> None:
+        """Make everything, and reserve the memory in the background. Not while another thread is inside a
+        collective."""
+        session, plan, transport = self._session, first.plan, self.transport
+        assert session.client is not None
+        me = Identity(session.name, session.rank, session.world, session.node_rank, session.epoch)
+        replicates: Callable[..., Replicator] = Replicator
+        receives: Callable[..., Receiver] = Receiver
+        if first.joined is not None:
+            self.driver = self._drive(first.joined, plan, me)
+            replicates = partial(StreamedReplicator, driver=self.driver)
+            receives = partial(StreamedReceiver, driver=self.driver)
+        self.replicator = replicates(
+            me,
+            session.client,
+            plan,
+            {rank: transport.outbox(rank) for rank in session.outgoing} if transport else {},
+            session.gate,
+            self.pacer,
+            max_repeated=self._choices.max_repeated,
+            say=session.note,
+            broken=session.lose,
+            catch_up=self._catch_up,
+            pins=self._pins(plan) if self.driver is None else None,
+        )
+        if self.driver is None:
+            self.planning.may_change(first.gathered, plan.alone)
+        self.controller = self._control(plan, self.replicator)
+        if transport and transport.pushed:
+            reserved = [
+                Reserved(me, session.client, rank, session.homes[rank], session.gate) for rank in session.incoming
+            ]
+            self.receivers = [*reserved]
+            self.replicator.share(
+                [Replica(session.name, session.client, one, session.epoch, self._differs) for one in reserved]
+            )
+        elif transport:
+            self.receivers = [
+                receives(
+                    me,
+                    session.client,
+                    transport.inbox(rank),
+                    rank,
+                    session.homes[rank],
+                    session.gate,
+                    seal_timeout_s=session.seal_timeout_s,
+                    say=session.note,
+                )
+                for rank in session.incoming
+            ]
+        if self.driver is not None:
+            keepers = {r.rank: r for r in self.receivers}
+            self.driver.open({session.rank: self.replicator, **keepers})
+        self._arming = threading.Thread(
+            target=self._reserve, args=(me, plan.layout.total, first.totals), name="gemini-arming", daemon=True
+        )
+        self._arming.start()
+
+    def _drive(self, joined: Joined, plan: Plan, me: Identity) -> Driver:
+        session = self._session
+        assert session.client is not None
+        return Driver(
+            joined,
+            self._choices,
+            me,
+            session.client,
+            plan.capture,
+            session.gate,
+            self.pacer,
+            session.say,
+            session.lose,
+        )
+
+    def _pins(self, plan: Plan) -> Pins | None:
+        """Where copies come from a device. (For those over NCCL the driver has its own.)"""
+        pin = pins.of_training(plan.capture.device)
+
+        def refused(reason: str) -> None:
+            slow = f"copies from the device are slow, they are staged in other memory: {reason}"
+            told = f"rank {self._session.rank}: {slow}"
+            self._session.find(told)
+            self._session.say(told)
+
+        return Pins(pin, refused) if pin is not None else None
+
+    def _control(self, plan: Plan, replicator: Replicator) -> IntervalController:
+        session, homes = self._session, self._session.homes
+        assert session.client is not None
+        on_device = plan.capture.on_device
+        monitor = CollectiveMonitor(
+            lambda ranks: len({homes[rank] for rank in ranks if rank < len(homes)}) != 1,
+            device=streams.of_training(on_device),
+        )
+        pushed = self.transport is not None and self.transport.pushed
+        planner: Callable[..., Planner] = partial(Planner, whole=pushed, on_host=not on_device)
+        if self.driver is not None:
+            planner = partial(JointPlanner, driver=self.driver, watch=monitor)
+            self.driver.hook(monitor)
+        group, words = self._group, None
+        if group is not None and session.outgoing:
+            words = AsyncCollectives(group, monitor.follow, monitor.caught_up)
+        return IntervalController(
+            self._choices,
+            session.rank,
+            session.outgoing,
+            self._copy_bytes(plan),
+            words,
+            monitor,
+            self.pacer,
+            StatsReporter(session.client, session.name, session.rank, self._profile_key(plan)),
+            session.say,
+            planner,
+            self.driver,
+            self.planning.replanning,
+            lambda: replicator.copy_bytes,
+            transport=self.transport.name if self.transport is not None else "none",
+        )
+
+    def _profile_key(self, plan: Plan) -> str:
+        """By places, not by names: a replacement is a node of the same kind; if not, the profile does not hold."""
+        over = "nccl " if self.driver is not None else ""
+        return stats_messages.profile_key(over + plan.packed.hex(), map(str, self._session.homes))
+
+    def _copy_bytes(self, plan: Plan) -> int:
+        """What one copy takes on the network."""
+        stays = plan.frozen_bytes if self.transport is not None and self.transport.pushed else 0
+        return plan.layout.small_offset + plan.layout.small_capacity // 2 - stays
+
+    def _follow(self, plan: Plan) -> None:
+        """Another plan, from the version on that comes next."""
+        assert self.replicator is not None
+        self.replicator.follow(plan)
+        if self.controller is not None:
+            self.controller.resize(self._copy_bytes(plan), self._profile_key(plan))
+
+    def _catch_up(self) -> None:
+        for receiver in self.receivers:
+            if isinstance(receiver, Reserved):
+                with suppress(AgentLost, AgentRefused):  # there will be another version
+                    receiver.catch_up()
+
+    def _differs(self, why: str) -> None:
+        """From the thread that saves: a copy that was made here is not what its home has."""
+        self._session.note("differs", self._session.version, why)
+        if self.planning.replanning is not None:
+            self.planning.replanning.look_closely()
+
+    # ---- memory ----------------------------------------------------------------------------------------
+
+    def _reserve(self, me: Identity, own_bytes: int, totals: list[int]) -> None:
+        """In the background: reserve and map the memory of all shards that this rank fills."""
+        session = self._session
+        assert session.client is not None and self.replicator is not None
+        try:
+            shards = [register(session.client, me, me.rank, me.node_rank, own_bytes)]
+            for receiver in self.receivers:
+                rank, pushed = receiver.rank, isinstance(receiver, Reserved)
+                shards.append(register(session.client, me, rank, session.homes[rank], totals[rank], pushed=pushed))
+            for shard in shards:
+                if not shard.pushed:
+                    shard.populate()
+            self.replicator.pin(shards[0])
+            self._recognise(shards[0])
+        except Exception as error:
+            self._listen([])
+            known = isinstance(error, (AgentLost, AgentRefused, ValueError, OSError))
+            session.lose(str(error) if known else f"{type(error).__name__}: {error}")
+            return
+        if self._listen(shards):
+            session.verdict.prepared()
+
+    def _listen(self, shards: list[Shard]) -> bool:
+        """Start the threads, unless the end came first: a thread that begins to wait for others after that would
+        still be blocked when Python exits, which aborts the process."""
+        assert self.replicator is not None
+        with self._session.verdict.lock:
+            if self._session.ending:
+                return False
+            if shards:
+                self.replicator.start(shards[0])
+            for number, receiver in enumerate(self.receivers, 1):
+                receiver.start(shards[number] if shards else None)
+            self._listening = True
+        return True
+
+    def _recognise(self, shard: Shard) -> None:
+        """After a resume the memory found again may hold the version resumed from: know it, for a hand-back."""
+        known = self.own_copy
+        for slot in shard.slots:
+            if known.digest and slot.bytes.numel() >= known.used:
+                try:
+                    header = parse_header(slot.bytes[:HEADER_BYTES].numpy().tobytes(), slot.bytes.numel())
+                except ValueError:
+                    continue
+                if (header.stamp.epoch, header.stamp.version) == (known.epoch, known.version):
+                    slot.content = Content(known.epoch, known.version, known.used, known.digest)
+
+    def arm(self) -> bool:
+        """Collective, in each `step()` until memory is reserved everywhere, so that all ranks begin with the same
+        version (a version that some ranks skip can never be sealed). Whether the training is protected now."""
+        session, verdict = self._session, self._session.verdict
+        words = [verdict.word]
+        if session.world > 1:
+            words = collectives.gather_word(verdict.word, self._group)
+        if all(word == 1 for word in words):
+            if verdict.settle():
+                session.state = "protected"
+            return session.protected
+        if -1 in words:
+            session.state = "unprotected"
+            if not verdict.reject():
+                session.find(f"rank {words.index(-1)} could not reserve its memory")
+        return False
+
+    # ---- the end ---------------------------------------------------------------------------------------
+
+    def shut_down(self, patience_s: float) -> bool:
+        """Stop the threads: first in peace (the other ranks say goodbye too), then by cutting the links. Whether all
+        of them have ended."""
+        deadline = clock.monotonic() + patience_s
+        if self.driver is not None:
+            self.driver.finish(in_peace=patience_s > 0)
+        if self._arming is not None:
+            self._arming.join(patience_s)
+        with self._session.verdict.lock:
+            self._session.ending = True
+            quiet = patience_s > 0 and (self._arming is None or self._listening)
+        self.pacer.end()
+        if self.replicator is not None:
+            quiet = self.replicator.stop(max(0.0, deadline - clock.monotonic())) and quiet
+        for receiver in self.receivers:
+            quiet = receiver.join(max(0.0, deadline - clock.monotonic())) and quiet
+        if not quiet:
+            if self.transport is not None:
+                self.transport.interrupt()
+            if self.driver is not None:
+                self.driver.interrupt()
+            if self.replicator is not None:
+                self.replicator.stop(1.0)
+            for receiver in self.receivers:
+                receiver.join(1.0)
+        ended = self._arming is None or not self._arming.is_alive()
+        ended = (self.replicator is None or self.replicator.stop(0.0)) and ended
+        if self.driver is not None:
+            self.driver.close()
+        return all(receiver.join(0.0) for receiver in self.receivers) and ended

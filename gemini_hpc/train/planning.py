@@ -1,0 +1,268 @@
+"""Who keeps what of the training state: planned by all ranks in the first `step()`, anew where the state changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from gemini_hpc.client.session import Session
+from gemini_hpc.format.slot_header import Layout
+from gemini_hpc.train.nccl.negotiation import Joined, Proposal, meet
+from gemini_hpc.train.schedule.choices import Choices
+from gemini_hpc.train.schedule.replanning import Replanning
+from gemini_hpc.train.state import collectives, ownership
+from gemini_hpc.train.state.capture import Capture
+from gemini_hpc.train.state.divergence import Divergence
+from gemini_hpc.train.state.layout import Draft, Plan, lay_out
+from gemini_hpc.train.state.lifted import LEAST_BYTES
+from gemini_hpc.train.state.ownership import Entry
+from gemini_hpc.train.state.source import StateChangedError
+from gemini_hpc.train.state.tree import Leaf, StateTree, local
+
+
+class _Offer(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells the others: its tensors, and in the first `step()` also the size of its slot."""
+
+    ready: bool = True
+    problem: str = ""
+    entries: list[Entry] = []
+    total_bytes: int = 0
+    proposal: Proposal = Proposal()
+
+
+class _OfferError(Exception):
+    """A rank cannot take part in a new plan."""
+
+
+@dataclass(frozen=True)
+class FirstPlan:
+    """plan: this rank's. gathered: what every rank has. totals: bytes of every rank's slot. joined: the ranks that
+    copy from GPU to GPU, where all do."""
+
+    plan: Plan
+    gathered: list[list[Entry]]
+    totals: list[int]
+    joined: Joined | None
+
+
+class Planning:
+    """Of one rank. group: of the ranks' control messages, once there is one. follow: called with each later plan."""
+
+    def __init__(
+        self,
+        session: Session,
+        tree: StateTree,
+        choices: Choices,
+        group: Callable[[], dist.ProcessGroup | None],
+        follow: Callable[[Plan], None],
+    ) -> None:
+        self._session, self._tree, self._choices = session, tree, choices
+        self._group, self._follow = group, follow
+        self.capture: Capture | None = None
+        self.kept_capacity = 0  # for the small state, in the version that was resumed from
+        self.replanning: Replanning | None = None
+        self.unlifted: set[str] = set()  # large tensors of the small state that do not keep their shape
+        self.unplanned: set[str] = set()  # other tensors that did not keep theirs twice: part of the small state
+        self._misfits: set[str] = set()  # those that did not keep theirs once
+        self._changing: set[str] = set()  # names that do not fit the plan now
+        self._layout_bytes = 0  # of a slot, as planned
+        self._apart: frozenset[str] = frozenset()  # what ranks have under one name, and not alike
+        self._draft: Draft | None = None  # that was offered for a new plan
+
+    # ---- the first plan --------------------------------------------------------------------------------
+
+    def first(
+        self,
+        leaves: list[Leaf],
+        odd: dict[tuple[int, str, str], Any],
+        failure: Exception | None,
+        *,
+        ready: bool,
+        over_nccl: bool,
+    ) -> FirstPlan | None:
+        """Collective, in each `step()` until every rank is ready (optimizer state exists after a real step only): who
+        owns what, and the layout. None: not all ranks are ready.
+
+        failure: of what came before, on this rank. Raises on all ranks where one has failed, or the others would wait
+        for it.
+        """
+        draft = Draft([], [], [], 0)
+        if failure is None:
+            try:
+                draft = Draft.of(
+                    self._tree, leaves, odd, self._session.world, lifting=self._choices.transport != "nccl"
+                )
+            except Exception as error:
+                failure = error
+        offers = self._all(_Offer(ready=ready, entries=draft.shared if ready else []), failure)
+        if not all(o.ready for o in offers):
+            return None
+        gathered = [o.entries for o in offers]
+        total_bytes = 0
+        try:
+            plan = self._lay_out(draft, gathered)
+            total_bytes = plan.layout.total
+        except Exception as error:
+            failure = error
+        totals = [o.total_bytes for o in self._all(_Offer(total_bytes=total_bytes), failure)]
+        self.capture, self._layout_bytes, self._apart = plan.capture, total_bytes, plan.alone
+        for recorder in self._tree.ddps:
+            recorder.stop()
+        joined = self._meet(leaves, plan.layout) if over_nccl else None
+        return FirstPlan(plan, gathered, totals, joined)
+
+    def _lay_out(
+        self,
+        draft: Draft,
+        gathered: list[list[Entry]],
+        *,
+        least_bytes: int = 0,
+        apart: frozenset[str] = frozenset(),
+    ) -> Plan:
+        return lay_out(
+            draft,
+            gathered,
+            self._session.rank,
+            self._choices.ownership,
+            self._tree.aliases,
+            self.kept_capacity,
+            least_bytes=least_bytes,
+            apart=apart,
+        )
+
+    def _meet(self, leaves: list[Leaf], layout: Layout) -> Joined | None:
+        """Collective: NCCL on all ranks, or on none."""
+        session = self._session
+
+        def all_ranks(proposal: Proposal) -> list[Proposal]:
+            return [offer.proposal for offer in self._all(_Offer(proposal=proposal), None)]
+
+        joined, reason = meet(
+            session.rank, [local(leaf.tensor) for leaf in leaves], layout, session.targets, all_ranks
+        )
+        if reason:
+            session.find(f"transport: {reason}")
+            session.say_once(f"copies go over gloo, not over NCCL: {reason}")
+        return joined
+
+    def _all(self, offer: _Offer, failure: Exception | None) -> list[_Offer]:
+        """Collective: what every rank offers. Raises on every rank where one has a failure to tell of."""
+        session = self._session
+        if failure is not None:
+            offer = _Offer(problem=f"rank {session.rank}: {failure}")
+        offers = [offer]
+        if session.world > 1:
+            parts = collectives.gather_bytes(msgspec.msgpack.encode(offer), self._group())
+            offers = [msgspec.msgpack.decode(part, type=_Offer) for part in parts]
+        if failure is not None:
+            raise failure
+        problem = next((o.problem for o in offers if o.problem), "")
+        if problem:
+            raise RuntimeError(problem)
+        return offers
+
+    # ---- planning anew ---------------------------------------------------------------------------------
+
+    def may_change(self, gathered: list[list[Entry]], alone: frozenset[str]) -> Replanning:
+        """From now on a plan may be followed by another one."""
+        self.replanning = Replanning(
+            Divergence(gathered, alone, self._session.rank),
+            offer=self._offer_anew,
+            adopt=self._adopt,
+            lose=self._session.lose,
+            tensors=self._replicated,
+        )
+        return self.replanning
+
+    def want(self, tensors: Iterable[torch.Tensor], misfits: Sequence[str] = (), *, agrees: bool) -> None:
+        """These have no place in the present plan; misfits: what is wrong with others, without which no version can
+        be captured. agrees: the ranks can agree on another plan. Raises StateChangedError where there is no way to
+        one."""
+        large = [t for t in tensors if t.numel() * t.element_size() >= LEAST_BYTES]
+        able = self._session.world == 1 or agrees
+        if misfits and not (able and self.replanning is not None):
+            raise StateChangedError(misfits[0])
+        if self.replanning is not None and (large or misfits):
+            self.replanning.want(self._session.version, at_once=bool(misfits))
+
+    def misfit(self, names: Iterable[str]) -> bool:
+        """These tensors do not fit the plan. One that does not for a second time goes with the small state from then
+        on. Whether that is news."""
+        found = set(names)
+        if self._changing == found:
+            return False
+        self._changing = found
+        self.unplanned |= self._misfits & found
+        self._misfits |= found
+        return True
+
+    def fits(self) -> None:
+        """All tensors are as planned."""
+        self._changing.clear()
+
+    def alone(self) -> None:
+        """A single rank need not ask."""
+        if self._session.world == 1 and self.replanning is not None and self.replanning.wanted:
+            self.replanning.hear([1])
+            self.replanning.take([self.replanning.offer()], self._session.version)
+
+    def _replicated(self) -> dict[str, torch.Tensor]:
+        leaves, _ = self._tree.leaves()
+        return {leaf.key: local(leaf.tensor) for leaf in leaves}
+
+    def _offer_anew(self, closely: bool) -> bytes:
+        self._draft = None
+        try:
+            leaves, odd = self._tree.leaves()
+            self._draft = Draft.of(
+                self._tree,
+                [leaf for leaf in leaves if leaf.key not in self.unplanned],
+                odd,
+                self._session.world,
+                lifting=True,
+                unlifted=self.unlifted,
+                closely=closely,
+            )
+            offer = _Offer(entries=self._draft.shared)
+        except Exception as error:  # all ranks hear of it
+            offer = _Offer(problem=f"rank {self._session.rank}: {error}")
+        return msgspec.msgpack.encode(offer)
+
+    def _adopt(self, offered: Sequence[bytes]) -> None:
+        """The new plan, from the version on that comes next. Never raises."""
+        try:
+            self._take(offered)
+        except Exception as error:
+            known = isinstance(error, _OfferError)
+            self._session.lose(str(error) if known else f"{type(error).__name__}: {error}")
+
+    def _take(self, offered: Sequence[bytes]) -> None:
+        session, replanning = self._session, self.replanning
+        assert replanning is not None and self._layout_bytes
+        draft, self._draft = self._draft, None
+        offers = [msgspec.msgpack.decode(part, type=_Offer) for part in offered]
+        problem = next((offer.problem for offer in offers if offer.problem), "")
+        if problem or draft is None:
+            raise _OfferError(problem or "it has made no offer for a new plan")
+        gathered = [offer.entries for offer in offers]
+        plan = self._lay_out(draft, gathered, least_bytes=self._layout_bytes, apart=self._apart)
+        named = plan.alone != self._apart
+        if replanning.differed and not named:  # where, does not show now: local steps have met
+            apart = self._apart | ownership.printed(gathered)
+            plan = self._lay_out(draft, gathered, least_bytes=self._layout_bytes, apart=apart)
+        replanning.found(plan.alone - self._apart, named=named)
+        plan = replace(plan, since=session.version - 1)
+        if self.capture is not None:
+            plan.capture.learn_from(self.capture)
+        self._apart = plan.alone
+        self.capture, self._layout_bytes = plan.capture, plan.layout.total
+        self._follow(plan)
+        replanning.follow(Divergence(gathered, plan.alone, session.rank))
+        session.find(f"version {session.version}: planned anew: {replanning.reason}")
+        session.say_once(f"planned anew from version {session.version} on: {replanning.reason}")
+        session.event("planned", f"rank {session.rank}: {replanning.reason}")

@@ -1,0 +1,237 @@
+"""Bringing the training back: all ranks agree on a version that each can load, or leave it for another launch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from gemini_hpc import clock
+from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
+from gemini_hpc.client.mapped_slots import Content
+from gemini_hpc.client.session import Session
+from gemini_hpc.train import rejecting, start
+from gemini_hpc.train.device.memory import map_copy
+from gemini_hpc.train.state import restore, rng
+from gemini_hpc.train.state.loader import StatefulLoader
+from gemini_hpc.train.state.modules import UnsupportedStateError
+from gemini_hpc.train.state.tree import StateTree
+from gemini_hpc.wire import local
+
+RESUME_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What was loaded. stamp: its (epoch, version), None where nothing was; small_capacity: bytes of its small state;
+    own_copy: of this rank's own shard."""
+
+    stamp: tuple[int, int] | None = None
+    small_capacity: int = 0
+    own_copy: Content = field(default_factory=Content)
+
+
+class Restorer:
+    """Of one rank. path: what to start from where this job has nothing; unsupported: why this rank's state cannot be
+    captured, or ""; join_anew: says hello to the agents once more."""
+
+    def __init__(
+        self,
+        session: Session,
+        tree: StateTree,
+        loader: Any,
+        *,
+        path: str,
+        unsupported: str,
+        join_anew: Callable[[], None],
+    ) -> None:
+        self._session, self._tree, self._loader = session, tree, loader
+        self._path, self._unsupported, self._join_anew = path, unsupported, join_anew
+        self.called = False
+        self.found = Resumed()
+        self.resumed_at = 0
+        self._generators: Any = None  # as they were in the version that was restored
+        self._own_copy = Content()
+
+    def resume(self) -> int:
+        """The number of the version that was loaded; 0 for a fresh start. Collective. Raises RuntimeError,
+        ValueError."""
+        if self.called:
+            raise RuntimeError("resume() was called before: it restores once, before the loop")
+        self.called = True
+        session = self._session
+        if not session.protected:
+            return self._begin_anew()
+        if session.welcome.notice:
+            session.say_once(session.welcome.notice)
+        return self._load() or self._begin_anew()
+
+    def _load(self) -> int:
+        """The version that the agents have chosen; 0: none, and the training may begin anew. Collective."""
+        began, session = clock.time(), self._session
+        shards = self._choose_and_fetch()
+        welcome = session.welcome
+        if not shards:
+            if welcome.rejected and not welcome.fresh:
+                self._give_up("; ".join(welcome.rejected))
+            return 0
+        fetched = clock.time()
+        own = next((s for s in shards if s.manifest.rank == session.rank), shards[session.rank % len(shards)])
+        small = restore.load(self._tree, own, shards, session.rank, welcome.chosen_world == session.world)
+        session.version = self.resumed_at = welcome.chosen_version
+        mine = own.manifest.rank == session.rank
+        self.found = Resumed(
+            (welcome.chosen_epoch, welcome.chosen_version),
+            own.header.layout.small_capacity if mine else 0,
+            self._own_copy,
+        )
+        if mine:
+            self._set_generators(small["rng"])
+        done = clock.time()
+        place = "the tier" if welcome.stored else "memory"
+        session.say_once(f"resumed at version {session.version} from {place} ({done - began:.2f} s)")
+        self._tell_data()
+        assert session.client is not None
+        detail = {"rank": session.rank, "began": began, "fetched": fetched, "loaded": done, "shards": len(shards)}
+        session.client.event("resumed", session.version, json.dumps(detail), t=done)
+        return session.version
+
+    # ---- rejecting -------------------------------------------------------------------------------------
+
+    def reject(self, reason: str, *, fresh: bool, trained: bool) -> int:
+        """See `Checkpointer.reject`. trained: `step()` has been called since."""
+        if not self.called:
+            raise RuntimeError("reject() before resume(): nothing has been loaded")
+        session = self._session
+        rejecting.meet(session.rank, session.world, f"reject-{session.name}-{session.epoch}", rejecting.MEET_S)
+        fresh = session.agreed(fresh)
+        self._record(" ".join(str(reason).split())[: rejecting.MOST_TEXT] or "no reason given", fresh=fresh)
+        if trained:
+            session.try_again(f"version {self.resumed_at} is rejected ({reason})")
+        session.say_once(f"version {self.resumed_at} is rejected: {reason}")
+        self._join_anew()
+        if not session.protected:
+            session.try_again("an older version cannot be loaded without the agents")
+        for param in self._tree.params:
+            param.tensor.grad = None
+        session.version = self.resumed_at = 0
+        self.found, self._generators, self._own_copy = Resumed(), None, Content()
+        version = self._load()
+        if not version:  # what is here now is no beginning
+            session.try_again("no version is left, and the training may begin anew")
+        return version
+
+    def _record(self, reason: str, *, fresh: bool) -> None:
+        """Have the agents write it down, on one node at least. Collective."""
+        session = self._session
+        recorded, why = False, "nothing was loaded from memory or the tier"
+        if self.found.stamp is not None and session.client is not None:
+            message = local.Reject(session.name, session.rank, self.resumed_at, reason, fresh)
+            recorded, why = rejecting.record(session.client, message)
+        if b"1" in session.all(b"1" if recorded else b"0"):
+            return
+        if fresh and self.found.stamp is None:
+            session.try_again(f"what is here is rejected ({reason}), and the training may begin anew")
+        self._give_up(f"{reason}; {why or 'no agent could be told'}")
+
+    def _give_up(self, why: str) -> NoReturn:
+        """On every rank alike: nothing is left to go on from, and nobody has said that one may begin anew."""
+        session = self._session
+        session.say_once(
+            f"no version is left to go on from: {why}; to begin anew, submit a new job (where reject() says "
+            "fresh=True, the next launch does)"
+        )
+        if session.client is not None:
+            session.client.close()
+        raise SystemExit(1)
+
+    # ---- generators and data ---------------------------------------------------------------------------
+
+    def restore_generators(self) -> None:
+        """As they were in the version that was loaded, once more."""
+        if self._generators is not None:
+            rng.restore(self._generators)
+
+    def _set_generators(self, states: Any) -> None:
+        self._generators = states
+        rng.restore(states)
+        if isinstance(self._loader, StatefulLoader):
+            self._loader.before_next_batch(lambda: rng.restore(states))
+
+    def _tell_data(self) -> None:
+        version = self._session.version
+        if self._loader is None and version:
+            steps = "1 step" if version == 1 else f"{version} steps"
+            self._session.say_once(f"no loader was passed: the script has to skip {steps} of data by itself")
+
+    # ---- from elsewhere --------------------------------------------------------------------------------
+
+    def _begin_anew(self) -> int:
+        """Load what `start` names; the version that it was. Collective. Raises ValueError, on all ranks alike."""
+        if not self._path:
+            return 0
+        session = self._session
+        began, why = clock.time(), self._unsupported
+        if not why:
+            try:
+                found = start.load(self._tree, self._path, session.name, session.rank, session.world)
+            except (ValueError, OSError, ImportError, UnsupportedStateError) as error:
+                why = str(error)
+        if not session.agreed(not why):
+            raise ValueError(f"cannot start from {self._path}: {why or 'another rank could not'}")
+        session.version = found.version
+        if found.states is not None:
+            self._set_generators(found.states)
+        session.say_once(f"starts from {self._path}: {found.what} ({clock.time() - began:.2f} s)")
+        self._tell_data()
+        return session.version
+
+    # ---- from the agents -------------------------------------------------------------------------------
+
+    def _choose_and_fetch(self) -> list[restore.Saved]:
+        """The shards of the version to resume from; none for a fresh start. Collective.
+
+        Where a rank cannot get what it needs (a copy turned out damaged, its holder died), all ranks say hello
+        again: the agents verify what they hold and choose anew.
+        """
+        session = self._session
+        for attempt in itertools.count(1):
+            welcome = session.welcome
+            for line in welcome.lost:
+                session.say_once(f"memory could not serve: {line}")
+            if not welcome.chosen_version:
+                return []
+            shards: list[restore.Saved] = []
+            try:
+                shards = self._fetch_shards(welcome)
+            except (AgentLost, AgentRefused, ValueError, OSError) as error:
+                session.say(f"version {welcome.chosen_version} cannot be loaded: rank {session.rank}: {error}")
+            if session.agreed(len(shards) > 0):
+                return shards
+            if attempt == RESUME_ATTEMPTS:
+                break
+            self._join_anew()
+            if not session.protected:
+                session.try_again(f"version {welcome.chosen_version} cannot be loaded without the agents")
+        return session.try_again(f"version {session.welcome.chosen_version} is not readable everywhere")
+
+    def _fetch(self, rank: int) -> restore.Saved:
+        reply, fd = self._session.fetch(rank)
+        if rank == self._session.rank:
+            self._own_copy = Content(reply.epoch, reply.version, reply.used, reply.digest)
+        saved = restore.Saved.read(map_copy(fd, reply.used), reply.bytes)
+        if (saved.header.stamp.version, saved.header.rank) != (reply.version, rank):
+            raise ValueError(f"shard {rank} holds version {saved.header.stamp} of rank {saved.header.rank}")
+        return saved
+
+    def _fetch_shards(self, welcome: local.Welcome) -> list[restore.Saved]:
+        shards = []
+        if welcome.chosen_world == self._session.world:
+            shards.append(self._fetch(self._session.rank))
+            if restore.enough_alone(shards[0], self._tree):
+                return shards
+        have = {s.header.rank for s in shards}
+        shards += [self._fetch(rank) for rank in range(welcome.chosen_world) if rank not in have]
+        return sorted(shards, key=lambda s: s.header.rank)

@@ -1,0 +1,196 @@
+"""Taking one version: whether the state is whole at this `step()`, whether it is due, and what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gemini_hpc import clock
+from gemini_hpc.client.session import Session
+from gemini_hpc.train.engine import SaveEngine
+from gemini_hpc.train.optimizer_gate import OptimizerGate
+from gemini_hpc.train.state.capture import Capture, Job
+from gemini_hpc.train.state.encode import UnknownTypeError
+from gemini_hpc.train.state.modules import UnsupportedStateError
+from gemini_hpc.train.state.tree import Leaf, StateTree, nothing_deferred
+
+_TOGETHER = 4  # while nothing is sealed and versions are skipped, one in so many is saved
+
+
+class Versions:
+    """Of one rank. resumed: the training was, so its optimizers have state before their first step."""
+
+    def __init__(
+        self, session: Session, engine: SaveEngine, gate: OptimizerGate, tree: StateTree, scaler: Any, audit: int
+    ) -> None:
+        self._session, self._engine, self._gate, self._tree = session, engine, gate, tree
+        self._scaler, self._audit = scaler, audit
+        self.resumed = False
+        self._crowded = False
+        self._owed = False  # a version that was to be saved was none: the next one that is takes its place
+        self._last_scale: float | None = None
+        self._warned_unstepped = False
+
+    def take(self) -> None:
+        """At `step()`: never raises. Ends protection where the state cannot be captured."""
+        session = self._session
+        if session.protected:
+            try:
+                self._take()
+            except (UnknownTypeError, UnsupportedStateError) as error:
+                session.lose(str(error))
+            except Exception as error:  # our own failure must not stop the training
+                session.lose(f"{type(error).__name__}: {error}")
+        self._ship(None)
+
+    def _complete(self) -> bool:
+        """Whether the state at this `step()` is all there is: gradients that wait for an optimizer step are not
+        captured."""
+        scale = self._scaler.get_scale() if hasattr(self._scaler, "get_scale") else None
+        before, self._last_scale = self._last_scale, scale
+        driver, stepped = self._engine.driver, self._gate.stepped
+        replayed = driver is not None and driver.replayed(stepped)
+        if stepped or replayed or scale != before:
+            return True  # a lower scale: the scaler skipped the optimizer, in an iteration like any other
+        grads = any(
+            p.grad is not None for o in self._tree.optimizers for group in o.param_groups for p in group["params"]
+        )
+        if grads and not self._warned_unstepped:
+            self._warned_unstepped = True
+            session = self._session
+            session.say(
+                f"rank {session.rank}: step() at version {session.version} without an optimizer step since the last "
+                "one: accumulated gradients are not captured, so this version is not saved. Call step() once per "
+                "optimizer step"
+            )
+        return not grads
+
+    def _take(self) -> None:
+        complete, leaves, odd = False, list[Leaf](), dict[tuple[int, str, str], Any]()
+        failure: Exception | None = None
+        try:
+            complete = self._complete()
+            leaves, odd = self._tree.leaves()
+        except Exception as error:
+            failure = error
+        session, engine = self._session, self._engine
+        # what is collective comes first, and on every rank, whatever this rank's own state is
+        if session.verdict.awaited:
+            try:
+                if not self._begin(leaves, odd, failure, ready=self.resumed or (complete and self._gate.stepped)):
+                    return
+            except Exception:
+                session.verdict.fall_back()  # a plan fails on all ranks or on none; no other collective comes
+                raise
+        if engine.controller is not None:
+            engine.controller.step(session.version, engine.under_way)
+        if failure is not None:
+            raise failure
+        engine.planning.alone()
+        capture, controller = engine.planning.capture, engine.controller
+        assert capture is not None and engine.replicator is not None and controller is not None
+        saves = controller.saves(session.version)
+        if not complete:
+            session.count("unstepped")
+            self._owed = self._owed or (saves and engine.driver is None)
+            return
+        owed, self._owed = self._owed, False
+        if saves or owed:
+            self._capture(capture, leaves, odd)
+
+    def _begin(
+        self, leaves: list[Leaf], odd: dict[tuple[int, str, str], Any], failure: Exception | None, *, ready: bool
+    ) -> bool:
+        """Collective, until the ranks have one verdict: plan, start, and see whether all could. False: not yet."""
+        session, engine = self._session, self._engine
+        if engine.planning.capture is None:
+            over_nccl = engine.wants_nccl
+            first = engine.planning.first(leaves, odd, failure, ready=ready, over_nccl=over_nccl)
+            if first is None:
+                return False
+            try:
+                engine.start(first)
+            except Exception as error:  # the others go on to `arm`
+                session.lose(f"{type(error).__name__}: {error}")
+        elif failure is not None:
+            session.lose(f"{type(failure).__name__}: {failure}")
+        return engine.arm()
+
+    def _capture(self, capture: Capture, leaves: list[Leaf], odd: dict[tuple[int, str, str], Any]) -> None:
+        session, engine, planning = self._session, self._engine, self._engine.planning
+        late, misfits = capture.bind(leaves)
+        if misfits:
+            self._misfit(misfits)
+            return
+        planning.fits()
+        if late and "late" not in session.unsaved:
+            session.unsaved["late"] = len(late)
+            session.say(
+                f"rank {session.rank}: {len(late)} tensors appeared after the first step (such as {late[0].key}); "
+                "they are copied at step()"
+            )
+        if engine.driver is not None:
+            engine.driver.settle()
+        if self._too_early():
+            return
+        defers = capture.defers if engine.driver is None else nothing_deferred
+        small = self._tree.pack_small(odd, late, session.world, capture.lifted.takes, defers)
+        gone = capture.lifted.bind(small.lifted)
+        if small.unplanned or late or gone:
+            planning.unlifted |= capture.lifted.missed(small.lifted)
+            large = [tensor for name, tensor in small.unplanned.items() if name not in planning.unlifted]
+            large += [leaf.tensor for leaf in late if leaf.key not in planning.unplanned]
+            planning.want(
+                large, [f"{name} is gone from the training state" for name in gone], agrees=engine.ranks_agree
+            )
+        if gone:
+            session.note("skipped", session.version, f"{gone[0]} is not what it was when the state was dealt out")
+            return
+        audit = bool(self._audit) and session.version % self._audit == 0
+        job = self._gate.job = capture.snapshot(session.version, small.data, audit, small.gaps)
+        self._gate.late = self._crowded = False
+        self._ship(job)
+        assert engine.replicator is not None and engine.controller is not None
+        engine.replicator.submit(job)
+        if engine.driver is not None and engine.driver.unseen:
+            self._gate.wait_left(job)
+        if engine.controller.scheme == "blocking":
+            self._gate.wait_sealed(job)
+
+    def _too_early(self) -> bool:
+        """The version before is still on its way: this one is skipped."""
+        session, engine, late, job = self._session, self._engine, self._gate.late, self._gate.job
+        left = job is None or job.left.is_set()
+        crowded = engine.under_way and (session.gate.degraded or not left or late)
+        if not (crowded or (self._crowded and session.gate.degraded and session.version % _TOGETHER)):
+            return False
+        # ranks that skip must come to skip the same versions, or none is ever sealed again
+        self._crowded = True
+        if late and clock.monotonic() - engine.pacer.progress_at > session.seal_timeout_s:
+            session.gate.degrade(f"nothing of version {job.version if job else 0} arrives any more")
+        session.note("skipped", session.version, "the version before is still on its way")
+        return True
+
+    def _misfit(self, misfits: Mapping[str, str]) -> None:
+        """Tensors, by name, are not what was planned: no version is saved until the state is dealt out anew. Raises
+        StateChangedError where there is no way to another plan."""
+        session, planning = self._session, self._engine.planning
+        why = next(iter(misfits.values()))
+        planning.want((), (why,), agrees=self._engine.ranks_agree)
+        if planning.misfit(misfits):
+            session.say(f"rank {session.rank}: version {session.version} skipped: {why}; planning anew")
+        session.count("skipped")
+        if session.client is not None:
+            session.client.event("skipped", session.version, f"rank {session.rank}: {why}")
+
+    def _ship(self, job: Job | None) -> None:
+        """At each step() since the ranks have begun to save, where copies go over NCCL: what this rank has of this
+        version. Only the first call of a step() counts."""
+        session, driver, controller = self._session, self._engine.driver, self._engine.controller
+        if driver is None or controller is None or session.verdict.awaited or not session.protected:
+            return
+        try:
+            saved, following = controller.saves(session.version), controller.saves(session.version + 1)
+            driver.step(session.version, job, saved=saved, following=following)
+        except Exception as error:  # our own failure must not stop the training
+            driver.fail(f"{type(error).__name__}: {error}")
