@@ -94,6 +94,7 @@ class Agent:
         self.unable = ""
         self.wrote: list[set[int]] = []
         self.events: list[str] = []
+        self.left: set[str] = set()
         self.tasks: list[asyncio.Task[Any]] = []
         me: Any = self
         self.membership = Membership()

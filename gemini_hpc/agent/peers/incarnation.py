@@ -64,7 +64,7 @@ class Incarnation:
         mesh, rounds, silent_s = self.mesh, self.rounds, self.silent_s
         kin = [*rounds.children, *([rounds.parent] if rounds.parent is not None else [])]
         silent = [host for host in kin if now - mesh.heard.get(host, 0.0) > silent_s]
-        return bool(mesh.dead) or bool(set(silent) - mesh.detector.left)
+        return bool(mesh.dead) or bool(set(silent) - mesh.left)
 
     def close(self) -> None:
         """The next one begins: no link, and no answer any more."""

@@ -188,6 +188,11 @@ class Mesh:
         return self.detector.dead
 
     @property
+    def left(self) -> set[str]:
+        """Hosts whose agents have ended, after a training that succeeded."""
+        return self.detector.left
+
+    @property
     def heard(self) -> dict[str, float]:
         """When something came last, by host (monotonic)."""
         return self.detector.heard
