@@ -112,9 +112,9 @@ class Sessions:
     async def hello(self, client: Client, m: local.Hello) -> Reply:
         """A process says which rank it is; answered when it may train. Raises `Rejected`."""
         me, here = self._identity, self._membership
-        proto = version.common(m.proto, m.most)
+        proto = version.common(m.least, m.most)
         if not proto:
-            raise Rejected(f"the training process speaks {version.mismatch(m.proto, m.most)}")
+            raise Rejected(f"the training process speaks {version.mismatch(m.least, m.most)}")
         if not self._sets.may_have(m.set) or m.rank >= m.world or not 0 < len(m.step) <= _MAX_STEP:
             raise Rejected(f"set {m.set[:64]!r}, rank {m.rank} of {m.world} cannot be")
         if client in self._clients:

@@ -27,7 +27,6 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
     epoch: int = 0
     chosen: tuple[int, int, int] = (0, 0, 0)
     problem: str = ""
-    protocol: int = 1
     later: bool = False
 
     @classmethod
@@ -39,7 +38,6 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
             nodes=welcome.nodes,
             epoch=welcome.epoch,
             chosen=(welcome.chosen_epoch, welcome.chosen_version, welcome.chosen_world),
-            protocol=welcome.proto,
         )
 
 

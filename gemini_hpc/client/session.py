@@ -85,7 +85,6 @@ class Session:
         self.epoch = 0
         self.node_rank = -1
         self.homes: list[int] = []
-        self.protocols: list[int] = []
         self.targets: list[list[int]] = []
         self.outgoing: list[int] = []  # ranks whose nodes keep copies of this rank's shard
         self.incoming: list[int] = []  # ranks of whose shards this node keeps copies
@@ -165,7 +164,7 @@ class Session:
         client = self.client
         assert client is not None
         self.epoch, self.node_rank = notice.epoch, notice.node_rank
-        self.homes, self.protocols = [n.node_rank for n in notices], [n.protocol for n in notices]
+        self.homes = [n.node_rank for n in notices]
         self.gate = SealGate(
             lambda: client.page,
             lambda: client.lost,

@@ -100,18 +100,7 @@ class StackSession:
         if self._transport is not None:
             self._transport.joined_anew(client)
         elif session.world > 1 and session.welcome.replicas > 1:
-            self._transport, odd = choice.make(
-                "host", client, session.name, session.rank, session.homes, session.protocols
-            )
-            if odd:
-                session.say_once(odd)
-            if not self._transport.pushed:
-                self.active = False
-                session.verdict.withdraw()
-                session.say_once(
-                    "this training is not protected: only agents bring these copies, and some are too old"
-                )
-                return
+            self._transport = choice.make("host", client, session.name, session.rank, session.homes).transport
         self._me = Identity(session.name, session.rank, session.world, session.node_rank, session.epoch)
         if self._transport is not None:
             self._group = self._transport.group

@@ -61,7 +61,7 @@ class Checkpointer:
     small, only every j-th version is saved, so that training is slowed by no more than this share; every=j forces j.
     transport: what carries them, "gloo" (from rank to rank), "host" (from agent to agent, out of the slots, with no
     thread of this process on the network), "mpi" (from rank to rank of an MPI job, which has imported mpi4py.MPI) or
-    "nccl" (from GPU to GPU; never run on one so far); "auto" is host, or gloo where an agent is too old. Where one
+    "nccl" (from GPU to GPU; never run on one so far); "auto" is host. Where one
     cannot be had all ranks use "auto" (of "nccl": gloo), and one line on stderr says why.
 
     start: what `resume()` takes where this job has nothing yet: a directory of the persistent tier (of another job,

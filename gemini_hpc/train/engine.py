@@ -100,7 +100,7 @@ class SaveEngine:
             self.transport.joined_anew(session.client)
         elif session.world > 1 and session.welcome.replicas > 1:
             self.transport, odd = choice.make(
-                self._choices.transport, session.client, session.name, session.rank, session.homes, session.protocols
+                self._choices.transport, session.client, session.name, session.rank, session.homes
             )
             if odd:
                 session.find(odd)

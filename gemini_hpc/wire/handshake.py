@@ -28,9 +28,10 @@ class HandshakeError(Exception):
 
 class ClientHello(msgspec.Struct, frozen=True):
     """Who calls whom, about which job, what for (`link`, `pull`, `push`, `query`, `control`); speaking protocols
-    `proto` to `most` (0: `proto` alone). dialled: the endpoint that was meant ("": an older release)."""
+    `least` to `most`. dialled: the endpoint that was meant ("": it is not known)."""
 
-    proto: int
+    least: int
+    most: int
     purpose: str
     cluster: str
     job: Job
@@ -40,22 +41,20 @@ class ClientHello(msgspec.Struct, frozen=True):
     instance: str
     nonce: bytes
     share: bytes
-    most: int = 0
     dialled: str = ""
 
 
 class ServerHello(msgspec.Struct, frozen=True):
     """The answer; `instance` names the answering process's life (a rebooted node has another). chosen: the protocol
-    that both speak from here on (0: `proto`). listening: the endpoint that was reached ("": an older release)."""
+    that both speak from here on. listening: the endpoint that was reached ("": it is not known)."""
 
-    proto: int
+    chosen: int
     nonce: bytes
     share: bytes
     host: str
     job: Job
     restart: Restart
     instance: str
-    chosen: int = 0
     listening: str = ""
 
 
@@ -126,7 +125,8 @@ class Client:
         server_uid: int,
     ) -> None:
         self._hello = ClientHello(
-            proto=version.OLDEST,
+            least=version.OLDEST,
+            most=version.CURRENT,
             purpose=purpose,
             cluster=cluster,
             job=job,
@@ -136,7 +136,6 @@ class Client:
             instance=instance,
             nonce=os.urandom(16),
             share=os.urandom(32),
-            most=version.CURRENT,
         )
         self._server_uid = server_uid
 
@@ -167,9 +166,8 @@ class Client:
             raise HandshakeError(elsewhere)
         if self._hello.purpose in ("link", "push") and answer.restart != self._hello.restart:
             raise HandshakeError(f"answered by restart {answer.restart}")
-        spoken = answer.chosen or answer.proto
-        if not version.OLDEST <= spoken <= version.CURRENT:
-            raise HandshakeError(version.mismatch(spoken, 0))
+        if not version.OLDEST <= answer.chosen <= version.CURRENT:
+            raise HandshakeError(version.mismatch(answer.chosen, answer.chosen))
         outward, inward = _keys(self._hello, answer.share)
         return Session(
             send_key=outward,
@@ -180,7 +178,7 @@ class Client:
             peer_restart=answer.restart,
             purpose=self._hello.purpose,
             job=answer.job,
-            proto=spoken,
+            proto=answer.chosen,
         )
 
 
@@ -202,7 +200,7 @@ def receive(data: bytes) -> Greeting:
         raise HandshakeError("malformed greeting") from None
     if len(hello.nonce) != 16 or len(hello.share) != 32:
         raise HandshakeError("malformed greeting")
-    return Greeting(hello, uid, version.common(hello.proto, hello.most))
+    return Greeting(hello, uid, version.common(hello.least, hello.most))
 
 
 def answer(
@@ -212,18 +210,17 @@ def answer(
     `HandshakeError`."""
     hello = greeting.hello
     if not greeting.proto:
-        raise HandshakeError(version.mismatch(hello.proto, hello.most))
+        raise HandshakeError(version.mismatch(hello.least, hello.most))
     if elsewhere := endpoint.mismatch(hello.dialled, listening):
         raise HandshakeError(elsewhere)
     reply = ServerHello(
-        proto=hello.proto,
+        chosen=greeting.proto,
         nonce=hello.nonce,
         share=os.urandom(32),
         host=host,
         job=hello.job,
         restart=restart,
         instance=instance,
-        chosen=greeting.proto,
         listening=listening,
     )
     try:

@@ -69,10 +69,9 @@ class Link:
         self.limit_bytes = MAX_FRAME_BYTES
 
     def send(self, message: Message) -> None:
-        """Queue a message; a peer that does not drain its side is cut off, never waited for. What its version does
-        not know is not sent."""
+        """Queue a message; a peer that does not drain its side is cut off, never waited for."""
         transport = self._writer.transport
-        if transport.is_closing() or not protocol.known(message, self.session.proto):
+        if transport.is_closing():
             return
         try:
             self._writer.write(self._out.seal(protocol.encode(message)))
@@ -245,7 +244,7 @@ async def accept(
             here = endpoint.listening(sock)
             greeting = await _beside(handshake.receive, await _read_bare(reader))
             hello = greeting.hello
-            said = admit(greeting) if greeting.proto else version.mismatch(hello.proto, hello.most)
+            said = admit(greeting) if greeting.proto else version.mismatch(hello.least, hello.most)
             reason = said if isinstance(said, str) else await said
             reason = reason or endpoint.mismatch(hello.dialled, here)
             if reason:
@@ -291,10 +290,9 @@ class BlockingLink:
             raise
 
     def send(self, message: Message, *, more: bool = False) -> None:
-        """Send one message, if the other end knows such; OSError on time-out or a closed connection. more: bytes
-        follow at once, and take it along in their packet."""
-        if protocol.known(message, self.session.proto):
-            self.sock.sendall(self._out.seal(protocol.encode(message)), socket.MSG_MORE if more else 0)
+        """Send one message; OSError on time-out or a closed connection. more: bytes follow at once, and take it along
+        in their packet."""
+        self.sock.sendall(self._out.seal(protocol.encode(message)), socket.MSG_MORE if more else 0)
 
     def send_file(self, fd: int, offset: int, length: int) -> None:
         """Send raw bytes of a file, without a copy of them in this process; of a `bound` link. They must not change

@@ -89,10 +89,11 @@ class Hello(Message, frozen=True, tag="hello"):
 
     `step` identifies one launch of the training (SLURM_JOB_ID.SLURM_STEP_ID): a new value on any node
     starts a new recovery round. `rejoin` is set by a trainer that was welcomed before and lost its agent.
-    It speaks protocol `proto` to `most` (0: `proto` alone). `tier`: what its program has chosen.
+    It speaks protocols `least` to `most`. `tier`: what its program has chosen.
     """
 
-    proto: int
+    least: int
+    most: int
     set: str
     rank: Count
     world: Count
@@ -100,7 +101,6 @@ class Hello(Message, frozen=True, tag="hello"):
     step: str
     pid: int
     rejoin: bool = False
-    most: int = 0
     tier: Tier = Tier()
 
 
@@ -126,7 +126,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     stored: bool = False
     lost: tuple[str, ...] = ()
     notice: str = ""
-    proto: int = 1
+    proto: int = version.CURRENT
     rejected: tuple[str, ...] = ()
     fresh: bool = False
 
@@ -405,4 +405,4 @@ def hello(
     tier: Tier = Tier(),  # noqa: B008 (frozen)
 ) -> Hello:
     """A `Hello` in all versions that this end speaks."""
-    return Hello(version.OLDEST, set, rank, world, local_rank, step, pid, rejoin, version.CURRENT, tier)
+    return Hello(version.OLDEST, version.CURRENT, set, rank, world, local_rank, step, pid, rejoin, tier)

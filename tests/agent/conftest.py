@@ -19,7 +19,7 @@ import pytest
 import xxhash
 from waiting import until
 
-from gemini_hpc.wire import local
+from gemini_hpc.wire import local, version
 from gemini_hpc.wire.control_page import ControlPage
 
 JOB, STEP, SIZE = 77, "77.0", 1 << 16
@@ -62,7 +62,11 @@ class Caller:
         return (local.reply_decoder.decode(reply) if reply else None), list(fds)
 
     def hello(self, rank: int = 0, world: int = 1, name: str = "default", **more: Any) -> local.Message | None:
-        return self.ask(local.Hello(1, name, rank, world, 0, more.pop("step", STEP), os.getpid(), **more))
+        return self.ask(
+            local.Hello(
+                version.OLDEST, version.CURRENT, name, rank, world, 0, more.pop("step", STEP), os.getpid(), **more
+            )
+        )
 
     def close(self) -> None:
         self.sock.close()
@@ -74,7 +78,9 @@ class Trainer:
     def __init__(self, agent: AgentProcess, name: str = "default", size: int = SIZE) -> None:
         self.name, self.size, self.version = name, size, 0
         self.caller = Caller(agent.socket)
-        welcome, fds = self.caller.ask_fds(local.Hello(1, name, 0, 1, 0, STEP, os.getpid()))
+        welcome, fds = self.caller.ask_fds(
+            local.hello(set=name, rank=0, world=1, local_rank=0, step=STEP, pid=os.getpid())
+        )
         assert isinstance(welcome, local.Welcome), welcome
         self.epoch, self.page = welcome.epoch, ControlPage(fds[0], writable=False)
         os.close(fds[0])

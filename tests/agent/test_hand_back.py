@@ -19,7 +19,9 @@ DIGEST = xxhash.xxh3_128(bytes(10)).hexdigest()
 def joined(agent: AgentProcess, rank: int, *, rejoin: bool) -> tuple[Caller, ControlPage]:
     """A rank of two that has said hello."""
     caller = agent.caller()
-    welcome, fds = caller.ask_fds(local.Hello(1, "default", rank, 2, rank, STEP, os.getpid(), rejoin=rejoin))
+    welcome, fds = caller.ask_fds(
+        local.hello(set="default", rank=rank, world=2, local_rank=rank, step=STEP, pid=os.getpid(), rejoin=rejoin)
+    )
     assert isinstance(welcome, local.Welcome), (welcome, agent.log())
     page = ControlPage(fds[0], writable=False)
     os.close(fds[0])

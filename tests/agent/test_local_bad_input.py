@@ -164,7 +164,7 @@ def test_ranks_that_cannot_be(agent: AgentProcess, rank: int, world: int) -> Non
 
 
 def test_wrong_protocol_and_step(agent: AgentProcess) -> None:
-    refused(agent.caller().ask(local.Hello(9, "default", 0, 1, 0, "77.0", 1)), "protocol 9")
+    refused(agent.caller().ask(local.Hello(9, 9, "default", 0, 1, 0, "77.0", 1)), "protocol 9")
     refused(agent.caller().hello(step=""), "cannot be")
     refused(agent.caller().hello(step="7" * 1000), "cannot be")
 
@@ -493,7 +493,8 @@ _fields = [
     "digest",
     "step",
     "pid",
-    "proto",
+    "least",
+    "most",
     "t",
     "name",
     "rejoin",
@@ -529,7 +530,7 @@ def test_any_fields(fuzzed: tuple[AgentProcess, Caller], op: str, fields: dict[s
     import json
 
     if op in ("hello", "epilog"):
-        fields |= {"proto": 99, "job": 1}
+        fields |= {"least": 99, "most": 99, "job": 1}
     reply = fuzzed[1].raw(json.dumps({"op": op} | fields).encode())
     assert reply is not None, fuzzed[0].log()[-2000:]
 

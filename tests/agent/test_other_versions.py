@@ -13,18 +13,18 @@ from gemini_hpc.wire import local, version
 from .conftest import STEP
 
 
-@pytest.mark.parametrize(("proto", "most", "chosen"), [(1, 0, 1), (1, 2, 2), (2, 3, 2), (1, 7, 2)])
-def test_trainer_and_agent_agree(make_agent: Callable[..., Any], proto: int, most: int, chosen: int) -> None:
+@pytest.mark.parametrize(("least", "most"), [(3, 3), (3, 4), (2, 7)])
+def test_trainer_and_agent_agree(make_agent: Callable[..., Any], least: int, most: int) -> None:
     agent = make_agent()
-    reply = agent.caller().ask(local.Hello(proto, "default", 0, 1, 0, STEP, os.getpid(), most=most))
-    assert isinstance(reply, local.Welcome) and reply.proto == chosen
+    reply = agent.caller().ask(local.Hello(least, most, "default", 0, 1, 0, STEP, os.getpid()))
+    assert isinstance(reply, local.Welcome) and reply.proto == version.CURRENT
 
 
-@pytest.mark.parametrize(("proto", "most"), [(3, 4), (3, 0), (0, 0)])
-def test_trainer_without_a_common_version_is_told_so(make_agent: Callable[..., Any], proto: int, most: int) -> None:
+@pytest.mark.parametrize(("least", "most"), [(4, 5), (1, 2), (4, 3), (0, 0)])
+def test_trainer_without_a_common_version_is_told_so(make_agent: Callable[..., Any], least: int, most: int) -> None:
     agent = make_agent()
     caller = agent.caller()
-    reply = caller.ask(local.Hello(proto, "default", 0, 1, 0, STEP, os.getpid(), most=most))
+    reply = caller.ask(local.Hello(least, most, "default", 0, 1, 0, STEP, os.getpid()))
     assert isinstance(reply, local.Error)
-    assert f"wanted {version.OLDEST} to {version.CURRENT}" in reply.error and "\n" not in reply.error
+    assert f"wanted {version.CURRENT}:" in reply.error and "\n" not in reply.error
     assert isinstance(caller.hello(), local.Welcome), "the agent lives on"

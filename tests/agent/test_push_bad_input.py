@@ -35,7 +35,9 @@ class Rank:
     def __init__(self, job: RealJob, rank: int) -> None:
         self.node, self.rank = job.nodes[rank], rank
         self.caller = Caller(Path(self.node.path))
-        welcome, fds = self.caller.ask_fds(local.Hello(1, "default", rank, 3, 0, STEP, os.getpid()))
+        welcome, fds = self.caller.ask_fds(
+            local.hello(set="default", rank=rank, world=3, local_rank=0, step=STEP, pid=os.getpid())
+        )
         assert isinstance(welcome, local.Welcome), welcome
         self.epoch, self.page = welcome.epoch, ControlPage(fds[0], writable=False)
         slots, own = self.caller.ask_fds(local.Register("default", rank, 3, rank, SIZE))

@@ -164,7 +164,7 @@ def forged(a: Args) -> Args:
     hello = msgspec.to_builtins(_client(a)._hello, builtin_types=(bytes,))
     answers = {}
     bad: dict[str, Any] = {
-        "protocol": hello | {"proto": 99},
+        "protocol": hello | {"least": 99, "most": 99},
         "nonce": hello | {"nonce": b"short"},
         "share": hello | {"share": b""},
         "job": hello | {"job": -1},

@@ -12,6 +12,7 @@ from harness import LiteJob
 from waiting import until
 
 import gemini_hpc
+from gemini_hpc.wire import version
 
 from .conftest import MIB, Site
 
@@ -72,16 +73,16 @@ def set_version(path: str, current: int, oldest: int) -> None:
     file = Path(path)
     text = (
         file.read_text()
-        .replace("CURRENT = 2\n", f"CURRENT = {current}\n")
-        .replace("OLDEST = 1 ", f"OLDEST = {oldest} ")
+        .replace(f"CURRENT = {version.CURRENT}\n", f"CURRENT = {current}\n")
+        .replace(f"OLDEST = {version.OLDEST} ", f"OLDEST = {oldest} ")
     )
     assert f"CURRENT = {current}\n" in text and f"OLDEST = {oldest} " in text
     file.write_text(text)
 
 
-def test_an_agent_that_speaks_n_minus_1_takes_part(site: Site, other_version: str) -> None:
-    """n2's agent and ranks speak version 1 with everybody: they train, recover a dead node, and seal again."""
-    set_version(other_version, 1, 1)
+def test_an_agent_of_the_next_version_takes_part(site: Site, other_version: str) -> None:
+    """n2's agent and ranks speak the older version: they train, recover a dead node, and seal again."""
+    set_version(other_version, version.CURRENT + 1, version.CURRENT)
     job = site.job(nodes=3, options=("-wn1,n2,n3",))
     job.reach(8)
     job.cluster.power_off("n3")
@@ -90,8 +91,8 @@ def test_an_agent_that_speaks_n_minus_1_takes_part(site: Site, other_version: st
     assert "n2" in {e["host"] for e in job.events() if e["name"] == "attached"}, "the controller heard it too"
 
 
-def test_trainers_that_speak_n_minus_1(site: Site) -> None:
-    job = site.job(nodes=3, prefix="LITE_PROTOCOL=0 ")
+def test_trainers_of_the_next_version(site: Site) -> None:
+    job = site.job(nodes=3, prefix=f"LITE_PROTOCOL={version.CURRENT + 1} ")
     job.reach(8)
     node = job.hosts()[1]
     site.sh(node, f"kill -9 {job.agent_pid(node)}")
@@ -100,7 +101,7 @@ def test_trainers_that_speak_n_minus_1(site: Site) -> None:
 
 
 def test_no_common_version_is_unprotected_and_one_line(site: Site, other_version: str) -> None:
-    set_version(other_version, 4, 3)
+    set_version(other_version, version.CURRENT + 2, version.CURRENT + 1)
     site.configure(attach_timeout_s=3.0)
     out = site.cluster.home("alice") / "mismatch"
     fixed = ["-N2", "-wn1,n2", f"--output={out}", "--gemini-replicas=2"]
@@ -112,5 +113,6 @@ def test_no_common_version_is_unprotected_and_one_line(site: Site, other_version
     assert rest == ["0", "over"], "plain Slurm"
     log = site.cluster.exec("n1", ["cat", f"/run/gemini-hpc/{job}/agent.log"]).stdout
     theirs = site.cluster.exec("n2", ["cat", f"/run/gemini-hpc/{job}/agent.log"]).stdout
-    assert "protocol 3 to 4, wanted 1 to 2" in log + theirs, log + theirs
+    wanted = f"protocol {version.CURRENT + 1} to {version.CURRENT + 2}, wanted {version.CURRENT}"
+    assert wanted in log + theirs, log + theirs
     assert not {s for s in site.cluster.node_states().values() if "drain" in s or "down" in s}

@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 
+import msgspec
 import xxhash
 
 from gemini_hpc.core import placement
@@ -28,6 +29,7 @@ from gemini_hpc.wire.control_page import ControlPage
 from gemini_hpc.wire.traffic import Operation, TimelineState, TrafficState
 
 SET = os.environ.get("LITE_SET", "default")
+LEAST = version.OLDEST
 MOST = int(os.environ.get("LITE_PROTOCOL", version.CURRENT))
 
 
@@ -129,7 +131,7 @@ def main() -> int:
         os.write(log, (json.dumps({**line, "t": time.time(), **more}) + "\n").encode())
 
     path = os.environ["GEMINI_SOCKET"]
-    hello = local.Hello(1, SET, rank, world, 0, step_id, os.getpid(), most=MOST)
+    hello = local.Hello(LEAST, MOST, SET, rank, world, 0, step_id, os.getpid())
     agent, welcome, fds = greet(path, hello)
     if not isinstance(welcome, local.Welcome):
         print(f"lite: rank {rank}: {welcome}", file=sys.stderr)
@@ -197,7 +199,7 @@ def main() -> int:
             for _ in range(100):
                 try:
                     agent = Agent(path)
-                    again, fds = agent.ask(local.Hello(1, SET, rank, world, 0, step_id, os.getpid(), True, MOST))
+                    again, fds = agent.ask(msgspec.structs.replace(hello, rejoin=True))
                     if isinstance(again, local.Welcome):
                         page = ControlPage(fds[0], writable=False)
                         for slots in held:

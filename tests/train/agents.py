@@ -9,12 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gemini_hpc.client.agent_connection import AgentLost, ask_once
-from gemini_hpc.wire import inspect_schema, local, version
+from gemini_hpc.wire import inspect_schema, local
 from gemini_hpc.wire.handshake import Client
 from gemini_hpc.wire.link import BlockingLink
 from gemini_hpc.wire.munge import my_uid
@@ -27,17 +26,7 @@ from gemini_hpc.config import Settings
 from gemini_hpc.wire import munge
 munge.encode = lambda payload, *, for_uid: payload
 munge.decode = lambda credential: (credential, os.geteuid())
-directory, base, node, again, speaks, tiered = sys.argv[1:]
-if speaks == "1":  # as it was before there were pushes
-    from typing import Union, get_args
-    import msgspec
-    from gemini_hpc.wire import local, protocol, version
-    from gemini_hpc.wire.bounds import Strict
-    version.CURRENT = 1
-    known = tuple(kind for kind in get_args(local.Request) if kind is not local.OpenPush)
-    local.request_decoder = Strict(msgspec.json.Decoder(Union[known]))
-    known = tuple(kind for kind in get_args(protocol.AnyMessage) if kind not in protocol.SINCE)
-    protocol.decoder = Strict(msgspec.msgpack.Decoder(Union[known]))
+directory, base, node, again, tiered = sys.argv[1:]
 if tiered:  # what works on the tier is forked by a supervisor, with which the agent dies
     import ctypes, signal
     from gemini_hpc.agent import __main__ as supervisor
@@ -62,7 +51,6 @@ class RealNode:
     name: str
     directory: Path
     base: int
-    protocol: int = version.CURRENT
     tiered: bool = False
     process: subprocess.Popen[bytes] | None = None
     path: str = field(init=False)
@@ -75,7 +63,7 @@ class RealNode:
     def start(self, *, again: bool = False) -> None:
         argv = [sys.executable, "-c", _SERVE, str(self.directory), str(self.base), self.name]
         with (self.directory / "log").open("a") as log:
-            argv += ["again" if again else "new", str(self.protocol), "tiered" if self.tiered else ""]
+            argv += ["again" if again else "new", "tiered" if self.tiered else ""]
             self.process = subprocess.Popen(argv, stdout=log, stderr=log)
         self.ask(local.VerdictRequest())
 
@@ -116,22 +104,20 @@ class RealNode:
 
 class RealJob:
     """Agents of a job of `nodes` nodes with m replicas; `nodes` are those of the present incarnation, in the order of
-    their node ranks. old: names of nodes whose agents speak protocol 1 and no more. tier, interval_s: of the
-    submission."""
+    their node ranks. tier, interval_s: of the submission."""
 
     def __init__(
         self,
         directory: Path,
         nodes: int,
         m: int,
-        old: Collection[str] = (),
         *,
         tier: Path | None = None,
         interval_s: int = 3600,
     ) -> None:
         directory.mkdir()
         self.tier, self._interval_s = tier, interval_s
-        self.m, self.restart, self._old = m, 0, old
+        self.m, self.restart = m, 0
         self._directory = directory
         self._base = 21000 + os.getpid() % 600 * 16
         self.all: dict[str, RealNode] = {}
@@ -142,8 +128,7 @@ class RealJob:
         """All prologs of an incarnation."""
         for name in names:
             if name not in self.all:
-                protocol = 1 if name in self._old else version.CURRENT
-                self.all[name] = RealNode(name, self._directory / name, self._base, protocol, self.tier is not None)
+                self.all[name] = RealNode(name, self._directory / name, self._base, self.tier is not None)
         replies: dict[str, local.Reply] = {}
 
         def prolog(name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,8 @@ def make_agents(tmp_path: Path, open_munge: None) -> Iterator[Callable[..., Real
     """Real agents, on the loopback interface."""
     jobs: list[RealJob] = []
 
-    def make(nodes: int, m: int, old: Collection[str] = (), **more: Any) -> RealJob:
-        jobs.append(RealJob(tmp_path / f"real{len(jobs)}", nodes, m, old, **more))
+    def make(nodes: int, m: int, **more: Any) -> RealJob:
+        jobs.append(RealJob(tmp_path / f"real{len(jobs)}", nodes, m, **more))
         return jobs[-1]
 
     yield make

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import pytest
 from waiting import until
 
-from gemini_hpc.train.transport import choice
-
 from .agents import RealJob, RealNode
 from .conftest import HOST, STEPS
 from .launch import Run, train
@@ -65,7 +63,6 @@ def test_bitwise_equal_and_on_both_nodes(make_job: MakeJob, run: Start, undistur
 
 def test_auto_is_host_also_for_a_training_on_a_device(make_job: MakeJob, run: Start, undisturbed: list[str]) -> None:
     """NCCL could be had (on the fake device), and has not been measured to be better."""
-    assert choice.AUTO == ("host", "gloo")
     job = make_job(2, 2)
     results = run(job, lagging={"collective_s": 0.002}, gpu={}, kwargs={"seal_timeout_s": 3.0}).wait()
     assert [r["digest"] for r in results] == undisturbed
@@ -160,25 +157,3 @@ def test_a_holder_hangs_and_nobody_waits_for_it(make_job: MakeJob, run: Start, u
     times = results[0]["report"]["times"]
     assert times["hook_s"] < 6.0, times
     assert all(r["report"]["sealed"][1] >= STEPS - 1 for r in results), [r["report"] for r in results]
-
-
-@pytest.mark.parametrize("old", [("n2",), ("n1", "n2")], ids=["one", "all"])
-def test_agents_that_know_no_pushes_mean_gloo_on_all_ranks(
-    make_job: MakeJob, run: Start, undisturbed: list[str], old: tuple[str, ...]
-) -> None:
-    job = make_job(2, 2, old)
-    training = run(job)
-    results = training.wait()
-    assert [r["digest"] for r in results] == undisturbed
-    for r in results:
-        report = r["report"]
-        assert report["state"] == "protected" and not report["unsaved"], report
-        assert report["traffic"]["transport"] == "gloo" and len(report["findings"]) == 1, report
-    assert all(travels_over(job, node) == {"gloo"} for node in job.nodes)
-    named = ", ".join(str(int(name[1:]) - 1) for name in old)
-    sentence = (
-        'gemini-hpc: transport="host" cannot be used, the copies travel over gloo: it needs agents that speak '
-        f"protocol 2, and on node rank {named} they are older"
-    )
-    assert [err.count(sentence) for err in training.stderr] == [1, 0], training.stderr
-    both_hold(job, STEPS)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gemini_hpc.wire import handshake, munge
+from gemini_hpc.wire import handshake, munge, version
 from gemini_hpc.wire.frames import LENGTH_BYTES, FrameError, Sealer
 from gemini_hpc.wire.handshake import HandshakeError, Session
 
@@ -132,7 +132,7 @@ def test_munge_down(fake: FakeMunge) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"proto": "2"}, {"nonce": b""}, {"nonce": b"x" * 17}, {"share": b""}, {"share": b"x" * 31}, {"job": -1},
+    [{"least": "2"}, {"nonce": b""}, {"nonce": b"x" * 17}, {"share": b""}, {"share": b"x" * 31}, {"job": -1},
      {"job": 1 << 32}, {"restart": -1}, {"job": "7"}, {"source": None}, {"purpose": 3}],
     ids=str,
 )  # fmt: skip
@@ -147,7 +147,7 @@ def test_greetings_that_cannot_be(fake: FakeMunge, changes: dict[str, object]) -
 def test_answers_with_a_weak_share(fake: FakeMunge, share: bytes) -> None:
     caller = client()
     hello = handshake.receive(caller.greeting()).hello
-    answer = handshake.ServerHello(1, hello.nonce, share, "n2", 7, 1, "x")
+    answer = handshake.ServerHello(version.CURRENT, hello.nonce, share, "n2", 7, 1, "x")
     credential = fake.encode(msgspec.msgpack.encode(answer), for_uid=ALICE)
     with pytest.raises(HandshakeError, match="not to this greeting"):
         caller.finish(msgspec.msgpack.encode(handshake.Envelope(credential=credential)))

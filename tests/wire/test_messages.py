@@ -29,7 +29,7 @@ REQUESTS: list[local.Message] = [
     local.Attach(7, 0, "n[1-2]", "n1", 2),
     local.Epilog(7, 0),
     local.VerdictRequest(),
-    local.Hello(1, "default", 0, 2, 0, "7.0", 99),
+    local.hello(set="default", rank=0, world=2, local_rank=0, step="7.0", pid=99),
     local.Register("default", 0, 2, 0, 4096),
     local.Begin("default", 0, 1),
     local.Landed("default", 0, 1, 0, 10, "x"),
@@ -56,7 +56,7 @@ def test_requests_survive_the_way(message: local.Message) -> None:
 def test_every_number_is_bounded(message: local.Message) -> None:
     fields = json.loads(local.encode(message))
     numbers = {k for k, v in fields.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    for key in numbers - {"proto", "most", "pid", "slot"}:
+    for key in numbers - {"least", "most", "proto", "pid", "slot"}:
         for bad in (-1, 10**30, 1 << 63):
             with pytest.raises(msgspec.MsgspecError):
                 local.request_decoder.decode(json.dumps(fields | {key: bad}).encode())
