@@ -16,6 +16,7 @@ import time
 import numpy as np
 from mpi4py import MPI
 
+from gemini_hpc import Tier
 from gemini_hpc.mpi import Checkpointer, Part
 
 
@@ -32,7 +33,7 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.0, help="a step takes so long at least")
     parser.add_argument("--every", type=int, default=1, help="save each so manieth step only")
     parser.add_argument("--tier", default="", help="save to this directory, where the submission names none")
-    parser.add_argument("--tier-interval-s", type=float, default=0, help="every so many seconds")
+    parser.add_argument("--tier-interval-s", type=int, default=0, help="every so many seconds")
     parser.add_argument("--log", default="", help="JSON lines of rank 0")
     parser.add_argument("--archive", default="", help="at the end, all ranks write this HDF5 file (h5py with MPI)")
     args = parser.parse_args()
@@ -49,8 +50,8 @@ def main() -> None:
     # Each rank tells where its rows lie in the whole plate, and that all have the same heat: so another number of
     # ranks can go on with what is saved.
     arrays = {"field": Part(field[1:-1], (first, 0), (args.n, args.n)), "heat": Part(heat, (0,), (1,))}
-    choices = {"tier": args.tier, "tier_interval_s": args.tier_interval_s}
-    checkpointer = Checkpointer(comm, arrays, every=args.every, **choices)
+    tier = Tier(args.tier, args.tier_interval_s)
+    checkpointer = Checkpointer(comm, arrays, every=args.every, tier=tier)
     step = checkpointer.resume()
     up, down = (rank - 1 if rank else MPI.PROC_NULL), (rank + 1 if rank + 1 < size else MPI.PROC_NULL)
     log = open(args.log, "a", buffering=1) if args.log and rank == 0 else None  # noqa: SIM115

@@ -167,9 +167,8 @@ def train(a: argparse.Namespace, rank: int, world: int, device: torch.device) ->
         lambda n: min(1.0, (n + 1) / warmup) * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, n / max(1, a.steps))))),
     )
 
-    ckpt = gemini.Checkpointer(
-        model, optimizer, scheduler, loader=loader, transport=a.transport
-    )  # gemini: what to protect
+    traffic = gemini.Traffic(transport=a.transport)
+    ckpt = gemini.Checkpointer(model, optimizer, scheduler, loader=loader, traffic=traffic)  # gemini: what to protect
     start = ckpt.resume()  # gemini: 0, or the version recovered
     restart = int(os.environ.get("SLURM_RESTART_COUNT", "0") or "0")
 

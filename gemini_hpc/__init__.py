@@ -13,13 +13,17 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from gemini_hpc.train.checkpointer import Checkpointer
     from gemini_hpc.train.peek import peek
+    from gemini_hpc.train.schedule.traffic import Traffic
     from gemini_hpc.train.state.loader import StatefulLoader
+    from gemini_hpc.wire.stored import Tier
 
-__all__ = ["Checkpointer", "StatefulLoader", "__version__", "peek"]
+__all__ = ["Checkpointer", "StatefulLoader", "Tier", "Traffic", "__version__", "peek"]
 
 _LAZY = {
     "Checkpointer": "gemini_hpc.train.checkpointer",
     "StatefulLoader": "gemini_hpc.train.state.loader",
+    "Tier": "gemini_hpc.wire.stored",
+    "Traffic": "gemini_hpc.train.schedule.traffic",
     "peek": "gemini_hpc.train.peek",
 }
 

@@ -230,7 +230,8 @@ class Bench:
         self.model: nn.Module = model
         self.optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, foreach=True)
         chunks = {"chunk_bytes": CHUNK_BYTES, "buffers": PARTS} if args.transport == "gloo" else {}
-        self.ckpt = gemini.Checkpointer(model, self.optimizer, transport=args.transport, **chunks)
+        traffic = gemini.Traffic(transport=args.transport, **chunks)
+        self.ckpt = gemini.Checkpointer(model, self.optimizer, traffic=traffic)
         self.ckpt.resume()
         self._micro = args.micro
         self.spent = 0.0, 0.0  # in the optimizer's step and in the checkpointer's, in the last iteration

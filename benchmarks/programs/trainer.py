@@ -47,6 +47,10 @@ AWAIT_S = 120.0
 SETTLE_STEPS = 120
 
 
+def _protected(model: Any, optimizer: Any, scheme: Any) -> gemini.Checkpointer:
+    return gemini.Checkpointer(model, optimizer, traffic=gemini.Traffic(scheme=scheme))
+
+
 class Model(nn.Module):
     """The parameters of a GPT of 12 blocks; with Adam's two moments about `state_bytes`."""
 
@@ -119,7 +123,7 @@ class Bench:
         self._tensors = self.optimizer.tensors()
         # the hooks run in the order of registration: the checkpointer's own lies between these two
         register_optimizer_step_pre_hook(lambda *_: self._hook(began=True))
-        self.ckpt = gemini.Checkpointer(self.model, self.optimizer, scheme=args.scheme) if args.protect else None
+        self.ckpt = _protected(self.model, self.optimizer, args.scheme) if args.protect else None
         register_optimizer_step_pre_hook(lambda *_: self._hook(began=False))
         if self.ckpt is not None:
             self.ckpt.resume()

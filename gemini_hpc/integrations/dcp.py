@@ -89,7 +89,7 @@ class GeminiWriter(StorageWriter):
     skipped on all of them with one line on stderr, and nothing is raised; without an agent there is one line in all.
 
     name: set where a job runs several trainings. seal_timeout_s: longest wait for the agents to have verified all
-    copies. tier, tier_interval_s: as in `gemini_hpc.Checkpointer`; the first one counts.
+    copies. tier: as in `gemini_hpc.Checkpointer`; the first one counts.
 
     version: what the last save has become; 0: it was skipped.
     """
@@ -99,14 +99,13 @@ class GeminiWriter(StorageWriter):
         name: str = "default",
         *,
         seal_timeout_s: float = 10.0,
-        tier: str = "",
-        tier_interval_s: float = 0,
+        tier: str | Tier = "",
     ) -> None:
         if seal_timeout_s <= 0 or not name:
             raise ValueError("seal_timeout_s > 0 and a name are wanted")
         self.version = 0
         self._id = ""
-        self._session = _session(name, seal_timeout_s, Tier.of(tier, tier_interval_s))
+        self._session = _session(name, seal_timeout_s, Tier.of(tier))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("GeminiWriter stays in the process that talks to the agent: AsyncCheckpointerType.THREAD")
@@ -217,10 +216,9 @@ class GeminiReader(MemoryReader):
         name: str = "default",
         *,
         seal_timeout_s: float = 10.0,
-        tier: str = "",
-        tier_interval_s: float = 0,
+        tier: str | Tier = "",
     ) -> None:
-        session = _session(name, seal_timeout_s, Tier.of(tier, tier_interval_s))
+        session = _session(name, seal_timeout_s, Tier.of(tier))
         shards = session.shards()
         self.version = session.chosen_version
         self.checkpoint_id = ""

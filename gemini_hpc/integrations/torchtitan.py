@@ -22,6 +22,7 @@ except ImportError as error:
     raise ImportError(f"gemini_hpc.integrations.torchtitan: pip install 'torchtitan>=0.3,<0.4' ({error})") from error
 
 from gemini_hpc.train.checkpointer import Checkpointer
+from gemini_hpc.wire.stored import Tier
 
 
 class GeminiCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torchtitan has no types that mypy finds
@@ -74,8 +75,7 @@ class GeminiCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torch
             extra={} if train_state is None else {TRAIN_STATE: train_state},
             name=config.name,
             max_repeated=config.max_repeated,
-            tier=config.tier,
-            tier_interval_s=config.tier_interval_s,
+            tier=Tier(config.tier, round(config.tier_interval_s)),
         )
 
     def __del__(self) -> None:

@@ -36,14 +36,20 @@ class Checkpointer:
     each iteration, `close()` at the end; all of them are collective. Without an agent (no `--gemini-replicas`, not
     under Slurm) it says so once and does nothing.
 
-    arrays: names, and NumPy arrays or anything else whose memory can be written; write into them (`T[:] = new`), or
-    tell `step` of those that were bound anew. A `Part` says where in a global array a rank's own lies: then other
-    numbers of ranks can load it, and the tier shows it whole. name: set when a job runs several programs. every: only
-    each so manieth step is saved. seal_timeout_s: longest wait for copies that do not get anywhere. tier,
-    tier_interval_s: as --gemini-tier and --gemini-tier-interval, which go before them.
+    Args:
+        arrays: names, and NumPy arrays or anything else whose memory can be written; write into them (`T[:] = new`),
+            or tell `step` of those that were bound anew. A `Part` says where in a global array a rank's own lies:
+            then other numbers of ranks can load it, and the tier shows it whole.
+        name: of this program, where a job runs several.
+        every: save each j-th step only.
+        seal_timeout_s: longest wait, in seconds, for copies that do not get anywhere.
+        chunk_bytes: of one message.
+        tier: the directory where the agents save a version now and then, or a `gemini_hpc.Tier`.
 
-    Raises TypeError or ValueError for arguments that cannot work. Its own failures never reach the program:
-    protection ends, with one line on stderr.
+    Its own failures never reach the program: protection ends, with one line on stderr.
+
+    Raises:
+        TypeError, ValueError: for arguments that cannot work.
     """
 
     def __init__(
@@ -55,8 +61,7 @@ class Checkpointer:
         every: int = 1,
         seal_timeout_s: float = 1.5,
         chunk_bytes: int = _CHUNK_BYTES,
-        tier: str = "",
-        tier_interval_s: float = 0,
+        tier: str | Tier = "",
     ) -> None:
         if every < 1 or seal_timeout_s <= 0 or chunk_bytes < 4096 or not name:
             raise ValueError("every >= 1, seal_timeout_s > 0, chunk_bytes >= 4096 and a name are wanted")
@@ -77,7 +82,7 @@ class Checkpointer:
         self._session = session = Session(
             self._words,
             name,
-            Tier.of(tier, tier_interval_s),
+            Tier.of(tier),
             seal_timeout_s=seal_timeout_s,
             what="program",
             local_rank=int(os.environ.get("SLURM_LOCALID", "0") or "0"),

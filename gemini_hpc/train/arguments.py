@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
+from gemini_hpc.train.schedule.traffic import Traffic
 from gemini_hpc.train.state.optimizers import with_inner
+from gemini_hpc.train.state.ownership import Ownership
 from gemini_hpc.train.state.tree import Stateful
 
 
@@ -48,3 +50,23 @@ def sort_out(
             raise TypeError(f"{key} is a {type(value).__name__}, which has no state_dict and load_state_dict")
         stateful[key] = value
     return with_inner(optimizers), stateful, modules
+
+
+def check(
+    name: str,
+    max_repeated: int,
+    seal_timeout_s: float,
+    hold_s: float,
+    audit: int,
+    dealt: Ownership,
+    traffic: Traffic,
+) -> None:
+    """Raises TypeError, ValueError."""
+    if not isinstance(traffic, Traffic):
+        raise TypeError(f"traffic is a {type(traffic).__name__}, a gemini_hpc.Traffic is wanted")
+    if max_repeated not in (1, 2):
+        raise ValueError(f"max_repeated is {max_repeated}: 1 or 2 is wanted")
+    if dealt not in get_args(Ownership):
+        raise ValueError(f"ownership is {dealt!r}: 'split' or 'full' is wanted")
+    if audit < 0 or seal_timeout_s <= 0 or hold_s < 0 or not name:
+        raise ValueError("audit >= 0, seal_timeout_s > 0, hold_s >= 0 and a name are wanted")

@@ -22,14 +22,13 @@ from gemini_hpc.train import arguments, failure_hold, keeping
 from gemini_hpc.train.engine import SaveEngine
 from gemini_hpc.train.optimizer_gate import OptimizerGate, Times
 from gemini_hpc.train.restorer import Restorer
-from gemini_hpc.train.schedule.choices import Choices, check_scheme
 from gemini_hpc.train.schedule.pacer import Scheme
+from gemini_hpc.train.schedule.traffic import Traffic, check_scheme
 from gemini_hpc.train.state import ownership
 from gemini_hpc.train.state.collectives import TorchRanks
 from gemini_hpc.train.state.encode import UnknownTypeError
 from gemini_hpc.train.state.modules import UnsupportedStateError
 from gemini_hpc.train.state.tree import StateTree
-from gemini_hpc.train.transport.choice import Kind
 from gemini_hpc.train.versions import Versions
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
@@ -45,34 +44,30 @@ class Checkpointer:
     the loop, `step()` as the last statement of the loop body, `close()` at the end. Making one is collective; so is
     the first `step()`. Without an agent (no `--gemini-replicas`, not under Slurm) it says so once and does nothing.
 
-    model: pass the wrapped model. optimizer: one or a list. scheduler (one or a list), scaler, loader, and the values
-    of `extra`: anything with state_dict and load_state_dict; a module in `extra` (an EMA, say) is captured as the
-    model is. name: set when a job runs several trainings. max_repeated: completed steps that one failure may cost:
-    1 waits for the seal before the next optimizer step, 2 only before the next save. seal_timeout_s: longest wait of
-    the training while nothing of a version arrives anywhere. audit=N: every Nth version,
-    compare digests to find tensors that change behind our back. ownership: "split" deals replicated state out
-    between ranks, "full" keeps a whole copy on each. hold_s: how long a rank with a communication error waits for
-    the agents' verdict, and how long one waits for Slurm before a step that would be one more to repeat, where a node
-    is dead.
+    Args:
+        model: the wrapped model.
+        optimizer: one or a list.
+        scheduler: one or a list; like `scaler`, `loader` and the values of `extra` anything with state_dict and
+            load_state_dict.
+        extra: what else belongs to the state, by name. A module in it (an EMA, say) is captured as the model is.
+        name: of this training, where a job runs several.
+        max_repeated: completed steps that one failure may cost. 1: the next optimizer step waits for the seal; 2:
+            only the next save does.
+        seal_timeout_s: longest wait, in seconds, while nothing of a version arrives anywhere.
+        hold_s: seconds that a rank waits (a) after a communication error, for the agents to decide whether a node
+            has died, (b) before an optimizer step that could not be recovered, while a node is known to be dead.
+        audit: compare digests at every Nth version, to find tensors that change behind our back; 0: never.
+        ownership: "split" deals replicated state out between ranks, "full" keeps a whole copy on each.
+        start: what `resume()` takes where this job has nothing yet: a directory of the persistent tier (of another
+            job, on any number of ranks), a checkpoint of torch.distributed.checkpoint, or a file of torch.save.
+        traffic: how the copies travel.
+        tier: the directory where the agents save a version now and then, or a `Tier`.
 
-    The copies travel in the idle spans of the training's own traffic (`scheme="gemini"`; the others are there for
-    comparison), in chunks of at most chunk_bytes (0: as large as is good for the link), `buffers` of them at a time.
-    mu: the share of each idle span that is planned with (Algorithm 2). overhead: where the spans are too
-    small, only every j-th version is saved, so that training is slowed by no more than this share; every=j forces j.
-    transport: what carries them, "gloo" (from rank to rank), "host" (from agent to agent, out of the slots, with no
-    thread of this process on the network), "mpi" (from rank to rank of an MPI job, which has imported mpi4py.MPI) or
-    "nccl" (from GPU to GPU; never run on one so far); "auto" is host. Where one
-    cannot be had all ranks use "auto" (of "nccl": gloo), and one line on stderr says why.
+    With state that cannot be captured (sparse or quantized tensors, modules that are still lazy, FSDP1), and after
+    failures of its own, the training runs unprotected, with one line on stderr.
 
-    start: what `resume()` takes where this job has nothing yet: a directory of the persistent tier (of another job,
-    on any number of ranks), a checkpoint of torch.distributed.checkpoint, or a file of torch.save.
-
-    tier, tier_interval_s: as --gemini-tier and --gemini-tier-interval, which go before them: the directory (absolute,
-    seen by all nodes) where the agents save a version every so many seconds (0: the site's interval).
-
-    Raises TypeError or ValueError for arguments that cannot work. With state that cannot be captured (sparse or
-    quantized tensors, modules that are still lazy, FSDP1), and after failures of its own, the training runs
-    unprotected, with one line on stderr.
+    Raises:
+        TypeError, ValueError: for arguments that cannot work.
     """
 
     def __init__(
@@ -87,44 +82,21 @@ class Checkpointer:
         extra: Mapping[str, Any] | None = None,
         max_repeated: int = 1,
         seal_timeout_s: float = 1.5,
+        hold_s: float = 15.0,
         audit: int = 0,
         ownership: ownership.Ownership = "split",
-        hold_s: float = 15.0,
-        scheme: Scheme = "gemini",
-        chunk_bytes: int = 0,
-        buffers: int = 4,
-        overhead: float = 0.01,
-        every: int = 0,
-        transport: Kind = "auto",
         start: str = "",
-        tier: str = "",
-        tier_interval_s: float = 0,
-        mu: float = 0.95,
+        traffic: Traffic = Traffic(),  # noqa: B008 (frozen)
+        tier: str | Tier = "",
     ) -> None:
         optimizers, stateful, modules = arguments.sort_out(model, optimizer, scheduler, scaler, loader, extra)
-        choices = Choices(
-            name=name,
-            max_repeated=max_repeated,
-            seal_timeout_s=seal_timeout_s,
-            audit=audit,
-            ownership=ownership,
-            hold_s=hold_s,
-            chunk_bytes=chunk_bytes,
-            buffers=buffers,
-            scheme=scheme,
-            every=every,
-            overhead=overhead,
-            transport=transport,
-            start=start,
-            tier=Tier.of(tier, tier_interval_s),
-            mu=mu,
-        )
+        arguments.check(name, max_repeated, seal_timeout_s, hold_s, audit, ownership, traffic)
         unsupported = ""
         try:
             tree = StateTree(model, optimizers, stateful, modules)
         except UnsupportedStateError as error:
             tree, unsupported = StateTree(nn.Module(), [], {}, {}), str(error)
-        self._choices, self._tree, self._unsupported = choices, tree, unsupported
+        self._traffic, self._tree, self._unsupported = traffic, tree, unsupported
         self._given = [model, *optimizers, *stateful.values(), *modules.values()]
         self._times = Times()
         self._closed = False
@@ -132,13 +104,13 @@ class Checkpointer:
         self._session = session = Session(
             TorchRanks(),
             name,
-            choices.tier,
+            Tier.of(tier),
             seal_timeout_s=seal_timeout_s,
             hold_s=hold_s,
             local_rank=int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) or "0"),
             imported_at=IMPORTED_AT,
         )
-        self._engine = SaveEngine(session, tree, choices)
+        self._engine = SaveEngine(session, tree, traffic, ownership=ownership, max_repeated=max_repeated)
         self._gate = OptimizerGate(session, self._engine, tree, self._given, max_repeated, self._times)
         self._versions = Versions(session, self._engine, self._gate, tree, scaler, audit)
         if session.path:
@@ -326,12 +298,12 @@ class Checkpointer:
     def scheme(self) -> Scheme:
         """How the copies travel. Set it on all ranks between the same two steps: it counts from the next step()."""
         controller = self._engine.controller
-        return self._choices.scheme if controller is None else controller.scheme
+        return self._traffic.scheme if controller is None else controller.scheme
 
     @scheme.setter
     def scheme(self, scheme: Scheme) -> None:
         check_scheme(scheme)
-        self._choices = replace(self._choices, scheme=scheme)
+        self._traffic = replace(self._traffic, scheme=scheme)
         if self._engine.controller is not None:
             self._engine.controller.scheme = scheme
 

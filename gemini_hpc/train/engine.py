@@ -28,14 +28,15 @@ from gemini_hpc.train.replication.replica import Replica
 from gemini_hpc.train.replication.replicator import Replicator
 from gemini_hpc.train.schedule import stats_messages
 from gemini_hpc.train.schedule.async_collectives import AsyncCollectives
-from gemini_hpc.train.schedule.choices import Choices
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.interval_controller import IntervalController
 from gemini_hpc.train.schedule.pacer import Pacer
 from gemini_hpc.train.schedule.planner import LEAST_CHUNK_BYTES, Planner
 from gemini_hpc.train.schedule.stats_reporter import StatsReporter
+from gemini_hpc.train.schedule.traffic import Traffic
 from gemini_hpc.train.state import collectives
 from gemini_hpc.train.state.layout import Plan
+from gemini_hpc.train.state.ownership import Ownership
 from gemini_hpc.train.state.tree import StateTree
 from gemini_hpc.train.transport import choice
 from gemini_hpc.train.transport.base import Transport
@@ -48,10 +49,12 @@ class SaveEngine:
     controller: when versions are taken, and chunks go. driver: copies from GPU to GPU, where there are such.
     """
 
-    def __init__(self, session: Session, tree: StateTree, choices: Choices) -> None:
-        self._session, self._choices = session, choices
-        self.planning = Planning(session, tree, choices, lambda: self._group, self._follow)
-        self.pacer = Pacer(choices.chunk_bytes or LEAST_CHUNK_BYTES, choices.buffers)
+    def __init__(
+        self, session: Session, tree: StateTree, traffic: Traffic, *, ownership: Ownership, max_repeated: int
+    ) -> None:
+        self._session, self._traffic, self._max_repeated = session, traffic, max_repeated
+        self.planning = Planning(session, tree, traffic, ownership, lambda: self._group, self._follow)
+        self.pacer = Pacer(traffic.chunk_bytes or LEAST_CHUNK_BYTES, traffic.buffers)
         self.transport: Transport | None = None
         self.controller: IntervalController | None = None
         self.driver: Driver | None = None
@@ -74,7 +77,7 @@ class SaveEngine:
     @property
     def wants_nccl(self) -> bool:
         """Whether copies should go from GPU to GPU."""
-        return self._choices.transport == "nccl" and self.transport is not None
+        return self._traffic.transport == "nccl" and self.transport is not None
 
     @property
     def ranks_agree(self) -> bool:
@@ -100,7 +103,7 @@ class SaveEngine:
             self.transport.joined_anew(session.client)
         elif session.world > 1 and session.welcome.replicas > 1:
             self.transport, odd = choice.make(
-                self._choices.transport, session.client, session.name, session.rank, session.homes
+                self._traffic.transport, session.client, session.name, session.rank, session.homes
             )
             if odd:
                 session.find(odd)
@@ -127,7 +130,7 @@ class SaveEngine:
             {rank: transport.outbox(rank) for rank in session.outgoing} if transport else {},
             session.gate,
             self.pacer,
-            max_repeated=self._choices.max_repeated,
+            max_repeated=self._max_repeated,
             say=session.note,
             broken=session.lose,
             catch_up=self._catch_up,
@@ -171,7 +174,7 @@ class SaveEngine:
         assert session.client is not None
         return Driver(
             joined,
-            self._choices,
+            self._traffic,
             me,
             session.client,
             plan.capture,
@@ -210,7 +213,7 @@ class SaveEngine:
         if group is not None and session.outgoing:
             words = AsyncCollectives(group, monitor.follow, monitor.caught_up)
         return IntervalController(
-            self._choices,
+            self._traffic,
             session.rank,
             session.outgoing,
             self._copy_bytes(plan),

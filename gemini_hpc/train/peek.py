@@ -13,7 +13,7 @@ from gemini_hpc.train.state import collectives
 from gemini_hpc.wire.stored import Tier
 
 
-def peek(name: str = "default", *, tier: str = "", tier_interval_s: float = 0) -> int:
+def peek(name: str = "default", *, tier: str | Tier = "") -> int:
     """The version that `resume()` is about to restore; 0 where there is none, or no agent.
 
     For a script that builds something else after so many steps: further layers, another parameter group. Call it on
@@ -27,7 +27,7 @@ def peek(name: str = "default", *, tier: str = "", tier_interval_s: float = 0) -
     found, why = 0, ""
     if path:
         local_rank = _number("LOCAL_RANK", _number("SLURM_LOCALID", 0))
-        hello = joining.hello(name, rank, world, local_rank, Tier.of(tier, tier_interval_s))
+        hello = joining.hello(name, rank, world, local_rank, Tier.of(tier))
         client = AgentClient(path, lambda welcome, exchange: False, lambda: None)
         try:
             found = client.hello(hello, lambda waited_s, why: None).chosen_version

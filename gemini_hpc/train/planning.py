@@ -13,8 +13,8 @@ import torch.distributed as dist
 from gemini_hpc.client.session import Session
 from gemini_hpc.format.slot_header import Layout
 from gemini_hpc.train.nccl.negotiation import Joined, Proposal, meet
-from gemini_hpc.train.schedule.choices import Choices
 from gemini_hpc.train.schedule.replanning import Replanning
+from gemini_hpc.train.schedule.traffic import Traffic
 from gemini_hpc.train.state import collectives, ownership
 from gemini_hpc.train.state.capture import Capture
 from gemini_hpc.train.state.divergence import Divergence
@@ -57,11 +57,12 @@ class Planning:
         self,
         session: Session,
         tree: StateTree,
-        choices: Choices,
+        traffic: Traffic,
+        dealt: ownership.Ownership,
         group: Callable[[], dist.ProcessGroup | None],
         follow: Callable[[Plan], None],
     ) -> None:
-        self._session, self._tree, self._choices = session, tree, choices
+        self._session, self._tree, self._transport, self._dealt = session, tree, traffic.transport, dealt
         self._group, self._follow = group, follow
         self.capture: Capture | None = None
         self.kept_capacity = 0  # for the small state, in the version that was resumed from
@@ -94,9 +95,7 @@ class Planning:
         draft = Draft([], [], [], 0)
         if failure is None:
             try:
-                draft = Draft.of(
-                    self._tree, leaves, odd, self._session.world, lifting=self._choices.transport != "nccl"
-                )
+                draft = Draft.of(self._tree, leaves, odd, self._session.world, lifting=self._transport != "nccl")
             except Exception as error:
                 failure = error
         offers = self._all(_Offer(ready=ready, entries=draft.shared if ready else []), failure)
@@ -128,7 +127,7 @@ class Planning:
             draft,
             gathered,
             self._session.rank,
-            self._choices.ownership,
+            self._dealt,
             self._tree.aliases,
             self.kept_capacity,
             least_bytes=least_bytes,

@@ -20,21 +20,35 @@ _MOST_S = 604800
 
 
 class Tier(msgspec.Struct, frozen=True):
-    """Where a program wants its versions saved, and how often; "" and 0: it says nothing of that."""
+    """Where a program wants its versions saved, and how often. As --gemini-tier and --gemini-tier-interval, which go
+    before it.
+
+    Args:
+        directory: absolute, seen by all nodes; "": none is named.
+        interval_s: the agents save a version every so many seconds; 0: as often as the site says.
+
+    Raises:
+        ValueError: for what cannot be.
+    """
 
     directory: Directory = ""
     interval_s: Seconds = 0
 
+    def __post_init__(self) -> None:
+        if not re.fullmatch(_DIRECTORY, self.directory):
+            raise ValueError(
+                f"tier is {self.directory!r}: an absolute path is wanted, of printable ASCII without quotes"
+            )
+        if self.interval_s and not 1 <= self.interval_s <= _MOST_S:
+            raise ValueError(f"a tier's interval_s is {self.interval_s:g}: 1 to {_MOST_S} is wanted")
+        if self.interval_s and not self.directory:
+            raise ValueError("a tier's interval_s is given, and no directory")
+
     @classmethod
-    def of(cls, directory: str, interval_s: float) -> Tier:
-        """Raises ValueError for what cannot be."""
-        if not re.fullmatch(_DIRECTORY, directory):
-            raise ValueError(f"tier is {directory!r}: an absolute path is wanted, of printable ASCII without quotes")
-        if interval_s and not 1 <= interval_s <= _MOST_S:
-            raise ValueError(f"tier_interval_s is {interval_s:g}: 1 to {_MOST_S} is wanted")
-        if interval_s and not directory:
-            raise ValueError("tier_interval_s is given, and no tier")
-        return cls(directory, round(interval_s))
+    def of(cls, tier: str | Tier) -> Tier:
+        """From what a user gives: a directory alone, or both. Raises ValueError."""
+        found = cls(tier) if isinstance(tier, str) else tier
+        return msgspec.structs.replace(found, interval_s=round(found.interval_s))
 
 
 class Rejection(msgspec.Struct, frozen=True, order=True):

@@ -53,13 +53,13 @@ def test_the_sites_directory_is_the_users() -> None:
         ("/a\n", 0, "printable"),
         ("/it's", 0, "quotes"),
         ("/" + 5000 * "x", 0, "absolute path"),
-        ("/a", 0.5, "tier_interval_s is 0.5"),
-        ("/a", 1e9, "tier_interval_s"),
-        ("/a", float("nan"), "tier_interval_s"),
-        ("", 60, "no tier"),
+        ("/a", 0.5, "interval_s is 0.5"),
+        ("/a", 1e9, "interval_s is 1e\\+09"),
+        ("/a", float("nan"), "interval_s is nan"),
+        ("", 60, "no directory"),
     ],
 )
 def test_what_cannot_be_is_told(directory: str, interval_s: float, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Tier.of(directory, interval_s)
-    assert Tier.of("/a b/c", 1.4) == Tier("/a b/c", 1)
+        Tier.of(Tier(directory, interval_s))
+    assert Tier.of(Tier("/a b/c", 1.4)) == Tier("/a b/c", 1) and Tier.of("/a") == Tier("/a")

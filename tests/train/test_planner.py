@@ -9,14 +9,14 @@ import pytest
 
 from gemini_hpc.core import spans
 from gemini_hpc.core.spans import Op, Profile, Trace
-from gemini_hpc.train.schedule.choices import Choices
 from gemini_hpc.train.schedule.chunk_schedule import PAUSE_S, REACTION_S, Route, settled
 from gemini_hpc.train.schedule.link_model import LinkMeter
 from gemini_hpc.train.schedule.planner import Planner
 from gemini_hpc.train.schedule.stats_reporter import Kept
+from gemini_hpc.train.schedule.traffic import Traffic
 
 B, ALPHA = 1e8, 1e-4
-CHOICES = Choices("t", 1, 1.5, 0, "split", 60.0, 1 << 20, 4, "gemini", 0, 0.01)
+TRAFFIC = Traffic(chunk_bytes=1 << 20)
 MB, GBIT = 1 << 20, 1e9 / 8
 
 
@@ -32,7 +32,7 @@ def planned(
     shard_bytes: int, *, on_host: bool = True, every: int = 0, idle_s: float = 0.05
 ) -> tuple[Route, tuple[int, int]]:
     """What a planner that has remembered this profile plans for, and the j and s that it wants."""
-    planner = remembering(CHOICES, shard_bytes, B, on_host=on_host, every=every, idle_s=idle_s)
+    planner = remembering(TRAFFIC, shard_bytes, B, on_host=on_host, every=every, idle_s=idle_s)
     wanted = planner.want(1, fresh=True)
     found = planner.route("gemini")
     assert found is not None
@@ -40,12 +40,12 @@ def planned(
 
 
 def remembering(
-    choices: Choices, shard_bytes: int, B: float, *, every: int = 0, idle_s: float = 0.05, **more: bool
+    traffic: Traffic, shard_bytes: int, B: float, *, every: int = 0, idle_s: float = 0.05, **more: bool
 ) -> Planner:
     """One that has an earlier incarnation's profile, and its link."""
-    choices = replace(choices, every=every)
+    traffic = replace(traffic, every=every)
     kept = Kept(profile(idle_s), [(profile(idle_s), 0.0)], B, ALPHA)
-    planner = Planner(choices, 0, (1,), shard_bytes, LinkMeter(), kept, **more)
+    planner = Planner(traffic, 0, (1,), shard_bytes, LinkMeter(), kept, **more)
     assert planner.remember([planner.kept(), planner.kept()])
     return planner
 
@@ -118,8 +118,8 @@ def cut(
     rate: float, *, chunk_bytes: int = 0, buffers: int = 4, shard_bytes: int = 1 << 33, **more: bool
 ) -> tuple[int, int]:
     """Bytes of a chunk, and how many at a time, on a link of so many bytes per second."""
-    choices = replace(CHOICES, chunk_bytes=chunk_bytes, buffers=buffers)
-    return remembering(choices, shard_bytes, rate, **more).cut
+    traffic = replace(TRAFFIC, chunk_bytes=chunk_bytes, buffers=buffers)
+    return remembering(traffic, shard_bytes, rate, **more).cut
 
 
 @pytest.mark.parametrize(("gbit", "chunk"), [(1, 1), (10, 2), (25, 4), (100, 16), (400, 32)])
@@ -154,7 +154,7 @@ def test_a_small_shard_is_still_sent_in_several_chunks() -> None:
 def test_mu_is_the_share_of_a_span_that_is_planned_with() -> None:
     fitting = {}
     for mu in (0.5, 1.0):
-        planner = remembering(replace(CHOICES, mu=mu), int(B), B, every=1)
+        planner = remembering(replace(TRAFFIC, mu=mu), int(B), B, every=1)
         planner.want(1, fresh=True)
         found = planner.route("gemini")
         assert found is not None and found.mu == mu
@@ -166,4 +166,4 @@ def test_mu_is_the_share_of_a_span_that_is_planned_with() -> None:
 def test_what_cannot_be_chosen(name: str, value: float) -> None:
     changed: dict[str, Any] = {name: value}
     with pytest.raises(ValueError, match=name):
-        replace(CHOICES, **changed)
+        replace(TRAFFIC, **changed)

@@ -158,8 +158,8 @@ def test_what_the_agents_cannot_see_for_long_is_not_trained_over(make_job: MakeJ
 
 def test_the_agents_hear_which_tier_the_program_chooses(make_job: MakeJob) -> None:
     job = make_job(1, 1)
-    train(job, 1, steps=1, kwargs={"tier": "/lustre/t", "tier_interval_s": 60})
-    assert [hello.tier for hello in job.nodes[0].hellos] == [Tier("/lustre/t", 60)]
+    train(job, 1, steps=1, kwargs={"tier": "/lustre/t"})
+    assert [hello.tier for hello in job.nodes[0].hellos] == [Tier("/lustre/t")]
 
 
 def test_an_agent_that_dies_over_the_hello_is_asked_again(make_job: MakeJob) -> None:

@@ -5,6 +5,7 @@ Prints one JSON line at the end: losses by step, digest of the final state, the 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib
 import json
@@ -199,6 +200,13 @@ class Net(nn.Module):
         return self.head(self.norm(flat))
 
 
+def arguments(told: dict[str, Any]) -> dict[str, Any]:
+    """Of the checkpointer, from JSON: what belongs to its traffic stands there by its own name."""
+    mine = {field.name for field in dataclasses.fields(gemini.Traffic)}
+    rest = {name: value for name, value in told.items() if name not in mine}
+    return {**rest, "traffic": gemini.Traffic(**{name: told[name] for name in mine & told.keys()})}
+
+
 def fail_once() -> None:
     """The first copy of a resume cannot be had: all ranks join a second time."""
     fetch, failed = Restorer._fetch, list[int]()
@@ -343,7 +351,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     loader = gemini.StatefulLoader(
         Numbers(70 * world), 4, seed=7, rank=rank, world=world, num_workers=o.get("workers", 0)
     )
-    kwargs = o.get("kwargs", {})
+    kwargs = arguments(o.get("kwargs", {}))
     slow = SlowLink(o["rate"]) if "rate" in o else None
     if "not_yet_s" in o:
         agent_connection.NOT_YET_S = o["not_yet_s"]

@@ -36,11 +36,11 @@ from gemini_hpc.train.nccl.route import Joint
 from gemini_hpc.train.nccl.slot_prefetch import Grant, SlotPrefetch
 from gemini_hpc.train.nccl.source import Piece, Tensors
 from gemini_hpc.train.replication.registration import Identity
-from gemini_hpc.train.schedule.choices import Choices
 from gemini_hpc.train.schedule.chunk_schedule import Route
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.link_model import LinkMeter
 from gemini_hpc.train.schedule.pacer import Pacer
+from gemini_hpc.train.schedule.traffic import Traffic
 from gemini_hpc.train.state.capture import Capture, Job
 
 _WORDS = 5
@@ -69,7 +69,7 @@ class Driver:
     def __init__(
         self,
         joined: Joined,
-        choices: Choices,
+        traffic: Traffic,
         me: Identity,
         client: AgentClient,
         capture: Capture,
@@ -79,7 +79,7 @@ class Driver:
         broken: Callable[[str], None],
     ) -> None:
         """say: tells the user; broken: told where this rank's shards can no longer be protected at all."""
-        self._joined, self._choices, self._me = joined, choices, me
+        self._joined, self._traffic, self._me = joined, traffic, me
         self._capture, self._gate, self._pacer = capture, gate, pacer
         self._say, self._broken = say, broken
         self._device, links = joined.device, joined.links
@@ -90,8 +90,8 @@ class Driver:
             joined.communicator,
             me.rank,
             links,
-            choices.buffers,
-            choices.device_chunk_bytes,
+            traffic.buffers,
+            traffic.device_chunk_bytes,
             self._progress,
         )
         self._own = OwnCopy(self._device, self._exchange.copies)
@@ -296,19 +296,19 @@ class Driver:
             self.desk.meet(self._stepped)
         if not isinstance(route, Joint):
             route = None
-        choices, size = self._choices, self.area(self._me.rank)[1]
+        traffic, size = self._traffic, self.area(self._me.rank)[1]
         self._exchange.follow(
-            whole(self.largest_bytes, len(self._joined.links.targets[0]) + 1, choices.device_chunk_bytes)
+            whole(self.largest_bytes, len(self._joined.links.targets[0]) + 1, traffic.device_chunk_bytes)
             if route is None
             else route.program(s)
         )
         rate = sorted(self._rates)[len(self._rates) // 2] if self._rates else 0.0
         if route is not None and rate > 0:
-            self._work = own_copy.plan(route.profile, size, choices.device_chunk_bytes, rate, choices.mu)
+            self._work = own_copy.plan(route.profile, size, traffic.device_chunk_bytes, rate, traffic.mu)
         else:
             self._work = tuple(
-                Piecework(-1, at, min(choices.device_chunk_bytes, size - at))
-                for at in range(0, size, choices.device_chunk_bytes)
+                Piecework(-1, at, min(traffic.device_chunk_bytes, size - at))
+                for at in range(0, size, traffic.device_chunk_bytes)
             )
 
     def words(self) -> list[int]:

@@ -11,13 +11,13 @@ from gemini_hpc.train.nccl import capability_check, collective_schedule
 from gemini_hpc.train.nccl.collective_schedule import Terms
 from gemini_hpc.train.nccl.driver import Driver
 from gemini_hpc.train.nccl.route import Joint
-from gemini_hpc.train.schedule.choices import Choices
 from gemini_hpc.train.schedule.chunk_schedule import Route
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.link_model import LinkMeter
 from gemini_hpc.train.schedule.pacer import Scheme
 from gemini_hpc.train.schedule.planner import Planner
 from gemini_hpc.train.schedule.stats_reporter import Kept
+from gemini_hpc.train.schedule.traffic import Traffic
 
 
 class _Word(msgspec.Struct, frozen=True, array_like=True):
@@ -34,7 +34,7 @@ class JointPlanner(Planner):
 
     def __init__(
         self,
-        choices: Choices,
+        traffic: Traffic,
         rank: int,
         targets: Sequence[int],
         shard_bytes: int,
@@ -44,7 +44,7 @@ class JointPlanner(Planner):
         driver: Driver,
         watch: CollectiveMonitor,
     ) -> None:
-        super().__init__(choices, rank, targets, shard_bytes, meter, kept)
+        super().__init__(traffic, rank, targets, shard_bytes, meter, kept)
         self._driver, self._watch = driver, watch
         self._profiles: tuple[Profile, ...] = ()
         self._terms: Terms | None = None
@@ -103,11 +103,11 @@ class JointPlanner(Planner):
         self._profiles = tuple(profiles)
 
     def _agree(self, B: float, alpha: float) -> None:
-        choices = self._choices
-        R = choices.device_chunk_bytes * choices.buffers
+        traffic = self._traffic
+        R = traffic.device_chunk_bytes * traffic.buffers
         m = len(self._targets) + 1
         self._terms = (
-            Terms(self._profiles, self._driver.largest_bytes, m, R, choices.buffers, B, alpha, choices.mu)
+            Terms(self._profiles, self._driver.largest_bytes, m, R, traffic.buffers, B, alpha, traffic.mu)
             if B > 0
             else None
         )

@@ -26,7 +26,6 @@ from gemini_hpc.core import schedule
 from gemini_hpc.core.spans import Trace
 from gemini_hpc.train.schedule import stats_messages
 from gemini_hpc.train.schedule.async_collectives import AsyncCollectives, CollectivesBroken
-from gemini_hpc.train.schedule.choices import Choices
 from gemini_hpc.train.schedule.chunk_schedule import Route
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
 from gemini_hpc.train.schedule.device_copies import DeviceCopies
@@ -35,6 +34,7 @@ from gemini_hpc.train.schedule.pacer import Pacer, Scheme
 from gemini_hpc.train.schedule.planner import BLOB_BYTES, Planner
 from gemini_hpc.train.schedule.replanning import Replanning
 from gemini_hpc.train.schedule.stats_reporter import StatsReporter
+from gemini_hpc.train.schedule.traffic import Traffic
 from gemini_hpc.wire.traffic import TrafficState
 
 PROFILED = 20  # clean iterations that make a profile (paper, section 5.4)
@@ -75,7 +75,7 @@ class IntervalController:
 
     def __init__(
         self,
-        choices: Choices,
+        traffic: Traffic,
         rank: int,
         targets: Sequence[int],
         shard_bytes: int,
@@ -95,7 +95,7 @@ class IntervalController:
         nobody to send to; driver: where they go over NCCL, with a `planner` for that; replanning: None where the
         state stays dealt out as it is; copy_bytes: the least and the most that one of the last copies took on the
         network; transport: the name of what carries copies otherwise."""
-        self._choices, self._rank = choices, rank
+        self._traffic, self._rank = traffic, rank
         self._council, self._watch, self._pacer, self._say = council, watch, pacer, say
         self._teller, self._transport = teller, transport
         kept = teller.recall() if council is not None else None
@@ -103,9 +103,9 @@ class IntervalController:
         self._copy_bytes = copy_bytes
         self._offer, self._room_bytes = b"", 0
         self._compared = 0  # rounds of words since the state was dealt out
-        self._planner = planner(choices, rank, targets, shard_bytes, pacer.meter, kept)
-        self._scheme: Scheme = choices.scheme
-        self._wanted_scheme: Scheme = choices.scheme
+        self._planner = planner(traffic, rank, targets, shard_bytes, pacer.meter, kept)
+        self._scheme: Scheme = traffic.scheme
+        self._wanted_scheme: Scheme = traffic.scheme
         self._stage: Stage = "recall"
         self._since = -1
         self._version = 0
@@ -116,7 +116,7 @@ class IntervalController:
         self._waited_s = 0.0
         self._route: Route | None = None
         self._plan: schedule.Plan | None = None
-        self._oversight = OverheadMonitor(choices.overhead)
+        self._oversight = OverheadMonitor(traffic.overhead)
         self._next_word = self._record_from = 0
         self._renew = ""
         self._history: deque[tuple[int, int, int]] = deque(maxlen=100)
@@ -430,7 +430,7 @@ class IntervalController:
     def _tell(self) -> None:
         """To the user, where it matters: the versions that are not saved."""
         j, s = self._agreed.j, self._agreed.s
-        if self._rank == 0 and j > 1 and self._told != (j, s) and not self._choices.every:
+        if self._rank == 0 and j > 1 and self._told != (j, s) and not self._traffic.every:
             self._say(
                 f"the network has too little idle time for a copy in each iteration: one version in {j} is saved, "
                 f"a failure repeats at most {j + s - 1} steps"
@@ -465,7 +465,7 @@ class IntervalController:
             waited_s=seen.waited_s,
             buffer_bytes=math.prod(self._planner.cut),
             unsealed=self.unsealed,
-            mu=self._choices.mu,
+            mu=self._traffic.mu,
         )
 
     def report(self) -> dict[str, Any]:
@@ -487,7 +487,7 @@ class IntervalController:
             "spans": [[s.after, s.before_gate, s.start_s, s.length_s] for s in profile.spans] if profile else [],
             "deviation": profile.deviation if profile else None,
             "collectives": profile.ops if profile else None,
-            "mu": self._choices.mu,
+            "mu": self._traffic.mu,
             "chunk_bytes": self._planner.cut[0],
             "buffers": self._planner.cut[1],
             "chunks": len(plan.partitions) if plan else 0,

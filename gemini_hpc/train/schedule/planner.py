@@ -11,11 +11,11 @@ import msgspec
 from gemini_hpc.core import spans
 from gemini_hpc.core.save_interval import Controller, Need, choose
 from gemini_hpc.core.spans import Profile, Trace
-from gemini_hpc.train.schedule.choices import Choices
 from gemini_hpc.train.schedule.chunk_schedule import PAUSE_SHARES, Route, common, settled
 from gemini_hpc.train.schedule.link_model import LinkMeter
 from gemini_hpc.train.schedule.pacer import Scheme
 from gemini_hpc.train.schedule.stats_reporter import Kept
+from gemini_hpc.train.schedule.traffic import Traffic
 
 BLOB_BYTES = 16384
 _KEPT_SPANS = 384
@@ -47,7 +47,7 @@ class Planner:
 
     def __init__(
         self,
-        choices: Choices,
+        traffic: Traffic,
         rank: int,
         targets: Sequence[int],
         shard_bytes: int,
@@ -60,7 +60,7 @@ class Planner:
         """whole: chunks are not made smaller where the link is slow, as each is cut to what is left of its span.
         on_host: the training computes there, and is not disturbed at the beginning of a span if it can be helped."""
         self._whole_chunks = whole
-        self._choices, self._rank, self._targets, self._C = choices, rank, tuple(targets), shard_bytes
+        self._traffic, self._rank, self._targets, self._C = traffic, rank, tuple(targets), shard_bytes
         self._meter, self._kept = meter, kept
         self._clean: dict[int, list[tuple[int, Trace]]] = {}
         self._others: list[tuple[Profile, float]] = []
@@ -183,8 +183,8 @@ class Planner:
     def cut(self) -> tuple[int, int]:
         """Bytes of a chunk at most, and how many buffers of that. On a slow link both change, and the memory, R, is
         the same."""
-        p, B = self._choices.buffers, self._meter.B
-        size = self._choices.chunk_bytes or self._following(B, p)
+        p, B = self._traffic.buffers, self._meter.B
+        size = self._traffic.chunk_bytes or self._following(B, p)
         if self._whole_chunks:
             return size, p
         fine = 1
@@ -219,7 +219,7 @@ class Planner:
             p=p if scheme == "gemini" else 1,
             B=meter.B,
             alpha=meter.alpha,
-            mu=self._choices.mu,
+            mu=self._traffic.mu,
         )
 
     def drifted(self, planned: Route | None) -> bool:
@@ -233,9 +233,9 @@ class Planner:
             self._settle()
         route, profile = self.route("gemini"), self.profile
         if route is None or profile is None:
-            return max(1, self._choices.every), 1
+            return max(1, self._traffic.every), 1
         need = _need(route)
-        usual_s, ceiling = profile.iteration_s, self._choices.overhead
+        usual_s, ceiling = profile.iteration_s, self._traffic.overhead
         known = self.controller
         if known is not None and abs(known.iteration_s / usual_s - 1) > ceiling / 2:
             known = None  # what seemed to be overhead was the training's own change of pace
@@ -243,14 +243,14 @@ class Planner:
             known is not None
             and j > 1
             and not fresh
-            and not self._choices.every
+            and not self._traffic.every
             and not known.extra_s + known.fixed_s
         ):
             # the link may have been seen at a bad moment: with room to spare, versions are saved more often again
             roomy = choose(lambda s: need(s) + _ROOM * usual_s, usual_s, ceiling=ceiling)
             known = None if roomy.j < j else known
         if known is None:
-            known = Controller(need, usual_s, ceiling=ceiling, forced=self._choices.every or None)
+            known = Controller(need, usual_s, ceiling=ceiling, forced=self._traffic.every or None)
         elif fresh:
             known.replan(need, usual_s)
         self.controller = known
@@ -266,7 +266,7 @@ class Planner:
         route, profile = self.route("gemini"), self.profile
         if route is None or profile is None:
             return
-        usual_s, ceiling, forced = profile.iteration_s, self._choices.overhead, self._choices.every or None
+        usual_s, ceiling, forced = profile.iteration_s, self._traffic.overhead, self._traffic.every or None
         most = choose(_need(route), usual_s, ceiling=ceiling, forced=forced)
         if not most.within:
             return
