@@ -230,6 +230,8 @@ def test_every_argument_and_the_report_are_documented() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text, re.M))
     parameters = inspect.signature(gemini.Checkpointer).parameters.values()
     tuning = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not None}
+    assert tuning.pop("traffic") == gemini.Traffic()
+    tuning |= {field.name: field.default for field in fields(gemini.Traffic)}
     for name, default in tuning.items():
         assert rows.get(name, "").strip('"') == str(default), name
     model = torch.nn.Linear(2, 2)
