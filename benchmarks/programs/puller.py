@@ -24,7 +24,7 @@ import msgspec
 
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.transfer import pull
-from gemini_hpc.wire import peer
+from gemini_hpc.core.copy import Copy
 from gemini_hpc.wire.handshake import Client
 from gemini_hpc.wire.link import accept
 
@@ -38,7 +38,7 @@ class Offer:
 
     agent_port: int
     plain_port: int
-    copy: peer.CopyRecord
+    copy: Copy
 
 
 def _fill(memory: Memfd) -> None:
@@ -62,7 +62,7 @@ async def serve(host: str, size: int) -> None:
     memory = Memfd("gemini:bench", size)
     memory.reserve(lambda: 1 << 60)
     _fill(memory)
-    copy = peer.CopyRecord("default", 0, 1, 0, size, size, (1, 1), memory.digest(size))
+    copy = Copy("default", 0, 1, 0, size, size, (1, 1), memory.digest(size))
 
     async def call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = await accept(reader, writer, lambda greeting: "", host=host, restart=lambda: 0, instance="source")

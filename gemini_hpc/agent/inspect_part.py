@@ -60,7 +60,7 @@ class Picture:
         return inspect_schema.SetState(
             name=training.name,
             world=training.world or training.chosen_world,
-            sealed=None if sealed is None else (sealed.epoch, sealed.version),
+            sealed=sealed,
             state="degraded" if trouble else state,
             ranks=tuple(sorted(training.greeted)),
             note="; ".join(filter(None, (trouble, training.note or "; ".join(training.lost)[:500], *rejected))),
@@ -79,7 +79,7 @@ class Picture:
                     home=shard.home,
                     slot=index,
                     state=slot.state,
-                    stamp=None if slot.stamp is None else (slot.stamp.epoch, slot.stamp.version),
+                    stamp=slot.stamp,
                     bytes=shard.bytes,
                     used=slot.bytes_used,
                     since=shard.since[index],

@@ -14,7 +14,7 @@ from gemini_hpc.agent.tier.flush import Flush
 from gemini_hpc.agent.transfer import pull
 from gemini_hpc.agent.transfer.push_receiver import PushReceiver
 from gemini_hpc.agent.wake_peers import Wake
-from gemini_hpc.core.slots import Stamp
+from gemini_hpc.core.copy import Copy
 from gemini_hpc.operators import Operators
 from gemini_hpc.wire import inspect_schema, peer
 from gemini_hpc.wire.frames import FrameError
@@ -138,8 +138,8 @@ class PeerServer:
                 if isinstance(message, inspect_schema.InspectAsk):
                     await link.flush(self._picture.part(message.request, message.record))
 
-    def _find(self, ask: peer.PullAsk) -> tuple[peer.CopyRecord, Any] | None:
-        found = self._store.find(ask.set, ask.rank, Stamp(*ask.stamp))
+    def _find(self, ask: peer.PullAsk) -> tuple[Copy, Any] | None:
+        found = self._store.find(ask.set, ask.rank, ask.stamp)
         if found is None:
             return None
         record = found[0].record(found[1])

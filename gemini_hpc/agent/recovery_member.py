@@ -26,7 +26,7 @@ from gemini_hpc.core import placement
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.node import map_file
 from gemini_hpc.tier.version import Manifest
-from gemini_hpc.wire import bounds, local, peer
+from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.ports import master_port
 from gemini_hpc.wire.stored import Rejection, Tier
@@ -116,7 +116,7 @@ class RecoveryMember:
             map_restart=here.map_restart,
             max_epoch=here.epoch,
             copies=tuple(self._store.copies()),
-            sealed=tuple((name, (s.epoch, s.version)) for name, s in sealed if s is not None),
+            sealed=tuple((name, s) for name, s in sealed if s is not None),
             port=me.port,
             instance=me.instance,
             unreadable=tuple(sorted(self._transfers.pulls.unreadable)),
@@ -150,7 +150,7 @@ class RecoveryMember:
             self._spawn(self._saver.glance())
         return heeded
 
-    async def stored(self, without: Iterable[tuple[str, bounds.Stamp]], *, launched: bool) -> tuple[Manifest, ...]:
+    async def stored(self, without: Iterable[tuple[str, Stamp]], *, launched: bool) -> tuple[Manifest, ...]:
         """The newest version of each set on the tier, but for these. launched: ranks wait for it, else the prologs.
         Raises `TierFailed` where it cannot be seen in time."""
         within_s = (
@@ -170,7 +170,7 @@ class RecoveryMember:
 
     def apply(self, plan: peer.PlanDown) -> None:
         """Void all but the chosen versions, take map and epoch, keep on disk that it is so, begin to pull."""
-        keep = {s.name: tuple(Stamp(*stamp) for stamp in s.keep) for s in plan.sets}
+        keep = {s.name: tuple(stamp for stamp in s.keep) for s in plan.sets}
         for shard in self._store:
             shard.registered_round = shard.resumed_round = 0  # round numbers begin anew with each incarnation
             shard.pair.void_except(*keep.get(shard.set, ()))

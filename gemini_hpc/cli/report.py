@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gemini_hpc import clock
 from gemini_hpc.cli.job_id import UserError, WrongIdError, raw_id
 from gemini_hpc.config import CONFIG_PATH, ConfigError, Settings, load
-from gemini_hpc.wire.bounds import SET_NAME
+from gemini_hpc.core.numbers import SET_NAME
 from gemini_hpc.wire.sanitize import tame
 
 if TYPE_CHECKING:

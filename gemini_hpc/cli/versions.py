@@ -54,9 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
 def collect(path: str) -> list[dict[str, Any]]:
     """All whole versions below a job's or a set's directory. Raises ValueError, OSError."""
-    from gemini_hpc.core.slots import Stamp
+    from gemini_hpc.core.numbers import SET_NAME
     from gemini_hpc.tier import names, version
-    from gemini_hpc.wire.bounds import SET_NAME
 
     if not os.path.isdir(path):
         raise ValueError(f"{path}: no such directory")
@@ -64,7 +63,7 @@ def collect(path: str) -> list[dict[str, Any]]:
     found = []
     for directory in [path] if version.stamps(path) else below:
         for manifest in version.whole(directory) if os.path.isdir(directory) else ():
-            where = f"{directory}/{version.name(Stamp(*manifest.stamp))}"
+            where = f"{directory}/{version.name(manifest.stamp)}"
             found.append(
                 {
                     "set": manifest.set,

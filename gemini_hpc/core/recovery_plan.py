@@ -22,22 +22,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gemini_hpc.core import node_ranks, placement
+from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Stamp
-
-
-@dataclass(frozen=True, slots=True)
-class CopyInfo:
-    """One complete, verified copy. `home` is the node rank where the training rank lived; `bytes` is the slot's
-    size, `used` what of it counts; `digest` is over the used part."""
-
-    set_name: str
-    rank: int
-    world: int
-    home: int
-    bytes: int
-    used: int
-    stamp: Stamp
-    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +35,7 @@ class Inventory:
     host: str
     noderanks: dict[str, int] | None
     map_restart: int
-    copies: tuple[CopyInfo, ...]
+    copies: tuple[Copy, ...]
     max_epoch: int
     sealed: tuple[tuple[str, Stamp], ...] = ()
 
@@ -59,7 +45,7 @@ class Pull:
     """`dest_host` fetches a shard from the first of `sources` that delivers the digest."""
 
     dest_host: str
-    shard: CopyInfo
+    shard: Copy
     sources: tuple[str, ...]
 
 
@@ -86,7 +72,7 @@ class SetPlan:
     outcome: Literal["chosen", "lost", "never-sealed"]
     chosen: Stamp | None
     world: int
-    shards: tuple[CopyInfo, ...]
+    shards: tuple[Copy, ...]
     pulls: tuple[Pull, ...]
     lost: tuple[LostShard, ...]
     keep: tuple[Stamp, ...] = ()
@@ -159,7 +145,7 @@ def plan(inventories: Mapping[str, Inventory], hosts: Sequence[str], m: int, *, 
     return RecoveryPlan(noderanks, epoch, sets, gone, survivable, tuple(warnings), latest)
 
 
-def choose(copies: Iterable[CopyInfo]) -> Stamp | None:
+def choose(copies: Iterable[Copy]) -> Stamp | None:
     """Highest stamp of which every rank 0..world-1 of one world has a copy among `copies`, all of one set."""
     ranks: dict[tuple[Stamp, int], set[int]] = defaultdict(set)
     for copy in copies:
@@ -188,7 +174,7 @@ class _Order:
         return (self._positions.get(host, len(self._positions)), host)
 
 
-_Held = dict[tuple[str, int], dict[str, CopyInfo]]  # (digest, used bytes) -> host -> its copy, in host order
+_Held = dict[tuple[str, int], dict[str, Copy]]  # (digest, used bytes) -> host -> its copy, in host order
 
 
 def _previous_map(inventories: Mapping[str, Inventory], order: _Order, warnings: list[str]) -> dict[str, int] | None:
@@ -233,11 +219,11 @@ def _held(
         for copy in inventories[host].copies:
             if not 0 <= copy.rank < copy.world or copy.home < 0:
                 warnings.append(
-                    f"{host}'s copy of set {copy.set_name!r} is ignored: rank {copy.rank} of {copy.world}, "
+                    f"{host}'s copy of set {copy.set!r} is ignored: rank {copy.rank} of {copy.world}, "
                     f"home {copy.home} cannot be"
                 )
                 continue
-            stamps = held.setdefault(copy.set_name, {})
+            stamps = held.setdefault(copy.set, {})
             found = stamps.setdefault((copy.stamp, copy.world), {}).setdefault(copy.rank, {})
             found.setdefault((copy.digest, copy.used), {})[host] = copy
     return held
@@ -259,7 +245,7 @@ def _plan_set(
     if sealed and chosen < max(sealed):
         warnings.append(f"set {name!r}: version {max(sealed)} was sealed but has lost shards; {chosen} is used")
     keep = (chosen, *_fallback(chosen, choosable, sealed))
-    shards: list[CopyInfo] = []
+    shards: list[Copy] = []
     pulls: list[Pull] = []
     by_rank = {rank: host for host, rank in context.noderanks.items()}
     N = len(by_rank)
@@ -284,7 +270,7 @@ def _fallback(chosen: Stamp, choosable: list[tuple[Stamp, int]], sealed: set[Sta
     return tuple(sorted(older if chosen in sealed else older & sealed or older)[-1:])
 
 
-def _trusted(name: str, found: _Held, context: _Context, warnings: list[str]) -> dict[str, CopyInfo]:
+def _trusted(name: str, found: _Held, context: _Context, warnings: list[str]) -> dict[str, Copy]:
     """The copies of the content that most hosts agree on; of equals the home node's, then the first in host order."""
     ranked = sorted(
         found.values(),

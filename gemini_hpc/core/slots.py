@@ -9,14 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from gemini_hpc.core.numbers import Epoch, Version
+
 SlotState = Literal["empty", "filling", "complete"]
 
 
 class Stamp(NamedTuple):
     """What names a stored version; the order is lexicographic, so a later epoch outranks every version before."""
 
-    epoch: int
-    version: int
+    epoch: Epoch
+    version: Version
 
     def __str__(self) -> str:
         return f"{self.epoch}.{self.version}"

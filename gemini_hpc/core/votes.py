@@ -17,14 +17,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from gemini_hpc.core.slots import SlotPair, Stamp
 
 FANOUT = 16
 _NONE: frozenset[Stamp] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Vote:
+class Vote(msgspec.Struct, frozen=True, array_like=True):
     """What some pairs, of one agent or of a whole subtree, say together.
 
     - `complete`: stamps complete in every one of them.

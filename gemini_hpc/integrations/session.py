@@ -197,13 +197,11 @@ class StackSession:
 
     def _sealed(self) -> bool:
         """Wait for it, bounded: all ranks' copies are at their holders, and have to be verified."""
-        wanted, deadline = (
-            (self._session.epoch, self._session.version),
-            clock.monotonic() + self._session.seal_timeout_s,
-        )
-        while self._session.gate.sealed < wanted:
-            page = self._session.client.page if self._session.client is not None else None
-            gone = not self._session.protected or (page is not None and page.abandoned >= wanted)
+        session = self._session
+        wanted, deadline = (session.epoch, session.version), clock.monotonic() + session.seal_timeout_s
+        while session.gate.sealed < wanted:
+            page = session.client.page if session.client is not None else None
+            gone = not session.protected or (page is not None and page.abandoned >= wanted)
             if gone or clock.monotonic() > deadline:
                 return False
             clock.sleep(_POLL_S)
@@ -249,11 +247,10 @@ class StackSession:
         slot.put(layout.manifest_offset, packed)
         with torch.no_grad():
             part.store(slot.bytes[layout.tensor_offset : layout.tensor_offset + layout.tensor_bytes])
+        stamp = Stamp(self._session.epoch, self._session.version)
         slot.put(
             0,
-            pack_header(
-                layout, 0, Stamp(self._session.epoch, self._session.version), self._session.rank, self._session.world
-            ),
+            pack_header(layout, 0, stamp, self._session.rank, self._session.world),
         )
         return layout
 

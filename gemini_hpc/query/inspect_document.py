@@ -27,11 +27,11 @@ from typing import Any
 
 import msgspec
 
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.survival import survival
 from gemini_hpc.query import past
 from gemini_hpc.query.freed import freed
 from gemini_hpc.query.stall import stall
-from gemini_hpc.wire.bounds import Stamp
 from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, TierState
 from gemini_hpc.wire.sanitize import bounded_event
 from gemini_hpc.wire.traffic import TrafficState

@@ -6,10 +6,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from gemini_hpc.core.numbers import SET_NAME
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import names, version
 from gemini_hpc.tier.version import Manifest
-from gemini_hpc.wire.bounds import SET_NAME
 
 
 def find(

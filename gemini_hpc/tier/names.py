@@ -14,9 +14,10 @@ from typing import Annotated
 
 import msgspec
 
+from gemini_hpc.core.numbers import SET_NAME, SetName, Version
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import publish, version
-from gemini_hpc.wire.bounds import SET_NAME, SetName, Strict, Version
+from gemini_hpc.wire.bounds import Strict
 
 MAX_NAMES = 1024  # of one version
 _MAX_BYTES = 1 << 20

@@ -7,9 +7,11 @@ from typing import Annotated
 
 import msgspec
 
+from gemini_hpc.core.numbers import SET_NAME, Bytes, Count, Job, SetName, Version
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier.names import Names
 from gemini_hpc.tier.version import Manifest
-from gemini_hpc.wire.bounds import SET_NAME, Bytes, Count, Job, SetName, Stamp, Strict, Version
+from gemini_hpc.wire.bounds import Strict
 from gemini_hpc.wire.stored import Digest, NodeFile, Rejection
 
 Tier = Annotated[str, msgspec.Meta(pattern=r"\A/[^\x00]{0,4095}\Z")]

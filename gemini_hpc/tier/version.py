@@ -20,9 +20,9 @@ from typing import Annotated
 
 import msgspec
 
+from gemini_hpc.core.numbers import MAX_RANKS, SET_NAME, Job, SetName, Time
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.wire.bounds import MAX_RANKS, SET_NAME, Job, SetName, Strict, Time
-from gemini_hpc.wire.bounds import Stamp as WireStamp
+from gemini_hpc.wire.bounds import Strict
 from gemini_hpc.wire.stored import NodeFile, Stored
 
 FORMAT = 1
@@ -36,7 +36,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     job: Job
     set: SetName
-    stamp: WireStamp
+    stamp: Stamp
     world: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     time: Time
     files: tuple[NodeFile, ...]
@@ -146,8 +146,8 @@ def read(directory: str, stamp: Stamp) -> Manifest | None:
     if len(data) > MAX_MANIFEST_BYTES:
         raise ValueError(f"{MANIFEST}: longer than {MAX_MANIFEST_BYTES} bytes")
     manifest = parse(data)
-    if Stamp(*manifest.stamp) != stamp:
-        raise ValueError(f"{MANIFEST}: is of version {Stamp(*manifest.stamp)}, found in that of {stamp}")
+    if manifest.stamp != stamp:
+        raise ValueError(f"{MANIFEST}: is of version {manifest.stamp}, found in that of {stamp}")
     return manifest
 
 

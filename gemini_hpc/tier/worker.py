@@ -71,7 +71,7 @@ def _write(order: orders.Write) -> orders.Answer:
         order.tier,
         order.job,
         order.set,
-        Stamp(*order.stamp),
+        order.stamp,
         lambda path: lustre.lay_out(path, size_bytes, order.lfs),
     )
     shards = []
@@ -92,7 +92,7 @@ def _write(order: orders.Write) -> orders.Answer:
 def _finish(order: orders.Finish) -> orders.Answer:
     from gemini_hpc.tier import index
 
-    stamp = Stamp(*order.stamp)
+    stamp = order.stamp
     where = publish.version_directory(order.tier, order.job, order.set, stamp)
     above = os.path.dirname(where)
     with told(where):
@@ -111,20 +111,19 @@ def _finish(order: orders.Finish) -> orders.Answer:
         removed, trouble = retention.clean(above, order.keep_last, before=stamp), ""
     except OSError as error:  # the version is whole nevertheless
         removed, trouble = [], f"{above}: old versions could not be removed: {publish.why(error)}"
-    return orders.Finished(tuple((s.epoch, s.version) for s in removed), trouble, given)
+    return orders.Finished(tuple(removed), trouble, given)
 
 
-def _given(directory: str, stamp: Stamp, wanted: Mapping[str, int]) -> dict[str, tuple[int, tuple[int, int]]]:
+def _given(directory: str, stamp: Stamp, wanted: Mapping[str, int]) -> dict[str, tuple[int, Stamp]]:
     """For each wanted name, the number that was asked for and the version that has it: this one, unless another one
     of the set has it already."""
     taken = names.of_set(directory) if wanted else {}
     taken = {name: known for name, known in taken.items() if not version.rejected(directory, known[1])}
-    found = {name: taken.get(name, (asked, stamp)) for name, asked in wanted.items()}
-    return {name: (asked, (has.epoch, has.version)) for name, (asked, has) in found.items()}
+    return {name: taken.get(name, (asked, stamp)) for name, asked in wanted.items()}
 
 
 def _name(order: orders.Name) -> orders.Answer:
-    stamp = Stamp(*order.stamp)
+    stamp = order.stamp
     where = publish.version_directory(order.tier, order.job, order.set, stamp)
     above = os.path.dirname(where)
     with told(where):
@@ -137,10 +136,10 @@ def _name(order: orders.Name) -> orders.Answer:
 
 def _clean(order: orders.Clean) -> orders.Answer:
     where = f"{version.job_directory(order.tier, order.job)}/{order.set}"
-    before = None if order.before is None else Stamp(*order.before)
+    before = order.before
     with told(where):
         removed = retention.clean(where, sys.maxsize, before=before)
-    return orders.Finished(tuple((s.epoch, s.version) for s in removed))
+    return orders.Finished(tuple(removed))
 
 
 def _look(order: orders.Look) -> orders.Answer:
@@ -163,7 +162,7 @@ def _look(order: orders.Look) -> orders.Answer:
 def _mark(directory: str, rejected: Sequence[Rejection]) -> None:
     """What a training has found bad says so itself, should nobody remember; as far as one may write there."""
     for stamp in version.stamps(directory) if rejected else ():
-        why = next((r.reason for r in rejected if r.low <= (stamp.epoch, stamp.version) <= r.high), None)
+        why = next((r.reason for r in rejected if r.low <= stamp <= r.high), None)
         where = f"{directory}/{version.name(stamp)}"
         if why is not None and not version.rejected(directory, stamp):
             with suppress(OSError), publish.replaced(where, version.REJECTED) as path, open(path, "x") as file:
@@ -171,13 +170,13 @@ def _mark(directory: str, rejected: Sequence[Rejection]) -> None:
 
 
 def _offered(directory: str, manifest: version.Manifest, order: orders.Look) -> bool:
-    if (manifest.set, manifest.stamp) in order.without or version.rejected(directory, Stamp(*manifest.stamp)):
+    if (manifest.set, manifest.stamp) in order.without or version.rejected(directory, manifest.stamp):
         return False
     return not any(r.covers(manifest.set, manifest.stamp) for r in order.rejected)
 
 
 def _read(order: orders.Read) -> orders.Answer:
-    stamp = Stamp(*order.stamp)
+    stamp = order.stamp
     where = publish.version_directory(order.tier, order.job, order.set, stamp)
     with told(where):
         manifest = version.read(os.path.dirname(where), stamp)

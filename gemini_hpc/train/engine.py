@@ -305,7 +305,7 @@ class SaveEngine:
                     header = parse_header(slot.bytes[:HEADER_BYTES].numpy().tobytes(), slot.bytes.numel())
                 except ValueError:
                     continue
-                if (header.stamp.epoch, header.stamp.version) == (known.epoch, known.version):
+                if header.stamp == (known.epoch, known.version):
                     slot.content = Content(known.epoch, known.version, known.used, known.digest)
 
     def arm(self) -> bool:

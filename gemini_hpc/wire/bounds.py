@@ -1,36 +1,13 @@
-"""What numbers and names in messages may be, and decoders that refuse everything else in one way.
-
-Whoever sends, a decoded message holds no number that later code cannot pack, count or print.
-"""
+"""Decoders that refuse everything that is no message in one way."""
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-
-SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")  # of a training, also as a part of paths
-VERSION_BITS, EPOCH_BITS = 40, 23  # both share one signed word: `page.pack_seal`
-MAX_RANKS = 1 << 20
-
-SetName = Annotated[str, msgspec.Meta(pattern=rf"\A{SET_NAME.pattern}\Z")]
-Job = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-Restart = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-Epoch = Annotated[int, msgspec.Meta(ge=0, lt=1 << EPOCH_BITS)]
-Version = Annotated[int, msgspec.Meta(ge=0, lt=1 << VERSION_BITS)]
-Round = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANKS)]
-Attempt = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # any number that is another one the next time
-Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]
-Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]  # Unix time in seconds; neither NaN nor infinity
-Pairs = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-Seconds = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
-Stamp = tuple[Epoch, Version]
 
 
 class _Decodes(Protocol[T_co]):

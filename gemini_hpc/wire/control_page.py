@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 
-from gemini_hpc.wire.bounds import VERSION_BITS
+from gemini_hpc.core.numbers import VERSION_BITS
 
 PAGE_BYTES = 4096
 MAGIC = 0x0001_494E_494D_4547

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gemini_hpc.wire.bounds import Count, Job, Port, Restart, Seconds, Time
+from gemini_hpc.core.numbers import Count, Job, Port, Restart, Seconds, Time
 from gemini_hpc.wire.inspect_schema import EventRecord
 from gemini_hpc.wire.message import Message
 

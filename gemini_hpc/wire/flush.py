@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gemini_hpc.wire.bounds import Bytes, Stamp
+from gemini_hpc.core.numbers import Bytes
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire.message import Message
 
 
@@ -16,7 +17,7 @@ class Flushing(Message, frozen=True, tag="flushing"):
     reason: why it is not on the tier, "" where it is; set "": of the job as a whole."""
 
     set: str = ""
-    stamp: Stamp = (0, 0)
+    stamp: Stamp = Stamp(0, 0)
     bytes: Bytes = 0
     over: bool = False
     reason: str = ""

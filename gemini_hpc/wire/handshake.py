@@ -16,8 +16,9 @@ import os
 
 import msgspec
 
+from gemini_hpc.core.numbers import Job, Restart
 from gemini_hpc.wire import endpoint, munge, version
-from gemini_hpc.wire.bounds import Job, Restart, Strict
+from gemini_hpc.wire.bounds import Strict
 
 MAX_HELLO_BYTES = 16 * 1024
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from gemini_hpc.wire.bounds import Bytes, Count, Epoch, Job, Port, Restart, Round, SetName, Stamp, Time, Version
+from gemini_hpc.core.numbers import Bytes, Count, Epoch, Job, Port, Restart, Round, SetName, Time, Version
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.traffic import Duration, Point, TimelineState, TrafficState
 

@@ -11,8 +11,9 @@ from typing import Annotated
 
 import msgspec
 
+from gemini_hpc.core.numbers import Bytes, Count, Epoch, Job, Restart, Seconds, SetName, Time, Version
 from gemini_hpc.wire import version
-from gemini_hpc.wire.bounds import Bytes, Count, Epoch, Job, Restart, Seconds, SetName, Strict, Time, Version
+from gemini_hpc.wire.bounds import Strict
 from gemini_hpc.wire.stored import Reason, Tier
 from gemini_hpc.wire.traffic import TimelineState, TrafficState
 

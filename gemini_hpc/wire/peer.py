@@ -10,7 +10,8 @@ from typing import Annotated
 
 import msgspec
 
-from gemini_hpc.wire.bounds import (
+from gemini_hpc.core.copy import Copy
+from gemini_hpc.core.numbers import (
     MAX_RANKS,
     Attempt,
     Bytes,
@@ -22,9 +23,9 @@ from gemini_hpc.wire.bounds import (
     Round,
     Seconds,
     SetName,
-    Stamp,
     Version,
 )
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import NodeFile, Rejection, Tier
 
@@ -71,19 +72,6 @@ class Collect(Message, frozen=True, tag="collect"):
     step: str
 
 
-class CopyRecord(msgspec.Struct, frozen=True):
-    """One complete, verified copy."""
-
-    set: str
-    rank: Count
-    world: Count
-    home: Count
-    bytes: Bytes
-    used: Bytes
-    stamp: Stamp
-    digest: str
-
-
 class InventoryRecord(msgspec.Struct, frozen=True):
     """What one agent holds. unreadable: versions on the tier (set and stamp) that turned out damaged; unbroken: it is
     no successor of one that died, so it would know what has been sealed; doubt: as in the plan that it took last;
@@ -93,7 +81,7 @@ class InventoryRecord(msgspec.Struct, frozen=True):
     noderanks: dict[str, Count] | None
     map_restart: int
     max_epoch: Epoch
-    copies: tuple[CopyRecord, ...]
+    copies: tuple[Copy, ...]
     sealed: tuple[tuple[str, Stamp], ...]
     port: Port
     instance: str
@@ -127,7 +115,7 @@ class PullOrder(msgspec.Struct, frozen=True):
     """`dest` pulls this copy from the first of `sources` that can serve it."""
 
     dest: str
-    copy: CopyRecord
+    copy: Copy
     sources: tuple[str, ...]
 
 
@@ -143,7 +131,7 @@ class SetPlan(msgspec.Struct, frozen=True):
     keep: tuple[Stamp, ...]
     sealed: Stamp | None
     world: Count
-    copies: tuple[tuple[CopyRecord, tuple[str, ...]], ...]
+    copies: tuple[tuple[Copy, tuple[str, ...]], ...]
     lost: tuple[str, ...]
 
     @property
@@ -366,7 +354,7 @@ class PullAsk(Message, frozen=True, tag="pull?"):
 class PullHead(Message, frozen=True, tag="pull"):
     """Head of a copy; copy None: not here, with the reason."""
 
-    copy: CopyRecord | None
+    copy: Copy | None
     reason: str = ""
 
 

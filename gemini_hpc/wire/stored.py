@@ -7,7 +7,8 @@ from typing import Annotated
 
 import msgspec
 
-from gemini_hpc.wire.bounds import Bytes, Count, Seconds, SetName, Stamp
+from gemini_hpc.core.numbers import Bytes, Count, Seconds, SetName
+from gemini_hpc.core.slots import Stamp
 
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 FileName = Annotated[str, msgspec.Meta(pattern=r"\Anode-[0-9]{4,7}\.h5\Z")]

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from gemini_hpc.wire.bounds import Bytes, Count, Time, Version
+from gemini_hpc.core.numbers import Bytes, Count, Time, Version
 
 # With names of MAX_NAME characters and times to the microsecond, a timeline of these sizes fits a local packet.
 MAX_OPS, MAX_CHUNKS, MAX_COPIES, MAX_WAITS, MAX_SPANS = 400, 320, 128, 32, 128

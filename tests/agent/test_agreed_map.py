@@ -10,9 +10,11 @@ import msgspec
 import pytest
 
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
+from gemini_hpc.core.copy import Copy
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import version
 from gemini_hpc.tier.errors import TierFailed
-from gemini_hpc.wire import bounds, peer
+from gemini_hpc.wire import peer
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import NodeFile, Rejection, Stored, Tier
 
@@ -33,14 +35,12 @@ class Host:
             self.tier, self.chosen = True, tier
         return heeded
 
-    async def stored(
-        self, without: Iterable[tuple[str, bounds.Stamp]], *, launched: bool
-    ) -> tuple[version.Manifest, ...]:
+    async def stored(self, without: Iterable[tuple[str, Stamp]], *, launched: bool) -> tuple[version.Manifest, ...]:
         self.looks.append(launched)
         if not self.sees:
             raise TierFailed("not mounted")
         shards = tuple(Stored(rank, rank, 64, 64, "0" * 32) for rank in range(2))
-        return (version.Manifest(7, "default", (1, 9), 2, 0.0, (NodeFile("node-0000.h5", 64, shards),)),)
+        return (version.Manifest(7, "default", Stamp(1, 9), 2, 0.0, (NodeFile("node-0000.h5", 64, shards),)),)
 
     def send(self, host: str, message: Message) -> bool:
         self.sent.append((host, message))
@@ -170,8 +170,8 @@ def test_what_a_round_has_not_seen_is_not_forgotten_by_the_next(requeued: bool) 
 
     async def run() -> None:
         host = Host("n1", restart=1)
-        copy = peer.CopyRecord("default", 0, 1, 0, 64, 64, (1, 5), "0" * 32)
-        host.older = peer.InventoryRecord("n1", {"n1": 0}, 0, 1, (copy,), (("default", (1, 9)),), 1, "i")
+        copy = Copy("default", 0, 1, 0, 64, 64, Stamp(1, 5), "0" * 32)
+        host.older = peer.InventoryRecord("n1", {"n1": 0}, 0, 1, (copy,), (("default", Stamp(1, 9)),), 1, "i")
         spawned: list[asyncio.Task[None]] = []
         rounds = RecoveryRounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
         rounds.begin("")
@@ -208,8 +208,8 @@ def test_what_an_incarnation_long_ago_has_left_is_not_the_newest(
     async def run() -> None:
         host = Host("n1", restart=restart)
         host.sees = True
-        copy = peer.CopyRecord("default", 0, 1, 0, 64, 64, (1, 5), "0" * 32)
-        host.older = peer.InventoryRecord("n1", {"n1": 0}, 0, 1, (copy,), (("default", (1, 5)),), 1, "i")
+        copy = Copy("default", 0, 1, 0, 64, 64, Stamp(1, 5), "0" * 32)
+        host.older = peer.InventoryRecord("n1", {"n1": 0}, 0, 1, (copy,), (("default", Stamp(1, 5)),), 1, "i")
         spawned: list[asyncio.Task[None]] = []
         rounds = RecoveryRounds(host, "n1", ("n1",), lambda c: spawned.append(asyncio.create_task(c)))
         rounds.begin("")

@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 
 from gemini_hpc.config import load
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import controller, inspect_schema, peer
 from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, accept, connect
@@ -32,7 +33,7 @@ def part(request: int) -> inspect_schema.InspectPart:
     ring = (HOSTS[i - 1], HOST)
     now = time.time()
     slots = [
-        inspect_schema.HeldSlot("default", rank, len(HOSTS), rank, 0, "complete", (1, 7), 4096, 4000, now, now)
+        inspect_schema.HeldSlot("default", rank, len(HOSTS), rank, 0, "complete", Stamp(1, 7), 4096, 4000, now, now)
         for rank in map(HOSTS.index, ring)
     ]
     return inspect_schema.InspectPart(
@@ -51,7 +52,7 @@ def part(request: int) -> inspect_schema.InspectPart:
         port=candidates(SETTINGS, JOB)[0],
         memory_bytes=16384,
         memory_cap_bytes=1 << 20,
-        sets=(inspect_schema.SetState("default", len(HOSTS), (1, 7), "protected", (i,)),),
+        sets=(inspect_schema.SetState("default", len(HOSTS), Stamp(1, 7), "protected", (i,)),),
         held=tuple(slots),
         events=(),
         suspects=(),

@@ -11,12 +11,13 @@ import pytest
 from gemini_hpc import slurm
 from gemini_hpc.cli import inspect
 from gemini_hpc.config import Settings
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.query import ask
 from gemini_hpc.wire.flush import Flushing
 from gemini_hpc.wire.inspect_schema import JobAnswer
 from gemini_hpc.wire.link import LinkClosed
 
-DONE = Flushing("default", (1, 5), over=True, where="/tier")
+DONE = Flushing("default", Stamp(1, 5), over=True, where="/tier")
 
 
 class World:
@@ -88,7 +89,7 @@ def test_nobody_can(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_job_without_nodes_has_its_agents_where_the_controller_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Upper case: one that is left over of an earlier life."""
-    world = World("", {"c": DONE, "a": Flushing("default", (1, 2), over=True)}, known="cAb")
+    world = World("", {"c": DONE, "a": Flushing("default", Stamp(1, 2), over=True)}, known="cAb")
     assert flushed(world, monkeypatch) == [DONE]
     assert world.asked == ["b", "c"]
     monkeypatch.setattr(ask, "_AGAIN_S", 0.01)
@@ -111,7 +112,7 @@ def test_slurm_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_agent_that_dies_over_a_set_has_not_saved_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit status 0 says that every set is on the tier."""
-    said = [DONE, Flushing("other", (1, 4), 1000), Flushing("other", (1, 4), 2000)]
+    said = [DONE, Flushing("other", Stamp(1, 4), 1000), Flushing("other", Stamp(1, 4), 2000)]
 
     class Link:
         def send(self, message: object) -> None:

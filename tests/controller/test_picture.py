@@ -18,6 +18,7 @@ from gemini_hpc.cli.inspect import render
 from gemini_hpc.controller.event_log import MAX_LOG_BYTES, EventLogs, tame
 from gemini_hpc.controller.journal import Journal
 from gemini_hpc.core.placement import holders, recovery_probability
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.survival import survival
 from gemini_hpc.query.inspect_document import picture
 from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, SetState, TierState
@@ -73,7 +74,7 @@ def part(host: str, held: list[HeldSlot]) -> InspectPart:
         port=1,
         memory_bytes=1,
         memory_cap_bytes=2,
-        sets=(SetState("default", 4, (1, 5), "protected", (hosts.index(host),)),),
+        sets=(SetState("default", 4, Stamp(1, 5), "protected", (hosts.index(host),)),),
         held=tuple(held),
         events=(),
         suspects=(),
@@ -82,7 +83,7 @@ def part(host: str, held: list[HeldSlot]) -> InspectPart:
 
 
 def slot(rank: int, version: int, state: str = "complete", number: int = 0) -> HeldSlot:
-    stamp = (1, version) if version else None
+    stamp = Stamp(1, version) if version else None
     return HeldSlot("default", rank, 4, rank, number, state, stamp, 100, 90, NOW - 2, NOW - 1)
 
 
@@ -123,7 +124,7 @@ def test_the_tier() -> None:
     assert tiered(None)[0] is None and not tiered(None)[1]
     document, text = tiered(TierState("/lustre/t", None, 0.0, None, 0, ""))
     assert document["version"] is None and document["age_s"] is None and text == "  tier /lustre/t: nothing yet"
-    document, text = tiered(TierState("/lustre/t", (1, 4), NOW - 30, (1, 9), 3 << 20, ""))
+    document, text = tiered(TierState("/lustre/t", Stamp(1, 4), NOW - 30, Stamp(1, 9), 3 << 20, ""))
     assert document == {
         "directory": "/lustre/t",
         "version": [1, 4],
@@ -135,9 +136,9 @@ def test_the_tier() -> None:
         "kept": [],
     }
     assert text == "  tier /lustre/t: version 1:4, 30.0 s old; saving 1:9, 3.0 MiB written"
-    _, text = tiered(TierState("/lustre/t", (1, 4), NOW - 30, None, 0, "n3: the file system is full"))
+    _, text = tiered(TierState("/lustre/t", Stamp(1, 4), NOW - 30, None, 0, "n3: the file system is full"))
     assert text.splitlines()[1] == "  tier: not saved: n3: the file system is full"
-    kept = TierState("/lustre/t", (1, 4), NOW - 30, keeping=("best",), kept=(("epoch-1", (1, 2)),))
+    kept = TierState("/lustre/t", Stamp(1, 4), NOW - 30, keeping=("best",), kept=(("epoch-1", Stamp(1, 2)),))
     document, text = tiered(kept)
     assert document["keeping"] == ["best"] and document["kept"] == [{"name": "epoch-1", "version": [1, 2]}]
     assert text.splitlines()[1] == "  kept: epoch-1 (version 1:2), best (on its way)"
@@ -280,8 +281,8 @@ def test_journal_remembers_fencing_and_open_recoveries(tmp_path: Path) -> None:
 
 
 def test_agents_that_tell_of_millions_of_ranks_cost_an_operator_nothing() -> None:
-    one = SetState("default", 4, (1, 7), "protected", (0,))
-    huge = tuple(SetState(f"s{n}", 1 << 20, (1, 7), "protected", (0,)) for n in range(64))
+    one = SetState("default", 4, Stamp(1, 7), "protected", (0,))
+    huge = tuple(SetState(f"s{n}", 1 << 20, Stamp(1, 7), "protected", (0,)) for n in range(64))
     many = tuple(SetState(f"t{n}", 1, None, "arming", (0,)) for n in range(20_000))
     part = msgspec.structs.replace(pairs({})[0], sets=(one, *huge, *many))
     began = time.monotonic()
@@ -294,7 +295,7 @@ def test_agents_that_tell_of_millions_of_ranks_cost_an_operator_nothing() -> Non
 def test_what_agents_say_is_one_line_of_text_in_inspect() -> None:
     """An operator reads it on a terminal."""
     evil = "x\x1b[2J\nrecovery of restart 9\u202e\r"
-    state = SetState("default", 4, (1, 7), evil, (0,), evil)
+    state = SetState("default", 4, Stamp(1, 7), evil, (0,), evil)
     part = msgspec.structs.replace(
         pairs({})[0], sets=(state,), state=evil, address=evil, interface=evil, dead=(evil,)
     )

@@ -7,6 +7,7 @@ import pytest
 
 from gemini_hpc.agent.replicas.pace import Pace
 from gemini_hpc.cli.inspect import render
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.query.inspect_document import Document, picture
 from gemini_hpc.query.stall import Stall, stall
 from gemini_hpc.wire.inspect_schema import InspectPart, PaceState, SetState
@@ -75,7 +76,7 @@ def shown(pace: PaceState | None, state: str = "protected", slurm: dict[str, str
         port=1,
         memory_bytes=1,
         memory_cap_bytes=2,
-        sets=(SetState("default", 0, (1, 5), state, (0,), pace=pace),),
+        sets=(SetState("default", 0, Stamp(1, 5), state, (0,), pace=pace),),
         held=(),
         events=(),
         suspects=(),

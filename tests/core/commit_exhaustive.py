@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
 
+from gemini_hpc.core.copy import Copy as CopyInfo
 from gemini_hpc.core.placement import holders, holds_for
-from gemini_hpc.core.recovery_plan import CopyInfo, choose
+from gemini_hpc.core.recovery_plan import choose
 from gemini_hpc.core.slots import Refused, Slot, SlotPair, Stamp
 from gemini_hpc.core.votes import Decision, Root, Vote, merge, vote_of
 

@@ -15,8 +15,9 @@ from functools import partial
 
 from commit_world import WEAKNESSES, Agent, Violation, World
 
+from gemini_hpc.core.copy import Copy as CopyInfo
 from gemini_hpc.core.placement import holders
-from gemini_hpc.core.recovery_plan import CopyInfo, RecoveryPlan, SetPlan
+from gemini_hpc.core.recovery_plan import RecoveryPlan, SetPlan
 from gemini_hpc.core.salvage import writers
 from gemini_hpc.core.slots import SlotPair, Stamp
 

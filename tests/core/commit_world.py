@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import combinations
 
+from gemini_hpc.core.copy import Copy as CopyInfo
 from gemini_hpc.core.placement import holders, holds_for, survivable
 from gemini_hpc.core.recovery_plan import (
-    CopyInfo,
     Inventory,
     Pull,
     RecoveryPlan,

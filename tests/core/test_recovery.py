@@ -5,17 +5,19 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
+from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.placement import holders, survivable
-from gemini_hpc.core.recovery_plan import CopyInfo, Inventory, SetPlan, choose, plan
+from gemini_hpc.core.recovery_plan import Inventory, SetPlan, choose, plan
 from gemini_hpc.core.slots import Stamp
 
 HOSTS = ["n0", "n1", "n2", "n3"]
 FIVE, SIX = Stamp(0, 5), Stamp(0, 6)
 
 
-def copy(rank: int, stamp: Stamp = FIVE, *, world: int = 4, digest: str = "", name: str = "") -> CopyInfo:
-    return CopyInfo(name, rank, world, rank, 8192, 5000, stamp, digest or f"{rank}@{stamp}")
+def copy(rank: int, stamp: Stamp = FIVE, *, world: int = 4, digest: str = "", name: str = "") -> Copy:
+    return Copy(name, rank, world, rank, 8192, 5000, stamp, digest or f"{rank}@{stamp}")
 
 
 def job(
@@ -167,7 +169,12 @@ def test_the_map_of_the_latest_restart_counts() -> None:
 
 def test_what_cannot_be_is_ignored_and_said() -> None:
     inventories = job()
-    hostile = [copy(7), copy(-1), replace(copy(0), home=-2), replace(copy(0, Stamp(9, 9)), world=10**18)]
+    hostile = [
+        copy(7),
+        copy(-1),
+        structs.replace(copy(0), home=-2),
+        structs.replace(copy(0, Stamp(9, 9)), world=10**18),
+    ]
     inventories["n0"] = replace(inventories["n0"], copies=(*inventories["n0"].copies, *hostile))
     made = plan(inventories, HOSTS, 2)
     found = made.set_plan("")
@@ -200,7 +207,7 @@ def test_sources_are_spread() -> None:
     del inventories["n0"]
     noderanks = {"n1": 1, "n2": 2, "x": 0}
     world = 12
-    shards = [CopyInfo("", rank, world, 0, 1, 1, FIVE, str(rank)) for rank in range(world)]
+    shards = [Copy("", rank, world, 0, 1, 1, FIVE, str(rank)) for rank in range(world)]
     for host in ("n1", "n2"):
         inventories[host] = replace(inventories[host], copies=tuple(shards))
     found = the_set(inventories, ["x", "n1", "n2"], 3)
@@ -238,6 +245,6 @@ def test_within_the_promise_everything_comes_back(size: tuple[int, int], data: s
 
 
 @given(st.lists(st.builds(copy, st.integers(0, 3), st.sampled_from([FIVE, SIX, Stamp(1, 1)]))))
-def test_choose_needs_every_rank(copies: list[CopyInfo]) -> None:
+def test_choose_needs_every_rank(copies: list[Copy]) -> None:
     whole = [s for s in (FIVE, SIX, Stamp(1, 1)) if {c.rank for c in copies if c.stamp == s} == set(range(4))]
     assert choose(copies) == max(whole, default=None)

@@ -32,6 +32,8 @@ from gemini_hpc.agent.restart_state import StateFile
 from gemini_hpc.agent.tier.choice import TierChoice
 from gemini_hpc.config import Settings
 from gemini_hpc.core import placement
+from gemini_hpc.core.copy import Copy
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import local, peer, protocol
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import Rejection
@@ -112,12 +114,12 @@ class _Sets(_Still):
 class _Store:
     def __init__(self) -> None:
         self.shards: dict[Any, Any] = {}
-        self.held: list[peer.CopyRecord] = []
+        self.held: list[Copy] = []
 
     def __iter__(self) -> Any:
         return iter(())
 
-    def copies(self) -> list[peer.CopyRecord]:
+    def copies(self) -> list[Copy]:
         return self.held
 
 
@@ -470,9 +472,7 @@ class Cluster:
             mine = node.membership.noderanks[node.node]
             for rank in range(n):
                 if n > 1 and mine in placement.holders(rank, n, m):
-                    copy = peer.CopyRecord(
-                        "default", rank, n, rank, 64, 64, (node.membership.epoch, version), "0" * 32
-                    )
+                    copy = Copy("default", rank, n, rank, 64, 64, Stamp(node.membership.epoch, version), "0" * 32)
                     node.store.held = [c for c in node.store.held if c.rank != rank] + [copy]
 
     def _reject(self) -> None:
@@ -480,7 +480,7 @@ class Cluster:
         held = {c.stamp for node in self.nodes.values() for c in node.store.held}
         if not self.settled() or len(self.bad) > 40 or not held:
             return
-        bad = Rejection("default", min(held), (self.newest[1], 99), "NaN")
+        bad = Rejection("default", min(held), Stamp(self.newest[1], 99), "NaN")
         for name in self.rng.sample(self.hosts, self.rng.randint(1, len(self.hosts))):
 
             def say(name: str = name) -> None:

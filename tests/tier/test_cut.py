@@ -29,7 +29,7 @@ from .test_worker import Node
 CHANGES = "mkdir,rename,openat,write,pwrite64,ftruncate,fsync,unlink,rmdir,unlinkat"
 CALL = re.compile(r"^(\d+)\s+(\w+)\((.*)\) += (-?\w+)")
 ORDERS = ("write 0", "write 1", "finish")
-OLD, NEW, NEXT = (1, 1), (1, 2), (2, 1)
+OLD, NEW, NEXT = Stamp(1, 1), Stamp(1, 2), Stamp(2, 1)
 
 
 def traced(order: orders.Order, fds: list[int], out: Path, *options: str) -> list[Any]:

@@ -22,7 +22,7 @@ from gemini_hpc.tier.shards import Shard, digest
 from . import slots
 
 ROWS = (Row("model.w", "float32", (64, 16), True, "cpu"),)
-STAMP = (2, 7)
+STAMP = Stamp(2, 7)
 IDLE = 3
 IOPRIO_GET = {"x86_64": 252, "aarch64": 31}
 WITHOUT_RIGHTS = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")  # root's process, without root's rights
@@ -55,7 +55,7 @@ def carry_out(order: orders.Order, *fds: int, before: tuple[str, ...] = ()) -> A
 class Node:
     """Two ranks' slots in memory, on one node each."""
 
-    def __init__(self, tier: Path, stamp: tuple[int, int] = STAMP) -> None:
+    def __init__(self, tier: Path, stamp: Stamp = STAMP) -> None:
         self.tier, self.stamp = str(tier), stamp
         self.fds: list[int] = []
         self.slots: list[slots.Slot] = []

@@ -21,11 +21,12 @@ from typing import Protocol
 import msgspec
 
 from gemini_hpc.core import node_ranks, recovery_plan
+from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.votes import FANOUT, children, parent
 from gemini_hpc.tier.errors import TierFailed
 from gemini_hpc.tier.version import Manifest
-from gemini_hpc.wire import bounds, peer, protocol
+from gemini_hpc.wire import peer, protocol
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import Rejection, Tier
 
@@ -80,7 +81,7 @@ class Host(Protocol):
     def choose(self, tier: Tier) -> bool:
         """Take what a program has chosen; False where it changes nothing."""
 
-    async def stored(self, without: Iterable[tuple[str, bounds.Stamp]], *, launched: bool) -> tuple[Manifest, ...]:
+    async def stored(self, without: Iterable[tuple[str, Stamp]], *, launched: bool) -> tuple[Manifest, ...]:
         """The newest version of each set on the tier, but for these. launched: ranks wait for it, else the prologs.
         Raises `TierFailed` where it cannot be seen in time."""
 
@@ -469,13 +470,12 @@ class RecoveryRounds:
         sets, pulls = [], []
         for s in plan.sets:
             keepers = _keepers(records, s)
-            copies = tuple((_record(shard), tuple(sorted(keepers[shard.rank]))) for shard in s.shards)
+            copies = tuple((shard, tuple(sorted(keepers[shard.rank]))) for shard in s.shards)
             lost = tuple(f"shard {x.rank}: {x.reason}" for x in s.lost)
             if s.outcome == "never-sealed":
                 lost = ("no version had been sealed yet",)
-            keep = tuple((stamp.epoch, stamp.version) for stamp in s.keep)
-            sets.append(peer.SetPlan(s.set_name, _pair(s.chosen), keep, _pair(s.sealed), s.world, copies, lost))
-            pulls += [peer.PullOrder(p.dest_host, _record(p.shard), p.sources) for p in s.pulls]
+            sets.append(peer.SetPlan(s.set_name, s.chosen, s.keep, s.sealed, s.world, copies, lost))
+            pulls += [peer.PullOrder(p.dest_host, p.shard, p.sources) for p in s.pulls]
         if not plan.sets and not plan.survivable:
             reason = f"all copies are gone with {', '.join(plan.gone)}"
             sets.append(peer.SetPlan("default", None, (), None, 0, (), (reason,)))
@@ -512,7 +512,7 @@ def from_tier(plan: peer.PlanDown, stored: Iterable[Manifest], hosts: tuple[str,
             continue
         name, stamp = manifest.set, manifest.stamp
         copies = [
-            peer.CopyRecord(name, s.rank, manifest.world, s.home, s.bytes, s.used, stamp, s.digest)
+            Copy(name, s.rank, manifest.world, s.home, s.bytes, s.used, stamp, s.digest)
             for _, s in sorted(manifest.shards().values(), key=lambda found: found[1].rank)
         ]
         lost = known.lost if known is not None else ()
@@ -527,40 +527,19 @@ def from_tier(plan: peer.PlanDown, stored: Iterable[Manifest], hosts: tuple[str,
     return msgspec.structs.replace(plan, sets=tuple(sets.values()), pulls=tuple(pulls), epoch=epoch)
 
 
-def _pair(stamp: Stamp | None) -> bounds.Stamp | None:
-    return None if stamp is None else (stamp.epoch, stamp.version)
-
-
 def _inventory(record: peer.InventoryRecord, rejected: tuple[Rejection, ...]) -> recovery_plan.Inventory:
     """Without what was rejected."""
 
-    def good(name: str, stamp: bounds.Stamp) -> bool:
+    def good(name: str, stamp: Stamp) -> bool:
         return not any(found.covers(name, stamp) for found in rejected)
 
     return recovery_plan.Inventory(
         host=record.host,
         noderanks=record.noderanks,
         map_restart=record.map_restart,
-        copies=tuple(
-            recovery_plan.CopyInfo(c.set, c.rank, c.world, c.home, c.bytes, c.used, Stamp(*c.stamp), c.digest)
-            for c in record.copies
-            if good(c.set, c.stamp)
-        ),
+        copies=tuple(c for c in record.copies if good(c.set, c.stamp)),
         max_epoch=record.max_epoch,
-        sealed=tuple((name, Stamp(*stamp)) for name, stamp in record.sealed if good(name, stamp)),
-    )
-
-
-def _record(copy: recovery_plan.CopyInfo) -> peer.CopyRecord:
-    return peer.CopyRecord(
-        set=copy.set_name,
-        rank=copy.rank,
-        world=copy.world,
-        home=copy.home,
-        bytes=copy.bytes,
-        used=copy.used,
-        stamp=(copy.stamp.epoch, copy.stamp.version),
-        digest=copy.digest,
+        sealed=tuple((name, stamp) for name, stamp in record.sealed if good(name, stamp)),
     )
 
 
@@ -573,7 +552,7 @@ def _keepers(records: tuple[peer.InventoryRecord, ...], plan: recovery_plan.SetP
             if (
                 c.set == plan.set_name
                 and plan.chosen is not None
-                and c.stamp == (plan.chosen.epoch, plan.chosen.version)
+                and c.stamp == plan.chosen
                 and wanted.get(c.rank) == c.digest
             ):
                 found[c.rank].add(record.host)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from gemini_hpc.wire.bounds import SetName, Strict, Version
+from gemini_hpc.core.numbers import SetName, Version
+from gemini_hpc.wire.bounds import Strict
 from gemini_hpc.wire.stored import Rejection
 
 NAME = "pledges"

@@ -14,8 +14,8 @@ import msgspec
 from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.replicas.pledges import Pledges
 from gemini_hpc.agent.replicas.training import Training
+from gemini_hpc.core.numbers import VERSION_BITS
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.wire.bounds import VERSION_BITS
 from gemini_hpc.wire.stored import Rejection
 
 MOST = 3  # of one set, in the life of a job: then the fault is elsewhere
@@ -52,12 +52,12 @@ class Rejections:
         name, chosen = training.name, training.chosen
         assert chosen is not None
         before = self.of_set(name)
-        high = (epoch, _NEWEST)
+        high = Stamp(epoch, _NEWEST)
         if not any(found.high == high for found in before):  # else another rank of this node has said so
             if len(before) >= MOST and not fresh:
                 said = "; ".join(one.sentence for one in before)
                 return f"{len(before)} versions were rejected before it, and the fault may be elsewhere: {said}"
-            low = (chosen.epoch, chosen.version) if len(before) < MOST else (0, 0)
+            low = chosen if len(before) < MOST else Stamp(0, 0)
             self.learn((Rejection(name, low, high, reason, fresh),))
             self._log("rejected", version=chosen.version, detail=f"{name}: {reason}")
         return ""
@@ -77,4 +77,4 @@ class Rejections:
 
     def covers(self, name: str, stamp: Stamp) -> bool:
         """Whether this version is rejected."""
-        return any(found.covers(name, (stamp.epoch, stamp.version)) for found in self.all)
+        return any(found.covers(name, stamp) for found in self.all)

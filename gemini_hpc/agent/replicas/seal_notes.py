@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from gemini_hpc.core import numbers
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import bounds
 
@@ -30,11 +31,11 @@ class Within(NamedTuple):
 
 
 class _Line(msgspec.Struct, frozen=True, array_like=True):
-    set: bounds.SetName
-    restart: bounds.Restart
-    round: bounds.Round
-    epoch: bounds.Epoch
-    sealed: bounds.Stamp
+    set: numbers.SetName
+    restart: numbers.Restart
+    round: numbers.Round
+    epoch: numbers.Epoch
+    sealed: Stamp
 
 
 _decoder = bounds.Strict(msgspec.json.Decoder(_Line))
@@ -50,7 +51,7 @@ class SealNotes:
 
     def note(self, name: str, within: Within, sealed: Stamp) -> bool:
         """Keep this as the set's newest seal; whether it is in the file."""
-        line = _Line(name, *within, (sealed.epoch, sealed.version))
+        line = _Line(name, *within, sealed)
         try:
             self._put(name, msgspec.json.encode(line).ljust(_LINE_BYTES - 1) + b"\n")
         except OSError:
@@ -62,7 +63,7 @@ class SealNotes:
         found: dict[str, Stamp] = {}
         for line in self._lines():
             if line is not None and (line.restart, line.round, line.epoch) == within:
-                found[line.set] = Stamp(*line.sealed)
+                found[line.set] = line.sealed
         return found
 
     def remove(self) -> None:

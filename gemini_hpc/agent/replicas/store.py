@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from gemini_hpc import clock
 from gemini_hpc.agent.replicas.memory import Budget, Memfd, NoMemory
 from gemini_hpc.agent.replicas.replica_fill import Fill
+from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import SlotPair, Stamp
-from gemini_hpc.wire.peer import CopyRecord
 
 Key = tuple[str, int]
 
@@ -43,19 +43,19 @@ class Shard:
     handed_back: frozenset[int] = frozenset()
     half_back: bool = False
 
-    def record(self, index: int) -> CopyRecord | None:
+    def record(self, index: int) -> Copy | None:
         """What can be told of a complete slot; None of any other."""
         slot = self.pair.slots[index]
         if slot.state != "complete" or slot.stamp is None or slot.digest is None:
             return None
-        return CopyRecord(
+        return Copy(
             set=self.set,
             rank=self.rank,
             world=self.world,
             home=self.home,
             bytes=self.bytes,
             used=slot.bytes_used,
-            stamp=(slot.stamp.epoch, slot.stamp.version),
+            stamp=slot.stamp,
             digest=slot.digest,
         )
 
@@ -170,7 +170,7 @@ class Store:
         self.shards.clear()
         self.ancestors.clear()
 
-    def copies(self) -> list[CopyRecord]:
+    def copies(self) -> list[Copy]:
         """Every complete copy."""
         records = (shard.record(index) for shard in self for index in (0, 1))
         return [r for r in records if r is not None]

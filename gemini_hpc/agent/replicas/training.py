@@ -5,6 +5,7 @@ from __future__ import annotations
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.replicas.pace import Pace
 from gemini_hpc.agent.replicas.voting import Voting
+from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import control_page, peer
 from gemini_hpc.wire.local_server import Client
@@ -24,7 +25,7 @@ class Training:
         self.noted: Stamp | None = None  # what a successor would find of it
         self.chosen_world = 0
         self.stored = False
-        self.chosen_copies: dict[int, peer.CopyRecord] = {}
+        self.chosen_copies: dict[int, Copy] = {}
         self.sources: dict[int, tuple[str, ...]] = {}
         self.lost: tuple[str, ...] = ()
         self.note = ""
@@ -78,8 +79,8 @@ class Training:
         self.begun = 0
         self.pace.reset()
         if plan is not None:
-            self.chosen = None if plan.chosen is None else Stamp(*plan.chosen)
-            self.settled = None if plan.sealed is None else Stamp(*plan.sealed)
+            self.chosen = plan.chosen
+            self.settled = plan.sealed
             self.world = self.chosen_world = plan.world
             self.lost = plan.lost
             self.sources = {copy.rank: hosts for copy, hosts in plan.copies}

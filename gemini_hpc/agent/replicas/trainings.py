@@ -12,10 +12,10 @@ from gemini_hpc.agent.replicas.seal_notes import SealNotes, Within
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.voting import REGISTERED, RESUMED, Voting, from_wire, to_wire
+from gemini_hpc.core.numbers import SET_NAME
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.votes import Decision
 from gemini_hpc.wire import control_page, peer
-from gemini_hpc.wire.bounds import SET_NAME
 
 MAX_SETS = 64
 
@@ -180,8 +180,8 @@ class Trainings:
         if isinstance(message, peer.VoteUp):
             sealing.heard(host, from_wire(message))
         elif host == rounds.parent:
-            sealed = None if message.sealed is None else Stamp(*message.sealed)
-            sealing.hear(Decision(sealed, frozenset(Stamp(*s) for s in message.abandoned)), message.degraded)
+            sealed = message.sealed
+            sealing.hear(Decision(sealed, frozenset(message.abandoned)), message.degraded)
 
     # ---- what trainers see -----------------------------------------------------------------------------
 
@@ -218,8 +218,8 @@ class Trainings:
 
 
 def _word_down(number: int, set_name: str, word: Decision, degraded: bool) -> peer.DecisionDown:
-    sealed = None if word.sealed is None else (word.sealed.epoch, word.sealed.version)
-    abandoned = tuple((s.epoch, s.version) for s in sorted(word.abandoned))
+    sealed = word.sealed
+    abandoned = tuple(sorted(word.abandoned))
     return peer.DecisionDown(number, set_name, sealed, abandoned, degraded)
 
 

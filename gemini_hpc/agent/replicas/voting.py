@@ -8,17 +8,8 @@ import msgspec
 
 from gemini_hpc.core.slots import SlotPair, Stamp
 from gemini_hpc.core.votes import SILENT, Decision, Root, Vote, merge, vote_of
-from gemini_hpc.wire import bounds, peer
+from gemini_hpc.wire import peer
 from gemini_hpc.wire.bounds import Strict
-
-
-class WireVote(msgspec.Struct, frozen=True, array_like=True):
-    """`core.votes.Vote` as it travels."""
-
-    complete: tuple[bounds.Stamp, ...]
-    seen: tuple[bounds.Stamp, ...]
-    floor: bounds.Stamp | None
-    kept: tuple[bounds.Stamp, ...]
 
 
 class Ballot(msgspec.Struct, frozen=True):
@@ -34,32 +25,18 @@ class Ballot(msgspec.Struct, frozen=True):
 
 RESUMED, REGISTERED = 1, 2
 _NOTHING = Ballot(SILENT, 0, 0)
-_decoder = Strict(msgspec.msgpack.Decoder(WireVote))
-
-
-def _stamps(stamps: Iterable[Stamp]) -> tuple[bounds.Stamp, ...]:
-    return tuple(sorted((s.epoch, s.version) for s in stamps))
+_decoder = Strict(msgspec.msgpack.Decoder(Vote))
 
 
 def to_wire(round_number: int, set_name: str, ballot: Ballot) -> peer.VoteUp:
     """The message for a ballot."""
-    v = ballot.vote
-    floor = None if v.floor is None else (v.floor.epoch, v.floor.version)
-    wire = WireVote(_stamps(v.complete), _stamps(v.seen), floor, _stamps(v.kept))
-    raw = msgspec.Raw(msgspec.msgpack.encode(wire))
+    raw = msgspec.Raw(msgspec.msgpack.encode(ballot.vote))
     return peer.VoteUp(round_number, set_name, ballot.pairs, ballot.world, ballot.degraded, ballot.kinds, raw)
 
 
 def from_wire(message: peer.VoteUp) -> Ballot:
     """The ballot in a message. Raises msgspec.MsgspecError."""
-    w = _decoder.decode(message.vote)
-    vote = Vote(
-        frozenset(Stamp(*s) for s in w.complete),
-        frozenset(Stamp(*s) for s in w.seen),
-        None if w.floor is None else Stamp(*w.floor),
-        frozenset(Stamp(*s) for s in w.kept),
-    )
-    return Ballot(vote, message.pairs, message.world, message.degraded, message.kinds)
+    return Ballot(_decoder.decode(message.vote), message.pairs, message.world, message.degraded, message.kinds)
 
 
 class Voting:

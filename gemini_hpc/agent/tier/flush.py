@@ -73,13 +73,13 @@ class Flush:
         while salvage.busy:
             await asyncio.sleep(_LOOK_S)
             for training in self._trainings:
-                sealed = training.sealed or (0, 0)
+                sealed = training.sealed or Stamp(0, 0)
                 await link.flush(Flushing(training.name, sealed, self._saver.progress(training.name)))
         saved, reason, there = salvage.saved, salvage.reason, dict[str, Stamp]()
         if not self._membership.detached:
             reason = "the job has come back meanwhile"
         try:  # the tier itself tells, also those who did not lead
-            there = {m.set: Stamp(*m.stamp) for m in await self._saver.stored((), _TIER_S)}
+            there = {m.set: m.stamp for m in await self._saver.stored((), _TIER_S)}
         except TierFailed as error:
             reason = str(error)
         wanted = {t.name: t.sealed for t in self._trainings if t.sealed is not None}
@@ -97,7 +97,7 @@ class Flush:
             await asyncio.wait([task], timeout=_TELL_S)
             if not task.done():
                 done_bytes = self._saver.progress(training.name)
-                await link.flush(Flushing(training.name, training.sealed or (0, 0), done_bytes))
+                await link.flush(Flushing(training.name, training.sealed or Stamp(0, 0), done_bytes))
         stamp, reason = task.result()
         await link.flush(self._over(training.name, stamp, reason))
 

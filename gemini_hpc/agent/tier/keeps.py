@@ -19,7 +19,7 @@ from gemini_hpc.agent.replicas.pledges import Pledges, Wish
 from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.tier.choice import TierChoice
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.wire import bounds, peer
+from gemini_hpc.wire import peer
 
 MAX_WISHES = 32  # of one set, at a time
 _AGAIN_S = 1.0
@@ -43,7 +43,7 @@ class Keeps:
         """wanted: called at the root, now and then, while wishes wait."""
         self._membership, self._pledges, self._rejections = membership, pledges, rejections
         self._tier, self._log, self._wants = tier, log, wanted
-        self._given: dict[tuple[str, str], tuple[int, bounds.Stamp | None]] = {}  # None: never
+        self._given: dict[tuple[str, str], tuple[int, Stamp | None]] = {}  # None: never
         self._again_at = 0.0
 
     @property
@@ -55,7 +55,7 @@ class Keeps:
         """Names that versions of a set are to have, for `inspect`."""
         return tuple(wish.name for wish in self.wishes if wish.set == name)
 
-    def given(self, name: str) -> tuple[tuple[str, bounds.Stamp], ...]:
+    def given(self, name: str) -> tuple[tuple[str, Stamp], ...]:
         """Names that versions of a set have, the newest ones, as far as this agent has heard."""
         found = [(key[1], stamp) for key, (_, stamp) in self._given.items() if key[0] == name and stamp is not None]
         return tuple(found[-_SHOWN:])
@@ -90,12 +90,12 @@ class Keeps:
             return given[0]
         return next((o.version for o in self.wishes if (o.set, o.name) == (wish.set, wish.name)), None)
 
-    def _has(self, wish: Wish) -> tuple[int, bounds.Stamp | None] | None:
+    def _has(self, wish: Wish) -> tuple[int, Stamp | None] | None:
         """What became of a name. One that a rejected version has may be given once more."""
         given = self._given.get((wish.set, wish.name))
         if given is None or given[1] is None:
             return given
-        return None if self._rejections.covers(wish.set, Stamp(*given[1])) else given
+        return None if self._rejections.covers(wish.set, given[1]) else given
 
     def _take(self, wish: Wish) -> None:
         if wish in self.wishes:
@@ -163,7 +163,7 @@ class Keeps:
 
     # ---- what became of it -----------------------------------------------------------------------------
 
-    def saved(self, name: str, stamp: Stamp, names: Mapping[str, tuple[int, bounds.Stamp]]) -> None:
+    def saved(self, name: str, stamp: Stamp, names: Mapping[str, tuple[int, Stamp]]) -> None:
         """At whoever had a version made whole: for each name, the number that it was given for, and the version that
         has it."""
         number = self._membership.round

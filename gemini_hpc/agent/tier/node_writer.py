@@ -156,7 +156,7 @@ class NodeWriter:
             tier,
             self._identity.job,
             what.set,
-            (what.stamp.epoch, what.stamp.version),
+            what.stamp,
             home,
             tuple(sources),
             settings.tier_bytes_per_s,

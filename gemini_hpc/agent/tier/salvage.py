@@ -142,11 +142,9 @@ class Salvage:
             for shard in shards:
                 stamps = shard.pair.complete_stamps()
                 world = shard.world if last in stamps else world
-                held += [
-                    peer.Held(training.name, shard.rank, shard.home, (s.epoch, s.version)) for s in sorted(stamps)
-                ]
+                held += [peer.Held(training.name, shard.rank, shard.home, s) for s in sorted(stamps)]
             if last is not None and world and not self._rejections.covers(training.name, last):
-                sealed.append(peer.Sealed(training.name, (last.epoch, last.version), world))
+                sealed.append(peer.Sealed(training.name, last, world))
         return peer.SalvageHave(tuple(sealed), tuple(held))
 
     # ---- what is decided -------------------------------------------------------------------------------
@@ -228,7 +226,7 @@ class Salvage:
                     stored = await self._saver.stored((), effect.within_s)
                 except TierFailed as error:  # which has been said
                     return events.Looked(effect.run, None, str(error))
-                return events.Looked(effect.run, {m.set: Stamp(*m.stamp) for m in stored})
+                return events.Looked(effect.run, {m.set: m.stamp for m in stored})
             case events.Publish():
                 return events.Published(effect.run, await self._saver.publish(effect.name, effect.gathering))
             case events.Clean():
@@ -245,6 +243,6 @@ class Salvage:
             else:
                 self._membership.send(leader, done)
 
-        what = Wanted(order.set, Stamp(*order.stamp), order.attempt, frozenset(order.homes))
+        what = Wanted(order.set, order.stamp, order.attempt, frozenset(order.homes))
         if not self._writer.wanted(what, self._saver.tier, told):
             told((), f"version {order.stamp[1]} is no longer there")

@@ -344,7 +344,7 @@ class SalvageRules:
         if event.stored is None:
             self.reason = event.reason
             yield from self._next(False, facts)
-        elif event.stored.get(wanted.set, Stamp(0, 0)) >= Stamp(*wanted.stamp):
+        elif event.stored.get(wanted.set, Stamp(0, 0)) >= wanted.stamp:
             yield from self._next(True, facts)
         else:
             yield from self._try(facts, now)
@@ -352,7 +352,7 @@ class SalvageRules:
     def _try(self, facts: Facts, now: float) -> Iterator[Effect]:
         """Have everybody write."""
         lead, wanted = self._lead, self._lead.queue[0]
-        name, stamp = wanted.set, Stamp(*wanted.stamp)
+        name, stamp = wanted.set, wanted.stamp
         gone = [host for host in facts.hosts if host not in lead.have]
         yield Begun(stamp, tuple(gone))
         lead.tries += 1
@@ -403,7 +403,7 @@ class SalvageRules:
 
     def _wrote(self, host: str, done: peer.SalvageWrote, facts: Facts, now: float) -> Iterator[Effect]:
         gathering, lead = self.gathering.get(done.set), self._lead
-        if gathering is None or (gathering.stamp, gathering.attempt) != (Stamp(*done.stamp), done.attempt):
+        if gathering is None or (gathering.stamp, gathering.attempt) != (done.stamp, done.attempt):
             return
         if self.stage != "writing" or host not in lead.orders:
             return
@@ -432,8 +432,8 @@ class SalvageRules:
             return
         wanted = lead.queue[0]
         self.reason, self.stage = lead.first, "cleaning"
-        yield Failed(wanted.set, Stamp(*wanted.stamp), lead.first)
-        yield Clean(self.run, wanted.set, Stamp(*wanted.stamp))
+        yield Failed(wanted.set, wanted.stamp, lead.first)
+        yield Clean(self.run, wanted.set, wanted.stamp)
 
     def _next(self, saved: bool, facts: Facts) -> Iterator[Effect]:
         lead = self._lead
@@ -460,7 +460,7 @@ def newest(have: Mapping[str, peer.SalvageHave], rejected: Callable[[str, Stamp]
     for said in have.values():
         held = {(copy.set, copy.stamp) for copy in said.held}
         for sealed in said.sealed:
-            if rejected(sealed.set, Stamp(*sealed.stamp)):
+            if rejected(sealed.set, sealed.stamp):
                 continue
             known, has = found.get(sealed.set), (sealed.set, sealed.stamp) in held
             if known is None or (sealed.stamp, has) > (known[0].stamp, known[1]):

@@ -246,8 +246,7 @@ class SaveRules:
         """All agents, again and again: one that has died meanwhile has forgotten it, and says so."""
         if facts.here is not None:
             self._asked[name] = now
-            stamp = gathering.stamp.epoch, gathering.stamp.version
-            yield events.Order(peer.SaveDown(facts.here[1], name, stamp, gathering.attempt))
+            yield events.Order(peer.SaveDown(facts.here[1], name, gathering.stamp, gathering.attempt))
 
     def _heard(self, message: peer.SaveUp, facts: Facts, now: float) -> Iterator[Effect]:
         """It goes up to the root, which counts."""
@@ -257,7 +256,7 @@ class SaveRules:
             yield events.Up(facts.parent, message)
             return
         name, gathering = message.set, self.gathering.get(message.set)
-        if gathering is None or (gathering.stamp, gathering.attempt) != (Stamp(*message.stamp), message.attempt):
+        if gathering is None or (gathering.stamp, gathering.attempt) != (message.stamp, message.attempt):
             return
         if self._finishing.get(name) is gathering:
             return

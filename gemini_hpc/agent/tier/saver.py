@@ -33,7 +33,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier import orders, version
 from gemini_hpc.tier.errors import TierFailed
 from gemini_hpc.tier.version import Manifest
-from gemini_hpc.wire import bounds, inspect_schema, peer
+from gemini_hpc.wire import inspect_schema, peer
 from gemini_hpc.wire.stored import NodeFile
 
 _LOOK_S = 1.0  # from one look at the tier to the next, where it cannot be seen
@@ -108,9 +108,9 @@ class Saver:
         gathering = self._decides.gathering.get(name)
         return inspect_schema.TierState(
             directory=self.tier,
-            stored=None if stored is None else (stored.epoch, stored.version),
+            stored=stored,
             time=at,
-            saving=None if gathering is None else (gathering.stamp.epoch, gathering.stamp.version),
+            saving=None if gathering is None else gathering.stamp,
             written=self.progress(name) if gathering is not None else 0,
             problem=self.troubles.text(name) or self.problem,
             keeping=self._keeps.of_set(name),
@@ -304,7 +304,7 @@ class Saver:
                 )
                 self.heard(up)
 
-        self.node.wanted(Wanted(message.set, Stamp(*message.stamp), message.attempt), self.tier, told)
+        self.node.wanted(Wanted(message.set, message.stamp, message.attempt), self.tier, told)
 
     # ---- the end ---------------------------------------------------------------------------------------
 
@@ -335,7 +335,7 @@ class Saver:
 
     # ---- the tier --------------------------------------------------------------------------------------
 
-    async def stored(self, without: Iterable[tuple[str, bounds.Stamp]], within_s: float) -> tuple[Manifest, ...]:
+    async def stored(self, without: Iterable[tuple[str, Stamp]], within_s: float) -> tuple[Manifest, ...]:
         """The newest whole version of each set on the tier, but for these. Raises `TierFailed` where that cannot be
         seen within so many seconds."""
         reason = f"{self.tier}: the file system does not answer"
@@ -350,14 +350,14 @@ class Saver:
         raise TierFailed(self._silent(reason))
 
     async def _look(
-        self, without: Iterable[tuple[str, bounds.Stamp]], *, begin: bool = False, make: bool = False
+        self, without: Iterable[tuple[str, Stamp]], *, begin: bool = False, make: bool = False
     ) -> tuple[Manifest, ...]:
         rejected = self._rejections.all
         order = orders.Look(self.tier, self._identity.job, "", tuple(without), begin, make, rejected)
         found = await worker_process.carry_out(order)
         self.troubles.over("")
         manifests = found.manifests if isinstance(found, orders.Found) else ()
-        self._happened(events.Stored({m.set: (Stamp(*m.stamp), m.time) for m in manifests}))
+        self._happened(events.Stored({m.set: (m.stamp, m.time) for m in manifests}))
         return manifests
 
     async def glance(self) -> None:
@@ -386,7 +386,7 @@ class Saver:
     async def _name(self, name: str, stamp: Stamp) -> str:
         """This version of the tier gets the names that it is to have; why it has not, or ""."""
         names = self._keeps.due(name, stamp)
-        order = orders.Name(self.tier, self._identity.job, name, (stamp.epoch, stamp.version), names)
+        order = orders.Name(self.tier, self._identity.job, name, stamp, names)
         try:
             done = await worker_process.carry_out(order) if names else None
         except TierFailed as error:
@@ -397,7 +397,7 @@ class Saver:
 
     async def clean(self, name: str, before: Stamp | None = None) -> None:
         """Remove what has not become whole, and is older."""
-        limit = None if before is None else (before.epoch, before.version)
+        limit = before
         try:
             async with self._turns[name]:  # of a round before one may just become whole
                 await worker_process.carry_out(orders.Clean(self.tier, self._identity.job, name, limit))
@@ -422,7 +422,7 @@ class Saver:
             self.tier,
             self._identity.job,
             name,
-            (stamp.epoch, stamp.version),
+            stamp,
             gathering.world,
             tuple(sorted(gathering.files.values(), key=lambda f: f.name)),
             settings.tier_keep_last,

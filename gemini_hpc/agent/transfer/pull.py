@@ -10,6 +10,7 @@ from threading import Event
 import xxhash
 
 from gemini_hpc.agent.replicas.memory import Memfd
+from gemini_hpc.core.copy import Copy
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.frames import FrameError
 from gemini_hpc.wire.handshake import Client, HandshakeError
@@ -23,7 +24,7 @@ class PullFailed(Exception):
     """No source could serve the copy; the message names each with its reason."""
 
 
-async def serve(link: Link, find: Callable[[peer.PullAsk], tuple[peer.CopyRecord, Memfd] | None]) -> None:
+async def serve(link: Link, find: Callable[[peer.PullAsk], tuple[Copy, Memfd] | None]) -> None:
     """Answer one `PullAsk` on a connection and close it."""
     try:
         async with asyncio.timeout(SILENCE_S):
@@ -51,7 +52,7 @@ def _send(sock: socket.socket, memory: Memfd, used_bytes: int) -> None:
 
 
 def fetch(
-    copy: peer.CopyRecord,
+    copy: Copy,
     memory: Memfd,
     sources: Sequence[tuple[str, str, int, Client]],
     stop: Event,
@@ -71,7 +72,7 @@ def fetch(
     raise PullFailed("; ".join(failures) or "nobody holds it")
 
 
-def _fetch_one(copy: peer.CopyRecord, memory: Memfd, address: str, port: int, client: Client, stop: Event) -> None:
+def _fetch_one(copy: Copy, memory: Memfd, address: str, port: int, client: Client, stop: Event) -> None:
     link = BlockingLink.connect(address, port, client, SILENCE_S)
     try:
         link.sock.settimeout(SILENCE_S)

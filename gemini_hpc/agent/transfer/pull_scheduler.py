@@ -18,11 +18,12 @@ from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.tier import worker_process
 from gemini_hpc.agent.tier.choice import TierChoice
 from gemini_hpc.agent.transfer import pull
+from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.format.commit_record import Committed
 from gemini_hpc.tier import orders
 from gemini_hpc.tier.errors import TierFailed
-from gemini_hpc.wire import bounds, peer
+from gemini_hpc.wire import peer
 
 _AT_ONCE = 4
 
@@ -48,9 +49,7 @@ class PullScheduler:
         self._stamps: dict[tuple[str, int], Stamp] = {}
         self._rounds_begun = 0
         self.bytes = 0
-        self.unreadable: set[tuple[str, bounds.Stamp]] = (
-            set()
-        )  # versions on the tier of which a shard could not be read
+        self.unreadable: set[tuple[str, Stamp]] = set()  # versions on the tier of which a shard could not be read
 
     async def cease(self) -> None:
         """Give up all pulls and return when none writes any more."""
@@ -88,19 +87,19 @@ class PullScheduler:
                 self._log("unserved", version=version, detail=f"shard {order.copy.rank}: {result}")
         self._log("pulled", version=version, detail=f"{len(good)} shards, {size} bytes in {took:.3f} s")
 
-    async def obtain(self, training: Training, copy: peer.CopyRecord) -> Memfd:
+    async def obtain(self, training: Training, copy: Copy) -> Memfd:
         """Memory with this verified copy: held here, being pulled, or pulled now as a guest. Raises `PullFailed`."""
         key = (copy.set, copy.rank)
         if key in self._running:
             return await asyncio.shield(self._running[key])
-        found = self._store.find(copy.set, copy.rank, Stamp(*copy.stamp))
+        found = self._store.find(copy.set, copy.rank, copy.stamp)
         if found is not None and found[0].pair.slots[found[1]].state == "complete":
             return found[0].memory[found[1]]
         if copy.rank in training.guests:
             return training.guests[copy.rank]
         return await self._shared(copy, training.sources.get(copy.rank, ()), keep=False)
 
-    async def _shared(self, copy: peer.CopyRecord, sources: tuple[str, ...], *, keep: bool) -> Memfd:
+    async def _shared(self, copy: Copy, sources: tuple[str, ...], *, keep: bool) -> Memfd:
         key = (copy.set, copy.rank)
         task = self._running.get(key)
         if task is None:
@@ -115,12 +114,12 @@ class PullScheduler:
         if not task.cancelled():
             task.exception()
 
-    async def _one(self, copy: peer.CopyRecord, sources: tuple[str, ...], *, keep: bool) -> Memfd:
+    async def _one(self, copy: Copy, sources: tuple[str, ...], *, keep: bool) -> Memfd:
         if not keep:
             return await self._guest(copy, sources)
         number = self._membership.round
         stop = self._stops[copy.set, copy.rank] = Event()
-        stamp = self._stamps[copy.set, copy.rank] = Stamp(*copy.stamp)
+        stamp = self._stamps[copy.set, copy.rank] = copy.stamp
         try:
             shard = await self._store.make(copy.set, copy.rank, copy.world, copy.home, copy.bytes)
             if stop.is_set():
@@ -145,7 +144,7 @@ class PullScheduler:
         self._sets.recount(copy.set)
         return memory
 
-    async def _fetch(self, copy: peer.CopyRecord, memory: Memfd, sources: tuple[str, ...], stop: Event) -> None:
+    async def _fetch(self, copy: Copy, memory: Memfd, sources: tuple[str, ...], stop: Event) -> None:
         me = self._identity
         async with self._gate:
             incarnation = self._membership.incarnation
@@ -165,7 +164,7 @@ class PullScheduler:
             self._log("next_holder", version=copy.stamp[1], detail=f"shard {copy.rank} from {source}; {trouble}")
         self.bytes += copy.used
 
-    async def _from_tier(self, copy: peer.CopyRecord, memory: Memfd) -> None:
+    async def _from_tier(self, copy: Copy, memory: Memfd) -> None:
         tier, job = self._tier.directory, self._identity.job
         order = orders.Read(tier, job, copy.set, copy.stamp, copy.rank, memory.fd, copy.used, copy.digest)
         try:
@@ -174,7 +173,7 @@ class PullScheduler:
             self.unreadable.add((copy.set, copy.stamp))
             raise pull.PullFailed(str(error)) from None
 
-    async def _guest(self, copy: peer.CopyRecord, sources: tuple[str, ...]) -> Memfd:
+    async def _guest(self, copy: Copy, sources: tuple[str, ...]) -> Memfd:
         budget = self._store.budget
         stop = self._stops[copy.set, copy.rank] = Event()
         try:

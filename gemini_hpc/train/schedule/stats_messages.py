@@ -13,8 +13,8 @@ from math import isfinite
 from typing import TypeVar
 
 from gemini_hpc import clock
+from gemini_hpc.core.numbers import MAX_RANKS, VERSION_BITS
 from gemini_hpc.wire import local
-from gemini_hpc.wire.bounds import MAX_RANKS, VERSION_BITS
 from gemini_hpc.wire.traffic import (
     MAX_BYTES_PER_S,
     MAX_CHUNKS,

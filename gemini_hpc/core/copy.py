@@ -1,0 +1,22 @@
+"""One copy of a shard, as agents tell each other of it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from gemini_hpc.core.numbers import Bytes, Count
+from gemini_hpc.core.slots import Stamp
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """Complete and verified. home: the node rank where the training rank lived; bytes: the slot's size, used: what of
+    it counts; digest: xxh3_128 (hex) of the used part."""
+
+    set: str
+    rank: Count
+    world: Count
+    home: Count
+    bytes: Bytes
+    used: Bytes
+    stamp: Stamp
+    digest: str
