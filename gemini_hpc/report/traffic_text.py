@@ -55,8 +55,19 @@ def _traffic(ranks: Sequence[Row]) -> str:
         text += f"; overhead {100 * worst['overhead']:.1f} %"
         if len(ranks) > 1:
             text += f" (rank {worst['rank']})"
+        text += _beside_ceiling(worst)
     waits = [r["waited_s"] for r in ranks if r["waited_s"] is not None]
     return text + (f", wait {seconds(max(waits))}" if waits else "")
+
+
+def _beside_ceiling(r: Row) -> str:
+    """What follows from an overhead above what is allowed."""
+    if r["ceiling"] is None or r["overhead"] <= r["ceiling"]:
+        return ""
+    if r["judged_in"]:
+        when = f"in {r['judged_in']} iterations, or once the training waits for its copies"
+        return f", above the ceiling of {100 * r['ceiling']:.2g} %: judged {when}"
+    return f", above the ceiling of {100 * r['ceiling']:.2g} %: fewer versions will be saved"
 
 
 def _fit(planned: Sequence[Row]) -> str:

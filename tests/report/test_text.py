@@ -87,6 +87,14 @@ def test_ranks_are_merged_and_the_worst_is_named() -> None:
     assert "12 to 20 chunks in 5 spans" in traffic and traffic.endswith("overhead 2.0 % (rank 1), wait 40.0 ms")
 
 
+def test_an_overhead_above_the_ceiling_says_what_comes_of_it() -> None:
+    above = but(overhead=0.308, ceiling=0.01, judged_in=212)
+    when = "judged in 212 iterations, or once the training waits for its copies"
+    assert f"overhead 30.8 %, above the ceiling of 1 %: {when}, wait" in lines(rows(above))[1]
+    assert "1 %: fewer versions will be saved, wait" in lines(rows(but(overhead=0.308, ceiling=0.01)))[1]
+    assert "ceiling" not in lines(rows(but(overhead=0.009, ceiling=0.01, judged_in=212)))[1]
+
+
 def test_a_slow_link_and_a_lower_frequency_are_said() -> None:
     slow = but(j=2, s=2, repeated=3, spilled_bytes=5_000_000, fitting_bytes=55_100_000, late_s=0.042)
     _, traffic, trouble = lines(rows(STEADY, slow))

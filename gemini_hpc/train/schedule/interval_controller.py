@@ -466,6 +466,8 @@ class IntervalController:
             buffer_bytes=math.prod(self._planner.cut),
             unsealed=self.unsealed,
             mu=self._traffic.mu,
+            ceiling=seen.ceiling,
+            judged_in=seen.judged_in,
         )
 
     def report(self) -> dict[str, Any]:
@@ -497,6 +499,8 @@ class IntervalController:
             "late_s": plan.late_s if plan else 0.0,
             "overlap": dict(zip(("chunks", "chunks_s", "beside_s"), overlap, strict=True)) if overlap else None,
             "overhead": self._oversight.overhead,
+            "ceiling": self._oversight.ceiling,
+            "judged_in": self._oversight.judged_in,
             "waited_s": self._oversight.waited_s,
             "unsealed": self.unsealed,
         }

@@ -87,6 +87,17 @@ class OverheadMonitor:
         return median(self._costs) if self._costs else None
 
     @property
+    def ceiling(self) -> float:
+        """What may be lost of the training's time."""
+        return self._ceiling
+
+    @property
+    def judged_in(self) -> int:
+        """After so many iterations an overhead above the ceiling makes versions rarer in any case; 0: it does now.
+        Until then only where the training waits for its versions, or where much has been lost (see `WORTH`)."""
+        return max(0, SETTLED - self._age)
+
+    @property
     def _lost(self) -> float:
         """Iterations that have been lost beyond the ceiling since the profile."""
         return self._age * (median(self._costs) - self._ceiling)

@@ -82,6 +82,8 @@ def traffic(
     buffer_bytes: int = 0,
     unsealed: int = 0,
     mu: float | None = None,
+    ceiling: float | None = None,
+    judged_in: int = 0,
     t: float | None = None,
 ) -> TrafficState:
     """A summary, its keys as in `TrafficState`; chunk_spans: of each chunk of the plan the number of its span, one of
@@ -114,6 +116,8 @@ def traffic(
         chunks_per_span=chunks_per_span(chunk_spans, planned_spans),
         unsealed=_count(unsealed),
         mu=_known(mu, 0.0, 1.0),
+        ceiling=_known(ceiling, 0.0, 1.0),
+        judged_in=_count(judged_in),
     )
 
 
