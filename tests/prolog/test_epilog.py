@@ -65,7 +65,7 @@ def test_owner_who_stops_the_helper_is_not_waited_for(node: Node) -> None:
     node.sh(
         """
         setsid -f sh -c '
-            until pids=$(pgrep -u alice -f "[g]emini_hpc.agent.epilog"); do sleep 0.01; done
+            until pids=$(pgrep -u alice -f "[g]emini_hpc.node.epilog"); do sleep 0.01; done
             setpriv --reuid alice --regid alice --clear-groups kill -STOP $pids
             touch /run/stopped' >/dev/null 2>&1
         """
@@ -74,7 +74,7 @@ def test_owner_who_stops_the_helper_is_not_waited_for(node: Node) -> None:
     assert node.epilog().returncode == 0
     assert time.monotonic() - began < 6
     assert node.exists("/run/stopped")
-    assert node.sh("pgrep -f '[g]emini_hpc.agent.epilog' || :") == ""
+    assert node.sh("pgrep -f '[g]emini_hpc.node.epilog' || :") == ""
 
 
 def test_directory_of_another_owner_is_left_alone(node: Node) -> None:
