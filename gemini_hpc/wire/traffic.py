@@ -40,8 +40,8 @@ class TrafficState(msgspec.Struct, frozen=True, array_like=True):
     spilled_bytes go with the last and hold the training up for late_s. overhead: share of the time, as measured;
     waited_s: usual wait at the optimizer; unsealed: versions that were on their way when the training, after its
     longest wait, had to go on. chunks_per_span: of each span in order; neighbours are added up where there are more
-    than MAX_PER_SPAN. mu: the share of each span that is planned with. ceiling: the share of the time that may be lost;
-    judged_in: iterations until an overhead above it makes versions rarer in any case.
+    than MAX_PER_SPAN. mu: the share of each span that is planned with. ceiling: the share of the time that may be
+    lost; judged_in: iterations until an overhead above it makes versions rarer in any case.
     """
 
     t: Time
