@@ -22,10 +22,10 @@ def register(subparsers: _Subparsers) -> None:
     parser = subparsers.add_parser(
         "flush",
         help="write a job's newest version to its persistent tier now",
-        description="Bring the newest sealed version of a job from the memory of its nodes to its persistent tier "
-        "(--gemini-tier) now, and wait until it is there. The training goes on meanwhile. Of a job that waits for "
-        "nodes, from the memory of those that it had. For the job's owner, root and SlurmUser. Exit status 0: each "
-        "of its sets is on the tier; 1: not, and why.",
+        description="Write the newest sealed version of a job to its persistent tier (--gemini-tier) now, and wait "
+        "until it is there. The training goes on meanwhile. A job that waits for nodes is written from the memory of "
+        "those that it had. For the job's owner, root and SlurmUser.",
+        epilog="Exit status: 0 if every training of the job was written; otherwise prints the reason and exits 1.",
     )
     parser.add_argument("job", metavar="JOBID", help="job id, or array task as 10_3")
     parser.add_argument("--json", action="store_true", help="print one JSON document at the end")
@@ -50,16 +50,16 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"schema": 1, "job": job, "sets": [_document(word) for word in over]}))
     for word in over:
         if word.reason:
-            of = f"set {word.set}: " if word.set else ""
+            of = f"training {word.set}: " if word.set else ""
             print(f"gemini-hpc flush: job {job}: {of}{tame(word.reason)}", file=sys.stderr)
         elif not args.json:
-            print(f"set {tame(word.set)}: version {word.stamp[0]}:{word.stamp[1]} is in {tame(word.where)}")
+            print(f"training {tame(word.set)}: version {word.stamp[0]}:{word.stamp[1]} is in {tame(word.where)}")
     return 1 if any(word.reason for word in over) else 0
 
 
 def _progress(word: Flushing) -> None:
     if not word.over:
-        text = f"set {tame(word.set)}: version {word.stamp[0]}:{word.stamp[1]}, {word.bytes / 1e6:.0f} MB written"
+        text = f"training {tame(word.set)}: version {word.stamp[0]}:{word.stamp[1]}, {word.bytes / 1e6:.0f} MB written"
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
     else:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)

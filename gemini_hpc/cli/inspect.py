@@ -34,7 +34,7 @@ def register(subparsers: _Subparsers) -> None:
     parser.add_argument("job", metavar="JOBID", help="job id, or array task as 10_3")
     parser.add_argument("--json", action="store_true", help="print the documented JSON document (schema 1)")
     parser.add_argument(
-        "--watch", metavar="S", type=_seconds, nargs="?", const=1.0, help="again every S seconds (default 1)"
+        "--watch", metavar="S", type=_seconds, nargs="?", const=1.0, help="refresh every S seconds (default 1)"
     )
     parser.add_argument("--config", default=CONFIG_PATH, help="settings file (default: %(default)s)")
     parser.set_defaults(func=run)
@@ -184,7 +184,7 @@ def _node(n: Document) -> list[str]:
 
 def _set(s: Document, nodes: int) -> list[str]:
     lines = [
-        f"set {s['name']}: {s['state']}{_stalled(s['stalled'])}, world {s['world']}, sealed {_version(s['sealed'])}"
+        f"training {s['name']}: {s['state']}{_stalled(s['stalled'])}, world {s['world']}, sealed {_version(s['sealed'])}"
     ]
     lines += [f"  note: {note}" for note in s["notes"]]
     lines += _tier(s.get("tier"))
@@ -219,16 +219,20 @@ def _tier(t: Document | None) -> list[str]:
     return [f"  tier {t['directory']}: {kept}{saving}", *([f"  kept: {', '.join(named)}"] if named else []), *problem]
 
 
+def _share(k: int, probability: float) -> str:
+    what = f"{k} node{'s' * (k > 1)}"
+    if probability in (0.0, 1.0):
+        return f"{'any' if probability else 'no'} loss of {what}"
+    return f"{100 * probability:.4g} % of the losses of {what}"
+
+
 def _survival(v: Document, nodes: int) -> list[str]:
     if v["lost_already"]:
-        return ["  would survive: nothing yet"]
-    shares = ", ".join(
-        f"{row['k']} node{'s' if row['k'] > 1 else ''}: {100 * row['probability']:.4g} %" for row in v["survives"]
-    )
-    counted = _version(v["counted_version"])
-    lines = [f"  would survive the loss of {shares} (all choices alike, exact, copies of {counted})"]
+        return ["  survives: nothing yet"]
+    shares = ", ".join(_share(row["k"], row["probability"]) for row in v["survives"])
+    lines = [f"  survives {shares} (exact, for version {_version(v['counted_version'])})"]
     fatal = ["+".join(f) for f in v["fatal"] if len(f) <= nodes]
     if fatal:
         more = f" and {len(fatal) - MAX_FATAL_SHOWN} more" if len(fatal) > MAX_FATAL_SHOWN else ""
-        lines.append(f"  would not survive the loss of: {', '.join(fatal[:MAX_FATAL_SHOWN])}{more}")
+        lines.append(f"  does not survive the loss of: {', '.join(fatal[:MAX_FATAL_SHOWN])}{more}")
     return lines

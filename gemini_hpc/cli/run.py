@@ -35,11 +35,10 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser = verbs.add_parser(
         "run",
         help="run a job step, and again in the same allocation when it dies on healthy nodes",
-        description="Runs COMMAND (usually srun ...) in a batch script. When it fails although all nodes of the job "
-        "are healthy, it is started again at once and every rank resumes from the replicas in memory; once only "
-        "where it has failed without a newer version being sealed. When a node is dead, the command is not repeated: "
-        "Slurm requeues the job, or is asked to where nobody has done so in 60 s. A command that is ended by a "
-        "signal which somebody has sent is not repeated.",
+        description="Run COMMAND (usually srun ...) in a batch script. If it fails while all nodes of the job are "
+        "healthy, start it again at once: every rank resumes from the replicas in memory. If no newer version has "
+        "been sealed in between, do so once only. If a node is dead, wait for Slurm to requeue the job, and ask for "
+        "that after 60 s. A command that was ended by a signal is not repeated.",
         epilog="Exit status: that of the last COMMAND; 75 for a dead node and no requeue in time.",
     )
     parser.add_argument(

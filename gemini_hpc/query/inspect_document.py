@@ -379,5 +379,5 @@ def _notes(document: Document, absent: Sequence[str], slurm: dict[str, str]) -> 
         if s["survival"]["lost_already"]:
             empty = [str(d["rank"]) for d in s["shards"] if not d["holders"]]
             which = f" (nothing of rank {', '.join(empty)})" if empty else ""
-            notes.append(f"set {s['name']}: no version has a complete copy of every shard yet{which}")
+            notes.append(f"training {s['name']}: no version has a complete copy of every shard yet{which}")
     return notes

@@ -110,7 +110,7 @@ def timeline_png(one: Shown) -> bytes:
         axes.set_axisbelow(True)
         chunk_bytes = sum(chunk.bytes for chunk in timeline.chunks)
         axes.set_title(
-            f"set {one.set[:64]}, rank {one.rank}: iteration after version {timeline.version}, "
+            f"training {one.set[:64]}, rank {one.rank}: iteration after version {timeline.version}, "
             f"{timeline.iteration_s:.4g} s, {len(timeline.ops)} collectives, {len(timeline.chunks)} chunks of "
             f"{chunk_bytes / 1e6:.1f} MB",
             fontsize=9,
@@ -145,7 +145,7 @@ def overhead_png(one: Shown) -> bytes:
         other.set_ylim(0, max(2, 1.2 * max(point.j for point in one.series)))
         other.yaxis.set_major_locator(MaxNLocator(integer=True))
         other.set_ylabel("every j-th version is saved", color=_TRAINING)
-        axes.set_title(f"set {one.set[:64]}, rank {one.rank}: overhead and j", fontsize=9)
+        axes.set_title(f"training {one.set[:64]}, rank {one.rank}: overhead and j", fontsize=9)
     return out.getvalue()
 
 

@@ -106,7 +106,7 @@ def test_two_groups() -> None:
     v = d["sets"][0]["survival"]
     assert v["fatal"] == [["n1", "n2"], ["n3", "n4"]] and v["counted_version"] == [1, 5]
     assert [row["probability"] for row in v["survives"]] == [1.0, 4 / 6, 0.0]
-    assert "would not survive the loss of: n1+n2, n3+n4" in render(d)
+    assert "does not survive the loss of: n1+n2, n3+n4" in render(d)
     assert d["sets"][0]["shards"][0]["holders"][0]["state"] == "sealed"
 
 

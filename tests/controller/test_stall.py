@@ -90,7 +90,7 @@ def test_a_stalled_training_in_the_picture() -> None:
     d = shown(PaceState(250.0, 0.8, 2.0))
     assert d["state"] == d["sets"][0]["state"] == "stalled"
     assert d["sets"][0]["stalled"] == {"for_s": 250.0, "usual_s": 0.8}
-    assert "set default: stalled: no step for 4 min (usually 0.8 s)" in render(d)
+    assert "training default: stalled: no step for 4 min (usually 0.8 s)" in render(d)
 
 
 @pytest.mark.parametrize(
