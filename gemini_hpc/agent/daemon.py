@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
-from gemini_hpc import clock
+from gemini_hpc import clock, logs
 from gemini_hpc.agent.controller_link import ControllerLink
 from gemini_hpc.agent.inspect_part import Picture
 from gemini_hpc.agent.peer_server import PeerServer
@@ -61,6 +61,7 @@ from gemini_hpc.wire import inspect_schema, local, peer, protocol
 from gemini_hpc.wire.local_server import Client, LocalServer, Reply
 
 _SCAVENGES = (peer.SalvageHave, peer.SalvageAsk, peer.SalvageWrite, peer.SalvageWrote, peer.SalvageOver)
+_log = logging.getLogger("gemini_hpc.agent")
 _TICK_S = 0.2
 _WATCH_ON = 4.0  # after a job's failure, in silences after which a peer is suspected: one, and the probes
 
@@ -256,13 +257,9 @@ class Agent:
         self._complain(f"{context.get('message', 'failed')}: {context.get('exception')!r}")
 
     def _print(self, t: float, name: str, version: int, detail: str) -> None:
-        me = self.identity
-        with suppress(OSError):  # the job's directory is full: its owner's doing
-            print(
-                f"t={t:.3f} job={me.job} restart={self.membership.restart} node={me.node} event={name} "
-                f"version={version} detail={detail!r}",
-                flush=True,
-            )
+        me, restart = self.identity, self.membership.restart
+        line = "job=%d restart=%d event=%s host=%s version=%d t=%.3f detail=%r"
+        _log.info(line, me.job, restart, name, me.node, version, t, detail)
 
     # ---- incarnations ----------------------------------------------------------------------------------
 
@@ -495,6 +492,8 @@ class Agent:
 
 def serve(settings: Settings, *, job: int, uid: int, node: str, directory: str, again: bool) -> int:
     """Run an agent in this process until it is released; the exit status."""
+
+    logs.to(sys.stdout)
 
     async def run() -> None:
         await Agent(settings, job=job, uid=uid, node=node, directory=directory, again=again).run()

@@ -42,7 +42,9 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--name", default="demo", help="name of the cluster (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=60, help="training iterations (default: %(default)s)")
     parser.add_argument("--parallel", choices=("ddp", "fsdp2"), default="ddp", help="how the model is distributed")
-    parser.add_argument("--victim", choices=("worker", "batch-host"), default="worker", help="which node loses its power")
+    parser.add_argument(
+        "--victim", choices=("worker", "batch-host"), default="worker", help="which node loses its power"
+    )
     parser.add_argument("--cuts", type=int, default=1, help="number of cuts, one after the other (default: 1)")
     parser.add_argument("--profile", default="fast", help="of the development cluster (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")

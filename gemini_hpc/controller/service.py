@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import msgspec
 
-from gemini_hpc import clock
+from gemini_hpc import clock, logs
 from gemini_hpc.config import Settings
 from gemini_hpc.controller import startup
 from gemini_hpc.controller.primary import LockTakenError, Primary
@@ -81,7 +81,7 @@ async def _main(settings: Settings) -> None:
 
 def main(settings: Settings, verbose: bool = False) -> int:
     """Run in the foreground until SIGTERM; 0, or 1 with one line on stderr."""
-    startup.log_to_stderr(verbose)
+    logs.to(sys.stderr, verbose=verbose)
     try:
         startup.become(settings)
         startup.take_limits()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import pwd
 import resource
@@ -70,21 +69,3 @@ def take_limits() -> None:
     """One descriptor an agent; what a shell passes on (often 1024) is for programs with select()."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-class OneLine(logging.Formatter):
-    """One event is one line of printable text, whatever agents and users have put into it."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line; tracebacks of our own come below it."""
-        text = super().formatMessage(record)
-        if text.isprintable():
-            return text
-        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def log_to_stderr(verbose: bool) -> None:
-    """Log lines of the service, in Unix order of time."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(OneLine("%(asctime)s.%(msecs)03d %(message)s", "%Y-%m-%dT%H:%M:%S"))
-    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler])

@@ -9,7 +9,7 @@ import logging
 import pytest
 
 from gemini_hpc import clock
-from gemini_hpc.controller.startup import OneLine
+from gemini_hpc.logs import OneLine
 from gemini_hpc.slurm.fair_queue import BEHALF, FairGate, PerUser
 
 
@@ -102,7 +102,7 @@ def test_budgets_are_per_user_and_forgotten_when_full(monkeypatch: pytest.Monkey
 def test_what_users_say_makes_no_lines_of_its_own() -> None:
     out = io.StringIO()
     handler = logging.StreamHandler(out)
-    handler.setFormatter(OneLine("%(asctime)s %(message)s"))
+    handler.setFormatter(OneLine())
     log = logging.Logger("test")
     log.addHandler(handler)
     log.info("event=refused host=%s", "n1\n2026-11-21 event=down host=n2\x1b[2J\u202e\r\0")
