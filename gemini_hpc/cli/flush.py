@@ -59,9 +59,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _progress(word: Flushing) -> None:
     if not word.over:
-        text = (
-            f"training {tame(word.set)}: version {word.stamp[0]}:{word.stamp[1]}, {word.bytes / 1e6:.0f} MB written"
-        )
+        what = f"version {word.stamp.epoch}:{word.stamp.version}"
+        text = f"training {tame(word.set)}: {what}, {word.bytes / 1e6:.0f} MB written"
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
     else:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -184,7 +184,8 @@ def _node(n: Document) -> list[str]:
 
 def _set(s: Document, nodes: int) -> list[str]:
     lines = [
-        f"training {s['name']}: {s['state']}{_stalled(s['stalled'])}, world {s['world']}, sealed {_version(s['sealed'])}"
+        f"training {s['name']}: {s['state']}{_stalled(s['stalled'])}, world {s['world']}, "
+        f"sealed {_version(s['sealed'])}"
     ]
     lines += [f"  note: {note}" for note in s["notes"]]
     lines += _tier(s.get("tier"))
