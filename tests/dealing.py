@@ -33,7 +33,7 @@ SECONDS = {
     "doctor": 2.0,
     "leaks": 2.0,
     "spank": 1.0,
-    "prolog": 0.7,
+    "node": 0.7,
     "core": 0.3,
     "agent": 0.3,
 }

@@ -15,7 +15,7 @@ from gemini_hpc.query.inspect_document import picture
 from gemini_hpc.wire.inspect_schema import EventRecord
 from gemini_hpc.wire.sanitize import tame
 
-from .test_picture import SLURM, pairs
+from .test_inspect_document import SLURM, pairs
 
 NOW = 1_760_000_000.0
 FORGOTTEN = {"state": "UNKNOWN", "reason": "Slurm does not know this job any more"}

@@ -22,7 +22,7 @@ examples:
   make test-slurm RELEASE=24.11
   python -m tests.releases 24.11 -- bash
   python -m tests.releases 26.05 -- .venv/bin/gemini-hpc demo
-  python -m tests.releases 26.05 -- .venv/bin/python -m pytest -q tests/controller/test_giveback.py
+  python -m tests.releases 26.05 -- .venv/bin/python -m pytest -q tests/controller/test_give_back.py
 """
 
 
