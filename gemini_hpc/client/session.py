@@ -48,7 +48,7 @@ class Session:
     ends in `verdict.protected`.
 
     what: "training" or "program", for sentences. keepers: those that have memory of the agent's, which a new agent is
-    to be given back, while `handing` is held. on_lost: called once when protection ends for good.
+    to be given back, while `handing` is held. on_lost: called with the reason, once, when protection ends for good.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Session:
         self._handing: AbstractContextManager[Any] = handing or nullcontext()
         self.path = os.environ.get(SOCKET_ENV, "")
         self.keepers: Callable[[], Iterable[Keeper[Any]]] = list
-        self.on_lost: Callable[[str], None] = lambda reason: None
+        self.on_lost: list[Callable[[str], None]] = []
         self.verdict = Verdict()
         self.state = "unprotected"
         self.version = 0  # completed `step()` calls
@@ -305,7 +305,8 @@ class Session:
         self.findings.append(reason)
         self.say(f"rank {self.rank}: this {self._what} is no longer protected: {reason}")
         self.event("unprotected", reason)
-        self.on_lost(reason)
+        for told in self.on_lost:
+            told(reason)
 
 
 def _to_stderr(text: str) -> None:

@@ -90,7 +90,8 @@ class Checkpointer:
             leave=self._leave,
             handing=self._lock,
         )
-        session.keepers, session.on_lost = lambda: list(self._kept.values()), self._refuse
+        session.keepers = lambda: list(self._kept.values())
+        session.on_lost.append(self._refuse)
         session.join()
 
     def _say(self, text: str) -> None:

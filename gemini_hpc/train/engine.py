@@ -63,7 +63,8 @@ class SaveEngine:
         self.own_copy = Content()  # that was loaded
         self._arming: threading.Thread | None = None
         self._listening = False
-        session.keepers, session.on_lost = self.keepers, self._lost
+        session.keepers = self.keepers
+        session.on_lost.append(self._lost)
 
     @property
     def _group(self) -> dist.ProcessGroup | None:

@@ -76,8 +76,14 @@ class OptimizerGate:
         self._not_given_told = 0
         self._found_anew = 0  # as it was when these were looked at
         self._foreign: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        session.on_lost.append(self._let_go)
         me = weakref.ref(self)
         self._hook = register_optimizer_step_pre_hook(lambda opt, args, kwargs: _pre_hook(me, opt, args, kwargs))
+
+    def _let_go(self, reason: str) -> None:
+        """Nobody waits any more for a copy that may never end."""
+        if self.job is not None:
+            self.job.left.set()
 
     def close(self) -> None:
         """Optimizers step freely from now on."""

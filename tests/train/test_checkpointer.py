@@ -255,6 +255,22 @@ def test_a_refusal_whose_telling_fails_ends_protection_all_the_same(
         assert not ckpt._session.protected and ckpt.report()["state"] == "unprotected"
 
 
+def test_the_end_of_protection_lets_a_training_go_that_waits_for_a_copy(job: FakeJob) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gemini.Checkpointer(model, optimizer) as ckpt:
+        while ckpt._gate.job is None:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            ckpt.step()
+            wait_a_little()
+        held = ckpt._gate.job
+        assert held.left.wait(10)
+        held.left.clear()  # as if the copy had not begun
+        ckpt._session.lose("the agent answers nonsense")
+        assert held.left.is_set() and not ckpt._session.protected
+
+
 def test_user_mistakes_are_errors(job: FakeJob) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
