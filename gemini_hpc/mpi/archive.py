@@ -23,7 +23,7 @@ import msgspec
 from gemini_hpc import clock
 from gemini_hpc.format.shard_manifest import Manifest, Row
 from gemini_hpc.mpi.arrays import Array, Arrays, Shape
-from gemini_hpc.mpi.collectives import Words
+from gemini_hpc.mpi.collectives import MpiRanks
 from gemini_hpc.tier.publish import publish, why
 
 Box = tuple[Shape, Shape]  # offset, size
@@ -38,7 +38,7 @@ class Dataset:
     boxes: dict[Box, int] = field(default_factory=dict)
 
 
-def write(comm: Any, words: Words, path: str, arrays: Arrays, name: str, version: int, info: Any = None) -> None:
+def write(comm: Any, words: MpiRanks, path: str, arrays: Arrays, name: str, version: int, info: Any = None) -> None:
     """Collective. Raises RuntimeError, ValueError, OSError alike on all ranks; see `Checkpointer.archive`."""
     _agree(words, _lacking(), RuntimeError)
     datasets = plan([msgspec.msgpack.decode(raw, type=Manifest) for raw in words.all(arrays.packed)])
@@ -208,7 +208,7 @@ def _problem(path: str, what: Callable[[], object]) -> str:
     return ""
 
 
-def _agree(words: Words, problem: str, kind: type[Exception]) -> None:
+def _agree(words: MpiRanks, problem: str, kind: type[Exception]) -> None:
     """Collective: go on where no rank has a problem; else all of them raise that of the first."""
     found = words.first(problem and f"rank {words.rank}: {problem}")
     if found:

@@ -19,7 +19,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import pack_header
 from gemini_hpc.mpi import archive
 from gemini_hpc.mpi.arrays import Arrays, Saved
-from gemini_hpc.mpi.collectives import Words
+from gemini_hpc.mpi.collectives import MpiRanks
 from gemini_hpc.mpi.exchange import Exchange, Patience, digest
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
@@ -66,7 +66,7 @@ class Checkpointer:
         if every < 1 or seal_timeout_s <= 0 or chunk_bytes < 4096 or not name:
             raise ValueError("every >= 1, seal_timeout_s > 0, chunk_bytes >= 4096 and a name are wanted")
         self._comm = comm.Dup()
-        self._words = Words(self._comm)
+        self._words = MpiRanks(self._comm)
         self._rank, self._world = self._words.rank, self._words.world
         self._arrays = Arrays(arrays, self._rank, self._world)
         self._every, self._chunk_bytes = every, chunk_bytes

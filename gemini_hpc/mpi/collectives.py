@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class Words:
+class MpiRanks:
     """Over a communicator of mpi4py. All methods are collective; no pickle."""
 
     def __init__(self, comm: Any) -> None:

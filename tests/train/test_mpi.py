@@ -228,7 +228,7 @@ def test_a_survivor_hardly_waits_for_a_peer_that_is_gone(
     assert report["version"] == steps and report["state"] == "degraded", report
     assert re.search(said, run.words("err", 0)), run.words("err", 0)
     times = report["times"]
-    # one wait for the seal and one for the council, each with its own bound; the rest is a busy machine's
+    # one wait for the seal and one for the ranks' round, each with its own bound; the rest is a busy machine's
     assert times["worst_hook_s"] < 3.0 and times["worst_step_s"] < 3.0, times
     assert times["hook_s"] + times["step_s"] < 8.0, times
 

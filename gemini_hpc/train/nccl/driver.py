@@ -1,7 +1,7 @@
 """Copies over NCCL as the checkpointer sees them: told of steps, launches, gates and rounds, it drives the rest.
 
 What every rank must do alike follows from what was exchanged only: which versions are saved and under which program
-(`follow`, from the rounds of the council). A rank that cannot take part in a version sends what it has and drops what
+(`follow`, from the ranks' rounds). A rank that cannot take part in a version sends what it has and drops what
 it gets; one whose communicator fails stops at once, and the others notice. Then each of them sends its versions over
 gloo, and says so in the next round, after which all profile the training anew for that.
 """
@@ -312,7 +312,7 @@ class Driver:
             )
 
     def words(self) -> list[int]:
-        """For the council's round at this version."""
+        """For the ranks' round at this version."""
         return [] if self.ended else [1 if self.problem else 0, *pack(self._exchange.log.word())]
 
     def hear(self, words: Sequence[int]) -> None:

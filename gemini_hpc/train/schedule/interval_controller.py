@@ -79,10 +79,10 @@ class IntervalController:
         rank: int,
         targets: Sequence[int],
         shard_bytes: int,
-        council: AsyncCollectives | None,
-        watch: CollectiveMonitor,
+        collectives: AsyncCollectives | None,
+        monitor: CollectiveMonitor,
         pacer: Pacer,
-        teller: StatsReporter,
+        reporter: StatsReporter,
         say: Callable[[str], None],
         planner: Callable[..., Planner] = Planner,
         driver: DeviceCopies | None = None,
@@ -96,9 +96,9 @@ class IntervalController:
         state stays dealt out as it is; copy_bytes: the least and the most that one of the last copies took on the
         network; transport: the name of what carries copies otherwise."""
         self._traffic, self._rank = traffic, rank
-        self._council, self._watch, self._pacer, self._say = council, watch, pacer, say
-        self._teller, self._transport = teller, transport
-        kept = teller.recall() if council is not None else None
+        self._collectives, self._monitor, self._pacer, self._say = collectives, monitor, pacer, say
+        self._reporter, self._transport = reporter, transport
+        kept = reporter.recall() if collectives is not None else None
         self._driver, self._replanning = driver, replanning
         self._copy_bytes = copy_bytes
         self._offer, self._room_bytes = b"", 0
@@ -116,7 +116,7 @@ class IntervalController:
         self._waited_s = 0.0
         self._route: Route | None = None
         self._plan: schedule.Plan | None = None
-        self._oversight = OverheadMonitor(traffic.overhead)
+        self._overhead = OverheadMonitor(traffic.overhead)
         self._next_word = self._record_from = 0
         self._renew = ""
         self._history: deque[tuple[int, int, int]] = deque(maxlen=100)
@@ -124,8 +124,8 @@ class IntervalController:
         self._told = (1, 1)
         self.problem = ""
         self.unsealed = 0  # versions that were on their way when the training had to go on
-        if council is not None:
-            pacer.traffic = watch
+        if collectives is not None:
+            pacer.traffic = monitor
         self._follow()
 
     # ---- what the checkpointer asks --------------------------------------------------------------------
@@ -164,14 +164,14 @@ class IntervalController:
 
     def gate(self) -> None:
         """The training has come to the optimizer."""
-        self._watch.gate()
+        self._monitor.gate()
         if self._driver is not None:
             self._driver.gate()
 
     def waited(self, seconds: float) -> None:
         """So long the training has waited at the optimizer; now it goes on."""
         self._waited_s += seconds
-        self._watch.passed()
+        self._monitor.passed()
         self._pacer.gate()
 
     @property
@@ -183,17 +183,17 @@ class IntervalController:
     def resize(self, shard_bytes: int, key: str) -> None:
         """From the next plan on copies are of another size; key: of what the next incarnation may want to know."""
         self._planner.resize(shard_bytes)
-        self._teller.rename(key)
+        self._reporter.rename(key)
 
     def close(self) -> None:
         """The training is over."""
-        self._watch.stop()
+        self._monitor.stop()
 
     # ---- each iteration --------------------------------------------------------------------------------
 
     @property
     def _planned(self) -> bool:
-        return self._scheme in _PLANNED and self._council is not None and not self.problem
+        return self._scheme in _PLANNED and self._collectives is not None and not self.problem
 
     def step(self, version: int, under_way: bool) -> None:
         """Number `version` of step() has been reached; under_way: an earlier version is still travelling. Never
@@ -201,7 +201,7 @@ class IntervalController:
         try:
             stage = self._stage
             self._step(version, under_way)
-            self._teller.tell(self.state, now=self._stage != stage)
+            self._reporter.tell(self.state, now=self._stage != stage)
         except Exception as error:  # our own failure must not reach the training
             self._give_up(f"{type(error).__name__}: {error}")
 
@@ -216,29 +216,29 @@ class IntervalController:
         self._follow()
 
     def _step(self, version: int, under_way: bool) -> None:
-        trace = self._watch.mark() if self._council is not None else None
+        trace = self._monitor.mark() if self._collectives is not None else None
         waited_s, self._waited_s = self._waited_s, 0.0
         self._version = version
         self._dirties.append(self._dirty or self._pacer.strayed)
         self._pacer.iteration(version)
-        if self._council is None or self.problem:
+        if self._collectives is None or self.problem:
             return None
         if self._since < 0:
             self._since = self._next_word = version
         try:
-            if self._council.sitting:
+            if self._collectives.sitting:
                 self._hear(version, waited_s)
         except CollectivesBroken as error:
             return self._give_up(str(error))
         # a device waits less than its host, and tells of it later
-        device_s, held_s = self._watch.waited_s, self._watch.held_s
+        device_s, held_s = self._monitor.waited_s, self._monitor.held_s
         if trace is not None:
             self._note(without_wait(trace, waited_s if held_s is None else held_s), version)
         if self._stage == "steady" and self._scheme == "gemini":
             self._watch_over(waited_s if device_s is None else device_s, trace, version)
         self._begun_at = clock.monotonic()
         if self._pacer.meter.known:
-            self._watch.bytes_per_s = self._pacer.meter.B
+            self._monitor.bytes_per_s = self._pacer.meter.B
         self._dirty = under_way
         if self._scheme != self._wanted_scheme:
             self._scheme = self._wanted_scheme
@@ -265,53 +265,53 @@ class IntervalController:
         return min(_COUNT_EVERY, 1 << self._compared)
 
     def _note(self, trace: Trace, version: int) -> None:
-        ago = self._watch.ago
+        ago = self._monitor.ago
         clean = self._recorded(version) >= self._since and not self._dirties[-1 - ago]
         if self._stage == "profile" and clean and self._planned:
             self._planner.note(self._recorded(version), trace)
 
     def _recorded(self, version: int) -> int:
         """The version after whose step() the iteration began that has been recorded; -1: too long ago."""
-        ago = self._watch.ago
+        ago = self._monitor.ago
         return version - 1 - ago if ago < _BEHIND else -1
 
     def _watch_over(self, waited_s: float, trace: Trace | None, version: int) -> None:
         """One iteration under the plan is over."""
         length_s = clock.monotonic() - self._begun_at
-        seen, j = self._oversight, self._agreed.j
-        why = seen.iteration(length_s, waited_s, self._watch.launched_before, j, self.saves(version))
+        seen, j = self._overhead, self._agreed.j
+        why = seen.iteration(length_s, waited_s, self._monitor.launched_before, j, self.saves(version))
         if trace is not None and self._recorded(version) >= self._since:
             journal, copies = tuple(self._pacer.journal), tuple(self._pacer.copies)
-            held_s, number = self._watch.held_s, self._recorded(version)
+            held_s, number = self._monitor.held_s, self._recorded(version)
             picture = Pictured(number, trace, journal, copies, waited_s if held_s is None else held_s)
             why = seen.recorded(picture) or why
-            self._teller.draw(seen.pictured, self._planner.profile, self._plan, self._watch.names)
+            self._reporter.draw(seen.pictured, self._planner.profile, self._plan, self._monitor.names)
         self._renew = why or self._renew
-        self._watch.recording = self._next_word - version <= IN_A_ROW and version >= self._record_from
-        if self._watch.recording and version + 1 >= self._next_word:
+        self._monitor.recording = self._next_word - version <= IN_A_ROW and version >= self._record_from
+        if self._monitor.recording and version + 1 >= self._next_word:
             self._record_from = version + _RECORD_EVERY
 
     def _ask(self, version: int) -> None:
         """Start the round that is due at this version, if one is."""
-        council = self._council
-        assert council is not None
-        if not self._planned or version < self._next_word or council.sitting:
+        collectives = self._collectives
+        assert collectives is not None
+        if not self._planned or version < self._next_word or collectives.sitting:
             return
         if self._stage == "recall":
-            council.everyone(self._planner.kept(), BLOB_BYTES)
+            collectives.everyone(self._planner.kept(), BLOB_BYTES)
         elif self._stage == "profile":
             # there will be no profile where nothing is seen
-            most = self._wanted if self._watch.problem else self._planner.clean
+            most = self._wanted if self._monitor.problem else self._planner.clean
             self._round([-most, version - self._since])
         elif self._stage == "plan":
-            council.everyone(self._planner.standing(council.over_at), BLOB_BYTES)
+            collectives.everyone(self._planner.standing(collectives.over_at), BLOB_BYTES)
         elif self._stage == "agree":
             self._planner.measure(*self._copy_bytes())
             self._round(self._planner.want(self._agreed.j, fresh=True))
         elif self._stage == "sizes":
-            council.highest([len(self._offer)])
+            collectives.highest([len(self._offer)])
         elif self._stage == "offers":
-            council.everyone(self._offer, self._room_bytes)
+            collectives.everyone(self._offer, self._room_bytes)
         else:
             drifted = self._planner.drifted(self._route) or self._planner.measure(*self._copy_bytes())
             wanted = self._planner.want(self._agreed.j, fresh=drifted)
@@ -320,34 +320,34 @@ class IntervalController:
             self._round([1 if self._renew else 0, *wanted])
 
     def _round(self, words: Sequence[int]) -> None:
-        assert self._council is not None
+        assert self._collectives is not None
         also = self._replanning.words() if self._replanning is not None else []
         self._compared += 1
-        self._council.highest([*words, *also, *(self._driver.words() if self._driver is not None else ())])
+        self._collectives.highest([*words, *also, *(self._driver.words() if self._driver is not None else ())])
 
     def _hear(self, version: int, waited_s: float) -> None:
         """The round started at the version before is over."""
-        council = self._council
-        assert council is not None
+        collectives = self._collectives
+        assert collectives is not None
         if self._stage == "recall":
-            if self._planner.remember(council.blobs(waited_s)):
+            if self._planner.remember(collectives.blobs(waited_s)):
                 self._stage, self._next_word = "agree", version
             else:
                 self._again(PROFILED, version)
             return
         if self._stage == "offers":
             assert self._replanning is not None
-            offers, self._offer, self._compared = council.blobs(patience_s=_OFFERS_S), b"", 0
+            offers, self._offer, self._compared = collectives.blobs(patience_s=_OFFERS_S), b"", 0
             self._replanning.take(offers, version)
             self._again(PROFILED_AGAIN, version)
             return
         if self._stage == "plan":
-            self._planner.take(council.blobs(waited_s))
+            self._planner.take(collectives.blobs(waited_s))
             self._stage, self._next_word = "agree", version
             if self._driver is not None and self._driver.left():
                 self._again(PROFILED_AGAIN, version)
             return
-        words = council.words(waited_s, _OFFERS_S if self._stage == "sizes" else None)
+        words = collectives.words(waited_s, _OFFERS_S if self._stage == "sizes" else None)
         if self._stage == "sizes":
             self._stage, self._next_word, self._room_bytes = "offers", version, words[0] + 8
             return
@@ -387,24 +387,24 @@ class IntervalController:
         self._stage, self._since = "steady", version
         self._change(j, s, version)
         self._history.append((self._agreed.base, j, s))
-        self._oversight.begin(self._planner.profile, self._planner.controller)
+        self._overhead.begin(self._planner.profile, self._planner.controller)
         self._renew = ""
         self._record_from, self._next_word = version, version + self._word_every()
         self._follow()
         self._tell()
         keepsake = self._planner.keepsake()
         if keepsake is not None:
-            self._teller.keep(keepsake)
+            self._reporter.keep(keepsake)
 
     def _follow(self) -> None:
         """The pacer does what stage and scheme say, from the next version on."""
-        pacer, watch = self._pacer, self._watch
+        pacer, monitor = self._pacer, self._monitor
         if self._planned:
-            watch.start()
-            watch.recording = self._stage == "profile"
+            monitor.start()
+            monitor.recording = self._stage == "profile"
         else:
-            watch.stop()
-        self._oversight.pause()
+            monitor.stop()
+        self._overhead.pause()
         alone = self._stage == "steady" and self._scheme in ("naive", "no_pipeline")
         pacer.chunk_bytes, parts = self._planner.cut
         pacer.p = 1 if alone else parts
@@ -439,12 +439,12 @@ class IntervalController:
 
     def state(self) -> TrafficState:
         """For the agent."""
-        meter, profile, plan, seen = self._planner.meter, self._planner.profile, self._plan, self._oversight
+        meter, profile, plan, seen = self._planner.meter, self._planner.profile, self._plan, self._overhead
         return stats_messages.traffic(
             scheme=self._scheme,
             transport=self.transport,
             stage=self._stage,
-            problem=self.problem or self._watch.problem,
+            problem=self.problem or self._monitor.problem,
             j=self._agreed.j,
             s=self._agreed.s,
             iteration_s=profile.iteration_s if profile else None,
@@ -473,12 +473,12 @@ class IntervalController:
     def report(self) -> dict[str, Any]:
         """For people and tests."""
         meter, profile, plan = self._planner.meter, self._planner.profile, self._plan
-        overlap = self._oversight.pictured.overlap() if self._oversight.pictured is not None else None
+        overlap = self._overhead.pictured.overlap() if self._overhead.pictured is not None else None
         return {
             "scheme": self._scheme,
             "transport": self.transport,
             "stage": self._stage,
-            "problem": self.problem or self._watch.problem,
+            "problem": self.problem or self._monitor.problem,
             "j": self._agreed.j,
             "s": self._agreed.s,
             "history": [list(entry) for entry in self._history],
@@ -498,9 +498,9 @@ class IntervalController:
             "spilled_bytes": plan.spilled_bytes if plan else 0,
             "late_s": plan.late_s if plan else 0.0,
             "overlap": dict(zip(("chunks", "chunks_s", "beside_s"), overlap, strict=True)) if overlap else None,
-            "overhead": self._oversight.overhead,
-            "ceiling": self._oversight.ceiling,
-            "judged_in": self._oversight.judged_in,
-            "waited_s": self._oversight.waited_s,
+            "overhead": self._overhead.overhead,
+            "ceiling": self._overhead.ceiling,
+            "judged_in": self._overhead.judged_in,
+            "waited_s": self._overhead.waited_s,
             "unsealed": self.unsealed,
         }

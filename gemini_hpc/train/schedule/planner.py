@@ -35,7 +35,7 @@ _WORTH_S = 0.0024
 
 class _Standing(msgspec.Struct, frozen=True, array_like=True):
     """What a rank tells the others of its iterations. started_s: when the newest of them began, after the end of the
-    council's last round; version: its number."""
+    ranks' last round; version: its number."""
 
     profile: Profile | None = None
     started_s: float = 0.0
@@ -113,7 +113,7 @@ class Planner:
         return msgspec.msgpack.encode(_Standing(None if self._kept is None else self._kept.profile))
 
     def standing(self, over_at: float) -> bytes:
-        """What has been recorded, for the others. over_at: when the council's last round ended."""
+        """What has been recorded, for the others. over_at: when the ranks' last round ended."""
         traces = self._usual
         self.profile = None
         if len(traces) >= _LEAST_TRACES:
