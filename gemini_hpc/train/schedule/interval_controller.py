@@ -91,7 +91,7 @@ class IntervalController:
         *,
         transport: str,
     ) -> None:
-        """targets: the ranks that this rank's copies go to; shard_bytes: of one copy; council: None where there is
+        """targets: the ranks that this rank's copies go to; shard_bytes: of one copy; collectives: None where there is
         nobody to send to; driver: where they go over NCCL, with a `planner` for that; replanning: None where the
         state stays dealt out as it is; copy_bytes: the least and the most that one of the last copies took on the
         network; transport: the name of what carries copies otherwise."""
