@@ -91,8 +91,8 @@ class IntervalController:
         *,
         transport: str,
     ) -> None:
-        """targets: the ranks that this rank's copies go to; shard_bytes: of one copy; collectives: None where there is
-        nobody to send to; driver: where they go over NCCL, with a `planner` for that; replanning: None where the
+        """targets: the ranks that this rank's copies go to; shard_bytes: of one copy; collectives: None where there
+        is nobody to send to; driver: where they go over NCCL, with a `planner` for that; replanning: None where the
         state stays dealt out as it is; copy_bytes: the least and the most that one of the last copies took on the
         network; transport: the name of what carries copies otherwise."""
         self._traffic, self._rank = traffic, rank
