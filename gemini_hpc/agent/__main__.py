@@ -67,8 +67,8 @@ def _supervise(settings: Settings, args: argparse.Namespace) -> int:
         with suppress(OSError):  # the job's directory is full
             text = f"gemini-hpc: agent of job {args.job} died (status {status}, death {deaths})"
             print(text, file=sys.stderr, flush=True)
-        if deaths > settings.agent_restarts:
-            return 1
+        if deaths > settings.agent_restarts or not os.path.isdir(args.dir):
+            return 1  # without the job's directory, which root has removed, nobody could speak to another one
         clock.sleep(0.05 * deaths)
 
 

@@ -19,8 +19,8 @@ def common(least: int, most: int) -> int:
 
 def mismatch(least: int, most: int) -> str:
     """What to tell an end with which there is no common version."""
-    ours = _span(OLDEST, CURRENT)
-    return f"protocol {_span(least, most)}, wanted {ours}: install the same gemini-hpc on all hosts"
+    theirs, ours = _span(least, most), _span(OLDEST, CURRENT)
+    return f"protocol {theirs}, wanted {ours}: install the same gemini-hpc on all hosts"
 
 
 def _span(least: int, most: int) -> str:

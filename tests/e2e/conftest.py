@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from heat import swept
 from leaks.cluster import nothing_left
 from training import STEPS, Training
 
@@ -49,6 +50,7 @@ def train(cluster: Cluster) -> Iterator[Callable[..., Training]]:
         yield submit
         cluster.run(["scancel", "--user=alice"])
         cluster.restore()
+        swept(cluster)
 
 
 @pytest.fixture(scope="module")

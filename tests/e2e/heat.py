@@ -95,6 +95,8 @@ def plates(n: int) -> Iterator[np.ndarray[Any, np.dtype[np.float64]]]:
 
 
 def swept(cluster: Cluster) -> None:
-    """MPICH's own files, of ranks that were killed, are gone."""
+    """What MPICH and torch's data loaders leave of ranks that were killed is gone."""
     for host in cluster.node_names:
-        cluster.exec(host, ["find", "/dev/shm", "-name", "mpich_shm_*", "-delete"])
+        cluster.exec(
+            host, ["find", "/dev/shm", "(", "-name", "mpich_shm_*", "-o", "-name", "torch_*", ")", "-delete"]
+        )

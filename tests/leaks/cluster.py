@@ -44,12 +44,21 @@ def nothing_left(cluster: Cluster, within_s: float) -> Iterator[None]:
 
 
 def last_words(cluster: Cluster, lines: int = 12) -> str:
-    """The ends of the logs of agents that are still there: why they stay."""
+    """Of processes of ours that are still there: what they do, and the ends of their logs, which may have lost their
+    names."""
+    where = {os.readlink(f"/proc/{init}/ns/pid"): node for node, init in _inits(cluster).items()}
     said: list[str] = []
-    for node, init in sorted(_inits(cluster).items()):
-        for log in sorted(Path(f"/proc/{init}/root/run/gemini-hpc").glob("*/agent.log")):
-            with suppress(OSError):
-                said += [f"{node}: job {log.parent.name}:", *log.read_text(errors="replace").splitlines()[-lines:]]
+    for entry in sorted(filter(str.isdigit, os.listdir("/proc"))):
+        with suppress(OSError):  # it has just ended
+            node = where.get(os.readlink(f"/proc/{entry}/ns/pid"), "")
+            command = Path("/proc", entry, "cmdline").read_bytes()
+            if not node or (b"gemini_hpc.agent" not in command and b"gemini_hpc.tier" not in command):
+                continue
+            status = Path("/proc", entry, "status").read_text()
+            about = re.findall(r"^(?:PPid|State|Threads):.*", status, re.M)
+            waits = Path("/proc", entry, "wchan").read_text()
+            said += [f"{node}: process {entry}: {', '.join(about)}, in {waits}"]
+            said += Path("/proc", entry, "fd/1").read_text(errors="replace").splitlines()[-lines:]
     return "\n".join(said)
 
 

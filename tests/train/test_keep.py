@@ -80,8 +80,10 @@ def test_one_rank_alone_or_twice(real_job: MakeJob, tier: Path, capfd: pytest.Ca
         "version 12 is not kept as mine: the name is that of version 4, and a name is given once"
         in (running.stderr[1])
     )
-    until(lambda: given(tier) == {"mine": 4, "other": 14}, what="both are kept")
-    assert whole(tier) == [4, 14]
+    until(lambda: given(tier).keys() == {"mine", "other"}, what="both are kept")
+    kept = given(tier)
+    assert 4 <= kept["mine"] < 12 and kept["other"] >= 14, "that version, or the first after it that could be saved"
+    assert whole(tier) == sorted(kept.values())
 
 
 def test_the_last_version_is_kept_though_the_training_ends(real_job: MakeJob, tier: Path) -> None:
