@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
+import msgspec
+
+from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.mesh import Mesh
+from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
+from gemini_hpc.agent.tier import salvage_rules
 from gemini_hpc.agent.tier.salvage import Salvage
+from gemini_hpc.agent.tier.save_events import Effect, Facts
+from gemini_hpc.agent.tier.save_rules import SaveRules
 from gemini_hpc.agent.tier.saver import Saver
-from gemini_hpc.tier import publish, retention, version, worker
+from gemini_hpc.core import recovery_plan, salvage
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.tier import nodefile, publish, retention, version, worker
+from gemini_hpc.wire import peer
 
 
 class _NoTurns:
@@ -40,6 +52,84 @@ def _forgetful() -> None:
     _put(version, there=lambda path: not path.endswith(f"/{version.KEPT}") and there(path))
 
 
+def _trusting() -> None:
+    """A shard that was overwritten while it was written to a file is believed."""
+    fill = nodefile._fill
+
+    def believing(*given: Any) -> str:
+        disk, shard, places, _, digests = given
+        return fill(disk, shard, places, _Any(), digests)
+
+    _put(nodefile, _fill=believing)
+
+
+class _Any(str):
+    """A digest that equals all others."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = str.__hash__
+
+
+def _mixed() -> None:
+    """What a node tells of an earlier save counts for the one of now."""
+    heard = SaveRules._heard
+
+    def taking(self: SaveRules, message: peer.SaveUp, facts: Facts, now: float) -> Iterator[Effect]:
+        known = self.gathering.get(message.set)
+        if known is not None:
+            message = msgspec.structs.replace(message, stamp=known.stamp, attempt=known.attempt)
+        return heard(self, message, facts, now)
+
+    _put(SaveRules, _heard=taking)
+
+
+def _any_map() -> None:
+    """What agents of an incarnation long ago have counts as the newest."""
+    plan = recovery_plan.plan
+    _put(recovery_plan, plan=lambda *given, **more: replace(plan(*given, **more), latest=math.inf))
+
+
+def _memory_first() -> None:
+    """What memory has is taken, however old."""
+    decide = RecoveryRounds._decide
+
+    def content(self: RecoveryRounds, records: tuple[peer.InventoryRecord, ...]) -> tuple[peer.PlanDown, bool]:
+        plan, sure = decide(self, records)
+        return plan, sure or any(s.chosen for s in plan.sets)
+
+    _put(RecoveryRounds, _decide=content)
+
+
+def _newest_held(have: dict[str, peer.SalvageHave], rejected: Callable[[str, Stamp], bool]) -> list[peer.Sealed]:
+    """Of each set what is the newest that anybody has, sealed or not."""
+    worlds = {sealed.set: sealed for said in have.values() for sealed in said.sealed}
+    stamps: dict[str, Stamp] = {}
+    for said in have.values():
+        for copy in said.held:
+            stamps[copy.set] = max(stamps.get(copy.set, copy.stamp), copy.stamp)
+    return [peer.Sealed(name, stamps.get(name, sealed.stamp), sealed.world) for name, sealed in worlds.items()]
+
+
+def _first_holder(
+    held: dict[str, dict[int, set[int]]], noderanks: dict[str, int], world: int
+) -> tuple[dict[str, set[int]], list[int]]:
+    """The shards of a missing node are written by the next one in the list, whether it has got them yet or not."""
+    by_rank, n = {noderanks[host]: host for host in held if host in noderanks}, len(noderanks)
+    chosen: dict[str, set[int]] = {}
+    missing = set(range(world))
+    for home in {home for homes in held.values() for home in homes}:
+        writer = next(by_rank[at % n] for at in range(home, home + n) if at % n in by_rank)
+        if home in held[writer]:
+            chosen.setdefault(writer, set()).add(home)
+            missing -= set(held[writer][home])
+    return chosen, sorted(missing)
+
+
 BROKEN: dict[str, Callable[[], None]] = {
     "unsynced": _unsynced,
     "blind": _blind,
@@ -48,5 +138,13 @@ BROKEN: dict[str, Callable[[], None]] = {
     "untidy": lambda: _put(retention, clean=lambda directory, keep_last, *, before=None: []),
     "at_once": lambda: _put(Saver, _turns=property(lambda self: _NoTurns(), lambda self, value: None)),
     "silent_leave": lambda: _put(Mesh, leave=lambda self: None),
+    "trusting": _trusting,
+    "mixed": _mixed,
+    "any_map": _any_map,
+    "memory_first": _memory_first,
+    "unseen_forgotten": lambda: _put(Membership, doubt=property(lambda self: False, lambda self, value: None)),
+    "unseen_begins": lambda: _put(RecoveryRounds, unseen=property(lambda self: "")),
+    "unsealed": lambda: _put(salvage_rules, newest=_newest_held),
+    "first_holder": lambda: _put(salvage, writers=_first_holder),
     "left": lambda: _put(Salvage, due=lambda self, now, *, last=False: False),
 }

@@ -228,6 +228,42 @@ def comes_back(job: Job) -> None:
     _succeed(job)
 
 
+def old_nodes(job: Job) -> None:
+    """A job comes back to nodes that it left long ago, whose agents hold what it had then; all others are gone. What
+    the tier has is newer, and comes back, however late the tier can be seen."""
+    _begin(job)
+    job.wait(lambda: job.sealed > Stamp(0, 0), 30.0, "a version is sealed")
+    job.sleep(job.rng.uniform(0.0, 3.0))
+    left = job.hosts[:2]
+    job.end("1")
+    job.allocate([*job.hosts[2:], *job.add(2)])
+    _launch_again(job)
+    _saves(job, 1, 60.0)
+    job.sleep(job.rng.uniform(0.0, 3.0))
+    job.power_off(job.hosts)
+    faults = job.tier.system.faults
+    faults.hangs = job.rng.random() < 0.5
+    job.allocate([*left, *job.add(1)])
+    for _ in range(5):
+        job.launch(_MANY)
+        job.wait(
+            lambda: len(job.resumed) == len(job.hosts) or job.unprotected, 120.0, "all ranks resume, or one may not"
+        )
+        if not job.unprotected:
+            break
+        job.check(faults.hangs or job.launches > 3, f"the tier can be seen: {job.unprotected[:1]}")
+        job.end_step()
+        job.sleep(job.rng.uniform(0.0, 30.0))
+        job.tier.system.over()
+    newest = job.tier.offered()[0]
+    chosen = {Stamp(*rank._chosen) for rank in job.ranks}
+    job.check(chosen == {newest}, f"{newest} is on the tier, {chosen} was chosen")
+    job.tier.system.over()
+    _saves(job, 1, 60.0)
+    _finish_at(job, 3)
+    _succeed(job)
+
+
 def ends_again(job: Job) -> None:
     """A job fails, is run again at once, while its last version is still on its way, and fails again: each time what
     was sealed last gets to the tier."""
@@ -338,6 +374,7 @@ STORIES: dict[str, tuple[Callable[[Job], None], dict[str, object]]] = {
     "bad_tier": (bad_tier, {}),
     "node_lost": (node_lost, _LEFT),
     "comes_back": (comes_back, _LEFT),
+    "old_nodes": (old_nodes, {}),
     "ends_again": (ends_again, {"interval_s": 600}),
     "succeeds": (succeeds, {}),
     "kept": (kept, {}),
