@@ -18,6 +18,10 @@ from .test_keep import SLOW
 
 STEPS = 24
 OPTIONS = {"kind": "ddp", "steps": STEPS, "kwargs": {"transport": "host", "seal_timeout_s": 3.0}}
+SEALED: dict[str, Any] = {
+    "pause_sealed": True,
+    "pause_s": 0.2,
+}  # what was made last is sealed, and nothing newer begun
 MakeJob = Callable[..., RealJob]
 
 
@@ -41,7 +45,7 @@ def left(job: RealJob, tier: Path | None = None) -> None:
     """A training that has died at 12, when that was sealed and nothing newer was begun: 11 is in memory, too, and 5
     is on the tier."""
     more: dict[str, Any] = {**SLOW, "keep": {"5": "five"}} if tier is not None else {}
-    run(job, **more, pause_at=12, pause_s=1.5, die_at=12).wait(codes=(1,))
+    run(job, **more, pause_at=12, **SEALED, die_at=12).wait(codes=(1,))
     if tier is not None:
         until(lambda: "five" in names.of_set(f"{tier}/gemini-81/default"), what="version 5 is on the tier")
 
@@ -84,9 +88,9 @@ def test_three_are_rejected_and_not_more(real_job: MakeJob, tier: Path, undistur
     job = real_job(2, 2, tier=tier)
     left(job, tier)
     job.requeue(["n1", "n2"])
-    run(job, reject_first=2, pause_at=16, pause_s=1.5, die_at=16).wait(codes=(1,))
+    run(job, reject_first=2, pause_at=16, **SEALED, die_at=16).wait(codes=(1,))
     job.requeue(["n1", "n2"])
-    again = run(job, reject_at=20)
+    again = run(job, reject_at=20, sealed_until=20)  # of what stood before 16 nothing is left in memory
     again.wait(codes=(75,))
     assert "version 16 is rejected (the loss is NaN)" in again.stderr[0]
     job.requeue(["n1", "n2"])
@@ -124,7 +128,7 @@ def test_a_node_that_knows_is_lost(real_job: MakeJob, undisturbed: list[str]) ->
     job = real_job(2, 2)
     left(job)
     job.requeue(["n1", "n2"])
-    run(job, reject_first=1, pause_at=14, pause_s=1.5, die_at=14).wait(codes=(1,))
+    run(job, reject_first=1, pause_at=14, **SEALED, die_at=14).wait(codes=(1,))
     job.all["n2"].die()
     job.requeue(["n1", "n3"])
     results = run(job).wait()
