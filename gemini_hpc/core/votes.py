@@ -96,30 +96,9 @@ def merge(votes: Iterable[Vote]) -> Vote:
     return Vote(complete, seen, floor, kept)
 
 
-class Subtree:
-    """The latest vote of each member of an agreed group: an inner agent with its children, itself among them."""
-
-    __slots__ = ("_votes", "members")
-
-    def __init__(self, members: Iterable[Hashable]) -> None:
-        self.members = frozenset(members)
-        if not self.members:
-            raise ValueError("a vote needs at least one member")
-        self._votes: dict[Hashable, Vote] = {}
-
-    def update(self, member: Hashable, vote: Vote) -> None:
-        """A member's newer vote. Raises ValueError for one that is not a member (R6)."""
-        if member not in self.members:
-            raise ValueError(f"a vote from {member!r}, who is not a member")
-        self._votes[member] = vote
-
-    def vote(self) -> Vote:
-        """The members' votes in one, to be sent up; nothing is complete while one of them is silent."""
-        return merge(self._votes.get(member, SILENT) for member in self.members)
-
-
-class Root(Subtree):
-    """The top of the tree: what it has sealed stays sealed, what it has abandoned is never sealed.
+class Root:
+    """The top of the tree: the latest vote of each member of an agreed group. What it has sealed stays sealed, what
+    it has abandoned is never sealed.
 
     It need not outlive its agent: a new root that hears every member again can only find the same (a voter keeps
     what it voted for, a dead stamp stays dead), so a restart delays words and never contradicts one. But a copy that
@@ -127,22 +106,33 @@ class Root(Subtree):
     the recovery says).
     """
 
-    __slots__ = ("_facts", "_sealed")
+    __slots__ = ("_facts", "_sealed", "_votes", "members")
 
     def __init__(self, members: Iterable[Hashable], sealed: Stamp | None = None) -> None:
-        super().__init__(members)
+        self.members = frozenset(members)
+        if not self.members:
+            raise ValueError("a vote needs at least one member")
+        self._votes: dict[Hashable, Vote] = {}
         self._sealed = sealed
         self._facts = SILENT
 
     def update(self, member: Hashable, vote: Vote) -> None:
-        super().update(member, vote)
+        """A member's newer vote. Raises ValueError for one that is not a member (R6)."""
+        if member not in self.members:
+            raise ValueError(f"a vote from {member!r}, who is not a member")
+        self._votes[member] = vote
         self._facts = merge((Vote(_NONE, _NONE, vote.floor, vote.kept), self._facts))
-        for stamp in self.vote().complete:
+        for stamp in self._merged().complete:
             if self._facts.possible(stamp) and (self._sealed is None or stamp > self._sealed):
                 self._sealed = stamp
 
+    def _merged(self) -> Vote:
+        """The members' votes in one; nothing is complete while one of them is silent."""
+        return merge(self._votes.get(member, SILENT) for member in self.members)
+
     def word(self) -> Decision:
-        undecided = (stamp for stamp in self.vote().seen if self._sealed is None or stamp > self._sealed)
+        """What is decided by now."""
+        undecided = (stamp for stamp in self._merged().seen if self._sealed is None or stamp > self._sealed)
         return Decision(self._sealed, frozenset(stamp for stamp in undecided if not self._facts.possible(stamp)))
 
 

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.placement import holders, survivable
-from gemini_hpc.core.recovery_plan import Inventory, SetPlan, choose, plan
+from gemini_hpc.core.recovery_plan import Inventory, SetPlan, choose, first_epoch, plan
 from gemini_hpc.core.slots import Stamp
 
 HOSTS = ["n0", "n1", "n2", "n3"]
@@ -73,6 +73,15 @@ def test_a_first_start_has_no_plan() -> None:
     assert (made.epoch, made.sets, made.survivable) == (0, (), True)
     assert made.noderanks == {host: node for node, host in enumerate(HOSTS)}
     assert plan({}, HOSTS, 2, min_epoch=7).epoch == 7
+
+
+def test_an_epoch_that_nobody_remembers_is_not_used_again() -> None:
+    """All nodes of an incarnation are lost: the next one's epochs are above all that it can have used."""
+    inventories, epoch = job(), 0
+    for _ in range(20):  # rounds of the incarnation that is lost
+        epoch = plan(inventories, HOSTS, 2, min_epoch=first_epoch(3)).epoch
+        inventories = {host: replace(inventory, max_epoch=epoch) for host, inventory in inventories.items()}
+    assert plan({}, HOSTS, 2, min_epoch=first_epoch(4)).epoch > epoch > first_epoch(3)
 
 
 def test_the_highest_version_that_is_whole_is_chosen() -> None:

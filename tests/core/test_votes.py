@@ -11,7 +11,6 @@ from gemini_hpc.core.votes import (
     SILENT,
     Decision,
     Root,
-    Subtree,
     Vote,
     children,
     merge,
@@ -122,19 +121,16 @@ def test_a_merged_vote_says_what_all_the_pairs_say(agents: list[list[SlotPair]])
 @given(st.lists(pairs(), min_size=1, max_size=12), st.integers(1, 4))
 def test_the_tree_gives_what_the_root_alone_would(agents: list[SlotPair], fanout: int) -> None:
     n = len(agents)
-    trees: list[Subtree] = [
-        (Root if position == 0 else Subtree)([position, *children(position, n, fanout)]) for position in range(n)
-    ]
-    for position in reversed(range(n)):
-        trees[position].update(position, vote_of([agents[position]]))
-        up = parent(position, fanout)
-        if up is not None:
-            trees[up].update(position, trees[position].vote())
+    up: dict[int, Vote] = {}
+    for position in reversed(range(1, n)):
+        up[position] = merge([vote_of([agents[position]]), *(up[child] for child in children(position, n, fanout))])
+    root = Root([0, *children(0, n, fanout)])
+    root.update(0, vote_of([agents[0]]))
+    for child in children(0, n, fanout):
+        root.update(child, up[child])
     flat = Root(range(n))
     for position, pair in enumerate(agents):
         flat.update(position, vote_of([pair]))
-    root = trees[0]
-    assert isinstance(root, Root)
     assert root.word() == flat.word()
 
 

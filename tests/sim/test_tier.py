@@ -51,6 +51,14 @@ _BROKEN = [
     ("ends_again", "at_once", "whole", 12),
     ("succeeds", "silent_leave", "all agents have ended", 7),
     ("node_lost", "left", "is on the tier", 1),
+    ("power", "trusting", "is called whole", 1),
+    ("kept", "mixed", "is called whole", 124),
+    ("old_nodes", "any_map", "was chosen", 1),
+    ("old_nodes", "memory_first", "was chosen", 1),
+    ("old_nodes", "unseen_forgotten", "was chosen", 1),
+    ("old_nodes", "unseen_begins", "was chosen", 1),
+    ("node_lost", "unsealed", "is on the tier", 5),
+    ("node_lost", "first_holder", "is on the tier", 2),
 ]
 
 
