@@ -80,7 +80,7 @@ class Agent:
 
         self.store = store = Store(Budget(settings))
         self._notes = SealNotes(directory)
-        self.sets = sets = Trainings(here, store, self._notes, self._sealed)
+        self.trainings = trainings = Trainings(here, store, self._notes, self._sealed)
         self.state = StateFile(directory)
         self.pledges = Pledges(directory)
         stats = StatsStore()
@@ -90,26 +90,26 @@ class Agent:
         self.controller_link = ControllerLink(me, here, self, log, spawn)
         events.follow(self.controller_link.tell)
 
-        filling = SlotWrites(here, sets, log, spawn)
+        filling = SlotWrites(here, trainings, log, spawn)
         self.transfers = Transfers(
-            PushReceiver(here, sets, store, filling, log),
+            PushReceiver(here, trainings, store, filling, log),
             PushSender(here, store, spawn),
-            PullScheduler(me, here, store, sets, tier, log, spawn),
+            PullScheduler(me, here, store, trainings, tier, log, spawn),
         )
         node_writer = NodeWriter(me, here, store, spawn)
         self.saver = saver = Saver(
-            me, here, sets, tier, keeps, rejections, node_writer, log, spawn, salvaging=lambda: self.salvage.busy
+            me, here, trainings, tier, keeps, rejections, node_writer, log, spawn, salvaging=lambda: self.salvage.busy
         )
-        self.salvage = Salvage(node, here, sets, store, rejections, saver, node_writer, log, spawn)
+        self.salvage = Salvage(node, here, trainings, store, rejections, saver, node_writer, log, spawn)
         sessions = Sessions(
-            me, here, sets, saver, tier, rejections, stats, notice=lambda: self.controller_link.notice
+            me, here, trainings, saver, tier, rejections, stats, notice=lambda: self.controller_link.notice
         )
         self.service = RankRequests(
             node,
             here,
             sessions,
             store,
-            sets,
+            trainings,
             filling,
             self.transfers.outgoing,
             self.transfers.pulls,
@@ -125,7 +125,7 @@ class Agent:
             here,
             self.state,
             store,
-            sets,
+            trainings,
             self.transfers,
             saver,
             self.salvage,
@@ -148,11 +148,11 @@ class Agent:
             clock.monotonic(),
         )
         self._waker = Wake(me, here, self.attach, events, spawn)
-        self._fence = SelfFence(settings.self_fence_s, here, self.controller_link, sets, log, spawn)
+        self._fence = SelfFence(settings.self_fence_s, here, self.controller_link, trainings, log, spawn)
         self._picture = Picture(
             me,
             here,
-            sets,
+            trainings,
             store,
             stats,
             rejections,
@@ -167,7 +167,7 @@ class Agent:
             store,
             self.transfers.incoming,
             self._waker,
-            Flush(job, here, sets, saver, self.salvage, spawn),
+            Flush(job, here, trainings, saver, self.salvage, spawn),
             self._picture,
             lambda: self.member.inventory(verify=False),
             events.complain,
@@ -205,7 +205,7 @@ class Agent:
         self.saver.close()
         await self.saver.leave(self.salvage.gathering)
         await self.transfers.cease()
-        self.sets.close()
+        self.trainings.close()
         self.store.clear()
         map_file.remove(me.directory)
         map_file.settle(me.directory)
@@ -219,7 +219,7 @@ class Agent:
             now = clock.monotonic()
             self.controller_link.beat(now)
             self._fence.look(now)
-            self.sets.beat()
+            self.trainings.beat()
             if self.membership.detached:
                 self._retention.look(now)
                 self._watch_on(now)
@@ -248,7 +248,7 @@ class Agent:
 
     def _log_end(self, name: str, detail: str) -> None:
         """An end of this incarnation, and what was sealed in it: when the agent has gone, the log alone knows."""
-        found = [(s.name, s.sealed) for s in self.sets if s.sealed is not None]
+        found = [(s.name, s.sealed) for s in self.trainings if s.sealed is not None]
         words = [f"sealed {name} {stamp.epoch}:{stamp.version}" for name, stamp in found[:8]]
         newest = max((stamp.version for _, stamp in found), default=0)
         self._log(name, version=newest, detail="; ".join([detail, *words]))
@@ -384,7 +384,7 @@ class Agent:
             self.state.remove()
             self._log_end("detached", f"exit code {m.exit_code or 'unknown'}")
             first = True
-        trained = [s for s in self.sets if s.greeted]
+        trained = [s for s in self.trainings if s.greeted]
         dead = mesh is not None and bool(mesh.dead)  # then the job may be on its way to a new incarnation
         if trained and all(s.succeeded for s in trained) and m.exit_code in ("", "0") and not dead:
             self.saver.succeeded = True
@@ -404,7 +404,7 @@ class Agent:
         incarnation = self.membership.incarnation
         assert incarnation is not None  # its link it is
         incarnation.rounds.on_link(name)
-        self.sets.on_link(incarnation, name)
+        self.trainings.on_link(incarnation, name)
 
     def _on_message(self, name: str, message: protocol.AnyMessage) -> None:
         incarnation = self.membership.incarnation
@@ -413,7 +413,7 @@ class Agent:
         if rounds.on_message(name, message):
             return
         if isinstance(message, (peer.VoteUp, peer.DecisionDown)):
-            self.sets.on_message(incarnation, name, message)
+            self.trainings.on_message(incarnation, name, message)
         elif isinstance(message, peer.SaveDown) and name == rounds.parent:
             self.saver.wanted(message)
         elif isinstance(message, peer.SaveUp) and name in rounds.children:
@@ -429,7 +429,7 @@ class Agent:
         if self.membership.incarnation is None or not self.deaths_matter(clock.monotonic()):
             return
         if not self.membership.detached:
-            self.sets.show_dead()
+            self.trainings.show_dead()
         if not known:
             self._log("detected", detail=f"{host} is silent; witnesses {', '.join(witnesses)}")
         self.controller_link.report(host, witnesses)
@@ -484,8 +484,8 @@ class Agent:
             return local.Verdict()
         mesh, silent = incarnation.mesh, incarnation.mesh.silent()
         alive = tuple(h for h in incarnation.hosts if h not in mesh.dead and h not in silent)
-        sealed = max((s.sealed for s in self.sets if s.sealed is not None), default=(0, 0))
-        begun = max((s.begun for s in self.sets), default=0)
+        sealed = max((s.sealed for s in self.trainings if s.sealed is not None), default=(0, 0))
+        begun = max((s.begun for s in self.trainings), default=0)
         dead, suspect = tuple(sorted(mesh.dead)), tuple(sorted(silent - mesh.dead))
         return local.Verdict(dead, suspect, alive[:1000], (sealed[0], sealed[1]), begun)
 

@@ -48,7 +48,7 @@ class Picture:
         self._stats, self._rejections, self._saver = stats, rejections, saver
         self._state, self._log, self._kept_until = state, log, kept_until
 
-    def _set(self, training: Training) -> inspect_schema.SetState:
+    def _set(self, training: Training) -> inspect_schema.TrainingState:
         sealed, pace = training.sealed, None
         state = "finished" if training.succeeded else _STATES.get(training.page.state, "unknown")
         rejected = self._rejections.sentences(training.name)
@@ -57,7 +57,7 @@ class Picture:
             pace = training.pace.state()
         if pace is not None:
             pace = msgspec.structs.replace(pace, stalled_s=self._identity.settings.stalled_s)
-        return inspect_schema.SetState(
+        return inspect_schema.TrainingState(
             name=training.name,
             world=training.world or training.chosen_world,
             sealed=sealed,
@@ -111,7 +111,7 @@ class Picture:
             port=me.port,
             memory_bytes=budget.taken_bytes,
             memory_cap_bytes=budget.cap_bytes,
-            sets=tuple(self._set(t) for t in self._trainings),
+            trainings=tuple(self._set(t) for t in self._trainings),
             held=tuple(self._held()),
             events=tuple(self._log.events[-_EVENTS:]),
             suspects=tuple(sorted(mesh.silent() - mesh.dead)) if mesh is not None else (),

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"gemini-hpc flush: {tame(str(exc))}", file=sys.stderr)
         return 1
     if args.json:
-        print(json.dumps({"schema": 1, "job": job, "sets": [_document(word) for word in over]}))
+        print(json.dumps({"schema": 1, "job": job, "trainings": [_document(word) for word in over]}))
     for word in over:
         if word.reason:
             of = f"training {word.set}: " if word.set else ""

@@ -159,7 +159,7 @@ def render(d: Document, width: int = columns.USUAL) -> str:
     if d["nodes"]:
         lines.append("nodes")
         lines += _table(["rank", "host", "group", "state", "address", "memory"], [_node(n) for n in d["nodes"]])
-    for s in d["sets"]:
+    for s in d["trainings"]:
         for line in _set(s, len(d["nodes"])):
             lines += columns.fold(line, width, "      ", "") if _words(line) else [line]
     for r in d["recoveries"]:

@@ -103,7 +103,7 @@ def _row(row: JobRow, d: Document | None) -> Document:
 def _sealed_age(d: Document) -> float | None:
     """Of the set whose newest sealed version is the oldest; None where one has none."""
     ages: list[float] = []
-    for s in d["sets"]:
+    for s in d["trainings"]:
         own = [h["age_s"] for shard in s["shards"] for h in shard["holders"] if h["state"] == "sealed"]
         known = [age for age in own if age is not None]
         if not known:
@@ -114,10 +114,10 @@ def _sealed_age(d: Document) -> float | None:
 
 def _survives(d: Document) -> int | None:
     """So many nodes may be lost, any of them, without the loss of a shard; None where nothing is sealed yet."""
-    if not d["sets"] or any(s["survival"]["lost_already"] for s in d["sets"]):
+    if not d["trainings"] or any(s["survival"]["lost_already"] for s in d["trainings"]):
         return None
     counts = []
-    for s in d["sets"]:
+    for s in d["trainings"]:
         sure = [row["k"] for row in s["survival"]["survives"] if row["probability"] >= 1.0]
         counts.append(max(sure, default=0))
     return min(counts)

@@ -8,7 +8,7 @@ bytes, a version is [epoch, version] or null:
   nodes       [{node_rank, host, group, state, agent, address, interface, port, memory_bytes, memory_cap_bytes,
                 suspects, dead, member}]
   ended       null, or {state, t, exit_code, version, stored}: how the job ended
-  sets        [{name, world, sealed, state, stalled: {for_s, usual_s} or null, notes, shards: [{rank, home, bytes,
+  trainings   [{name, world, sealed, state, stalled: {for_s, usual_s} or null, notes, shards: [{rank, home, bytes,
                 holders: [{host, state, version, age_s, verified_age_s}]}],
                 survival: {counted_version, survives: [{k, probability}], fatal: [[host]],
                 exact, lost_already}, tier: {directory, version, age_s, saving, written_bytes, problem, keeping,
@@ -65,20 +65,20 @@ def picture(
     ranks = dict(leader.noderanks) if leader else {}
     absent = sorted({h for h in members if h not in newest} | set(missing))
     names = _shown(parts)
-    sets = [_set(name, parts, members, now, slurm) for name in names]
+    trainings = [_set(name, parts, members, now, slurm) for name in names]
     document: Document = {
         "schema": SCHEMA,
         "job": job,
         "asked": asked,
         "t": now,
-        "state": _state(parts, absent, sets, slurm),
+        "state": _state(parts, absent, trainings, slurm),
         "ended": None,
         "replicas": leader.replicas if leader else 0,
         "epoch": max((p.epoch for p in parts), default=0),
         "restart": restart,
         "slurm": dict(slurm),
         "nodes": _nodes(parts, members, absent, ranks, _groups(parts, ranks)),
-        "sets": sets,
+        "trainings": trainings,
         "missing": absent,
         "notes": [],
     }
@@ -97,17 +97,17 @@ def picture(
     waiting = [f"unprotected, because {p.host}'s {p.unprotected[:500]}" for p in parts if p.unprotected]
     troubled = [f"{p.host}: {p.problem[:500]}" for p in parts if p.problem]
     document["notes"] += [*_notes(document, document["missing"], slurm), *waiting, *troubled]
-    if unshown := len({s.name for p in parts for s in p.sets}) - len(names):
-        document["notes"].append(f"{unshown} sets are not shown: the agents tell of more ranks than can be")
+    if unshown := len({s.name for p in parts for s in p.trainings}) - len(names):
+        document["notes"].append(f"{unshown} trainings are not shown: the agents tell of more ranks than can be")
     return document
 
 
 def _shown(parts: Sequence[InspectPart]) -> list[str]:
-    """The sets, as far as a picture of them is of a size that an operator's terminal can take: agents are their
+    """The trainings, as far as a picture of them is of a size that an operator's terminal can take: agents are their
     users'."""
     worlds: dict[str, int] = {}
     for part in parts:
-        for s in part.sets:
+        for s in part.trainings:
             worlds[s.name] = max(worlds.get(s.name, 0), s.world)
         for slot in part.held:
             if slot.set in worlds:
@@ -142,15 +142,15 @@ def _event(e: EventRecord) -> Document:
 
 
 def _state(
-    parts: Sequence[InspectPart], absent: Sequence[str], sets: Sequence[Document], slurm: dict[str, str]
+    parts: Sequence[InspectPart], absent: Sequence[str], trainings: Sequence[Document], slurm: dict[str, str]
 ) -> str:
     if not parts or any(p.unprotected for p in parts):
         return "unprotected"
-    if any(s["survival"]["lost_already"] for s in sets) or not sets:
+    if any(s["survival"]["lost_already"] for s in trainings) or not trainings:
         return "arming" if slurm.get("state") in ("RUNNING", "CONFIGURING", "") else "waiting"
     if absent:
         return "partly protected"
-    states = {s["state"] for s in sets}
+    states = {s["state"] for s in trainings}
     for word in ("degraded", "recovering", "stalled", "arming"):
         if word in states:
             return word
@@ -232,7 +232,7 @@ def _running_s(slurm: dict[str, str]) -> float | None:
 def _set(
     name: str, parts: Sequence[InspectPart], members: Sequence[str], now: float, slurm: dict[str, str]
 ) -> Document:
-    states = [s for p in parts for s in p.sets if s.name == name]
+    states = [s for p in parts for s in p.trainings if s.name == name]
     held = [(p.host, slot) for p in parts for slot in p.held if slot.set == name and slot.state != "empty"]
     world = max([s.world for s in states] + [slot.world for _, slot in held], default=0)
     sealed = max((s.sealed for s in states if s.sealed is not None), default=None)
@@ -281,7 +281,7 @@ def traffic(name: str, parts: Iterable[InspectPart]) -> dict[int, tuple[str, Tra
     """What each rank of a set tells of its traffic, and where. A rank that has moved counts where it was last."""
     found: dict[int, tuple[str, TrafficState]] = {}
     for part in sorted(parts, key=lambda p: (p.restart, p.epoch, p.round)):
-        for s in part.sets:
+        for s in part.trainings:
             if s.name == name:
                 found.update((rank, (part.host, state)) for rank, state in s.traffic)
     return found
@@ -375,7 +375,7 @@ def _notes(document: Document, absent: Sequence[str], slurm: dict[str, str]) -> 
     if absent and document["nodes"]:
         some = len(absent) < len([n for n in document["nodes"] if n["member"]])
         notes.append(f"{'partly protected: ' if some else ''}no agent on {', '.join(absent)}")
-    for s in document["sets"]:
+    for s in document["trainings"]:
         if s["survival"]["lost_already"]:
             empty = [str(d["rank"]) for d in s["shards"] if not d["holders"]]
             which = f" (nothing of rank {', '.join(empty)})" if empty else ""

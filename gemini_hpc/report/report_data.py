@@ -31,7 +31,7 @@ class Shown:
 
 def choose(parts: Sequence[InspectPart], name: str | None, rank: int | None) -> list[tuple[str, RecordAsk]]:
     """Whom to ask for what: of each set the rank with the largest overhead, or the rank and set that are wanted."""
-    names = sorted({s.name for p in parts for s in p.sets if name is None or s.name == name})
+    names = sorted({s.name for p in parts for s in p.trainings if name is None or s.name == name})
     wanted = []
     for found in names:
         ranks = traffic(found, parts)
@@ -67,7 +67,7 @@ def document(job: int, t: float, sets: Iterable[Shown]) -> dict[str, Any]:
         "schema": SCHEMA,
         "job": job,
         "t": t,
-        "sets": [
+        "trainings": [
             {
                 "set": one.set,
                 "rank": one.rank,

@@ -11,7 +11,7 @@ Row = dict[str, Any]
 
 
 def lines(ranks: Sequence[Row]) -> list[str]:
-    """Of `sets[].traffic` of the document, tamed; nothing where no rank has told anything."""
+    """Of `trainings[].traffic` of the document, tamed; nothing where no rank has told anything."""
     return [*_network(ranks), _traffic(ranks), *_trouble(ranks)] if ranks else []
 
 

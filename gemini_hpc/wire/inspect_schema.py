@@ -80,7 +80,7 @@ class PaceState(msgspec.Struct, frozen=True):
     stalled_s: Duration = 120.0
 
 
-class SetState(msgspec.Struct, frozen=True):
+class TrainingState(msgspec.Struct, frozen=True):
     """One set on one node. state: arming, protected, degraded, recovering, finished. traffic: of those `ranks` that
     have told theirs. tier: from the root, of a job that has one. pace: where connected ranks have saved twice."""
 
@@ -123,7 +123,7 @@ class InspectPart(Message, frozen=True, tag="inspect"):
     port: Port
     memory_bytes: Bytes
     memory_cap_bytes: Bytes
-    sets: tuple[SetState, ...]
+    trainings: tuple[TrainingState, ...]
     held: tuple[HeldSlot, ...]
     events: tuple[EventRecord, ...]
     suspects: tuple[str, ...]

@@ -17,19 +17,19 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.votes import Decision
 from gemini_hpc.query.inspect_document import picture
 from gemini_hpc.wire import control_page, local
-from gemini_hpc.wire.inspect_schema import InspectPart, SetState
+from gemini_hpc.wire.inspect_schema import InspectPart, TrainingState
 
 from .conftest import JOB, STEP, AgentProcess
 
 
-def state(training: Training) -> SetState:
+def state(training: Training) -> TrainingState:
     silent: Any = SimpleNamespace(states=lambda *_: (), state=lambda _: None, sentences=lambda _: (), problem="")
     nothing: Any = SimpleNamespace(taken_bytes=0, cap_bytes=0, events=())
     identity, store = Identity(Settings(), JOB, 0, "n1", ""), Store(nothing)
     made = Picture(
         identity, Membership(), [training], store, silent, silent, silent, silent, nothing, kept_until=lambda: 0.0
     )
-    return made.part(1).sets[0]
+    return made.part(1).trainings[0]
 
 
 def sealed(training: Training, version: int) -> None:
@@ -53,7 +53,7 @@ def test_what_a_rank_says_of_its_protection_is_the_state_of_the_set() -> None:
         training.complain("rank 0: version 13 cannot be sealed without rank 1's copy")
         assert (state(training).state, "without rank 1's copy" in state(training).note) == ("degraded", True)
         document = picture(JOB, [part(training)], [], {"nodes": "n1", "state": "RUNNING"}, (), "agents", time.time())
-        assert any("without rank 1's copy" in note for note in document["sets"][0]["notes"])
+        assert any("without rank 1's copy" in note for note in document["trainings"][0]["notes"])
         sealed(training, 14)
         assert state(training).state == "protected", "a newer version is sealed"
         training.left[1] = "IndexError: no room"

@@ -93,7 +93,7 @@ def test_nobody_hears_of_an_incarnation_before_the_file_says_it(
         monkeypatch.setattr(agent.controller_link, "tell", lambda *_: said.append(file.read()))
         monkeypatch.setattr(agent, "_log", lambda *_, **__: said.append(file.read()))
         await agent.attach(ATTACH)
-        agent.sets.close()
+        agent.trainings.close()
 
     asyncio.run(enter())
     assert said and all(found is not None and found.attach == ATTACH for found in said)

@@ -52,7 +52,7 @@ def part(request: int) -> inspect_schema.InspectPart:
         port=candidates(SETTINGS, JOB)[0],
         memory_bytes=16384,
         memory_cap_bytes=1 << 20,
-        sets=(inspect_schema.SetState("default", len(HOSTS), Stamp(1, 7), "protected", (i,)),),
+        trainings=(inspect_schema.TrainingState("default", len(HOSTS), Stamp(1, 7), "protected", (i,)),),
         held=tuple(slots),
         events=(),
         suspects=(),

@@ -21,7 +21,7 @@ from gemini_hpc.core.placement import holders, recovery_probability
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.survival import survival
 from gemini_hpc.query.inspect_document import picture
-from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, SetState, TierState
+from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, TierState, TrainingState
 from gemini_hpc.wire.sanitize import tame as printable
 
 NOW = 1000.0
@@ -74,7 +74,7 @@ def part(host: str, held: list[HeldSlot]) -> InspectPart:
         port=1,
         memory_bytes=1,
         memory_cap_bytes=2,
-        sets=(SetState("default", 4, Stamp(1, 5), "protected", (hosts.index(host),)),),
+        trainings=(TrainingState("default", 4, Stamp(1, 5), "protected", (hosts.index(host),)),),
         held=tuple(held),
         events=(),
         suspects=(),
@@ -103,19 +103,21 @@ SLURM = {"state": "RUNNING", "nodes": "n1,n2,n3,n4", "restarts": "0"}
 def test_two_groups() -> None:
     d = picture(7, pairs({}), [], SLURM, (), "controller", NOW)
     assert d["state"] == "protected" and [n["group"] for n in d["nodes"]] == [0, 0, 1, 1]
-    v = d["sets"][0]["survival"]
+    v = d["trainings"][0]["survival"]
     assert v["fatal"] == [["n1", "n2"], ["n3", "n4"]] and v["counted_version"] == [1, 5]
     assert [row["probability"] for row in v["survives"]] == [1.0, 4 / 6, 0.0]
     assert "does not survive the loss of: n1+n2, n3+n4" in render(d)
-    assert d["sets"][0]["shards"][0]["holders"][0]["state"] == "sealed"
+    assert d["trainings"][0]["shards"][0]["holders"][0]["state"] == "sealed"
 
 
 def tiered(told: TierState | None) -> tuple[dict[str, Any], str]:
     """The first set's tier in the document, and its lines of the text; only the root tells."""
     parts = pairs({})
-    parts[2] = msgspec.structs.replace(parts[2], sets=(msgspec.structs.replace(parts[2].sets[0], tier=told),))
+    parts[2] = msgspec.structs.replace(
+        parts[2], trainings=(msgspec.structs.replace(parts[2].trainings[0], tier=told),)
+    )
     d = picture(7, parts, [], SLURM, (), "controller", NOW)
-    return d["sets"][0]["tier"], "\n".join(
+    return d["trainings"][0]["tier"], "\n".join(
         line for line in render(d).splitlines() if "tier" in line or "kept:" in line
     )
 
@@ -147,14 +149,14 @@ def test_the_tier() -> None:
 def test_a_missing_agent_shows_at_once() -> None:
     d = picture(7, pairs({})[:3], [], SLURM, ("n4",), "controller", NOW)
     assert d["state"] == "partly protected" and d["missing"] == ["n4"]
-    v = d["sets"][0]["survival"]
+    v = d["trainings"][0]["survival"]
     assert ["n3"] in v["fatal"] and v["survives"][0]["probability"] == 0.75
 
 
 def test_a_copy_that_is_not_complete_does_not_count() -> None:
     parts = pairs({})
     parts[1] = part("n2", [slot(0, 5, "filling"), slot(1, 5)])
-    v = picture(7, parts, [], SLURM, (), "controller", NOW)["sets"][0]["survival"]
+    v = picture(7, parts, [], SLURM, (), "controller", NOW)["trainings"][0]["survival"]
     assert v["fatal"] == [["n1"], ["n3", "n4"]]
 
 
@@ -162,14 +164,14 @@ def test_parts_taken_while_versions_change_hands() -> None:
     # n1 has recycled version 4 already (5 complete, 6 filling); n2 still has 4 and 5: both have 5.
     parts = pairs({})
     parts[1] = part("n2", [slot(0, 4), slot(0, 5, number=1), slot(1, 4), slot(1, 5, number=1)])
-    v = picture(7, parts, [], SLURM, (), "controller", NOW)["sets"][0]["survival"]
+    v = picture(7, parts, [], SLURM, (), "controller", NOW)["trainings"][0]["survival"]
     assert v["counted_version"] == [1, 5] and v["survives"][0]["probability"] == 1.0
 
 
 def test_nothing_yet_and_nobody() -> None:
     empty = [part(h, []) for h in ("n1", "n2", "n3", "n4")]
     d = picture(7, empty, [], SLURM, (), "agents", NOW)
-    assert d["state"] == "arming" and d["sets"][0]["survival"]["lost_already"]
+    assert d["state"] == "arming" and d["trainings"][0]["survival"]["lost_already"]
     assert "nothing yet" in render(d)
     nobody = picture(7, [], [], SLURM, ("n1",), "controller", NOW)
     assert nobody["state"] == "unprotected"
@@ -281,23 +283,23 @@ def test_journal_remembers_fencing_and_open_recoveries(tmp_path: Path) -> None:
 
 
 def test_agents_that_tell_of_millions_of_ranks_cost_an_operator_nothing() -> None:
-    one = SetState("default", 4, Stamp(1, 7), "protected", (0,))
-    huge = tuple(SetState(f"s{n}", 1 << 20, Stamp(1, 7), "protected", (0,)) for n in range(64))
-    many = tuple(SetState(f"t{n}", 1, None, "arming", (0,)) for n in range(20_000))
-    part = msgspec.structs.replace(pairs({})[0], sets=(one, *huge, *many))
+    one = TrainingState("default", 4, Stamp(1, 7), "protected", (0,))
+    huge = tuple(TrainingState(f"s{n}", 1 << 20, Stamp(1, 7), "protected", (0,)) for n in range(64))
+    many = tuple(TrainingState(f"t{n}", 1, None, "arming", (0,)) for n in range(20_000))
+    part = msgspec.structs.replace(pairs({})[0], trainings=(one, *huge, *many))
     began = time.monotonic()
     found = picture(7, [part], [], SLURM, (), "controller", NOW)
     assert time.monotonic() - began < 10
-    assert found["sets"][0]["name"] == "default" and len(found["sets"]) == 256
-    assert any("sets are not shown" in note for note in found["notes"])
+    assert found["trainings"][0]["name"] == "default" and len(found["trainings"]) == 256
+    assert any("trainings are not shown" in note for note in found["notes"])
 
 
 def test_what_agents_say_is_one_line_of_text_in_inspect() -> None:
     """An operator reads it on a terminal."""
     evil = "x\x1b[2J\nrecovery of restart 9\u202e\r"
-    state = SetState("default", 4, Stamp(1, 7), evil, (0,), evil)
+    state = TrainingState("default", 4, Stamp(1, 7), evil, (0,), evil)
     part = msgspec.structs.replace(
-        pairs({})[0], sets=(state,), state=evil, address=evil, interface=evil, dead=(evil,)
+        pairs({})[0], trainings=(state,), state=evil, address=evil, interface=evil, dead=(evil,)
     )
     log = [EventRecord(NOW, "detected", evil, 0, 0, evil), EventRecord(NOW, evil, "n1", 0, 0, evil)]
     text = render(printable(picture(7, [part], log, SLURM | {"reason": evil}, (evil,), "controller", NOW)))

@@ -71,7 +71,7 @@ def test_a_job_that_lives_has_not_ended(state: str) -> None:
 
 def test_copies_that_are_still_kept_are_shown() -> None:
     d = picture(7, pairs({}), NIGHT, {**SLURM, "state": "FAILED"}, (), "controller", NOW)
-    assert d["state"] == "ended" and len(d["nodes"]) == 4 and d["sets"]
+    assert d["state"] == "ended" and len(d["nodes"]) == 4 and d["trainings"]
 
 
 def test_an_owner_does_not_say_how_his_job_ended() -> None:

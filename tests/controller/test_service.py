@@ -108,7 +108,7 @@ def test_inspect(site: Site) -> None:
     assert "survives any loss of 1 node" in done.stdout
     document = json.loads(site.inspect(job, "--json", user="slurm").stdout)
     assert document["schema"] == 1 and document["state"] == "protected" and document["asked"] == "controller"
-    assert document["sets"][0]["survival"]["survives"][1] == {"k": 2, "probability": 0.0}
+    assert document["trainings"][0]["survival"]["survives"][1] == {"k": 2, "probability": 0.0}
     assert {e["host"] for e in document["events"]} == set(hosts)
     refused = site.inspect(job, user="bob")
     unknown = site.inspect(99999, user="bob")

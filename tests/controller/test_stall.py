@@ -10,7 +10,7 @@ from gemini_hpc.cli.inspect import render
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.query.inspect_document import Document, picture
 from gemini_hpc.query.stall import Stall, stall
-from gemini_hpc.wire.inspect_schema import InspectPart, PaceState, SetState
+from gemini_hpc.wire.inspect_schema import InspectPart, PaceState, TrainingState
 
 NOW = 1000.0
 SLURM = {"state": "RUNNING", "nodes": "n1,n2", "restarts": "0"}
@@ -76,7 +76,7 @@ def shown(pace: PaceState | None, state: str = "protected", slurm: dict[str, str
         port=1,
         memory_bytes=1,
         memory_cap_bytes=2,
-        sets=(SetState("default", 0, Stamp(1, 5), state, (0,), pace=pace),),
+        trainings=(TrainingState("default", 0, Stamp(1, 5), state, (0,), pace=pace),),
         held=(),
         events=(),
         suspects=(),
@@ -88,8 +88,8 @@ def shown(pace: PaceState | None, state: str = "protected", slurm: dict[str, str
 
 def test_a_stalled_training_in_the_picture() -> None:
     d = shown(PaceState(250.0, 0.8, 2.0))
-    assert d["state"] == d["sets"][0]["state"] == "stalled"
-    assert d["sets"][0]["stalled"] == {"for_s": 250.0, "usual_s": 0.8}
+    assert d["state"] == d["trainings"][0]["state"] == "stalled"
+    assert d["trainings"][0]["stalled"] == {"for_s": 250.0, "usual_s": 0.8}
     assert "training default: stalled: no step for 4 min (usually 0.8 s)" in render(d)
 
 
@@ -106,4 +106,4 @@ def test_a_stalled_training_in_the_picture() -> None:
 )
 def test_what_is_not_called_stalled(pace: PaceState | None, state: str, slurm: dict[str, str]) -> None:
     d = shown(pace, state, slurm)
-    assert d["sets"][0]["state"] == state and d["sets"][0]["stalled"] is None
+    assert d["trainings"][0]["state"] == state and d["trainings"][0]["stalled"] is None

@@ -15,7 +15,7 @@ import pytest
 from gemini_hpc import config
 from gemini_hpc.cli.main import build_parser
 from gemini_hpc.query.inspect_document import picture
-from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, SetState
+from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, TrainingState
 from gemini_hpc.wire.traffic import TrafficState
 from tests.docs.tables import ADMIN, with_tables
 from tests.releases import __main__ as releases
@@ -262,7 +262,7 @@ def test_every_key_of_the_json_document_is_documented() -> None:
         port=1,
         memory_bytes=1,
         memory_cap_bytes=2,
-        sets=(SetState("default", 1, (1, 5), "protected", (0,), traffic=((0, state),)),),
+        trainings=(TrainingState("default", 1, (1, 5), "protected", (0,), traffic=((0, state),)),),
         held=(held,),
         events=(EventRecord(1.0, "detected", "n1", 0),),
         suspects=(),

@@ -39,7 +39,7 @@ def test_ranks_move_and_protection_goes_on(cluster: Cluster, train: Callable[...
     resumed = min(line["step"] for line in job.steps() if line["restart"] == 1)
     job.reach(resumed + 8)
     shown = json.loads(cluster.run(["gemini-hpc", "inspect", str(job.id), "--json"], user="alice").stdout)
-    (only,) = shown["sets"]
+    (only,) = shown["trainings"]
     assert only["state"] == "protected" and only["sealed"][0] == shown["epoch"], only
     cluster.power_off(job.hosts()[1])
     job.finish()

@@ -107,7 +107,7 @@ def _flush(job: Heat, tier: Path) -> None:
     assert f"version {first.epoch}:{first.version} is in {tier}" in mine.stdout
     assert ask(job, "bob").returncode == 1 and len(saved(tier, job)) == 1
     told = inspect(job, "--json")
-    of_set = json.loads(told)["sets"][0]["tier"]
+    of_set = json.loads(told)["trainings"][0]["tier"]
     assert (of_set["directory"], of_set["version"], of_set["saving"], of_set["problem"]) == (
         str(tier),
         list(first),
@@ -120,7 +120,9 @@ def _flush(job: Heat, tier: Path) -> None:
     asked = ask(job, "root", "--json")
     assert asked.returncode == 0, (asked, job.slurm())
     found = json.loads(asked.stdout)
-    assert found["sets"][0]["version"] == list(saved(tier, job)[0]) and saved(tier, job)[0].version > first.version
+    assert (
+        found["trainings"][0]["version"] == list(saved(tier, job)[0]) and saved(tier, job)[0].version > first.version
+    )
 
 
 def drained(job: Heat, tier: Path) -> None:

@@ -85,7 +85,7 @@ def test_not_enough_memory_for_the_replicas(site: Site) -> None:
         def noted() -> Any:
             done = site.gemini("inspect", str(job), "--json")
             assert done.returncode == 0, done.stderr
-            return [n for s in json.loads(done.stdout)["sets"] for n in s["notes"] if "wanted 128 MiB" in n]
+            return [n for s in json.loads(done.stdout)["trainings"] for n in s["notes"] if "wanted 128 MiB" in n]
 
         until(noted, 10, 0.2, what="inspect shows it")
         assert "not enough memory" in " ".join(site.gemini("inspect", str(job)).stdout.split())

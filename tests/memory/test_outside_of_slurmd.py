@@ -106,7 +106,7 @@ def test_arming_until_done(site: Site, inspect: Inspect) -> None:
     job.reach(0, "resumed")
 
     def state() -> set[str]:
-        return {s["state"] for s in inspect(job.id).get("sets", [])}
+        return {s["state"] for s in inspect(job.id).get("trainings", [])}
 
     until(lambda: state() == {"arming"}, 1.4, what="arming")
     until(lambda: state() == {"protected"}, 15, what="protected")

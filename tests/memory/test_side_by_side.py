@@ -32,7 +32,7 @@ def test_two_trainings_side_by_side_recover_a_dead_node(site: Site) -> None:
     first.reach(10)
     second.reach(5)
     done = site.cluster.run(["gemini-hpc", "inspect", str(first.id), "--json"], user="alice")
-    shown: dict[str, Any] = {s["name"]: s for s in json.loads(done.stdout)["sets"]}
+    shown: dict[str, Any] = {s["name"]: s for s in json.loads(done.stdout)["trainings"]}
     assert shown.keys() >= {"a", "b"} and shown["a"]["state"] == shown["b"]["state"] == "protected", shown
     site.cluster.power_off(first.hosts()[1])
     first.finish()

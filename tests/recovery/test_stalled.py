@@ -47,7 +47,7 @@ def test_a_rank_that_is_stopped(job: LiteJob) -> None:
     assert looked_at(job)["state"] == "protected"
     signal_rank(job, "STOP")
     until(lambda: looked_at(job)["state"] == "stalled", 60, 0.5, what="stalled")
-    found = looked_at(job)["sets"][0]
+    found = looked_at(job)["trainings"][0]
     assert found["stalled"]["for_s"] > LEAST_S > found["stalled"]["usual_s"] > 0, found
     text = job.cluster.run(["gemini-hpc", "inspect", str(job.id)], user="alice").stdout
     assert "stalled: no step for" in text and "(usually" in text, text

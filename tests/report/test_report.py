@@ -26,7 +26,7 @@ from gemini_hpc.report import drawing
 from gemini_hpc.report.html_page import Pictures, render
 from gemini_hpc.report.report_data import Shown, choose, document, idle, shown
 from gemini_hpc.train.schedule import stats_messages
-from gemini_hpc.wire.inspect_schema import InspectPart, Record, RecordAsk, SetState
+from gemini_hpc.wire.inspect_schema import InspectPart, Record, RecordAsk, TrainingState
 from gemini_hpc.wire.traffic import Point, TimelineState, TrafficState
 
 from .test_text import STEADY, but, part
@@ -75,8 +75,10 @@ def run(*words: str) -> int:
 
 def test_the_worst_rank_of_each_set_is_asked_for() -> None:
     parts = [part("n1", 0, but(overhead=None)), part("n2", 1, but(overhead=-0.01))]
-    other = SetState("other", 2, None, "arming", (0, 1), traffic=((0, but(overhead=0.2)), (1, but(overhead=0.1))))
-    parts[0] = msgspec.structs.replace(parts[0], sets=(*parts[0].sets, other))
+    other = TrainingState(
+        "other", 2, None, "arming", (0, 1), traffic=((0, but(overhead=0.2)), (1, but(overhead=0.1)))
+    )
+    parts[0] = msgspec.structs.replace(parts[0], trainings=(*parts[0].trainings, other))
     assert choose(parts, None, None) == [("n2", RecordAsk("default", 1)), ("n1", RecordAsk("other", 0))]
     assert choose(parts, "other", 1) == [("n1", RecordAsk("other", 1))]
     assert choose(parts, None, 5) == [] == choose(parts, "nothing", None)
@@ -89,8 +91,8 @@ def test_a_rank_that_has_moved_is_asked_for_where_it_was_last() -> None:
 
 
 def test_a_job_of_very_many_sets_is_cut() -> None:
-    many = tuple(SetState(f"s{n:04}", 1, None, "arming", (0,), traffic=((0, STEADY),)) for n in range(64))
-    assert len(choose([msgspec.structs.replace(part("n1", 0, None), sets=many)], None, None)) == 16
+    many = tuple(TrainingState(f"s{n:04}", 1, None, "arming", (0,), traffic=((0, STEADY),)) for n in range(64))
+    assert len(choose([msgspec.structs.replace(part("n1", 0, None), trainings=many)], None, None)) == 16
 
 
 def test_an_agent_that_tells_no_record_leaves_the_summary() -> None:
@@ -274,7 +276,7 @@ def test_json_needs_no_matplotlib(
     assert run("7", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["schema"] == 1 and found["job"] == 7
-    (one,) = found["sets"]
+    (one,) = found["trainings"]
     assert (one["set"], one["rank"], one["host"], one["traffic"]["scheme"]) == ("default", 0, "n1", "gemini")
     assert one["timeline"]["ops"][1]["name"] == "all_gather_into_tensor" and len(one["series"]) == 100
     assert run("7") == 1

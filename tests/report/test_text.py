@@ -10,7 +10,7 @@ import pytest
 from gemini_hpc.cli.inspect import render
 from gemini_hpc.query.inspect_document import picture
 from gemini_hpc.report.traffic_text import lines, seconds, size
-from gemini_hpc.wire.inspect_schema import HeldSlot, InspectPart, SetState
+from gemini_hpc.wire.inspect_schema import HeldSlot, InspectPart, TrainingState
 from gemini_hpc.wire.sanitize import tame
 from gemini_hpc.wire.traffic import TrafficState
 
@@ -52,7 +52,7 @@ def part(host: str, rank: int, state: TrafficState | None, **more: Any) -> Inspe
         port=1,
         memory_bytes=1,
         memory_cap_bytes=2,
-        sets=(SetState("default", 2, (1, 5), "protected", (rank,), traffic=traffic),),
+        trainings=(TrainingState("default", 2, (1, 5), "protected", (rank,), traffic=traffic),),
         held=(held,),
         events=(),
         suspects=(),
@@ -63,7 +63,7 @@ def part(host: str, rank: int, state: TrafficState | None, **more: Any) -> Inspe
 
 def rows(*states: TrafficState) -> list[dict[str, Any]]:
     parts = [part(f"n{rank + 1}", rank, state) for rank, state in enumerate(states)]
-    found = picture(7, parts, [], {"nodes": "n1,n2"}, (), "agents", 1000.0)["sets"][0]["traffic"]
+    found = picture(7, parts, [], {"nodes": "n1,n2"}, (), "agents", 1000.0)["trainings"][0]["traffic"]
     return list(found)
 
 
@@ -152,7 +152,7 @@ def test_numbers() -> None:
 def test_the_document_has_a_row_for_each_rank_that_has_told() -> None:
     parts = [part("n1", 0, STEADY), part("n2", 1, None)]
     document = picture(7, parts, [], {"nodes": "n1,n2"}, (), "agents", 1000.0)
-    (row,) = document["sets"][0]["traffic"]
+    (row,) = document["trainings"][0]["traffic"]
     assert (row["rank"], row["host"], row["scheme"], row["chunks_per_span"]) == (
         0,
         "n1",
@@ -161,20 +161,20 @@ def test_the_document_has_a_row_for_each_rank_that_has_told() -> None:
     )
     assert "  network: iteration 3.10 s" in render(document)
     untold = picture(7, parts[1:], [], {"nodes": "n1,n2"}, (), "agents", 1000.0)
-    assert untold["sets"][0]["traffic"] == [] and "network" not in render(untold)
+    assert untold["trainings"][0]["traffic"] == [] and "network" not in render(untold)
 
 
 def test_a_rank_that_has_moved_counts_where_it_was_last() -> None:
     old, new = part("n1", 0, but(j=5), restart=0), part("n2", 0, but(j=1), restart=1, epoch=3)
     for parts in ([old, new], [new, old]):
-        (row,) = picture(7, parts, [], {"nodes": "n1,n2"}, (), "agents", 1000.0)["sets"][0]["traffic"]
+        (row,) = picture(7, parts, [], {"nodes": "n1,n2"}, (), "agents", 1000.0)["trainings"][0]["traffic"]
         assert (row["host"], row["j"]) == ("n2", 1)
 
 
 def test_a_rank_that_cannot_be_is_not_shown() -> None:
     assert [row["rank"] for row in rows(STEADY)] == [0]
     document = picture(7, [part("n1", 0, STEADY), part("n2", 9, STEADY)], [], {}, (), "agents", 1000.0)
-    assert [row["rank"] for row in document["sets"][0]["traffic"]] == [0]
+    assert [row["rank"] for row in document["trainings"][0]["traffic"]] == [0]
 
 
 def test_words_of_others_stay_on_their_line() -> None:

@@ -69,7 +69,7 @@ class Truth:
     def owner(self, sealing: Voting) -> tuple[Agent, Training] | None:
         """Whose part of a seal this is."""
         for agent in self.agents():
-            for training in agent.sets:
+            for training in agent.trainings:
                 if training.sealing is sealing:
                     return agent, training
         return None

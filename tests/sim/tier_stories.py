@@ -204,7 +204,7 @@ def node_lost(job: Job) -> None:
 def _known(job: Job) -> Stamp:
     """The newest seal that an agent knows of."""
     agents = [agent for agent in map(job.agent, job.up) if agent is not None]
-    return max((t.sealed for a in agents for t in a.sets if t.sealed is not None), default=Stamp(0, 0))
+    return max((t.sealed for a in agents for t in a.trainings if t.sealed is not None), default=Stamp(0, 0))
 
 
 def comes_back(job: Job) -> None:

@@ -32,7 +32,7 @@ def run(start: Start) -> Start:
 
 
 def sealed(job: RealJob, node: RealNode) -> int:
-    sets = job.inspect(node).sets
+    sets = job.inspect(node).trainings
     return sets[0].sealed[1] if sets and sets[0].sealed is not None else 0
 
 
@@ -46,7 +46,7 @@ def both_hold(job: RealJob, version: int) -> None:
 
 def travels_over(job: RealJob, node: RealNode) -> set[str]:
     """As `inspect` tells it."""
-    return {state.transport for s in job.inspect(node).sets for _, state in s.traffic}
+    return {state.transport for s in job.inspect(node).trainings for _, state in s.traffic}
 
 
 def test_bitwise_equal_and_on_both_nodes(make_job: MakeJob, run: Start, undisturbed: list[str]) -> None:

@@ -40,7 +40,7 @@ def whole(tier: Path) -> list[int]:
 
 
 def state(tier: Path, job: RealJob) -> Any:
-    return job.inspect(job.nodes[0]).sets[0].tier
+    return job.inspect(job.nodes[0]).trainings[0].tier
 
 
 def events(job: RealJob, name: str) -> list[str]:
@@ -116,7 +116,10 @@ def test_agents_die_while_a_version_is_being_kept(real_job: MakeJob, tier: Path)
     job = real_job(2, 2, tier=tier)
     os.rename(tier, tier.parent / "gone")
     running = Run(job, 2, {**SLOW, "keep": {"6": "six"}, "keepers": [1]})  # type: ignore[arg-type]
-    until(lambda: "six" in (state(tier, job).keeping if job.inspect(job.nodes[0]).sets else ()), what="it is wanted")
+    until(
+        lambda: "six" in (state(tier, job).keeping if job.inspect(job.nodes[0]).trainings else ()),
+        what="it is wanted",
+    )
     for node in job.nodes:
         node.die()
         node.start(again=True)

@@ -56,7 +56,7 @@ def events(job: RealJob, name: str) -> list[str]:
 
 
 def notes(job: RealJob) -> str:
-    return job.inspect(job.nodes[0]).sets[0].note
+    return job.inspect(job.nodes[0]).trainings[0].note
 
 
 def test_the_version_before_is_in_memory(real_job: MakeJob, undisturbed: list[str]) -> None:
@@ -133,7 +133,7 @@ def test_a_node_that_knows_is_lost(real_job: MakeJob, undisturbed: list[str]) ->
     job.requeue(["n1", "n3"])
     results = run(job).wait()
     assert [r["start"] for r in results] == [14, 14] and [r["digest"] for r in results] == undisturbed
-    assert all("version 12 was rejected" in job.inspect(node).sets[0].note for node in job.nodes)
+    assert all("version 12 was rejected" in job.inspect(node).trainings[0].note for node in job.nodes)
 
 
 def test_all_nodes_are_lost_and_the_tier_knows(real_job: MakeJob, tier: Path, undisturbed: list[str]) -> None:

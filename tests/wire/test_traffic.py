@@ -48,10 +48,10 @@ def timeline(state: list[Any]) -> bytes:
 def part(state: list[Any]) -> bytes:
     made = inspect_schema.InspectPart(
         "n1", 7, 1, 0, 1, 1, 1, "live", ("n1",), {"n1": 0}, "", "", 1, 1, 1,
-        (inspect_schema.SetState("s", 1, None, "arming", (0,)),), (), (), (), (),
+        (inspect_schema.TrainingState("s", 1, None, "arming", (0,)),), (), (), (), (),
     )  # fmt: skip
     plain = msgspec.to_builtins(made)
-    plain["sets"][0]["traffic"] = [[0, state]]
+    plain["trainings"][0]["traffic"] = [[0, state]]
     return msgspec.msgpack.encode(plain)
 
 
@@ -67,7 +67,7 @@ def test_both_ways() -> None:
     request = local.request_decoder.decode(traffic(plain))
     assert isinstance(request, local.Traffic) and request.state == STATE
     answer = protocol.decoder.decode(part(plain))
-    assert isinstance(answer, inspect_schema.InspectPart) and answer.sets[0].traffic == ((0, STATE),)
+    assert isinstance(answer, inspect_schema.InspectPart) and answer.trainings[0].traffic == ((0, STATE),)
     answer = protocol.decoder.decode(recorded(msgspec.to_builtins(TIMELINE)))
     assert isinstance(answer, inspect_schema.InspectPart) and answer.record is not None
     assert answer.record.timeline == TIMELINE
@@ -131,9 +131,11 @@ def test_earlier_ends_are_understood_and_understand() -> None:
     ask = protocol.decoder.decode(msgspec.msgpack.encode({"kind": "inspect?", "request": 3}))
     assert ask == inspect_schema.InspectAsk(3)
     old = msgspec.msgpack.decode(part([]))
-    del old["sets"][0]["traffic"], old["record"]
+    del old["trainings"][0]["traffic"], old["record"]
     answer = protocol.decoder.decode(msgspec.msgpack.encode(old))
-    assert isinstance(answer, inspect_schema.InspectPart) and answer.record is None and answer.sets[0].traffic == ()
+    assert (
+        isinstance(answer, inspect_schema.InspectPart) and answer.record is None and answer.trainings[0].traffic == ()
+    )
 
     class InspectAskBefore(msgspec.Struct, tag_field="kind", tag="inspect?"):
         request: int = 0
