@@ -97,7 +97,7 @@ def main() -> int:
     """Supervise one agent; the exit status."""
     parser = argparse.ArgumentParser(prog="gemini_hpc.agent", description="Node-resident agent of one job.")
     parser.add_argument("--job", type=int, required=True, help="raw Slurm job id")
-    parser.add_argument("--uid", type=int, required=True, help="uid of the job's owner; root becomes it")
+    parser.add_argument("--uid", type=int, required=True, help="uid of the job's owner; root switches to this uid")
     parser.add_argument("--node", required=True, help="this node's name in Slurm")
     parser.add_argument("--dir", required=True, help="the job's directory below /run/gemini-hpc")
     args = parser.parse_args()

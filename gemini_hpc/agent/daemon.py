@@ -242,7 +242,7 @@ class Agent:
         """The controller knows that this incarnation is over: what still trains here is ended first. save: so is the
         job, and what nobody has saved is saved before."""
         if not self.membership.detached and self._fence.ranks():
-            self._log("self_fenced", detail=f"{reason}; ranks still ran here")
+            self._log("self_fenced", detail=f"{reason}; ending the ranks that still run here")
             await self._fence.end_ranks()
         self._retention.leave(clock.monotonic(), reason, save=save)
 
@@ -272,12 +272,12 @@ class Agent:
             self._take_over(m)
         incarnation = here.incarnation
         if m.restart < here.restart:
-            return local.Error(f"restart {m.restart} is over, {here.restart} is on")
+            return local.Error(f"restart {m.restart} is over, the job is at restart {here.restart}")
         if incarnation is None or m.restart > incarnation.restart or m.nodelist != incarnation.attach.nodelist:
             try:
                 hosts = tuple(hostlist.expand(m.nodelist))
                 if me.node not in hosts or len(set(hosts)) != len(hosts):
-                    raise ValueError(f"{me.node} is not in the node list, or a node is there twice")
+                    raise ValueError(f"{me.node} is not in the node list, or the list has a node twice")
             except ValueError as exc:
                 return local.Error(f"node list: {exc}")
             if m.replicas > len(hosts):
@@ -353,12 +353,12 @@ class Agent:
             hosts = tuple(hostlist.expand(m.nodelist))
             known = set(hosts) if state.plan is None else set(state.plan.noderanks)
             if me.node not in hosts or known != set(hosts) or len(known) != len(hosts):
-                raise ValueError(f"{me.node} has no place in it")
+                raise ValueError(f"its node lists differ, or {me.node} is not in them")
         except ValueError as exc:
             self._log("error", detail=f"the file `state` in {me.directory} cannot be used: {exc}")
             return
         incarnation = self._enter(m, hosts, begun=False)
-        self._log("restarted", detail="waiting for the trainers to hand their memory back")
+        self._log("restarted", detail="waiting for the training processes to hand their memory back")
         self.member.succeed(incarnation, state)
         if not state.live:
             self._spawn(self._waker.call(incarnation))

@@ -93,7 +93,7 @@ class Picture:
         mesh = incarnation.mesh if incarnation is not None else None
         stage = incarnation.rounds.stage if incarnation is not None else "idle"
         trouble = incarnation.rounds.trouble if incarnation is not None and not here.detached else ""
-        unwritten = f"its recovery state cannot be written: {self._state.problem}" if self._state.problem else ""
+        unwritten = f"the agent cannot write its recovery state: {self._state.problem}" if self._state.problem else ""
         kept = here.detached and budget.taken_bytes > 0
         return inspect_schema.InspectPart(
             host=me.node,

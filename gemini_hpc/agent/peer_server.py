@@ -90,7 +90,7 @@ class PeerServer:
             finally:
                 self._count -= 1
         except (HandshakeError, LinkClosed, FrameError, TimeoutError, OSError) as exc:
-            self._complain(f"a call from {address} has ended: {exc or type(exc).__name__}")
+            self._complain(f"connection from {address} ended: {exc or type(exc).__name__}")
         finally:
             writer.close()
 
@@ -111,7 +111,7 @@ class PeerServer:
         if hello.purpose not in ("link", "pull", "push") or hello.source not in here.hosts or hello.source == me.node:
             return "not a peer"
         if hello.restart != here.restart:
-            return f"restart {here.restart} here"
+            return f"this agent is at restart {here.restart}"
         return ""
 
     async def _serve(self, link: Link) -> None:

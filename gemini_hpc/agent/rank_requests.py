@@ -94,12 +94,12 @@ class RankRequests:
         training, n = self._sessions.training(client, m.set), len(here.hosts)
         mine = here.noderanks[self._node]
         if m.world != training.world or m.rank >= m.world or m.home >= n:
-            raise Rejected(f"shard of rank {m.rank} of {m.world}, home {m.home} cannot be")
+            raise Rejected(f"impossible shard: rank {m.rank} of {m.world}, home {m.home}")
         if mine not in placement.holders(m.home, n, here.replicas):
-            raise Rejected(f"node rank {mine} keeps nothing of node rank {m.home}")
+            raise Rejected(f"node rank {mine} keeps no copies of node rank {m.home}")
         keeper = self._keepers.get((m.set, m.rank))
         if keeper is not None and keeper is not client and not keeper.closed.is_set():
-            raise Rejected(f"shard of rank {m.rank} is written by process {keeper.pid} here")
+            raise Rejected(f"process {keeper.pid} already writes the shard of rank {m.rank} here")
         if (m.set, m.rank) not in shards and len(shards) >= _MAX_SHARDS:
             raise Rejected(f"a node keeps at most {_MAX_SHARDS} shards")
         return training
@@ -135,7 +135,7 @@ class RankRequests:
                     name, detail = _plain(request.name, 40), request.detail[:300]
                     self._log.log(name, version=request.version, detail=detail, t=request.t)
                 else:
-                    self._log.complain(f"process {client.pid} has more events to tell than are kept")
+                    self._log.complain(f"process {client.pid} sends more events than the log keeps")
                 return local.Ok(), []
             if isinstance(request, local.Finished):
                 self._sessions.own(client, request)
@@ -146,7 +146,7 @@ class RankRequests:
                 self._sessions.own(client, request)
                 training = self._sessions.training(client, request.set)
                 if training.chosen is None or training.chosen.version != request.version:
-                    raise Rejected(f"version {request.version} is not what the ranks have loaded")
+                    raise Rejected(f"the ranks have not loaded version {request.version}")
                 epoch = self._membership.epoch
                 if why := self._rejections.reject(training, epoch, request.reason, fresh=request.fresh):
                     raise Rejected(why)
@@ -215,7 +215,7 @@ class RankRequests:
         if m.pushed and not size_bytes and (known := self._store.get(m.set, m.rank)) is not None:
             size_bytes = known.bytes
         if not size_bytes:
-            raise Rejected("a shard of 0 bytes cannot be")
+            raise Rejected("a shard of 0 bytes is impossible")
         number = self._membership.round
         try:
             shard = await self._store.make(m.set, m.rank, m.world, m.home, size_bytes)
@@ -224,7 +224,7 @@ class RankRequests:
             self._log.log("refused", detail=str(exc))
             raise
         if self._membership.round != number:
-            raise Rejected("a recovery round is on")
+            raise Rejected("a recovery round is under way")
         self._keep(client, m)
         self._keepers[m.set, m.rank] = client
         shard.registered_round, shard.pushed, shard.unlike, shard.half_back = number, m.pushed, "", False
@@ -239,11 +239,11 @@ class RankRequests:
         if self._keepers.get((m.set, m.rank)) is not client:
             raise Rejected(f"shard of rank {m.rank} is not registered by this process")
         if shard.pushed:
-            raise Rejected(f"shard of rank {m.rank} is filled by the agent of its home")
+            raise Rejected(f"the agent of its home node fills the shard of rank {m.rank}")
         training.pace.reached(m.version)
         _, rank = self._sessions.rank_of(client)
         if training.present.get(rank) is client and rank in training.left:
-            return local.Refused(f"rank {rank} has given its protection up"), []
+            return local.Refused(f"rank {rank} has given up its protection"), []
         try:
             index = self._filling.begin(training, shard, m.version)
         except Refused as exc:
@@ -290,7 +290,7 @@ class RankRequests:
         if shard is None:
             return local.Error(f"slot {m.slot} of rank {m.rank} is not being filled with version {m.version}"), []
         if not 0 < m.used <= shard.bytes:
-            raise Rejected(f"{m.used} bytes used of a slot of {shard.bytes}")
+            raise Rejected(f"{m.used} bytes used in a slot of {shard.bytes} bytes")
         del self._fills[m.set, m.rank, m.slot]
         self._filling.landed(shard, m.slot, Committed(Stamp(self._membership.epoch, m.version), m.used, m.digest))
         return local.Ok(), []
@@ -302,7 +302,7 @@ class RankRequests:
         if self._keepers.get((m.set, m.rank)) is not client or shard.pushed:
             raise Rejected(f"shard of rank {m.rank} is not filled by this process")
         if shard.home != mine or m.holder not in placement.holders(mine, n, here.replicas)[1:]:
-            raise Rejected(f"node rank {m.holder} keeps nothing of the shard of rank {m.rank} here")
+            raise Rejected(f"node rank {m.holder} keeps no copy of the shard of rank {m.rank} of this node")
         host = next(name for name, rank in here.noderanks.items() if rank == m.holder)
         return local.Ok(), [self._outgoing.open(client, shard, host)]
 
@@ -322,7 +322,7 @@ class RankRequests:
             memory = await self._pulls.obtain(training, copy)
         except PullFailed as exc:
             self._log.log("unserved", version=copy.stamp[1], detail=f"shard {m.rank}: {exc}")
-            raise Rejected(f"shard {m.rank} of version {copy.stamp[1]} could not be had: {exc}") from None
+            raise Rejected(f"shard {m.rank} of version {copy.stamp[1]} could not be fetched: {exc}") from None
         reply = local.Copy(copy.stamp[0], copy.stamp[1], copy.bytes, copy.used, copy.digest)
         return reply, [memory.read_only_fd()]
 
@@ -355,7 +355,7 @@ class RankRequests:
             digest = await asyncio.to_thread(memory.digest, m.used)
             self._keep(client, m)
             if self._membership.incarnation is not incarnation or self._membership.round != number:
-                raise Rejected("a recovery round came between")
+                raise Rejected("a recovery round began meanwhile")
             stamp = Stamp(m.epoch, m.version)
             free = shard.pair.slots[m.slot].state == "empty" and shard.pair.find(stamp) is None
             if digest == m.digest and free:
@@ -364,7 +364,9 @@ class RankRequests:
                 memory.commit(Committed(stamp, m.used, digest))
             else:
                 shard.pair.pass_over(stamp)  # nobody writes it again: what waits for this version is to know
-                self._log.log("damaged", version=m.version, detail=f"shard {m.rank}: handed back with another digest")
+                self._log.log(
+                    "damaged", version=m.version, detail=f"shard {m.rank}: handed back with a different digest"
+                )
         if training.sealing is not None:
             training.sealing.voted |= shard.pair.complete_stamps()
         shard.handed_back |= {m.slot}

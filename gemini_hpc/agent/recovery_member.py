@@ -230,8 +230,8 @@ class RecoveryMember:
         if not file.write(state) and file.problem != before:
             self.log(
                 "unwritten",
-                detail=f"the state of the recovery round cannot be kept in {where}: {file.problem}; "
-                "should this agent die, its part of the protection may end with it",
+                detail=f"cannot write the state of the recovery round to {where}: {file.problem}; "
+                "if this agent dies, the protection of this node may end with it",
             )
 
     def attach(self, attach: local.Attach) -> None:
@@ -241,7 +241,7 @@ class RecoveryMember:
     def tend(self) -> None:
         """Called now and then: write what could not be written."""
         if self._state.problem and self._state.again():
-            self.log("written", detail="the state of the recovery round is kept again")
+            self.log("written", detail="the state of the recovery round can be written again")
 
     def succeed(self, incarnation: Incarnation, state: restart_state.State) -> None:
         """Go on where this agent's dead predecessor was. Raises KeyError for a plan that has not this node."""

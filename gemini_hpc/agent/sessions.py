@@ -91,13 +91,13 @@ class Sessions:
         if who is None or who.set != name or training is None:
             raise Rejected("say hello first")
         if self._membership.live is None:
-            raise Rejected("a recovery round is on")
+            raise Rejected("a recovery round is under way")
         return training
 
     def own(self, client: Client, m: local.OfRank) -> None:
         """Raises `Rejected` unless this process is the rank of which it speaks."""
         if self.training(client, m.set).present.get(m.rank) is not client:
-            raise Rejected(f"rank {m.rank} is not this process's")
+            raise Rejected(f"rank {m.rank} does not belong to this process")
 
     def _steps(self) -> set[str]:
         """Launches whose training ranks are connected now."""
@@ -116,9 +116,11 @@ class Sessions:
         if not proto:
             raise Rejected(f"the training process speaks {version.mismatch(m.least, m.most)}")
         if not self._sets.may_have(m.set) or m.rank >= m.world or not 0 < len(m.step) <= _MAX_STEP:
-            raise Rejected(f"set {m.set[:64]!r}, rank {m.rank} of {m.world} cannot be")
+            raise Rejected(
+                f"set {m.set[:64]!r}, rank {m.rank} of {m.world}: invalid name, rank or step, or too many sets"
+            )
         if client in self._clients:
-            raise Rejected("this connection has said hello before")
+            raise Rejected("this connection has already said hello")
         if here.incarnation is None or here.detached:
             raise Rejected("this node has no part in a running incarnation of the job")
         await self._alone(m)
@@ -138,7 +140,7 @@ class Sessions:
             raise Rejected("closed")
         training = self._sets.named(m.set)
         if training.greeted and m.world != training.world:
-            raise Rejected(f"rank {m.rank} says that {m.world} ranks train, others said {training.world}")
+            raise Rejected(f"rank {m.rank} says that {m.world} ranks train, other ranks say {training.world}")
         training.greeted.add(m.rank)
         if not m.rejoin:
             self._stats.begun(m.set, m.rank)

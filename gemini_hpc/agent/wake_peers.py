@@ -74,7 +74,7 @@ class Wake:
         async with asyncio.timeout(ANSWER_S):
             message = await link.receive()
         if not isinstance(message, peer.Wake) or message.restart != link.session.peer_restart:
-            raise LinkClosed("wanted a summons")
+            raise LinkClosed("expected a summons")
         if self.admits(message.restart):
             by = f"by {link.session.peer_host}: no prolog ran here for restart {message.restart}"
             self._log.log("summoned", detail=by)
@@ -92,4 +92,4 @@ class Wake:
     async def _enter(self, attach: local.Attach) -> None:
         reply = await self._attach(attach)
         if isinstance(reply, local.Error):
-            self._log.complain(f"a summons that cannot be followed: {reply.error}")
+            self._log.complain(f"cannot follow a summons: {reply.error}")

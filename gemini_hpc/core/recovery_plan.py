@@ -187,7 +187,7 @@ def _previous_map(inventories: Mapping[str, Inventory], order: _Order, warnings:
     for inventory in known[1:]:
         if inventory.noderanks != known[0].noderanks:
             warnings.append(
-                f"node-rank maps of restart {latest} differ: {known[0].host}'s is used, {inventory.host}'s is not"
+                f"node-rank maps of restart {latest} differ: using that of {known[0].host}, not of {inventory.host}"
             )
     return known[0].noderanks
 
@@ -220,7 +220,7 @@ def _held(
             if not 0 <= copy.rank < copy.world or copy.home < 0:
                 warnings.append(
                     f"{host}'s copy of set {copy.set!r} is ignored: rank {copy.rank} of {copy.world}, "
-                    f"home {copy.home} cannot be"
+                    f"home {copy.home} is impossible"
                 )
                 continue
             stamps = held.setdefault(copy.set, {})
@@ -285,7 +285,7 @@ def _trusted(name: str, found: _Held, context: _Context, warnings: list[str]) ->
         shard = next(iter(best.values()))
         warnings.append(
             f"set {name!r}: digests of shard {shard.rank} at version {shard.stamp} differ: "
-            f"that of {', '.join(best)} is used, that of {', '.join(other)} is not"
+            f"using that of {', '.join(best)}, not of {', '.join(other)}"
         )
     return best
 

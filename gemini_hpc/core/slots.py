@@ -76,9 +76,9 @@ class SlotPair:
         if (present := self.find(stamp)) is not None:
             raise Refused(f"version {stamp} is already {self.slots[present].state} here")
         if self.high is not None and stamp < self.high:
-            raise Refused(f"version {stamp} comes after {self.high} was begun: a slot does not go back")
+            raise Refused(f"version {stamp} is older than {self.high}, which was already begun")
         if self.passed is not None and stamp <= self.passed:
-            raise Refused(f"version {stamp} comes after {self.passed} was skipped: a slot does not go back")
+            raise Refused(f"version {stamp} is not newer than {self.passed}, which was skipped")
         index = self._room(stamp, sealed, abandoned, voted)
         self.slots[index] = Slot("filling", stamp)
         self.high = stamp

@@ -22,7 +22,7 @@ def find(
     path, name = split(path)
     path = os.path.normpath(path)
     if not os.path.isdir(path):
-        raise ValueError(f"{path}: is no directory" if os.path.lexists(path) else f"{path}: no such directory")
+        raise ValueError(f"{path}: not a directory" if os.path.lexists(path) else f"{path}: no such directory")
     stamp = version.stamp_of(os.path.basename(os.path.abspath(path)))
     if stamp is None and name:
         path = _down(path, set_name)
@@ -85,6 +85,8 @@ def _down(path: str, set_name: str) -> str:
                 raise ValueError(f"{path}: has no set {set_name}; its sets: {there}")
             inside = [set_name]
         if len(inside) != 1:
-            raise ValueError(f"{path}: wanted one {'job' if kind else 'set'} there, found {there}; name it")
+            raise ValueError(
+                f"{path}: wanted one {'job' if kind else 'set'} there, found {there}; name the one you want"
+            )
         path = f"{path}/{inside[0]}"
     return path

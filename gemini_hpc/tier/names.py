@@ -33,7 +33,7 @@ def checked(name: object) -> str:
         raise TypeError(f"a version's name is a str, not a {type(name).__name__}")
     if not SET_NAME.fullmatch(name):
         raise ValueError(
-            f"{name[:80]!r} cannot be a version's name: letters, digits, '.', '_' and '-' are wanted, 64 at most, "
+            f"{name[:80]!r} cannot be a version's name: use letters, digits, '.', '_' and '-', 64 at most, "
             "the first a letter, a digit or '_'"
         )
     return name

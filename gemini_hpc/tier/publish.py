@@ -23,9 +23,9 @@ _REASONS = {
     errno.EPERM: "permission denied",
     errno.EROFS: "the file system is read-only",
     errno.ENOENT: "the directory is not there",
-    errno.ENOTDIR: "it is no directory",
+    errno.ENOTDIR: "not a directory",
     errno.EIO: "input/output error",
-    errno.ESTALE: "the file system's server has forgotten it",
+    errno.ESTALE: "the file system's server no longer knows the file",
     errno.ENAMETOOLONG: "the name is too long",
 }
 

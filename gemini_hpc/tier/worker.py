@@ -128,7 +128,7 @@ def _name(order: orders.Name) -> orders.Answer:
     above = os.path.dirname(where)
     with told(where):
         if version.read(above, stamp) is None:
-            raise TierError(f"{where}: is not there, or not whole, any more")
+            raise TierError(f"{where}: no longer there, or no longer whole")
         given = _given(above, stamp, order.names)
         names.give(where, {name: asked for name, (asked, has) in given.items() if has == stamp})
     return orders.Finished(names=given)
@@ -182,7 +182,7 @@ def _read(order: orders.Read) -> orders.Answer:
         manifest = version.read(os.path.dirname(where), stamp)
         name, stored, begin = ("", None, 0) if manifest is None else manifest.shard(order.rank)
         if stored is None or (stored.used, stored.digest) != (order.used, order.digest):
-            raise TierError(f"{where}: no longer has the shard of rank {order.rank}")
+            raise TierError(f"{where} no longer has the shard of rank {order.rank}")
         with closing(Ahead(f"{where}/{name}", begin, order.used)) as ahead:
             from gemini_hpc.tier import nodefile
 

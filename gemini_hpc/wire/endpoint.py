@@ -40,4 +40,4 @@ def mismatch(meant: str, found: str) -> str:
     an end of an older release does not say."""
     if not meant or not found or meant == found:
         return ""
-    return f"dialled at {meant}, listening at {found}: somebody between passes this connection on"
+    return f"dialled at {meant}, listening at {found}: somebody in between relays this connection"

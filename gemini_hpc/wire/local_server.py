@@ -115,7 +115,7 @@ class LocalServer:
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(self._sock)
                 self._pause = loop.call_later(_ACCEPT_PAUSE_S, loop.add_reader, self._sock, self._accept)
-                self._complain(f"no local client can be taken: {exc.strerror}")
+                self._complain(f"cannot accept local clients: {exc.strerror}")
             return
         with suppress(OSError):
             sock.setblocking(False)
@@ -174,7 +174,7 @@ class LocalServer:
         try:
             request = local.request_decoder.decode(data)
         except msgspec.MsgspecError as exc:
-            return self._refuse(fds, f"not understood: {exc}")
+            return self._refuse(fds, f"cannot decode the message: {exc}")
         try:
             return await self._handle(client, request, fds)
         except Exception as exc:

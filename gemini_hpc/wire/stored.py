@@ -37,13 +37,11 @@ class Tier(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not re.fullmatch(_DIRECTORY, self.directory):
-            raise ValueError(
-                f"tier is {self.directory!r}: an absolute path is wanted, of printable ASCII without quotes"
-            )
+            raise ValueError(f"tier is {self.directory!r}: wanted an absolute path of printable ASCII without quotes")
         if self.interval_s and not 1 <= self.interval_s <= _MOST_S:
-            raise ValueError(f"a tier's interval_s is {self.interval_s:g}: 1 to {_MOST_S} is wanted")
+            raise ValueError(f"a tier's interval_s is {self.interval_s:g}: wanted 1 to {_MOST_S}")
         if self.interval_s and not self.directory:
-            raise ValueError("a tier's interval_s is given, and no directory")
+            raise ValueError("a tier has an interval_s, but no directory")
 
     @classmethod
     def of(cls, tier: str | Tier) -> Tier:

@@ -66,7 +66,7 @@ def test_systemd_moves_and_is_waited_for(
     ("script", "words"),
     [
         ("echo no such method >&2; exit 1", "no such method"),
-        ("exit 0", "not made in time"),
+        ("exit 0", "did not create the scope in time"),
         ("exec sleep 30", "in time"),
     ],
 )

@@ -145,7 +145,7 @@ def test_a_version_that_is_no_longer_there_is_told(tmp_path: Path) -> None:
     async def test(node: Node) -> None:
         await node.hold(1, home=1)
         files, reason = await node.save(Stamp(2, 5))
-        assert not files and "rank 1 has gone past version 5" in reason
+        assert not files and "rank 1 no longer holds version 5" in reason
 
     run(tmp_path, test)
 

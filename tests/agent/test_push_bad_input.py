@@ -229,7 +229,7 @@ def test_a_good_one(site: Site) -> None:
     ("changes", "said"),
     [
         ({"rank": 7}, "not registered"),
-        ({"rank": 1}, "filled by a process here"),
+        ({"rank": 1}, "a process of this node fills"),
         ({"rank": 2}, "not registered"),
         ({"set": "another"}, "no part in a running training"),
         ({"epoch": 0}, "epoch 1, round"),
@@ -247,7 +247,9 @@ def test_who_may_not_push(site: Site, changes: dict[str, int | str], said: str) 
 def test_refusals_are_logged(site: Site) -> None:
     def said() -> bool:  # one complaint a second is kept
         site.push(rank=1).close()
-        return "push of shard 1 from n1 refused: shard of rank 1 is filled by a process here" in site.holder.log()
+        return (
+            "push of shard 1 from n1 refused: a process of this node fills the shard of rank 1" in site.holder.log()
+        )
 
     until(said, what="a complaint")
 
@@ -256,7 +258,7 @@ def test_refusals_are_logged(site: Site) -> None:
     "changes", [{"source": "n9"}, {"source": "n2"}, {"restart": 1}, {"job": 5}, {"target": "n1"}, {"cluster": "x"}]
 )
 def test_who_is_not_even_heard(site: Site, changes: dict[str, int | str]) -> None:
-    with pytest.raises(HandshakeError, match=r"not a peer|restart 0 here|this is job"):
+    with pytest.raises(HandshakeError, match=r"not a peer|at restart 0|this is job"):
         site.job.call(site.holder, "push", **({"source": "n1"} | changes))
 
 
@@ -280,7 +282,7 @@ def test_versions_that_cannot_be(site: Site, version: int, used: int, size: int)
 def test_versions_that_are_not_taken(site: Site) -> None:
     push = site.push()
     assert "already complete" in push.offer(site.version)
-    assert "does not go back" in push.offer(site.version - 2)
+    assert "is older than" in push.offer(site.version - 2)
     assert "not enough memory" in push.offer(site.version + 1, size=1 << 49), "nor ever will be"
     assert push.offer(site.version + 1) == "", "the link still serves"
     push.close()
@@ -323,7 +325,10 @@ def test_a_digest_of_something_else(site: Site) -> None:
     push = site.push()
     assert push.offer(site.version + 1) == "" and push.chunk(0, b"x" * USED) == USED
     assert push.done(digest(b"y" * USED)) == USED
-    until(lambda: "the digest differs after landing" in site.holder.log(), what="the damaged copy is refused")
+    until(
+        lambda: "the copy's digest differs after the transfer" in site.holder.log(),
+        what="the damaged copy is refused",
+    )
     push.close()
 
 
@@ -405,7 +410,7 @@ def test_many_connections_leave_nothing(site: Site) -> None:
 
 def test_a_pushed_shard_has_no_writer_here(site: Site) -> None:
     reply = site.ranks[1].caller.ask(local.Begin("default", 0, site.version + 1))
-    assert isinstance(reply, local.Error) and "filled by the agent of its home" in reply.error
+    assert isinstance(reply, local.Error) and "the agent of its home node fills" in reply.error
 
 
 @pytest.mark.parametrize(("holder", "rank"), [(0, 0), (2, 0), (9, 0), (1, 2), (1, 5)])

@@ -66,7 +66,7 @@ def test_three_times_and_then_only_anew(tmp_path: Path) -> None:
     for number in range(MOST):
         assert agent.reject(20 - number) == ""
         agent.epoch += 1
-    assert "3 versions were rejected before it" in agent.reject(5) and len(agent.rejections.all) == MOST
+    assert "3 earlier versions were rejected too" in agent.reject(5) and len(agent.rejections.all) == MOST
     assert not agent.rejections.covers("default", Stamp(2, 5)) and not agent.rejections.fresh("default")
     assert agent.reject(5, fresh=True) == ""
     assert agent.rejections.covers("default", Stamp(1, 1)) and agent.rejections.fresh("default")
@@ -93,7 +93,7 @@ def test_a_wish_goes_up_until_it_is_done(tmp_path: Path) -> None:
     done = peer.KeepDone(3, "default", "a", 7, (5, 8))
     agent.keeps.on_message("n0", done)
     assert agent.sent[2:] == [("n2", done)] and agent.keeps.wishes == () and agent.keeps.ask(wish("a", 7)) == ""
-    assert "the name is that of version 7" in agent.keeps.ask(wish("a", 9))
+    assert "version 7 already has this name" in agent.keeps.ask(wish("a", 9))
     agent.keeps.on_message("n2", up)
     assert agent.sent[3:] == [("n2", done)], "it had not heard"
     agent.keeps.on_message("n2", peer.KeepWish(2, "default", "b", 7))
@@ -118,13 +118,13 @@ def test_a_name_that_is_taken_on_the_tier(tmp_path: Path) -> None:
     assert root.keeps.ask(wish("a", 7)) == ""
     root.keeps.saved("default", Stamp(5, 8), {"a": (3, (1, 3))})
     assert root.keeps.wishes == () and root.events[-1] == "not_kept" and root.keeps.given("default") == ()
-    assert "another version has this name" in root.keeps.ask(wish("a", 7))
+    assert "another version already has this name" in root.keeps.ask(wish("a", 7))
 
 
 def test_only_so_many_wait(tmp_path: Path) -> None:
     agent = Agent(tmp_path)
     assert not any(agent.keeps.ask(wish(f"w{n}", n)) for n in range(MAX_WISHES))
-    assert f"{MAX_WISHES} versions wait" in agent.keeps.ask(wish("more", 1))
+    assert f"{MAX_WISHES} versions already wait" in agent.keeps.ask(wish("more", 1))
     assert agent.keeps.due("default", Stamp(5, 2)) == {"w0": 0, "w1": 1, "w2": 2}
     agent.tier.directory = ""
     assert "the job has no tier" in agent.keeps.ask(wish("w1", 1))

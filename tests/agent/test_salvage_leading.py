@@ -476,7 +476,7 @@ def test_by_hand_when_the_job_comes_back() -> None:
         await asyncio.sleep(0.01)
         net.agents["a"].membership.detached = False
         net.agents["a"].salvage.reset()
-        assert (await asked).reason == "the job has come back meanwhile"
+        assert (await asked).reason == "the job has started again meanwhile"
 
     run(test)
 
@@ -500,7 +500,7 @@ def test_by_hand_where_nobody_knows_of_anything() -> None:
         for agent in net.agents.values():
             agent.knows_nothing()
         word = await by_hand(net, "c")
-        assert (word.set, word.where, word.reason) == ("", "", "it has not been saved")
+        assert (word.set, word.where, word.reason) == ("", "", "the version has not been saved")
 
     run(test)
 
@@ -513,7 +513,7 @@ def test_by_hand_when_somebody_has_removed_it() -> None:
             net.tier = left
             for host in "acd":
                 word = await by_hand(net, host)
-                assert word.reason == "it was saved, and is not there any more" and not word.where
+                assert word.reason == "the version was saved, but is no longer there" and not word.where
 
     run(test)
 

@@ -18,7 +18,7 @@ def test_a_reason_is_told_once_whatever_host_and_version() -> None:
 
 def test_the_program_hears_of_what_has_lasted_and_of_its_end() -> None:
     troubles = SaveFailures()
-    troubles.met("default", "rank 3 has gone past version 7", "n1")
+    troubles.met("default", "rank 3 no longer holds version 7", "n1")
     assert troubles.note("default") == ""
     troubles.met("default", FULL.format(8), "n1")
     note = troubles.note("default")
@@ -33,7 +33,7 @@ def test_the_program_hears_of_what_has_lasted_and_of_its_end() -> None:
 def test_one_failure_between_two_saves_is_not_for_the_program() -> None:
     troubles = SaveFailures()
     for version in range(5):
-        troubles.met("default", f"rank 0 has gone past version {version}")
+        troubles.met("default", f"rank 0 no longer holds version {version}")
         troubles.over("default")
     assert troubles.note("default") == ""
 

@@ -328,7 +328,7 @@ def test_after_a_save_that_fails_a_lost_node_is_waited_for_before_all_are_let_go
 ) -> None:
     saves, facts = SaveRules(), sealed(5, salvaging=True)
     assert saves.step(events.Detached(False), facts, 0.0) == [
-        events.NotSaved(Stamp(1, 5), "a node is missing, and the others save it by themselves")
+        events.NotSaved(Stamp(1, 5), "a node is missing; the other nodes save the version without being asked")
     ]
     if stored:
         saves.step(events.Stored({SET: (Stamp(1, 5), 0.0)}), facts, 1.0)
@@ -361,7 +361,7 @@ def test_what_gets_on_is_waited_for_before_a_salvage_and_what_does_not_is_given_
         written[0] += 1
         assert events.Settled(1) not in saves.step(events.Tick(), facts, at)
     found = saves.step(events.Tick(), facts, 37.0)
-    reason = "a node is missing: the others save what is left"
+    reason = "a node is missing: the other nodes save the copies that are left"
     assert found == [events.Answer(1, Stamp(1, 5), reason), events.Settled(1)]
     assert not saves.gathering and not saves.waits
 

@@ -162,7 +162,7 @@ def test_a_rank_speaks_for_itself_only(make_agent: Make) -> None:
         local.Timeline("default", 0, LARGEST),
     ):
         reply = second.ask(request)
-        assert isinstance(reply, local.Error) and "not this process's" in reply.error
+        assert isinstance(reply, local.Error) and "does not belong to this process" in reply.error
     assert first.ask(local.Recall("default", 0, KEY)) == local.Kept(b"mine")
 
 

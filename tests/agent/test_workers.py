@@ -68,7 +68,7 @@ def test_worker_ends_with_its_agent() -> None:
 def test_too_many_at_once_are_refused() -> None:
     with supervisor(lambda _: signal.pause() or 0) as (channel, _):
         pidfds = [channel.start({}) for _ in range(WORKERS_MAX)]
-        with pytest.raises(NoWorker, match="work already"):
+        with pytest.raises(NoWorker, match="already running"):
             channel.start({})
         for pidfd in pidfds:
             os.close(pidfd)

@@ -156,9 +156,7 @@ def test_a_digest_that_fewer_hosts_have_is_not_used() -> None:
     assert found.shards[0].digest == "good"
     assert [(pull.dest_host, pull.shard.digest) for pull in found.pulls] == [("n0", "good")]
     assert set(found.pulls[0].sources) == {"n1", "n2"}
-    assert made.warnings == (
-        "set '': digests of shard 0 at version 0.5 differ: that of n1, n2 is used, that of n0 is not",
-    )
+    assert made.warnings == ("set '': digests of shard 0 at version 0.5 differ: using that of n1, n2, not of n0",)
     inventories["n2"] = without(inventories["n2"], 0, FIVE)
     tied = plan(inventories, hosts, 3).set_plan("")
     assert tied is not None
@@ -173,7 +171,7 @@ def test_the_map_of_the_latest_restart_counts() -> None:
     inventories["n0"] = replace(inventories["n0"], map_restart=0)
     made = plan(inventories, ["n1", "n0", "n2", "n3"], 2)
     assert made.noderanks == {host: node for node, host in enumerate(HOSTS)}
-    assert made.warnings == ("node-rank maps of restart 0 differ: n1's is used, n0's is not",)
+    assert made.warnings == ("node-rank maps of restart 0 differ: using that of n1, not of n0",)
 
 
 def test_what_cannot_be_is_ignored_and_said() -> None:

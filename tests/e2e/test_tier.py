@@ -74,7 +74,7 @@ def test_all_nodes_cut_and_fewer_left(train: Train, tier: Path) -> None:
     job.cluster.run(["scontrol", "update", f"JobId={job.id}", "NumNodes=2", "NumTasks=2"])
     job.finish()
     said = job.output()
-    assert "the job has 2 nodes now: 2 tasks instead of 3" in said and "from the tier" in said, said
+    assert "the job now has 2 nodes: 2 tasks instead of 3" in said and "from the tier" in said, said
     start = int(re.findall(r"resumed at version ([0-9]+) from the tier", said)[-1])
     losses = [float.fromhex(line["loss"]) for line in job.steps() if line["step"] > start]
     assert start >= 8 and [line["step"] for line in job.steps()][-1] == STEPS
@@ -144,7 +144,7 @@ def partition_drained(job: Heat, tier: Path) -> None:
         job.cluster.run(["scontrol", "update", partition, "State=UP"])
     assert job.slurm()["JobState"] == "RUNNING"
     told = job.cluster.run(["gemini-hpc", "inspect", str(job.id), "--json"], user="alice").stdout
-    assert "partition " in told and " is DRAIN: saving it to the tier" in told, told
+    assert "partition " in told and " is DRAIN: saving this version to the tier" in told, told
 
 
 def test_which_versions_stay(cluster: Cluster, tier: Path) -> None:
@@ -188,7 +188,7 @@ def test_the_tier_is_away_when_it_is_wanted(cluster: Cluster, tier: Path) -> Non
         newest = saved(away, job)[0]
         cluster.run(["scontrol", "requeue", str(job.id)])
         cluster.restore(0)
-        reason = f"what is on the tier cannot be seen: {tier}: the directory is not there"
+        reason = f"cannot read the tier: {tier}: the directory is not there"
         until(lambda: f"waiting: {reason}" in job.said(), 90, what=f"it says: {reason}")
         assert reason in inspect(job)
         time.sleep(25)  # it asks again, and again in vain
@@ -208,7 +208,7 @@ def test_a_tier_that_is_not_there(cluster: Cluster) -> None:
     with nothing_left(cluster, 45):
         job = Heat.submit(cluster, "pmi2", f"--gemini-tier={tier}", n=60, steps=30, step_s=0.1)
         job.finish()
-        reason = f"gemini-hpc: what is on the tier cannot be seen: {tier}: the directory is not there"
+        reason = f"gemini-hpc: cannot read the tier: {tier}: the directory is not there"
         assert job.said().count(reason) == 1 and not tier.exists(), job.said()
         swept(cluster)
 
@@ -225,7 +225,7 @@ def test_the_site_has_a_tier_for_all(cluster: Cluster) -> None:
             job = Heat.submit(cluster, "pmi2", n=60, steps=60, step_s=0.1)
             until(lambda: saved(above / "alice", job), 60, what="a version on the site's tier")
             job.finish()
-            assert "cannot be seen" not in job.said(), job.said()
+            assert "cannot read the tier" not in job.said(), job.said()
             made = (above / "alice").stat()
             assert (made.st_uid, made.st_mode & 0o777) == (5001, 0o700)
             swept(cluster)

@@ -57,8 +57,13 @@ def test_credentials_about_something_else(site: Site) -> None:
     }
     answers = site.attack("call", "alice", calls=calls)
     assert answers.pop("as it should be") == "ok"
-    expected = {"job": "this is job", "cluster": "this is job", "host": "this is job", "restart": "restart 0 here"}
-    expected |= {"an older restart": "restart 0 here"}
+    expected = {
+        "job": "this is job",
+        "cluster": "this is job",
+        "host": "this is job",
+        "restart": "this agent is at restart 0",
+    }
+    expected |= {"an older restart": "this agent is at restart 0"}
     for name, answer in answers.items():
         assert answer.startswith(f"HandshakeError: refused: {expected.get(name, 'not a peer')}"), answers
     answers = site.attack("call", "alice", **site.controller_call(), calls={"cluster": {"cluster": "another"}})

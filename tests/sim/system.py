@@ -264,7 +264,7 @@ class LocalServer:
         try:
             request = local.request_decoder.decode(packet)
         except msgspec.MsgspecError as error:
-            connection.replied(local.Error(f"not understood: {error}"), [])
+            connection.replied(local.Error(f"cannot decode the message: {error}"), [])
             return
         try:
             reply, out = await self._handle(client, request, fds)

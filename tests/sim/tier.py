@@ -95,7 +95,7 @@ class Handle:
         tier: Tier = channel
         rng, agent = tier.world.rng, current()
         if rng.random() < tier.refuses:
-            raise NoWorker("no process for it could be started: Resource temporarily unavailable")
+            raise NoWorker("could not start a tier process: Resource temporarily unavailable")
         copies = {fd: os.dup(fd) for fd in fds}
         made = Worker(tier, agent, _renumbered(order, copies), list(copies.values()))
         if rng.random() < tier.deaths:

@@ -60,7 +60,7 @@ def test_a_whole_version_gets_a_name_later(tmp_path: Path) -> None:
     where = tmp_path / "gemini-5/default" / version.name(Stamp(1, 3))
     assert names.of_version(str(where)) == {"first": 3, "second": 2}
     failed = carry_out(orders.Name(str(tmp_path), 5, "default", (1, 4), {"x": 4}))
-    assert isinstance(failed, orders.Failed) and "is not there" in failed.reason
+    assert isinstance(failed, orders.Failed) and "no longer there" in failed.reason
     assert not (where.parent / version.name(Stamp(1, 4))).exists()
 
 

@@ -167,7 +167,7 @@ def test_a_tier_in_which_one_may_make_directories_and_not_look(node: Node, tmp_p
 
 TROUBLES = {
     "gone": "the directory is not there",
-    "file": "it is no directory",
+    "file": "not a directory",
     "full": "the file system is full",
     "read-only": "the file system is read-only",
     "another's": "permission denied",

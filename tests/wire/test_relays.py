@@ -94,7 +94,7 @@ def test_older_releases_do_not_say_where(fake: FakeMunge) -> None:
 @pytest.mark.parametrize("listening", ["10.0.0.2:17001", "10.0.0.3:17000", "[fd00::2]:17000"])
 def test_another_port_or_address_is_another_end(fake: FakeMunge, listening: str) -> None:
     greeting = handshake.receive(client().greeting("10.0.0.2:17000"))
-    with pytest.raises(HandshakeError, match="passes this connection on"):
+    with pytest.raises(HandshakeError, match="relays this connection"):
         handshake.answer(greeting, host="n2", restart=1, instance="x", listening=listening)
 
 

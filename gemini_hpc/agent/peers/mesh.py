@@ -133,7 +133,7 @@ class Mesh:
         except LinkClosed as exc:
             self._complain(f"link to {name} has ended: {exc}")
         except Exception as exc:  # what one peer says must not end the dialling of it for good
-            self._complain(f"link to {name}: {said} could not be taken: {exc!r}")
+            self._complain(f"link to {name}: could not handle {said}: {exc!r}")
         finally:
             if self.links.get(name) is link:
                 del self.links[name]

@@ -187,7 +187,7 @@ class RecoveryRounds:
             self._again_at = now + self._pause_s
             heard = self._say_again()
             if heard and self.parent is None and self.stage == "planned" and now - self._since >= self._anew_s:
-                self._host.log("round_lost", detail=f"{self._waits()}: it is begun anew")
+                self._host.log("round_lost", detail=f"{self._waits()}: starting another round")
                 self._anew_s = min(2 * self._anew_s, ANEW_MOST_S)
                 self.begin(self.step)
         if now - self._since >= TELL_S:
@@ -199,15 +199,15 @@ class RecoveryRounds:
         below = {"collect": set(self._records), "planned": self._acks}.get(self.stage, set(self.children))
         missing = ", ".join(child for child in self.children if child not in below)[:300]
         if self._misfit is not None:
-            what = f"{self.parent} to pass on that its round {self._misfit} does not fit"
+            what = f"{self.parent} to report that round {self._misfit} does not fit"
         elif self.stage == "idle":
-            what = f"{self.parent}, which has not said where the round stands"
+            what = f"{self.parent} to say how far the round is"
         elif self.stage == "collect" and self._name not in self._records:
             what = "this agent's own inventory"
         elif missing:
             what = f"the {'inventory' if self.stage == 'collect' else 'acknowledgement'} of {missing}"
         elif self._searching:
-            what = "a look at the tier, or at nodes that the job has left"
+            what = "the search on the tier and on nodes that the job has left"
         else:
             what = f"the {'plan' if self.stage == 'collect' else 'go'} of {self.parent}"
         return f"recovery round {self.round} waits for {what}"
@@ -379,7 +379,10 @@ class RecoveryRounds:
         if self.parent is not None:
             self._host.send(self.parent, peer.RoundLost(at, max(theirs, self.round)))
         else:
-            self._host.log("round_lost", detail=f"round {at} does not fit an agent that is in round {theirs}")
+            self._host.log(
+                "round_lost",
+                detail=f"an agent is already in round {theirs}, not in round {at}: starting another round",
+            )
             self.round = max(self.round, theirs)
             self.begin(self.step)
 

@@ -56,7 +56,7 @@ class Rejections:
         if not any(found.high == high for found in before):  # else another rank of this node has said so
             if len(before) >= MOST and not fresh:
                 said = "; ".join(one.sentence for one in before)
-                return f"{len(before)} versions were rejected before it, and the fault may be elsewhere: {said}"
+                return f"{len(before)} earlier versions were rejected too, so the fault may lie elsewhere: {said}"
             low = chosen if len(before) < MOST else Stamp(0, 0)
             self.learn((Rejection(name, low, high, reason, fresh),))
             self._log("rejected", version=chosen.version, detail=f"{name}: {reason}")
@@ -72,7 +72,7 @@ class Rejections:
                 del known[key]
         pledges = self._pledges
         if not pledges.put(msgspec.structs.replace(pledges.now, rejections=tuple(known.values())[-_KEPT:])):
-            self._log("unwritten", detail="rejected versions cannot be kept on this node's disk")
+            self._log("unwritten", detail="cannot write the list of rejected versions to this node's disk")
         return self.all
 
     def covers(self, name: str, stamp: Stamp) -> bool:

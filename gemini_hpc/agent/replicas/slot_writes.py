@@ -25,7 +25,7 @@ class SlotWrites:
         """Index of the slot to fill with this version of the epoch. Raises `core.slots.Refused`."""
         sealing = training.sealing
         if sealing is None:
-            raise Refused("a recovery round is on")
+            raise Refused("a recovery round is under way")
         stamp = Stamp(self._membership.epoch, version)
         index = shard.pair.begin(stamp, training.sealed, sealing.word.abandoned, voted=sealing.voted)
         shard.memory[index].commit(None)
@@ -67,6 +67,8 @@ class SlotWrites:
         else:
             shard.pair.void(index)
             self._log(
-                "damaged", version=stamp.version, detail=f"shard {shard.rank}: the digest differs after landing"
+                "damaged",
+                version=stamp.version,
+                detail=f"shard {shard.rank}: the copy's digest differs after the transfer",
             )
         self._sets.recount(shard.set)

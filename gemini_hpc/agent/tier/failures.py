@@ -38,7 +38,7 @@ class SaveFailures:
         trouble.times += 1
         if name and trouble.times >= _LASTED and not trouble.told:
             trouble.told = True
-            self._notes[name] = f"versions are not saved to the tier: {trouble.text[:_CHARS]}; it is tried again"
+            self._notes[name] = f"versions are not saved to the tier: {trouble.text[:_CHARS]}; the agents keep trying"
         kind = _NUMBER.sub("", reason)
         new = kind not in trouble.kinds
         trouble.kinds.add(kind)

@@ -49,7 +49,7 @@ class Flush:
             return
         why, root = self._refusal()
         if not (why or root) and not trainings:
-            why = "nothing has been sealed yet"
+            why = "no version has been sealed yet"
         if why or root:
             await link.flush(Flushing(over=True, reason=why, root=root))
             return
@@ -61,7 +61,7 @@ class Flush:
         if incarnation is None:
             return "this node has no part in a running incarnation of the job", ""
         if not self._saver.tier:
-            return "the job has no tier; it is given with --gemini-tier=DIR", ""
+            return "the job has no tier; submit it with --gemini-tier=DIR", ""
         return "", "" if incarnation.leads else incarnation.hosts[0]
 
     async def _left(self, link: Link) -> None:
@@ -77,7 +77,7 @@ class Flush:
                 await link.flush(Flushing(training.name, sealed, self._saver.progress(training.name)))
         saved, reason, there = salvage.saved, salvage.reason, dict[str, Stamp]()
         if not self._membership.detached:
-            reason = "the job has come back meanwhile"
+            reason = "the job has started again meanwhile"
         try:  # the tier itself tells, also those who did not lead
             there = {m.set: m.stamp for m in await self._saver.stored((), _TIER_S)}
         except TierFailed as error:
@@ -88,7 +88,7 @@ class Flush:
             if known >= stamp and known > Stamp(0, 0):
                 await link.flush(self._over(name, known, ""))
             else:
-                gone = "it was saved, and is not there any more" if saved else "it has not been saved"
+                gone = "the version was saved, but is no longer there" if saved else "the version has not been saved"
                 await link.flush(self._over(name, stamp, reason or gone))
 
     async def _one(self, link: Link, training: Training) -> None:

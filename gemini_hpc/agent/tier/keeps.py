@@ -69,15 +69,15 @@ class Keeps:
     def ask(self, wish: Wish) -> str:
         """A rank wants this version; why it will not be kept, or "". The same wish may come again."""
         if not self._tier.directory:
-            return "the job has no tier, which is given with --gemini-tier=DIR"
+            return "the job has no tier; submit it with --gemini-tier=DIR"
         known = self._known(wish)
         if known is not None and known != wish.version:
-            return f"the name is that of version {known}, and a name is given once"
+            return f"version {known} already has this name, and a name cannot be given twice"
         if self._given.get((wish.set, wish.name)) == (wish.version, None):
-            return "another version has this name, and a name is given once"
+            return "another version already has this name, and a name cannot be given twice"
         if known is None:
             if sum(other.set == wish.set for other in self.wishes) >= MAX_WISHES:
-                return f"{MAX_WISHES} versions wait to be kept"
+                return f"{MAX_WISHES} versions already wait to be kept"
             self._take(wish)
             self._log("keeping", version=wish.version, detail=f"{wish.set}: {wish.name}")
             self._tell()
@@ -174,7 +174,7 @@ class Keeps:
             mine = has if asked == wish.version else None
             self._done(peer.KeepDone(number, name, wish.name, wish.version, mine))
             if mine is None:
-                detail = f"{name}: {wish.name} is the name of version {has[1]}, and a name is given once"
+                detail = f"{name}: version {has[1]} already has the name {wish.name}"
                 self._log("not_kept", version=wish.version, detail=detail)
             else:
                 late = f", for version {wish.version}" if has[1] != wish.version else ""

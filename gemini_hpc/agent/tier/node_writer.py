@@ -168,7 +168,7 @@ class NodeWriter:
 
         answer = await worker_process.carry_out(order, [source.fd for source in sources], through)
         if not isinstance(answer, orders.Written):
-            raise TierFailed("its process has answered something else")
+            raise TierFailed("the tier process gave an unexpected answer")
         through(answer.file.bytes)
         return answer.file
 
@@ -177,7 +177,7 @@ class NodeWriter:
         index = shard.pair.find(stamp)
         record = shard.record(index) if index is not None else None
         if index is None or record is None:
-            raise TierFailed(f"rank {shard.rank} has gone past version {stamp.version}")
+            raise TierFailed(f"rank {shard.rank} no longer holds version {stamp.version}")
         if self._membership.detached:  # nobody writes there any more
             fd = os.dup(shard.memory[index].fd)  # the slot itself may be given up meanwhile
             return orders.Source(fd, shard.rank, shard.home, shard.bytes, record.used, record.digest)
@@ -226,5 +226,5 @@ def _copy(fd: int, into: Memfd, used_bytes: int) -> None:
         while at < used_bytes:
             count = os.preadv(fd, [view[at : min(used_bytes, at + _COPY_BYTES)]], at)
             if not count:
-                raise TierFailed("a slot is shorter than it says")
+                raise TierFailed("a slot is shorter than its record says")
             at += count

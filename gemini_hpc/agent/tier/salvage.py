@@ -183,7 +183,11 @@ class Salvage:
                 self._write(effect.order, effect.leader)
             case events.Begun():
                 gone = listed(effect.gone)
-                self._log("salvaging", version=effect.stamp.version, detail=f"{gone} missing: saving it to the tier")
+                self._log(
+                    "salvaging",
+                    version=effect.stamp.version,
+                    detail=f"{gone} missing: saving this version to the tier",
+                )
             case events.Failed():
                 self._saver.say(effect.name, effect.stamp.version, effect.reason)
             case events.Saved():
@@ -245,4 +249,4 @@ class Salvage:
 
         what = Wanted(order.set, order.stamp, order.attempt, frozenset(order.homes))
         if not self._writer.wanted(what, self._saver.tier, told):
-            told((), f"version {order.stamp[1]} is no longer there")
+            told((), f"this node no longer holds version {order.stamp[1]}")

@@ -394,7 +394,7 @@ class SalvageRules:
         if lost:
             for host in lost:
                 del lead.have[host]
-            yield from self._tried(f"{listed(lost)} {'too slow' if late else 'not reached any more'}", facts, now)
+            yield from self._tried(f"{listed(lost)} {'too slow' if late else 'no longer reachable'}", facts, now)
             return
         if self._me in waiting and now - lead.asked.get(self._me, -AGAIN_S) >= AGAIN_S:
             lead.asked[self._me] = now

@@ -129,7 +129,7 @@ class SaveRules:
             case events.Freeze():
                 self.last = False
                 self._tidy.clear()
-                yield from self._give_up("a recovery round came between", facts, now)
+                yield from self._give_up("a recovery round began meanwhile", facts, now)
             case events.Settle():
                 self._settling[event.id] = _Settling(event.stalled_s, now)
                 yield from self._settle(facts, now)
@@ -199,7 +199,7 @@ class SaveRules:
             return
         if gathering is not None and not gathering.whole:  # nodes have written all of one whose manifest is missing
             del self.gathering[name]
-            reason = f"version {stamp.version} goes before it, which is to be kept"
+            reason = f"version {stamp.version} goes first, because it is to be kept"
             yield from self._done(gathering, reason, facts, now)
         if name not in self.gathering or gathering is self.gathering[name]:
             yield from self._begin(name, stamp, facts, now)
@@ -295,7 +295,7 @@ class SaveRules:
         gathering = self.gathering.get(name)
         if gathering is not None and now - gathering.began >= GATHER_S:
             yield from self._failed(
-                name, gathering, f"not all nodes have written it within {GATHER_S:.0f} s", facts, now
+                name, gathering, f"not all nodes have written their part within {GATHER_S:.0f} s", facts, now
             )
 
     def _give_up(self, reason: str, facts: Facts, now: float) -> Iterator[Effect]:
@@ -345,7 +345,7 @@ class SaveRules:
         name, wanted = flush.name, flush.wanted
         stamp, _ = facts.sealed.get(name, (None, 0))
         if not facts.leads or stamp is None or wanted is None:
-            reason = flush.reason or "nothing of it has been sealed yet"
+            reason = flush.reason or "no version of this training has been sealed yet"
             yield from self._answer(number, stamp or _NOTHING, reason, facts, now)
             return
         if facts.rejected(name, stamp):  # nobody wants it
@@ -357,7 +357,7 @@ class SaveRules:
             yield events.Name(name, kept[0], number)
             return
         if facts.salvaging:
-            reason = flush.reason or "a node is missing, and the others save it by themselves"
+            reason = flush.reason or "a node is missing; the other nodes save the version without being asked"
             yield from self._answer(number, wanted, reason, facts, now)
             return
         flush.waits = "clean"
@@ -448,7 +448,9 @@ class SaveRules:
                 if self.gathering and now - settling.since < settling.stalled_s:
                     continue
                 settling.tidying, settling.since = True, now
-                yield from self._give_up("a node is missing: the others save what is left", facts, now)
+                yield from self._give_up(
+                    "a node is missing: the other nodes save the copies that are left", facts, now
+                )
             tidying = not all(done for _, done in self._tidy.values())
             if number in self._settling and (not tidying or now - settling.since >= settling.stalled_s):
                 del self._settling[number]

@@ -171,7 +171,9 @@ class Saver:
         said = "; ".join(filter(None, (shown, "".join(c for c in partition[:_SAID] if c.isprintable()))))
         for training in self._trainings:
             if training.sealed is not None:
-                self._log("draining", version=training.sealed.version, detail=f"{said}: saving it to the tier")
+                self._log(
+                    "draining", version=training.sealed.version, detail=f"{said}: saving this version to the tier"
+                )
         self._happened(events.Leaving())
 
     async def flush(self, training: Training) -> tuple[Stamp, str]:
@@ -265,7 +267,7 @@ class Saver:
 
     async def _work(self, effect: events.Clean | events.Publish | events.Name | events.Look) -> None:
         """Do what takes its time, and tell what has come of it, also where that is a fault of ours."""
-        reason = "a fault of gemini-hpc"
+        reason = "an internal error of gemini-hpc"
         try:
             reason = await self._outcome(effect)
         finally:
@@ -369,7 +371,7 @@ class Saver:
             self._silent(str(error))
 
     def _silent(self, reason: str) -> str:
-        told = f"what is on the tier cannot be seen: {reason}"
+        told = f"cannot read the tier: {reason}"
         self.say("", 0, told)
         return told
 
@@ -402,7 +404,7 @@ class Saver:
             async with self._turns[name]:  # of a round before one may just become whole
                 await worker_process.carry_out(orders.Clean(self.tier, self._identity.job, name, limit))
         except TierFailed as error:
-            self.say(name, 0, f"half versions cannot be removed: {error}")
+            self.say(name, 0, f"cannot remove incomplete versions: {error}")
 
     async def publish(self, name: str, gathering: SaveProgress) -> str:
         """All files are there: the version becomes whole. Why it has not, or ""."""
@@ -417,7 +419,7 @@ class Saver:
     async def _publish(self, name: str, gathering: SaveProgress) -> str:
         settings, stamp = self._identity.settings, gathering.stamp
         if self._rejections.covers(name, stamp):
-            return "a training has rejected it"
+            return "a training has rejected this version"
         order = orders.Finish(
             self.tier,
             self._identity.job,

@@ -99,19 +99,19 @@ async def carry_out(
     also where nothing is heard for `stuck_s`; a process that hangs in the kernel is then left to end when it can.
     Cancelled, it ends the process."""
     if not _supervisor:
-        raise TierFailed("this agent has no supervisor that could start a process for it")
+        raise TierFailed("this agent has no supervisor to start a tier process")
     try:
         process = await _Process.start(_supervisor[0], orders.encode(order) + b"\n", fds)
     except NoWorker as error:
         raise TierFailed(str(error)) from None
     except OSError as error:
-        raise TierFailed(f"no process for it could be started: {error.strerror}") from None
+        raise TierFailed(f"could not start a tier process: {error.strerror}") from None
     try:
         while True:
             async with asyncio.timeout(stuck_s):
                 line = await process.answers.readline()
             if not line:
-                raise TierFailed("its process has ended without a word")
+                raise TierFailed("the tier process ended without an answer")
             answer = orders.answer_decoder.decode(line)
             if isinstance(answer, orders.Failed):
                 raise TierFailed(answer.reason)
@@ -121,6 +121,6 @@ async def carry_out(
     except TimeoutError:
         raise TierFailed(f"{order.tier}: the file system has not answered for {stuck_s:.0f} s") from None
     except (msgspec.MsgspecError, ValueError, OSError) as error:
-        raise TierFailed(f"its process does not make itself understood: {str(error)[:100]}") from None
+        raise TierFailed(f"cannot decode the tier process's answer: {str(error)[:100]}") from None
     finally:
         await process.end()

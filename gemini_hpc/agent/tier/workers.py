@@ -96,14 +96,14 @@ class Workers:
         answer, pidfd, parent = b"", -1, os.getpid()
         try:
             if len(self._pidfds) >= WORKERS_MAX:
-                raise OSError(f"{WORKERS_MAX} of its processes work already")
+                raise OSError(f"{WORKERS_MAX} tier processes are already running")
             pid = os.fork()
             if pid == 0:
                 self._become(fds, parent)
             pidfd = self._pidfds[pid] = os.pidfd_open(pid)
             answer = b"started"
         except OSError as error:
-            answer = f"no process for it could be started: {error.strerror or error}".encode()
+            answer = f"could not start a tier process: {error.strerror or error}".encode()
         finally:
             for fd in fds.values():
                 os.close(fd)

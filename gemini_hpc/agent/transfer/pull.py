@@ -69,7 +69,7 @@ def fetch(
             return host, "; ".join(failures)
         except (OSError, HandshakeError, LinkClosed, FrameError, PullFailed) as exc:
             failures.append(f"{host}: {exc or type(exc).__name__}")
-    raise PullFailed("; ".join(failures) or "nobody holds it")
+    raise PullFailed("; ".join(failures) or "no node holds the copy")
 
 
 def _fetch_one(copy: Copy, memory: Memfd, address: str, port: int, client: Client, stop: Event) -> None:
@@ -81,16 +81,16 @@ def _fetch_one(copy: Copy, memory: Memfd, address: str, port: int, client: Clien
         if head.copy is None:
             raise PullFailed(head.reason)
         if head.copy.used != copy.used or head.copy.digest != copy.digest:
-            raise PullFailed("offers another copy than the plan names")
+            raise PullFailed("offers a different copy from the planned one")
         hasher = xxhash.xxh3_128()
         with memory.view() as view:
             at = 0
             while at < copy.used:
                 if stop.is_set():
-                    raise PullFailed("given up for a new round")
+                    raise PullFailed("cancelled by a new recovery round")
                 n = link.sock.recv_into(view[at : min(copy.used, at + _PIECE_BYTES)])
                 if n == 0:
-                    raise PullFailed(f"closed after {at} of {copy.used} bytes")
+                    raise PullFailed(f"connection closed after {at} of {copy.used} bytes")
                 hasher.update(view[at : at + n])
                 at += n
         if hasher.hexdigest() != copy.digest:

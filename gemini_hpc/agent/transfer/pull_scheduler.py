@@ -123,7 +123,7 @@ class PullScheduler:
         try:
             shard = await self._store.make(copy.set, copy.rank, copy.world, copy.home, copy.bytes)
             if stop.is_set():
-                raise pull.PullFailed("given up for a new round")
+                raise pull.PullFailed("cancelled by a new recovery round")
             shard.resumed_round = number
             # At once, not when the gate opens: a trainer that begins a newer version first would shut this one out.
             index = shard.pair.begin(stamp, None, frozenset(), voted=frozenset())
@@ -185,7 +185,7 @@ class PullScheduler:
             await asyncio.to_thread(memory.reserve, budget.left_bytes)
             await self._fetch(copy, memory, sources, stop)
             if stop.is_set():
-                raise pull.PullFailed("given up for a new round")
+                raise pull.PullFailed("cancelled by a new recovery round")
         except BaseException as exc:
             memory.close()
             budget.give(copy.used)

@@ -108,7 +108,7 @@ class PushReceiver:
             push.link = await link.block(peer.PushAnswer())
             push.link.bound(SILENCE_S)
             if push.stopped:
-                raise LinkClosed("given up for a new round")
+                raise LinkClosed("cancelled by a new recovery round")
             loop = asyncio.get_running_loop()
             await beside(f"gemini-pushed-{ask.rank}", lambda: self._receive(push, loop))
         finally:
@@ -122,13 +122,13 @@ class PushReceiver:
         ask, here, incarnation = push.ask, self._membership, self._membership.training
         training, shard = self._sets.get(ask.set), self._store.get(ask.set, ask.rank)
         if push.stopped or incarnation is None or training is None:
-            return "no part in a running training"
+            return "this node has no part in a running training"
         if ask.epoch != here.epoch or ask.round != here.round:
-            return f"epoch {here.epoch}, round {here.round} here"
+            return f"this node is at epoch {here.epoch}, round {here.round}"
         if shard is None or shard.registered_round != here.round or shard.half_back:
             return f"shard of rank {ask.rank} is not registered here"
         if not shard.pushed:
-            return f"shard of rank {ask.rank} is filled by a process here"
+            return f"a process of this node fills the shard of rank {ask.rank}"
         if here.noderanks.get(push.host) != shard.home:
             return f"node rank {shard.home} is the home of the shard of rank {ask.rank}"
         return ""
@@ -160,7 +160,7 @@ class PushReceiver:
                 link.wait(None)
                 digest = link.receive(peer.PushDone).digest
                 if len(digest) != _DIGEST_DIGITS or digest.strip("0123456789abcdef"):
-                    raise LinkClosed("something that is no digest")
+                    raise LinkClosed("not a digest")
                 claimed = Committed(taken.stamp, head.used, digest)
             finally:
                 taken.view.release()
@@ -183,7 +183,7 @@ class PushReceiver:
             link.wait(None)  # a chunk goes when the training leaves room for it
             chunk = link.receive(peer.PushChunk)
             if chunk.offset != end or not 0 < chunk.length <= (stays[0][0] if stays else used) - end:
-                raise LinkClosed(f"a chunk of {chunk.length} bytes for {chunk.offset}, after {end} of {used}")
+                raise LinkClosed(f"a chunk of {chunk.length} bytes at {chunk.offset}, after {end} of {used} bytes")
             with view[end : end + chunk.length] as part:
                 link.fill(part, SILENCE_S)
                 end += chunk.length
@@ -197,7 +197,7 @@ class PushReceiver:
         """A slot for this version, or why there is none. Raises LinkClosed for a version that cannot be."""
         ask = push.ask
         if not 0 < head.used <= head.bytes or not head.version:
-            raise LinkClosed(f"version {head.version} of {head.used} bytes for a slot of {head.bytes} cannot be")
+            raise LinkClosed(f"impossible version {head.version}: {head.used} bytes in a slot of {head.bytes}")
         if reason := ranges.fault(head.kept, head.used):
             raise LinkClosed(reason)
         deadline = clock.monotonic() + SEAL_WAIT_S

@@ -231,15 +231,15 @@ class Channel:
         """What is offered, its slot, and a new link where there was none. Raises PushLost."""
         shard, incarnation = self._store.get(self.set, self.rank), self._membership.training
         if shard is None or incarnation is None:
-            raise PushLost("no part in a running training")
+            raise PushLost("this node has no part in a running training")
         epoch = self._membership.epoch
         index = shard.pair.find(Stamp(epoch, m.version))
         if index is None or shard.pair.slots[index].state != "filling" or not 0 < m.used <= shard.bytes:
-            raise PushLost(f"version {m.version} of {m.used} bytes is not being made here")
+            raise PushLost(f"this node is not filling version {m.version} of {m.used} bytes")
         if reason := ranges.fault(m.kept, m.used):
             raise PushLost(reason)
         if self.host in incarnation.mesh.dead:
-            raise PushLost("it is dead")
+            raise PushLost("the node is dead")
         head, link = peer.PushHead(m.version, m.used, shard.bytes, m.base, m.kept), None
         slot = FileIO(shard.memory[index].read_only_fd())  # closed with its last reference, whoever has that
         if self._link is None:
@@ -249,7 +249,7 @@ class Channel:
 
     async def _dial(self, mesh: Mesh, ask: peer.PushAsk) -> BlockingLink:
         if clock.monotonic() < self._not_before:
-            raise PushLost("it could not be reached a moment ago")
+            raise PushLost("the node could not be reached a moment ago")
         self._not_before = clock.monotonic() + DIAL_S + ANSWER_S + self._pause_s
         try:
             link = await mesh.dial(self.host, "push", DIAL_S)
@@ -258,7 +258,7 @@ class Channel:
                     link.send(ask)
                     answer = await link.receive()
                 if not isinstance(answer, peer.PushAnswer) or answer.reason:
-                    raise PushLost(answer.reason if isinstance(answer, peer.PushAnswer) else "it answers anything")
+                    raise PushLost(answer.reason if isinstance(answer, peer.PushAnswer) else "unexpected answer")
                 blocking = await link.block()
             except BaseException:
                 link.abort()
@@ -294,7 +294,7 @@ class Channel:
                     wanted = self._awaited.popleft() if self._awaited else None
                     self._progress = clock.monotonic()
                 if wanted is None or not isinstance(message, wanted):
-                    raise PushLost(f"{type(message).__name__} came unasked")
+                    raise PushLost(f"unexpected message {type(message).__name__}")
                 if isinstance(message, peer.PushAnswer) and message.reason:
                     self._reply(local.Refused(f"{self.host}: {message.reason}"))
                 elif isinstance(message, peer.PushAnswer) and message.there:
@@ -322,6 +322,6 @@ class Channel:
                 return
             silent_s = clock.monotonic() - self._progress
         if incarnation is None or self.host in incarnation.mesh.dead:
-            raise PushLost("it is dead")
+            raise PushLost("the node is dead")
         if silent_s > SILENCE_S:
             raise PushLost(f"no acknowledgement for {SILENCE_S:g} s")
