@@ -93,7 +93,7 @@ def _exchange(sock: socket.socket, message: local.Message, timeout_s: float, fds
     except msgspec.MsgspecError as error:
         for fd in got:
             os.close(fd)
-        raise AgentLost(f"the agent's answer is not understood: {error}") from None
+        raise AgentLost(f"cannot decode the agent's answer: {error}") from None
 
 
 class AgentClient:
@@ -195,7 +195,7 @@ class AgentClient:
             data, fds, _, _ = socket.recv_fds(sock, local.MAX_PACKET_BYTES, 8)
             reply = local.reply_decoder.decode(data) if data else None
         except (OSError, msgspec.MsgspecError) as error:
-            raise AgentLost(f"the agent's welcome is not understood: {error}") from None
+            raise AgentLost(f"cannot decode the agent's welcome: {error}") from None
         try:
             if isinstance(reply, local.Error):
                 raise (NotYet if reply.later else AgentRefused)(reply.error)

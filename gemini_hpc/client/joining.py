@@ -72,11 +72,12 @@ def problem(notices: Sequence[Notice], mine: Notice) -> str:
         return "the ranks' agents do not agree about the job"
     nodes, m = sorted({n.node_rank for n in notices}), mine.replicas
     if m > len(nodes):
-        return f"{m} replicas asked for, the training runs on {len(nodes)} node{'s' * (len(nodes) > 1)}"
+        return f"{m} replicas asked for, but the training runs on {len(nodes)} node{'s' * (len(nodes) > 1)}"
     lacking = placement.stranger(nodes, mine.nodes, m)
     if lacking:
         return (
-            f"it has ranks on {len(nodes)} of the job's {mine.nodes} nodes: the copies of node rank "
-            f"{lacking[0]} belong on node rank {lacking[1]}, where it has none; start it on all nodes of the job"
+            f"the training has ranks on only {len(nodes)} of the job's {mine.nodes} nodes: node rank {lacking[1]} "
+            f"has to hold the copies of node rank {lacking[0]}, but has no ranks; start the training on all nodes "
+            "of the job"
         )
     return ""

@@ -83,7 +83,7 @@ class SealGate:
                 self._missed = (self._epoch, version), now
             (_, first), since = self._missed
         if version > first and now - since > self._timeout_s:
-            self.degrade(f"no version from {first} on was sealed")
+            self.degrade(f"no version was sealed from version {first} on")
 
     def wait(
         self,

@@ -250,7 +250,7 @@ class Session:
                 finished = local.Finished(set=self.name, rank=self.rank)
                 self.client.request(finished, timeout_s=FINISHED_TIMEOUT_S)
             except (AgentLost, AgentRefused) as error:
-                self.say(f"rank {self.rank}: the agent was not told of the end: {error}")
+                self.say(f"rank {self.rank}: could not tell the agent that the training has ended: {error}")
         self.client.close()
 
     # ---- the agent's death -----------------------------------------------------------------------------
@@ -264,8 +264,8 @@ class Session:
         first = self.client.first if self.client is not None else None
         if first is None or (welcome.epoch, welcome.restart) != (first.epoch, first.restart):
             self.lose(
-                f"the agent came back for epoch {welcome.epoch}, restart {welcome.restart}"
-                + (f"; this {self._what} is of epoch {first.epoch}, restart {first.restart}" if first else "")
+                f"the agent came back at epoch {welcome.epoch}, restart {welcome.restart}"
+                + (f"; this {self._what} is at epoch {first.epoch}, restart {first.restart}" if first else "")
             )
             return False
         chosen = (first.chosen_epoch, first.chosen_version)
@@ -274,7 +274,7 @@ class Session:
                 if keeper.shard is None:
                     continue
                 if not keeper.writing.acquire(timeout=_WRITING_S):
-                    self.lose("a copy into replica memory does not end")
+                    self.lose("a copy into replica memory does not finish")
                     return False
                 keeper.grants += 1
                 keeper.writing.release()

@@ -102,13 +102,15 @@ class GeminiWriter(StorageWriter):
         tier: str | Tier = "",
     ) -> None:
         if seal_timeout_s <= 0 or not name:
-            raise ValueError("seal_timeout_s > 0 and a name are wanted")
+            raise ValueError("wanted seal_timeout_s > 0 and a name")
         self.version = 0
         self._id = ""
         self._session = _session(name, seal_timeout_s, Tier.of(tier))
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("GeminiWriter stays in the process that talks to the agent: AsyncCheckpointerType.THREAD")
+        raise TypeError(
+            "GeminiWriter must stay in the process that talks to the agent: use AsyncCheckpointerType.THREAD"
+        )
 
     @property
     def protected(self) -> bool:
@@ -281,12 +283,12 @@ class GeminiReader(MemoryReader):
         """Raises ValueError for another id than that of the version that is there."""
         wanted = None if checkpoint_id is None else os.fspath(checkpoint_id)
         if wanted is not None and self.version and wanted != self.checkpoint_id:
-            raise ValueError(f"{wanted!r} is wanted, version {self.version} in memory is {self.checkpoint_id!r}")
+            raise ValueError(f"wanted {wanted!r}, but version {self.version} in memory is {self.checkpoint_id!r}")
 
     def read_metadata(self, *args: Any) -> Metadata:
         """Raises ValueError where there is nothing to load."""
         if not self.version:
-            raise ValueError("nothing to load is in memory or on the tier: look at GeminiReader.version first")
+            raise ValueError("there is nothing to load in memory or on the tier: check GeminiReader.version first")
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -273,12 +273,12 @@ class GeminiMixin:
     def _unsupported(self, trial: Any) -> str:
         """Why there is no checkpointer; "" where there is one."""
         if self.is_deepspeed_enabled:  # type: ignore[attr-defined]
-            return "DeepSpeed keeps its state where nothing else can name it"
+            return "DeepSpeed keeps its state where gemini-hpc cannot find it"
         if self.args.accelerator_config.dispatch_batches:  # type: ignore[attr-defined]
-            return "with dispatch_batches one rank reads for all, and its place in the data is not known"
+            return "with dispatch_batches one rank reads for all ranks, and its position in the data is unknown"
         if self.args.auto_find_batch_size:  # type: ignore[attr-defined]
-            return "with auto_find_batch_size an optimizer step is not the same again: give a batch size"
-        return "a search for hyperparameters has many trainings" if trial is not None else ""
+            return "with auto_find_batch_size optimizer steps cannot be repeated: set a batch size"
+        return "a hyperparameter search runs many trainings" if trial is not None else ""
 
     def _checkpointer(self, model: Any) -> Checkpointer:
         options = dict(self.gemini_options)

@@ -73,7 +73,7 @@ class GeminiCallback(Callback):  # type: ignore[misc]
         """The model is wrapped, the optimizers are made: resume."""
         self.checkpointer, self._resumed = None, False
         if trainer.strategy.restore_checkpoint_after_setup and trainer.ckpt_path:  # that comes after this
-            _say(trainer, "this strategy would load ckpt_path over what memory has: leave it out")
+            _say(trainer, "this strategy would load ckpt_path over the state from memory: leave ckpt_path out")
             return
         options = dict(self._options)
         options["name"] = next_name(options.get("name", "default"))
@@ -97,7 +97,7 @@ class GeminiCallback(Callback):  # type: ignore[misc]
         if not isinstance(loader, StatefulLoader):
             _say(
                 trainer,
-                f"its loader is a {type(loader).__name__}, of which nobody knows the position. Return a "
+                f"its loader is a {type(loader).__name__}, whose position is unknown. Return a "
                 "gemini_hpc.StatefulLoader from train_dataloader()",
             )
             return

@@ -168,7 +168,7 @@ class StackSession:
                 return self._session.version
             if self._session.rank == 0:
                 waited = f"{self._session.seal_timeout_s:g} s"
-                self._skipped(f"all copies are there, but the agents have not sealed it in {waited}")
+                self._skipped(f"all copies are there, but the agents have not sealed the version within {waited}")
             return 0
 
     def _skipped(self, why: str) -> None:
@@ -266,7 +266,7 @@ class StackSession:
         digest = _digest(slot, used)
         for rank, box in self._boxes.items():
             if not box.offer(Head(self._session.version, used, layout.total, ())):
-                raise AgentRefused(f"the node of rank {rank} could not take it")
+                raise AgentRefused(f"the node of rank {rank} could not take the version")
             _push(box, slot.bytes[:used])
             box.finish(digest)
         slot.content = Content(self._session.epoch, self._session.version, used, digest)

@@ -44,7 +44,7 @@ class Arrays:
         self._held: dict[str, _Held] = {}
         for name, value in given.items():
             if not name or not isinstance(name, str):
-                raise TypeError(f"{name!r}: names of arrays are strings")
+                raise TypeError(f"{name!r}: array names must be strings")
             part = value if isinstance(value, Part) else None
             array = _writable(name, part.array if part else value)
             shape = tuple(int(n) for n in part.shape) if part else array.shape
@@ -121,7 +121,9 @@ class Arrays:
                 have[here] = True
                 sources.append((here, values[_slices(both, piece.offset)]))
         if not have.all():
-            where = "" if same or row.shared else " (it is no Part: only as many ranks as saved it can load it)"
+            where = (
+                "" if same or row.shared else " (the array is not a Part: only as many ranks as saved it can load it)"
+            )
             raise ValueError(f"{row.key} is not in the saved state{where}")
         if _name(held.array.dtype) is None:
             flat = np.concatenate([values.ravel() for _, values in sources]) if sources else np.empty(0, "uint8")
@@ -144,7 +146,7 @@ class Saved:
         end = layout.manifest_offset + layout.manifest_bytes
         manifest = shard_manifest.unpack(memory[layout.manifest_offset : end], layout.tensor_bytes)
         if manifest.rank != header.rank or len(memory) < header.used_bytes:
-            raise ValueError("a copy that is not what its header says")
+            raise ValueError("a copy does not match its header")
         return cls(manifest, memory[layout.tensor_offset : layout.tensor_offset + layout.tensor_bytes])
 
     def values(self, piece: Piece, dtype: np.dtype[Any]) -> Array:
@@ -161,9 +163,9 @@ def _writable(name: str, value: Any) -> Array:
         try:
             array = np.asarray(memoryview(value))
         except TypeError:
-            raise TypeError(f"{name} is a {type(value).__name__}, which has no buffer: an array is wanted") from None
+            raise TypeError(f"{name} is a {type(value).__name__}, which has no buffer: pass an array") from None
     if not array.flags.writeable:
-        raise ValueError(f"{name} cannot be written to: it could not be restored")
+        raise ValueError(f"{name} is read-only: gemini-hpc could not restore it")
     if array.dtype.hasobject:
         raise TypeError(f"{name} holds Python objects, not numbers")
     return array

@@ -64,7 +64,7 @@ class Checkpointer:
         tier: str | Tier = "",
     ) -> None:
         if every < 1 or seal_timeout_s <= 0 or chunk_bytes < 4096 or not name:
-            raise ValueError("every >= 1, seal_timeout_s > 0, chunk_bytes >= 4096 and a name are wanted")
+            raise ValueError("wanted every >= 1, seal_timeout_s > 0, chunk_bytes >= 4096 and a name")
         self._comm = comm.Dup()
         self._words = MpiRanks(self._comm)
         self._rank, self._world = self._words.rank, self._words.world
@@ -115,7 +115,7 @@ class Checkpointer:
         where the saved arrays are not this program's."""
         session = self._session
         if self._resumed or session.version:
-            raise RuntimeError("resume() restores once, before the loop")
+            raise RuntimeError("call resume() only once, before the loop")
         self._resumed = True
         if not session.protected:
             return 0
@@ -137,7 +137,7 @@ class Checkpointer:
                 break
             session.join_anew()
             if not session.protected:
-                session.try_again("what is saved cannot be loaded without the agents")
+                session.try_again("the saved state cannot be loaded without the agents")
         else:
             session.try_again(f"version {welcome.chosen_version} is not readable everywhere")
         self._load(shards, welcome.chosen_world == self._world)
@@ -312,7 +312,7 @@ class Checkpointer:
         index = self._begun[rank]
         found = digest(self._shard(rank).slots[index].view()[: self._used[rank]])
         if found != told:
-            self._say(f"rank {self._rank}: version {self._last}: the copy of rank {rank} came damaged")
+            self._say(f"rank {self._rank}: version {self._last}: the copy of rank {rank} arrived damaged")
             self._abort({rank: index})
             return
         self._landed(rank, index, found)

@@ -28,11 +28,11 @@ def sort_out(
     """Optimizers and those inside them, what has state_dict and load_state_dict, further modules. Raises TypeError,
     ValueError."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}, a torch.nn.Module is wanted")
+        raise TypeError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
     optimizers = _as_list(optimizer, "optimizer")
     for item in optimizers:
         if not isinstance(item, torch.optim.Optimizer):
-            raise TypeError(f"optimizer is a {type(item).__name__}, a torch.optim.Optimizer is wanted")
+            raise TypeError(f"optimizer is a {type(item).__name__}, wanted a torch.optim.Optimizer")
     stateful: dict[str, Stateful] = {}
     modules: dict[str, nn.Module] = {}
     given: list[tuple[str, Any]] = [("scaler", scaler), ("loader", loader)]
@@ -63,10 +63,10 @@ def check(
 ) -> None:
     """Raises TypeError, ValueError."""
     if not isinstance(traffic, Traffic):
-        raise TypeError(f"traffic is a {type(traffic).__name__}, a gemini_hpc.Traffic is wanted")
+        raise TypeError(f"traffic is a {type(traffic).__name__}, wanted a gemini_hpc.Traffic")
     if max_repeated not in (1, 2):
-        raise ValueError(f"max_repeated is {max_repeated}: 1 or 2 is wanted")
+        raise ValueError(f"max_repeated is {max_repeated}: wanted 1 or 2")
     if dealt not in get_args(Ownership):
-        raise ValueError(f"ownership is {dealt!r}: 'split' or 'full' is wanted")
+        raise ValueError(f"ownership is {dealt!r}: wanted 'split' or 'full'")
     if audit < 0 or seal_timeout_s <= 0 or hold_s < 0 or not name:
-        raise ValueError("audit >= 0, seal_timeout_s > 0, hold_s >= 0 and a name are wanted")
+        raise ValueError("wanted audit >= 0, seal_timeout_s > 0, hold_s >= 0 and a name")

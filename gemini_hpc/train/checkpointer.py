@@ -137,7 +137,7 @@ class Checkpointer:
         if self._unsupported:
             return f"rank {self._session.rank}: {self._unsupported}"
         if self._session.world == 1 and int(os.environ.get("WORLD_SIZE", "1") or "1") > 1:
-            return "WORLD_SIZE says several ranks: call torch.distributed.init_process_group first"
+            return "WORLD_SIZE is above 1: call torch.distributed.init_process_group first"
         return ""
 
     def _join_anew(self) -> None:

@@ -190,7 +190,7 @@ class SaveEngine:
         pin = pins.of_training(plan.capture.device)
 
         def refused(reason: str) -> None:
-            slow = f"copies from the device are slow, they are staged in other memory: {reason}"
+            slow = f"copies from the device are slow, because they pass through other memory: {reason}"
             told = f"rank {self._session.rank}: {slow}"
             self._session.find(told)
             self._session.say(told)

@@ -178,12 +178,10 @@ class OptimizerGate:
     def _tell_late(self, version: int) -> None:
         """The training goes on without the seal that it waited for, and all else seems well (R2)."""
         session = self._session
-        why = "not sealed when the training had to go on: a failure before the next seal repeats one step more"
+        why = "not sealed when the training had to go on: a failure before the next seal repeats one more step"
         if not self._told_late:
             self._told_late = True
-            session.say(
-                f"rank {session.rank}: version {version} is {why}; later ones like it are in the event log only"
-            )
+            session.say(f"rank {session.rank}: version {version} was {why}; later ones appear only in the event log")
         if session.client is not None:
             session.client.event("late", version, f"rank {session.rank}: {why}")
 
@@ -209,8 +207,8 @@ class OptimizerGate:
         session = self._session
         if session.path and self._not_given_told <= _NOT_GIVEN:
             session.say(
-                f"rank {session.rank}: a {type(optimizer).__name__} steps that was not passed: its state is not "
-                "captured. Pass all optimizers of the training: Checkpointer(model, [first, second])"
+                f"rank {session.rank}: a {type(optimizer).__name__} makes steps, but was not passed: its state is "
+                "not captured. Pass all optimizers of the training: Checkpointer(model, [first, second])"
             )
 
 

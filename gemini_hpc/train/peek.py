@@ -40,9 +40,9 @@ def peek(name: str = "default", *, tier: str | Tier = "") -> int:
         found = found if all(other == found for other in everywhere) else -1
     if found < 0:
         if why or rank == 0:
-            text = why or "the agents do not agree, or one was not reached"
+            text = why or "the agents do not agree, or one could not be reached"
             print(
-                f"gemini-hpc: rank {rank}: what there is to resume from is not known: {text}",
+                f"gemini-hpc: rank {rank}: cannot tell what there is to resume from: {text}",
                 file=sys.stderr,
                 flush=True,
             )

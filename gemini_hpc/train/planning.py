@@ -247,7 +247,7 @@ class Planning:
         offers = [msgspec.msgpack.decode(part, type=_Offer) for part in offered]
         problem = next((offer.problem for offer in offers if offer.problem), "")
         if problem or draft is None:
-            raise _OfferError(problem or "it has made no offer for a new plan")
+            raise _OfferError(problem or "this rank has made no offer for a new plan")
         gathered = [offer.entries for offer in offers]
         plan = self._lay_out(draft, gathered, least_bytes=self._layout_bytes, apart=self._apart)
         named = plan.alone != self._apart
@@ -262,6 +262,6 @@ class Planning:
         self.capture, self._layout_bytes = plan.capture, plan.layout.total
         self._follow(plan)
         replanning.follow(Divergence(gathered, plan.alone, session.rank))
-        session.find(f"version {session.version}: planned anew: {replanning.reason}")
-        session.say_once(f"planned anew from version {session.version} on: {replanning.reason}")
+        session.find(f"version {session.version}: new plan: {replanning.reason}")
+        session.say_once(f"new plan from version {session.version} on: {replanning.reason}")
         session.event("planned", f"rank {session.rank}: {replanning.reason}")

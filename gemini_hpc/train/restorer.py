@@ -59,7 +59,7 @@ class Restorer:
         """The number of the version that was loaded; 0 for a fresh start. Collective. Raises RuntimeError,
         ValueError."""
         if self.called:
-            raise RuntimeError("resume() was called before: it restores once, before the loop")
+            raise RuntimeError("resume() was already called: call it only once, before the loop")
         self.called = True
         session = self._session
         if not session.protected:
@@ -120,7 +120,7 @@ class Restorer:
         self.found, self._generators, self._own_copy = Resumed(), None, Content()
         version = self._load()
         if not version:  # what is here now is no beginning
-            session.try_again("no version is left, and the training may begin anew")
+            session.try_again("no version is left, and the training may start over")
         return version
 
     def _record(self, reason: str, *, fresh: bool) -> None:
@@ -133,15 +133,15 @@ class Restorer:
         if b"1" in session.all(b"1" if recorded else b"0"):
             return
         if fresh and self.found.stamp is None:
-            session.try_again(f"what is here is rejected ({reason}), and the training may begin anew")
+            session.try_again(f"the state here is rejected ({reason}), and the training may start over")
         self._give_up(f"{reason}; {why or 'no agent could be told'}")
 
     def _give_up(self, why: str) -> NoReturn:
         """On every rank alike: nothing is left to go on from, and nobody has said that one may begin anew."""
         session = self._session
         session.say_once(
-            f"no version is left to go on from: {why}; to begin anew, submit a new job (where reject() says "
-            "fresh=True, the next launch does)"
+            f"no version is left to resume from: {why}; to start over, submit a new job (after reject(fresh=True) "
+            "the next launch starts over)"
         )
         if session.client is not None:
             session.client.close()
@@ -164,7 +164,7 @@ class Restorer:
         version = self._session.version
         if self._loader is None and version:
             steps = "1 step" if version == 1 else f"{version} steps"
-            self._session.say_once(f"no loader was passed: the script has to skip {steps} of data by itself")
+            self._session.say_once(f"no loader was passed: the script itself has to skip {steps} of data")
 
     # ---- from elsewhere --------------------------------------------------------------------------------
 

@@ -89,13 +89,13 @@ def _prefix(names: Iterable[str], keys: Iterable[str]) -> str | None:
     found = [prefix for prefix in USUAL if prefix in fitting] or sorted(fitting)
     if len(found) > 1 and found[0] not in USUAL:
         raise ValueError(
-            f"it has several models with the names of this one, below {', '.join(found)}: take one of them out"
+            f"the file has several models with the names of this one, below {', '.join(found)}: keep only one"
         )
     return found[0] if found else None
 
 
 def _fits(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> str:
-    return "" if tuple(tensor.shape) == shape else f"{name} is {tuple(tensor.shape)}, there it is {shape}"
+    return "" if tuple(tensor.shape) == shape else f"{name} is {tuple(tensor.shape)} here and {shape} there"
 
 
 def _make_state(tree: StateTree, found: Mapping[tuple[str, str], tuple[tuple[int, ...], torch.dtype]]) -> None:

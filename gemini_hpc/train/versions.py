@@ -144,7 +144,9 @@ class Versions:
                 large, [f"{name} is gone from the training state" for name in gone], agrees=engine.ranks_agree
             )
         if gone:
-            session.note("skipped", session.version, f"{gone[0]} is not what it was when the state was dealt out")
+            session.note(
+                "skipped", session.version, f"{gone[0]} has changed since the state was divided among the ranks"
+            )
             return
         audit = bool(self._audit) and session.version % self._audit == 0
         job = self._gate.job = capture.snapshot(session.version, small.data, audit, small.gaps)
@@ -167,8 +169,8 @@ class Versions:
         # ranks that skip must come to skip the same versions, or none is ever sealed again
         self._crowded = True
         if late and clock.monotonic() - engine.pacer.progress_at > session.seal_timeout_s:
-            session.gate.degrade(f"nothing of version {job.version if job else 0} arrives any more")
-        session.note("skipped", session.version, "the version before is still on its way")
+            session.gate.degrade(f"version {job.version if job else 0} makes no more progress")
+        session.note("skipped", session.version, "the version before this one is still on its way")
         return True
 
     def _misfit(self, misfits: Mapping[str, str]) -> None:
@@ -178,7 +180,7 @@ class Versions:
         why = next(iter(misfits.values()))
         planning.want((), (why,), agrees=self._engine.ranks_agree)
         if planning.misfit(misfits):
-            session.say(f"rank {session.rank}: version {session.version} skipped: {why}; planning anew")
+            session.say(f"rank {session.rank}: version {session.version} skipped: {why}; making a new plan")
         session.count("skipped")
         if session.client is not None:
             session.client.event("skipped", session.version, f"rank {session.rank}: {why}")

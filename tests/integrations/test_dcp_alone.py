@@ -69,7 +69,7 @@ class TestAlone:
         self.save(checkpoint_id="step-1")
         assert job.requeue() is not None
         state = {"model": {"w": torch.zeros(2, 3)}}
-        with pytest.raises(ValueError, match="'step-7' is wanted, version 1 in memory is 'step-1'"):
+        with pytest.raises(ValueError, match="wanted 'step-7', but version 1 in memory is 'step-1'"):
             dcp.load(state, checkpoint_id="step-7", storage_reader=GeminiReader())
         dcp.load(state, checkpoint_id=Path("step-1"), storage_reader=GeminiReader())
         assert torch.equal(state["model"]["w"], torch.arange(6.0).view(2, 3))
@@ -77,7 +77,7 @@ class TestAlone:
     def test_what_is_not_there_is_named(self, job: FakeJob) -> None:
         reader = GeminiReader()
         assert reader.version == 0
-        with pytest.raises(CheckpointException, match=r"look at GeminiReader\.version first"):
+        with pytest.raises(CheckpointException, match=r"check GeminiReader\.version first"):
             dcp.load({"a": torch.ones(1)}, storage_reader=reader)
         self.save()
         assert job.requeue() is not None
@@ -90,7 +90,7 @@ class TestAlone:
         assert job.requeue() is not None
         model = torch.nn.Linear(3, 2)
         ckpt = gemini.Checkpointer(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with ckpt, pytest.raises(ValueError, match=r"it is of torch\.distributed\.checkpoint, or "):
+        with ckpt, pytest.raises(ValueError, match=r"the version is from torch\.distributed\.checkpoint or "):
             ckpt.resume()
 
     def test_no_room_means_a_line_a_save(self, job: FakeJob, capfd: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +108,7 @@ class TestAlone:
         for _ in range(2):
             dcp.save(STATE, storage_writer=writer)
         assert writer.version == 0
-        line = "version 2 is not saved: all copies are there, but the agents have not sealed it in 0.3 s"
+        line = "version 2 is not saved: all copies are there, but the agents have not sealed the version within 0.3 s"
         assert line in capfd.readouterr().err
 
     def test_what_a_planner_adds_of_its_own_stays_away(self, job: FakeJob) -> None:

@@ -100,7 +100,7 @@ def test_a_part_that_nobody_saved_is_missed() -> None:
     ("value", "error", "words"),
     [
         (3.0, TypeError, "has no buffer"),
-        (b"constant", ValueError, "cannot be written to"),
+        (b"constant", ValueError, "is read-only"),
         (np.array(["x"], dtype=object), TypeError, "Python objects"),
         (Part(np.zeros(3), [4], [6]), ValueError, "is no box"),
         (Part(np.zeros(3, dtype=">f8"), [0], [6]), TypeError, "cannot be put together"),

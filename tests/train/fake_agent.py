@@ -264,11 +264,11 @@ class Node:
             if held is None or held.pair.slots[m.slot].stamp != Stamp(job.epoch, m.version):
                 return local.Error("that slot is not being filled with this version"), []
             return local.Ok(), []
-        return local.Error(f"not understood: {m}"), []
+        return local.Error(f"cannot decode the message: {m}"), []
 
     def _told(self, m: local.Traffic | local.Timeline | local.Keep | local.Recall) -> local.Message:
         if not self.job.listens:
-            return local.Error(f"not understood: Invalid value '{type(m).__name__}' - at `$.op`")
+            return local.Error(f"cannot decode the message: Invalid value '{type(m).__name__}' - at `$.op`")
         if isinstance(m, local.Recall):
             kept = self.kept.get((m.set, m.rank))
             return local.Kept(kept.data if kept is not None and kept.key == m.key else None)

@@ -275,8 +275,8 @@ def test_user_mistakes_are_errors(job: FakeJob) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"model": [1]}, TypeError, "torch.nn.Module is wanted"),
-        ({"optimizer": "adam"}, TypeError, "Optimizer is wanted"),
+        ({"model": [1]}, TypeError, "wanted a torch.nn.Module"),
+        ({"optimizer": "adam"}, TypeError, "wanted a torch.optim.Optimizer"),
         ({"optimizer": []}, ValueError, "empty"),
         ({"scheduler": 3}, TypeError, "scheduler.0 is a int"),
         ({"loader": object()}, TypeError, "no state_dict"),
@@ -321,14 +321,14 @@ def test_going_on_without_a_seal_is_said(
         wait_sealed(job, version + 1)
         assert ckpt.report()["state"] == "protected" and ckpt.report()["traffic"]["unsealed"] == 1
     assert [event.version for event in job.saw("late")] == [version + 1]
-    assert capfd.readouterr().err.count(f"version {version + 1} is not sealed when the training had to go on") == 1
+    assert capfd.readouterr().err.count(f"version {version + 1} was not sealed when the training had to go on") == 1
 
 
 def test_resume_once_and_step_never_after_close(job: FakeJob) -> None:
     model = nn.Linear(2, 2)
     ckpt = gemini.Checkpointer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert ckpt.resume() == 0
-    with pytest.raises(RuntimeError, match="called before"):
+    with pytest.raises(RuntimeError, match="already called"):
         ckpt.resume()
     ckpt.close()
     ckpt.close()

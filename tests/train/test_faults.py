@@ -65,7 +65,7 @@ def test_agent_of_another_incarnation_is_not_joined(make_job: MakeJob) -> None:
     job.nodes[0].start()
     result = run.wait()[0]
     assert result["report"]["state"] == "unprotected"
-    assert "no longer protected: the agent came back for epoch 2" in run.stderr[0]
+    assert "no longer protected: the agent came back at epoch 2" in run.stderr[0]
     assert not job.nodes[0].handed_back
 
 
@@ -93,7 +93,7 @@ def test_a_training_of_which_nothing_is_saved_says_so(make_job: MakeJob, max_rep
     for err in run.stderr:
         degraded, again = err.find("protection is degraded"), err.find("protected again")
         assert 0 <= degraded < again and err.count("protection is degraded") == 1, err
-    assert "no version from 6 on was sealed" in run.stderr[1]
+    assert "no version was sealed from version 6 on" in run.stderr[1]
     assert job.saw("degraded")
     assert all(r["report"]["state"] == "protected" for r in results)
 
@@ -182,7 +182,7 @@ def test_more_replicas_than_nodes(make_job: MakeJob) -> None:
     job = make_job(1, 2)
     run = Run(job, 1, {"steps": 3})
     run.wait()
-    assert "2 replicas asked for, the training runs on 1 node" in run.stderr[0]
+    assert "2 replicas asked for, but the training runs on 1 node" in run.stderr[0]
 
 
 def test_an_agent_of_another_protocol_is_one_line(make_job: MakeJob) -> None:

@@ -22,9 +22,7 @@ def on(job: FakeJob, node_ranks: tuple[int, ...]) -> Run:
 def test_a_set_on_some_nodes_is_refused_where_a_holder_has_no_rank(make_job: MakeJob) -> None:
     run = on(make_job(4, 2), (1, 2))
     assert all(r["report"]["state"] == "unprotected" for r in run.wait())
-    line = (
-        "it has ranks on 2 of the job's 4 nodes: the copies of node rank 1 belong on node rank 0, where it has none"
-    )
+    line = "ranks on only 2 of the job's 4 nodes: node rank 0 has to hold the copies of node rank 1, but has no ranks"
     assert run.stderr[0].count(line) == 1 and run.stderr[1].count("not protected") == 0
 
 

@@ -210,7 +210,7 @@ def test_saved_state_names_only_classes_of_such_tensors_that_are_imported(name: 
 
 def test_what_cannot_be_made_again_is_told() -> None:
     made = inner.recipe(TwoTensor(torch.rand(3), torch.rand(3)))
-    with pytest.raises(ValueError, match="TwoTensor cannot be made of its parts: AssertionError"):
+    with pytest.raises(ValueError, match="TwoTensor from its parts: AssertionError"):
         inner.make({**made, "about": "else"}, lambda path: torch.zeros(3), torch.zeros(3))
 
 

@@ -77,7 +77,7 @@ def test_one_rank_alone_or_twice(real_job: MakeJob, tier: Path, capfd: pytest.Ca
     results = running.wait()
     assert "kept" not in results[0] and results[1]["kept"] == {"mine": False, "other": True}
     assert (
-        "version 12 is not kept as mine: the name is that of version 4, and a name is given once"
+        "version 12 is not kept as mine: version 4 already has this name, and a name cannot be given twice"
         in (running.stderr[1])
     )
     until(lambda: given(tier).keys() == {"mine", "other"}, what="both are kept")
@@ -170,4 +170,4 @@ def test_a_job_without_a_tier_says_so(real_job: MakeJob) -> None:
     running = Run(job, 1, steps)  # type: ignore[arg-type]
     (result,) = running.wait()
     assert result["kept"] == {"four": False} and result["report"]["state"] == "protected"
-    assert running.stderr[0].count("is not kept as four: the job has no tier, which is given with --gemini-tier") == 1
+    assert running.stderr[0].count("is not kept as four: the job has no tier; submit it with --gemini-tier") == 1

@@ -124,7 +124,7 @@ def test_an_optimizer_that_steps_and_was_not_passed_is_told_once(
 
     iterate(job, Both(), given, model, 4)
     (line,) = [text for text in capfd.readouterr().err.splitlines() if "was not passed" in text]
-    assert "a Adam steps that was not passed: its state is not captured" in line
+    assert "a Adam makes steps, but was not passed: its state is not captured" in line
 
 
 def test_without_a_loader_the_resume_says_what_the_script_has_to_skip(
@@ -137,7 +137,7 @@ def test_without_a_loader_the_resume_says_what_the_script_has_to_skip(
     assert "no loader" not in capfd.readouterr().err
     assert job.requeue() is not None
     iterate(job, optimizer, optimizer, model, 6)
-    assert "no loader was passed: the script has to skip 4 steps of data by itself" in capfd.readouterr().err
+    assert "no loader was passed: the script itself has to skip 4 steps of data" in capfd.readouterr().err
 
 
 def test_zero_redundancy(make_job: MakeJob) -> None:

@@ -96,8 +96,8 @@ def test_three_are_rejected_and_not_more(real_job: MakeJob, tier: Path, undistur
     job.requeue(["n1", "n2"])
     last = run(job, reject_first=1)
     last.wait(codes=(1,))
-    assert "3 versions were rejected before it, and the fault may be elsewhere" in last.stderr[0]
-    assert "no version is left to go on from" not in last.stderr[1], "one rank says so"
+    assert "3 earlier versions were rejected too, so the fault may lie elsewhere" in last.stderr[0]
+    assert "no version is left to resume from" not in last.stderr[1], "one rank says so"
     job.requeue(["n1", "n2"])
     results = run(job).wait()
     assert [r["start"] for r in results] == [5, 5] and [r["digest"] for r in results] == undisturbed
@@ -155,7 +155,7 @@ def test_nothing_is_left(real_job: MakeJob) -> None:
     job.requeue(["n1", "n2"])
     training = run(job, reject_first=2)
     training.wait(codes=(1,))
-    said = "no version is left to go on from: version 11 was rejected: the loss is NaN; version 12 was rejected"
+    said = "no version is left to resume from: version 11 was rejected: the loss is NaN; version 12 was rejected"
     assert said in training.stderr[0] and "Traceback" not in "".join(training.stderr)
     job.requeue(["n1", "n2"])
     training = run(job)
@@ -169,7 +169,7 @@ def test_it_may_begin_anew(real_job: MakeJob, undisturbed: list[str]) -> None:
     job.requeue(["n1", "n2"])
     training = run(job, reject_first=2, fresh=True)
     training.wait(codes=(75,))
-    assert "no version is left, and the training may begin anew" in training.stderr[0]
+    assert "no version is left, and the training may start over" in training.stderr[0]
     job.requeue(["n1", "n2"])
     results = run(job).wait()
     assert [r["start"] for r in results] == [0, 0]
@@ -191,5 +191,5 @@ def test_where_nothing_was_loaded(real_job: MakeJob, fresh: bool) -> None:
     job = real_job(2, 2)
     training = run(job, reject_first=1, fresh=fresh)
     training.wait(codes=(75 if fresh else 1,))
-    said = "the training may begin anew" if fresh else "no version is left to go on from: the loss is NaN; nothing"
+    said = "the training may start over" if fresh else "no version is left to resume from: the loss is NaN; nothing"
     assert said in training.stderr[0]

@@ -66,7 +66,7 @@ def test_replicas_that_differ_cost_a_version_and_are_told(make_agents: MakeJob, 
     reports = [r["report"] for r in started.wait(codes=(1,))]
     told = [line for text in started.stderr for line in text.splitlines() if "differs" in line]
     assert any("what is replicated here is not what rank" in line for line in told), started.stderr
-    assert any("planned anew" in line for report in reports for line in report["findings"])
+    assert any("new plan" in line for report in reports for line in report["findings"])
     job.all["n2"].die()
     job.requeue(["n1", "n3"])
     results = start(job, **settings).wait()
@@ -82,8 +82,8 @@ def test_one_element_that_differs_is_found_and_its_tensor_named(make_agents: Mak
     started = start(job, die_at=35, **settings)
     reports = [r["report"] for r in started.wait(codes=(1,))]
     for report in reports:
-        (planned,) = [line for line in report["findings"] if "planned anew" in line]
-        assert "saved by each for itself: model.blocks.1.weight" in planned and "model.blocks.0" not in planned
+        (planned,) = [line for line in report["findings"] if "new plan" in line]
+        assert "each rank saves its own: model.blocks.1.weight" in planned and "model.blocks.0" not in planned
     job.all["n2"].die()
     job.requeue(["n1", "n3"])
     results = start(job, **settings).wait()

@@ -160,7 +160,7 @@ def test_versions_that_are_missed_one_after_the_other_are_no_protection(
     now += 2.0
     scene.gate.missed(11)
     scene.gate.missed(12)
-    assert scene.said == ["no version from 9 on was sealed"] and scene.gate.degraded
+    assert scene.said == ["no version was sealed from version 9 on"] and scene.gate.degraded
     scene.page.set_sealed(3, 13)
     assert not scene.gate.degraded and scene.said[1:] == ["restored 13"]
     scene.gate.missed(14)

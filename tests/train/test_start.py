@@ -246,7 +246,7 @@ def test_a_checkpoint_with_two_such_models_is_nobodys_guess(tmp_path: Path) -> N
     net, optimizer = fresh(1)
     both = {f"{side}.{name}": t for side in ("student", "teacher") for name, t in net.state_dict().items()}
     torch.save(both, tmp_path / "out")
-    with pytest.raises(ValueError, match=r"several models .* below student\., teacher\.: take one"):
+    with pytest.raises(ValueError, match=r"several models .* below student\., teacher\.: keep only one"):
         start.load(StateTree(net, [optimizer], {}, {}), str(tmp_path / "out"), "default", 0, 1)
     torch.save({**both, **{f"model.{name}": t for name, t in net.state_dict().items()}}, tmp_path / "out")
     start.load(StateTree(net, [optimizer], {}, {}), str(tmp_path / "out"), "default", 0, 1)
@@ -255,7 +255,7 @@ def test_a_checkpoint_with_two_such_models_is_nobodys_guess(tmp_path: Path) -> N
 def test_an_mpi_programs_version_is_none_of_a_training(tmp_path: Path) -> None:
     where = store(tmp_path, [mpi(0, {"T": np.ones(3)}, 1)])
     net, optimizer = fresh()
-    with pytest.raises(ValueError, match="of an MPI program: arrays only"):
+    with pytest.raises(ValueError, match="or an MPI program: arrays only"):
         start.load(StateTree(net, [optimizer], {}, {}), str(where), "default", 0, 1)
 
 

@@ -215,7 +215,7 @@ def test_a_device_that_can_pin_no_memory_is_told_of_once(make_job: MakeJob) -> N
     assert [r["report"]["gpu"]["pinned"] for r in results] == [0, 0]
     # the first rank's slots, and the larger ones that take their place
     assert [r["report"]["gpu"]["pins"] for r in results] == [4, 0]
-    said = "copies from the device are slow, they are staged in other memory: the test locks no memory"
+    said = "copies from the device are slow, because they pass through other memory: the test locks no memory"
     assert [text.count(said) for text in run.stderr] == [0, 1]
     assert [s.version for s in job.seals][-1] == 30 and not job.corrupt
 

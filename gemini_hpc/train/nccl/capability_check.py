@@ -18,7 +18,7 @@ def environment(environ: Mapping[str, str] | None = None) -> str:
     if given.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1":
         return (
             "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one queue: a copy that waits for another rank would "
-            "hold the training's kernels up"
+            "hold up the training's kernels"
         )
     if given.get("CUDA_LAUNCH_BLOCKING", "").strip() not in ("", "0"):
         return "CUDA_LAUNCH_BLOCKING is set: nothing can be enqueued without waiting for it"
@@ -38,7 +38,7 @@ def operations(names: Sequence[str]) -> str:
     come behind on one rank is a receive that we come before on another."""
     paired = sorted({name for name in names if name in _PAIRED})
     if paired:
-        return f"the training itself sends point to point ({', '.join(paired)}): ours would come between the two ends"
+        return f"the training itself sends point to point ({', '.join(paired)}): replica copies would come in between"
     return ""
 
 

@@ -396,7 +396,7 @@ class Driver:
             return
         self._gate.degrade(f"version {version} was on its way over NCCL")
         if not drained:
-            self._broken("the device still has copies into replica memory to make, and may never end them")
+            self._broken("the device still has to copy into replica memory, and may never finish")
 
     def _unpinned(self, reason: str) -> None:
         self.fail(reason)

@@ -47,7 +47,7 @@ class StreamedReplicator(Replicator):
             elif desk.quiet(me, QUIET_S):
                 super()._save(job)
             else:
-                self._skip(job, "the device has not ended an earlier copy into the own slot")
+                self._skip(job, "the device has not finished an earlier copy into this rank's own slot")
         finally:
             desk.over(me, job.version)
 
@@ -88,9 +88,9 @@ class StreamedReplicator(Replicator):
         slot = grant.slot
         began = clock.monotonic()
         if not self._driver.filled(carried):
-            return self._skip(job, "the device has not filled the own slot")
+            return self._skip(job, "the device has not filled this rank's own slot")
         if self.shard is None or slot not in self.shard.slots:  # they were made while it was on its way
-            return self._skip(job, "larger slots have taken the place of its own")
+            return self._skip(job, "larger slots have replaced this version's slot")
         area = slot.bytes[layout.tensor_offset : layout.tensor_offset + max(layout.tensor_bytes, 1)]
         self._pacer.copies.append((began, clock.monotonic(), layout.tensor_bytes))
         changed = carried.void + self._capture.torn(job, grant.index, area)
@@ -156,7 +156,7 @@ class StreamedReceiver(Receiver):
             elif desk.quiet(self.rank, QUIET_S):
                 super()._take(head)
             else:
-                self._say("skipped", head.version, f"shard of rank {self.rank}: its slots are not free of NCCL yet")
+                self._say("skipped", head.version, f"shard of rank {self.rank}: NCCL still uses its slots")
                 self._inbox.answer(False)
         finally:
             desk.over(self.rank, head.version)

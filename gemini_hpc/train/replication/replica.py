@@ -96,7 +96,7 @@ class Replica:
         except AgentRefused as error:  # in a recovery round, say; or by an agent that knows no fills
             if str(error).startswith(local.UNLIKE):
                 self._given_up = True
-                self._differs(f"the shard of rank {self._keeper.rank} comes as a whole from now on: {error}")
+                self._differs(f"the shard of rank {self._keeper.rank} is sent as a whole from now on: {error}")
             return False
         if isinstance(reply, local.Begun) and reply.slot in (0, 1):
             self._writing = _Writing(job.version, reply.slot, grants)
@@ -183,7 +183,7 @@ class Replica:
         for piece in self._pieces:
             view = tensors[piece.key].detach()
             if tuple(view.shape) != self._own[piece.key].entry.size:
-                raise ValueError(f"{piece.key} has another shape")
+                raise ValueError(f"{piece.key} has a different shape")
             for dim, (start, length) in enumerate(zip(piece.offset, piece.size, strict=True)):
                 view = view.narrow(dim, start, length)
             pairs.append((memory[piece.at : piece.end].view(view.dtype).view(piece.size), view))

@@ -432,7 +432,7 @@ class IntervalController:
         j, s = self._agreed.j, self._agreed.s
         if self._rank == 0 and j > 1 and self._told != (j, s) and not self._traffic.every:
             self._say(
-                f"the network has too little idle time for a copy in each iteration: one version in {j} is saved, "
+                f"the network has too little idle time for a copy in each iteration: saving one version in {j}; "
                 f"a failure repeats at most {j + s - 1} steps"
             )
         self._told = (self._agreed.j, self._agreed.s)

@@ -73,7 +73,7 @@ class Replanning:
         differs = self.differed = Divergence.differs(words[1:])
         self.closely = words[0] >= CLOSELY
         if not differs and not self.closely:
-            self.reason = "tensors have appeared, or are not what they were"
+            self.reason = "tensors have appeared or changed"
         self.under_way = bool(words[0]) or differs
         return self.under_way
 
@@ -96,9 +96,9 @@ class Replanning:
             names = sorted(apart)
             more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
             what = f"{', '.join(names[:_NAMES])}{more}" if named else "a replicated tensor"
-            self.reason = f"not the same on all ranks any more, so saved by each for itself: {what}"
+            self.reason = f"no longer the same on all ranks, so each rank saves its own: {what}"
         else:
-            self.reason = "a copy was not what its home has, but all that is replicated is the same on all ranks now"
+            self.reason = "a copy differed from its home's, but all replicated tensors are the same on all ranks now"
 
     def follow(self, divergence: Divergence) -> None:
         """Compare what is shared in the new plan."""

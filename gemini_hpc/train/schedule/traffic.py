@@ -45,14 +45,14 @@ class Traffic:
     def __post_init__(self) -> None:
         check_scheme(self.scheme)
         if self.transport not in get_args(Kind):
-            raise ValueError(f"transport is {self.transport!r}: one of {', '.join(get_args(Kind))} is wanted")
+            raise ValueError(f"transport is {self.transport!r}: wanted one of {', '.join(get_args(Kind))}")
         if self.chunk_bytes and self.chunk_bytes < LEAST_CHUNK_BYTES:
-            wanted = f"0 (it follows the link), or {LEAST_CHUNK_BYTES} and more is wanted"
+            wanted = f"wanted 0 (fitted to the link), or at least {LEAST_CHUNK_BYTES}"
             raise ValueError(f"chunk_bytes is {self.chunk_bytes}: {wanted}")
         if not 0 < self.mu <= 1:
-            raise ValueError(f"mu is {self.mu}: a share of an idle span, above 0 and at most 1, is wanted")
+            raise ValueError(f"mu is {self.mu}: wanted a share of an idle span, above 0 and at most 1")
         if self.buffers < 1 or self.every < 0 or not 0 < self.overhead < 1:
-            raise ValueError("buffers >= 1, every >= 0 and 0 < overhead < 1 are wanted")
+            raise ValueError("wanted buffers >= 1, every >= 0 and 0 < overhead < 1")
 
     @property
     def device_chunk_bytes(self) -> int:
@@ -63,4 +63,4 @@ class Traffic:
 def check_scheme(scheme: str) -> None:
     """Raises ValueError for one that is not known."""
     if scheme not in SCHEMES:
-        raise ValueError(f"scheme is {scheme!r}: one of {', '.join(SCHEMES)} is wanted")
+        raise ValueError(f"scheme is {scheme!r}: wanted one of {', '.join(SCHEMES)}")

@@ -361,13 +361,13 @@ class _Reader:
         found = self.items(depth)
         kinds: tuple[Any, ...] = ((torch.Tensor, Lifted), tuple, str)
         if len(found) != 3 or not all(map(isinstance, found, kinds)):
-            raise ValueError("encoded state has a part of a DTensor that is none")
+            raise ValueError("encoded state has an invalid part of a DTensor")
         return Part(*found)
 
     def lifted(self, depth: int) -> Lifted:
         found = self.items(depth)
         if [type(value) for value in found] != [str, str, tuple, bool]:
-            raise ValueError("encoded state refers to a tensor elsewhere in words that are none")
+            raise ValueError("encoded state has an invalid reference to a tensor elsewhere")
         if f"torch.{found[1]}" not in _TORCH_DTYPES or not all(type(n) is int and n >= 0 for n in found[2]):
             raise ValueError(f"encoded state refers to a tensor {str(found[2])[:40]} of {found[1][:40]!r}")
         return Lifted(*found)

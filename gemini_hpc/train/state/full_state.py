@@ -55,7 +55,7 @@ def _open(path: str) -> Reader:
     try:
         return Reader(path)
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing, which this version needs: take another one") from None
+        raise ValueError(f"{path} is missing, and this version needs it: choose another version") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {publish.why(error)}") from None
 
@@ -127,8 +127,8 @@ def _add_late(whole: Whole, saved: Saved, row: Row, tensor: torch.Tensor) -> Non
     """What appeared after the first step is in each rank's small state."""
     if tuple(tensor.shape) != row.shape:
         raise ValueError(
-            f"{row.key} appeared in mid-training, and this version has it in parts without places: take one that "
-            "was written after another start of the job"
+            f"{row.key} appeared in mid-training, and this version has only parts of it, without their places: "
+            "choose a version that was written after a restart of the job"
         )
     whole.rows.setdefault(saved.key(row), row)
     whole.tensors.setdefault(saved.key(row), tensor)

@@ -122,9 +122,11 @@ def _make(made: Mapping[str, Any], part: Callable[[str], torch.Tensor], above: s
     try:
         found = kind.__tensor_unflatten__(inner, made["about"], torch.Size(made["size"]), tuple(made["stride"]))
     except Exception as error:  # of somebody's class
-        raise ValueError(f"a {made['class']} cannot be made of its parts: {type(error).__name__}: {error}") from None
+        raise ValueError(
+            f"cannot rebuild a {made['class']} from its parts: {type(error).__name__}: {error}"
+        ) from None
     if not isinstance(found, torch.Tensor):
-        raise ValueError(f"a {made['class']} made of its parts is no tensor")
+        raise ValueError(f"a {made['class']} rebuilt from its parts is not a tensor")
     return found
 
 

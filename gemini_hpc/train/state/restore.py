@@ -69,7 +69,7 @@ class Saved:
         """The decoded small state; enums: see `encode.decode`. Raises ValueError."""
         if not self.small_raw:
             raise ValueError(
-                "it is of torch.distributed.checkpoint, or of an MPI program: arrays only, no state of a training"
+                "the version is from torch.distributed.checkpoint or an MPI program: arrays only, no training state"
             )
         value = encode.decode(self.small_raw, enums=enums)
         wanted = {"rng", "buffers", "groups", "odd", "stateful", "buckets", "late"}
@@ -361,7 +361,7 @@ def _fill_late(leaf: Leaf, row: Row, saved: torch.Tensor) -> None:
     here = local(leaf.tensor)
     if here.shape != saved.shape:
         raise ValueError(
-            f"{row.key} came into being after the first step and was captured rank by rank: it can only be loaded "
+            f"{row.key} was created after the first step and was captured rank by rank: it can only be loaded "
             "on as many ranks as it was saved from"
         )
     here.copy_(saved)

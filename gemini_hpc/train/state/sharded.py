@@ -63,7 +63,7 @@ class Wholes:
     def _one(self, saved: Part, now: Any, where: str) -> DTensor:
         like = now if isinstance(now, DTensor) else self._likes.get((saved.shape, saved.placements))
         if like is None:
-            raise ValueError(f"{where} was a DTensor {saved.shape} {saved.placements}; nothing here is like it")
+            raise ValueError(f"{where} was a DTensor {saved.shape} {saved.placements}; nothing here matches it")
         if like._local_tensor.shape != saved.tensor.shape:
             was, is_ = tuple(saved.tensor.shape), tuple(like._local_tensor.shape)
             raise ValueError(

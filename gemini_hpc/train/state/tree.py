@@ -237,7 +237,7 @@ class StateTree:
                 return False
             here = local(tensor)
             if is_lazy(here):
-                raise UnsupportedStateError(f"{fqn} has no size before the first forward: make one before this")
+                raise UnsupportedStateError(f"{fqn} has no size before the first forward pass: run one before this")
             plain = [part for _, part in inner.parts(here)] if composed(here) else [here]
             if not all(_plain(part) and not part.is_meta for part in plain):
                 raise UnsupportedStateError(
@@ -249,7 +249,9 @@ class StateTree:
 
         for slot in self._modules.buffers:
             if (tensor := slot.tensor) is not None and is_lazy(tensor):
-                raise UnsupportedStateError(f"{slot.fqn} has no size before the first forward: make one before this")
+                raise UnsupportedStateError(
+                    f"{slot.fqn} has no size before the first forward pass: run one before this"
+                )
         for slot in self._modules.parameters:
             if (tensor := slot.tensor) is not None:
                 add(slot.fqn, tensor, slot.replicated)
@@ -351,7 +353,7 @@ class StateTree:
             if leaf.optimizer >= 0 and not like_owner:
                 raise UnsupportedStateError(
                     f"{leaf.key} is a DTensor {tuple(tensor.shape)} {tensor.placements} unlike its parameter: state "
-                    "of this optimizer cannot be made anew on resume"
+                    "of this optimizer cannot be recreated on resume"
                 )
         elif world > 1 and (leaf.owner.replicated or (isinstance(owner, DTensor) and tensor.numel() == 1)):
             shared, fingerprint = True, _fingerprint(here, closely)

@@ -170,7 +170,7 @@ class HostTransport(Transport):
         for fd in fds[1:]:
             os.close(fd)
         if not fds:
-            raise VersionLost("the agent knows no pushes")
+            raise VersionLost("the agent does not support pushes")
         return fds[0]
 
     def outbox(self, rank: int) -> Outbox:
