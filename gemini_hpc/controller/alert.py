@@ -74,7 +74,7 @@ class Alerts:
                     status = await process.wait()
                 log.info("event=alert-told program=%s status=%d", path, status)
             except TimeoutError:
-                log.error("event=alert-failed program=%s detail=it took more than %g s", path, PROGRAM_S)
+                log.error("event=alert-failed program=%s detail=the program took more than %g s", path, PROGRAM_S)
             finally:
                 if process.returncode is None:
                     with suppress(ProcessLookupError, PermissionError):
@@ -97,5 +97,5 @@ def unfit(path: str) -> str:
     if not stat.S_ISREG(info.st_mode) or not os.access(path, os.X_OK):
         return "wanted a file that this user may execute"
     if info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o022:
-        return "wanted a file of root's, or of the controller's user, that nobody else can write"
+        return "wanted a file that belongs to root or the controller's user and that nobody else can write"
     return ""

@@ -72,7 +72,7 @@ async def prepare(settings: Settings, raw_id: int, restart: int, node: str, memb
         raise NothingToHoldError(f"{node} is not in the job's node list")
     nodes, reservations = await asyncio.gather(slurm.nodes(), slurm.reservations())
     if any(r.name.startswith(f"{PREFIX}{raw_id}_") for r in reservations):
-        raise NothingToHoldError("another survivor, or a controller, does it")
+        raise NothingToHoldError("another survivor, or a controller, already holds the nodes")
     dead = [n for n in members if n in nodes and nodes[n].down]
     if not dead:
         raise NothingToHoldError("no node of the job is DOWN: requeued for another reason")

@@ -174,7 +174,7 @@ def _reported(case: Case, job: Job) -> str:
 def _under_way(case: Case, job: Job) -> str:
     """A recovery has begun: the job is where it was, or on its way back, perhaps not for the first time."""
     if job.restarts < case.restart:
-        return f"the recovery is of restart {case.restart}, the job is at restart {job.restarts}"
+        return f"the recovery is for restart {case.restart}, the job is at restart {job.restarts}"
     where = RUNNING if job.restarts == case.restart else PENDING
     return "" if job.state in (where, CONFIGURING, COMPLETING) else f"the job is {job.state}"
 
@@ -202,7 +202,7 @@ def _slurmd_answers(case: Case, job: Job) -> Verdict:
     if case.agent_silent_s < case.confirm_s:
         return _wait(Veto.KERNEL, "the node has rebooted; its agent may still come back")
     if job.state == COMPLETING and job.restarts == case.restart:
-        return _wait(Veto.KERNEL, "the node has rebooted and the script is just ending")
+        return _wait(Veto.KERNEL, "the node has rebooted and the batch script is still ending")
     if job.restarts != case.restart:
         return _dismiss(Veto.KERNEL, "the node has rebooted and the job is on its way already")
     return Verdict(Act.REQUEUE, "the node has rebooted: healthy, and empty of this job's processes and memory")
@@ -211,7 +211,7 @@ def _slurmd_answers(case: Case, job: Job) -> Verdict:
 def _kernel_lives(case: Case) -> Verdict:
     """slurmd does not answer, and the node's kernel does."""
     if case.slurm_node is not None and case.slurm_node.down:
-        return Verdict(Act.ADOPT, "slurmd does not answer and Slurm holds the node for DOWN")
+        return Verdict(Act.ADOPT, "slurmd does not answer and Slurm has set the node DOWN")
     if case.slurmd is Port.REFUSES:
         return _leave(Veto.KERNEL, "slurmd refuses, so the node's kernel lives: left to Slurm's own detection")
     if case.slurmd is Port.HANGS:
@@ -244,7 +244,7 @@ def judge(case: Case) -> Verdict:
     if {case.slurmd, case.agent, case.kernel} != {Port.SILENT} or case.agent_linked:
         return _kernel_lives(case)
     if case.silent_s > 0 and case.slurm_node is not None and case.slurm_node.down:
-        return Verdict(Act.ADOPT, "silent, and Slurm holds the node for DOWN")
+        return Verdict(Act.ADOPT, "silent, and Slurm has set the node DOWN")
     if case.silent_s < case.confirm_s:
         return _wait(Veto.SILENCE, f"silent for {case.silent_s:.1f} of {case.confirm_s:g} s")
     if case.slurm_up_s < case.settle_s:
@@ -268,7 +268,7 @@ def _silent(case: Case, witnesses: int) -> Verdict:
     )
     for veto, name, fenced, silent, allowed in counts:
         if fenced + max(1, silent) > allowed:
-            why = f"{name}: {fenced} nodes fenced lately, {max(1, silent)} silent now, {allowed} allowed"
+            why = f"{name}: {fenced} nodes fenced recently, {max(1, silent)} silent now, {allowed} allowed"
             return _leave(veto, f"{why}: left to Slurm; call the administrator")
     by = "" if case.claim is Claim.REPORTED else f", {case.claim.value}"
     by += "" if case.claim is Claim.TAKEN_OVER else f", {witnesses} witnesses"

@@ -85,7 +85,9 @@ class GiveBack:
         await self._slurm.node_resume(node.name)
         self._journal.write(NODES, "resume", "after", node=node.name)
         self._answers_since.pop(node.name, None)
-        log.info("event=given-back host=%s reason=%r", node.name, f"booted anew, answers for {self._wait()}")
+        log.info(
+            "event=given-back host=%s reason=%r", node.name, f"the node has rebooted and answered for {self._wait()}"
+        )
 
     def _wait(self) -> str:
         return f"{self._settings.auto_resume_s:g} s"

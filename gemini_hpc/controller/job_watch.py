@@ -142,7 +142,7 @@ class JobWatch:
         taken = [host for host in left if host in nodes and not nodes[host].down]
         if taken:
             track.give_up(job.restarts, taken)
-            told = f"made smaller while it ran: without {','.join(taken[:16])}"
+            told = f"the job was made smaller while it ran: without {','.join(taken[:16])}"
             self._recoveries.say(track.raw_id, job.restarts, "shrunk", "", told)
 
     def _look_at_agents(self, track: Track) -> None:
@@ -180,7 +180,9 @@ class JobWatch:
             log.warning("job=%d event=pin-left %s", track.raw_id, exc)
             return
         track.remember_pin(False)
-        self._recoveries.say(track.raw_id, job.restarts, "unpinned", "", "it waits, and no recovery is under way")
+        self._recoveries.say(
+            track.raw_id, job.restarts, "unpinned", "", "the job waits, and no recovery is under way"
+        )
 
     @staticmethod
     def _release(agent: Agent, reason: str, *, save: bool = False) -> None:

@@ -80,7 +80,7 @@ class Primary:
                 standing = await self.look()
                 if standing.here:
                     return await self.config(LOOK_S)
-                why = f"slurmctld in charge is on {standing.host or 'no host that answers'}"
+                why = f"the slurmctld in charge is on {standing.host or 'no host that answers'}"
             except SlurmError as exc:
                 why = str(exc)
             if why != said:

@@ -256,7 +256,7 @@ class Recoveries:
                 log.warning("recovery %s waits for Slurm: %s", key, exc)
                 await asyncio.sleep(RETRY_S)
             except SlurmError as exc:
-                log.warning("recovery %s is refused by Slurm: %s", key, exc)
+                log.warning("Slurm refuses recovery %s: %s", key, exc)
                 await asyncio.sleep(RETRY_S)
                 refused_s, why = refused_s + clock.monotonic() - began, str(exc)
         self._resuming.discard(key)
@@ -275,8 +275,10 @@ class Recoveries:
         self.journal.write(key, "close", "after", outcome="given up")
         self.say(raw_id, restart, "closed", "", f"given up: {why}")
         begun = sorted({str(r.data["node"]) for r in records if r.step == "down"})
-        text = f"what a recovery has left (restart {restart}, nodes fenced or drained: {','.join(begun) or 'none'})"
-        self.alerts.tell("recovery given up", raw_id, "", f"{text} is refused by Slurm: look at them")
+        text = f"restart {restart}, nodes fenced or drained: {','.join(begun) or 'none'}"
+        self.alerts.tell(
+            "recovery given up", raw_id, "", f"Slurm refuses to let a recovery finish: check its nodes ({text})"
+        )
 
     async def _resume_one(self, key: str, records: list[Record]) -> None:
         opened = records[0].data
@@ -338,7 +340,7 @@ class Recoveries:
         except SlurmUnreachable:
             raise
         except SlurmError as exc:
-            log.warning("reservation %s is left: %s", name, exc)
+            log.warning("reservation %s could not be deleted: %s", name, exc)
 
     async def _forgotten(self, host: str, recovery: Recovery) -> None:
         """slurmctld died before it had saved that this node is DOWN; the node is no less dead for that."""
@@ -361,7 +363,7 @@ class Recoveries:
             return
         await self.slurm.node_resume(host)
         why = verdict.why if verdict is not None else "the job is gone"
-        self.say(raw_id, restart, "resumed", host, f"the drain of an interrupted recovery is undone: {why}")
+        self.say(raw_id, restart, "resumed", host, f"undid the drain of an interrupted recovery: {why}")
 
     async def _fell(self, job: Job | None, restart: int, begun: set[str]) -> bool:
         """Whether the script had ended before its node was set DOWN: nobody but us sends such a job back."""

@@ -139,7 +139,9 @@ class Track:
             now = ",".join(job.nodes[:16])
             notes.append(f"the job was made smaller while it ran: without {','.join(left[:16])}, now on {now}")
         if missing := sorted(set(self.stored.original) - set(job.nodes)):
-            notes.append(f"submitted for {','.join(self.stored.original[:16])}, not on {','.join(missing[:16])} now")
+            notes.append(
+                f"submitted for {','.join(self.stored.original[:16])}, no longer on {','.join(missing[:16])}"
+            )
         return "; ".join(notes)
 
     def hosts(self) -> set[str]:

@@ -193,7 +193,7 @@ class Requeue:
         if not may or job.state not in (FAILED, NODE_FAIL):
             return job.state
         return await self._send_back(
-            job, f"the script had ended {job.state} ({job.exit_code}) after the node's death"
+            job, f"the batch script ended as {job.state} ({job.exit_code}) after the node's death"
         )
 
     async def _send_back(self, job: Job, why: str) -> str:
@@ -247,7 +247,7 @@ class Requeue:
         await self.slurm.pin(job, self.original, wanted)
         self.pinned(False)
         self._pinned = None
-        self.say("unpinned", "", f"{why}: the original request is back")
+        self.say("unpinned", "", f"{why}: restored the job's original node request")
 
     def _waited(self) -> float:
         return 0.0 if self._pending_since is None else clock.monotonic() - self._pending_since

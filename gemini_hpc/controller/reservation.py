@@ -140,7 +140,7 @@ class Held:
                 self.say("reserve_refused", "", f"{','.join(sorted(mine))} stay in {other.name}: {exc}")
                 continue
             self.note("take", "after", name=other.name)
-            self.say("taken_back", "", f"{','.join(sorted(mine))} out of {other.name}: survivors of this job")
+            self.say("taken_back", "", f"{','.join(sorted(mine))} taken out of {other.name}: survivors of this job")
 
     async def widen(
         self, job: Job, nodes: Mapping[str, Node], keep: Sequence[str], without: Collection[str], missing: int
@@ -175,7 +175,7 @@ class Held:
                 self.once("widen_refused", "", f"{','.join(chosen)}: {exc}")
                 return
             self.note("reserve", "after", name=self.name)
-            self.say("widened", "", f"{','.join([*back, *more])} beside")
+            self.say("widened", "", f"added {','.join([*back, *more])}")
 
     def is_mine(self, name: str) -> bool:
         """Whether a reservation is, or was, for this job."""
@@ -199,7 +199,7 @@ class Held:
                 return
             await self._evict(name)
             await asyncio.sleep(pause_s)
-        self.say("reservation_left", "", f"{name} is still referenced; it ends by itself")
+        self.say("reservation_left", "", f"{name} is still in use; the reservation ends by itself")
 
     async def evict(self) -> None:
         """Detach what else of the same owner has put itself into our reservation: it would take a survivor, and

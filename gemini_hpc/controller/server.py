@@ -137,7 +137,7 @@ class Controller:
             return "too many agents" if self._open["control", greeting.uid] >= MAX_AGENTS_PER_UID else ""
         if hello.purpose == "query":
             return "too many questions at once" if self._open["query", greeting.uid] >= MAX_QUERIES_PER_UID else ""
-        return "the controller serves control and query"
+        return "the controller serves only control and query"
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         _keepalive(writer.transport.get_extra_info("socket"))
@@ -281,7 +281,7 @@ class Controller:
         if old is not None and old.link is not link:
             old.link.close()
         self._tell(uid, "job=%d restart=%d event=registered host=%s", raw_id, agent.restart, agent.host)
-        notices = [f"{why}: the loss of a node ends it"] if (why := never_requeued(job)) else []
+        notices = [f"{why}: the loss of a node ends the job"] if (why := never_requeued(job)) else []
         if 0 < agent.restart == job.restarts:
             notices.append(track.freed(agent.restart - 1, lambda: self.logs.read(raw_id, uid)))
         if text := "; ".join(filter(None, notices)):

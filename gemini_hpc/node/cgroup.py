@@ -102,14 +102,16 @@ def admit(choice: Choice, job: int, pid: int, limit_bytes: int) -> tuple[Group, 
             return NO_GROUP, f"systemd: {exc.strerror or exc}"
         there = place(pid)
         return (
-            (Group(2, (there.directory(),)), "") if there is not None else (NO_GROUP, "its scope is not to be seen")
+            (Group(2, (there.directory(),)), "")
+            if there is not None
+            else (NO_GROUP, "the agent's scope is not visible")
         )
     here = place()
     assert here is not None
     directory = memory_cgroup.job_directory(choice, job)
     problem = _take(memory_cgroup.of_job(here, choice, job, limit_bytes)) or _enter(directory, pid)
     if problem:  # v2: processes of an older release in the cgroup itself; better with them than in slurmd's
-        return NO_GROUP, _enter(choice.directory, pid) or f"it has no cgroup of its own: {problem}"
+        return NO_GROUP, _enter(choice.directory, pid) or f"the agent has no cgroup of its own: {problem}"
     return Group(here.version, (directory, *_beside(here, choice, job, pid))), ""
 
 
@@ -225,7 +227,7 @@ def _ask_systemd(job: int, pid: int, limit_bytes: int) -> None:
         if found is not None and found.path.endswith(memory_cgroup.scope_name(job, pid)):
             return
         if clock.monotonic() > deadline:
-            raise OSError("the scope was not made in time")
+            raise OSError("systemd did not create the scope in time")
         clock.sleep(_POLL_S)
 
 

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
         exit_code = parse_number("exit code", argv[3], 0, 2**32 - 1)
         _end(load(), job, uid, restart, exit_code, tuple(argv[4:]), deadline)
     except (ValueError, ConfigError, job_directory.JobDirError, privileges.PrivilegeError, OSError) as exc:
-        complain("epilog", job, f"the agent was not told: {exc}")
+        complain("epilog", job, f"could not tell the agent that the job has ended: {exc}")
     return 0
 
 
@@ -81,7 +81,7 @@ def _tell(run_dir: str, job: int, uid: int, restart: int, exit_code: int) -> int
             with ask_agent.connect(f"{run_dir}/{job}", uid, now + ANSWER_TIMEOUT_S) as sock:
                 answer = ask_agent.ask(sock, question, now + ANSWER_TIMEOUT_S)
                 if answer["op"] != "ok" or answer.get("state") not in ("released", "detached", "hold"):
-                    raise ask_agent.AskError("the agent's reply to the epilog is none")
+                    raise ask_agent.AskError("the agent's reply to the epilog is not valid")
                 if answer["state"] != "released":
                     return _hold_status(restart, answer.get("restart")) if answer["state"] == "hold" else _KEPT
                 # So that the next prolog of this job does not meet a dying agent.
@@ -107,7 +107,7 @@ def _note(run_fd: int, job: int, uid: int, restart: int) -> None:
             if there or entries.get(job) is not None:
                 entries.ended(job, uid, restart)
     except OSError as exc:
-        complain("epilog", job, f"not entered in the ledger of this node: {exc.strerror or exc}")
+        complain("epilog", job, f"could not enter the job in this node's ledger: {exc.strerror or exc}")
 
 
 def _released(run_fd: int, job: int) -> None:
@@ -137,9 +137,9 @@ def _hold(job: int, restart: int, place: tuple[str, ...], deadline: float) -> No
     try:
         subprocess.run(argv, stdin=subprocess.DEVNULL, timeout=max(0.2, deadline - clock.monotonic()), check=False)
     except subprocess.TimeoutExpired:
-        complain("epilog", job, "the survivors are not held yet: Slurm is slow; the hold goes on")
+        complain("epilog", job, "the survivors are not held yet: Slurm is slow; still trying")
     except OSError as exc:
-        complain("epilog", job, f"the survivors are not held: {exc}")
+        complain("epilog", job, f"could not hold the survivors: {exc}")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,9 @@ def shut() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) or traceable():
-        raise PrivilegeError(f"could not be shut: {os.strerror(ctypes.get_errno())}")
+        raise PrivilegeError(
+            f"could not close this process to its owner's other processes: {os.strerror(ctypes.get_errno())}"
+        )
 
 
 def traceable() -> bool:

@@ -95,7 +95,7 @@ def parse_number(what: str, text: str, least: int, most: int) -> int:
 def _text(what: str, text: str, pattern: str, banned: str = "") -> str:
     if re.fullmatch(pattern, text) and not any(c in text for c in banned):
         return text
-    raise ValueError(f"{what}: found {text[:80]!r}, which cannot be one")
+    raise ValueError(f"{what}: found {text[:80]!r}, which is not valid")
 
 
 _notes: list[Note] = []  # of the incarnation that this process is for
@@ -148,7 +148,9 @@ def _protect(inc: Incarnation, settings: Settings) -> int:
         _unprotected(inc.job, f"{exc}")
         return _UNPROTECTED
     if shared:
-        complain("prolog", inc.job, f"its directory is no file system of its own ({shared}): others can fill it")
+        complain(
+            "prolog", inc.job, f"the job's directory has no file system of its own ({shared}): others can fill it"
+        )
     _offer_to_oom_killer()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     deadline = clock.monotonic() + settings.attach_timeout_s + OWNER_GRACE_S
@@ -173,14 +175,14 @@ def _note(run_fd: int, inc: Incarnation) -> None:
                 _end_former(inc, known.group)
             entries.started(inc.job, inc.uid, inc.restart)
     except OSError as exc:
-        complain("prolog", inc.job, f"not entered in the ledger of this node: {exc.strerror or exc}")
+        complain("prolog", inc.job, f"could not enter the job in this node's ledger: {exc.strerror or exc}")
 
 
 def _end_former(inc: Incarnation, group: cgroup.Group) -> None:
     try:
         cgroup.end(group, FORMER_END_S)
     except OSError as exc:
-        complain("prolog", inc.job, f"an earlier agent is not ended: {exc.strerror or exc}")
+        complain("prolog", inc.job, f"could not end an earlier agent: {exc.strerror or exc}")
 
 
 def _start_if_asked(inc: Incarnation, settings: Settings, run_fd: int, sock: socket.socket, deadline: float) -> None:
@@ -270,9 +272,9 @@ def _ask_root_to_start(root: socket.socket, deadline: float) -> int:
         root.send(b"!")
         said, got, _, _ = socket.recv_fds(root, 512, 1)
     except OSError as exc:
-        raise spawn.LaunchError(f"root did not start it: {exc.strerror or exc}") from None
+        raise spawn.LaunchError(f"root did not start its process: {exc.strerror or exc}") from None
     if not got:
-        raise spawn.LaunchError(said.decode(errors="replace") or "root did not start it")
+        raise spawn.LaunchError(said.decode(errors="replace") or "root did not start its process")
     return got[0]
 
 

@@ -117,7 +117,7 @@ def look(run_fd: int, settings: Settings) -> float | None:
             over = since_s > answering_s or (since_s > silent_s and not _answers_at_last(settings.run_dir, entry))
         gone = not inside(entry)
         # One that has let go by itself leaves its log for its owner, until the next prolog's sweep.
-        if (over or gone) and end(run_fd, entry, f"its job ended {since_s:.0f} s ago", remove=not gone):
+        if (over or gone) and end(run_fd, entry, f"the job ended {since_s:.0f} s ago", remove=not gone):
             continue
         waits += [due_in_s for due in (silent_s, answering_s) if (due_in_s := due - since_s) > 0] or [LOOK_MOST_S]
     return min(waits, default=None)
@@ -159,11 +159,13 @@ def end(run_fd: int, entry: ledger.Entry, why: str, *, remove: bool = True) -> b
                 break
             _kill(now, there)
         if clock.monotonic() > deadline:
-            complain("reaper", entry.job, f"not ended: {len(there)} processes of its agent hang in the kernel")
+            complain(
+                "reaper", entry.job, f"could not end the agent: {len(there)} of its processes hang in the kernel"
+            )
             return False
         clock.sleep(POLL_S)
     if first and why:
-        complain("reaper", entry.job, f"{why}, and {first} processes of its agent did not let go: killed")
+        complain("reaper", entry.job, f"{why}, and {first} processes of its agent did not end: killed them")
     if remove:
         with ledger.opened(run_fd) as entries:
             if entries.get(entry.job) is not None:  # its prolog has come meanwhile

@@ -71,7 +71,7 @@ class ControllerLine:
             except OSError as exc:
                 failed.append(f"{where}: {exc.strerror or exc}")
             except UnicodeError:
-                failed.append(f"{where}: no name of a host")
+                failed.append(f"{where}: not a host name")
             except HandshakeError as exc:
                 raise AskError(f"controller {where}: {exc}") from None
         raise NoControllerError("; ".join(failed))
@@ -93,7 +93,9 @@ class ControllerLine:
             self._link.send(inspect_schema.JobsAsk(everything))
             answer = self._link.receive(inspect_schema.JobsAnswer)
         except (OSError, LinkClosed) as exc:
-            raise NoControllerError(f"{exc}; one of an earlier version does not know this question") from None
+            raise NoControllerError(
+                f"{exc}; a controller of an earlier version does not know this question"
+            ) from None
         if answer.error:
             raise AskError(answer.error)
         return answer
@@ -118,7 +120,7 @@ async def _agents(settings: Settings, raw_id: int) -> inspect_schema.JobAnswer:
     try:
         job, nodes = await _allocation(settings, raw_id)
     except SlurmError as exc:
-        raise AskError(f"no controller answers, and Slurm neither: {exc}") from None
+        raise AskError(f"neither the controller nor Slurm answers: {exc}") from None
     parts = await _ask_all(settings, raw_id, job.user_id, nodes)
     missing = tuple(n for n in job.nodes if n not in {p.host for p in parts})
     return inspect_schema.JobAnswer(parts=parts, slurm=slurm_facts(job), missing=missing)
@@ -176,7 +178,7 @@ async def _records(
 
 Told = Callable[[Flushing], None]
 FLUSH_SILENT_S = 30.0  # an agent that writes says so each second
-_NO_AGENTS = "it has no nodes now, and the controller hears of no agent of it"
+_NO_AGENTS = "the job has no nodes now, and the controller hears from none of its agents"
 _AGAIN_S = 2.0  # after which the controller is asked once more
 
 
@@ -205,7 +207,7 @@ async def _flush(settings: Settings, raw_id: int, told: Told) -> list[Flushing]:
         if over and not root:
             return over
     if silent:
-        raise AskError(f"job {raw_id}: {silent} would have to do it, and does not answer")
+        raise AskError(f"job {raw_id}: {silent} has to do it, but does not answer")
     raise AskError(f"job {raw_id}: {'no agent answers' if nodes else _NO_AGENTS}")
 
 
@@ -224,7 +226,9 @@ async def _kept_on(settings: Settings, raw_id: int) -> dict[str, Node]:
         finally:
             line.close()
     except NoControllerError as exc:
-        raise AskError(f"job {raw_id} has no nodes now; where it had some the controller knows, but: {exc}") from None
+        raise AskError(
+            f"job {raw_id} has no nodes now, and only the controller knows its former nodes: {exc}"
+        ) from None
     last = max((part.restart for part in parts), default=0)
     hosts = tuple(sorted(part.host for part in parts if part.restart == last))
     return await Slurm().nodes(hosts) if hosts else {}
@@ -255,7 +259,7 @@ async def _flush_at(settings: Settings, job: int, uid: int, name: str, address: 
                 begun[message.set] = message
     except LinkClosed:  # it hangs up when it has said everything
         return over + [
-            msgspec.structs.replace(word, over=True, reason=f"{name} hung up before it was there")
+            msgspec.structs.replace(word, over=True, reason=f"{name} hung up before the version was on the tier")
             for word in begun.values()
             if not word.over
         ]

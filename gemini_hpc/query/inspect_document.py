@@ -98,7 +98,7 @@ def picture(
     troubled = [f"{p.host}: {p.problem[:500]}" for p in parts if p.problem]
     document["notes"] += [*_notes(document, document["missing"], slurm), *waiting, *troubled]
     if unshown := len({s.name for p in parts for s in p.trainings}) - len(names):
-        document["notes"].append(f"{unshown} trainings are not shown: the agents tell of more ranks than can be")
+        document["notes"].append(f"{unshown} trainings are not shown: the agents report more ranks than is possible")
     return document
 
 

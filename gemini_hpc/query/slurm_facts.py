@@ -40,5 +40,5 @@ def slurm_facts(job: Job | None) -> dict[str, str]:
     if job.over and job.end_time:
         facts["end_time"] = f"{job.end_time:.0f}"
     if why := never_requeued(job):
-        facts["note"] = f"{why}: a lost node ends it"
+        facts["note"] = f"{why}: a lost node ends the job"
     return facts

@@ -75,7 +75,7 @@ def _pyslurm(timeout_s: float, on_call: Callable[[str, float], None] | None) -> 
 
 
 def _error(text: str, command: str) -> SlurmError:
-    message = " ".join(text.split())[:300] or f"{command} failed without a word"
+    message = " ".join(text.split())[:300] or f"{command} failed without a message"
     low = message.lower()
     if "invalid job id" in low:
         return UnknownJob(message)
@@ -421,7 +421,7 @@ class Slurm:
             await self._node_state(name, state, words)
         node = (await self._nodes((name,)))[name]
         if not node.down:
-            raise SlurmError(f"node {name} was set DOWN and is {node.state}")
+            raise SlurmError(f"node {name} was set DOWN, but is {node.state}")
         return node
 
     async def node_resume(self, name: str) -> None:

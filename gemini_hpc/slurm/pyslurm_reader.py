@@ -93,7 +93,7 @@ class PyslurmReader:
             raise Unreadable(f"pyslurm: {error}")
         if kind is not None or "value" not in answer:
             await self.close()
-            raise Surprise(f"pyslurm: {error[:300] or 'an answer of another shape'} ({call})")
+            raise Surprise(f"pyslurm: {error[:300] or 'an answer of an unexpected form'} ({call})")
         return answer["value"]
 
     async def _exchange(self, process: asyncio.subprocess.Process, call: str, args: Any) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class PyslurmReader:
             raise ValueError("it has ended")
         answer = msgspec.json.decode(line)
         if not isinstance(answer, dict) or answer.get("id") != self._asked:
-            raise ValueError("it answers something else")
+            raise ValueError("an unexpected answer")
         return answer
 
     async def job(self, raw_id: int) -> Job:
@@ -134,7 +134,7 @@ class PyslurmReader:
             raise Unreadable(f"pyslurm: {exc}") from None
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as exc:
             await self.close()
-            raise Surprise(f"pyslurm: a record of another shape: {type(exc).__name__} {exc}") from None
+            raise Surprise(f"pyslurm: a record of an unexpected form: {type(exc).__name__} {exc}") from None
 
     async def node_state(self, name: str, state: str, reason: str = "") -> None:
         """Set a node's state. Raises as `Reader`."""

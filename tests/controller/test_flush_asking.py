@@ -78,7 +78,7 @@ def test_one_after_the_other_until_one_has_done_it(
 
 def test_nobody_can(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World("abc", {"b": to("a"), "c": to("b")})
-    with pytest.raises(ask.AskError, match="job 7: a would have to do it, and does not answer"):
+    with pytest.raises(ask.AskError, match="job 7: a has to do it, but does not answer"):
         flushed(world, monkeypatch)
     assert world.asked == ["a", "b", "c"]
     world = World("abc", {})
@@ -93,9 +93,9 @@ def test_a_job_without_nodes_has_its_agents_where_the_controller_says(monkeypatc
     assert flushed(world, monkeypatch) == [DONE]
     assert world.asked == ["b", "c"]
     monkeypatch.setattr(ask, "_AGAIN_S", 0.01)
-    with pytest.raises(ask.AskError, match="no nodes now, and the controller hears of no agent of it"):
+    with pytest.raises(ask.AskError, match="no nodes now, and the controller hears from none of its agents"):
         flushed(World("", {}, known=""), monkeypatch)
-    with pytest.raises(ask.AskError, match="had some the controller knows, but: ctl:1: Connection refused"):
+    with pytest.raises(ask.AskError, match="only the controller knows its former nodes: ctl:1: Connection refused"):
         flushed(World("", {}), monkeypatch)
 
 
@@ -132,7 +132,10 @@ def test_an_agent_that_dies_over_a_set_has_not_saved_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(ask, "connect_any", connect)
     heard: list[Flushing] = []
     over = asyncio.run(ask._flush_at(Settings(), 7, 1000, "a", "at a", heard.append))
-    assert [(word.set, word.reason) for word in over] == [("default", ""), ("other", "a hung up before it was there")]
+    assert [(word.set, word.reason) for word in over] == [
+        ("default", ""),
+        ("other", "a hung up before the version was on the tier"),
+    ]
     assert len(heard) == 3
 
 

@@ -92,7 +92,7 @@ def test_a_job_that_came_back_after_its_end() -> None:
 
 def test_nothing_is_known_of_what_was_sealed() -> None:
     _, text = shown([NIGHT[0], NIGHT[-1]], FORGOTTEN)
-    assert "no sealed version is known of" in text and "recoveries: none" in text
+    assert "no sealed version is known" in text and "recoveries: none" in text
     _, text = shown([*NIGHT, EventRecord(NOW, "saved", "n1", 1, 60)], FORGOTTEN)
     assert "on the tier: version 60" in text
 

@@ -139,7 +139,8 @@ def test_a_job_that_is_flushed_by_hand_while_it_waits(cluster: Cluster, tier: Pa
     until(lambda: not agents(job), 40, what="retention over")
     none = cluster.run(["gemini-hpc", "flush", str(job.id)], user="alice")
     assert (
-        none.returncode == 1 and "it has no nodes now, and the controller hears of no agent of it" in none.stderr
+        none.returncode == 1
+        and "the job has no nodes now, and the controller hears from none of its agents" in none.stderr
     ), none.stderr
 
 

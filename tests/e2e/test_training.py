@@ -110,7 +110,9 @@ def test_user_is_told_that_there_will_be_no_requeue(train: Train) -> None:
     job = train("told", "--gemini-replicas=2", "--no-requeue")
     job.reach(1)
     said = job.output()
-    assert said.count("gemini-hpc: this job was submitted without --requeue: the loss of a node ends it") == 1, said
+    assert said.count("gemini-hpc: this job was submitted without --requeue: the loss of a node ends the job") == 1, (
+        said
+    )
 
 
 def test_nothing_is_said_where_nothing_is_wrong(train: Train) -> None:

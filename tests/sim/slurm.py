@@ -209,7 +209,7 @@ class SimSlurm(SlurmApi):
         await self._change("down", name, lambda: self._ctld.set_down(name))
         node = (await self.nodes([name]))[name]
         if not node.down:
-            raise SlurmError(f"node {name} was set DOWN and is {node.state}")
+            raise SlurmError(f"node {name} was set DOWN, but is {node.state}")
         return node
 
     async def node_resume(self, name: str) -> None:
