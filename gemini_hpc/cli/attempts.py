@@ -48,7 +48,7 @@ class Attempts:
         if self.restarts >= self._most:
             return f"{self.restarts} restarts are used up", note
         if self._barren > 1:
-            return "it has been started again once without a newer version being sealed", note
+            return "no newer version was sealed since the last restart", note
         self.restarts += 1
         return "", note
 

@@ -66,7 +66,7 @@ class _VerbParser(argparse.ArgumentParser):
         result, unknown = super().parse_known_args(words[:index], namespace)
         result.command = words[index + (words[index : index + 1] == ["--"]) :]
         if not result.command:
-            self.error("nothing to run is given")
+            self.error("no command was given")
         return result, unknown
 
 
@@ -102,8 +102,10 @@ def _register_life(verbs: _Subparsers) -> None:
     up.add_argument("--nodes", type=int, default=5, metavar="K", help="nodes n1..nK (default: 5)")
     meanings = "; ".join(f"{profile.name}: {profile.sentence}" for profile in profiles.PROFILES.values())
     up.add_argument("--profile", default="fast", help=f"{meanings} (default: fast)")
-    up.add_argument("--cpus", type=int, default=4, help="CPUs per node, as Slurm is told (default: 4)")
-    up.add_argument("--memory-mb", type=int, default=2000, help="MiB per node, as Slurm is told (default: 2000)")
+    up.add_argument("--cpus", type=int, default=4, help="CPUs per node in Slurm's configuration (default: 4)")
+    up.add_argument(
+        "--memory-mb", type=int, default=2000, help="MiB per node in Slurm's configuration (default: 2000)"
+    )
     up.add_argument("--replace", action="store_true", help="take a running cluster of this name down first")
     up.add_argument("--no-site", action="store_true", help="without SPANK plugin, prolog and epilog")
     up.add_argument("--no-controller", action="store_true", help="without the gemini controller service")
@@ -114,7 +116,7 @@ def _register_life(verbs: _Subparsers) -> None:
         metavar="KEY=VALUE",
         help="a key of the cluster's gemini.toml, e.g. heartbeat_s=0.5 (repeatable)",
     )
-    _add(verbs, "down", "End a cluster and remove every trace of it, also of one that died half way", _down)
+    _add(verbs, "down", "End a cluster and remove every trace of it, even after a crash", _down)
     shown = _add(verbs, "status", "Show a cluster's nodes, their power and Slurm's view of them", _status)
     shown.add_argument("--json", action="store_true", help="one JSON object instead of text")
     _add(verbs, "list", "List the clusters of this machine", _list)
@@ -154,9 +156,14 @@ def _register_commands(verbs: _Subparsers) -> None:
 
 
 def _register_nodes(verbs: _Subparsers) -> None:
-    off = _add(verbs, "power-off", "Cut a node's power; its peers hear nothing more of it", _power_off)
+    off = _add(verbs, "power-off", "Cut a node's power; its peers hear nothing more from it", _power_off)
     off.add_argument("--reset", action="store_true", help="let its peers see their connections closed first")
-    on = _add(verbs, "power-on", "Start a node again, empty; Slurm may still call it down (see resume)", _power_on)
+    on = _add(
+        verbs,
+        "power-on",
+        "Start a node again, with empty memory; Slurm may still show it as DOWN (see resume)",
+        _power_on,
+    )
     resume = _add(verbs, "resume", "Take a node out of DOWN and DRAIN", _resume)
     shape = _add(verbs, "shape", "Limit a node's link in both directions", _shape)
     shape.add_argument("--rate", required=True, help="1gbit, 200mbit, ... or off")
@@ -200,7 +207,7 @@ def _up(args: Any) -> int:
     shown = cluster.status()
     absent = [part for part in ("plugin", "prolog", "epilog") if not getattr(shown, part)]
     if absent and not args.no_site:
-        print(f"without {', '.join(absent)}: this installation has none")
+        print(f"without {', '.join(absent)}: this installation has no such files")
     print(f"files: {cluster.directory}")
     return 0
 

@@ -119,7 +119,7 @@ def _site_tier(config: str, job: str) -> str:
 
     found = site_tier(load(config).tier, os.getuid())
     if not found:
-        raise ExportError(f"job {job}: where is its tier? Give --tier DIR, or the directory itself")
+        raise ExportError(f"job {job}: its tier is not known: give --tier DIR, or the directory itself")
     return found
 
 
@@ -134,7 +134,7 @@ def _made(output: str) -> Iterator[str]:
 
     path = os.path.abspath(output)
     if os.path.lexists(path):
-        raise ExportError(f"{output or path} is there already")
+        raise ExportError(f"{output or path} already exists")
     parent, name = os.path.split(path)
     try:
         inside = tempfile.mkdtemp(prefix=".gemini-export.", suffix=".tmp", dir=parent)
@@ -194,7 +194,7 @@ def _safetensors(tensors: dict[str, Any], path: str, about: dict[str, str]) -> N
         found = _RUST.search(str(error))
         raise OSError(int(found[1]), str(error)) if found else RuntimeError(str(error)) from None
     except KeyError as error:  # what save_file raises for a type that its format has not
-        raise RuntimeError(f"safetensors has no {error}: take another format") from None
+        raise RuntimeError(f"safetensors does not support {error}: choose another format") from None
 
 
 def _torch(state: dict[str, Any], path: str) -> None:

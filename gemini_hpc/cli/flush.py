@@ -23,8 +23,8 @@ def register(subparsers: _Subparsers) -> None:
         "flush",
         help="write a job's newest version to its persistent tier now",
         description="Write the newest sealed version of a job to its persistent tier (--gemini-tier) now, and wait "
-        "until it is there. The training goes on meanwhile. A job that waits for nodes is written from the memory of "
-        "those that it had. For the job's owner, root and SlurmUser.",
+        "until it is there. The training goes on meanwhile. For a job that waits for nodes, its "
+        "former nodes write the version from their memory. For the job's owner, root and SlurmUser.",
         epilog="Exit status: 0 if every training of the job was written; otherwise prints the reason and exits 1.",
     )
     parser.add_argument("job", metavar="JOBID", help="job id, or array task as 10_3")

@@ -30,9 +30,9 @@ def register(subparsers: _Subparsers) -> None:
         "jobs",
         help="list the protected jobs, one line each",
         description="List protected jobs: your own; for root, SlurmUser and operators all. "
-        "STATE is what gemini-hpc inspect says of the job, SEALED the age of the newest sealed version (of one that "
-        "has ended: when that was), SURVIVES how many nodes may be lost, whichever they are, RECOV how often the job "
-        "has been brought back. Asks the controller.",
+        "STATE is what gemini-hpc inspect says of the job, SEALED the age of the newest sealed version (for a "
+        "job that has ended: when it was sealed), SURVIVES how many nodes may be lost, whichever they are, RECOV "
+        "how often the job was recovered. Asks the controller.",
     )
     parser.add_argument("--all", action="store_true", help="jobs of the last 14 days (default: the last 24 hours)")
     parser.add_argument("--json", action="store_true", help="print the documented JSON document (schema 1)")

@@ -29,7 +29,7 @@ def register(subparsers: _Subparsers) -> None:
         description="Draw what the ranks of a running job have recorded of their checkpoints' traffic: one "
         "iteration (the training's collectives, idle spans, chunks, copies, waits at the optimizer) and the overhead "
         "over time. "
-        "Writes PNG files and one HTML page that needs no others, and prints their names. Asks Slurm for the job's "
+        "Writes PNG files and one self-contained HTML page, and prints their names. Asks Slurm for the job's "
         "nodes and the agents on them; only the job's owner and operators are answered. Drawing needs matplotlib.",
     )
     parser.add_argument("job", metavar="JOBID", help="job id, or array task as 10_3")
@@ -37,7 +37,7 @@ def register(subparsers: _Subparsers) -> None:
         "-o",
         "--output",
         metavar="PATH",
-        help="beginning of the files' names, or a directory that is there (default: gemini-JOBID)",
+        help="prefix of the file names, or an existing directory (default: gemini-JOBID)",
     )
     parser.add_argument("--rank", metavar="R", type=_rank, help="draw this rank (default: the largest overhead)")
     parser.add_argument(
@@ -94,8 +94,8 @@ def _shown(settings: Settings, job: int, name: str | None, rank: int | None) -> 
         whose = "any rank" if rank is None else f"rank {rank}"
         which = "" if name is None else f" of set {name[:64]!r}"
         raise UserError(
-            f"job {job}: nothing is known yet of the traffic of {whose}{which}; gemini-hpc inspect shows what is "
-            "(ranks and agents of earlier versions tell nothing)"
+            f"job {job}: no traffic of {whose}{which} is recorded yet; gemini-hpc inspect shows what is known "
+            "(ranks and agents of earlier versions record nothing)"
         )
     return sets
 

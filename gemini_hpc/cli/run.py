@@ -37,8 +37,8 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         help="run a job step, and again in the same allocation when it dies on healthy nodes",
         description="Run COMMAND (usually srun ...) in a batch script. If it fails while all nodes of the job are "
         "healthy, start it again at once: every rank resumes from the replicas in memory. If no newer version has "
-        "been sealed in between, do so once only. If a node is dead, wait for Slurm to requeue the job, and ask for "
-        "that after 60 s. A command that was ended by a signal is not repeated.",
+        "been sealed in between, do so once only. If a node is dead, wait for Slurm to requeue the job, and "
+        "request the requeue after 60 s. A command that a signal has ended is not repeated.",
         epilog="Exit status: that of the last COMMAND; 75 for a dead node and no requeue in time.",
     )
     parser.add_argument(
@@ -46,7 +46,7 @@ def register(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         type=_count,
         default=3,
         metavar="N",
-        help="repeat at most N times, counted anew whenever a newer version has been sealed (default 3)",
+        help="repeat at most N times; the count starts again with each newer sealed version (default 3)",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="e.g. srun python t.py")
     parser.set_defaults(func=run)
@@ -111,7 +111,7 @@ def _fit_tasks(environ: MutableMapping[str, str]) -> None:
         return
     tasks, nodes, most = map(int, words)
     if tasks > nodes * most > 0:
-        _say(f"the job has {nodes} nodes now: {nodes * most} tasks instead of {tasks}")
+        _say(f"the job now has {nodes} nodes: {nodes * most} tasks instead of {tasks}")
         environ["SLURM_NTASKS"] = environ["SLURM_NPROCS"] = str(nodes * most)
 
 
@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
         if not _nodes_healthy(path, ended):
             return status if ended.is_set() else EXIT_NOT_REQUEUED
         if sent := step.ended_by(status):
-            _say(f"the step was ended by {sent.name}, which somebody has sent: not restarted")
+            _say(f"somebody ended the step with {sent.name}: not restarted")
             return status
         why_not, note = attempts.failed(status, reached)
         told = f"the step ended with status {status}" + (f" ({note})" if note else "")

@@ -90,7 +90,7 @@ class Cluster:
         try:
             with lock.starting(), lock.cluster(layout):
                 if layout.directory.exists():
-                    raise _TakenError(f"cluster {name} is just being started by somebody else")
+                    raise _TakenError(f"somebody else is starting cluster {name} right now")
                 bringup.bring_up(
                     layout,
                     chosen,

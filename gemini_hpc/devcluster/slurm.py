@@ -24,10 +24,10 @@ def release() -> tuple[int, int]:
     try:
         done = subprocess.run([program("slurmd"), "-V"], capture_output=True, text=True, timeout=20.0, check=False)
     except subprocess.TimeoutExpired:
-        raise DevclusterError("slurmd -V does not tell its release within 20 s") from None
+        raise DevclusterError("slurmd -V did not print its release within 20 s") from None
     found = re.search(r"\b(\d+)\.(\d+)\.", done.stdout)
     if found is None:
-        raise DevclusterError(f"slurmd -V does not tell its release: {' '.join((done.stdout + done.stderr).split())}")
+        raise DevclusterError(f"slurmd -V did not print its release: {' '.join((done.stdout + done.stderr).split())}")
     return int(found[1]), int(found[2])
 
 

@@ -19,7 +19,7 @@ from gemini_hpc.doctor.installation import PYTHON
 
 FIX = (
     "install again under umask 022 with an interpreter that everybody can reach, such as /usr/bin/python3 (README, "
-    "Installing on a cluster); or chmod -R go+rX what is named, except root's home"
+    "Installing on a cluster); or run chmod -R go+rX on the named paths, except root's home"
 )
 
 
@@ -55,7 +55,7 @@ def _within(place: str) -> Iterator[str]:
 def access(facts: Facts) -> Outcome:
     """Every component of every path, as an owner of jobs meets it."""
     if not os.path.lexists(PYTHON) and facts.root:
-        raise Unavailable(f"{PYTHON} is not there (see install.parts)")
+        raise Unavailable(f"{PYTHON} does not exist (see install.parts)")
     told: list[str] = []
     code = list(dict.fromkeys(_code()))
     for path in (*code, *_others(facts)):

@@ -19,7 +19,7 @@ def strangers(facts: Facts) -> Outcome:
     try:
         run_fd = job_directory.open_run_dir(facts.settings.run_dir, create=False)
     except FileNotFoundError:
-        return ok(f"{facts.settings.run_dir} is not there yet")
+        return ok(f"{facts.settings.run_dir} does not exist yet")
     except job_directory.JobDirError as exc:
         raise Unavailable(str(exc)) from None
     try:
@@ -37,7 +37,7 @@ def strangers(facts: Facts) -> Outcome:
                 told.append(f"pid {pid} ({process.name[:32]!r}, uid {process.uid}) in {entry.group.directories[0]}")
     if told:
         return wrong(
-            f"not of ours, and outside of Slurm's limits: {some(told)}",
+            f"foreign processes in the agents' cgroups, outside Slurm's limits: {some(told)}",
             "agents and their workers only",
             "look at the process and at its owner; the reaper kills it with the agent when the job is over",
         )
@@ -69,13 +69,13 @@ def room(facts: Facts) -> Outcome:
             finally:
                 os.close(fd)
     except FileNotFoundError:
-        return ok(f"{run_dir} is not there yet, or has just changed")
+        return ok(f"{run_dir} does not exist yet, or has just changed")
     except OSError as exc:
         raise Unavailable(f"{run_dir}: {exc.strerror}") from None
     if told:
-        fix = "a job's own directory: its owner's doing and loss alone; the run directory: see what lies in it"
+        fix = "a job's own directory: its owner fills it, only that job suffers; run directory: see what lies in it"
         return warning(some(told), "room for sockets, maps and logs", fix)
-    return ok(f"{seen} file systems of ours at {run_dir}, none of them nearly full")
+    return ok(f"{seen} file systems of gemini-hpc at {run_dir}, none of them nearly full")
 
 
 CHECKS = (

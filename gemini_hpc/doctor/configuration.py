@@ -24,7 +24,7 @@ class Release:
         """From `slurm-wlm 22.05.8` or the like. Raises `Unavailable`."""
         found = _RELEASE.search(text)
         if not found:
-            raise Unavailable(f"no release of Slurm in {text[:60]!r}")
+            raise Unavailable(f"cannot find Slurm's release in {text[:60]!r}")
         return cls(int(found[1]), int(found[2]), int(found[3] or 0))
 
     @property

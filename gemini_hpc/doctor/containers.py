@@ -53,14 +53,14 @@ def job_container(facts: Facts) -> Outcome:
     if hidden := hidden_directories(text, (run_dir,)):
         return wrong(
             f"{path} gives each job its own {', '.join(hidden)}: ranks do not find their agent",
-            f"dirs without {run_dir} and what is above it",
+            f"dirs without {run_dir} and the directories above it",
             f"take it out of the dirs in {path}",
         )
     own = [flag for flag in _UNTRIED if re.search(rf"^[^#\n]*\b{flag}\b", text, re.M)]
     if own:
         return warning(
-            f"{path} has {some(own, ', ')}: gemini-hpc has not been run in such a namespace",
+            f"{path} has {some(own, ', ')}: gemini-hpc is not tested in such a namespace",
             "jobs in the process and user namespace of their node",
-            f"take the flags out of {path}, or try a protected job and see that gemini-hpc inspect says protected",
+            f"take the flags out of {path}, or run a protected job and check that gemini-hpc inspect says protected",
         )
     return ok(f"{plugin}, which leaves {run_dir} alone (replica memory has no name in /dev/shm)")

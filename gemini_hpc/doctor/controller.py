@@ -53,9 +53,9 @@ def runs(facts: Facts) -> Outcome:
     wanted = f"one controller, as {s.slurm_user}, on {s.controller_host or 'this host'}"
     if pid is None:
         if not s.controller_host:
-            return ok("none runs, and none is in the settings")
+            return ok("no controller runs, and the settings name none")
         if _elsewhere(facts):
-            return ok(f"none here, the settings say {_elsewhere(facts)}")
+            return ok(f"no controller runs here; the settings name {_elsewhere(facts)}")
         if len(facts.conf.controllers) > 1 and _in_charge(facts) != facts.hostname:
             return ok(f"none acts here: slurmctld on {_in_charge(facts) or 'no host'} is in charge")
         return wrong("no controller runs here (nobody holds the lock in state_dir)", wanted, "start it")
@@ -82,8 +82,8 @@ def journal(facts: Facts) -> Outcome:
         info = os.lstat(path)
     except FileNotFoundError as exc:
         if exc.filename == path:
-            return ok(f"{path} is not there yet")
-        return wrong(f"{directory} is not there", wanted, "start the controller once as root")
+            return ok(f"{path} does not exist yet")
+        return wrong(f"{directory} does not exist", wanted, "start the controller once as root")
     if not stat.S_ISREG(info.st_mode) or info.st_uid not in (0, facts.slurm_uid):
         found = f"{path} is not a file of {facts.settings.slurm_user}'s ({user(info.st_uid)})"
         return wrong(found, wanted, "find out who made it; move it away; start the controller again")
@@ -92,12 +92,14 @@ def journal(facts: Facts) -> Outcome:
     if space.f_bavail * space.f_frsize < _FREE_BYTES or (space.f_files and not space.f_favail):
         free = f"{space.f_bavail * space.f_frsize >> 20} MiB"
         return wrong(
-            f"{directory} has {free} free: actions that cannot be journaled are not taken", wanted, "free some"
+            f"{directory} has {free} free: the controller takes no action that it cannot journal", wanted, "free some"
         )
     damaged = _damaged(path)
     if damaged:
         text = f"{damaged} of the newest lines of {path} cannot be read"
-        return warning(text, "whole lines", "one is what a crash may leave; more: look at the disk, keep the file")
+        return warning(
+            text, "whole lines", "a crash may leave one; if there are more, check the disk and keep the file"
+        )
     return ok(f"{path}, {info.st_size} bytes, {space.f_bavail * space.f_frsize >> 20} MiB free")
 
 
@@ -132,7 +134,7 @@ def alerts(facts: Facts) -> Outcome:
                     if record["step"] == "alert" and clock.time() - record["t"] < _ALERT_S:
                         told.append(record)
     except FileNotFoundError:
-        return ok(f"{path} is not there yet")
+        return ok(f"{path} does not exist yet")
     if not told:
         return ok("no alert within a day")
     data = told[-1].get("data", {})
@@ -140,8 +142,8 @@ def alerts(facts: Facts) -> Outcome:
     last = f"{data.get('kind', '?')}: job {data.get('job', '?')} {data.get('node', '')}: {data.get('why', '')}"
     return warning(
         f"{len(told)} within a day, the last at {at}: {last}",
-        "none: over its budget the controller fences no node, and such jobs wait for Slurm's own detection",
-        "look at the nodes that it names; fence_budget_nodes, fence_budget_user_nodes",
+        "no alert: over its budget the controller fences no node, and such jobs wait for Slurm's own detection",
+        "check the nodes that the alert names; see fence_budget_nodes, fence_budget_user_nodes",
     )
 
 
@@ -151,7 +153,7 @@ def primary(facts: Facts) -> Outcome:
     if not acting:
         told = some((f"{host} is {'UP' if up else 'DOWN'}" for host, up in hosts), ", ")
         text = f"no slurmctld answers ({told or 'none is named'})"
-        return wrong(text, "one slurmctld that answers", "start it; the controller can do nothing meanwhile")
+        return wrong(text, "one slurmctld that answers", "start slurmctld; the controller can do nothing until then")
     if len(hosts) > 1 and not hosts[0][1]:
         text = f"the primary slurmctld ({hosts[0][0]}) is down, {acting} has taken over"
         if _running(facts) is not None and acting != facts.hostname:
@@ -177,7 +179,7 @@ def lock(facts: Facts) -> Outcome:
     if not shared:
         return wrong(
             f"slurmctld may run on {some(controllers, ', ')}, and {state} is not on the file system of {save}: "
-            "after a takeover nobody would know what had been begun",
+            "after a takeover the new controller would not know which actions had begun",
             "state_dir on the file system that the slurmctlds share",
             f'state_dir = "{os.path.dirname(save.rstrip("/"))}/gemini-hpc" in gemini.toml',
         )
@@ -186,10 +188,10 @@ def lock(facts: Facts) -> Outcome:
 
 def slurm_api(facts: Facts) -> Outcome:
     """How the controller asks Slurm, and why so; a way that was asked for and is not used is told."""
-    facts.need_slurm_user("the way in which the controller asks Slurm")
+    facts.need_slurm_user("how the controller asks Slurm")
     setting = facts.settings.slurm_api
     wanted = f'slurm_api = "{setting}" in use'
-    fix = 'mend the reason and restart the controller, or set slurm_api = "commands"'
+    fix = 'remove the cause and restart the controller, or set slurm_api = "commands"'
     told = None
     if _running(facts) is not None:
         with suppress(OSError, msgspec.MsgspecError), open(os.path.join(facts.settings.state_dir, FILE), "rb") as f:
@@ -197,9 +199,9 @@ def slurm_api(facts: Facts) -> Outcome:
     if told is None:
         way = facts.ask_slurm(lambda _: Slurm(api=setting).way())
         told = Told(setting, way.name, way.why, way.left, 0.0)
-        text = f"a controller that is started here asks by {told.used}: {told.why}"
+        text = f"a controller started here would ask Slurm through {told.used}: {told.why}"
     else:
-        text = f"the controller asks by {told.used}: {told.why}"
+        text = f"the controller asks Slurm through {told.used}: {told.why}"
         if told.setting != setting:
             return warning(f"{text} (it was started with {told.setting})", wanted, "restart the controller")
     if told.left or setting not in ("auto", told.used):

@@ -64,7 +64,7 @@ def _built_for(data: bytes) -> Release:
             name, _, _, _, value, _ = layout.unpack("IBBHQQ", data, offset + i * entry)
             if data[names + name : names + name + len(SYMBOL) + 1] == SYMBOL + b"\0":
                 return _release(layout, data, value, [(phoff + k * phentsize) for k in range(phnum)])
-    raise ElfError("no plugin_version in it: not a plugin of Slurm")
+    raise ElfError("no plugin_version in the file: not a plugin of Slurm")
 
 
 def _release(layout: _Layout, data: bytes, address: int, headers: list[int]) -> Release:

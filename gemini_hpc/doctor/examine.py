@@ -56,10 +56,14 @@ def _look(check: Check, facts: Facts, answer: list[Outcome]) -> None:
     except OSError as exc:
         what = f"{os.fsdecode(exc.filename)}: " if isinstance(exc.filename, str | bytes) else ""
         text = f"{what}{exc.strerror or exc}"
-        answer.append(Outcome(WRONG, text[:400], "a file that can be looked at", "see whether it should be there"))
+        answer.append(
+            Outcome(WRONG, text[:400], "a file that can be looked at", "check whether the file should be there")
+        )
     except Exception as exc:
         text = f"this check broke: {type(exc).__name__}: {exc}"
-        answer.append(Outcome(WRONG, text[:400], "an answer", "please report this line to those who make gemini-hpc"))
+        answer.append(
+            Outcome(WRONG, text[:400], "an answer", "please report this line to the developers of gemini-hpc")
+        )
 
 
 def _bounded(check: Check, facts: Facts, timeout_s: float) -> Outcome:

@@ -40,7 +40,7 @@ def _safe(files: list[str], what: str) -> Outcome:
             missing.append(f"{path}: {exc.strerror}")
     wanted = f"{what}, every directory above and every link's target: root's, writable by root only"
     if problems:
-        return wrong(some(problems), wanted, "chown root:root and chmod go-w what is named")
+        return wrong(some(problems), wanted, "chown root:root and chmod go-w the named paths")
     if missing:
         return wrong(some(missing), wanted, "install what is missing")
     return ok(some(files, ", "))
@@ -51,7 +51,7 @@ def settings(facts: Facts) -> Outcome:
     path = facts.config_path
     if not os.path.lexists(path):
         return warning(
-            f"{path} is not there: defaults only", "the same file on all hosts", "see docs/admin.md, Settings"
+            f"{path} does not exist: defaults only", "the same file on all hosts", "see docs/admin.md, Settings"
         )
     access = _safe([path], path)
     if access.status != "ok":
@@ -216,7 +216,7 @@ def run_dir(facts: Facts) -> Outcome:
     try:
         fd = job_directory.open_run_dir(path, create=False)
     except FileNotFoundError:
-        return ok(f"{path} is not there yet (the first protected job's prolog makes it)")
+        return ok(f"{path} does not exist yet (the first protected job's prolog makes it)")
     except job_directory.JobDirError as exc:
         return wrong(str(exc), wanted, fix)
     try:
@@ -224,7 +224,7 @@ def run_dir(facts: Facts) -> Outcome:
     finally:
         os.close(fd)
     if mode & 0o055 != 0o055:
-        found = f"{path} has mode {mode:04o}: users do not reach their job's socket"
+        found = f"{path} has mode {mode:04o}: users cannot reach their job's socket"
         return wrong(found, wanted, f"chmod 0755 {path}")
     return ok(f"{path}, root, {mode:04o}")
 
@@ -237,7 +237,7 @@ def state_dir(facts: Facts) -> Outcome:
         info = os.lstat(path)
         weak = paths.weaknesses(path, frozenset((0, owner)))
     except FileNotFoundError:
-        return wrong(f"{path} is not there", wanted, "start the controller once as root, or make it")
+        return wrong(f"{path} does not exist", wanted, "start the controller once as root, or make it")
     except PermissionError as exc:
         raise Unavailable(f"{exc.filename}: only root can see it; run it again as root") from None
     fix = f"chown {facts.settings.slurm_user} {path}; chmod 0700 {path}"
@@ -249,7 +249,7 @@ def state_dir(facts: Facts) -> Outcome:
         return wrong(some(weak), wanted, fix)
     mode = stat.S_IMODE(os.stat(path).st_mode)
     if mode & 0o077:
-        return warning(f"{path} has mode {mode:04o}: others read job events", wanted, f"chmod 0700 {path}")
+        return warning(f"{path} has mode {mode:04o}: other users can read job events", wanted, f"chmod 0700 {path}")
     return ok(f"{path}, {facts.settings.slurm_user}, {mode:04o}")
 
 

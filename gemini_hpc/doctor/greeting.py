@@ -53,13 +53,13 @@ def _greet(settings: Settings, host: str, slurm_uid: int) -> int:
         _, uid, made = munge.decode_timed(envelope.credential)
     except FrameError:
         raise GreetingError(
-            f"{where} closes the connection: another MUNGE key there, clocks more than {munge.TTL_S} s apart, "
-            "another slurm_user, or something else listens there"
+            f"{where} closes the connection; possible causes: a different MUNGE key there, clocks more than "
+            f"{munge.TTL_S} s apart, a different slurm_user, or another program on this port"
         ) from None
     except OSError as exc:
         raise GreetingError(f"{where}: {exc.strerror or exc}") from None
     except UnicodeError:
-        raise GreetingError(f"{where}: no name of a host") from None
+        raise GreetingError(f"{where}: not a host name") from None
     except HandshakeError as exc:
         raise GreetingError(str(exc)) from None
     except munge.MungeError as exc:
@@ -67,5 +67,5 @@ def _greet(settings: Settings, host: str, slurm_uid: int) -> int:
     except msgspec.MsgspecError:
         raise GreetingError(f"{where} does not speak our protocol") from None
     if uid not in (slurm_uid, 0):
-        raise GreetingError(f"{where} is answered by uid {uid}, wanted {settings.slurm_user} (uid {slurm_uid})")
+        raise GreetingError(f"uid {uid} answers at {where}, expected {settings.slurm_user} (uid {slurm_uid})")
     return made

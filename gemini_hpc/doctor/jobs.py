@@ -95,10 +95,10 @@ def agents(facts: Facts) -> Outcome:
         return wrong(
             f"partly protected or not at all: {some(told)}",
             "an agent on every node of each protected job",
-            "run doctor on those nodes; see the system log, tag gemini-hpc, and what the job says on stderr",
+            "run doctor on those nodes; see the system log, tag gemini-hpc, and the job's stderr",
         )
     if untold and not protected_jobs:
-        raise Unavailable(f"{untold} running jobs could not be asked about")
+        raise Unavailable(f"could not ask about {untold} running jobs")
     return ok(f"protected jobs that run: {protected_jobs}, with an agent on each of their nodes{_as_seen(known)}")
 
 
@@ -110,7 +110,7 @@ def requeue(facts: Facts) -> Outcome:
     """Slurm and the controller never requeue these."""
     known = protected(facts)
     if not known.sure and not known.complete:
-        raise Unavailable("which jobs are protected is seen on the controller host, by root or SlurmUser")
+        raise Unavailable("only root and SlurmUser can see which jobs are protected, on the controller host")
     notes = []
     for raw_id in sorted(known.sure)[:MAX_JOBS]:
         job = facts.job(raw_id)

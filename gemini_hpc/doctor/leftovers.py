@@ -46,8 +46,12 @@ def reservations(facts: Facts) -> Outcome:
         fix = (
             "scontrol delete ReservationName=...; it ends by itself in 10 minutes; the controller's journal says why"
         )
-        return wrong(some(told), "no reservation gemini_* but for a job that waits to be run again", fix)
-    return ok(f"{len(named)} reservations of ours, each for a job that waits" if named else "none of ours")
+        return wrong(some(told), "no gemini_* reservation except for a job that waits to run again", fix)
+    return ok(
+        f"{len(named)} reservations of gemini-hpc, each for a waiting job"
+        if named
+        else "no reservation of gemini-hpc"
+    )
 
 
 def age_s(reason: str, now: float) -> float | None:
@@ -62,7 +66,7 @@ def age_s(reason: str, now: float) -> float | None:
 
 def _ago(seconds: float | None) -> str:
     if seconds is None:
-        return "since when is not known"
+        return "for an unknown time"
     return (
         f"for {seconds:.0f} s"
         if seconds < 120
@@ -81,8 +85,8 @@ def nodes(facts: Facts) -> Outcome:
     ]
     if told:
         fix = "look at the node; then scontrol update NodeName=... State=RESUME"
-        return warning(f"fenced by the controller: {some(told)}", "none that waits for you", fix)
-    return ok(f"none of {len(facts.nodes)} nodes is down or drained with our reason")
+        return warning(f"fenced by the controller: {some(told)}", "no node that waits for an administrator", fix)
+    return ok(f"none of {len(facts.nodes)} nodes is down or drained with gemini-hpc's reason")
 
 
 def changed(path: str) -> float:
@@ -106,7 +110,7 @@ def directories(facts: Facts) -> Outcome:
     try:
         names = sorted(os.listdir(run_dir))[:MAX_LOOKED_AT]
     except FileNotFoundError:
-        return ok(f"{run_dir} is not there yet")
+        return ok(f"{run_dir} does not exist yet")
     with_agent = {p.agent_of for p in facts.processes}
     # At the end of the retention an agent may still save a last version to the tier.
     live, keep_s = facts.queue, facts.settings.retention_s + facts.settings.tier_flush_s + YOUNG_S
@@ -116,7 +120,7 @@ def directories(facts: Facts) -> Outcome:
         if name == LEDGER:
             continue
         if not (name.isascii() and name.isdecimal() and len(name) <= 10):
-            told.append(f"{path} is nothing of ours")
+            told.append(f"{path} does not belong to gemini-hpc")
             continue
         try:
             quiet_s = now - changed(path)
@@ -134,9 +138,9 @@ def directories(facts: Facts) -> Outcome:
             if job is None or (job.over and now - job.end_time > keep_s):
                 told.append(f"{path}: its job is over for longer than retention_s, and its agent still holds memory")
     if told:
-        fix = "the next protected job's prolog removes directories; end agents that stay with kill"
-        return warning(some(told), f"in {run_dir} only jobs that live or are retained", fix)
-    return ok(f"{run_dir} has {len(names)} entries, all of jobs that live or are retained")
+        fix = "the next protected job's prolog removes directories; end the agents that remain with kill"
+        return warning(some(told), f"in {run_dir} only directories of live or retained jobs", fix)
+    return ok(f"{run_dir} has {len(names)} entries, all of live or retained jobs")
 
 
 def _open_recoveries(path: str) -> set[int]:

@@ -34,20 +34,20 @@ def answers(facts: Facts) -> Outcome:
         return wrong(f"MUNGE: {exc}", "a munged that makes and opens credentials", fix)
     if payload != nonce or uid != facts.uid:
         return wrong(f"a credential of uid {facts.uid} came back as uid {uid}'s", "itself", "see munged's log")
-    return ok("a credential of ours was made and opened")
+    return ok("munged made and opened a test credential")
 
 
 def judge_version(text: str) -> Outcome:
     """From the program's own words."""
     found = re.search(r"munge-([0-9]{1,4})\.([0-9]{1,4})\.([0-9]{1,4})", text)
     if not found:
-        raise Unavailable(f"no release of MUNGE in {text.strip()[:60]!r}")
+        raise Unavailable(f"cannot find MUNGE's release in {text.strip()[:60]!r}")
     version = tuple(int(n) for n in found.groups())
     if version < SAFE_VERSION:
         return warning(
             f"MUNGE {found[0][6:]}: a local user may get at the key (CVE-2026-25506)",
             "0.5.18 or later, or a distribution's package with that fix",
-            "upgrade MUNGE on all hosts; a new key afterwards",
+            "upgrade MUNGE on all hosts, then distribute a new key",
         )
     return ok(f"MUNGE {found[0][6:]}")
 
@@ -82,7 +82,7 @@ def judge_clock(ahead_s: float, where: str) -> Outcome:
         return wrong(text, wanted, "an NTP client on both hosts")
     if abs(ahead_s) >= CLOCK_WARNING_S:
         return warning(text, wanted, "an NTP client on both hosts")
-    return ok(f"the clock of {where} is as ours (within {CLOCK_WARNING_S:.0f} s)")
+    return ok(f"the clock of {where} agrees with this host's (within {CLOCK_WARNING_S:.0f} s)")
 
 
 def clocks(facts: Facts) -> Outcome:
@@ -90,7 +90,7 @@ def clocks(facts: Facts) -> Outcome:
     try:
         made = greeting.greet(facts.settings, facts.slurm_uid)
     except greeting.GreetingError as exc:
-        raise Unavailable(f"the controller cannot be asked for its time: {exc}") from None
+        raise Unavailable(f"cannot ask the controller for its time: {exc}") from None
     return judge_clock(made - clock.time(), facts.settings.controller_host)
 
 
@@ -101,7 +101,7 @@ def _key(facts: Facts) -> tuple[str, int]:
             told = [a.partition(b"=")[2] for a in process.arguments if a.startswith(b"--key-file=")]
             return (os.fsdecode(told[-1]) if told else DEFAULT_KEY), process.uid
     if not os.path.exists(DEFAULT_KEY):
-        raise Unavailable("no munged is seen on this host")
+        raise Unavailable("no munged is visible on this host")
     return DEFAULT_KEY, os.stat(DEFAULT_KEY).st_uid
 
 
@@ -118,7 +118,9 @@ def key(facts: Facts) -> Outcome:
     mode = stat.S_IMODE(info.st_mode)
     if mode & 0o077 or weak:
         found = some([*weak, *([f"{path} has mode {mode:04o}"] if mode & 0o077 else [])])
-        return wrong(found, wanted, f"chmod 0400 {path}; if users could read it, a new key on all hosts")
+        return wrong(
+            found, wanted, f"chmod 0400 {path}; if users could read the key, distribute a new one to all hosts"
+        )
     return ok(f"{path}, {paths.user(info.st_uid)}, {mode:04o}")
 
 

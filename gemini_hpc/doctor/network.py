@@ -70,7 +70,7 @@ def slurm_ports(facts: Facts) -> Outcome:
     if port.isdigit() and int(port) not in (0, s.slurmd_port):
         found = f"slurmd_port is {s.slurmd_port}, Slurm's SlurmdPort {port}"
         outcomes.append(warning(found, "the same", f"slurmd_port = {port} in gemini.toml"))
-    return worst(outcomes) if outcomes else ok("Slurm's ports are not among ours")
+    return worst(outcomes) if outcomes else ok("Slurm's ports and gemini-hpc's do not overlap")
 
 
 def _numbers(path: str) -> str:
@@ -93,17 +93,17 @@ def ephemeral(facts: Facts) -> Outcome:
     """A port that the kernel hands out to anybody's outgoing connection may be taken when we want it."""
     span = re.fullmatch(r"\s*([0-9]{1,5})\s+([0-9]{1,5})\s*", text := _numbers(_EPHEMERAL))
     if span is None:
-        raise Unavailable(f"{_EPHEMERAL} has no two numbers: {text[:40]!r}")
+        raise Unavailable(f"{_EPHEMERAL} does not hold two numbers: {text[:40]!r}")
     first, last = int(span[1]), int(span[2])
     reserved = _numbers(_RESERVED)
     hit = [mine for mine in ours(facts.settings) if mine.overlaps(first, last) and not free_of(mine, reserved)]
     if hit:
         return warning(
             f"the kernel hands out ports {first}-{last}, among them those of {some(map(str, hit), ', ')}",
-            "our ports outside net.ipv4.ip_local_port_range",
+            "gemini-hpc's ports outside net.ipv4.ip_local_port_range",
             "net.ipv4.ip_local_reserved_ports = " + ",".join(f"{m.first}-{m.last}" for m in hit) + " with sysctl",
         )
-    return ok(f"the kernel hands out {first}-{last}, none of ours")
+    return ok(f"the kernel hands out {first}-{last}, none of gemini-hpc's ports")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +162,14 @@ def in_use(facts: Facts) -> Outcome:
             holder = holders.get(listener.inode)
             who = f"{holder.name} (pid {holder.pid})" if holder else f"uid {listener.uid}"
             told.append(f"{who} listens on {listener.port}, a port of {which}")
-        return warning(some(told), "nobody else on our ports", "move it, or change the ports in gemini.toml")
+        return warning(
+            some(told),
+            "no other program on gemini-hpc's ports",
+            "move that program, or change the ports in gemini.toml",
+        )
     if unknown:
         raise Unavailable("other users listen on ports of agents: only root can see whether they are agents")
-    return ok("nobody else listens on our ports")
+    return ok("no other program listens on gemini-hpc's ports")
 
 
 def addresses(facts: Facts) -> Outcome:
@@ -181,8 +185,8 @@ def addresses(facts: Facts) -> Outcome:
             )
         if s.peer_address == "{host}":
             return warning(
-                f"interface is {s.interface!r}, and peers are dialled by the plain host name",
-                "a peer_address that leads to that interface",
+                f"interface is {s.interface!r}, but peers dial the plain host name",
+                "a peer_address that resolves to that interface",
                 'set peer_address, such as "{host}-ib0"',
             )
     dialled = s.address_of(name)
@@ -190,13 +194,13 @@ def addresses(facts: Facts) -> Outcome:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(hostname.dialled(dialled), None, socket.AF_INET)}
     except OSError as exc:
         text = f"peers dial {dialled!r}, which has no IPv4 address: {exc.strerror or exc}"
-        return wrong(text, "a name that leads here", "peer_address in gemini.toml, or the name service")
+        return wrong(text, "a name that resolves to this host", "peer_address in gemini.toml, or the name service")
     for address in found:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, suppress(OSError):
             probe.bind((address, 0))  # only an address of this host can be bound
             if not address.startswith("127."):
                 return ok(f"peers dial {dialled} ({address})")
-    text = f"peers dial {dialled!r}, which is {some(sorted(found), ', ')}: not an address that others reach here"
+    text = f"peers dial {dialled!r}, which is {some(sorted(found), ', ')}: peers cannot reach this host there"
     return wrong(
         text, "an address of this host that its peers reach", "peer_address in gemini.toml, or the name service"
     )

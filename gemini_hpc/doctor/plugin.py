@@ -85,14 +85,14 @@ def line(facts: Facts) -> Outcome:
     wanted = f"`optional .../{NAME}` in {path}, and that file, on every host"
     fix = "make -C slurm install, and the line of slurm/plugstack.conf.example"
     if not os.path.exists(path):
-        return wrong(f"{path} is not there: no option --gemini-replicas, no protection", wanted, fix)
+        return wrong(f"{path} does not exist: no option --gemini-replicas, no protection", wanted, fix)
     found = our_line(facts)
     if found is None:
         return wrong(f"{path} does not name {NAME}: no option --gemini-replicas, no protection", wanted, fix)
     if not os.path.exists(found.path):
-        return wrong(f"{found.path} is not there: with `{found.need}` in {found.file}", wanted, fix)
+        return wrong(f"{found.path} does not exist: with `{found.need}` in {found.file}", wanted, fix)
     if found.need == "required":
-        text = f"{found.file} has `required`: a plugin that does not load stops the jobs of everybody"
+        text = f"{found.file} has `required`: a plugin that does not load stops everybody's jobs"
         return warning(text, wanted, "write optional instead")
     return ok(f"{found.path}, optional in {found.file}")
 
@@ -109,9 +109,9 @@ def release(facts: Facts) -> Outcome:
     except OSError as exc:
         raise Unavailable(f"{path}: {exc.strerror}") from None
     if built.series != facts.release.series:
-        found = f"{path} was built for Slurm {built}, here is {facts.release}: it does not load, and nobody is told"
+        found = f"{path} was built for Slurm {built}, this host has {facts.release}: Slurm silently does not load it"
         return wrong(found, wanted, fix)
-    return ok(f"built for {built}, here is {facts.release}")
+    return ok(f"built for {built}, this host has {facts.release}")
 
 
 def run_dir(facts: Facts) -> Outcome:

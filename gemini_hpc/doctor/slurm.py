@@ -24,7 +24,7 @@ def answers(facts: Facts) -> Outcome:
         running = facts.conf.release
     except Unavailable as exc:
         wanted = "an answer from slurmctld to `scontrol show config`"
-        return wrong(str(exc), wanted, "start slurmctld, or set SLURM_CONF; most other checks are skipped meanwhile")
+        return wrong(str(exc), wanted, "start slurmctld, or set SLURM_CONF; most other checks are skipped until then")
     if facts.release.series != running.series:
         found = f"slurmctld is {running}, this host has Slurm {facts.release}"
         return warning(found, "one release", "finish the upgrade; the plugin must fit each host's own release")
@@ -37,7 +37,7 @@ def prolog_flags(facts: Facts) -> Outcome:
     shown = f"PrologFlags={facts.conf['PrologFlags'] or '(none)'}"
     if "runinjob" in flags:
         return wrong(
-            f"{shown}: prologs run inside the job, the agent is killed with it",
+            f"{shown}: prologs run inside the job, so the agent is killed with the job",
             "PrologFlags with Alloc, without RunInJob",
             f"take RunInJob out of PrologFlags {EDIT} and restart slurmd",
         )
@@ -188,7 +188,7 @@ def detection(facts: Facts) -> Outcome:
     if seconds in (0, float("inf")):
         found = "SlurmdTimeout=0: without the controller a dead node is never noticed, and its job never requeued"
         return warning(found, "a bound, 300 s by default", f"SlurmdTimeout=300 {EDIT}")
-    return ok(f"SlurmdTimeout={seconds:.0f}: so long until Slurm by itself finds a dead node")
+    return ok(f"SlurmdTimeout={seconds:.0f}: without the controller Slurm takes this long to find a dead node")
 
 
 def cluster_name(facts: Facts) -> Outcome:

@@ -21,7 +21,7 @@ def ended(d: Document, columns: int) -> list[str]:
         return []
     when = f" at {_clock(how['t'])}, {ago(d['t'] - how['t'])} ago" if how["t"] else ""
     code = f", exit code {how['exit_code']}" if how["exit_code"] else ""
-    sealed = f"last sealed version: {how['version']}" if how["version"] else "no sealed version is known of"
+    sealed = f"last sealed version: {how['version']}" if how["version"] else "no sealed version is known"
     if how["stored"]:
         sealed += f"; on the tier: version {how['stored']}"
     elif how["version"]:

@@ -385,14 +385,14 @@ def test_all_is_on_disk_before_it_has_its_name(
 def test_what_is_there_stays(tmp_path: Path, capsys: Told) -> None:
     (tmp_path / "out").write_text("mine")
     assert export(version_of(tmp_path / "tier"), "--format", "torch", "-o", tmp_path / "out") == 1
-    assert "is there already" in told(capsys)
+    assert "already exists" in told(capsys)
     assert (tmp_path / "out").read_text() == "mine"
 
 
 def test_a_type_that_safetensors_has_not(tmp_path: Path, capsys: Told) -> None:
     where = store(tmp_path / "tier", [mpi(0, {"z": np.ones(3, np.complex128)}, 1)])
     assert export(where, "--format", "safetensors", "-o", tmp_path / "out") == 1
-    assert told(capsys).endswith("safetensors has no torch.complex128: take another format")
+    assert told(capsys).endswith("safetensors does not support torch.complex128: choose another format")
     assert os.listdir(tmp_path) == ["tier"]
 
 
@@ -423,13 +423,13 @@ def test_what_does_not_fit_is_told(tmp_path: Path, capsys: Told) -> None:
     where = version_of(tier)
     version_of(tier, 4, "evaluation")
     sentences = {
-        (tier,): f"{tier}/gemini-7: wanted one set there, found default, evaluation; name it",
+        (tier,): f"{tier}/gemini-7: wanted one set there, found default, evaluation; name the one you want",
         (tier, "--set", "nope"): f"{tier}/gemini-7: has no set nope; its sets: default, evaluation",
         (where, "--set", "nope"): f"{where} is of set default, and --set says nope: leave one of them out",
         (where.parent, "--set", "nope"): f"{where} is of set default, and --set says nope: leave one of them out",
         (where, "--version", 5): f"{where} is version 4, and --version says 5: leave one of them out",
         (where.parent, "--version", 5): f"{where.parent}: has no whole version 5",
-        (where / "manifest.json",): f"{where}/manifest.json: is no directory",
+        (where / "manifest.json",): f"{where}/manifest.json: not a directory",
         (tmp_path / "nothing",): f"{tmp_path}/nothing: no such directory",
         ("12345678901",): "'12345678901' is not a job id: wanted a number",
         (7, "--tier", tmp_path): f"{tmp_path}/gemini-7: no such directory",
@@ -450,7 +450,7 @@ def test_a_nodes_file_is_missing_or_cut(tmp_path: Path, capsys: Told) -> None:
     assert told(capsys).startswith(f"{file} cannot be read: ")
     file.unlink()
     assert export(where, "--format", "torch", "-o", tmp_path / "out") == 1
-    assert told(capsys) == f"{file} is missing, which this version needs: take another one"
+    assert told(capsys) == f"{file} is missing, and this version needs it: choose another version"
 
 
 def test_a_job_by_its_number(tmp_path: Path, capsys: Told, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,7 +461,7 @@ def test_a_job_by_its_number(tmp_path: Path, capsys: Told, monkeypatch: pytest.M
     settings.write_text("")
     asked = ("--format", "torch", "--config", settings, "-o")
     assert export(7, *asked, tmp_path / "none") == 1
-    assert "job 7: where is its tier?" in told(capsys)
+    assert "job 7: its tier is not known" in told(capsys)
     settings.write_text(f'tier = "{tmp_path}/{{user}}"\n')
     assert export(7, *asked, tmp_path / "out") == 0
     assert "version 4 of job 7" in capsys.readouterr().out

@@ -118,7 +118,7 @@ def test_command_line_run_and_exec(cluster: Cluster) -> None:
     assert tool("exec", "n2", "--name", name, "--user", "bob", "sh", "-c", "exit 7").returncode == 7
     assert tool("exec", "--name", name, "n9", "--", "true").returncode == 1
     usage = tool("exec", "--name", name, "n2")
-    assert usage.returncode == 2 and "nothing to run" in usage.stderr
+    assert usage.returncode == 2 and "no command was given" in usage.stderr
 
 
 def test_status_as_json(cluster: Cluster) -> None:

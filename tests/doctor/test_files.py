@@ -137,7 +137,7 @@ def test_run_dir(patient: Patient) -> None:
         assert report().news == {}
         for change, words in (
             (["chmod", "0777", "/run/other"], "0777"),
-            (["chmod", "0700", "/run/other"], "users do not reach"),
+            (["chmod", "0700", "/run/other"], "users cannot reach"),
             (["chown", "alice", "/run/other"], "5001"),
             (["sh", "-c", "rmdir /run/other && mkdir /run/real && ln -s /run/real /run/other"], "link"),
         ):

@@ -262,7 +262,10 @@ def test_journal_on_a_full_disk(patient: Patient) -> None:
 
 def test_the_way_in_which_slurm_is_asked(patient: Patient) -> None:
     report = patient.doctor("--only", "controller")
-    assert report["controller.slurm-api"]["found"] == "the controller asks by commands: pyslurm is not installed"
+    assert (
+        report["controller.slurm-api"]["found"]
+        == "the controller asks Slurm through commands: pyslurm is not installed"
+    )
     with patient.with_settings(slurm_api="pyslurm") as path:
         report = patient.doctor("--config", str(path), "--only", "controller.slurm-api")
     assert report.news == {"controller.slurm-api": "warning"}

@@ -142,7 +142,7 @@ def test_a_prolog_that_is_not_on_this_node(patient: Patient) -> None:
 PLUGSTACK = [
     ("plugin.line", "", "wrong", "does not name"),
     ("plugin.line", "# optional {plugin}\n", "wrong", "does not name"),
-    ("plugin.line", "optional {plugin}.gone/gemini_spank.so\n", "wrong", "is not there"),
+    ("plugin.line", "optional {plugin}.gone/gemini_spank.so\n", "wrong", "does not exist"),
     ("plugin.line", "required {plugin}\n", "warning", "required"),
     ("plugin.run-dir", "optional {plugin} run_dir=/run/elsewhere\n", "wrong", "/run/elsewhere"),
     ("plugin.run-dir", "optional {plugin} rundir=/run/gemini-hpc\n", "wrong", "refuses its argument"),

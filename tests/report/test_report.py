@@ -296,7 +296,7 @@ def test_one_line_where_there_is_nothing(
     answers([], {})
     assert "no agent answers" in line("7")
     answers([part("n1", 0, None)], {})
-    assert "nothing is known yet of the traffic of any rank" in line("7")
+    assert "no traffic of any rank is recorded yet" in line("7")
     answers([part("n1", 0, STEADY)], {})
     assert "rank 5" in line("7", "--rank", "5") and "'other'" in line("7", "--set", "other")
     assert "no/where" in line("7", "-o", str(tmp_path / "no" / "where"))
