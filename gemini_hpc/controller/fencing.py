@@ -211,7 +211,7 @@ def _slurmd_answers(case: Case, job: Job) -> Verdict:
 def _kernel_lives(case: Case) -> Verdict:
     """slurmd does not answer, and the node's kernel does."""
     if case.slurm_node is not None and case.slurm_node.down:
-        return Verdict(Act.ADOPT, "slurmd does not answer and Slurm has set the node DOWN")
+        return Verdict(Act.ADOPT, "slurmd does not answer and Slurm shows the node as DOWN")
     if case.slurmd is Port.REFUSES:
         return _leave(Veto.KERNEL, "slurmd refuses, so the node's kernel lives: left to Slurm's own detection")
     if case.slurmd is Port.HANGS:
@@ -244,7 +244,7 @@ def judge(case: Case) -> Verdict:
     if {case.slurmd, case.agent, case.kernel} != {Port.SILENT} or case.agent_linked:
         return _kernel_lives(case)
     if case.silent_s > 0 and case.slurm_node is not None and case.slurm_node.down:
-        return Verdict(Act.ADOPT, "silent, and Slurm has set the node DOWN")
+        return Verdict(Act.ADOPT, "silent, and Slurm shows the node as DOWN")
     if case.silent_s < case.confirm_s:
         return _wait(Veto.SILENCE, f"silent for {case.silent_s:.1f} of {case.confirm_s:g} s")
     if case.slurm_up_s < case.settle_s:

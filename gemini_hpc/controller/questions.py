@@ -30,7 +30,7 @@ QUESTIONS_PER_S, QUESTIONS_BURST = 10.0, 64.0  # per user, whatever number of co
 LISTED_S = 86400.0  # ended jobs are listed for so long, unless all are asked for
 MAX_LISTED, MAX_LOGS = 1000, 4000
 SILENT = {"state": "", "reason": "Slurm does not answer"}
-STALE = "Slurm does not answer: what is shown of Slurm here is from earlier"
+STALE = "Slurm does not answer: the Slurm state shown here is an older one"
 
 
 class Questions:
