@@ -193,7 +193,7 @@ def test_controller_beside_a_backup_stands_by(make_site: Callable[..., Site]) ->
     with log.open("w") as out:
         argv = [PYTHON, "-I", "-m", "gemini_hpc.controller"]
         site.processes.append(site.cluster.popen(argv, user="slurm", node="n5", stdout=out, stderr=out))
-    until(lambda: "event=standby reason=slurmctld in charge is on ctl" in log.read_text(), 10)
+    until(lambda: "event=standby reason=the slurmctld in charge is on ctl" in log.read_text(), 10)
     stays(site, lambda: "event=ready" not in log.read_text(), 3)
 
 

@@ -45,6 +45,6 @@ def test_a_node_list_of_the_user_that_has_lost_a_node(lite: Lite) -> None:
     job.reach(1, "resumed", 60, 1)
     assert {"n1", "n3"} < set(job.hosts()), "kept as far as possible"
     notes = looked_at(job)["notes"]
-    assert any("submitted for n1,n2,n3, not on n2 now" in note for note in notes), notes
+    assert any("submitted for n1,n2,n3, no longer on n2" in note for note in notes), notes
     job.finish()
     assert job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
