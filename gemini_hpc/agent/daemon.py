@@ -18,6 +18,7 @@ from typing import Any
 from gemini_hpc import clock, logs
 from gemini_hpc.agent.controller_link import ControllerLink
 from gemini_hpc.agent.inspect_part import Picture
+from gemini_hpc.agent.launches import Launches
 from gemini_hpc.agent.peer_server import PeerServer
 from gemini_hpc.agent.peers.event_log import EventLog
 from gemini_hpc.agent.peers.identity import Identity
@@ -83,6 +84,7 @@ class Agent:
         self.trainings = trainings = Trainings(here, store, self._notes, self._sealed)
         self.state = StateFile(directory)
         self.pledges = Pledges(directory)
+        self.launches = Launches(node, here, log)
         stats = StatsStore()
         tier = TierChoice(settings, uid, here)
         rejections = Rejections(self.pledges, log)
@@ -308,6 +310,7 @@ class Agent:
             here.incarnation.close()
         self.salvage.reset()
         self.service.drop_all()
+        self.launches.reset()
         map_file.remove(me.directory)
         here.detached = self.saver.succeeded = False
         self._retention.attached()
@@ -405,6 +408,7 @@ class Agent:
         assert incarnation is not None  # its link it is
         incarnation.rounds.on_link(name)
         self.trainings.on_link(incarnation, name)
+        self.launches.on_link(incarnation, name)
 
     def _on_message(self, name: str, message: protocol.AnyMessage) -> None:
         incarnation = self.membership.incarnation
@@ -414,6 +418,8 @@ class Agent:
             return
         if isinstance(message, (peer.VoteUp, peer.DecisionDown)):
             self.trainings.on_message(incarnation, name, message)
+        elif isinstance(message, peer.Launch):
+            self.launches.heard(incarnation, name, message)
         elif isinstance(message, peer.SaveDown) and name == rounds.parent:
             self.saver.wanted(message)
         elif isinstance(message, peer.SaveUp) and name in rounds.children:
@@ -468,9 +474,11 @@ class Agent:
     # ---- the local socket ------------------------------------------------------------------------------
 
     async def _handle_local(self, client: Client, request: local.Request, fds: list[int]) -> Reply:
-        if isinstance(request, (local.Attach, local.Epilog, local.VerdictRequest)):
+        if isinstance(request, (local.Attach, local.Epilog, local.VerdictRequest, local.LaunchRequest)):
             for fd in fds:
                 os.close(fd)
+            if isinstance(request, local.LaunchRequest):
+                return await self.launches.ask(request), []
             if isinstance(request, local.Attach):
                 return await self.attach(request), []
             if isinstance(request, local.Epilog):

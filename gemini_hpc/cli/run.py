@@ -12,8 +12,8 @@ from collections.abc import MutableMapping
 
 from gemini_hpc import clock
 from gemini_hpc.cli import sendback
-from gemini_hpc.cli.attempts import Attempts, Reached
 from gemini_hpc.client.agent_connection import ask_verdict
+from gemini_hpc.client.restart_limit import Reached, RestartLimit
 
 VERDICT_WAIT_S = 20.0
 HEALTHY_FOR_S = 2.0
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     _fit_tasks(os.environ)
     path = os.environ.get("GEMINI_SOCKET", "")
     ended = threading.Event()
-    attempts = Attempts(args.max_restarts)
+    attempts = RestartLimit(args.max_restarts)
     while True:
         attempts.begin(_reached(path))
         try:

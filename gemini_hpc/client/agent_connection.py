@@ -45,7 +45,7 @@ class NotYet(AgentRefused):
 
 def ask_once(path: str, message: local.Message, timeout_s: float) -> local.Reply:
     """One request on a connection of its own. Raises AgentLost."""
-    sock = _connect(path, timeout_s)
+    sock = connect(path, timeout_s)
     try:
         reply, fds = _exchange(sock, message, timeout_s, ())
         for fd in fds:
@@ -64,7 +64,8 @@ def ask_verdict(path: str, timeout_s: float = 2.0) -> local.Verdict | None:
     return reply if isinstance(reply, local.Verdict) else None
 
 
-def _connect(path: str, timeout_s: float = REQUEST_TIMEOUT_S) -> socket.socket:
+def connect(path: str, timeout_s: float = REQUEST_TIMEOUT_S) -> socket.socket:
+    """To the agent that listens there. Raises AgentLost."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(timeout_s)
@@ -155,7 +156,7 @@ class AgentClient:
         patience_s = CONNECT_TIMEOUT_S
         while True:
             try:
-                sock = _connect(self._path)
+                sock = connect(self._path)
                 patience_s = WELCOME_TIMEOUT_S
                 try:
                     left_s = started + patience_s - clock.monotonic()
@@ -325,7 +326,7 @@ class AgentClient:
             if self._closed.wait(RETRY_FAST_S if fast else RETRY_SLOW_S):
                 return False
             try:
-                sock = _connect(self._path)
+                sock = connect(self._path)
             except AgentLost:
                 continue
             try:

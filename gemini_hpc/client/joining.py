@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -14,6 +14,7 @@ from gemini_hpc.wire.stored import Tier
 SOCKET_ENV = "GEMINI_SOCKET"  # set by the SPANK plugin where the job has an agent
 UNPROTECTED_ENV = "GEMINI_UNPROTECTED"  # by the plugin, where the prolog has said why the job has none
 STEP_ENV = "GEMINI_STEP"  # names this launch where Slurm's step id does not
+ATTEMPT_ENV = "GEMINI_ATTEMPT"  # by a launcher (`gemini_hpc.launch`) that has started this rank again
 TRY_AGAIN_EXIT = 75  # EX_TEMPFAIL: `gemini-hpc run` starts the step again
 
 
@@ -49,11 +50,13 @@ def no_agent() -> str:
 
 def hello(set_name: str, rank: int, world: int, local_rank: int, tier: Tier) -> local.Hello:
     """The greeting of this process."""
-    step = os.environ.get(STEP_ENV) or "{}.{}".format(
-        os.environ.get("SLURM_JOB_ID", "0"), os.environ.get("SLURM_STEP_ID", "0")
-    )
-    pid = os.getpid()
+    step, pid = step_name(os.environ), os.getpid()
     return local.hello(set=set_name, rank=rank, world=world, local_rank=local_rank, step=step, pid=pid, tier=tier)
+
+
+def step_name(environ: Mapping[str, str]) -> str:
+    """This launch of the training, the same on all its ranks."""
+    return environ.get(STEP_ENV) or f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}"
 
 
 def waiting(waited_s: float, why: str) -> str:

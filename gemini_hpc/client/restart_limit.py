@@ -1,4 +1,4 @@
-"""How often `gemini-hpc run` starts a step again: pure rules over what each attempt has reached.
+"""How often `gemini-hpc run` and `gemini_hpc.launch` start again: pure rules over what each attempt has reached.
 
 A step that has made progress (a newer version is sealed than when it began) may fail again, at most `most` times
 in a row. One without progress is started again once: a typing error, or a crash that comes back at the same step,
@@ -21,7 +21,7 @@ class Reached:
     begun: int = 0
 
 
-class Attempts:
+class RestartLimit:
     """The attempts of one incarnation. most: how often a step is started again without progress being known."""
 
     def __init__(self, most: int) -> None:

@@ -14,7 +14,7 @@ from gemini_hpc import clock
 from gemini_hpc.client import joining
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused, Exchange, NotYet
 from gemini_hpc.client.hand_back import hand_back, same_or_new
-from gemini_hpc.client.joining import SOCKET_ENV, TRY_AGAIN_EXIT, Notice
+from gemini_hpc.client.joining import ATTEMPT_ENV, SOCKET_ENV, TRY_AGAIN_EXIT, Notice
 from gemini_hpc.client.mapped_slots import Keeper
 from gemini_hpc.client.seal_wait import SealGate
 from gemini_hpc.client.step_guard import StepGuard
@@ -203,8 +203,8 @@ class Session:
         except (AgentLost, AgentRefused) as error:
             self.client = None
             return Notice(problem=str(error), later=isinstance(error, NotYet))
-        if self._imported_at is not None:
-            self.client.event("imports_done", 0, t=self._imported_at)
+        if self._imported_at is not None:  # a rank that was started again had it all imported
+            self.client.event("imports_done", 0, t=None if ATTEMPT_ENV in os.environ else self._imported_at)
         return Notice.of(self.welcome)
 
     def _waiting(self, waited_s: float, why: str) -> None:

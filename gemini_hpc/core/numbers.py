@@ -15,6 +15,7 @@ VERSION_BITS, EPOCH_BITS = 40, 23  # both share one signed word: `control_page.p
 MAX_RANKS = 1 << 20
 
 SetName = Annotated[str, msgspec.Meta(pattern=rf"\A{SET_NAME.pattern}\Z")]
+StepName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]  # of one launch of a training
 Job = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Restart = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Epoch = Annotated[int, msgspec.Meta(ge=0, lt=1 << EPOCH_BITS)]

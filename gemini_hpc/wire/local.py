@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from gemini_hpc.core.numbers import Bytes, Count, Epoch, Job, Restart, Seconds, SetName, Time, Version
+from gemini_hpc.core.numbers import Bytes, Count, Epoch, Job, Restart, Seconds, SetName, StepName, Time, Version
 from gemini_hpc.wire import version
 from gemini_hpc.wire.bounds import Strict
 from gemini_hpc.wire.stored import Reason, Tier
@@ -73,6 +73,33 @@ class Verdict(Message, frozen=True, tag="verdict"):
     alive: tuple[str, ...] = ()
     sealed: tuple[Epoch, Version] = (0, 0)
     begun: Version = 0
+
+
+# ---- from launchers ----------------------------------------------------------------------------------
+
+
+class LaunchRequest(Message, frozen=True, tag="launch?"):
+    """From the launcher of one rank, which is in this attempt of its step: answered by `LaunchState` as soon as there
+    is a later one, or none is to come, or after `wait_s`.
+
+    failed: why the rank has ended, so that all ranks begin the next attempt; done: it has ended with success; over:
+    why the launcher begins no other.
+    """
+
+    step: StepName
+    attempt: Count
+    failed: Reason = ""
+    done: bool = False
+    over: Reason = ""
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
+
+
+class LaunchState(Message, frozen=True, tag="launch"):
+    """The attempt in which all ranks of the step are to be; why the one before ended; over: why none follows."""
+
+    attempt: Count
+    reason: Reason = ""
+    over: Reason = ""
 
 
 # ---- from trainers -------------------------------------------------------------------------------------
@@ -366,6 +393,7 @@ Request = (
     Attach
     | Epilog
     | VerdictRequest
+    | LaunchRequest
     | Hello
     | Register
     | Begin
@@ -386,7 +414,7 @@ Request = (
     | Recall
 )
 PushRequest = PushOffer | PushChunk | PushDone
-Reply = Ready | Verdict | Welcome | Slots | Begun | Refused | Copy | Kept | Taken | Ok | Error
+Reply = Ready | Verdict | LaunchState | Welcome | Slots | Begun | Refused | Copy | Kept | Taken | Ok | Error
 
 request_decoder: Strict[Request] = Strict(msgspec.json.Decoder(Request))
 push_decoder: Strict[PushRequest] = Strict(msgspec.json.Decoder(PushRequest))

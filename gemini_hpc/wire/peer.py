@@ -23,11 +23,12 @@ from gemini_hpc.core.numbers import (
     Round,
     Seconds,
     SetName,
+    StepName,
     Version,
 )
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire.message import Message
-from gemini_hpc.wire.stored import NodeFile, Rejection, Tier
+from gemini_hpc.wire.stored import NodeFile, Reason, Rejection, Tier
 
 # ---- sign of life and suspicion ------------------------------------------------------------------------
 
@@ -60,6 +61,17 @@ class Liveness(Message, frozen=True, tag="liveness"):
 class Left(Message, frozen=True, tag="left"):
     """To every link, before it ends: the training has succeeded on this node and the job is over, so that this
     agent's silence is no death. A peer's epilog may run seconds later."""
+
+
+class Launch(Message, frozen=True, tag="launch"):
+    """Along the tree, both ways: what is known of the attempts of a step (`local.LaunchState`). done: a rank of it
+    has ended with success."""
+
+    step: StepName
+    attempt: Count
+    reason: Reason
+    over: Reason
+    done: bool
 
 
 # ---- recovery rounds, along the tree -------------------------------------------------------------------

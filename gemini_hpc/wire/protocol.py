@@ -13,6 +13,7 @@ AnyMessage = (
     | peer.ProbeAnswer
     | peer.Liveness
     | peer.Left
+    | peer.Launch
     | peer.Collect
     | peer.InventoryUp
     | peer.Wake

@@ -1,0 +1,80 @@
+"""`python -m gemini_hpc.launch SCRIPT ...`: see `main`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+
+from gemini_hpc.client.joining import SOCKET_ENV
+from gemini_hpc.launch import program
+from gemini_hpc.launch.import_log import ImportLog
+from gemini_hpc.launch.launcher import Launcher
+from gemini_hpc.launch.rank_process import Forked, RankProcess, adopt_orphans
+
+_ABOUT = (
+    "Start one rank of a training, and start it again in seconds when any rank of the step has failed. Give it to "
+    "srun in place of python: srun python -m gemini_hpc.launch train.py ARGUMENTS. The launcher imports what SCRIPT "
+    "imports, once, and forks the rank. When a rank fails on healthy nodes, all launchers of the step kill their "
+    "ranks and fork new ones, which resume from the replicas in memory: no new step, no imports. When a node is "
+    "lost, Slurm requeues the job as ever. Without an agent (no --gemini-replicas) SCRIPT runs as under python."
+)
+
+
+def main(words: list[str]) -> program.Program | int:
+    """What this process is to run now, or its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gemini_hpc.launch",
+        description=_ABOUT,
+        usage="%(prog)s [--max-restarts N] [-m] SCRIPT [ARGUMENTS ...]",
+        epilog="Exit status: the rank's last one.",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=_count,
+        default=3,
+        metavar="N",
+        help="start the ranks again at most N times, counted anew whenever a newer version is sealed (default 3)",
+    )
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="SCRIPT is the name of a module, as for python"
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="the training's script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="arguments of SCRIPT")
+    given = parser.parse_args(words)
+    wanted = program.Program(given.script, given.module, tuple(given.arguments))
+    if not given.module and not os.path.exists(given.script):
+        print(f"gemini-hpc: launch: {given.script}: no such file", file=sys.stderr)
+        return 2
+    path = os.environ.get(SOCKET_ENV, "")
+    if not path:
+        return wanted
+    wanted.prepare()
+    imports = ImportLog()
+
+    def start(env: Mapping[str, str]) -> RankProcess:
+        why = program.unfit()
+        if why:
+            print(f"gemini-hpc: launch: this attempt imports everything anew: {why}", file=sys.stderr, flush=True)
+        return RankProcess(env, wanted.argv() if why else ())
+
+    adopt_orphans()
+    try:
+        return Launcher(path, os.environ, given.max_restarts, start, imports).run()
+    except Forked:
+        imports.record()
+        return wanted
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) > 1000:
+        raise argparse.ArgumentTypeError(f"wanted a whole number from 0 to 1000, found {text!r}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    outcome = main(sys.argv[1:])
+    if isinstance(outcome, int):
+        sys.exit(outcome)
+    outcome.run()

@@ -1,0 +1,247 @@
+"""Keep one rank running: start it again, with all others of its step, when any of them has failed.
+
+The launcher asks the node's agent in which attempt the ranks of the step are to be (`local.LaunchRequest`), and waits
+for that and for its rank's end, whatever comes first. A rank that fails ends the attempt for all: each launcher kills
+its own rank, and forks the next one. The agents agree on what that resumes from, as for any launch. While a node is
+dead or silent nobody begins another attempt: then Slurm requeues the job.
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+
+import msgspec
+
+from gemini_hpc import clock
+from gemini_hpc.client.agent_connection import AgentLost, ask_verdict, connect
+from gemini_hpc.client.joining import ATTEMPT_ENV, STEP_ENV, step_name
+from gemini_hpc.client.restart_limit import Reached, RestartLimit
+from gemini_hpc.launch.import_log import ImportLog
+from gemini_hpc.launch.rank_process import SENT, RankProcess
+from gemini_hpc.wire import local
+
+WAIT_S = 20.0
+RETRY_S = 0.2
+HEEDED_S = 60.0
+TOLD_S = 2.0  # for the last word to the agent
+HEALTHY_LOOK_S = 0.1
+SUSPECT_S = 30.0  # until a silent node is known to be dead, or is back
+# A step takes its MASTER_PORT from the job's base and its own number modulo 16.
+PORT_SPREAD = 16
+
+
+class Launcher:
+    """Of one rank. start: begins a rank with this environment; it raises `Forked` in the new process."""
+
+    def __init__(
+        self,
+        path: str,
+        environ: Mapping[str, str],
+        most: int,
+        start: Callable[[Mapping[str, str]], RankProcess],
+        imports: ImportLog,
+    ) -> None:
+        self._path, self._environ, self._start, self._imports = path, environ, start, imports
+        self._step = step_name(environ)
+        self._rank = environ.get("RANK") or environ.get("SLURM_PROCID") or "0"
+        self._limit = RestartLimit(most)
+        self._most = most
+        self._attempt = 0
+        self._sent: tuple[signal.Signals, float] | None = None
+        self._sock: socket.socket | None = None
+        self._asked = False
+        self._retry_at = 0.0
+
+    # ---- life ------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Until the rank has ended with success, or is not to be started again; the exit status."""
+        for number in SENT:
+            signal.signal(number, self._note)
+        try:
+            while True:
+                self._limit.begin(self._reached())
+                rank = self._start(self._environment())
+                status = self._attend(rank)
+                if status is not None:
+                    return status
+        finally:  # in the new process, too: it has no part in this connection
+            self._hang_up()
+
+    def _note(self, number: int, _frame: object) -> None:
+        self._sent = signal.Signals(number), clock.monotonic()
+
+    def _environment(self) -> dict[str, str]:
+        """Of this attempt. The ranks of the one before may still be there for a moment: they meet elsewhere."""
+        if not self._attempt:
+            return {}
+        env = {STEP_ENV: f"{self._step}+{self._attempt}", ATTEMPT_ENV: str(self._attempt)}
+        port = self._environ.get("MASTER_PORT", "")
+        if port.isascii() and port.isdigit():
+            env["MASTER_PORT"] = str(master_port(int(port), self._attempt))
+        return env
+
+    def _attend(self, rank: RankProcess) -> int | None:
+        """Until this attempt is over; the exit status, or None where another attempt begins."""
+        while True:
+            state = self._hear(rank)
+            if rank.ended():
+                assert rank.status is not None
+                return self._after(rank.status, rank)
+            if state is None:
+                continue
+            if state.over:
+                _say(f"rank {self._rank}: ending: {state.over}")
+                rank.kill()
+                return rank.status or 1
+            if state.attempt > self._attempt:
+                self._limit.failed(0, self._reached())
+                self._next(rank, state)
+                return None
+
+    def _next(self, rank: RankProcess, state: local.LaunchState) -> None:
+        rank.kill()
+        self._attempt = state.attempt
+
+    # ---- the rank's end --------------------------------------------------------------------------------
+
+    def _after(self, status: int, rank: RankProcess) -> int | None:
+        if status == 0:
+            self._tell(done=True)
+            return 0
+        ended = f"rank {self._rank} ended with {_told(status)}"
+        if sent := self._ended_by():
+            self._tell(over=f"{ended}: somebody sent {sent.name}")
+            return status
+        if not self._healthy():
+            return status
+        reached = self._reached()
+        why_not, note = self._limit.failed(status, reached)
+        ended += f" ({note})" if note else ""
+        if why_not:
+            _say(f"{ended}; not starting the ranks again: {why_not}")
+            self._tell(over=f"{ended}; {why_not}")
+            return status
+        _say(f"{ended}; starting all ranks again: restart {self._limit.restarts} of {self._most}")
+        state = self._tell(failed=ended)
+        if state is None:
+            _say("no agent answers; not starting the ranks again")
+            return status
+        if state.over or state.attempt <= self._attempt:
+            _say(f"not starting the ranks again: {state.over or 'the agents do not agree'}")
+            return status
+        self._next(rank, state)
+        return None
+
+    def _ended_by(self) -> signal.Signals | None:
+        """The signal that somebody has ended the step with: this process has got it, too."""
+        if self._sent is not None and clock.monotonic() - self._sent[1] < HEEDED_S:
+            return self._sent[0]
+        return None
+
+    def _healthy(self) -> bool:
+        """Wait while a node is silent; False where one is dead, or nobody can tell: then it is not for launchers."""
+        said, deadline = False, clock.monotonic() + SUSPECT_S
+        while self._sent is None and clock.monotonic() < deadline:
+            verdict = ask_verdict(self._path)
+            if verdict is not None and verdict.dead:
+                _say(f"rank {self._rank}: {', '.join(verdict.dead)[:200]} dead: not starting the ranks again")
+                return False
+            if verdict is not None and not verdict.suspect:
+                return True
+            if not said:
+                said = True
+                why = "the agent does not answer" if verdict is None else f"{', '.join(verdict.suspect)[:200]} silent"
+                _say(f"rank {self._rank}: waiting before another attempt: {why}")
+            clock.sleep(HEALTHY_LOOK_S)
+        return False
+
+    def _reached(self) -> Reached | None:
+        verdict = ask_verdict(self._path)
+        return None if verdict is None else Reached(verdict.sealed, verdict.begun)
+
+    # ---- the agent -------------------------------------------------------------------------------------
+
+    def _hear(self, rank: RankProcess) -> local.LaunchState | None:
+        """Wait for the rank's end, or for what the agent says of its step."""
+        try:
+            sock = self._connected()
+            if not self._asked:
+                sock.sendall(local.encode(local.LaunchRequest(self._step, self._attempt, wait_s=WAIT_S)))
+                self._asked = True
+        except (AgentLost, OSError):
+            self._hang_up()
+            sock = None
+        poll = select.poll()
+        poll.register(rank.fd, select.POLLIN)
+        if sock is not None:
+            poll.register(sock, select.POLLIN)
+        poll.register(self._imports.fd, select.POLLIN)
+        most_s = WAIT_S if sock is not None else RETRY_S
+        due_s = self._imports.due_s()
+        ready = {fd for fd, _ in poll.poll((most_s if due_s is None else min(due_s, most_s)) * 1000)}
+        if self._imports.fd in ready:
+            self._imports.read()
+        elif not ready and self._imports.due_s() == 0.0:
+            self._imports.take_one()
+        if sock is None or sock.fileno() not in ready:
+            return None
+        self._asked = False
+        with suppress(OSError, msgspec.MsgspecError):
+            data = sock.recv(local.MAX_PACKET_BYTES)
+            reply = local.reply_decoder.decode(data) if data else None
+            if isinstance(reply, local.LaunchState):
+                return reply
+        self._hang_up()
+        clock.sleep(RETRY_S)  # an agent that is of another incarnation, or is being started again
+        return None
+
+    def _connected(self) -> socket.socket:
+        if self._sock is None:
+            self._sock = connect(self._path)
+            self._asked = False
+        return self._sock
+
+    def _hang_up(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+        self._sock = None
+
+    def _tell(self, *, failed: str = "", over: str = "", done: bool = False) -> local.LaunchState | None:
+        """The rank's end, for all; what the agent says, None where none answers in time."""
+        wait_s = 0.0 if done or over else TOLD_S
+        message = local.LaunchRequest(self._step, self._attempt, failed[:200], done, over[:200], wait_s)
+        deadline = clock.monotonic() + TOLD_S
+        while True:
+            try:
+                with closing(connect(self._path, TOLD_S)) as sock:
+                    sock.settimeout(2 * TOLD_S)
+                    sock.sendall(local.encode(message))
+                    reply = local.reply_decoder.decode(sock.recv(local.MAX_PACKET_BYTES))
+                    return reply if isinstance(reply, local.LaunchState) else None
+            except (AgentLost, OSError, msgspec.MsgspecError):
+                if clock.monotonic() > deadline:
+                    return None
+            clock.sleep(RETRY_S)
+
+
+def master_port(first: int, attempt: int) -> int:
+    """Where the ranks of an attempt meet."""
+    port = first + PORT_SPREAD * attempt
+    return port if port < 65536 else 1024 + port % 64512
+
+
+def _told(status: int) -> str:
+    if status > 128:
+        with suppress(ValueError):
+            return signal.Signals(status - 128).name
+    return f"status {status}"
+
+
+def _say(text: str) -> None:
+    print(f"gemini-hpc: launch: {text}", file=sys.stderr, flush=True)

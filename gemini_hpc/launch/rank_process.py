@@ -1,0 +1,97 @@
+"""The process of one rank in one attempt: forked from the launcher, killed with all that it has started."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from gemini_hpc import clock
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_KILL_S = 10.0
+# What people and batch systems send; Slurm sends it to all processes of a task, the rank's included.
+SENT: tuple[signal.Signals, ...] = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Forked(Exception):
+    """Raised in the new process: it leaves the launcher's frames, and becomes the rank."""
+
+
+def adopt_orphans() -> None:
+    """What a rank has started (workers of a data loader, say) becomes this process's child when the rank dies."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+class RankProcess:
+    """One. command: what to execute, in place of going on in the fork, where that is not possible."""
+
+    def __init__(self, env: Mapping[str, str], command: Sequence[str] = ()) -> None:
+        """Raises OSError, and `Forked` in the new process."""
+        self._others = frozenset(_children())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        launcher = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._begin(launcher, env, command)
+        self.fd = os.pidfd_open(self.pid)
+        self.status: int | None = None
+
+    @staticmethod
+    def _begin(launcher: int, env: Mapping[str, str], command: Sequence[str]) -> None:
+        """It ends with its launcher, and takes signals as any process does."""
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:
+            os._exit(1)
+        for number in SENT:
+            signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+        os.environ.update(env)
+        if not command:
+            raise Forked
+        try:
+            os.execv(command[0], list(command))
+        except OSError as error:
+            print(f"gemini-hpc: launch: {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(127)
+
+    def ended(self) -> bool:
+        """Whether it has ended; `status` is then what a shell would say."""
+        if self.status is None:
+            pid, word = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                code = os.waitstatus_to_exitcode(word)
+                self.status = code if code >= 0 else 128 - code
+                os.close(self.fd)
+        return self.status is not None
+
+    def kill(self) -> None:
+        """End it at once, and all that it has started. Returns when nothing of that is left, or after 10 s."""
+        deadline = clock.monotonic() + _KILL_S
+        while clock.monotonic() < deadline:
+            self.ended()
+            left = [pid for pid in _children() if pid not in self._others]
+            if not left:
+                return
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                if pid != self.pid:
+                    with suppress(ChildProcessError):
+                        os.waitpid(pid, os.WNOHANG)
+            clock.sleep(0.002)
+
+
+def _children() -> list[int]:
+    found: list[int] = []
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError), open(f"/proc/self/task/{task}/children", encoding="ascii") as file:
+            found += map(int, file.read().split())
+    return found

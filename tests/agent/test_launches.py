@@ -1,0 +1,140 @@
+"""What launchers and neighbours say of a step's attempts, at agents without links: messages are carried by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from gemini_hpc.agent.launches import MAX_STEPS, Launches
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.wire import local, peer
+
+
+class Net:
+    """Agents in a line: n1 - n2 - n3, the first is the root."""
+
+    def __init__(self, count: int = 3) -> None:
+        self.names = [f"n{at}" for at in range(1, count + 1)]
+        self.events: list[tuple[str, str]] = []
+        self.sent: deque[tuple[str, str, peer.Launch]] = deque()
+        self.lost = False
+        self.incarnations = {name: self._incarnation(at) for at, name in enumerate(self.names)}
+        self.agents = {name: self.agent(name) for name in self.names}
+
+    def _incarnation(self, at: int) -> Any:
+        name, names = self.names[at], self.names
+        rounds = SimpleNamespace(parent=names[at - 1] if at else None, children=tuple(names[at + 1 : at + 2]))
+        return SimpleNamespace(
+            rounds=rounds, leads=at == 0, send=lambda host, message: self.sent.append((name, host, message))
+        )
+
+    def agent(self, name: str) -> Launches:
+        membership = Membership()
+        membership.incarnation, membership.detached = self.incarnations[name], False
+        return Launches(name, membership, self._log(name))
+
+    def _log(self, name: str) -> Callable[..., None]:
+        return lambda event, detail="": self.events.append((name, event))
+
+    def carry(self) -> int:
+        """Until nobody has anything to say; how many messages that were."""
+        count = 0
+        while self.sent:
+            source, target, message = self.sent.popleft()
+            count += 1
+            if not self.lost:
+                self.agents[target].heard(self.incarnations[target], source, message)
+        return count
+
+    def link(self, one: str, other: str) -> None:
+        self.agents[one].on_link(self.incarnations[one], other)
+        self.agents[other].on_link(self.incarnations[other], one)
+
+    async def state(self, name: str, **more: Any) -> local.LaunchState:
+        found = await self.agents[name].ask(local.LaunchRequest(**{"step": "7.0", "attempt": 0, **more}))
+        assert isinstance(found, local.LaunchState)
+        self.carry()
+        return found
+
+
+def test_a_rank_that_fails_ends_the_attempt_for_all() -> None:
+    async def play() -> None:
+        net = Net()
+        waiting = [asyncio.create_task(net.state(name, wait_s=5.0)) for name in net.names]
+        await asyncio.sleep(0)
+        said = await net.state("n3", failed="rank 2 ended with SIGKILL", wait_s=5.0)
+        expected = local.LaunchState(1, "rank 2 ended with SIGKILL")
+        assert said == expected and [await task for task in waiting] == [expected] * 3
+        assert net.events == [("n3", "rank_failed"), ("n1", "relaunch")]
+        assert await net.state("n1", failed="rank 0 ended with status 1") == expected, "of the attempt before"
+        assert (await net.state("n2", attempt=1)).attempt == 1 and net.carry() == 0
+
+    asyncio.run(play())
+
+
+def test_what_was_lost_with_a_link_is_told_to_the_next_one() -> None:
+    async def play() -> None:
+        net = Net()
+        net.lost = True
+        await net.state("n3", failed="rank 2 ended")
+        net.lost = False
+        assert (await net.state("n1")).attempt == 0
+        net.link("n2", "n3")
+        net.carry()
+        assert (await net.state("n1")).attempt == 1
+
+    asyncio.run(play())
+
+
+def test_an_agent_that_has_died_hears_of_it_from_its_launchers_and_neighbours() -> None:
+    async def play() -> None:
+        net = Net(1)
+        net.agents["n1"] = net.agent("n1")
+        assert (await net.state("n1", attempt=4)).attempt == 4
+        assert (await net.state("n1", attempt=4, failed="rank 0 ended")).attempt == 5
+
+    asyncio.run(play())
+
+
+def test_the_end_is_told_to_all_and_stays() -> None:
+    async def play() -> None:
+        net = Net()
+        await net.state("n1", done=True)
+        waiting = asyncio.create_task(net.state("n3", wait_s=5.0))
+        await asyncio.sleep(0)
+        said = await net.state("n2", failed="rank 1 ended")
+        assert said.over.startswith("rank 1 ended, and another rank") and (await waiting).over == said.over
+        assert (await net.state("n1", attempt=3)).over == said.over
+        net = Net()
+        assert (await net.state("n3", over="3 restarts are used up")).over
+        assert (await net.state("n1", wait_s=5.0)).over == "3 restarts are used up"
+
+    asyncio.run(play())
+
+
+def test_steps_are_apart_and_not_without_number() -> None:
+    async def play() -> None:
+        net = Net(1)
+        await net.state("n1", failed="rank 0 ended")
+        assert (await net.state("n1", step="7.1")).attempt == 0
+        for at in range(2 * MAX_STEPS):
+            await net.state("n1", step=f"8.{at}")
+        assert len(net.agents["n1"]._steps) == MAX_STEPS
+        net.agents["n1"].reset()
+        assert (await net.state("n1", step=f"8.{at}")).attempt == 0
+
+    asyncio.run(play())
+
+
+def test_strangers_and_jobs_that_have_ended_are_not_heard() -> None:
+    async def play() -> None:
+        net = Net()
+        net.agents["n1"].heard(net.incarnations["n1"], "n3", peer.Launch("7.0", 9, "", "", False))
+        assert (await net.state("n1")).attempt == 0
+        net.agents["n1"]._membership.detached = True
+        assert isinstance(await net.agents["n1"].ask(local.LaunchRequest("7.0", 0)), local.Error)
+
+    asyncio.run(play())
