@@ -66,7 +66,13 @@ def _from_tier(tree: StateTree, path: str, name: str, rank: int, world: int) -> 
 
 
 def _plain(tree: StateTree) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of the model by the names that it gives them, as far as it saves them itself."""
+    """Parameters and buffers of the model by the names that it gives them, as far as it saves them itself. Raises
+    ValueError where their memory is not all there is to them."""
+    if apart := tree.with_hidden:
+        raise ValueError(
+            f"{apart[0]} is quantized: other programs' checkpoints of it are not read here; load it before, without "
+            "`start`"
+        )
     found = {p.fqn.removeprefix("model."): p.tensor for p in tree.params if p.fqn.startswith("model.")}
     found |= {
         n.removeprefix("model."): t

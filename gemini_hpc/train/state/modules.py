@@ -36,6 +36,7 @@ class Slot(NamedTuple):
     holder: Mapping[str, Any]
     key: str
     replicated: bool
+    module: nn.Module
 
     @property
     def tensor(self) -> torch.Tensor | None:
@@ -106,8 +107,9 @@ class Modules:
                 parameters, buffers = m._parameters, m._buffers
                 for key in parameters.keys():  # noqa: SIM118 (a script module's dict cannot be iterated)
                     fqn = where + key
-                    self.parameters.append(Slot(fqn, parameters, key, replicated and fqn not in ignored))
-                self.buffers += [Slot(where + key, buffers, key, replicated) for key in buffers.keys()]  # noqa: SIM118
+                    self.parameters.append(Slot(fqn, parameters, key, replicated and fqn not in ignored, m))
+                for key in buffers.keys():  # noqa: SIM118
+                    self.buffers.append(Slot(where + key, buffers, key, replicated, m))
                 self.transient |= {where + key for key in m._non_persistent_buffers_set if key in buffers}
                 fixed += [parameters, m._modules]
                 dicts.append(buffers)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, Row
-from gemini_hpc.train.state import encode, inner, rng, sharded
+from gemini_hpc.train.state import encode, hidden, inner, rng, sharded
 from gemini_hpc.train.state.buckets import ArrivalOrder
 from gemini_hpc.train.state.groups import Group, Members, unpack
 from gemini_hpc.train.state.inner import composed
@@ -59,11 +59,12 @@ class Leaf(NamedTuple):
     optimizer: int
     name: str
     eager: bool = False  # not to be read behind the training's back
+    still: bool = False  # it belongs to a parameter that nobody trains
 
     @property
     def may_stay(self) -> bool:
         """Whether `requires_grad` says that nobody trains it: of a parameter, not of what one is made of."""
-        return self.optimizer == PARAMETER and self.tensor is self.owner.tensor
+        return self.still or (self.optimizer == PARAMETER and self.tensor is self.owner.tensor)
 
 
 class Packed(NamedTuple):
@@ -207,6 +208,8 @@ class StateTree:
         self._states: list[_OptimizerState] = []
         self._leaves: list[Leaf] = []
         self._parts = _Parts()  # of parameters
+        self._places: dict[str, tuple[nn.Module | None, str]] = {}  # of those to which something hidden belongs
+        self._hidden: dict[str, hidden.Hidden] = {}
         self._made: bytes | None = None  # as it goes into the small state
         self._flags: list[bool] = []  # which parameters are trained now
         self._members: list[Members] = []
@@ -227,8 +230,9 @@ class StateTree:
         params: dict[int, Param] = {}
         aliases: dict[str, str] = {}
         outside: list[str] = []
+        places: dict[str, tuple[nn.Module | None, str]] = {}
 
-        def add(fqn: str, tensor: torch.Tensor, replicated: bool) -> bool:
+        def add(fqn: str, tensor: torch.Tensor, replicated: bool, module: nn.Module | None = None) -> bool:
             before = known.get(fqn)
             if before is not None and gathered(tensor, before):
                 tensor = before
@@ -239,6 +243,10 @@ class StateTree:
             if is_lazy(here):
                 raise UnsupportedStateError(f"{fqn} has no size before the first forward pass: run one before this")
             plain = [part for _, part in inner.parts(here)] if composed(here) else [here]
+            key = fqn.rpartition(".")[2]
+            if (beside := hidden.of(fqn, tensor, module, key)) is not None:
+                plain += beside.tensors.values()
+                places[fqn] = module, key
             if not all(_plain(part) and not part.is_meta for part in plain):
                 raise UnsupportedStateError(
                     f"{fqn} is a {type(here).__qualname__} ({here.layout}, {here.device}): only dense tensors and "
@@ -254,7 +262,7 @@ class StateTree:
                 )
         for slot in self._modules.parameters:
             if (tensor := slot.tensor) is not None:
-                add(slot.fqn, tensor, slot.replicated)
+                add(slot.fqn, tensor, slot.replicated, slot.module)
         for i, optimizer in enumerate(self.optimizers):
             for g, group in enumerate(optimizer.param_groups):
                 for j, p in enumerate(group["params"]):
@@ -262,7 +270,7 @@ class StateTree:
                     if id(p) not in params and add(fqn, p, False):
                         outside.append(fqn)
         self._by_id, self.aliases, self.outside = params, aliases, outside
-        self.params = list(params.values())
+        self.params, self._places = list(params.values()), places
         self._names = {number: param.fqn for number, param in params.items()}
         self._stepped = _grouped(self.optimizers)
         self._members = [Members(optimizer) for optimizer in self.optimizers]
@@ -305,25 +313,50 @@ class StateTree:
         self.refresh()
         states = self._states
         held = self._leaves and len(states) == len(self.optimizers) and self._parts.hold()
+        held = held and all(map(hidden.Hidden.holds, self._hidden.values()))
         if not (held and all(state.holds() for state in states)):
             states = [_OptimizerState(o, i, self._by_id) for i, o in enumerate(self.optimizers)]
             self._states = states
             self._parts, self._made = _Parts(), None
+            self._hidden = self._find_hidden()
             self._leaves = [leaf for p in self.params for leaf in self._of_parameter(p)]
             for state in states:
                 self._leaves += state.leaves
         return self._leaves, {key: value for state in states for key, value in state.odd().items()}
 
+    def _find_hidden(self) -> dict[str, hidden.Hidden]:
+        tensors = {p.fqn: p.tensor for p in self.params if p.fqn in self._places}
+        found = {fqn: hidden.of(fqn, tensor, *self._places[fqn]) for fqn, tensor in tensors.items()}
+        return {fqn: beside for fqn, beside in found.items() if beside is not None}
+
     def _of_parameter(self, p: Param) -> list[Leaf]:
-        if not composed(p.tensor):
-            return [Leaf(p.fqn, p.tensor, p, PARAMETER, "")]
-        return [Leaf(f"{p.fqn}.{path}", part, p, PARAMETER, "") for path, part in self._parts.of(p.tensor)]
+        if composed(p.tensor):
+            own = [Leaf(f"{p.fqn}.{path}", part, p, PARAMETER, "") for path, part in self._parts.of(p.tensor)]
+        else:
+            own = [Leaf(p.fqn, p.tensor, p, PARAMETER, "")]
+        if (beside := self._hidden.get(p.fqn)) is not None:
+            still = not p.tensor.requires_grad
+            parts = beside.tensors.items()
+            own += [Leaf(f"{p.fqn}.{path}", part, p, PARAMETER, "", still=still) for path, part in parts]
+        return own
+
+    @property
+    def with_hidden(self) -> list[str]:
+        """Names of parameters whose memory is not all there is to them."""
+        self.leaves()
+        return [fqn for fqn, beside in self._hidden.items() if beside.tensors]
+
+    def _recipes(self) -> dict[str, inner.Recipe]:
+        """Of parameters, by name."""
+        found = {p.fqn: inner.recipe(p.tensor) for p in self.params if composed(p.tensor)}
+        kept = ((fqn, beside.recipe()) for fqn, beside in self._hidden.items())
+        return found | {fqn: recipe for fqn, recipe in kept if recipe is not None}
 
     def made(self) -> bytes:
         """How tensors that are made of others are made, by (optimizer or -1, parameter, name or ""), encoded: there
         may be many, and they stay as they are."""
         if self._made is None:
-            found = {(-1, p.fqn, ""): inner.recipe(p.tensor) for p in self.params if composed(p.tensor)}
+            found = {(-1, fqn, ""): recipe for fqn, recipe in self._recipes().items()}
             for state in self._states:
                 found |= state.made
             self._made = encode.encode(found) if found else b""
@@ -453,9 +486,9 @@ class StateTree:
             self._restore_groups(i, groups, small, same_world=same_world)
         for optimizer, loose in zip(self.optimizers, small.get("loose", ()), strict=False):
             optimizer.state.update(loose)
+        recipes = self._recipes()
         for (number, owner, _), made in inner.recipes(small).items():
-            here = by_name.get(owner)
-            if number < 0 and here is not None and not (composed(here) and inner.recipe(here) == made):
+            if number < 0 and owner in by_name and recipes.get(owner) != made:
                 raise ValueError(f"{owner} was a {made['class']} of another kind than it is here")
         missing = set(self.stateful) ^ set(small["stateful"])
         if missing:

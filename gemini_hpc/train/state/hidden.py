@@ -1,0 +1,94 @@
+"""What belongs to a parameter and is no part of its memory: the `quant_state` of bitsandbytes' 4-bit weights.
+
+Its scales and codes are captured beside the packed values, under `KEY.quant_state.absmax`; plain values (block size,
+type) go with the small state and have to be the same at the resume. It is found by its shape, not by its class: an
+attribute of the parameter, or of its module where FSDP2 has put a parameter of its own into the place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini_hpc.train.state import encode
+from gemini_hpc.train.state.inner import Recipe
+from gemini_hpc.train.state.modules import UnsupportedStateError
+
+_NAME = "quant_state"
+_DEEP = 4
+_MODULES = "weight"  # the parameter that a module's own one belongs to
+
+
+class Hidden:
+    """As it was found; there may be none yet."""
+
+    def __init__(self, fqn: str, holders: tuple[Mapping[str, Any], ...]) -> None:
+        """fqn: the parameter's; holders: its attributes, and its module's. Raises UnsupportedStateError."""
+        self._holders = holders
+        self._state = _state(holders)
+        self._seen: list[tuple[Mapping[str, Any], list[Any]]] = []
+        self.tensors: dict[str, torch.Tensor] = {}  # by their paths below the parameter
+        self._about: dict[str, Any] = {}
+        if self._state is None:
+            return
+        try:
+            self._walk(self._state, _NAME, _DEEP)
+            encode.encode(self._about)
+        except encode.UnknownTypeError as error:
+            raise UnsupportedStateError(f"what {fqn} has in its {_NAME} cannot be captured: {error}") from None
+
+    def _walk(self, state: Any, above: str, deep: int) -> None:
+        values = getattr(state, "__dict__", None)
+        if values is None or not deep:
+            raise encode.UnknownTypeError(f"{above} is a {_class(state)}")
+        self._seen.append((values, list(values.values())))
+        for name, value in values.items():
+            path = f"{above}.{name}"
+            if isinstance(value, torch.Tensor):
+                self.tensors[path] = value
+            elif type(value) is type(state):
+                self._walk(value, path, deep - 1)
+            else:
+                self._about[path] = value
+
+    def holds(self) -> bool:
+        """Whether it is the same, with the same tensors and values."""
+        return _state(self._holders) is self._state and all(
+            len(values) == len(seen) and all(map(is_, values.values(), seen)) for values, seen in self._seen
+        )
+
+    def recipe(self) -> Recipe | None:
+        """What has to be the same at the resume; None where there is nothing."""
+        if self._state is None:
+            return None
+        inner = dict.fromkeys(self.tensors)
+        return {"class": _class(self._state), "about": self._about, "inner": inner, "sharded": False}
+
+
+def _class(state: Any) -> str:
+    return f"{type(state).__module__}:{type(state).__qualname__}"
+
+
+def _state(holders: tuple[Mapping[str, Any], ...]) -> Any:
+    return next((found for holder in holders if (found := holder.get(_NAME)) is not None), None)
+
+
+def _holders(parameter: torch.Tensor, module: nn.Module | None, key: str) -> Iterator[Mapping[str, Any]]:
+    own = vars(parameter)
+    if _NAME in own and type(parameter) is not nn.Parameter:
+        yield own
+    if module is not None and key == _MODULES and _NAME in vars(module):
+        found = vars(module)[_NAME]
+        if found is None or isinstance(getattr(found, "absmax", None), torch.Tensor):
+            yield vars(module)
+
+
+def of(fqn: str, parameter: torch.Tensor, module: nn.Module | None, key: str) -> Hidden | None:
+    """What belongs to the parameter that is this module's under this key; None where nothing can. Raises
+    UnsupportedStateError."""
+    holders = tuple(_holders(parameter, module, key))
+    return Hidden(fqn, holders) if holders else None
