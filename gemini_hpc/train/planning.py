@@ -185,7 +185,7 @@ class Planning:
         large = [t for t in tensors if t.numel() * t.element_size() >= LEAST_BYTES]
         able = self._session.world == 1 or agrees
         if misfits and not (able and self.replanning is not None):
-            raise StateChangedError(misfits[0])
+            raise StateChangedError(f"{misfits[0]}, and the ranks cannot plan anew here")
         if self.replanning is not None and (large or misfits):
             self.replanning.want(self._session.version, at_once=bool(misfits))
 

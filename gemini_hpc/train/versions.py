@@ -12,6 +12,7 @@ from gemini_hpc.train.optimizer_gate import OptimizerGate
 from gemini_hpc.train.state.capture import Capture, Job
 from gemini_hpc.train.state.encode import UnknownTypeError
 from gemini_hpc.train.state.modules import UnsupportedStateError
+from gemini_hpc.train.state.source import StateChangedError
 from gemini_hpc.train.state.tree import Leaf, StateTree, nothing_deferred
 
 _TOGETHER = 4  # while nothing is sealed and versions are skipped, one in so many is saved
@@ -37,7 +38,7 @@ class Versions:
         if session.protected:
             try:
                 self._take()
-            except (UnknownTypeError, UnsupportedStateError) as error:
+            except (UnknownTypeError, UnsupportedStateError, StateChangedError) as error:
                 session.lose(str(error))
             except Exception as error:  # our own failure must not stop the training
                 session.lose(f"{type(error).__name__}: {error}")

@@ -13,7 +13,7 @@ from torch import nn
 import gemini_hpc as gemini
 
 from .fake_agent import PROTECTED, FakeJob
-from .launch import train
+from .launch import Run, train
 from .test_checkpointer import wait_armed, wait_sealed
 
 MakeJob = Callable[[int, int], FakeJob]
@@ -252,3 +252,34 @@ def test_a_gathered_model_is_the_sharded_one(make_job: MakeJob) -> None:
     assert chosen is not None and chosen.version == 7
     resumed = train(job, 2, seed=5, **options)
     assert [r["digest"] for r in resumed] == [r["digest"] for r in whole]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "options"),
+    [
+        ((2, 2), {"gpu": {}, "kwargs": {"transport": "nccl", "every": 1}}),
+        ((1, 1), {}),
+        ((2, 2), {"kwargs": {"scheme": "background"}}),
+        ((2, 2), {"kwargs": {"scheme": "blocking"}}),
+    ],
+    ids=["nccl", "one replica", "background", "blocking"],
+)
+def test_protection_ends_where_the_ranks_cannot_plan_anew(
+    make_job: MakeJob, nodes: tuple[int, int], options: dict[str, Any]
+) -> None:
+    """At that step, with a line; what is sealed then is from before it, and right."""
+    training = {"kind": "ddp", "steps": 12, "fickle": True}
+    options = {**options, "armed": True, "sleep_s": 0.05}
+    job = make_job(*nodes)
+    whole = [r["digest"] for r in train(None, 2, **training)]
+    run = Run(job, 2, {**training, **options})
+    results = run.wait()
+    assert [r["digest"] for r in results] == whole and not job.corrupt
+    for result, err in zip(results, run.stderr, strict=True):
+        assert result["report"]["state"] == "unprotected"
+        said = [line for line in err.splitlines() if "no longer protected" in line]
+        why = r"no longer protected: optimizer\.0\.model\.\S+\.recent was \(1,\) .*, is \(2,\) .* now, and the ranks"
+        assert len(said) == 1 and re.search(why, said[0]), err
+    assert (chosen := job.requeue()) is not None and 0 < chosen.version < 8, "the state changes in step 8"
+    resumed = train(job, 2, seed=9, **training, **options)
+    assert [(r["start"], r["digest"]) for r in resumed] == [(chosen.version, digest) for digest in whole]
