@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from gemini_hpc.train.device import host_copy
+from gemini_hpc.train.device import cuda, host_copy
 from gemini_hpc.train.device.host_copy import HostCopies
 from gemini_hpc.train.device.memory import Slot
 from gemini_hpc.train.device.pins import Pins
@@ -155,3 +157,31 @@ def test_what_is_put_in_later_is_what_is_encoded_at_once() -> None:
     gaps.fill(gaps.content)
     assert data == encode.encode(state)
     assert encode.encode_around(state, lambda tensor: False) == (encode.encode(state), None)
+
+
+@pytest.mark.parametrize(
+    ("limit", "told"), [(64 << 10, "out of memory (ulimit -l: 64 KiB may be locked)"), (-1, "out of memory")]
+)
+def test_memory_that_cuda_may_not_lock_is_told_with_the_limit(
+    monkeypatch: pytest.MonkeyPatch, limit: int, told: str
+) -> None:
+    """And nothing more is tried; CUDA's error is not left to the training's next call."""
+    asked: list[int] = []
+
+    def register(at: int, size_bytes: int, flags: int) -> int:
+        asked.append(size_bytes)
+        return 2
+
+    def remembered(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaGetErrorString=lambda _: "out of memory")
+    monkeypatch.setattr(cuda, "_cuda", SimpleNamespace(cudart=lambda: runtime))
+    monkeypatch.setattr(cuda, "_from_any_thread", nullcontext)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    memory, said = slots(2), list[str]()
+    monkeypatch.setattr(torch, "zeros", remembered)
+    pins = Pins(lambda bytes_: cuda.Pinned(bytes_, 0), said.append)
+    assert not pins.add(memory) and not pins.add(memory)
+    assert len(asked) == 1 and said == [f"CUDA could not pin {asked[0]} bytes of replica memory: {told}"]
+    assert pins.problem == said[0]

@@ -40,13 +40,13 @@ def longest_run(job: FakeJob, j: int) -> int:
 def test_chunks_go_in_idle_spans_and_change_nothing(make_job: MakeJob) -> None:
     alone = train(None, 2, **TRAINING)
     job = make_job(2, 2)
-    kwargs = {**TRAINING["kwargs"], "every": 1}
+    kwargs = {**TRAINING["kwargs"], "every": 1, "mu": 0.9}
     results = train(job, 2, rate=ROOM, **{**TRAINING, "kwargs": kwargs})
     assert [r["losses"] for r in results] == [r["losses"] for r in alone]
     assert [r["digest"] for r in results] == [r["digest"] for r in alone]
     for result in results:
         seen = traffic(result)
-        assert (seen["scheme"], seen["problem"]) == ("gemini", "") and seen["history"]
+        assert (seen["scheme"], seen["problem"], seen["mu"]) == ("gemini", "", 0.9) and seen["history"]
         assert seen["collectives"] == 15 and seen["idle_s"] > 0.1
         assert seen["j"] == seen["s"] == 1
         # of what was recorded under the plan, hardly anything was beside the training's collectives
