@@ -20,6 +20,12 @@ OWN = {"start", "losses", "report"}
 _undisturbed: dict[str, Told] = {}
 
 
+def no_false_alarm(run: Run) -> None:
+    """Stacks wrap optimizers, and the wrappers step, too: none of them was left out."""
+    said = [line for process in run.processes for line in process.read()[1].splitlines()]
+    assert [line for line in said if "steps that was not passed" in line] == []
+
+
 @dataclass
 class Recovery:
     """One job and its trainings."""
@@ -45,6 +51,7 @@ class Recovery:
             process.signal(signal.SIGKILL)
         for process in run.processes:
             process.wait(10.0)
+        no_false_alarm(run)
         names = [node.name for node in self.job.nodes]
         for name in lose:
             self.job.all[name].die()
@@ -59,6 +66,7 @@ class Recovery:
         assert completed < options["steps"], "it was killed in the middle"
         run = self.start(self.job, **self._own(options), seed=9)
         results = run.wait()
+        no_false_alarm(run)
         for before, after, log in zip(whole, results, logs, strict=True):
             rows = lines(log)
             assert after["start"] in (completed - 1, completed), (after["start"], completed, run.stderr)
