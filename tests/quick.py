@@ -94,7 +94,6 @@ LATER = {
     "train/test_kinds.py::test_a_value_that_cannot_be_captured_trains_unprotected": "time",
     "train/test_kinds.py::test_state_that_appears_and_cannot_be_captured_ends_protection": "time",
     "train/test_kinds.py::test_what_cannot_be_captured_trains_unprotected": "time",
-    "train/test_replaced.py::test_protection_ends_where_the_ranks_cannot_plan_anew": "time",
 }
 # Programs that need root, or Debian packages that the quick check does without.
 PROGRAMS = {

@@ -164,3 +164,18 @@ def test_step_once_per_micro_batch(make_job: MakeJob, every: int) -> None:
     assert told[0]["report"]["version"] == 120
     late = told[0]["unsealed_at_gate"]
     assert len(late) == 30 and max(late[8:]) <= (0 if not every else 4 * every), late
+
+
+@pytest.mark.parametrize("how", ["die_at", "die_within"])
+def test_step_once_per_micro_batch_and_a_kill(make_job: MakeJob, how: str) -> None:
+    """After a whole optimizer step, and among its micro-batches: one is repeated at most, and nothing differs."""
+    options = {"kind": "ddp", "steps": 24, "accumulate": 4, "micro_steps": True}
+    whole = train(None, 2, **options)
+    job = make_job(2, 2)
+    Run(job, 2, {**options, "armed": True, how: 15}).wait(codes=(1,))
+    completed = 15 if how == "die_at" else 14
+    assert (chosen := job.requeue(lost=(1,))) is not None
+    assert chosen.version in (4 * (completed - 1), 4 * completed), "four calls make one optimizer step"
+    for a, b in zip(whole, train(job, 2, seed=9, **options), strict=True):
+        assert b["start"] == chosen.version and b["digest"] == a["digest"]
+        assert b["losses"] == {s: loss for s, loss in a["losses"].items() if 4 * int(s) > chosen.version}

@@ -387,7 +387,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
     batches = loader.forever()
     accumulate = o.get("accumulate", 1)
     log = open(f"{o['log']}.{rank}", "a", buffering=1) if "log" in o else None  # noqa: SIM115
-    for step in range(start + 1, o["steps"] + 1):
+    done = start // accumulate if o.get("micro_steps") else start
+    for step in range(done + 1, o["steps"] + 1):
         if step == o.get("thaw_at"):
             net.frozen.requires_grad_(True)
             optimizer.param_groups[0]["params"].append(net.frozen)
@@ -411,6 +412,8 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
             total += loss.item()
             if o.get("micro_steps") and micro < accumulate - 1:
                 ckpt.step()
+                if step == o.get("die_within") and micro == accumulate // 2:
+                    os._exit(1)
         if step == o.get("swap_at"):  # between two versions, and unseen by the version counter
             net.blocks[1].weight.data.mul_(0.5)
         if step == o.get("tamper_at"):
@@ -444,10 +447,10 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         if step == o.get("flip_at") and rank == world - 1:  # one element, in one replica
             net.blocks[1].weight.data[5, 7] += 0.5
         # beside other tests a seal may take longer than the optimizer waits for it
-        if step - start > 2 and (step <= o.get("sealed_until", 0) or step == o.get("die_at")):
+        if step - done > 2 and (step <= o.get("sealed_until", 0) or step == o.get("die_at")):
             wait_for_seal(ckpt, step - 1)
         ckpt.step()
-        if o.get("armed") and step == start + 1:  # so short a training would be over before its memory is there
+        if o.get("armed") and step == done + 1:  # so short a training would be over before its memory is there
             deadline = time.monotonic() + 20
             while not ckpt._session.verdict.word and time.monotonic() < deadline:
                 time.sleep(0.01)
