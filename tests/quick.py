@@ -57,6 +57,7 @@ LATER = {
     "train/test_mpi.py": "MPI",
     "train/test_nccl_checkpointer.py": "trainings",
     "train/test_nccl_library.py": "a C compiler",
+    "train/test_parallel.py": "trainings, agents",
     "train/test_reject.py": "trainings, agents",
     "train/test_replica.py": "trainings",
     "train/test_resume.py": "trainings",
