@@ -26,7 +26,7 @@ from tests.tier.test_worker import carry_out
 
 from .fake_agent import FakeJob
 from .launch import Run, train
-from .worker import Net, digest
+from .worker import WRAPPERS, Net, digest
 
 MakeJob = Callable[[int, int], FakeJob]
 OPTIONS: dict[str, Any] = {"steps": 4, "norm": "layer"}
@@ -225,6 +225,26 @@ def test_checkpoints_of_others(tmp_path: Path, form: str) -> None:
     for number, values in wanted.items():
         assert have[number].keys() == values.keys()
         assert all(torch.equal(have[number][name], value) for name, value in values.items()), number
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("before", ["", "checkpoint"], ids=["plain", "wrapped"])
+@pytest.mark.parametrize("wrap", ["checkpoint", "compile"])
+def test_a_wrapped_model_starts_from_dcp(tmp_path: Path, wrap: str, before: str) -> None:
+    """Wrappers below `fully_shard` have no names there, whichever model has saved it."""
+    net, optimizer = fresh(1)
+    for i, block in enumerate(net.blocks):
+        net.blocks[i] = WRAPPERS[before](block)
+    for _ in range(2):
+        net(torch.randint(0, 50, (4, 8))).sum().backward()
+        optimizer.step()
+    out = tmp_path / "out"
+    as_dcp()(net, optimizer, out)
+    known = dcp.FileSystemReader(out).read_metadata().state_dict_metadata
+    assert "model.blocks.0.weight" in known and not any("wrapped" in key for key in known)
+    options = {**OPTIONS, "kind": "fsdp2", "wrap": wrap, "steps": 0, "kwargs": {"start": str(out)}}
+    loaded = train(None, 2, seed=77, **options)
+    assert {(r["start"], r["digest"]) for r in loaded} == {(0, digest(net, optimizer))}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
