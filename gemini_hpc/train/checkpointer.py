@@ -63,8 +63,8 @@ class Checkpointer:
         traffic: how the copies travel.
         tier: the directory where the agents save a version now and then, or a `Tier`.
 
-    With state that cannot be captured (sparse or quantized tensors, modules that are still lazy, FSDP1), and after
-    failures of its own, the training runs unprotected, with one line on stderr.
+    With state that cannot be captured (trained sparse tensors, torch's quantized ones, modules that are still lazy,
+    FSDP1), and after failures of its own, the training runs unprotected, with one line on stderr.
 
     Raises:
         TypeError, ValueError: for arguments that cannot work.

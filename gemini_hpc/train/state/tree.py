@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from gemini_hpc.format.shard_manifest import LIFTED, PARAMETER, Row
-from gemini_hpc.train.state import encode, hidden, inner, rng, sharded
+from gemini_hpc.train.state import encode, hidden, inner, rng, sharded, sparse
 from gemini_hpc.train.state.buckets import ArrivalOrder
 from gemini_hpc.train.state.groups import Group, Members, unpack
 from gemini_hpc.train.state.inner import composed
@@ -96,6 +96,20 @@ def _plain(tensor: torch.Tensor) -> bool:
     """Whether its memory says it all. That may be so of a class of its own, unless it is made of other tensors."""
     made_of_others = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return not made_of_others and tensor.layout == torch.strided and not tensor.is_quantized
+
+
+def _unsupported(name: str, here: torch.Tensor) -> UnsupportedStateError:
+    return UnsupportedStateError(
+        f"{name} is a {type(here).__qualname__} ({here.layout}, {here.device}): only dense tensors and DTensors of "
+        "them can be captured"
+    )
+
+
+def _beside(
+    fqn: str, tensor: torch.Tensor, module: nn.Module | None, key: str
+) -> hidden.Hidden | sparse.Sparse | None:
+    """Tensors that make a parameter beside its own memory, or in its place. Raises UnsupportedStateError."""
+    return sparse.of(tensor) or hidden.of(fqn, tensor, module, key)
 
 
 def find_ddp(model: nn.Module) -> list[DistributedDataParallel]:
@@ -208,8 +222,8 @@ class StateTree:
         self._states: list[_OptimizerState] = []
         self._leaves: list[Leaf] = []
         self._parts = _Parts()  # of parameters
-        self._places: dict[str, tuple[nn.Module | None, str]] = {}  # of those to which something hidden belongs
-        self._hidden: dict[str, hidden.Hidden] = {}
+        self._places: dict[str, tuple[nn.Module | None, str]] = {}  # of those with tensors beside their memory
+        self._beside: dict[str, hidden.Hidden | sparse.Sparse] = {}
         self._made: bytes | None = None  # as it goes into the small state
         self._flags: list[bool] = []  # which parameters are trained now
         self._members: list[Members] = []
@@ -243,15 +257,12 @@ class StateTree:
             if is_lazy(here):
                 raise UnsupportedStateError(f"{fqn} has no size before the first forward pass: run one before this")
             plain = [part for _, part in inner.parts(here)] if composed(here) else [here]
-            key = fqn.rpartition(".")[2]
-            if (beside := hidden.of(fqn, tensor, module, key)) is not None:
-                plain += beside.tensors.values()
-                places[fqn] = module, key
+            place = module, fqn.rpartition(".")[2]
+            if (beside := _beside(fqn, tensor, *place)) is not None:
+                plain = [*([] if isinstance(beside, sparse.Sparse) else plain), *beside.tensors.values()]
+                places[fqn] = place
             if not all(_plain(part) and not part.is_meta for part in plain):
-                raise UnsupportedStateError(
-                    f"{fqn} is a {type(here).__qualname__} ({here.layout}, {here.device}): only dense tensors and "
-                    "DTensors of them can be captured"
-                )
+                raise _unsupported(fqn, here)
             params[id(tensor)] = Param(fqn, tensor, replicated)
             return True
 
@@ -313,28 +324,33 @@ class StateTree:
         self.refresh()
         states = self._states
         held = self._leaves and len(states) == len(self.optimizers) and self._parts.hold()
-        held = held and all(map(hidden.Hidden.holds, self._hidden.values()))
+        held = held and all(beside.holds() for beside in self._beside.values())
         if not (held and all(state.holds() for state in states)):
             states = [_OptimizerState(o, i, self._by_id) for i, o in enumerate(self.optimizers)]
             self._states = states
             self._parts, self._made = _Parts(), None
-            self._hidden = self._find_hidden()
+            self._beside = self._find_beside()
             self._leaves = [leaf for p in self.params for leaf in self._of_parameter(p)]
             for state in states:
                 self._leaves += state.leaves
         return self._leaves, {key: value for state in states for key, value in state.odd().items()}
 
-    def _find_hidden(self) -> dict[str, hidden.Hidden]:
+    def _find_beside(self) -> dict[str, hidden.Hidden | sparse.Sparse]:
         tensors = {p.fqn: p.tensor for p in self.params if p.fqn in self._places}
-        found = {fqn: hidden.of(fqn, tensor, *self._places[fqn]) for fqn, tensor in tensors.items()}
+        found = {fqn: _beside(fqn, tensor, *self._places[fqn]) for fqn, tensor in tensors.items()}
         return {fqn: beside for fqn, beside in found.items() if beside is not None}
 
     def _of_parameter(self, p: Param) -> list[Leaf]:
-        if composed(p.tensor):
+        beside = self._beside.get(p.fqn)
+        if isinstance(beside, sparse.Sparse):
+            own = []
+        elif composed(p.tensor):
             own = [Leaf(f"{p.fqn}.{path}", part, p, PARAMETER, "") for path, part in self._parts.of(p.tensor)]
+        elif not _plain(local(p.tensor)):  # sparse, and trained by now
+            raise _unsupported(p.fqn, local(p.tensor))
         else:
             own = [Leaf(p.fqn, p.tensor, p, PARAMETER, "")]
-        if (beside := self._hidden.get(p.fqn)) is not None:
+        if beside is not None:
             still = not p.tensor.requires_grad
             parts = beside.tensors.items()
             own += [Leaf(f"{p.fqn}.{path}", part, p, PARAMETER, "", still=still) for path, part in parts]
@@ -342,14 +358,15 @@ class StateTree:
 
     @property
     def with_hidden(self) -> list[str]:
-        """Names of parameters whose memory is not all there is to them."""
+        """Names of parameters whose memory does not say what they are."""
         self.leaves()
-        return [fqn for fqn, beside in self._hidden.items() if beside.tensors]
+        found = self._beside.items()
+        return [fqn for fqn, beside in found if isinstance(beside, hidden.Hidden) and beside.tensors]
 
     def _recipes(self) -> dict[str, inner.Recipe]:
         """Of parameters, by name."""
         found = {p.fqn: inner.recipe(p.tensor) for p in self.params if composed(p.tensor)}
-        kept = ((fqn, beside.recipe()) for fqn, beside in self._hidden.items())
+        kept = ((fqn, beside.recipe()) for fqn, beside in self._beside.items())
         return found | {fqn: recipe for fqn, recipe in kept if recipe is not None}
 
     def made(self) -> bytes:
@@ -368,10 +385,7 @@ class StateTree:
         tensor = leaf.tensor
         here = local(tensor)
         if not _plain(here):
-            raise UnsupportedStateError(
-                f"{leaf.key} is a {type(here).__qualname__} ({here.layout}): only dense tensors and DTensors of them "
-                "can be captured"
-            )
+            raise _unsupported(leaf.key, here)
         shape, offset, size = tuple(tensor.shape), (0,) * tensor.ndim, tuple(here.shape)
         shared, fingerprint, like_owner = world == 1, 0, False
         owner = leaf.owner.tensor

@@ -1,0 +1,60 @@
+"""Sparse parameters that are not trained: captured by the dense tensors that they are made of, under `KEY.values`.
+
+One that is trained gets other indices with each step, in other numbers than were planned: it is not captured.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gemini_hpc.train.state.inner import Recipe
+
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+
+
+class Sparse:
+    """One of them, as it was found."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.tensors = _parts(tensor)  # by their paths below the parameter
+        self._recipe = _recipe(tensor)
+
+    def holds(self) -> bool:
+        """Whether it is made of the same memory, and nobody trains it."""
+        if self._tensor.requires_grad or _recipe(self._tensor) != self._recipe:
+            return False
+        now = _parts(self._tensor)
+        return all(_place(now[name]) == _place(found) for name, found in self.tensors.items())
+
+    def recipe(self) -> Recipe:
+        """What has to be the same at the resume."""
+        return self._recipe
+
+
+def _parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    here = tensor.detach()
+    if here.layout == torch.sparse_coo:  # the public names want it coalesced, which would make another one
+        return {"indices": here._indices(), "values": here._values()}
+    return {name: getattr(here, name)() for name in (*_COMPRESSED[here.layout], "values")}
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.Size]:
+    return tensor.data_ptr(), tensor.shape
+
+
+def _recipe(tensor: torch.Tensor) -> Recipe:
+    about = {"shape": tuple(tensor.shape), "coalesced": tensor.layout != torch.sparse_coo or tensor.is_coalesced()}
+    inner = dict.fromkeys(("values",))
+    return {"class": str(tensor.layout), "about": about, "inner": inner, "sharded": False}
+
+
+def of(tensor: torch.Tensor) -> Sparse | None:
+    """What it is made of, if it is such a parameter."""
+    known = tensor.layout == torch.sparse_coo or tensor.layout in _COMPRESSED
+    return Sparse(tensor) if known and not tensor.requires_grad and not tensor.is_meta else None
