@@ -109,11 +109,11 @@ class ControllerLink:
                     restart=incarnation.restart,
                     host=me.node,
                     hosts=incarnation.hosts,
-                    replicas=incarnation.replicas,
+                    replicas=self._membership.replicas,
                     port=me.port,
                     instance=me.instance,
                     state="detached" if self._membership.detached else "attached",
-                    dead=tuple(sorted(incarnation.mesh.dead)),
+                    dead=tuple(sorted(incarnation.mesh.dead | incarnation.view.lost)),
                 )
             )
 

@@ -12,8 +12,10 @@ import fcntl
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import msgspec
 
 from gemini_hpc import clock, logs
 from gemini_hpc.agent.controller_link import ControllerLink
@@ -57,6 +59,7 @@ from gemini_hpc.agent.wake_peers import Wake
 from gemini_hpc.config import Settings
 from gemini_hpc.core import hostlist
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.core.views import View
 from gemini_hpc.node import map_file
 from gemini_hpc.wire import inspect_schema, local, peer, protocol
 from gemini_hpc.wire.local_server import Client, LocalServer, Reply
@@ -64,6 +67,7 @@ from gemini_hpc.wire.local_server import Client, LocalServer, Reply
 _SCAVENGES = (peer.SalvageHave, peer.SalvageAsk, peer.SalvageWrite, peer.SalvageWrote, peer.SalvageOver)
 _log = logging.getLogger("gemini_hpc.agent")
 _TICK_S = 0.2
+_TOGETHER_S = 0.05
 _WATCH_ON = 4.0  # after a job's failure, in silences after which a peer is suspected: one, and the probes
 
 
@@ -84,7 +88,7 @@ class Agent:
         self.trainings = trainings = Trainings(here, store, self._notes, self._sealed)
         self.state = StateFile(directory)
         self.pledges = Pledges(directory)
-        self.launches = Launches(node, here, log)
+        self.launches = Launches(job, node, here, log)
         stats = StatsStore()
         tier = TierChoice(settings, uid, here)
         rejections = Rejections(self.pledges, log)
@@ -172,6 +176,7 @@ class Agent:
             Flush(job, here, trainings, saver, self.salvage, spawn),
             self._picture,
             lambda: self.member.inventory(verify=False),
+            self._other_view,
             events.complain,
         )
 
@@ -277,19 +282,14 @@ class Agent:
             return local.Error(f"restart {m.restart} is over, the job is at restart {here.restart}")
         if incarnation is None or m.restart > incarnation.restart or m.nodelist != incarnation.attach.nodelist:
             try:
-                hosts = tuple(hostlist.expand(m.nodelist))
-                if me.node not in hosts or len(set(hosts)) != len(hosts):
-                    raise ValueError(f"{me.node} is not in the node list, or the list has a node twice")
+                view = _view(m)
             except ValueError as exc:
                 return local.Error(f"node list: {exc}")
-            if m.replicas > len(hosts):
-                self._log("refused", detail=f"{m.replicas} replicas on {len(hosts)} nodes")
-            incarnation = self._enter(m, hosts, begun=True)
-            if incarnation.leads:
-                incarnation.rounds.begin("")
-                if m.restart == 0 and self.saver.tier:
-                    self._spawn(self.saver.glance())
-            self._spawn(self._waker.call(incarnation))
+            if m.replicas > view.wanted:
+                self._log("refused", detail=f"{m.replicas} replicas on {view.wanted} nodes")
+            incarnation = self._begin(m, view)
+            if incarnation.leads and m.restart == 0 and self.saver.tier:
+                self._spawn(self.saver.glance())
         here.detached = False
         bound_s = max(0.2, me.settings.attach_timeout_s - 0.5)
         try:
@@ -301,16 +301,29 @@ class Agent:
             return local.Ready("unmapped")
         return local.Ready("mapped")
 
-    def _enter(self, m: local.Attach, hosts: tuple[str, ...], *, begun: bool) -> Incarnation:
-        """A new incarnation: new links, new rounds; what is held stays. begun: this agent is the first of it here."""
-        me, here = self.identity, self.membership
+    def _begin(self, m: local.Attach, view: View) -> Incarnation:
+        incarnation = self._enter(m, view, begun=True)
+        if incarnation.leads:
+            incarnation.rounds.begin("")
+        self._spawn(self._waker.call(incarnation))
+        return incarnation
+
+    def _enter(self, m: local.Attach, view: View, *, begun: bool) -> Incarnation:
+        """A new incarnation, or another view of it: new links, new rounds; what is held stays. begun: this agent is
+        the first of it here."""
+        me, here, hosts = self.identity, self.membership, view.hosts
+        before = here.incarnation
         expected: tuple[str, ...] = ()
-        if here.incarnation is not None:
-            expected = tuple(h for h in here.incarnation.hosts if h not in here.incarnation.mesh.dead)
-            here.incarnation.close()
+        rounds = RecoveryRounds(self.member, me.node, hosts, self._spawn)
+        same = before is not None and before.restart == m.restart and bool(view.lost)
+        if before is not None:
+            expected = tuple(h for h in before.hosts if h not in before.mesh.dead)
+            rounds.round = before.rounds.round if same else 0
+            before.close()
         self.salvage.reset()
         self.service.drop_all()
-        self.launches.reset()
+        if not same:
+            self.launches.reset()
         map_file.remove(me.directory)
         here.detached = self.saver.succeeded = False
         self._retention.attached()
@@ -327,9 +340,10 @@ class Agent:
             on_dead=self._on_dead,
             complain=self._complain,
             expected=expected,
+            lost=m.lost,
+            on_view=self._other_view,
         )
-        rounds = RecoveryRounds(self.member, me.node, hosts, self._spawn)
-        here.incarnation = incarnation = Incarnation(m, hosts, mesh, rounds)
+        here.incarnation = incarnation = Incarnation(m, view, mesh, rounds)
         if begun:
             self.member.attach(m)  # before anybody hears of it, the controller included
         mesh.want(mesh.ring())
@@ -337,7 +351,9 @@ class Agent:
         if rounds.parent is not None:
             mesh.want([rounds.parent])
         paid = f", memory counted in {self.store.budget.cgroup_path}" if self.store.budget.cgroup_path else ""
-        self._log("attached", detail=f"{len(hosts)} nodes, {m.replicas} replicas{paid}")
+        spares = f", {view.spares} of them spares" if view.spares else ""
+        if not same:
+            self._log("attached", detail=f"{len(hosts)} nodes{spares}, {m.replicas} replicas{paid}")
         self.controller_link.register()
         return incarnation
 
@@ -353,18 +369,54 @@ class Agent:
         if wanted is not None and (m.restart, m.nodelist, m.node) != (wanted.restart, wanted.nodelist, wanted.node):
             return
         try:
-            hosts = tuple(hostlist.expand(m.nodelist))
-            known = set(hosts) if state.plan is None else set(state.plan.noderanks)
-            if me.node not in hosts or known != set(hosts) or len(known) != len(hosts):
-                raise ValueError(f"its node lists differ, or {me.node} is not in them")
+            view = _view(m)
+            known = set(view.hosts) if state.plan is None else set(state.plan.noderanks)
+            if not known <= set(view.hosts) or len(known) < min(view.wanted, len(view.hosts)):
+                raise ValueError("its node lists differ")
         except ValueError as exc:
             self._log("error", detail=f"the file `state` in {me.directory} cannot be used: {exc}")
             return
-        incarnation = self._enter(m, hosts, begun=False)
+        incarnation = self._enter(m, view, begun=False)
         self._log("restarted", detail="waiting for the training processes to hand their memory back")
         self.member.succeed(incarnation, state)
         if not state.live:
             self._spawn(self._waker.call(incarnation))
+
+    # ---- spares ----------------------------------------------------------------------------------------
+
+    async def _replace_dead(self) -> None:
+        """A moment after a death: what is known of it has left by then, and who died with it is known, too."""
+        await asyncio.sleep(_TOGETHER_S)
+        if self.membership.incarnation is not None:
+            self._lose(self.membership.incarnation.mesh.dead)
+
+    def _other_view(self, lost: tuple[str, ...]) -> None:
+        """A peer of this incarnation goes on without these nodes."""
+        incarnation = self.membership.incarnation
+        if self.identity.node not in lost:
+            self._lose(lost)
+        elif incarnation is not None and not self.membership.detached:
+            self._log("left_out", detail="the job goes on without this node: ending the ranks that still run here")
+            self.membership.detached = True
+            self._retention.ended(clock.monotonic())
+            incarnation.mesh.detector.watching = False
+            map_file.remove(self.identity.directory)
+            self.state.remove()
+            self.launches.left_out()
+            self._spawn(self._fence.end_ranks())
+
+    def _lose(self, dead: Iterable[str]) -> None:
+        """Go on without these nodes, where spares make up for them."""
+        here, incarnation = self.membership, self.membership.incarnation
+        if here.detached or incarnation is None:
+            return
+        view = incarnation.view.without(dead, here.nodes)
+        if view is None:
+            return
+        lost = sorted(view.lost - incarnation.view.lost)
+        self._log("without", detail=f"{', '.join(lost)[:300]} lost: a spare is to make up for it")
+        self._begin(msgspec.structs.replace(incarnation.attach, lost=tuple(sorted(view.lost))), view)
+        self.launches.lost(lost)
 
     def _epilog(self, m: local.Epilog) -> local.Message:
         me, here = self.identity, self.membership
@@ -389,6 +441,12 @@ class Agent:
             first = True
         trained = [s for s in self.trainings if s.greeted]
         dead = mesh is not None and bool(mesh.dead)  # then the job may be on its way to a new incarnation
+        idle = here.map_restart == here.restart and me.node not in here.noderanks and not list(self.store)
+        if (idle or self.launches.is_left_out) and m.exit_code == "0":
+            if mesh is not None:
+                mesh.leave()
+            self._retention.release("the job has ended without this node's help")
+            return local.Ok("released")
         if trained and all(s.succeeded for s in trained) and m.exit_code in ("", "0") and not dead:
             self.saver.succeeded = True
             if not any(self.keeps.of_set(s.name) and s.sealed is not None for s in trained) or not self.saver.tier:
@@ -439,6 +497,8 @@ class Agent:
         if not known:
             self._log("detected", detail=f"{host} is silent; witnesses {', '.join(witnesses)}")
         self.controller_link.report(host, witnesses)
+        if self.membership.incarnation.view.spares:
+            self._spawn(self._replace_dead())
 
     def _keep_wanted(self) -> None:
         self.saver.keep_all()
@@ -495,7 +555,17 @@ class Agent:
         sealed = max((s.sealed for s in self.trainings if s.sealed is not None), default=(0, 0))
         begun = max((s.begun for s in self.trainings), default=0)
         dead, suspect = tuple(sorted(mesh.dead)), tuple(sorted(silent - mesh.dead))
-        return local.Verdict(dead, suspect, alive[:1000], (sealed[0], sealed[1]), begun)
+        spared = incarnation.view.without(dead, self.membership.nodes) is not None
+        return local.Verdict(dead, suspect, alive[:1000], (sealed[0], sealed[1]), begun, spared)
+
+
+def _view(m: local.Attach) -> View:
+    """The nodes of an incarnation as a prolog, a peer or a predecessor has told them. Raises ValueError."""
+    hosts = tuple(hostlist.expand(m.nodelist))
+    view = View(hosts, m.spares, frozenset(m.lost))
+    if m.node not in view.hosts or len(set(hosts)) != len(hosts) or not view.lost <= set(hosts):
+        raise ValueError(f"{m.node} is not in the node list, or the list has a node twice")
+    return view
 
 
 def serve(settings: Settings, *, job: int, uid: int, node: str, directory: str, again: bool) -> int:

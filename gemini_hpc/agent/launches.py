@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.core.attempts import Known
 from gemini_hpc.wire import local, peer
+from gemini_hpc.wire.ports import master_port
 
 MAX_STEPS = 64
 _REASON = 300
@@ -18,14 +20,21 @@ _REASON = 300
 class Launches:
     """Of one agent, and of one incarnation at a time."""
 
-    def __init__(self, node: str, membership: Membership, log: Callable[..., None]) -> None:
-        self._node, self._membership, self._log = node, membership, log
+    def __init__(self, job: int, node: str, membership: Membership, log: Callable[..., None]) -> None:
+        self._job, self._node, self._membership, self._log = job, node, membership, log
         self._steps: dict[str, Known] = {}
+        self.is_left_out = False
         self._changed = asyncio.Event()
 
     def reset(self) -> None:
         """A new incarnation: its steps may have the names of earlier ones."""
         self._steps.clear()
+        self.is_left_out = False
+        self._wake()
+
+    def left_out(self) -> None:
+        """The job goes on without this node: its ranks end, and nobody minds."""
+        self.is_left_out = True
         self._wake()
 
     # ---- launchers -------------------------------------------------------------------------------------
@@ -33,20 +42,65 @@ class Launches:
     async def ask(self, m: local.LaunchRequest) -> local.LaunchState | local.Error:
         """Take what a launcher says; answer when there is something new for it, or when its time is over."""
         incarnation = self._membership.incarnation
+        if self.is_left_out:
+            return local.LaunchState(max(m.attempt, 0), over="the job goes on without this node", left_out=True)
         if incarnation is None or self._membership.detached:
             return local.Error("this node has no part in a running incarnation of the job")
-        known = self._steps.get(m.step, Known()).join(Known(m.attempt, done=m.done, over=m.over))
+        known = self._steps.get(m.step, Known()).join(Known(max(m.attempt, 0), done=m.done, over=m.over))
         if m.failed:
-            known = known.failed(m.attempt, m.failed[:_REASON])
+            known = known.failed(max(m.attempt, 0), m.failed[:_REASON])
         if m.failed or m.over:
             self._log("rank_failed", detail=f"attempt {m.attempt} of step {m.step}: {m.over or m.failed}")
         self._learn(incarnation, m.step, known, "")
         with suppress(TimeoutError):
             async with asyncio.timeout(m.wait_s):
-                while (now := self._steps.get(m.step)) is not None and now.attempt <= m.attempt and not now.over:
-                    await self._changed.wait()
-        known = self._steps.get(m.step, known)
-        return local.LaunchState(known.attempt, known.reason[:_REASON], known.over[:_REASON])
+                while not self._news(m):
+                    await self._change()
+        if self.is_left_out:
+            return await self.ask(m)
+        known, place = self._steps.get(m.step, known), self._place()
+        if place is None and not (known.over or known.done) and self._spares:  # nobody can begin yet
+            return local.LaunchState(max(m.attempt, 0))
+        return local.LaunchState(known.attempt, known.reason[:_REASON], known.over[:_REASON], place, known.done)
+
+    def _news(self, m: local.LaunchRequest) -> bool:
+        known = self._steps.get(m.step)
+        if self.is_left_out or known is None or known.over or (known.done and m.idle):
+            return True
+        return known.attempt > m.attempt and (not self._spares or self._place() is not None)
+
+    async def _change(self) -> None:
+        """Return when what is known of steps has changed, or the stage of the recovery round."""
+        waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._changed.wait())]
+        if self._membership.incarnation is not None:
+            waits.append(asyncio.ensure_future(self._membership.incarnation.rounds.changed()))
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    @property
+    def _spares(self) -> bool:
+        incarnation = self._membership.incarnation
+        return incarnation is not None and incarnation.view.spares > 0
+
+    def _place(self) -> local.Place | None:
+        here = self._membership
+        if not self._spares or here.live is None:
+            return None
+        master = next(host for host, rank in here.noderanks.items() if rank == 0)
+        port = master_port(self._job, here.restart)
+        return local.Place(here.noderanks.get(self._node, -1), here.nodes, master, port)
+
+    def lost(self, hosts: Sequence[str]) -> None:
+        """The job goes on without these nodes: the ranks of all others begin anew. Each agent says so by itself."""
+        incarnation = self._membership.incarnation
+        assert incarnation is not None  # the view without them
+        for step, known in list(self._steps.items()):
+            reason = f"{', '.join(hosts)[:200]} lost"
+            self._learn(incarnation, step, known.failed(known.attempt, reason), "")
+        self._wake()
 
     # ---- peers -----------------------------------------------------------------------------------------
 

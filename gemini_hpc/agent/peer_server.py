@@ -41,12 +41,13 @@ class PeerServer:
         flush: Flush,
         picture: Picture,
         inventory: Callable[[], Awaitable[peer.InventoryRecord]],
+        other_view: Callable[[tuple[str, ...]], None],
         complain: Callable[[str], None],
     ) -> None:
-        """inventory: tells what is held here, unverified."""
+        """inventory: tells what is held here, unverified; other_view: hears which nodes a peer goes on without."""
         self._identity, self._membership, self._store = identity, membership, store
         self._incoming, self._waker, self._flush, self._picture = incoming, waker, flush, picture
-        self._inventory, self._complain = inventory, complain
+        self._inventory, self._other_view, self._complain = inventory, other_view, complain
         self._count = 0
         self._lobby = PreauthLimit(_MAX_STRANGERS)
         self._operators = Operators(identity.settings.operators, self._owners)
@@ -79,6 +80,7 @@ class PeerServer:
                     host=self._identity.node,
                     restart=lambda: max(self._membership.restart, 0),
                     instance=self._identity.instance,
+                    lost=lambda: self._membership.lost,
                 )
             finally:
                 self._lobby.leave(address, ticket)
@@ -108,16 +110,21 @@ class PeerServer:
             return ""  # a newer incarnation that went on elsewhere may read what is kept here
         if hello.purpose == "wake" and self._waker.admits(hello.restart):
             return ""
-        if hello.purpose not in ("link", "pull", "push") or hello.source not in here.hosts or hello.source == me.node:
+        known = hello.source in here.hosts or hello.source in here.lost
+        if hello.purpose not in ("link", "pull", "push") or not known or hello.source == me.node:
             return "not a peer"
         if hello.restart != here.restart:
             return f"this agent is at restart {here.restart}"
+        if hello.lost != here.lost and not here.detached:  # it hears so, and is not served
+            self._other_view(hello.lost)
         return ""
 
     async def _serve(self, link: Link) -> None:
         purpose, incarnation = link.session.purpose, self._membership.incarnation
-        if purpose == "link" and link.session.peer_restart != self._membership.restart:
-            link.abort()
+        here = (self._membership.restart, self._membership.lost)
+        alike = (link.session.peer_restart, link.session.peer_lost) == here
+        if purpose in ("link", "push") and not alike:
+            link.close()  # the answer has told the caller what it did not know
         elif purpose == "link" and incarnation is not None:
             await incarnation.mesh.serve(link.session.peer_host, link)
         elif purpose == "pull":

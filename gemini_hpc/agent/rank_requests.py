@@ -91,7 +91,7 @@ class RankRequests:
         """The set, where this client may write the shard: each shard has one writer on a node, and is one that
         this node keeps, of a training that is as large as its ranks said."""
         here, shards = self._membership, self._store.shards
-        training, n = self._sessions.training(client, m.set), len(here.hosts)
+        training, n = self._sessions.training(client, m.set), here.nodes
         mine = here.noderanks[self._node]
         if m.world != training.world or m.rank >= m.world or m.home >= n:
             raise Rejected(f"impossible shard: rank {m.rank} of {m.world}, home {m.home}")
@@ -298,7 +298,7 @@ class RankRequests:
     def _open_push(self, client: Client, m: local.OpenPush) -> Reply:
         here = self._membership
         _, shard = self._shard(client, m.set, m.rank)
-        mine, n = here.noderanks[self._node], len(here.hosts)
+        mine, n = here.noderanks[self._node], here.nodes
         if self._keepers.get((m.set, m.rank)) is not client or shard.pushed:
             raise Rejected(f"shard of rank {m.rank} is not filled by this process")
         if shard.home != mine or m.holder not in placement.holders(mine, n, here.replicas)[1:]:

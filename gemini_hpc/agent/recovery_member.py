@@ -22,7 +22,7 @@ from gemini_hpc.agent.tier.choice import TierChoice
 from gemini_hpc.agent.tier.salvage import Salvage
 from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.agent.transfer.transfers import Transfers
-from gemini_hpc.core import placement
+from gemini_hpc.core import hostlist, placement
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.node import map_file
 from gemini_hpc.tier.version import Manifest
@@ -77,8 +77,13 @@ class RecoveryMember:
 
     @property
     def replicas(self) -> int:
-        """Holders of a shard."""
-        return self._membership.replicas
+        """Holders of a shard, as far as there are nodes."""
+        return self._current().attach.replicas
+
+    @property
+    def wanted(self) -> int:
+        """Nodes of the allocation that are to train: all but its spares."""
+        return self._current().view.wanted
 
     def send(self, host: str, message: Message) -> bool:
         """To one peer, if there is a link."""
@@ -174,11 +179,11 @@ class RecoveryMember:
         for shard in self._store:
             shard.registered_round = shard.resumed_round = 0  # round numbers begin anew with each incarnation
             shard.pair.void_except(*keep.get(shard.set, ()))
-        incarnation = self._current()
-        self._adopt(incarnation, plan)
-        mine, n = self._membership.noderanks[self._identity.node], len(incarnation.hosts)
+        here = self._membership
+        self._adopt(self._current(), plan)
+        mine, n = here.noderanks.get(self._identity.node), here.nodes
         for shard in self._store.shards.values():
-            if mine in placement.holders(shard.home % n, n, incarnation.replicas):
+            if mine in placement.holders(shard.home % n, n, here.replicas):
                 shard.resumed_round = plan.round
         self._took(plan, live=False)
         self._transfers.pulls.start([o for o in plan.pulls if o.dest == self._identity.node])
@@ -189,16 +194,17 @@ class RecoveryMember:
         return incarnation
 
     def _adopt(self, incarnation: Incarnation, plan: peer.PlanDown) -> None:
-        node, here, m = self._identity.node, self._membership, incarnation.replicas
+        node, here = self._identity.node, self._membership
         self._tier.chosen, here.doubt = plan.tier, plan.doubt
         self._rejections.learn(plan.rejected)
         self._saver.forget()
         here.noderanks, here.map_restart, here.epoch = dict(plan.noderanks), here.restart, plan.epoch
         incarnation.mesh.ports.update({h: p for h, p in plan.ports.items() if h != node})
         by_rank = {rank: host for host, rank in here.noderanks.items()}
-        mine, n = here.noderanks[node], len(incarnation.hosts)
-        group = set(placement.holders(mine, n, m)) | set(placement.holds_for(mine, n, m))
-        incarnation.mesh.want(by_rank[rank] for rank in group)
+        mine, n, m = here.noderanks.get(node), here.nodes, here.replicas
+        if mine is not None:
+            group = set(placement.holders(mine, n, m)) | set(placement.holds_for(mine, n, m))
+            incarnation.mesh.want(by_rank[rank] for rank in group)
         self._sets.plan(plan)
 
     def live(self, plan: peer.PlanDown) -> None:
@@ -257,12 +263,13 @@ class RecoveryMember:
             map_file.wait(self._identity.directory)
 
     def _write_map(self, incarnation: Incarnation, plan: peer.PlanDown) -> None:
-        me = self._identity
+        me, nodelist = self._identity, incarnation.attach.nodelist
+        hosts = tuple(host for host in incarnation.hosts if host in plan.noderanks)
         text = map_file.render(
             job=me.job,
             restart=incarnation.restart,
-            nodelist=incarnation.attach.nodelist,
-            hosts=incarnation.hosts,
+            nodelist=hostlist.compress(hosts) if incarnation.view.spares else nodelist,
+            hosts=hosts,
             noderanks=plan.noderanks,
             host=me.node,
             master_port=master_port(me.job, incarnation.restart),

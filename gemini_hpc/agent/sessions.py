@@ -155,7 +155,7 @@ class Sessions:
             restart=here.restart,
             epoch=here.epoch,
             node_rank=here.noderanks[me.node],
-            nodes=len(here.hosts),
+            nodes=here.nodes,
             replicas=here.replicas,
             chosen_epoch=chosen.epoch,
             chosen_version=chosen.version,

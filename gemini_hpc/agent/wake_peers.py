@@ -53,7 +53,15 @@ class Wake:
 
     async def _summon(self, incarnation: Incarnation, host: str) -> None:
         attach, settings = incarnation.attach, self._identity.settings
-        message = peer.Wake(attach.restart, attach.nodelist, attach.replicas, attach.tier, attach.tier_interval)
+        message = peer.Wake(
+            attach.restart,
+            attach.nodelist,
+            attach.replicas,
+            attach.tier,
+            attach.tier_interval,
+            attach.spares,
+            attach.lost,
+        )
         ports = candidates(settings, self._identity.job)
         try:
             link, _ = await connect_any(
@@ -86,6 +94,8 @@ class Wake:
                 message.replicas,
                 message.tier,
                 message.tier_interval,
+                message.spares,
+                message.lost,
             )
             self._spawn(self._enter(attach))
 

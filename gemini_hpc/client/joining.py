@@ -14,6 +14,7 @@ from gemini_hpc.wire.stored import Tier
 SOCKET_ENV = "GEMINI_SOCKET"  # set by the SPANK plugin where the job has an agent
 UNPROTECTED_ENV = "GEMINI_UNPROTECTED"  # by the plugin, where the prolog has said why the job has none
 STEP_ENV = "GEMINI_STEP"  # names this launch where Slurm's step id does not
+SPARES_ENV = "GEMINI_SPARES"  # nodes of the job that wait until another one is lost
 ATTEMPT_ENV = "GEMINI_ATTEMPT"  # by a launcher (`gemini_hpc.launch`) that has started this rank again
 TRY_AGAIN_EXIT = 75  # EX_TEMPFAIL: `gemini-hpc run` starts the step again
 

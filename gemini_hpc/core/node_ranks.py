@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 
-def assign(previous: Mapping[str, int] | None, hosts: Sequence[str]) -> dict[str, int]:
-    """Node rank of every host of the new allocation, a pure function of the survivors' map and the host list.
+def assign(previous: Mapping[str, int] | None, hosts: Sequence[str], nodes: int | None = None) -> dict[str, int]:
+    """Node ranks of the new allocation, a pure function of the survivors' map and the host list.
 
-    A host of both keeps its rank if that rank still exists (below `len(hosts)`); the others fill the gaps, in
-    host-list order. Without a previous map: list order. Raises ValueError if a host is listed twice.
+    A host of both keeps its rank if that rank still exists (below `nodes`, of all hosts by default); the others fill
+    the gaps, in host-list order. Without a previous map: list order. Who finds no gap is a spare, and has no rank.
+    Raises ValueError if a host is listed twice.
     """
-    N = len(hosts)
+    N = len(hosts) if nodes is None else min(nodes, len(hosts))
     kept: dict[int, str] = {}
     for host in hosts:
         rank = -1 if previous is None else previous.get(host, -1)
@@ -24,8 +25,14 @@ def assign(previous: Mapping[str, int] | None, hosts: Sequence[str]) -> dict[str
     for host in hosts:
         if host in ranks:
             raise ValueError(f"host {host} is in the host list twice")
-        ranks[host] = survivors[host] if host in survivors else next(gaps)
-    return ranks
+        ranks[host] = survivors[host] if host in survivors else next(gaps, -1)
+    return {host: rank for host, rank in ranks.items() if rank >= 0}
+
+
+def count(previous: Mapping[str, int] | None, hosts: int, wanted: int) -> int:
+    """How many node ranks so many hosts have, at least one. wanted: nodes of the allocation without its spares. A job
+    that has had more keeps them while there are hosts: what gives way first is a spare."""
+    return max(1, min(hosts, max(wanted, len(previous or ()))))
 
 
 def map_hash(mapping: Mapping[str, int], job: int, restart: int) -> str:

@@ -111,21 +111,35 @@ def first_epoch(restart: int) -> int:
 EPOCHS_OF_A_RESTART = 64
 
 
-def plan(inventories: Mapping[str, Inventory], hosts: Sequence[str], m: int, *, min_epoch: int = 0) -> RecoveryPlan:
+def plan(
+    inventories: Mapping[str, Inventory],
+    hosts: Sequence[str],
+    m: int,
+    *,
+    min_epoch: int = 0,
+    nodes: int | None = None,
+) -> RecoveryPlan:
     """The plan for a job that now has `hosts`, in host-list order, with m replicas.
+
+    nodes: how many of them are to train (all by default); the others are spares. There are then as many copies as
+    there are such nodes, at most.
 
     The new epoch is above all that the inventories know, and at least `min_epoch` (`first_epoch`): so it keeps apart
     from lineages that nobody reachable remembers.
 
     `inventories` is by host, of all reachable agents; hosts outside the allocation may be sources. The result
     depends on nothing else, so that agents with the same inventories agree. Raises ValueError for m < 1,
-    m > len(hosts) and a host listed twice.
+    m > len(hosts) without spares, and a host listed twice.
     """
     warnings: list[str] = []
     order = _Order(hosts)
     previous = _previous_map(inventories, order, warnings)
-    noderanks = node_ranks.assign(previous, hosts)
-    placement.holders(0, len(hosts), m)  # a wrong m is told before anything else
+    if nodes is None:
+        noderanks = node_ranks.assign(previous, hosts)
+    else:
+        noderanks = node_ranks.assign(previous, hosts, node_ranks.count(previous, len(hosts), nodes))
+        m = min(m, len(noderanks))
+    placement.holders(0, len(noderanks), m)  # a wrong m is told before anything else
     gone = tuple(sorted((previous or {}).keys() - inventories.keys(), key=order))
     survivable = _survivable(previous, gone, m)
     held = _held(inventories, order, warnings)
@@ -184,6 +198,9 @@ def _previous_map(inventories: Mapping[str, Inventory], order: _Order, warnings:
         return None
     latest = max(inventory.map_restart for inventory in known)
     known = [inventory for inventory in known if inventory.map_restart == latest]
+    # Spares change the map within an incarnation: who was in the last round that anybody took knows the newest.
+    newest = max(inventory.max_epoch for inventory in known)
+    known = [inventory for inventory in known if inventory.max_epoch == newest]
     for inventory in known[1:]:
         if inventory.noderanks != known[0].noderanks:
             warnings.append(

@@ -7,10 +7,11 @@ import os
 import sys
 from collections.abc import Mapping
 
-from gemini_hpc.client.joining import SOCKET_ENV
+from gemini_hpc.client.joining import SOCKET_ENV, SPARES_ENV
 from gemini_hpc.launch import program
 from gemini_hpc.launch.import_log import ImportLog
 from gemini_hpc.launch.launcher import Launcher
+from gemini_hpc.launch.placing import Uneven, tasks_per_node
 from gemini_hpc.launch.rank_process import Forked, RankProcess, adopt_orphans
 
 _ABOUT = (
@@ -50,6 +51,12 @@ def main(words: list[str]) -> program.Program | int:
     path = os.environ.get(SOCKET_ENV, "")
     if not path:
         return wanted
+    try:
+        tasks_per_node(os.environ)
+    except Uneven as error:
+        if os.environ.get(SPARES_ENV, "0") not in ("", "0"):
+            print(f"gemini-hpc: launch: {error}", file=sys.stderr)
+            return 2
     wanted.prepare()
     imports = ImportLog()
 

@@ -19,9 +19,10 @@ import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentLost, ask_verdict, connect
-from gemini_hpc.client.joining import ATTEMPT_ENV, STEP_ENV, step_name
+from gemini_hpc.client.joining import ATTEMPT_ENV, SPARES_ENV, STEP_ENV, step_name
 from gemini_hpc.client.restart_limit import Reached, RestartLimit
 from gemini_hpc.launch.import_log import ImportLog
+from gemini_hpc.launch.placing import PORTS, rank_environment
 from gemini_hpc.launch.rank_process import SENT, RankProcess
 from gemini_hpc.wire import local
 
@@ -31,8 +32,6 @@ HEEDED_S = 60.0
 TOLD_S = 2.0  # for the last word to the agent
 HEALTHY_LOOK_S = 0.1
 SUSPECT_S = 30.0  # until a silent node is known to be dead, or is back
-# A step takes its MASTER_PORT from the job's base and its own number modulo 16.
-PORT_SPREAD = 16
 
 
 class Launcher:
@@ -51,7 +50,10 @@ class Launcher:
         self._rank = environ.get("RANK") or environ.get("SLURM_PROCID") or "0"
         self._limit = RestartLimit(most)
         self._most = most
-        self._attempt = 0
+        self._spares = environ.get(SPARES_ENV, "0") not in ("", "0")
+        self._attempt = -1 if self._spares else 0
+        self._place: local.Place | None = None
+        self._status = 0  # of the last rank
         self._sent: tuple[signal.Signals, float] | None = None
         self._sock: socket.socket | None = None
         self._asked = False
@@ -65,9 +67,11 @@ class Launcher:
             signal.signal(number, self._note)
         try:
             while True:
-                self._limit.begin(self._reached())
-                rank = self._start(self._environment())
-                status = self._attend(rank)
+                if self._spares and not self._trains():
+                    status = self._wait()
+                else:
+                    self._limit.begin(self._reached())
+                    status = self._attend(self._start(self._environment()))
                 if status is not None:
                     return status
         finally:  # in the new process, too: it has no part in this connection
@@ -78,13 +82,30 @@ class Launcher:
 
     def _environment(self) -> dict[str, str]:
         """Of this attempt. The ranks of the one before may still be there for a moment: they meet elsewhere."""
+        env = rank_environment(self._environ, self._place) if self._place is not None else {}
         if not self._attempt:
-            return {}
-        env = {STEP_ENV: f"{self._step}+{self._attempt}", ATTEMPT_ENV: str(self._attempt)}
-        port = self._environ.get("MASTER_PORT", "")
+            return env
+        env |= {STEP_ENV: f"{self._step}+{self._attempt}", ATTEMPT_ENV: str(self._attempt)}
+        port = env.get("MASTER_PORT", self._environ.get("MASTER_PORT", ""))
         if port.isascii() and port.isdigit():
             env["MASTER_PORT"] = str(master_port(int(port), self._attempt))
         return env
+
+    def _trains(self) -> bool:
+        return self._place is not None and self._place.node_rank >= 0
+
+    def _wait(self) -> int | None:
+        """In a job with spares, without a rank: until this node is to train in another attempt, or none follows."""
+        while self._sent is None:
+            state = self._hear(None)
+            if state is not None and (state.over or state.done):
+                if state.over:
+                    _say(f"ending: {state.over}")
+                return 0 if state.left_out else self._status
+            if state is not None and state.attempt > self._attempt and state.place is not None:
+                self._attempt, self._place = state.attempt, state.place
+                return None
+        return 128 + self._sent[0]
 
     def _attend(self, rank: RankProcess) -> int | None:
         """Until this attempt is over; the exit status, or None where another attempt begins."""
@@ -98,15 +119,15 @@ class Launcher:
             if state.over:
                 _say(f"rank {self._rank}: ending: {state.over}")
                 rank.kill()
-                return rank.status or 1
-            if state.attempt > self._attempt:
+                return 0 if state.left_out else rank.status or 1
+            if state.attempt > self._attempt and (state.place is not None or not self._spares):
                 self._limit.failed(0, self._reached())
                 self._next(rank, state)
                 return None
 
     def _next(self, rank: RankProcess, state: local.LaunchState) -> None:
         rank.kill()
-        self._attempt = state.attempt
+        self._attempt, self._place = state.attempt, state.place
 
     # ---- the rank's end --------------------------------------------------------------------------------
 
@@ -132,6 +153,9 @@ class Launcher:
         if state is None:
             _say("no agent answers; not starting the ranks again")
             return status
+        if self._spares:  # the place may be another one
+            self._status, self._place = status, None
+            return None
         if state.over or state.attempt <= self._attempt:
             _say(f"not starting the ranks again: {state.over or 'the agents do not agree'}")
             return status
@@ -149,14 +173,15 @@ class Launcher:
         said, deadline = False, clock.monotonic() + SUSPECT_S
         while self._sent is None and clock.monotonic() < deadline:
             verdict = ask_verdict(self._path)
-            if verdict is not None and verdict.dead:
+            if verdict is not None and verdict.dead and not verdict.spared:
                 _say(f"rank {self._rank}: {', '.join(verdict.dead)[:200]} dead: not starting the ranks again")
                 return False
-            if verdict is not None and not verdict.suspect:
+            if verdict is not None and not verdict.suspect and not verdict.dead:
                 return True
             if not said:
                 said = True
-                why = "the agent does not answer" if verdict is None else f"{', '.join(verdict.suspect)[:200]} silent"
+                silent = () if verdict is None else verdict.dead or verdict.suspect
+                why = "the agent does not answer" if verdict is None else f"{', '.join(silent)[:200]} silent"
                 _say(f"rank {self._rank}: waiting before another attempt: {why}")
             clock.sleep(HEALTHY_LOOK_S)
         return False
@@ -167,18 +192,20 @@ class Launcher:
 
     # ---- the agent -------------------------------------------------------------------------------------
 
-    def _hear(self, rank: RankProcess) -> local.LaunchState | None:
+    def _hear(self, rank: RankProcess | None) -> local.LaunchState | None:
         """Wait for the rank's end, or for what the agent says of its step."""
         try:
             sock = self._connected()
             if not self._asked:
-                sock.sendall(local.encode(local.LaunchRequest(self._step, self._attempt, wait_s=WAIT_S)))
+                ask = local.LaunchRequest(self._step, self._attempt, wait_s=WAIT_S, idle=rank is None)
+                sock.sendall(local.encode(ask))
                 self._asked = True
         except (AgentLost, OSError):
             self._hang_up()
             sock = None
         poll = select.poll()
-        poll.register(rank.fd, select.POLLIN)
+        if rank is not None:
+            poll.register(rank.fd, select.POLLIN)
         if sock is not None:
             poll.register(sock, select.POLLIN)
         poll.register(self._imports.fd, select.POLLIN)
@@ -232,7 +259,7 @@ class Launcher:
 
 def master_port(first: int, attempt: int) -> int:
     """Where the ranks of an attempt meet."""
-    port = first + PORT_SPREAD * attempt
+    port = first + PORTS * attempt
     return port if port < 65536 else 1024 + port % 64512
 
 

@@ -25,7 +25,8 @@ def render(
     epoch: int,
     map_hash: str,
 ) -> str:
-    """The file's text; `hosts` in the order of Slurm's node list."""
+    """The file's text; `hosts`: those that train, in the order of Slurm's node list, which `nodelist` compresses. A
+    spare has the node rank "spare"."""
     by_rank = {rank: name for name, rank in noderanks.items()}
     lines = {
         "job": job,
@@ -33,7 +34,7 @@ def render(
         "nodes": len(hosts),
         "nodelist": nodelist,
         "noderanks": ",".join(str(noderanks[h]) for h in hosts),
-        "noderank": noderanks[host],
+        "noderank": noderanks.get(host, "spare"),
         "master_addr": by_rank[0],
         "master_port": master_port,
         "socket": socket_path,

@@ -27,9 +27,18 @@ class HandshakeError(Exception):
     """The other end is not who it should be, or said so of us."""
 
 
+class OtherView(HandshakeError):
+    """The other end goes on without these nodes, and this end does not, or the other way round (`core.views`)."""
+
+    def __init__(self, lost: tuple[str, ...]) -> None:
+        super().__init__(f"answered by an agent that goes on without {', '.join(lost)[:200] or 'no node less'}")
+        self.lost = lost
+
+
 class ClientHello(msgspec.Struct, frozen=True):
     """Who calls whom, about which job, what for (`link`, `pull`, `push`, `query`, `control`); speaking protocols
-    `least` to `most`. dialled: the endpoint that was meant ("": it is not known)."""
+    `least` to `most`. dialled: the endpoint that was meant ("": it is not known). lost: nodes of the
+    incarnation that the caller goes on without."""
 
     least: int
     most: int
@@ -43,11 +52,13 @@ class ClientHello(msgspec.Struct, frozen=True):
     nonce: bytes
     share: bytes
     dialled: str = ""
+    lost: tuple[str, ...] = ()
 
 
 class ServerHello(msgspec.Struct, frozen=True):
     """The answer; `instance` names the answering process's life (a rebooted node has another). chosen: the protocol
-    that both speak from here on. listening: the endpoint that was reached ("": it is not known)."""
+    that both speak from here on. listening: the endpoint that was reached ("": it is not known). lost: as in
+    `ClientHello`."""
 
     chosen: int
     nonce: bytes
@@ -57,6 +68,7 @@ class ServerHello(msgspec.Struct, frozen=True):
     restart: Restart
     instance: str
     listening: str = ""
+    lost: tuple[str, ...] = ()
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -78,6 +90,7 @@ class Session(msgspec.Struct, frozen=True):
     purpose: str
     job: int
     proto: int = version.CURRENT
+    peer_lost: tuple[str, ...] = ()
 
 
 _hello = Strict(msgspec.msgpack.Decoder(ClientHello))
@@ -124,6 +137,7 @@ class Client:
         target: str,
         instance: str,
         server_uid: int,
+        lost: tuple[str, ...] = (),
     ) -> None:
         self._hello = ClientHello(
             least=version.OLDEST,
@@ -137,6 +151,7 @@ class Client:
             instance=instance,
             nonce=os.urandom(16),
             share=os.urandom(32),
+            lost=lost,
         )
         self._server_uid = server_uid
 
@@ -167,6 +182,8 @@ class Client:
             raise HandshakeError(elsewhere)
         if self._hello.purpose in ("link", "push") and answer.restart != self._hello.restart:
             raise HandshakeError(f"answered by restart {answer.restart}")
+        if self._hello.purpose in ("link", "push") and answer.lost != self._hello.lost:
+            raise OtherView(answer.lost)
         if not version.OLDEST <= answer.chosen <= version.CURRENT:
             raise HandshakeError(version.mismatch(answer.chosen, answer.chosen))
         outward, inward = _keys(self._hello, answer.share)
@@ -180,6 +197,7 @@ class Client:
             purpose=self._hello.purpose,
             job=answer.job,
             proto=answer.chosen,
+            peer_lost=answer.lost,
         )
 
 
@@ -205,7 +223,7 @@ def receive(data: bytes) -> Greeting:
 
 
 def answer(
-    greeting: Greeting, *, host: str, restart: int, instance: str, listening: str = ""
+    greeting: Greeting, *, host: str, restart: int, instance: str, listening: str = "", lost: tuple[str, ...] = ()
 ) -> tuple[bytes, Session]:
     """The server's answer to an accepted greeting, and its session; listening: where the greeting has arrived. Raises
     `HandshakeError`."""
@@ -223,6 +241,7 @@ def answer(
         restart=restart,
         instance=instance,
         listening=listening,
+        lost=lost,
     )
     try:
         credential = munge.encode(msgspec.msgpack.encode(reply), for_uid=greeting.uid)
@@ -239,5 +258,6 @@ def answer(
         purpose=hello.purpose,
         job=hello.job,
         proto=greeting.proto,
+        peer_lost=hello.lost,
     )
     return msgspec.msgpack.encode(Envelope(credential=credential)), session

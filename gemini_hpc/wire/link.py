@@ -27,7 +27,7 @@ from gemini_hpc.wire.frames import (
     read_bare,
     read_exact,
 )
-from gemini_hpc.wire.handshake import Client, Greeting, HandshakeError, Session
+from gemini_hpc.wire.handshake import Client, Greeting, HandshakeError, OtherView, Session
 from gemini_hpc.wire.message import Message
 
 HANDSHAKE_TIMEOUT_S = 5.0
@@ -181,8 +181,8 @@ async def connect_any(
     """Dial these ports of a host in order; the first link that is made, and its port.
 
     Ports follow from the job's id, so anybody on that host can listen on one, and say nothing: the next port is
-    tried when this one has been open for `_SILENT_S`. Raises what the last port did: OSError, `HandshakeError`; or
-    TimeoutError where no connection could be made, or none spoke, within `timeout_s`.
+    tried when this one has been open for `_SILENT_S`. Raises what the last port did: OSError, `HandshakeError`; at
+    once `OtherView`; or TimeoutError where no connection could be made, or none spoke, within `timeout_s`.
     """
     attempts: dict[asyncio.Task[Link], int] = {}
     failure: Exception = OSError("no port")
@@ -202,6 +202,8 @@ async def connect_any(
                             port_of = attempts.pop(task)
                             try:
                                 return task.result(), port_of
+                            except OtherView:  # the right one has answered
+                                raise
                             except (OSError, HandshakeError) as exc:
                                 failure = exc
                         if newest is not None and (newest in done or silent in done):
@@ -234,6 +236,7 @@ async def accept(
     host: str,
     restart: Callable[[], int],
     instance: str,
+    lost: Callable[[], tuple[str, ...]] = tuple,
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
 ) -> Link:
     """Authenticate a caller. `admit` returns "" or the reason for turning it away. Raises `HandshakeError`."""
@@ -251,9 +254,8 @@ async def accept(
                 writer.write(bare(handshake.refusal(reason)))
                 await writer.drain()
                 raise HandshakeError(reason)
-            reply, session = await _beside(
-                handshake.answer, greeting, host=host, restart=restart(), instance=instance, listening=here
-            )
+            answer = partial(handshake.answer, restart=restart(), lost=lost())
+            reply, session = await _beside(answer, greeting, host=host, instance=instance, listening=here)
             writer.write(bare(reply))
             return Link(reader, writer, session)
     except (OSError, EOFError, FrameError, TimeoutError) as exc:

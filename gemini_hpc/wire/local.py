@@ -11,7 +11,20 @@ from typing import Annotated
 
 import msgspec
 
-from gemini_hpc.core.numbers import Bytes, Count, Epoch, Job, Restart, Seconds, SetName, StepName, Time, Version
+from gemini_hpc.core.numbers import (
+    MAX_RANKS,
+    Bytes,
+    Count,
+    Epoch,
+    Job,
+    Port,
+    Restart,
+    Seconds,
+    SetName,
+    StepName,
+    Time,
+    Version,
+)
 from gemini_hpc.wire import version
 from gemini_hpc.wire.bounds import Strict
 from gemini_hpc.wire.stored import Reason, Tier
@@ -32,7 +45,11 @@ class Message(msgspec.Struct, frozen=True, tag_field="op", forbid_unknown_fields
 
 
 class Attach(Message, frozen=True, tag="attach"):
-    """A new incarnation of the job has been allocated; answered by `Ready` once all agents agree on the map."""
+    """A new incarnation of the job has been allocated; answered by `Ready` once all agents agree on the map.
+
+    spares: nodes that are not to train as long as others are there; lost: nodes that the agents have lost in this
+    incarnation, and go on without (a prolog never says so).
+    """
 
     job: Job
     restart: Restart
@@ -41,6 +58,8 @@ class Attach(Message, frozen=True, tag="attach"):
     replicas: Count
     tier: str = ""
     tier_interval: Seconds = 0
+    spares: Count = 0
+    lost: tuple[str, ...] = ()
 
 
 class Ready(Message, frozen=True, tag="ready"):
@@ -65,7 +84,7 @@ class Verdict(Message, frozen=True, tag="verdict"):
     """Hosts whose silence was confirmed by other peers, hosts only suspected, and hosts heard of recently.
 
     sealed: the newest sealed [epoch, version] of all sets, [0, 0] without one; begun: the newest version that a rank
-    of this node has begun to save since the last recovery round.
+    of this node has begun to save since the last recovery round; spared: spares make up for the dead.
     """
 
     dead: tuple[str, ...] = ()
@@ -73,6 +92,7 @@ class Verdict(Message, frozen=True, tag="verdict"):
     alive: tuple[str, ...] = ()
     sealed: tuple[Epoch, Version] = (0, 0)
     begun: Version = 0
+    spared: bool = False
 
 
 # ---- from launchers ----------------------------------------------------------------------------------
@@ -82,24 +102,41 @@ class LaunchRequest(Message, frozen=True, tag="launch?"):
     """From the launcher of one rank, which is in this attempt of its step: answered by `LaunchState` as soon as there
     is a later one, or none is to come, or after `wait_s`.
 
-    failed: why the rank has ended, so that all ranks begin the next attempt; done: it has ended with success; over:
-    why the launcher begins no other.
+    attempt: -1 in a job with spares before the first: the launcher does not know yet whether its node trains. failed:
+    why the rank has ended, so that all ranks begin the next attempt; done: it has ended with success; over: why the
+    launcher begins no other; idle: it has no rank now, and is to hear of the step's success, too.
     """
 
     step: StepName
-    attempt: Count
+    attempt: Annotated[int, msgspec.Meta(ge=-1, le=MAX_RANKS)]
     failed: Reason = ""
     done: bool = False
     over: Reason = ""
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
+    idle: bool = False
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A node's place among those that train: its node rank (-1: it is a spare), how many there are, and where the
+    ranks meet: the host of node rank 0, and the first port of this incarnation's steps."""
+
+    node_rank: Annotated[int, msgspec.Meta(ge=-1, le=MAX_RANKS)]
+    nodes: Count
+    master: str
+    port: Port
 
 
 class LaunchState(Message, frozen=True, tag="launch"):
-    """The attempt in which all ranks of the step are to be; why the one before ended; over: why none follows."""
+    """The attempt in which all ranks of the step are to be; why the one before ended; over: why none follows; place:
+    in a job with spares, where the agents agree on the map; done: a rank has ended with success; left_out:
+    `over` is so for this node alone, and is no failure."""
 
     attempt: Count
     reason: Reason = ""
     over: Reason = ""
+    place: Place | None = None
+    done: bool = False
+    left_out: bool = False
 
 
 # ---- from trainers -------------------------------------------------------------------------------------

@@ -111,13 +111,16 @@ class InventoryUp(Message, frozen=True, tag="inventory"):
 
 
 class Wake(Message, frozen=True, tag="wake"):
-    """To an agent that waits detached: the job runs again, on these nodes (what its prolog would have said)."""
+    """To an agent that waits detached: the job runs again, on these nodes (what its prolog would have said). lost:
+    the agents go on without these."""
 
     restart: Restart
     nodelist: str
     replicas: Count
     tier: str = ""
     tier_interval: Seconds = 0
+    spares: Count = 0
+    lost: tuple[str, ...] = ()
 
 
 TIER = "tier:"  # among the sources of a copy: the persistent tier; no host has such a name

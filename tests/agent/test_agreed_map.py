@@ -20,7 +20,7 @@ from gemini_hpc.wire.stored import NodeFile, Rejection, Stored, Tier
 
 
 class Host:
-    job, replicas, instance = 7, 2, "i"
+    job, replicas, wanted, instance = 7, 2, 3, "i"
 
     def __init__(self, name: str, restart: int = 0) -> None:
         self.name, self.sent, self.lived, self.restart = name, list[tuple[str, Message]](), 0, restart

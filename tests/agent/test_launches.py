@@ -10,6 +10,7 @@ from typing import Any
 
 from gemini_hpc.agent.launches import MAX_STEPS, Launches
 from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.core.views import View
 from gemini_hpc.wire import local, peer
 
 
@@ -26,15 +27,20 @@ class Net:
 
     def _incarnation(self, at: int) -> Any:
         name, names = self.names[at], self.names
-        rounds = SimpleNamespace(parent=names[at - 1] if at else None, children=tuple(names[at + 1 : at + 2]))
+        rounds = SimpleNamespace(
+            changed=asyncio.Event().wait, parent=names[at - 1] if at else None, children=tuple(names[at + 1 : at + 2])
+        )
         return SimpleNamespace(
-            rounds=rounds, leads=at == 0, send=lambda host, message: self.sent.append((name, host, message))
+            rounds=rounds,
+            leads=at == 0,
+            view=View(tuple(names)),
+            send=lambda host, message: self.sent.append((name, host, message)),
         )
 
     def agent(self, name: str) -> Launches:
         membership = Membership()
         membership.incarnation, membership.detached = self.incarnations[name], False
-        return Launches(name, membership, self._log(name))
+        return Launches(7, name, membership, self._log(name))
 
     def _log(self, name: str) -> Callable[..., None]:
         return lambda event, detail="": self.events.append((name, event))

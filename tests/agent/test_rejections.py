@@ -14,6 +14,7 @@ from gemini_hpc.agent.replicas.pledges import Pledged, Pledges, Wish
 from gemini_hpc.agent.replicas.rejections import MOST, Rejections
 from gemini_hpc.agent.tier.keeps import MAX_WISHES, Keeps
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.core.views import View
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.local import Attach
 
@@ -31,7 +32,7 @@ class Agent:
         rounds: Any = SimpleNamespace(stage="live", round=3, parent=None if root else "n0", children=("n2",))
         mesh: Any = SimpleNamespace(send=self.send)
         membership = Membership()
-        membership.incarnation = Incarnation(Attach(7, 0, "n[0-2]", "n1", 2), ("n0", "n1", "n2"), mesh, rounds)
+        membership.incarnation = Incarnation(Attach(7, 0, "n[0-2]", "n1", 2), View(("n0", "n1", "n2")), mesh, rounds)
         self.keeps = Keeps(membership, pledges, self.rejections, cast(Any, self.tier), self.log, wanted=lambda: None)
 
     def send(self, host: str, message: Any) -> bool:

@@ -23,6 +23,7 @@ from gemini_hpc.agent.tier.node_writer import Told, Wanted
 from gemini_hpc.agent.tier.salvage import Salvage
 from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.core.slots import SlotPair, Stamp
+from gemini_hpc.core.views import View
 from gemini_hpc.tier.errors import TierFailed
 from gemini_hpc.wire.flush import FlushAsk, Flushing
 from gemini_hpc.wire.local import Attach
@@ -98,7 +99,7 @@ class Agent:
         self.tasks: list[asyncio.Task[Any]] = []
         me: Any = self
         self.membership = Membership()
-        self.membership.incarnation = Incarnation(Attach(12, 0, "", node, net.m), net.hosts, me, rounds)
+        self.membership.incarnation = Incarnation(Attach(12, 0, "", node, net.m), View(net.hosts), me, rounds)
         self.membership.noderanks = self.position
         rejections: Any = SimpleNamespace(covers=lambda name, stamp: stamp in net.rejected)
         self.salvage = Salvage(node, self.membership, me.sets, me.store, rejections, me, me, me.log, me.spawn)

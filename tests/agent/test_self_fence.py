@@ -16,6 +16,7 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.self_fence import SelfFence
 from gemini_hpc.config import Settings
+from gemini_hpc.core.views import View
 from gemini_hpc.wire.local import Attach
 
 LIMIT_S = 0.1
@@ -55,7 +56,7 @@ class World:
         membership.detached = self.detached
         if self.attached:
             attach = Attach(7, 0, ",".join(self.hosts), "n1", 2)
-            membership.incarnation = Incarnation(attach, self.hosts, mesh, cast(Any, None))
+            membership.incarnation = Incarnation(attach, View(self.hosts), mesh, cast(Any, None))
         trainings: Any = [SimpleNamespace(present={0: self.rank})]
         fence = SelfFence(
             self.limit_s, membership, self.controller, trainings, lambda *_, **__: None, asyncio.ensure_future

@@ -11,6 +11,7 @@ from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.tier.choice import TierChoice, site_tier
 from gemini_hpc.config import Settings
+from gemini_hpc.core.views import View
 from gemini_hpc.wire.local import Attach
 from gemini_hpc.wire.stored import Tier
 
@@ -18,7 +19,7 @@ from gemini_hpc.wire.stored import Tier
 def choice(submitted: str = "", interval_s: int = 0, *, site: str = "") -> TierChoice:
     membership, unused = Membership(), cast(Any, None)
     attach = Attach(7, 0, "n1", "n1", 1, submitted, interval_s)
-    membership.incarnation = Incarnation(attach, ("n1",), unused, unused)
+    membership.incarnation = Incarnation(attach, View(("n1",)), unused, unused)
     return TierChoice(Settings(tier=site, tier_interval_s=600.0), 0, membership)
 
 

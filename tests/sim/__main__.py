@@ -39,6 +39,11 @@ def of_site(seed: int) -> tuple[int, str, str]:
     return one(seed, run=mix.run)
 
 
+def of_spares(seed: int) -> tuple[int, str, str]:
+    """The same of a job with spares of its own."""
+    return one(seed, run=campaign.run_spared)
+
+
 def twice(seed: int, once: Callable[[int], tuple[int, str, str]] = one) -> tuple[int, str, str]:
     """The same, where a second run has to be the first one to the letter."""
     first, second = once(seed), once(seed)
@@ -90,20 +95,22 @@ def main() -> int:
     parser.add_argument(
         "--site", action="store_true", help="whole sites, with Slurm, controller, tier and an administrator"
     )
+    parser.add_argument("--spares", action="store_true", help="jobs with spares of their own (--gemini-spares)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     args = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a run
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, "-m", "tests.sim", *sys.argv[1:]])
     if args.broken:
-        run_one = mix.run if args.site else campaign.run
+        run_one = mix.run if args.site else campaign.run_spared if args.spares else campaign.run
         return find(args.broken, range(args.first, args.first + args.seeds), run_one)
     if args.seed is not None:
-        _, problem, text = of_site(args.seed) if args.site else one(args.seed)
+        _, problem, text = (of_site if args.site else of_spares if args.spares else one)(args.seed)
         print(text)
         print(f"seed {args.seed}: {problem or 'nothing wrong'}")
         return 1 if problem else 0
     run = (site_twice if args.twice else of_site) if args.site else twice if args.twice else one
+    run = of_spares if args.spares else run
     began, bad = time.monotonic(), 0
     seeds = range(args.first, args.first + args.seeds)
     for count, (seed, problem, _) in enumerate(several(run, seeds, args.jobs), 1):

@@ -29,7 +29,8 @@ QUIET_S = 30.0
 class Campaign:
     """One run."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, spared: bool = False) -> None:
+        """spared: the job has spares of its own."""
         self.seed = seed
         self.world = World(seed)
         install(self.world)
@@ -41,13 +42,17 @@ class Campaign:
         nodes = [Node(self.world, f"n{i}", settings) for i in range(1, size + spares + 1)]
         self.nodes = {node.name: node for node in nodes}
         replicas = min(size, rng.choice((1, 2, 2, 2, 3)))
+        within = rng.randint(1, 2) if spared else 0
+        nodes += [Node(self.world, f"n{len(nodes) + i}", settings) for i in range(1, within + 1)]
+        self.nodes = {node.name: node for node in nodes}
         self.job = Job(
             self.world,
             JOB,
-            nodes[:size],
-            nodes[size:],
+            nodes[: size + within],
+            nodes[size + within :],
             replicas=replicas,
             pause_s=rng.choice((0.05, 0.2, 0.3)),
+            within=within,
         )
         self.job.on_over = self._over
         self.job.on_step = self._stepped
@@ -357,10 +362,15 @@ class Campaign:
         self._ends(lasts, lambda: self.world.full.discard(node.name))
 
 
-def run(seed: int, broken: Callable[[], None] = lambda: None) -> tuple[str, str]:
+def run_spared(seed: int, broken: Callable[[], None] = lambda: None) -> tuple[str, str]:
+    """The same of a job that has spares of its own."""
+    return run(seed, broken, spared=True)
+
+
+def run(seed: int, broken: Callable[[], None] = lambda: None, *, spared: bool = False) -> tuple[str, str]:
     """(what went wrong or "", the story) of one seed. Only once in a process. broken: breaks the code on purpose."""
     broken()
-    campaign = Campaign(seed)
+    campaign = Campaign(seed, spared=spared)
     try:
         campaign.run()
     except (Exception, Killed) as error:

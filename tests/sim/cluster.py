@@ -34,6 +34,7 @@ from gemini_hpc.config import Settings
 from gemini_hpc.core import placement
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.core.views import View
 from gemini_hpc.wire import local, peer, protocol
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import Rejection
@@ -163,7 +164,7 @@ class Node:
         self.rounds = cluster.rounds(self.member, name, cluster.hosts, self.jobs.append, FANOUT)
         self.attach = local.Attach(JOB, 1, ",".join(cluster.hosts), name, REPLICAS)
         mesh: Any = _Mesh(self.send)
-        self.incarnation = Incarnation(self.attach, cluster.hosts, mesh, self.rounds)
+        self.incarnation = Incarnation(self.attach, View(cluster.hosts), mesh, self.rounds)
         self.membership.incarnation = self.incarnation
 
     def start(self) -> None:

@@ -22,7 +22,7 @@ from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.voting import Ballot, Voting
 from gemini_hpc.core import placement
 from gemini_hpc.core.slots import SlotPair, Stamp
-from gemini_hpc.core.votes import Decision, Vote
+from gemini_hpc.core.votes import FANOUT, Decision, Vote, children
 from gemini_hpc.format.commit_record import Committed
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.message import Message
@@ -44,6 +44,14 @@ POINTS = (
     "handed back",
 )
 RECOVERING = ("noted", "collecting", "planned", "acknowledged", "go", "live")  # which only a recovery comes to
+
+
+def _below(host: str, hosts: tuple[str, ...]) -> set[str]:
+    """This one and all below it in the tree."""
+    found = {host}
+    for child in children(hosts.index(host), len(hosts), FANOUT):
+        found |= _below(hosts[child], hosts)
+    return found
 
 
 class Truth:
@@ -104,23 +112,25 @@ class Truth:
         mine, training = found
         here = mine.membership.incarnation
         assert here is not None
-        number, hosts = here.rounds.round, len(here.hosts)
+        number, hosts = here.rounds.round, mine.membership.nodes
         if here.rounds.stage != "live":
             self.wrong(f"R4: {stamp} is sealed in round {number}, which is not over")
         for child in here.rounds.children:
+            if not mine.membership.noderanks.keys() & _below(child, here.hosts):
+                continue  # spares have no voice
             if stamp not in self.heard.get((id(root), child), frozenset()):
                 self.wrong(f"R3: {stamp} is sealed, and {child} has not said that it has it")
         homes = self._homes(training, number)
         for agent in self.agents():
             incarnation = agent.membership.incarnation
-            same = incarnation is not None and incarnation.restart == here.restart
+            same = incarnation is not None and (incarnation.restart, incarnation.view) == (here.restart, here.view)
             if not same or agent.identity.again or agent.membership.round != number:
                 continue
             node_rank = agent.membership.noderanks.get(agent.identity.node, -1)
             for rank in range(training.world):
                 shard = agent.store.get(training.name, rank)
                 home = homes.get(rank, rank) % hosts
-                if node_rank not in placement.holders(home, hosts, here.replicas):
+                if node_rank not in placement.holders(home, hosts, mine.membership.replicas):
                     continue
                 if shard is None or stamp not in shard.pair.complete_stamps():
                     self.wrong(f"R2: {stamp} is sealed, and {agent.identity.node} has no copy of shard {rank}")

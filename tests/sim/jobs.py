@@ -19,6 +19,7 @@ from .rank import SET, Barrier, Rank
 from .system import World
 
 MOST_LAUNCHES = 25
+GOES_ON_S = 20.0  # so long the controller waits for the agents to go on with spares
 
 
 class Wrong(AssertionError):
@@ -31,6 +32,8 @@ class Launch:
 
     step: str
     restart: int
+    places: dict[str, int] = field(default_factory=dict)
+    lost: frozenset[str] = frozenset()
     ranks: dict[int, Rank] = field(default_factory=dict)
     resumed: dict[int, int] = field(default_factory=dict)
     trained: int = 0  # the newest step that a rank has ended
@@ -40,7 +43,8 @@ class Launch:
 
 
 class Job:
-    """One job. spares: nodes that a requeue may use; none left: it waits until one of its own has booted."""
+    """One job. spares: nodes that a requeue may use; none left: it waits until one of its own has booted. within: how
+    many of its nodes are spares of its own (`--gemini-spares`)."""
 
     def __init__(
         self,
@@ -51,10 +55,13 @@ class Job:
         *,
         replicas: int,
         pause_s: float,
+        within: int = 0,
     ) -> None:
+        self.within = within
         self.world, self.number, self.nodes, self.spares = world, number, nodes, spares
         self.replicas, self.steps, self.pause_s = replicas, 1 << 30, pause_s
-        self.size = len(nodes)
+        self.size = len(nodes) - within  # nodes that train
+        self.allocated = len(nodes)
         self.restart, self.launches = 0, list[Launch]()
         self.state = "pending"
         self.dead: set[str] = set()  # nodes of this allocation that have lost power
@@ -82,7 +89,7 @@ class Job:
         self.world.tell(f"job {self.number} restart {restart} begins on {','.join(self.names)}")
         nodelist = hostlist.compress(self.names)
         for node in self.nodes:
-            attach = local.Attach(self.number, restart, nodelist, node.name, self.replicas)
+            attach = local.Attach(self.number, restart, nodelist, node.name, self.replicas, spares=self.within)
             process = Process(self.world.loop, f"prolog-{self.number}", node.name)
             node.processes.append(process)
             self.world.loop.thread(
@@ -99,6 +106,8 @@ class Job:
             if len(self._said) == len(self.nodes):
                 self.state = "running"
                 self._launch()
+                if self.within:
+                    self._watch(restart)
 
     def _launch(self) -> None:
         if len(self.launches) >= MOST_LAUNCHES:
@@ -106,9 +115,12 @@ class Job:
         launch = Launch(f"{self.number}.{len(self.launches)}", self.restart)
         self.launches.append(launch)
         barrier = Barrier(self.size)
-        ranks = self._node_ranks()
+        ranks = launch.places = self._node_ranks()
+        launch.lost = self._lost(ranks)
         self.world.tell(f"job {self.number} launches {launch.step} {ranks}")
         for node in self.nodes:
+            if node.name not in ranks:
+                continue
             process = Process(self.world.loop, f"rank-{ranks[node.name]}", node.name)
             node.processes.append(process)
             rank = Rank(
@@ -128,6 +140,8 @@ class Job:
 
     def _node_ranks(self) -> dict[str, int]:
         """From the map files, all of one kind, or none: then by position."""
+        if self.within:
+            return self._agreed() or {name: i for i, name in enumerate(self.names[: self.size])}
         found: dict[str, int] = {}
         for node in self.nodes:
             try:
@@ -138,6 +152,48 @@ class Job:
         if sorted(found.values()) != list(range(self.size)):
             raise Wrong(f"the maps of job {self.number} give node ranks {found}")
         return found
+
+    # ---- spares of its own -----------------------------------------------------------------------------
+
+    def _agreed(self) -> dict[str, int]:
+        """Node ranks by the maps of all that train by one and the same of them; {} without such a map. An agent that
+        is not there leaves an old one behind."""
+        maps: dict[str, dict[str, int]] = {}
+        for node in self.nodes:
+            try:
+                with open(f"{node.root}/{self.number}/map", encoding="ascii") as f:
+                    lines = dict(line.split("=", 1) for line in f.read().splitlines() if "=" in line)
+            except OSError:
+                continue
+            if lines["noderank"].isdigit():
+                maps.setdefault(lines["hash"], {})[node.name] = int(lines["noderank"])
+        whole = [found for found in maps.values() if len(found) == self.size]
+        if any(sorted(found.values()) != list(range(self.size)) for found in whole) or len(whole) > 1:
+            raise Wrong(f"the maps of job {self.number} give node ranks {maps}")
+        return whole[0] if whole else {}
+
+    def _lost(self, agreed: dict[str, int]) -> frozenset[str]:
+        """Nodes without which the agents of these go on."""
+        seats = [node.seats.get(self.number) for node in self.nodes if node.name in agreed]
+        return frozenset(h for seat in seats if seat and seat.agent for h in seat.agent.membership.lost)
+
+    def _watch(self, restart: int) -> None:
+        """What launchers hear from their agents: the job goes on with other nodes."""
+        if self.state != "running" or restart != self.restart:
+            return
+        launch, agreed = self.launches[-1], self._agreed()
+        if agreed and self._lost(agreed) != launch.lost and not self.dead & agreed.keys():
+            self.world.tell(f"job {self.number} goes on with {agreed}")
+            launch.over = True
+            for rank in launch.ranks.values():
+                rank.process.kill()
+            self._launch()
+        self.world.network.at(self.world.loop.now + self.world.rng.uniform(0.02, 0.2), self._watch, restart)
+
+    def _spared(self) -> bool:
+        """Whether its spares make up for the nodes that it has lost."""
+        left = self.allocated - len(self.dead)
+        return self.within > 0 and left >= self.size and 2 * left > self.allocated and self.names[0] not in self.dead
 
     # ---- what ranks do ---------------------------------------------------------------------------------
 
@@ -217,7 +273,8 @@ class Job:
             self.world.network.at(self.world.loop.now + self.world.rng.uniform(0.1, 1.0), self._again, launch)
 
     def _again(self, launch: Launch) -> None:
-        if self.state == "running" and launch is self.launches[-1] and not self.dead:
+        dead = self.dead & launch.places.keys() if self.within else self.dead
+        if self.state == "running" and launch is self.launches[-1] and not dead:
             self._launch()
 
     # ---- nodes that die --------------------------------------------------------------------------------
@@ -227,13 +284,18 @@ class Job:
         if node in self.nodes and self.state in ("configuring", "running", "completing"):
             first = not self.dead
             self.dead.add(node.name)
-            if first:
+            if first or self.within:
+                soon = self.world.rng.uniform(0.5, 6.0)
                 self.world.network.at(
-                    self.world.loop.now + self.world.rng.uniform(0.5, 6.0), self._requeue, self.restart
+                    self.world.loop.now + soon + GOES_ON_S * self._spared(), self._requeue, self.restart
                 )
 
     def _requeue(self, restart: int) -> None:
         if restart != self.restart or self.state in ("completed", "completing"):
+            return
+        on = self._spared() and self.state == "running" and not self.launches[-1].over
+        if on and not self.dead & self.launches[-1].places.keys():
+            self.world.tell(f"job {self.number} has gone on without {','.join(sorted(self.dead))}")
             return
         self._end("requeued", "")
 
@@ -262,9 +324,9 @@ class Job:
 
     def _reallocate(self) -> None:
         up = [node for node in self.nodes if node.host.up]
-        more = [node for node in self.spares if node.host.up][: self.size - len(up)]
+        more = [node for node in self.spares if node.host.up][: self.allocated - len(up)]
         down = [node for node in self.nodes if not node.host.up]
-        if len(up) + len(more) < self.size:
+        if len(up) + len(more) < self.allocated:
             self.world.network.at(self.world.loop.now + 1.0, self._reallocate)
             return
         self.spares = [node for node in self.spares if node not in more] + down

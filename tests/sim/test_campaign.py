@@ -30,6 +30,11 @@ def test_nothing_goes_wrong() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_nothing_goes_wrong_with_spares() -> None:
+    done = simulate("--spares", "--seeds", str(part(20)), "--jobs", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_seed_repeats_a_run_to_the_letter() -> None:
     first, second = simulate("--seed", "12"), simulate("--seed", "12")
     assert first.returncode == 0 and "resumed" in first.stdout and "FAULT" in first.stdout, first.stderr

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
+from gemini_hpc.core.views import View
 from gemini_hpc.wire import local
 from gemini_hpc.wire.message import Message
 
@@ -18,22 +19,22 @@ _SILENT_S = 3.0
 
 @dataclass(frozen=True, eq=False)
 class Incarnation:
-    """attach: what it began with; hosts: its nodes, in the order of Slurm's list."""
+    """attach: what it began with; view: with which of its nodes it goes on."""
 
     attach: local.Attach
-    hosts: tuple[str, ...]
+    view: View
     mesh: Mesh
     rounds: RecoveryRounds
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Its nodes, in the order of Slurm's list; without those that it has lost and goes on without."""
+        return self.view.hosts
 
     @property
     def restart(self) -> int:
         """Its number: how often Slurm has started the job anew."""
         return self.attach.restart
-
-    @property
-    def replicas(self) -> int:
-        """Holders of a shard."""
-        return max(1, min(self.attach.replicas, len(self.hosts)))
 
     @property
     def leads(self) -> bool:

@@ -27,6 +27,11 @@ class Membership:
         return self.incarnation.restart if self.incarnation is not None else -1
 
     @property
+    def lost(self) -> tuple[str, ...]:
+        """Nodes of the incarnation that it goes on without."""
+        return self.incarnation.attach.lost if self.incarnation is not None else ()
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """The nodes of the incarnation."""
         return self.incarnation.hosts if self.incarnation is not None else ()
@@ -34,7 +39,18 @@ class Membership:
     @property
     def replicas(self) -> int:
         """Holders of a shard."""
-        return self.incarnation.replicas if self.incarnation is not None else 1
+        wanted = self.incarnation.attach.replicas if self.incarnation is not None else 1
+        return max(1, min(wanted, self.nodes))
+
+    @property
+    def nodes(self) -> int:
+        """Node ranks: all nodes but the spares. Before the first plan of this incarnation it is a guess."""
+        incarnation = self.incarnation
+        if incarnation is None:
+            return 1
+        if self.map_restart == incarnation.restart and self.noderanks:
+            return len(self.noderanks)
+        return min(len(incarnation.hosts), incarnation.view.wanted)
 
     @property
     def round(self) -> int:

@@ -15,7 +15,7 @@ from gemini_hpc import clock
 from gemini_hpc.agent.peers.failure_detector import Effect, FailureDetector, Liveness, Probe
 from gemini_hpc.config import Settings
 from gemini_hpc.wire import peer, protocol
-from gemini_hpc.wire.handshake import Client, HandshakeError
+from gemini_hpc.wire.handshake import Client, HandshakeError, OtherView
 from gemini_hpc.wire.link import Link, LinkClosed, connect_any
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.ports import candidates
@@ -42,7 +42,10 @@ class Mesh:
         on_dead: Callable[[str, tuple[str, ...], bool], None],
         complain: Callable[[str], None],
         expected: Collection[str] = (),
+        lost: tuple[str, ...] = (),
+        on_view: Callable[[tuple[str, ...]], None] = lambda lost: None,
     ) -> None:
+        self._lost, self._on_view = lost, on_view
         self._settings = settings
         self._job, self.restart, self._uid = job, restart, uid
         self.host, self._instance, self.hosts = host, instance, hosts
@@ -88,6 +91,7 @@ class Mesh:
             target=target,
             instance=self._instance,
             server_uid=self._uid,
+            lost=self._lost,
         )
 
     async def _dial(self, name: str, timeout_s: float) -> Link:
@@ -101,7 +105,11 @@ class Mesh:
             ports = [known, *(p for p in ports if p != known)]
         ports = ports[: len(ports) if known is None else 4]
         address = self._settings.address_of(name)
-        link, port = await connect_any(address, ports, lambda: self.client(name, purpose), timeout_s)
+        try:
+            link, port = await connect_any(address, ports, lambda: self.client(name, purpose), timeout_s)
+        except OtherView as exc:
+            self._on_view(exc.lost)
+            raise
         self.ports[name] = port
         return link
 

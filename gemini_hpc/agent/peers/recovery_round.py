@@ -56,7 +56,11 @@ class Host(Protocol):
 
     @property
     def replicas(self) -> int:
-        """Holders of a shard."""
+        """Holders of a shard, as far as there are nodes."""
+
+    @property
+    def wanted(self) -> int:
+        """Nodes of the allocation that are to train: all but its spares."""
 
     def send(self, host: str, message: Message) -> bool:
         """To one peer, if there is a link."""
@@ -115,7 +119,7 @@ class RecoveryRounds:
         spawn: Callable[[Coroutine[object, object, None]], object],
         fanout: int = FANOUT,
     ) -> None:
-        self._host, self._name, self._hosts, self._spawn = host, name, hosts, spawn
+        self._host, self._name, self.hosts, self._spawn = host, name, hosts, spawn
         position = hosts.index(name)
         above = parent(position, fanout)
         self.parent = None if above is None else hosts[above]
@@ -423,7 +427,7 @@ class RecoveryRounds:
             without = {bad for record in records for bad in record.unreadable}
             try:
                 stored = await self._host.stored(without, launched=bool(plan.step))
-                plan, seen = from_tier(plan, stored, self._hosts), True
+                plan, seen = from_tier(plan, stored), True
             except TierFailed as error:  # who went on without starts from nothing
                 plan = msgspec.structs.replace(plan, unseen=str(error))
         if number == self.round and self.stage == "collect":
@@ -460,13 +464,13 @@ class RecoveryRounds:
 
     def _decide(self, records: tuple[peer.InventoryRecord, ...]) -> tuple[peer.PlanDown, bool]:
         """The plan, and whether it is what was sealed last, of every set."""
-        m = min(self._host.replicas, len(self._hosts))
         rejected = self._host.rejected([found for r in records for found in r.rejected])
         plan = recovery_plan.plan(
             {r.host: _inventory(r, rejected) for r in records},
-            self._hosts,
-            m,
+            self.hosts,
+            self._host.replicas,
             min_epoch=recovery_plan.first_epoch(self._host.restart),
+            nodes=self._host.wanted,
         )
         for warning in plan.warnings:
             self._host.log("warning", detail=warning)
@@ -495,7 +499,7 @@ class RecoveryRounds:
             sets=tuple(sets),
             pulls=tuple(pulls),
             tier=self._host.chosen,
-            counted={r.host: r.instance for r in records if r.host in self._hosts},
+            counted={r.host: r.instance for r in records if r.host in self.hosts},
             rejected=rejected,
         )
         # what agents of an older incarnation have is not the newest where those of the last are all gone
@@ -504,7 +508,7 @@ class RecoveryRounds:
         return down, known and bool(plan.sets) and all(s.newest for s in plan.sets)
 
 
-def from_tier(plan: peer.PlanDown, stored: Iterable[Manifest], hosts: tuple[str, ...]) -> peer.PlanDown:
+def from_tier(plan: peer.PlanDown, stored: Iterable[Manifest]) -> peer.PlanDown:
     """The plan, with the tier's version of each set of which memory has nothing as new. The home of a shard reads it;
     its other holders have something again when the next version is saved: until then the tier is what they were."""
     sets, pulls, epoch = {s.name: s for s in plan.sets}, list(plan.pulls), plan.epoch
@@ -523,7 +527,7 @@ def from_tier(plan: peer.PlanDown, stored: Iterable[Manifest], hosts: tuple[str,
             name, stamp, (stamp,), stamp, manifest.world, tuple((c, (peer.TIER,)) for c in copies), lost
         )
         pulls = [order for order in pulls if order.copy.set != name]
-        pulls += [peer.PullOrder(by_rank[c.home % len(hosts)], c, (peer.TIER,)) for c in copies]
+        pulls += [peer.PullOrder(by_rank[c.home % len(by_rank)], c, (peer.TIER,)) for c in copies]
         epoch = max(epoch, stamp[0] + 1)
     if sets.keys() - {"default"}:  # its absence is told under this name when not even names are known
         sets = {n: s for n, s in sets.items() if n != "default" or s.chosen or s.world}

@@ -109,7 +109,7 @@ class Trainings:
         if above is not None:
             up = lambda ballot: void(self._membership.send(above, to_wire(number, name, ballot)))  # noqa: E731
         training.sealing = Voting(
-            incarnation.replicas,
+            self._membership.replicas,
             rounds.children,
             up,
             lambda word, degraded: self._sealed(training, number, word, degraded),
