@@ -19,6 +19,24 @@ static bool asks_for_too_few(uint32_t replicas, uint32_t most)
 	return true;
 }
 
+/* Nodes that train have to be enough for the copies, and more than a half: of two halves both could go on. */
+static bool asks_for_too_many_spares(const struct options *options, uint32_t most, bool no_kill)
+{
+	if (!options->spares)
+		return false;
+	if (!no_kill) {
+		slurm_error(MESSAGE_PREFIX "--gemini-spares needs --no-kill: without it Slurm ends the job with its first "
+			    "lost node");
+		return true;
+	}
+	if (!most || options->replicas + options->spares <= most)
+		return false;
+	slurm_error(MESSAGE_PREFIX "--gemini-replicas=%" PRIu32 " and --gemini-spares=%" PRIu32 " want %" PRIu32
+		    " nodes, and --nodes asks for %" PRIu32,
+		    options->replicas, options->spares, options->replicas + options->spares, most);
+	return true;
+}
+
 /* What sbatch and salloc take for the option. */
 static bool no_kill_by_environment(void)
 {
@@ -29,14 +47,16 @@ int allocator_init_post_opt(spank_t sp)
 {
 	const struct options *options = options_get();
 	const struct asked asked = asked_here();
+	const bool no_kill = asked.no_kill || no_kill_by_environment();
 
 	/*
 	 * Slurm ignores an error here from a plugin that plugstack.conf calls
 	 * optional, and would submit a job that lacks what was asked for.
 	 */
-	if (!options_complete(options) || asks_for_too_few(options->replicas, asked.most_nodes))
+	if (!options_complete(options) || asks_for_too_few(options->replicas, asked.most_nodes) ||
+	    asks_for_too_many_spares(options, asked.most_nodes, no_kill))
 		exit(EXIT_FAILURE);
-	if (options->replicas && (asked.no_kill || no_kill_by_environment()))
+	if (options->replicas && !options->spares && no_kill)
 		slurm_info(MESSAGE_PREFIX "--no-kill: Slurm does not requeue such a job when it loses a node, so gemini-hpc "
 			   "does, and the job comes back with all its nodes");
 	return job_env_publish(sp, options);

@@ -18,12 +18,15 @@ static const char *const option_names[][2] = {
 	{ ENV_REPLICAS, SLURM_ENV(ENV_REPLICAS) },
 	{ ENV_TIER, SLURM_ENV(ENV_TIER) },
 	{ ENV_TIER_INTERVAL, SLURM_ENV(ENV_TIER_INTERVAL) },
+	{ ENV_SPARES, SLURM_ENV(ENV_SPARES) },
 };
 
 enum { OPTION_NAMES = sizeof(option_names) / sizeof(option_names[0]) };
 
 static void forget_inherited(spank_t sp)
 {
+	if (getenv(SLURM_ENV(ENV_SPARES)))
+		(void)unsetenv(ENV_NO_KILL);
 	/* Without SLURM_X an X is the user's own. */
 	for (size_t i = 0; i < OPTION_NAMES; i++) {
 		if (getenv(option_names[i][1])) {
@@ -70,5 +73,9 @@ int job_env_publish(spank_t sp, const struct options *options)
 		rc |= publish(sp, option_names[1], options->tier);
 	if (options->tier_interval_s)
 		rc |= publish_number(sp, option_names[2], options->tier_interval_s);
+	if (options->spares) {
+		rc |= publish_number(sp, option_names[3], options->spares);
+		(void)setenv(ENV_NO_KILL, "set", 1);
+	}
 	return rc;
 }

@@ -14,7 +14,11 @@
 #define ENV_REPLICAS "GEMINI_REPLICAS"
 #define ENV_TIER "GEMINI_TIER"
 #define ENV_TIER_INTERVAL "GEMINI_TIER_INTERVAL"
+#define ENV_SPARES "GEMINI_SPARES"
 #define SLURM_ENV(name) "SLURM_" name
+
+/* srun takes its --no-kill from here: in a job with spares a step goes on when a node is set DOWN. */
+#define ENV_NO_KILL "SLURM_NO_KILL"
 
 /* Where the node's agent is and what this node is to the job. */
 #define ENV_SOCKET "GEMINI_SOCKET"

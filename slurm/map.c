@@ -143,12 +143,21 @@ static bool split(char *text, const char *values[KEY_COUNT])
 	return true;
 }
 
+static bool parse_node_rank(const char *text, uint32_t nodes, uint32_t *node_rank)
+{
+	if (strcmp(text, "spare") == 0) {
+		*node_rank = MAP_SPARE;
+		return true;
+	}
+	return parse_u32(text, 0, nodes - 1, node_rank);
+}
+
 static bool fill(const char *const values[KEY_COUNT], struct map *map)
 {
 	if (!parse_u32(values[KEY_JOB], 1, UINT32_MAX, &map->job) ||
 	    !parse_u32(values[KEY_RESTART], 0, UINT32_MAX, &map->restart) ||
 	    !parse_u32(values[KEY_NODES], 1, MAP_NODES_MAX, &map->nodes) ||
-	    !parse_u32(values[KEY_NODERANK], 0, map->nodes - 1, &map->node_rank) ||
+	    !parse_node_rank(values[KEY_NODERANK], map->nodes, &map->node_rank) ||
 	    !parse_port(values[KEY_MASTER_PORT], MASTER_PORT_MIN, PORT_MAX - MAP_PORT_SPREAD + 1,
 			&map->master_port) ||
 	    !parse_port(values[KEY_AGENT_PORT], PORT_MIN, PORT_MAX, &map->agent_port) ||

@@ -16,11 +16,13 @@ enum {
 	MAP_PORT_SPREAD = 16,	/* ports above master_port that steps may take */
 };
 
+#define MAP_SPARE UINT32_MAX
+
 struct map {
 	uint32_t job;
 	uint32_t restart;
 	uint32_t nodes;
-	uint32_t node_rank;		/* this node's */
+	uint32_t node_rank;		/* this node's; MAP_SPARE: it does not train */
 	uint32_t *node_ranks;		/* by position in nodelist; a permutation */
 	uint64_t epoch;
 	uint16_t master_port;

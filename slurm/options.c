@@ -6,7 +6,7 @@
 #include "message.h"
 #include "number.h"
 
-enum { OPTION_REPLICAS, OPTION_TIER, OPTION_TIER_INTERVAL };
+enum { OPTION_REPLICAS, OPTION_TIER, OPTION_TIER_INTERVAL, OPTION_SPARES };
 
 static struct options given;
 
@@ -42,6 +42,16 @@ bool options_parse_tier_interval(const char *text, uint32_t *seconds)
 	return true;
 }
 
+bool options_parse_spares(const char *text, uint32_t *spares)
+{
+	uint64_t value;
+
+	if (!number_parse_string(text, 0, SPARES_MAX, &value))
+		return false;
+	*spares = (uint32_t)value;
+	return true;
+}
+
 /* Runs once per place an option comes from: the environment, then the command line. */
 static int on_option(int which, const char *text, int remote)
 {
@@ -74,6 +84,12 @@ static int on_option(int which, const char *text, int remote)
 		slurm_error(MESSAGE_PREFIX "--gemini-tier-interval: wanted whole seconds from 1 to %d, found '%s'",
 			    TIER_INTERVAL_MAX_S, message_shown(text, shown));
 		return -1;
+	case OPTION_SPARES:
+		if (options_parse_spares(text, &given.spares))
+			return 0;
+		slurm_error(MESSAGE_PREFIX "--gemini-spares: wanted a whole number from 0 to %d, found '%s'",
+			    SPARES_MAX, message_shown(text, shown));
+		return -1;
 	default:
 		return -1;
 	}
@@ -98,6 +114,12 @@ static struct spank_option option_table[] = {
 	  .has_arg = 1,
 	  .val = OPTION_TIER_INTERVAL,
 	  .cb = on_option },
+	{ .name = (char[]){ "gemini-spares" },
+	  .arginfo = (char[]){ "N" },
+	  .usage = (char[]){ "keep N of the job's nodes idle until another one is lost (0-1024; needs --no-kill)" },
+	  .has_arg = 1,
+	  .val = OPTION_SPARES,
+	  .cb = on_option },
 };
 
 int options_register(spank_t sp)
@@ -121,6 +143,11 @@ bool options_complete(const struct options *options)
 {
 	if (options->tier[0] && !options->replicas) {
 		slurm_error(MESSAGE_PREFIX "--gemini-tier protects nothing by itself: add --gemini-replicas=N");
+		return false;
+	}
+	if (options->spares && !options->replicas) {
+		slurm_error(MESSAGE_PREFIX "--gemini-spares: a spare has nothing to start from without copies: "
+			    "add --gemini-replicas=N");
 		return false;
 	}
 	if (options->tier_interval_s && !options->tier[0]) {

@@ -1,4 +1,4 @@
-/* The three options that users give to sbatch, salloc and srun. */
+/* The options that users give to sbatch, salloc and srun. */
 #ifndef GEMINI_OPTIONS_H
 #define GEMINI_OPTIONS_H
 
@@ -11,12 +11,14 @@ enum {
 	REPLICAS_MAX = 32,		/* copies of every shard, the own node's included */
 	TIER_MAX = 4096,		/* bytes of a path */
 	TIER_INTERVAL_MAX_S = 604800,	/* a week */
+	SPARES_MAX = 1024,
 };
 
 /* What was asked for; 0 and "" mean: not given. All values are valid ones. */
 struct options {
 	uint32_t replicas;
 	uint32_t tier_interval_s;
+	uint32_t spares;
 	char tier[TIER_MAX + 1];
 };
 
@@ -30,6 +32,7 @@ const struct options *options_get(void);
 bool options_parse_replicas(const char *text, uint32_t *replicas);
 bool options_parse_tier(const char *text);
 bool options_parse_tier_interval(const char *text, uint32_t *seconds);
+bool options_parse_spares(const char *text, uint32_t *spares);
 
 /*
  * False, with a message, if options were given that mean nothing without

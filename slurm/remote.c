@@ -119,7 +119,8 @@ static bool user_set_ranks(spank_t sp)
 static void export_place(spank_t sp, const struct map *map)
 {
 	(void)spank_setenv(sp, ENV_SOCKET, map->socket, 1);
-	env_set_number(sp, ENV_NODE_RANK, map->node_rank);
+	if (map->node_rank != MAP_SPARE)
+		env_set_number(sp, ENV_NODE_RANK, map->node_rank);
 	env_set_number(sp, ENV_NODES, map->nodes);
 	env_set_number(sp, ENV_EPOCH, map->epoch);
 	env_set_number(sp, ENV_RESTART, map->restart);
@@ -238,6 +239,7 @@ int remote_task_init(spank_t sp, const struct config *config)
 	restore_option(sp, SLURM_ENV(ENV_REPLICAS), ENV_REPLICAS);
 	restore_option(sp, SLURM_ENV(ENV_TIER), ENV_TIER);
 	restore_option(sp, SLURM_ENV(ENV_TIER_INTERVAL), ENV_TIER_INTERVAL);
+	restore_option(sp, SLURM_ENV(ENV_SPARES), ENV_SPARES);
 	if (env_has(sp, "SLURM_HET_SIZE")) {
 		if (speaks(sp))
 			slurm_error(MESSAGE_PREFIX "heterogeneous jobs are not supported: this job is not protected");

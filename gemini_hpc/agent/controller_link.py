@@ -20,6 +20,7 @@ from gemini_hpc.wire.link import Link, LinkClosed, connect
 
 _RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _BACKLOG = 500
+_LOST_S = 15.0  # a node that the job goes on without is reported so long: it is to be fenced all the same
 _REPEAT_S = 2.0
 _LOOK_S = 0.02
 _SILENT_S = 5.0
@@ -64,6 +65,8 @@ class ControllerLink:
         self._task: asyncio.Task[None] | None = None
         self._reported = 0.0
         self._told: set[str] = set()  # who was reported in this incarnation
+        self._without: tuple[str, ...] = ()  # as told last
+        self._lost: tuple[tuple[str, ...], float] = ((), 0.0)  # nodes that are reported until then (monotonic)
         self.refused_at = 0.0  # when the last call that nobody took was begun (monotonic)
         self._controller_uid = 0
         self._holders: asyncio.Future[dict[str, int]] | None = None
@@ -102,6 +105,7 @@ class ControllerLink:
         """Tell which incarnation this agent is in, and whom it holds for dead there."""
         me, incarnation = self._identity, self._membership.incarnation
         self._told.clear()
+        self._without = incarnation.attach.lost if incarnation is not None and incarnation.live else ()
         if self._link is not None and incarnation is not None:
             self._link.send(
                 controller.Registration(
@@ -114,6 +118,8 @@ class ControllerLink:
                     instance=me.instance,
                     state="detached" if self._membership.detached else "attached",
                     dead=tuple(sorted(incarnation.mesh.dead | incarnation.view.lost)),
+                    spares=incarnation.view.spares,
+                    without=self._without,
                 )
             )
 
@@ -165,12 +171,17 @@ class ControllerLink:
             return
         self._link.send(peer.Ping())
         incarnation = self._membership.incarnation
-        if incarnation is not None and self._told - incarnation.mesh.dead:
-            self.register()
+        if incarnation is not None:
+            without = incarnation.attach.lost if incarnation.live else ()
+            if self._told - incarnation.mesh.dead - incarnation.view.lost or without != self._without:
+                self.register()
+            if incarnation.attach.lost != self._lost[0]:
+                self._lost = (incarnation.attach.lost, now + _LOST_S)
         due = now - self._reported > _REPEAT_S
         if incarnation is not None and due and self._listener.deaths_matter(now):
             self._reported = now
-            for host in incarnation.mesh.dead:
+            lost, until = self._lost
+            for host in incarnation.mesh.dead.union(lost if now < until else ()):
                 self.report(host, (self._identity.node,))
 
     async def _run(self) -> None:

@@ -28,7 +28,10 @@ class SealGate:
         timeout_s: float,
         degraded: Callable[[str], None],
         restored: Callable[[int], None],
+        lost_s: float = 0.0,
     ) -> None:
+        """lost_s: how long an agent that is gone is waited for, another one or the end of this process."""
+        self._lost_s = lost_s
         self._page, self._lost, self._epoch, self._timeout_s = page, lost, epoch, timeout_s
         self._on_degraded, self._on_restored = degraded, restored
         self._degraded_at: tuple[int, int] | None = None
@@ -47,6 +50,11 @@ class SealGate:
         if page is not None:
             self._newest = max(self._newest, page.sealed)
         return self._newest
+
+    @property
+    def patient(self) -> bool:
+        """Whether an agent that is gone is waited for."""
+        return self._lost_s > 0
 
     @property
     def degraded(self) -> bool:
@@ -120,7 +128,7 @@ class SealGate:
                 limit_s = min(limit_s, _PROBE_S)
         degradings = self._degradings
         started = looked = clock.monotonic()
-        stopped_s, there = 0.0, False
+        stopped_s, there, lost_at = 0.0, False, math.inf
         try:
             while self.sealed < wanted:
                 now = clock.monotonic()
@@ -132,8 +140,12 @@ class SealGate:
                 if page is not None and page.abandoned >= wanted:
                     return False
                 if self._lost() or page is None:
-                    self.degrade("the agent is gone")
-                    return False
+                    lost_at = min(lost_at, now)
+                    if now - lost_at >= self._lost_s:
+                        self.degrade("the agent is gone")
+                        return False
+                    clock.sleep(_POLL_S)
+                    continue
                 # A node may be dead: a step completed now would be one more that is repeated. Or an agent comes back.
                 stuck = page.state in (STATE_FROZEN, STATE_DEGRADED)
                 if now - (started + stopped_s if stuck else max(started + stopped_s, moved_at())) > limit_s:

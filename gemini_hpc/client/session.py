@@ -14,7 +14,7 @@ from gemini_hpc import clock
 from gemini_hpc.client import joining
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused, Exchange, NotYet
 from gemini_hpc.client.hand_back import hand_back, same_or_new
-from gemini_hpc.client.joining import ATTEMPT_ENV, SOCKET_ENV, TRY_AGAIN_EXIT, Notice
+from gemini_hpc.client.joining import ATTEMPT_ENV, SOCKET_ENV, SPARES_ENV, TRY_AGAIN_EXIT, Notice
 from gemini_hpc.client.mapped_slots import Keeper
 from gemini_hpc.client.seal_wait import SealGate
 from gemini_hpc.client.step_guard import StepGuard
@@ -27,6 +27,8 @@ FETCH_TIMEOUT_S = 600.0  # a pull of a large shard from a peer over a slow netwo
 FINISHED_TIMEOUT_S = 10.0
 _WRITING_S = 10.0
 _FINDINGS = 100
+# In a job with spares the agent hangs up when another node is lost; the launcher ends this process a moment later.
+_LOST_S = 3.0
 
 
 class Ranks(Protocol):
@@ -172,6 +174,7 @@ class Session:
             self.seal_timeout_s,
             self._on_degraded,
             self._on_restored,
+            _LOST_S if os.environ.get(SPARES_ENV, "0") not in ("", "0") else 0.0,
         )
         self.guard = StepGuard(
             lambda: client.page, lambda: client.lost, self._hold_s, lambda text: self.say(f"rank {self.rank}: {text}")
@@ -256,7 +259,7 @@ class Session:
     # ---- the agent's death -----------------------------------------------------------------------------
 
     def _agent_gone(self) -> None:
-        if self.protected:
+        if self.protected and not self.gate.patient:
             self.gate.degrade("the agent is gone")
 
     def _rejoin(self, welcome: local.Welcome, exchange: Exchange) -> bool:

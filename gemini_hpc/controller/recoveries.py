@@ -179,6 +179,8 @@ class Recoveries:
         if self._over:
             return
         members = track.members(message.restart)
+        if track.lacks(message.restart, message.host):
+            return
         if message.host not in members or reporter not in members or message.host == reporter:
             log.info("job=%d reporter=%s host=%s: not plausible", track.raw_id, reporter, message.host[:64])
             return

@@ -533,6 +533,8 @@ class Recovery:
             completing=completing,
             # When the recovery is over its nodes must count as a running job's: others look for candidates then.
             seen=track.learn,
+            goes_on=lambda: track.goes_on(self.restart, dead),
+            spared=lambda left: track.spared(self.restart, left),
             length_s=_length_s(job),
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -32,7 +32,7 @@ FRESH_S = 1.0
 @dataclass
 class Agent:
     """One connected agent. `restart`: the incarnation that it said it serves. `verified`: its packets come from the
-    address that Slurm has for its host; all else is its owner's word."""
+    address that Slurm has for its host; all else is its owner's word. `spares`, `without`: as in its registration."""
 
     link: Link
     host: str
@@ -43,6 +43,8 @@ class Agent:
     instance: str
     state: str
     verified: bool = False
+    spares: int = 0
+    without: frozenset[str] = frozenset()
     told_end: float = 0.0  # of its job, as it has been told (Unix time)
     told_release_s: float = -math.inf  # when the log has last said that it is to let go (monotonic)
     told_waits: bool = False  # that its job is pending
@@ -122,6 +124,22 @@ class Track:
     def members(self, restart: int) -> tuple[str, ...]:
         """The nodes of an incarnation, as Slurm had them; empty if they were never seen."""
         return tuple(self.stored.allocations.get(restart, ()))
+
+    def goes_on(self, restart: int, dead: Iterable[str]) -> bool:
+        """Whether the job's agents go on without these nodes of this incarnation, with spares in their place."""
+        gone = set(dead)
+        return any(a.connected and a.restart == restart and a.without >= gone for a in self.agents.values())
+
+    def lacks(self, restart: int, host: str) -> bool:
+        """Whether the job goes on without this node, and Slurm has taken it away: all is done."""
+        out = self.job is not None and self.job.state == RUNNING and host not in self.job.nodes
+        return out and self.goes_on(restart, [host])
+
+    def spared(self, restart: int, left: Sequence[str]) -> bool:
+        """Whether its agents may go on with the nodes that Slurm has left to it."""
+        had = self.members(restart)
+        spares = max((a.spares for a in self.agents.values() if a.connected and a.restart == restart), default=0)
+        return bool(had) and had[0] in left and len(had) - spares <= len(left)
 
     def give_up(self, restart: int, hosts: Iterable[str]) -> None:
         """These healthy nodes were taken from a running incarnation: what becomes of them is no failure of it."""

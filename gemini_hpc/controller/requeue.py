@@ -34,6 +34,7 @@ PINNED_S = 60.0  # pinned to all survivors, reserved
 REACHABLE_S = 60.0  # then pinned to those that answer, reserved; then the original request, nothing held
 HELD_GRACE_S = 3.0
 REQUEUE_WAIT_S = 60.0
+GOES_ON_S = 15.0  # for the agents of a job with spares, to go on without its lost nodes
 FAST_POLL_S, SLOW_POLL_S, PATIENT_POLL_S = 0.03, 0.2, 0.5
 SURVEY_S = 0.5
 ASK_S = 2.0  # what Slurm would allocate is asked so often
@@ -57,6 +58,8 @@ class Requeue:
     pinned: Callable[[bool], None] = lambda pinned: None
     completing: Callable[[float], None] = lambda seconds: None
     seen: Callable[[Job], None] = lambda job: None  # the job as Slurm has it, each time it is read
+    goes_on: Callable[[], bool] = lambda: False  # whether its agents go on without its dead nodes
+    spared: Callable[[Sequence[str]], bool] = lambda left: False  # whether they may, with the nodes that are left
     length_s: float = math.inf  # of the job, for reservations that begin meanwhile
     _said: set[str] = field(default_factory=set)
     _pinned: tuple[str, ...] | None = None
@@ -169,6 +172,12 @@ class Requeue:
         if job.over:
             return await self._ended(job)
         if not again and given_up(job, self.survivors.dead):
+            if self.goes_on():
+                self.say("goes_on", "", f"without {','.join(self.survivors.dead)}: a spare of its own has taken over")
+                return "goes on"
+            if self.spared(job.nodes) and clock.monotonic() - began < GOES_ON_S:
+                self._once("spared", "", "waiting for the job's agents to go on with a spare")
+                return ""
             return await self._send_back(job, "--no-kill: Slurm lets the job run on without its lost node")
         if not again:
             # Not requeued yet: Slurm acts on DOWN at once; a long wait means that it will not.

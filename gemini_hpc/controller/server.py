@@ -275,6 +275,8 @@ class Controller:
             instance=message.instance[:64],
             state=message.state[:32],
             verified=verified,
+            spares=message.spares,
+            without=frozenset(message.without),
         )
         old = track.agents.get(agent.host)
         track.agents[agent.host] = agent
@@ -323,6 +325,7 @@ class Controller:
             self._questions.part(agent, message)
         elif isinstance(message, controller.Registration) and (message.job, message.host) == (agent.job, agent.host):
             agent.restart, agent.state = message.restart, message.state[:32]
+            agent.spares, agent.without = message.spares, frozenset(message.without)
             agent.port = message.port if 0 < message.port < 65536 else agent.port
             if message.dead is not None:
                 track.witnesses.take_back(message.restart, agent.host, message.dead)

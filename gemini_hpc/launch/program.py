@@ -11,6 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 
+# What these packages import only when a training uses them; torch._dynamo comes with the first optimizer, and takes
+# longer than all the rest. A spare has no earlier attempt from which its launcher could know.
+_LATER = ("torch._dynamo", "gemini_hpc.train.checkpointer")
+
 
 @dataclass(frozen=True)
 class Program:
@@ -34,9 +38,10 @@ class Program:
                 names = imported(file.read())
         except (OSError, SyntaxError, ValueError):
             return
-        for name in names:
-            with suppress(Exception, SystemExit):
-                import_module(name)
+        for name in [*names, *_LATER]:
+            if name in names or name.partition(".")[0] in sys.modules:
+                with suppress(Exception, SystemExit):
+                    import_module(name)
 
     def _arrive(self) -> None:
         sys.path[0] = os.getcwd() if self.module else os.path.dirname(os.path.realpath(self.script))

@@ -1,8 +1,8 @@
 """The prolog's work on one node: an agent for this incarnation of the job, started or found again.
 
-    python3 -I -m gemini_hpc.node.prolog JOB UID RESTART REPLICAS NODE NODELIST TIER TIER_INTERVAL
+    python3 -I -m gemini_hpc.node.prolog JOB UID RESTART REPLICAS NODE NODELIST TIER TIER_INTERVAL SPARES
 
-Runs as root, called by `prolog_epilog/prolog`, which has checked the integers; TIER and TIER_INTERVAL may be empty.
+Runs as root, called by `prolog_epilog/prolog`, which has checked the integers; the last three may be empty.
 Root clears leftovers of dead jobs, makes the job's directory, and starts the agent, in a cgroup of its own; whatever
 touches the inside of the job's directory is done by a child that has become the job's owner for good.
 
@@ -49,6 +49,7 @@ INSTALLED_S = 5.0
 FORMER_END_S = 0.5
 REPLICAS_MAX = 32
 TIER_INTERVAL_MAX_S = 604800
+SPARES_MAX = 1024
 
 # How the child that is the job's owner tells root how it went.
 _PROTECTED, _UNPROTECTED, _NOT_STARTED = 0, 10, 11
@@ -66,13 +67,14 @@ class Incarnation:
     nodelist: str
     tier: str
     tier_interval_s: int
+    spares: int = 0
 
 
 def parse(argv: list[str]) -> Incarnation:
     """The incarnation of a command line; raises `ValueError` with what was wanted and found."""
-    if len(argv) != 8:
-        raise ValueError(f"wanted 8 arguments, found {len(argv)}")
-    job, uid, restart, replicas, node, nodelist, tier, tier_interval = argv
+    if len(argv) != 9:
+        raise ValueError(f"wanted 9 arguments, found {len(argv)}")
+    job, uid, restart, replicas, node, nodelist, tier, tier_interval, spares = argv
     return Incarnation(
         job=parse_number("job id", job, 1, 2**32 - 1),
         uid=parse_number("uid", uid, 0, 2**32 - 2),
@@ -82,6 +84,7 @@ def parse(argv: list[str]) -> Incarnation:
         nodelist=_text("node list", nodelist, r"[A-Za-z0-9._,\[\]-]{1,60000}"),
         tier=_text("tier", tier, r"|/[ -~]{0,4095}", banned="\"'`\\"),
         tier_interval_s=parse_number("tier interval", tier_interval, 1, TIER_INTERVAL_MAX_S) if tier_interval else 0,
+        spares=parse_number("spares", spares, 0, SPARES_MAX) if spares else 0,
     )
 
 
@@ -289,6 +292,7 @@ def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.sock
         "replicas": inc.replicas,
         "tier": inc.tier,
         "tier_interval": inc.tier_interval_s,
+        "spares": inc.spares,
     }
     process: int | None = None
     ended = heard = False

@@ -9,7 +9,11 @@ from gemini_hpc.wire.message import Message
 
 class Registration(Message, frozen=True, tag="register"):
     """Agent -> controller, first message after the handshake, again after each attach, and when a node of which it
-    has reported that it is silent is heard again (a hint). dead: nodes that it holds for dead; None: not said."""
+    has reported that it is silent is heard again (a hint).
+
+    dead: nodes that it holds for dead; None: not said. spares: that the job was submitted with; without: lost nodes
+    that it goes on without, as all its agents agree.
+    """
 
     job: Job
     restart: Restart
@@ -20,6 +24,8 @@ class Registration(Message, frozen=True, tag="register"):
     instance: str
     state: str
     dead: tuple[str, ...] | None = None
+    spares: Count = 0
+    without: tuple[str, ...] = ()
 
 
 class Report(Message, frozen=True, tag="report"):

@@ -42,6 +42,46 @@ static void passes_on(enum spank_context context)
 	CHECK_STRING(getenv("SLURM_GEMINI_TIER_INTERVAL"), "600");
 }
 
+static void spares_are_passed_on(void)
+{
+	setenv("SBATCH_NO_KILL", "1", 1);
+	start(S_CTX_ALLOCATOR);
+	give("gemini-replicas", "2");
+	give("gemini-spares", "1");
+	finish();
+	CHECK(stub_message_count() == 0);
+	CHECK_STRING(stub_control_getenv("GEMINI_SPARES"), "1");
+	CHECK_STRING(getenv("GEMINI_SPARES"), "1");
+	CHECK_STRING(getenv("SLURM_GEMINI_SPARES"), "1");
+	CHECK_STRING(getenv("SLURM_NO_KILL"), "set");
+}
+
+static void spares_need_no_kill(void)
+{
+	start(S_CTX_ALLOCATOR);
+	give("gemini-replicas", "2");
+	give("gemini-spares", "1");
+	finish();
+}
+
+static void spares_alone(void)
+{
+	setenv("SBATCH_NO_KILL", "1", 1);
+	start(S_CTX_ALLOCATOR);
+	give("gemini-spares", "1");
+	finish();
+}
+
+static void a_spare_has_no_ranks_to_inherit(void)
+{
+	setenv("SLURM_GEMINI_SPARES", "1", 1);
+	setenv("SLURM_NO_KILL", "1", 1);
+	start(S_CTX_ALLOCATOR);
+	finish();
+	CHECK_STRING(getenv("SLURM_NO_KILL"), NULL);
+	CHECK_STRING(getenv("SLURM_GEMINI_SPARES"), NULL);
+}
+
 static void sbatch(void)
 {
 	passes_on(S_CTX_ALLOCATOR);
@@ -146,6 +186,10 @@ int main(void)
 	CHECK(status_of(sbatch_in_protected_task) == 0);
 	CHECK(status_of(srun_in_allocation) == 0);
 	CHECK(status_of(daemons) == 0);
+	CHECK(status_of(spares_are_passed_on) == 0);
+	CHECK(status_of(spares_need_no_kill) == EXIT_FAILURE);
+	CHECK(status_of(spares_alone) == EXIT_FAILURE);
+	CHECK(status_of(a_spare_has_no_ranks_to_inherit) == 0);
 	CHECK(status_of(tier_alone) == EXIT_FAILURE);
 	CHECK(status_of(interval_alone) == EXIT_FAILURE);
 	PASSED();

@@ -52,6 +52,7 @@ static void test_good(void)
 	CHECK(parses_with("nodelist", "gpu-a[001-003],b_2.x"));
 	CHECK(parses_with("master_addr", "fd00::1"));
 	CHECK(parses_with("master_port", "65520"));
+	CHECK(parses_with("noderank", "spare"));
 }
 
 static void test_bad_values(void)

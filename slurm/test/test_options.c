@@ -12,6 +12,8 @@ static const struct {
 	const char *option, *text;
 } refused[] = {
 	{ "gemini-replicas", "0" },
+	{ "gemini-spares", "-1" },
+	{ "gemini-spares", "1025" },
 	{ "gemini-replicas", "-1" },
 	{ "gemini-replicas", "x" },
 	{ "gemini-replicas", "33" },
@@ -57,6 +59,8 @@ static const struct {
 	{ "gemini-tier", "/lustre/some user/$(x);&|*" },
 	{ "gemini-tier-interval", "1" },
 	{ "gemini-tier-interval", "604800" },
+	{ "gemini-spares", "0" },
+	{ "gemini-spares", "1024" },
 };
 
 static void test_values(enum spank_context context)
@@ -64,7 +68,7 @@ static void test_values(enum spank_context context)
 	for (size_t i = 0; i < sizeof(refused) / sizeof(refused[0]); i++) {
 		stub_reset(context);
 		CHECK(slurm_spank_init(&handle, 0, NULL) == 0);
-		CHECK(stub_options_registered() == 3);
+		CHECK(stub_options_registered() == 4);
 		CHECK(stub_option(refused[i].option, refused[i].text, 0) == -1);
 		CHECK(stub_message_count() == 1);
 		CHECK(strncmp(stub_messages(), "gemini-hpc: --gemini-", 21) == 0);
@@ -135,7 +139,7 @@ static void test_site_arguments(void)
 		CHECK(stub_message_count() == 1);
 		CHECK(strstr(stub_messages(), "gemini-hpc: plugstack.conf: "));
 		/* The options stay known, so that jobs which use them are not refused as nonsense. */
-		CHECK(stub_options_registered() == 3);
+		CHECK(stub_options_registered() == 4);
 		CHECK(slurm_spank_init_post_opt(&handle, 1, argv) == 0);
 	}
 }

@@ -13,13 +13,16 @@ from gemini_hpc.agent.peers.identity import Identity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.retention import _JUST_S, Retention
 from gemini_hpc.config import Settings
+from gemini_hpc.core.views import View
 from gemini_hpc.wire.controller import Report
 
 
 @pytest.mark.parametrize(("matters", "hosts"), [(True, ["n2"]), (False, [])])
 def test_a_new_controller_hears_of_a_death_that_matters(matters: bool, hosts: list[str]) -> None:
     membership, sent = Membership(), list[Any]()
-    incarnation: Any = SimpleNamespace(restart=0, mesh=SimpleNamespace(dead={"n2"}))
+    view, attach = View(("n1", "n2")), SimpleNamespace(lost=())
+    mesh = SimpleNamespace(dead={"n2"})
+    incarnation: Any = SimpleNamespace(restart=0, mesh=mesh, view=view, attach=attach, live=True)
     membership.incarnation = incarnation
     listener: Any = SimpleNamespace(deaths_matter=lambda now: matters)
     log: Any = lambda *_, **__: None  # noqa: E731

@@ -79,6 +79,7 @@ def test_agent_is_started_as_the_jobs_owner(node: Node) -> None:
         "replicas": 2,
         "tier": "/lustre/x",
         "tier_interval": 60,
+        "spares": 0,
     }
     agent = record["agent"]
     assert agent["argv"] == ["--job", "7", "--uid", str(ALICE), "--node", "n2", "--dir", "/run/gemini-hpc/7"]
