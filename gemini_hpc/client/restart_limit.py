@@ -53,12 +53,10 @@ class RestartLimit:
         return "", note
 
     def _each_time(self, status: int, reached: Reached | None) -> str:
-        now = None if reached is None else (status, reached.begun)
+        # An attempt that fails in its first step has begun nothing: then it is at what it resumed from.
+        step = None if reached is None else max(reached.begun, reached.sealed[1])
+        now = None if step is None else (status, step)
         again, self._before = now is not None and now == self._before, now
-        if not again or reached is None:
+        if not again or step is None:
             return ""
-        return (
-            f"fails at step {reached.begun + 1} each time"
-            if reached.begun
-            else "fails before its first step is saved each time"
-        )
+        return f"fails at step {step + 1} each time" if step else "fails before its first step is saved each time"

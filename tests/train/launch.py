@@ -122,10 +122,11 @@ def _outputs() -> str:
 class Process:
     """One training process."""
 
-    def __init__(self, env: dict[str, str], options: dict[str, Any]) -> None:
+    def __init__(self, env: dict[str, str], options: dict[str, Any] | None = None, **more: Any) -> None:
+        """options: of worker.py; more: see zygote.py."""
         self._directory = Path(tempfile.mkdtemp(dir=_outputs()))
         self._out, self._err = self._directory / "out", self._directory / "err"
-        self.pid = _zygote.fork(env=env, options=options, out=str(self._out), err=str(self._err))
+        self.pid = _zygote.fork(env=env, options=options, out=str(self._out), err=str(self._err), **more)
 
     def poll(self) -> int | None:
         return _zygote.code(self.pid, 0.0)

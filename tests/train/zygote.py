@@ -1,6 +1,7 @@
 """Forks training processes for the tests from one process that has torch imported already: an import costs seconds.
 
 Reads one JSON request a line: {"env", "options", "out", "err"}; answers with {"pid"}, and {"pid", "code"} at its end.
+With "module" and "arguments" in place of options the process is `python -m MODULE ARGUMENTS`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import runpy
 import select
 import sys
 import traceback
@@ -51,6 +53,9 @@ def main() -> None:
                 for name in [n for n in os.environ if n.startswith(("GEMINI_", "SLURM_"))]:
                     del os.environ[name]
                 os.environ.update(request["env"])
+                if "module" in request:
+                    sys.argv[1:] = request["arguments"]
+                    return runpy.run_module(request["module"], run_name="__main__", alter_sys=True) and None
                 return worker.main(request["options"])
             children.add(pid)
             print(json.dumps({"pid": pid}), flush=True)

@@ -1,0 +1,137 @@
+"""A rank fails beside real agents: all ranks go on in the next attempt, or end with the reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from waiting import until
+
+from .launchers import TOY, Launchers, alive
+
+Launch = Callable[..., Launchers]
+Undisturbed = Callable[..., list[str]]
+RELAUNCHES = ("rank_failed", "relaunch", "not_relaunched")
+
+
+def events(launchers: Launchers, node: int = 0) -> list[str]:
+    """What an agent has noted of launches."""
+    assert launchers.job is not None
+    words = (word for line in launchers.job.nodes[node].log().splitlines() for word in line.split())
+    return [name for word in words if (name := word.removeprefix("event=")) in RELAUNCHES]
+
+
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_all_ranks_go_on_when_one_has_failed(launch: Launch, undisturbed: Undisturbed, how: str) -> None:
+    ranks = launch(faults=[(1, 0, 8, how)], fresh=how == "kill")
+    assert ranks.wait() == [0, 0], ranks.story()
+    assert ranks.attempts() == 2 and ranks.repeated(1) in (0, 1), ranks.story()
+    assert all(line["state"] != "unprotected" for line in ranks.lines("resumed")), ranks.story()
+    assert ranks.digests() == undisturbed(), ranks.story()
+    ended = "SIGKILL" if how == "kill" else "status 1"
+    assert f"rank 1 ended with {ended}; starting all ranks again: restart 1 of 3" in ranks.output(1)
+    assert ("ValueError: a mistake at step 8" in ranks.output(1)) == (how == "raise"), ranks.output(1)
+    assert events(ranks) == ["relaunch"] and events(ranks, 1) == ["rank_failed"]
+
+
+def test_restarts_are_used_up(launch: Launch) -> None:
+    """The second attempt fails where the first did."""
+    ranks = launch(words=["--max-restarts", "1"], faults=[(1, attempt, 6, 9) for attempt in range(5)])
+    codes = ranks.wait()
+    assert ranks.attempts() == 2 and codes[1] == 9 and codes[0] != 0, ranks.story()
+    both = ranks.output(0) + ranks.output(1)
+    assert both.count("not starting the ranks again: 1 restarts are used up") == 1, ranks.story()
+    assert "fails at step 6 each time" in ranks.output(1) and "rank 0: ending: rank 1 ended" in ranks.output(0)
+    assert events(ranks) == ["relaunch", "not_relaunched"] and events(ranks, 1) == ["rank_failed"] * 2
+
+
+def test_a_newer_sealed_version_begins_the_count_again(launch: Launch, undisturbed: Undisturbed) -> None:
+    faults = [(attempt % 2, attempt, 4 * attempt + 4, "kill") for attempt in range(3)]
+    ranks = launch(words=["--max-restarts", "1"], faults=faults)
+    assert ranks.wait() == [0, 0] and ranks.attempts() == 4, ranks.story()
+    assert all(ranks.repeated(attempt) in (0, 1) for attempt in (1, 2, 3)), ranks.story()
+    assert ranks.digests() == undisturbed(), ranks.story()
+
+
+def test_no_attempt_follows_where_a_rank_has_ended_with_success(launch: Launch) -> None:
+    ranks = launch(3, steps=4, faults=[(1, 0, -1, "sleep"), (2, 0, -1, "sleep")])
+    until(lambda: ranks.processes[0].poll() == 0, 40, 0.01, what="rank 0 ends")
+    until(lambda: len(ranks.lines("fault")) == 2, 40, 0.01, what="both at their end")
+    os.kill(ranks.pid(2), signal.SIGKILL)
+    assert ranks.wait() == [0, 137, 137] and ranks.attempts() == 1, ranks.story()
+    why = "rank 2 ended with SIGKILL, and another rank has already ended with success"
+    assert f"not starting the ranks again: {why}" in ranks.output(2), ranks.story()
+    assert f"rank 1: ending: {why}" in ranks.output(1), ranks.story()
+
+
+def test_a_step_that_somebody_ends_is_not_started_again(launch: Launch) -> None:
+    ranks = launch(steps=1000)
+    ranks.reach(4)
+    ranks.signal(signal.SIGTERM)
+    assert ranks.wait() == [143, 143] and ranks.attempts() == 1, ranks.story()
+    assert "relaunch" not in events(ranks) and "starting all ranks again" not in ranks.output(0) + ranks.output(1)
+
+
+def test_an_import_that_starts_a_thread_costs_imports_only(
+    launch: Launch, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    (tmp_path / "busy.py").write_text(
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(999,), "
+        "name='watcher', daemon=True).start()\n"
+    )
+    script = tmp_path / "toy.py"
+    script.write_text(TOY.read_text().replace("import torch\n", "import busy\nimport torch\n", 1))
+    ranks = launch(script=script, faults=[(0, 0, 5, "kill")])
+    assert ranks.wait() == [0, 0] and ranks.attempts() == 2 and ranks.repeated(1) in (0, 1), ranks.story()
+    assert "imports everything anew: an import has started a thread (watcher)" in ranks.output(0)
+    assert ranks.digests() == undisturbed(), ranks.story()
+
+
+def test_workers_go_with_their_rank(launch: Launch, undisturbed: Undisturbed) -> None:
+    ranks = launch(workers=2, faults=[(1, 0, 8, "kill")])
+    ranks.reach(10, 1)
+    first = {pid for line in ranks.lines("step", attempt=0) for pid in line["workers"]}
+    second = {pid for line in ranks.lines("step", attempt=1) for pid in line["workers"]}
+    assert len(first) == len(second) == 4 and not any(map(alive, first)), ranks.story()
+    assert ranks.wait() == [0, 0] and ranks.repeated(1) in (0, 1), ranks.story()
+    assert not any(map(alive, first | second))
+    assert ranks.digests() == undisturbed(workers=2), ranks.story()
+
+
+def test_an_agent_dies_and_comes_back(launch: Launch, undisturbed: Undisturbed) -> None:
+    ranks = launch(steps=60, faults=[(0, 0, 50, "kill")])
+    ranks.reach(6)
+    assert ranks.job is not None
+    agent = ranks.job.nodes[0]
+    agent.die()
+    time.sleep(0.3)
+    agent.start(again=True)
+    assert ranks.wait() == [0, 0] and ranks.attempts() == 2, ranks.story()
+    assert ranks.repeated(1) in (0, 1) and ranks.digests() == undisturbed(steps=60), ranks.story()
+
+
+def test_a_second_rank_fails_while_the_first_failure_is_mended(launch: Launch, undisturbed: Undisturbed) -> None:
+    ranks = launch(3, nodes=3, faults=[(1, 0, 7, "kill"), (2, 1, 0, "raise")])
+    assert ranks.wait() == [0, 0, 0], ranks.story()
+    assert not ranks.lines("resumed", attempt=1) and ranks.repeated(2) in (0, 1), ranks.story()
+    assert ranks.digests() == undisturbed(3), ranks.story()
+
+
+def test_two_ranks_fail_at_once(launch: Launch, undisturbed: Undisturbed) -> None:
+    ranks = launch(3, nodes=3, faults=[(0, 0, 7, "kill"), (2, 0, 7, 5)])
+    assert ranks.wait() == [0, 0, 0] and ranks.attempts() == 2, ranks.story()
+    assert ranks.repeated(1) in (0, 1) and ranks.digests() == undisturbed(3), ranks.story()
+
+
+def test_without_an_agent_a_training_runs_as_under_python(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    ranks = Launchers(None, tmp_path / "ranks", 2, pause_s=0, faults=[(rank, 0, 6, 7) for rank in range(2)])
+    try:
+        assert ranks.wait() == [7, 7] and ranks.attempts() == 1, ranks.story()
+    finally:
+        ranks.close()
+    assert undisturbed()
