@@ -40,6 +40,7 @@ LATER = {
     "leaks": "what only root can leave behind",
     "cli/test_run.py": "processes that wait",
     "controller/test_last_judgement.py": "time",
+    "launch/test_restarts.py": "trainings, agents",
     "report/test_report.py": "drawings",
     "doctor/test_broken_hosts.py": "mount namespaces, other users",
     # Processes for each of many tests.

@@ -12,10 +12,10 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib import import_module
 from types import ModuleType
 
 from gemini_hpc import clock
+from gemini_hpc.launch.program import get
 
 QUIET_S = 2.0  # without a further name: then the rank is at work
 MOST = 20_000
@@ -65,8 +65,7 @@ class ImportLog:
         return max(0.0, self._heard_at + QUIET_S - clock.monotonic()) if self._names else None
 
     def take_one(self) -> None:
-        """Import the next module that the rank has imported; one that cannot be is none of ours."""
+        """Import the next module that the rank has imported."""
         name = self._names.popleft()
         if name not in sys.modules and name != "__main__":
-            with suppress(Exception, SystemExit):
-                import_module(name)
+            get(name)

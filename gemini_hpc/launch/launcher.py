@@ -29,6 +29,7 @@ from gemini_hpc.wire import local
 WAIT_S = 20.0
 RETRY_S = 0.2
 HEEDED_S = 60.0
+LATER_S = 0.5  # until a signal that was sent to all processes of the step is here, too
 TOLD_S = 2.0  # for the last word to the agent
 HEALTHY_LOOK_S = 0.1
 SUSPECT_S = 30.0  # until a silent node is known to be dead, or is back
@@ -117,13 +118,23 @@ class Launcher:
             if state is None:
                 continue
             if state.over:
-                _say(f"rank {self._rank}: ending: {state.over}")
-                rank.kill()
-                return 0 if state.left_out else rank.status or 1
+                return self._end(rank, state)
             if state.attempt > self._attempt and (state.place is not None or not self._spares):
                 self._limit.failed(0, self._reached())
                 self._next(rank, state)
                 return None
+
+    def _end(self, rank: RankProcess, state: local.LaunchState) -> int:
+        """No other attempt follows. A rank that somebody has sent a signal has a minute to end by itself."""
+        if not state.left_out:
+            self._ended_by(LATER_S)
+        while not rank.ended():
+            if state.left_out or self._ended_by() is None:
+                _say(f"rank {self._rank}: ending: {state.over}")
+                rank.kill()
+            else:
+                select.select([rank.fd], [], [], 1.0)
+        return 0 if state.left_out else rank.status or 0
 
     def _next(self, rank: RankProcess, state: local.LaunchState) -> None:
         rank.kill()
@@ -136,7 +147,7 @@ class Launcher:
             self._tell(done=True)
             return 0
         ended = f"rank {self._rank} ended with {_told(status)}"
-        if sent := self._ended_by():
+        if sent := self._ended_by(LATER_S if status - 128 in SENT else 0.0):
             self._tell(over=f"{ended}: somebody sent {sent.name}")
             return status
         if not self._healthy():
@@ -162,8 +173,11 @@ class Launcher:
         self._next(rank, state)
         return None
 
-    def _ended_by(self) -> signal.Signals | None:
-        """The signal that somebody has ended the step with: this process has got it, too."""
+    def _ended_by(self, wait_s: float = 0.0) -> signal.Signals | None:
+        """The signal that somebody has ended the step with: this process gets it, too, perhaps a little later."""
+        deadline = clock.monotonic() + wait_s
+        while self._sent is None and clock.monotonic() < deadline:
+            clock.sleep(RETRY_S / 10)
         if self._sent is not None and clock.monotonic() - self._sent[1] < HEEDED_S:
             return self._sent[0]
         return None

@@ -25,8 +25,10 @@ class Program:
     arguments: tuple[str, ...]
 
     def argv(self) -> list[str]:
-        """As a command of its own."""
-        return [sys.executable, *(["-m"] if self.module else []), self.script, *self.arguments]
+        """As a command of its own, with the options of this interpreter."""
+        given = sys.orig_argv[1:]
+        options = given[: given.index("-m")] if "-m" in given else []
+        return [sys.executable, *options, *(["-m"] if self.module else []), self.script, *self.arguments]
 
     def prepare(self) -> None:
         """Import what the script imports at its top level. What cannot be imported is left to the script."""
@@ -40,11 +42,11 @@ class Program:
             return
         for name in [*names, *_LATER]:
             if name in names or name.partition(".")[0] in sys.modules:
-                with suppress(Exception, SystemExit):
-                    import_module(name)
+                get(name)
 
     def _arrive(self) -> None:
-        sys.path[0] = os.getcwd() if self.module else os.path.dirname(os.path.realpath(self.script))
+        if not sys.flags.safe_path:
+            sys.path[0] = os.getcwd() if self.module else os.path.dirname(os.path.realpath(self.script))
         sys.argv = [self.script, *self.arguments]
 
     def run(self) -> None:
@@ -66,6 +68,14 @@ def imported(source: bytes) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level and node.module != "__future__":
             found.append(node.module)
     return list(dict.fromkeys(found))
+
+
+def get(name: str) -> None:
+    """Import a module that the rank imports; one that cannot be is none of ours. MPI begins when it is imported, and
+    is the rank's."""
+    if name.partition(".")[0] != "mpi4py":
+        with suppress(Exception, SystemExit):
+            import_module(name)
 
 
 def unfit() -> str:

@@ -125,10 +125,11 @@ class Launchers:
         found: int = self.lines("resumed", rank=rank, attempt=attempt)[0]["pid"]
         return found
 
-    def signal(self, number: signal.Signals, attempt: int = 0) -> None:
-        """To all processes of the step, as Slurm does it."""
+    def signal(self, number: signal.Signals, later_s: float = 0.0) -> None:
+        """To all processes of the step, as Slurm does it; later_s: to the launcher after its rank."""
         for rank, process in enumerate(self.processes):
-            os.kill(self.pid(rank, attempt), number)
+            os.kill(self.pid(rank), number)
+            time.sleep(later_s)
             process.signal(number)
 
     def repeated(self, attempt: int) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from gemini_hpc.launch.import_log import ImportLog
 from gemini_hpc.launch.launcher import master_port
-from gemini_hpc.launch.program import imported
+from gemini_hpc.launch.program import Program, get, imported
 
 SCRIPT = """
 from __future__ import annotations
@@ -46,6 +46,23 @@ def launch(directory: Path, script: str, *arguments: str, module: bool = False) 
         timeout=60,
         check=False,
     )
+
+
+def test_mpi_is_left_to_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mpi4py").mkdir()
+    for name in ("__init__.py", "MPI.py"):
+        (tmp_path / "mpi4py" / name).write_text("raise AssertionError('MPI begins')\n")
+    before = {name for name in sys.modules if name.partition(".")[0] == "mpi4py"}
+    get("mpi4py")
+    get("mpi4py.MPI")
+    assert {name for name in sys.modules if name.partition(".")[0] == "mpi4py"} == before
+
+
+def test_a_command_of_its_own_has_the_interpreters_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in (["-u", "-X", "dev"], []):
+        monkeypatch.setattr(sys, "orig_argv", ["python", *given, "-m", "gemini_hpc.launch", "-m", "a", "-x"])
+        assert Program("a", True, ("-x",)).argv() == [sys.executable, *given, "-m", "a", "-x"]
 
 
 @pytest.mark.parametrize("module", [False, True])

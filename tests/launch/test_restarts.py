@@ -68,12 +68,21 @@ def test_no_attempt_follows_where_a_rank_has_ended_with_success(launch: Launch) 
     assert f"rank 1: ending: {why}" in ranks.output(1), ranks.story()
 
 
-def test_a_step_that_somebody_ends_is_not_started_again(launch: Launch) -> None:
+@pytest.mark.parametrize("later_s", [0.0, 0.2])
+def test_a_step_that_somebody_ends_is_not_started_again(launch: Launch, later_s: float) -> None:
     ranks = launch(steps=1000)
     ranks.reach(4)
-    ranks.signal(signal.SIGTERM)
+    ranks.signal(signal.SIGTERM, later_s)
     assert ranks.wait() == [143, 143] and ranks.attempts() == 1, ranks.story()
     assert "relaunch" not in events(ranks) and "starting all ranks again" not in ranks.output(0) + ranks.output(1)
+
+
+def test_a_rank_that_ends_gently_is_left_to_it(launch: Launch) -> None:
+    ranks = launch(steps=1000, sigterm=[[0.0, 3], [1.5, 4]])
+    ranks.reach(4)
+    ranks.signal(signal.SIGTERM)
+    assert ranks.wait() == [3, 4] and len(ranks.lines("gently")) == 2, ranks.story()
+    assert ranks.attempts() == 1 and "relaunch" not in events(ranks), ranks.story()
 
 
 def test_an_import_that_starts_a_thread_costs_imports_only(

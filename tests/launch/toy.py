@@ -2,7 +2,8 @@
 
 log: a directory, in which each rank appends lines of JSON to a file of its own; steps, pause_s; workers: of the data
 loader; faults: what a rank does to itself, each {"rank", "attempt", "step", "how"}. At step 0 that is before
-`Checkpointer` is made, at step -1 when the training has succeeded.
+`Checkpointer` is made, at step -1 when the training has succeeded. sigterm: seconds and status with which each rank
+ends on SIGTERM.
 """
 
 from __future__ import annotations
@@ -51,6 +52,14 @@ def stumble(step: int) -> None:
             sys.exit(fault["how"])
 
 
+def end_gently(_number: int, _frame: Any) -> None:
+    seconds, status = OPTIONS["sigterm"][RANK]
+    say("told", step=0)
+    time.sleep(seconds)
+    say("gently", step=0)
+    os._exit(status)
+
+
 def workers(loader: Any) -> list[int]:
     """Process ids of the data loader's workers."""
     with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
@@ -88,6 +97,8 @@ def train() -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if "sigterm" in OPTIONS:
+        signal.signal(signal.SIGTERM, end_gently)
     dist.init_process_group("gloo")
     digest = train()
     dist.destroy_process_group()
