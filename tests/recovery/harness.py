@@ -36,6 +36,7 @@ class LiteJob:
     size: int = 1 << 16
     prefix: str = ""
     run: str = "srun"
+    python: str = "python"
     options: tuple[str, ...] = ()
     id: int = 0
     directory: Path = field(default_factory=Path)
@@ -50,7 +51,7 @@ class LiteJob:
         script = self.directory / "job.sh"
         script.write_text(
             "#!/bin/bash\n"
-            f"{self.prefix}{self.run} python {self.directory}/lite.py "
+            f"{self.prefix}{self.run} {self.python} {self.directory}/lite.py "
             f"{self.log} {self.steps} {self.pause_s} {self.size}\n"
             'echo "step ended with $?"\n'
         )

@@ -123,7 +123,7 @@ def main() -> int:
     size = int(sys.argv[4]) if len(sys.argv) > 4 else 1 << 16
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-    step_id = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+    step_id = os.environ.get("GEMINI_STEP") or f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def say(what: str, version: int, **more: object) -> None:
@@ -157,7 +157,8 @@ def main() -> int:
         say("lost", version, reason=line)
     if welcome.notice:
         say("notice", version, text=welcome.notice)
-    say("resumed", version, epoch=welcome.epoch, lineage=lineage, node_rank=welcome.node_rank)
+    me = {"node_rank": welcome.node_rank, "pid": os.getpid()}
+    say("resumed", version, epoch=welcome.epoch, lineage=lineage, **me)
     expect = ""
     for v, e in enumerate(lineage, 1):
         expect = link(expect, 0, e, v)
