@@ -35,6 +35,7 @@ FAMILIES = {
     "prolog": "prolog",
     "inspect": "inspect",
     "recovery": "recovery",
+    "launch": "launch",
     "busy": "busy",
     "tier": "tier",
 }

@@ -9,8 +9,9 @@
 #
 #     sbatch --gemini-replicas=2 job.sh [options of train_gpt.py]
 #
-# `gemini-hpc run` starts the step, and starts it again in the same allocation when only software failed. The ranks
-# find RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in their environment.
+# When a rank fails, the launchers (`python -m gemini_hpc.launch`) start all ranks again in the same step. When a
+# launcher itself is lost, --kill-on-bad-exit ends the step, and `gemini-hpc run` starts it again in the same allocation.
+# The ranks find RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in their environment.
 
 # The training's Python: $PYTHON, the environment that was active at sbatch, or the one of the installation, which
 # has no torch at most sites. The first that has all the modules is taken; none of them is imported to find out.
@@ -32,4 +33,5 @@ here=$(dirname "${script:-$SLURM_SUBMIT_DIR/job.sh}")
 # Without replicas (no agent) nobody exports MASTER_ADDR: a plain Slurm job says it itself.
 [ -n "${GEMINI_SOCKET:-}" ] || export MASTER_ADDR=$(hostname) MASTER_PORT=$((29000 + SLURM_JOB_ID % 1000))
 
-exec gemini-hpc run -- srun "$python" "$here/train_gpt.py" --log "train-gpt-$SLURM_JOB_ID.jsonl" "$@"
+exec gemini-hpc run -- srun --kill-on-bad-exit=1 "$python" -m gemini_hpc.launch \
+	"$here/train_gpt.py" --log "train-gpt-$SLURM_JOB_ID.jsonl" "$@"
