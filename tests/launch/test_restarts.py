@@ -124,6 +124,20 @@ def test_an_agent_dies_and_comes_back(launch: Launch, undisturbed: Undisturbed) 
     assert ranks.repeated(1) in (0, 1) and ranks.digests() == undisturbed(steps=60), ranks.story()
 
 
+def test_a_rank_fails_while_its_agent_is_away(launch: Launch, undisturbed: Undisturbed) -> None:
+    """Its launcher waits for the agent; the copies are those of the other node."""
+    ranks = launch(steps=30)
+    ranks.reach(6)
+    assert ranks.job is not None
+    agent = ranks.job.nodes[0]
+    agent.die()
+    os.kill(ranks.pid(0), signal.SIGKILL)
+    until(lambda: "the agent does not answer" in ranks.output(0), 20, 0.01, what="rank 0's launcher waits")
+    agent.start(again=True)
+    assert ranks.wait() == [0, 0] and ranks.attempts() == 2, ranks.story()
+    assert ranks.repeated(1) in (0, 1, 2) and ranks.digests() == undisturbed(steps=30), ranks.story()
+
+
 def test_a_second_rank_fails_while_the_first_failure_is_mended(launch: Launch, undisturbed: Undisturbed) -> None:
     ranks = launch(3, nodes=3, faults=[(1, 0, 7, "kill"), (2, 1, 0, "raise")])
     assert ranks.wait() == [0, 0, 0], ranks.story()
