@@ -41,6 +41,7 @@ LATER = {
     "cli/test_run.py": "processes that wait",
     "controller/test_last_judgement.py": "time",
     "launch/test_restarts.py": "trainings, agents",
+    "launch/test_stacks.py": "other training stacks, agents",
     "report/test_report.py": "drawings",
     "doctor/test_broken_hosts.py": "mount namespaces, other users",
     # Processes for each of many tests.

@@ -32,7 +32,10 @@ class Command:
         self._output = output
         argv = [sys.executable, "-m", "gemini_hpc.launch", *arguments]
         with output.open("wb") as file:
-            self._process = subprocess.Popen(argv, env={**usual, **env}, stdout=subprocess.DEVNULL, stderr=file)
+            self._process = subprocess.Popen(
+                argv, env={**usual, **env}, cwd=output.parent, stdout=subprocess.DEVNULL, stderr=file
+            )
+        self.pid = self._process.pid
 
     def poll(self) -> int | None:
         return self._process.poll()
