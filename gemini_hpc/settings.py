@@ -124,6 +124,14 @@ class Settings:
         1,
         86400,
     )
+    hang_s: float = _setting(
+        480.0,
+        "A training [hangs](training.md#hangs) when one rank has kept the others waiting for so long, and far longer "
+        "than usual; its step is started again where somebody does that. 0: never. For one job: "
+        "`--gemini-hang=SECONDS` or `off`.",
+        0,
+        604800,
+    )
     fence_confirm_s: float = _setting(
         5.0,
         "How long the controller's own probes of slurmd *and* agent must stay unanswered before it acts. Where "

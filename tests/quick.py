@@ -52,6 +52,7 @@ LATER = {
     "tier/test_worker.py": "time",
     "train/test_faults.py": "trainings",
     "train/test_gpu_benchmark.py": "trainings",
+    "train/test_hangs.py": "trainings, agents",
     "train/test_host.py": "trainings",
     "train/test_keep.py": "trainings, agents",
     "train/test_kept_profiles.py": "trainings",

@@ -19,6 +19,7 @@ import msgspec
 
 from gemini_hpc import clock, logs
 from gemini_hpc.agent.controller_link import ControllerLink
+from gemini_hpc.agent.hangs import Hangs
 from gemini_hpc.agent.inspect_part import Picture
 from gemini_hpc.agent.launches import Launches
 from gemini_hpc.agent.peer_server import PeerServer
@@ -89,6 +90,7 @@ class Agent:
         self.state = StateFile(directory)
         self.pledges = Pledges(directory)
         self.launches = Launches(job, node, here, log)
+        self._hangs = Hangs(node, settings.hang_s, here, trainings, self.launches, log, spawn)
         stats = StatsStore()
         tier = TierChoice(settings, uid, here)
         rejections = Rejections(self.pledges, log)
@@ -235,6 +237,7 @@ class Agent:
                 self.membership.incarnation.rounds.tick(now)
             self.member.tend()
             self.keeps.tend(now)
+            self._hangs.look(now)
             self._retention.runs(now)
 
     def _watch_on(self, now: float) -> None:
@@ -478,6 +481,8 @@ class Agent:
             self.trainings.on_message(incarnation, name, message)
         elif isinstance(message, peer.Launch):
             self.launches.heard(incarnation, name, message)
+        elif isinstance(message, (peer.StandingUp, peer.HungDown)):
+            self._hangs.heard(incarnation, name, message)
         elif isinstance(message, peer.SaveDown) and name == rounds.parent:
             self.saver.wanted(message)
         elif isinstance(message, peer.SaveUp) and name in rounds.children:

@@ -67,6 +67,7 @@ class Picture:
             traffic=self._stats.states(training.name, training.greeted),
             tier=self._saver.state(training.name),
             pace=pace,
+            hung=training.hung[:500],
         )
 
     def _held(self) -> Iterable[inspect_schema.HeldSlot]:

@@ -102,6 +102,17 @@ class Launches:
             self._learn(incarnation, step, known.failed(known.attempt, reason), "")
         self._wake()
 
+    def hung(self, launch: str, reason: str) -> bool:
+        """A rank of this launch hangs: the next attempt begins. False: no launchers have started it."""
+        step, mark, attempt = launch.rpartition("+")
+        if not mark or not (attempt.isascii() and attempt.isdigit()):
+            step, attempt = launch, "0"
+        incarnation, known = self._membership.incarnation, self._steps.get(step)
+        if incarnation is None or known is None:
+            return False
+        self._learn(incarnation, step, known.failed(int(attempt), f"{local.HUNG}{reason}"[:_REASON]), "")
+        return True
+
     # ---- peers -----------------------------------------------------------------------------------------
 
     def heard(self, incarnation: Incarnation, host: str, m: peer.Launch) -> None:

@@ -112,7 +112,7 @@ class RankRequests:
             if isinstance(request, local.HandBack):
                 return await self._hand_back(client, request, fds)
             if isinstance(request, local.Hello):
-                return await self._sessions.hello(client, request)
+                return await self._sessions.hello(client, request, fds)
             if isinstance(request, local.Register):
                 return await self._register(client, request)
             if isinstance(request, local.Begin):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -73,6 +73,7 @@ class Sessions:
         self._clients.pop(client, None)
         if training is not None and training.present.get(rank) is client:
             del training.present[rank]
+            training.ranks.drop(rank)
 
     def drop_all(self) -> None:
         """A new round: all processes must say hello again."""
@@ -109,8 +110,8 @@ class Sessions:
 
     # ---- hello -----------------------------------------------------------------------------------------
 
-    async def hello(self, client: Client, m: local.Hello) -> Reply:
-        """A process says which rank it is; answered when it may train. Raises `Rejected`."""
+    async def hello(self, client: Client, m: local.Hello, fds: Sequence[int] = ()) -> Reply:
+        """A process says which rank it is; answered when it may train. fds: its progress page. Raises `Rejected`."""
         me, here = self._identity, self._membership
         proto = version.common(m.least, m.most)
         if not proto:
@@ -147,6 +148,9 @@ class Sessions:
         training.finished.discard(m.rank)
         training.left.pop(m.rank, None)
         training.present[m.rank] = client
+        if fds:
+            training.ranks.add(m.rank, fds[0], clock.monotonic())
+        (training.restarts.add if m.restarts else training.restarts.discard)(m.rank)
         training.world = m.world
         self._clients[client] = Session(m.step, m.set, m.rank)
         chosen = training.chosen or Stamp(0, 0)

@@ -61,6 +61,7 @@ class Wake:
             attach.tier_interval,
             attach.spares,
             attach.lost,
+            attach.hang,
         )
         ports = candidates(settings, self._identity.job)
         try:
@@ -96,6 +97,7 @@ class Wake:
                 message.tier_interval,
                 message.spares,
                 message.lost,
+                message.hang,
             )
             self._spawn(self._enter(attach))
 

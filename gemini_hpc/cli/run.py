@@ -13,6 +13,7 @@ from collections.abc import MutableMapping
 from gemini_hpc import clock
 from gemini_hpc.cli import sendback
 from gemini_hpc.client.agent_connection import ask_verdict
+from gemini_hpc.client.joining import RESTARTS_ENV
 from gemini_hpc.client.restart_limit import Reached, RestartLimit
 
 VERDICT_WAIT_S = 20.0
@@ -123,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     _fit_tasks(os.environ)
     path = os.environ.get("GEMINI_SOCKET", "")
+    os.environ[RESTARTS_ENV] = "1"
     ended = threading.Event()
     attempts = RestartLimit(args.max_restarts)
     while True:

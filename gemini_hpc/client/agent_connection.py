@@ -13,6 +13,7 @@ from contextlib import suppress
 import msgspec
 
 from gemini_hpc import clock
+from gemini_hpc.client.own_progress import OwnProgress
 from gemini_hpc.wire import local
 from gemini_hpc.wire.control_page import ControlPage
 
@@ -110,8 +111,11 @@ class AgentClient:
         rejoin: Callable[[local.Welcome, Exchange], bool],
         lost: Callable[[], None],
         say: Callable[[str], None] = lambda note: None,
+        progress: OwnProgress | None = None,
     ) -> None:
+        """progress: goes to the agent beside each `Hello`, and is written while there is one."""
         self._path, self._rejoin, self._on_lost, self._say = path, rejoin, lost, say
+        self._progress = progress
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
         self._closed = threading.Event()
@@ -181,7 +185,7 @@ class AgentClient:
     ) -> local.Welcome:
         started = clock.monotonic()
         try:
-            sock.sendall(local.encode(hello))
+            socket.send_fds(sock, [local.encode(hello)], [self._progress.fd] if self._progress is not None else [])
         except OSError as error:
             raise AgentLost(f"the agent does not answer: {error}") from None
         poll = select.poll()
@@ -308,7 +312,8 @@ class AgentClient:
             poll = select.poll()
             poll.register(sock, select.POLLRDHUP)  # data is for the requesting thread, the end is for us
             while not self._closed.is_set() and not poll.poll(1000):
-                pass
+                if self._progress is not None:
+                    self._progress.beat()
             self._sock = None
             if not self._closed.is_set():
                 self._on_lost()

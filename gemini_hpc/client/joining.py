@@ -16,6 +16,7 @@ UNPROTECTED_ENV = "GEMINI_UNPROTECTED"  # by the plugin, where the prolog has sa
 STEP_ENV = "GEMINI_STEP"  # names this launch where Slurm's step id does not
 SPARES_ENV = "GEMINI_SPARES"  # nodes of the job that wait until another one is lost
 ATTEMPT_ENV = "GEMINI_ATTEMPT"  # by a launcher (`gemini_hpc.launch`) that has started this rank again
+RESTARTS_ENV = "GEMINI_RESTARTS_STEP"  # by `gemini-hpc run`: it starts the step again when a rank fails
 TRY_AGAIN_EXIT = 75  # EX_TEMPFAIL: `gemini-hpc run` starts the step again
 
 
@@ -52,7 +53,16 @@ def no_agent() -> str:
 def hello(set_name: str, rank: int, world: int, local_rank: int, tier: Tier) -> local.Hello:
     """The greeting of this process."""
     step, pid = step_name(os.environ), os.getpid()
-    return local.hello(set=set_name, rank=rank, world=world, local_rank=local_rank, step=step, pid=pid, tier=tier)
+    return local.hello(
+        set=set_name,
+        rank=rank,
+        world=world,
+        local_rank=local_rank,
+        step=step,
+        pid=pid,
+        tier=tier,
+        restarts=RESTARTS_ENV in os.environ,
+    )
 
 
 def step_name(environ: Mapping[str, str]) -> str:

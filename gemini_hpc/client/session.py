@@ -16,11 +16,13 @@ from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefu
 from gemini_hpc.client.hand_back import hand_back, same_or_new
 from gemini_hpc.client.joining import ATTEMPT_ENV, SOCKET_ENV, SPARES_ENV, TRY_AGAIN_EXIT, Notice
 from gemini_hpc.client.mapped_slots import Keeper
+from gemini_hpc.client.own_progress import OwnProgress
 from gemini_hpc.client.seal_wait import SealGate
 from gemini_hpc.client.step_guard import StepGuard
 from gemini_hpc.client.verdict import Verdict
 from gemini_hpc.core import placement
 from gemini_hpc.wire import local
+from gemini_hpc.wire.progress_page import Progress
 from gemini_hpc.wire.stored import Tier
 
 FETCH_TIMEOUT_S = 600.0  # a pull of a large shard from a peer over a slow network
@@ -49,6 +51,7 @@ class Session:
     """See the module. What only a protected program has (`gate`, `guard`, `homes`, ...) is there after a `join` that
     ends in `verdict.protected`.
 
+    collectives: tells, from any thread, what the program has launched since its last `step()`.
     what: "training" or "program", for sentences. keepers: those that have memory of the agent's, which a new agent is
     to be given back, while `handing` is held. on_lost: called with the reason, once, when protection ends for good.
     """
@@ -84,6 +87,8 @@ class Session:
         self.findings: list[str] = []
         self.ending = False
         self.client: AgentClient | None = None
+        self.collectives: Callable[[], Progress] = Progress
+        self._progress: OwnProgress | None = None
         self.epoch = 0
         self.node_rank = -1
         self.homes: list[int] = []
@@ -201,14 +206,29 @@ class Session:
         hello = joining.hello(self.name, self.rank, self.world, self._local_rank, self.tier)
         self._waiting_said = ""
         try:
-            self.client = AgentClient(self.path, self._rejoin, self._agent_gone, self.say)
+            if self._progress is None:
+                self._progress = self._own_progress()
+            self.client = AgentClient(self.path, self._rejoin, self._agent_gone, self.say, self._progress)
             self.welcome = self.client.hello(hello, self._waiting)
         except (AgentLost, AgentRefused) as error:
             self.client = None
+            self._hide()
             return Notice(problem=str(error), later=isinstance(error, NotYet))
         if self._imported_at is not None:  # a rank that was started again had it all imported
             self.client.event("imports_done", 0, t=None if ATTEMPT_ENV in os.environ else self._imported_at)
         return Notice.of(self.welcome)
+
+    def _own_progress(self) -> OwnProgress | None:
+        try:
+            return OwnProgress(lambda: self.collectives()._replace(version=self.version))
+        except OSError as error:
+            self.find(f"hangs of this rank are not noticed: {error}")
+            return None
+
+    def _hide(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
 
     def _waiting(self, waited_s: float, why: str) -> None:
         said = joining.waiting(waited_s, why)
@@ -255,6 +275,7 @@ class Session:
             except (AgentLost, AgentRefused) as error:
                 self.say(f"rank {self.rank}: could not tell the agent that the training has ended: {error}")
         self.client.close()
+        self._hide()
 
     # ---- the agent's death -----------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ import msgspec
 from gemini_hpc.core.numbers import Count, Version
 
 Span = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # seconds
+Host = Annotated[str, msgspec.Meta(max_length=255)]
+Name = Annotated[str, msgspec.Meta(max_length=32)]
 Calls = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 
 USUAL, PAUSES = 10.0, 2.0  # iterations, and the longest wait for a rank so far that ended by itself
@@ -29,8 +31,8 @@ class Place(msgspec.Struct, frozen=True):
     launched: Calls
     usual: Calls
     rank: Count
-    host: str
-    collective: str = ""
+    host: Host
+    collective: Name = ""
     runs: bool = True
 
     @property

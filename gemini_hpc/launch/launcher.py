@@ -120,7 +120,10 @@ class Launcher:
             if state.over:
                 return self._end(rank, state)
             if state.attempt > self._attempt and (state.place is not None or not self._spares):
-                self._limit.failed(0, self._reached())
+                why_not, _ = self._limit.failed(0, self._reached())
+                if why_not and state.reason.startswith(local.HUNG):  # no launcher has asked itself that
+                    self._tell(over=f"{state.reason}; {why_not}")
+                    continue
                 self._next(rank, state)
                 return None
 

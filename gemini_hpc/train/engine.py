@@ -40,6 +40,7 @@ from gemini_hpc.train.state.ownership import Ownership
 from gemini_hpc.train.state.tree import StateTree
 from gemini_hpc.train.transport import choice
 from gemini_hpc.train.transport.base import Transport
+from gemini_hpc.wire.progress_page import Progress
 
 
 class SaveEngine:
@@ -204,6 +205,12 @@ class SaveEngine:
         monitor = CollectiveMonitor(
             lambda ranks: len({homes[rank] for rank in ranks if rank < len(homes)}) != 1,
             device=streams.of_training(on_device),
+        )
+        session.collectives = lambda: Progress(
+            launched=monitor.launched,
+            flying=monitor.in_flight(),
+            usual=monitor.launched_before,
+            collective=monitor.newest,
         )
         pushed = self.transport is not None and self.transport.pushed
         planner: Callable[..., Planner] = partial(Planner, whole=pushed, on_host=not on_device)

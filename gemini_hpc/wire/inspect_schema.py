@@ -82,7 +82,8 @@ class PaceState(msgspec.Struct, frozen=True):
 
 class TrainingState(msgspec.Struct, frozen=True):
     """One set on one node. state: arming, protected, degraded, recovering, finished. traffic: of those `ranks` that
-    have told theirs. tier: from the root, of a job that has one. pace: where connected ranks have saved twice."""
+    have told theirs. tier: from the root, of a job that has one. pace: where connected ranks have saved twice.
+    hung: which rank holds the others up, and where, if the agents have found that the training hangs."""
 
     name: str
     world: Count
@@ -93,6 +94,7 @@ class TrainingState(msgspec.Struct, frozen=True):
     traffic: tuple[tuple[Count, TrafficState], ...] = ()
     tier: TierState | None = None
     pace: PaceState | None = None
+    hung: str = ""
 
 
 class Record(msgspec.Struct, frozen=True):

@@ -48,7 +48,8 @@ class Attach(Message, frozen=True, tag="attach"):
     """A new incarnation of the job has been allocated; answered by `Ready` once all agents agree on the map.
 
     spares: nodes that are not to train as long as others are there; lost: nodes that the agents have lost in this
-    incarnation, and go on without (a prolog never says so).
+    incarnation, and go on without (a prolog never says so). hang: seconds after which
+    a training that stands still hangs; 0: never, None: as the site says.
     """
 
     job: Job
@@ -60,6 +61,7 @@ class Attach(Message, frozen=True, tag="attach"):
     tier_interval: Seconds = 0
     spares: Count = 0
     lost: tuple[str, ...] = ()
+    hang: Seconds | None = None
 
 
 class Ready(Message, frozen=True, tag="ready"):
@@ -94,6 +96,8 @@ class Verdict(Message, frozen=True, tag="verdict"):
     begun: Version = 0
     spared: bool = False
 
+
+HUNG = "hung: "  # begins the reason of an attempt that no launcher has asked for
 
 # ---- from launchers ----------------------------------------------------------------------------------
 
@@ -154,7 +158,8 @@ class Hello(Message, frozen=True, tag="hello"):
 
     `step` identifies one launch of the training (SLURM_JOB_ID.SLURM_STEP_ID): a new value on any node
     starts a new recovery round. `rejoin` is set by a trainer that was welcomed before and lost its agent.
-    It speaks protocols `least` to `most`. `tier`: what its program has chosen.
+    It speaks protocols `least` to `most`. `tier`: what its program has chosen. `restarts`: what has started it starts
+    it again when it fails. Beside it may be one descriptor: the rank's progress page.
     """
 
     least: int
@@ -167,6 +172,7 @@ class Hello(Message, frozen=True, tag="hello"):
     pid: int
     rejoin: bool = False
     tier: Tier = Tier()
+    restarts: bool = False
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -469,6 +475,7 @@ def hello(
     pid: int,
     rejoin: bool = False,
     tier: Tier = Tier(),  # noqa: B008 (frozen)
+    restarts: bool = False,
 ) -> Hello:
     """A `Hello` in all versions that this end speaks."""
-    return Hello(version.OLDEST, version.CURRENT, set, rank, world, local_rank, step, pid, rejoin, tier)
+    return Hello(version.OLDEST, version.CURRENT, set, rank, world, local_rank, step, pid, rejoin, tier, restarts)

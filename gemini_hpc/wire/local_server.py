@@ -31,7 +31,7 @@ class Client:
         self.closed = asyncio.Event()
         self._process = _process(sock, pid)
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, number: int) -> None:
         """Send a signal to the very process that called; nothing where it has ended, or is not this user's."""
         with suppress(OSError):
             if self._process >= 0:

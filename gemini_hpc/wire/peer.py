@@ -27,6 +27,7 @@ from gemini_hpc.core.numbers import (
     Version,
 )
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.core.standstill import Standing
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import NodeFile, Reason, Rejection, Tier
 
@@ -121,6 +122,7 @@ class Wake(Message, frozen=True, tag="wake"):
     tier_interval: Seconds = 0
     spares: Count = 0
     lost: tuple[str, ...] = ()
+    hang: Seconds | None = None
 
 
 TIER = "tier:"  # among the sources of a copy: the persistent tier; no host has such a name
@@ -242,6 +244,26 @@ class DecisionDown(Message, frozen=True, tag="decision"):
     sealed: Stamp | None
     abandoned: tuple[Stamp, ...]
     degraded: bool
+
+
+# ---- hangs, along the tree -----------------------------------------------------------------------------
+
+
+class StandingUp(Message, frozen=True, tag="standing"):
+    """Up, each second while it makes no progress, and once when it does again: how the ranks of a training stand in
+    the whole subtree."""
+
+    round: Round
+    set: SetName
+    standing: Standing
+
+
+class HungDown(Message, frozen=True, tag="hung"):
+    """Down, each second while it is so: this training hangs."""
+
+    round: Round
+    set: SetName
+    standing: Standing
 
 
 # ---- to the tier, along the tree -----------------------------------------------------------------------

@@ -24,6 +24,8 @@ AnyMessage = (
     | peer.RoundLost
     | peer.VoteUp
     | peer.DecisionDown
+    | peer.StandingUp
+    | peer.HungDown
     | peer.SaveDown
     | peer.SaveUp
     | peer.SaveOver

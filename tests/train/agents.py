@@ -104,7 +104,7 @@ class RealNode:
 
 class RealJob:
     """Agents of a job of `nodes` nodes with m replicas; `nodes` are those of the present incarnation, in the order of
-    their node ranks. tier, interval_s: of the submission."""
+    their node ranks. tier, interval_s, hang: of the submission."""
 
     def __init__(
         self,
@@ -114,9 +114,10 @@ class RealJob:
         *,
         tier: Path | None = None,
         interval_s: int = 3600,
+        hang: int | None = None,
     ) -> None:
         directory.mkdir()
-        self.tier, self._interval_s = tier, interval_s
+        self.tier, self._interval_s, self._hang = tier, interval_s, hang
         self.m, self.restart = m, 0
         self._directory = directory
         self._base = 21000 + os.getpid() % 600 * 16
@@ -134,7 +135,7 @@ class RealJob:
         def prolog(name: str) -> None:
             tier, interval_s = (str(self.tier), self._interval_s) if self.tier is not None else ("", 0)
             replies[name] = self.all[name].ask(
-                local.Attach(JOB, self.restart, ",".join(names), name, self.m, tier, interval_s)
+                local.Attach(JOB, self.restart, ",".join(names), name, self.m, tier, interval_s, self._hang)
             )
 
         threads = [threading.Thread(target=prolog, args=(name,)) for name in names]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.replicas.pace import Pace
+from gemini_hpc.agent.replicas.progress import Ranks
 from gemini_hpc.agent.replicas.voting import Voting
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Stamp
@@ -31,6 +32,9 @@ class Training:
         self.note = ""
         self.begun = 0  # the newest version that a rank of this launch has begun to save here
         self.pace = Pace()
+        self.ranks = Ranks()
+        self.hung = ""  # why the training is said to hang, and where
+        self.restarts: set[int] = set()  # ranks that somebody starts again when they fail
         self.present: dict[int, Client] = {}
         self.greeted: set[int] = set()
         self.finished: set[int] = set()
@@ -69,6 +73,9 @@ class Training:
         self.sealing = None
         self.present.clear()
         self.greeted.clear()
+        self.ranks.reset()
+        self.restarts.clear()
+        self.hung = ""
         self.finished.clear()
         self.left.clear()
         self._complaint = "", None
@@ -92,5 +99,6 @@ class Training:
 
     def close(self) -> None:
         """Free everything."""
+        self.ranks.reset()
         self.page.close()
         self._memory.close()

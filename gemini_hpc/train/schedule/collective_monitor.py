@@ -119,6 +119,7 @@ class CollectiveMonitor:
         self._launched_at = 0.0
         self._launched = self._entering = 0  # the latter: counted, and not yet known to `_flight`
         self.launched_before = 0  # operations of the iteration before this one
+        self.newest = ""  # the name of the one launched last
         self._iteration = Iteration(False)
         self._number = 0  # of `mark()`s
         self._finished: deque[tuple[int, Iteration, Iteration]] = deque()
@@ -388,7 +389,7 @@ class CollectiveMonitor:
         except Exception as error:
             self._note(error)
         with self._lock:
-            number = self._launched
+            number, self.newest = self._launched, signature.name
             self._launched, self._launched_at = number + 1, clock.monotonic()
             self._entering += 1
             if record is not None:

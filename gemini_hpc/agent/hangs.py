@@ -1,0 +1,175 @@
+"""Finding trainings that hang on living nodes, and ending that: the rules are in `core.standstill`.
+
+Each agent looks at the pages of its ranks once a second. While none of them comes on it says so to its parent; the
+root, where all is known, judges. Its word goes down the tree, and the agent of the rank that holds the others up asks
+that rank for its Python stack, tells what has happened, and has the step begun anew where somebody does that: by its
+launchers, or by `gemini-hpc run` when the rank is killed. Otherwise it is only told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from gemini_hpc import clock
+from gemini_hpc.agent.launches import Launches
+from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.peers.incarnation import Incarnation
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.replicas.training import Training
+from gemini_hpc.agent.replicas.trainings import Trainings
+from gemini_hpc.core.standstill import Judge, Standing, shortened, told
+from gemini_hpc.wire import control_page, peer
+from gemini_hpc.wire.local_server import Client
+
+LOOK_S = 1.0
+_QUIET = 0.25  # of the least patience: a silence that is worth a word
+_FRESH_S = 3.5
+_STOPPED_S = 5.0  # who has not looked for so long was stopped itself, perhaps with its ranks
+_STACK_S = 2.0
+_STACK_CHARS = 120
+_SHOWN = (control_page.STATE_PROTECTED, control_page.STATE_DEGRADED)
+
+
+class Hangs:
+    """Of one agent. site_s: `hang_s` of the site."""
+
+    def __init__(
+        self,
+        node: str,
+        site_s: float,
+        membership: Membership,
+        trainings: Trainings,
+        launches: Launches,
+        log: Log,
+        spawn: Spawn,
+        now: Callable[[], float] = clock.monotonic,
+    ) -> None:
+        self._node, self._site_s, self._membership, self._trainings = node, site_s, membership, trainings
+        self._launches, self._log, self._spawn, self._now = launches, log, spawn, now
+        self._looked_at = 0.0
+        self._round = (-1, 0)
+        self._below: dict[tuple[str, str], tuple[float, Standing]] = {}  # by set and child, and when it was said
+        self._loud: set[str] = set()  # sets of which the parent has been told
+        self._judges: dict[str, Judge] = {}
+        self._acted: set[str] = set()
+
+    @property
+    def hang_s(self) -> float:
+        """The least patience; 0: nobody looks."""
+        incarnation = self._membership.incarnation
+        asked = incarnation.attach.hang if incarnation is not None else None
+        return self._site_s if asked is None else float(asked)
+
+    def look(self, now: float) -> None:
+        """Called a few times a second."""
+        incarnation, hang_s = self._membership.training, self.hang_s
+        if incarnation is None or not hang_s or now - self._looked_at < LOOK_S:
+            return
+        stopped = now - self._looked_at > _STOPPED_S
+        self._looked_at = now
+        self._enter(incarnation)
+        for training in self._trainings:
+            if training.ranks.look(now, stopped=stopped):
+                training.hung = ""
+                self._acted.discard(training.name)
+        for name in {training.name for training in self._trainings} | {name for name, _ in self._below}:
+            standing = self._standing(name, now)
+            if incarnation.leads:
+                judge = self._judges.setdefault(name, Judge(hang_s))
+                if judge.look(standing) and standing is not None:
+                    self._hung(incarnation, name, standing)
+                continue
+            quiet = standing is not None and standing.silent_s > _QUIET * hang_s
+            if standing is not None and (quiet or name in self._loud) and incarnation.rounds.parent is not None:
+                incarnation.send(incarnation.rounds.parent, peer.StandingUp(self._round[1], name, standing))
+            (self._loud.add if quiet else self._loud.discard)(name)
+
+    def _enter(self, incarnation: Incarnation) -> None:
+        """A new round: nothing that was said before counts."""
+        at = incarnation.restart, incarnation.rounds.round
+        if at == self._round:
+            return
+        self._round = at
+        self._below.clear()
+        self._loud.clear()
+        self._acted.clear()
+        for judge in self._judges.values():
+            judge.begin()
+
+    def _standing(self, name: str, now: float) -> Standing | None:
+        """Of all ranks below this agent that have said how they stand."""
+        said = [standing for (of, _), (at, standing) in self._below.items() if of == name and now - at < _FRESH_S]
+        training = self._trainings.get(name)
+        if training is not None and training.page.state in _SHOWN and not training.left:
+            mine = training.ranks.standing(self._node, training.world, now)
+            said += [mine] if mine is not None else []
+        whole = None
+        for standing in said:
+            whole = standing if whole is None else whole.join(standing)
+        return whole
+
+    # ---- peers -----------------------------------------------------------------------------------------
+
+    def heard(self, incarnation: Incarnation, host: str, m: peer.StandingUp | peer.HungDown) -> None:
+        """A child's ranks stand still; or the root has judged."""
+        rounds = incarnation.rounds
+        if m.round != rounds.round or not incarnation.live or not self._trainings.may_have(m.set):
+            return
+        if isinstance(m, peer.HungDown) and host == rounds.parent:
+            self._hung(incarnation, m.set, m.standing)
+        elif isinstance(m, peer.StandingUp) and host in rounds.children:
+            self._enter(incarnation)
+            self._below[m.set, host] = self._now(), m.standing
+
+    def _hung(self, incarnation: Incarnation, name: str, standing: Standing) -> None:
+        incarnation.send_down(peer.HungDown(incarnation.rounds.round, name, standing))
+        training = self._trainings.get(name)
+        if training is None:
+            return
+        training.hung = f"{standing.least.host}: {told(standing)}"
+        if standing.least.host == self._node and name not in self._acted:
+            self._acted.add(name)
+            self._spawn(self._end(incarnation, training, standing))
+
+    # ---- the rank that holds the others up -------------------------------------------------------------
+
+    async def _end(self, incarnation: Incarnation, training: Training, standing: Standing) -> None:
+        rank, number = standing.least.rank, incarnation.rounds.round
+        client = training.present.get(rank)
+        stack = await self._stack(training, rank, client) if client is not None else ""
+        what = told(standing)
+        self._log("hung", version=standing.least.version, detail=f"{what}; {stack or 'it gives no stack'}")
+        if incarnation.rounds.round != number or self._membership.training is not incarnation or not training.hung:
+            return
+        launched = self._launches.hung(incarnation.rounds.step, f"{self._node}: {what}")
+        if not launched and client is not None and rank in training.restarts:
+            client.signal(signal.SIGKILL)
+
+    async def _stack(self, training: Training, rank: int, client: Client) -> str:
+        """The rank's Python stack, in a line; "" where it does not answer."""
+        number = training.ranks.signal_of(rank)
+        if not number or not _catches(client.pid, number):
+            return ""
+        begin = training.ranks.stacks_end(rank)
+        client.signal(number)
+        deadline, text = self._now() + _STACK_S, ""
+        while self._now() < deadline:
+            await asyncio.sleep(0.05)
+            before, text = text, training.ranks.stack(rank, begin)
+            if text and text == before:
+                break
+        return shortened(text, _STACK_CHARS)
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether this process has a handler for the signal, which would end it otherwise."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in text.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)

@@ -1,0 +1,115 @@
+"""Trainings that hang, or seem to, with real agents: found or left alone, told, and begun again by launchers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from waiting import until
+
+from .agents import RealJob
+from .launch import ROOT, environments
+
+STEPS, AT = 60, 40
+HANG_S = 5
+THREADS = {"OMP_NUM_THREADS": "1"}
+MakeJob = Callable[..., RealJob]
+
+
+class Ranks:
+    """One on each node of a job; launchers: each below one of its own."""
+
+    def __init__(self, job: RealJob | None, how: str, output: Path, *, launchers: bool = True, **more: str) -> None:
+        self.output = output
+        argv = [sys.executable, *(["-m", "gemini_hpc.launch"] if launchers else [])]
+        argv += [str(Path(__file__).with_name("hanging.py")), str(STEPS), str(AT), how]
+        self.processes = []
+        with output.open("w") as out:
+            for rank, place in enumerate(environments(3)):
+                env = {**os.environ, **place, "GEMINI_STEP": "1.0", "PYTHONPATH": str(ROOT), **THREADS, **more}
+                if job is not None:
+                    env["GEMINI_SOCKET"] = job.nodes[rank].path
+                self.processes.append(subprocess.Popen(argv, env=env, stdout=out, stderr=out))
+
+    def wait(self) -> list[str]:
+        """What the ranks have come to."""
+        codes = [process.wait(120) for process in self.processes]
+        assert codes == [0, 0, 0], self.output.read_text()
+        lines = self.output.read_text().splitlines()
+        return sorted(line for line in lines if " result " in line)
+
+    def begun(self) -> set[tuple[int, int]]:
+        """Attempts, and the version that each began with."""
+        words = [line.split() for line in self.output.read_text().splitlines() if " begins at " in line]
+        return {(int(word[3]), int(word[6])) for word in words}
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+    made: list[Ranks] = []
+
+    def begin(job: RealJob | None, how: str, **more: object) -> Ranks:
+        made.append(Ranks(job, how, tmp_path / f"output{len(made)}", **more))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield begin
+    for process in (p for r in made for p in r.processes):
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            process.wait(10)
+
+
+def events(job: RealJob, name: str) -> list[tuple[str, str]]:
+    """Host and detail."""
+    found = [(node.name, e.detail) for node in job.nodes for e in job.inspect(node).events if e.name == name]
+    return sorted(set(found))
+
+
+def test_one_rank_sleeps_for_ever(real_job: MakeJob, ranks: Callable[..., Ranks]) -> None:
+    job = real_job(3, 2, hang=HANG_S)
+    run = ranks(job, "sleep")
+    results = run.wait()
+    [(host, told)] = events(job, "hung")
+    assert host == job.nodes[1].name and told.startswith("rank 1: no progress for "), told
+    assert f"collectives of step {AT}" in told and "wait in allreduce" in told, told
+    assert "forgotten (hanging.py:" in told and "< train (hanging.py:" in told, told
+    assert run.begun() == {(0, 0), (1, AT - 1)}
+    [(_, why)] = events(job, "relaunch")
+    assert f"attempt 1 begins: hung: {host}: rank 1: " in why
+    assert results == ranks(None, "none").wait(), "bit for bit"
+
+
+def test_one_rank_is_stopped(real_job: MakeJob, ranks: Callable[..., Ranks]) -> None:
+    job = real_job(3, 2, hang=HANG_S)
+    run = ranks(job, "stop")
+    run.wait()
+    [(host, told)] = events(job, "hung")
+    assert host == job.nodes[1].name and told.startswith("rank 1: ") and told.endswith("it gives no stack"), told
+    # it was stopped while its last version was on its way, or after that
+    assert run.begun() in ({(0, 0), (1, AT - 1)}, {(0, 0), (1, AT - 2)})
+
+
+def test_a_pause_of_all_ranks_is_no_hang(real_job: MakeJob, ranks: Callable[..., Ranks]) -> None:
+    job = real_job(3, 2, hang=HANG_S)
+    run = ranks(job, "pause")
+    run.wait()
+    assert not events(job, "hung") and run.begun() == {(0, 0)}
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["told", "killed"])
+def test_without_launchers(real_job: MakeJob, ranks: Callable[..., Ranks], *, restarted: bool) -> None:
+    """Killed only where somebody starts the step again."""
+    job = real_job(3, 2, hang=HANG_S)
+    run = ranks(job, "sleep", launchers=False, **({"GEMINI_RESTARTS_STEP": "1"} if restarted else {}))
+    until(lambda: events(job, "hung"), 60, 0.2, what="hung")
+    if restarted:
+        assert run.processes[1].wait(20) == -signal.SIGKILL
+        return
+    told = {node.name: job.inspect(node).trainings[0].hung for node in job.nodes}
+    assert all(text.startswith(f"{job.nodes[1].name}: rank 1: ") for text in told.values()), told
+    assert all(process.poll() is None for process in run.processes)
