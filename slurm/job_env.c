@@ -18,6 +18,7 @@ static const char *const option_names[][2] = {
 	{ ENV_REPLICAS, SLURM_ENV(ENV_REPLICAS) },
 	{ ENV_TIER, SLURM_ENV(ENV_TIER) },
 	{ ENV_TIER_INTERVAL, SLURM_ENV(ENV_TIER_INTERVAL) },
+	{ ENV_HANG, SLURM_ENV(ENV_HANG) },
 	{ ENV_SPARES, SLURM_ENV(ENV_SPARES) },
 };
 
@@ -73,8 +74,10 @@ int job_env_publish(spank_t sp, const struct options *options)
 		rc |= publish(sp, option_names[1], options->tier);
 	if (options->tier_interval_s)
 		rc |= publish_number(sp, option_names[2], options->tier_interval_s);
+	if (options->hang[0])
+		rc |= publish(sp, option_names[3], options->hang);
 	if (options->spares) {
-		rc |= publish_number(sp, option_names[3], options->spares);
+		rc |= publish_number(sp, option_names[4], options->spares);
 		(void)setenv(ENV_NO_KILL, "set", 1);
 	}
 	return rc;

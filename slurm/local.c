@@ -12,6 +12,7 @@ static void warn_if_different(const struct options *options)
 {
 	const char *replicas = getenv(SLURM_ENV(ENV_REPLICAS));
 	const char *tier = getenv(SLURM_ENV(ENV_TIER));
+	const char *hang = getenv(SLURM_ENV(ENV_HANG));
 	const char *interval = getenv(SLURM_ENV(ENV_TIER_INTERVAL));
 	const char *spares = getenv(SLURM_ENV(ENV_SPARES));
 	uint32_t job_replicas = 0;
@@ -26,6 +27,7 @@ static void warn_if_different(const struct options *options)
 		(void)options_parse_spares(spares, &job_spares);
 	if ((options->replicas && options->replicas != job_replicas) ||
 	    (options->tier[0] && strcmp(options->tier, tier ? tier : "") != 0) ||
+	    (options->hang[0] && strcmp(options->hang, hang ? hang : "") != 0) ||
 	    (options->tier_interval_s && options->tier_interval_s != job_interval_s) ||
 	    (options->spares && options->spares != job_spares))
 		slurm_error(MESSAGE_PREFIX "the --gemini options belong to the allocation and have no effect "

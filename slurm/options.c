@@ -6,7 +6,7 @@
 #include "message.h"
 #include "number.h"
 
-enum { OPTION_REPLICAS, OPTION_TIER, OPTION_TIER_INTERVAL, OPTION_SPARES };
+enum { OPTION_REPLICAS, OPTION_TIER, OPTION_TIER_INTERVAL, OPTION_HANG, OPTION_SPARES };
 
 static struct options given;
 
@@ -40,6 +40,13 @@ bool options_parse_tier_interval(const char *text, uint32_t *seconds)
 		return false;
 	*seconds = (uint32_t)value;
 	return true;
+}
+
+bool options_parse_hang(const char *text)
+{
+	uint64_t seconds;
+
+	return strcmp(text, "off") == 0 || number_parse_string(text, 1, HANG_MAX_S, &seconds);
 }
 
 bool options_parse_spares(const char *text, uint32_t *spares)
@@ -84,6 +91,14 @@ static int on_option(int which, const char *text, int remote)
 		slurm_error(MESSAGE_PREFIX "--gemini-tier-interval: wanted whole seconds from 1 to %d, found '%s'",
 			    TIER_INTERVAL_MAX_S, message_shown(text, shown));
 		return -1;
+	case OPTION_HANG:
+		if (options_parse_hang(text)) {
+			(void)snprintf(given.hang, sizeof(given.hang), "%s", text);
+			return 0;
+		}
+		slurm_error(MESSAGE_PREFIX "--gemini-hang: wanted whole seconds from 1 to %d, or off, found '%s'",
+			    HANG_MAX_S, message_shown(text, shown));
+		return -1;
 	case OPTION_SPARES:
 		if (options_parse_spares(text, &given.spares))
 			return 0;
@@ -113,6 +128,12 @@ static struct spank_option option_table[] = {
 	  .usage = (char[]){ "time between two saves to --gemini-tier (1-604800)" },
 	  .has_arg = 1,
 	  .val = OPTION_TIER_INTERVAL,
+	  .cb = on_option },
+	{ .name = (char[]){ "gemini-hang" },
+	  .arginfo = (char[]){ "SECONDS" },
+	  .usage = (char[]){ "start the step again when one rank keeps the others waiting for so long (1-604800, off)" },
+	  .has_arg = 1,
+	  .val = OPTION_HANG,
 	  .cb = on_option },
 	{ .name = (char[]){ "gemini-spares" },
 	  .arginfo = (char[]){ "N" },
@@ -152,6 +173,10 @@ bool options_complete(const struct options *options)
 	}
 	if (options->tier_interval_s && !options->tier[0]) {
 		slurm_error(MESSAGE_PREFIX "--gemini-tier-interval needs a place to save to: add --gemini-tier=DIR");
+		return false;
+	}
+	if (options->hang[0] && !options->replicas) {
+		slurm_error(MESSAGE_PREFIX "--gemini-hang needs copies to start again from: add --gemini-replicas=N");
 		return false;
 	}
 	return true;

@@ -11,6 +11,8 @@ enum {
 	REPLICAS_MAX = 32,		/* copies of every shard, the own node's included */
 	TIER_MAX = 4096,		/* bytes of a path */
 	TIER_INTERVAL_MAX_S = 604800,	/* a week */
+	HANG_MAX_S = 604800,
+	HANG_SIZE = 8,			/* "off", or digits */
 	SPARES_MAX = 1024,
 };
 
@@ -20,6 +22,7 @@ struct options {
 	uint32_t tier_interval_s;
 	uint32_t spares;
 	char tier[TIER_MAX + 1];
+	char hang[HANG_SIZE];
 };
 
 /* Registers the options; must run in slurm_spank_init of every context. */
@@ -32,6 +35,7 @@ const struct options *options_get(void);
 bool options_parse_replicas(const char *text, uint32_t *replicas);
 bool options_parse_tier(const char *text);
 bool options_parse_tier_interval(const char *text, uint32_t *seconds);
+bool options_parse_hang(const char *text);
 bool options_parse_spares(const char *text, uint32_t *spares);
 
 /*

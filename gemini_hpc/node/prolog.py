@@ -1,8 +1,8 @@
 """The prolog's work on one node: an agent for this incarnation of the job, started or found again.
 
-    python3 -I -m gemini_hpc.node.prolog JOB UID RESTART REPLICAS NODE NODELIST TIER TIER_INTERVAL SPARES
+    python3 -I -m gemini_hpc.node.prolog JOB UID RESTART REPLICAS NODE NODELIST TIER TIER_INTERVAL HANG SPARES
 
-Runs as root, called by `prolog_epilog/prolog`, which has checked the integers; the last three may be empty.
+Runs as root, called by `prolog_epilog/prolog`, which has checked the integers; the last four may be empty.
 Root clears leftovers of dead jobs, makes the job's directory, and starts the agent, in a cgroup of its own; whatever
 touches the inside of the job's directory is done by a child that has become the job's owner for good.
 
@@ -48,7 +48,7 @@ OWNER_GRACE_S = 1.0
 INSTALLED_S = 5.0
 FORMER_END_S = 0.5
 REPLICAS_MAX = 32
-TIER_INTERVAL_MAX_S = 604800
+TIER_INTERVAL_MAX_S = HANG_MAX_S = 604800
 SPARES_MAX = 1024
 
 # How the child that is the job's owner tells root how it went.
@@ -57,7 +57,8 @@ _PROTECTED, _UNPROTECTED, _NOT_STARTED = 0, 10, 11
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """One run of a job, as slurmd describes it; `tier_interval_s` is 0 and `tier` empty where not given."""
+    """One run of a job, as slurmd describes it; `tier_interval_s` is 0 and `tier` empty where not given,
+    `hang_s` None; 0: off."""
 
     job: int
     uid: int
@@ -67,14 +68,15 @@ class Incarnation:
     nodelist: str
     tier: str
     tier_interval_s: int
+    hang_s: int | None
     spares: int = 0
 
 
 def parse(argv: list[str]) -> Incarnation:
     """The incarnation of a command line; raises `ValueError` with what was wanted and found."""
-    if len(argv) != 9:
-        raise ValueError(f"wanted 9 arguments, found {len(argv)}")
-    job, uid, restart, replicas, node, nodelist, tier, tier_interval, spares = argv
+    if len(argv) != 10:
+        raise ValueError(f"wanted 10 arguments, found {len(argv)}")
+    job, uid, restart, replicas, node, nodelist, tier, tier_interval, hang, spares = argv
     return Incarnation(
         job=parse_number("job id", job, 1, 2**32 - 1),
         uid=parse_number("uid", uid, 0, 2**32 - 2),
@@ -84,6 +86,7 @@ def parse(argv: list[str]) -> Incarnation:
         nodelist=_text("node list", nodelist, r"[A-Za-z0-9._,\[\]-]{1,60000}"),
         tier=_text("tier", tier, r"|/[ -~]{0,4095}", banned="\"'`\\"),
         tier_interval_s=parse_number("tier interval", tier_interval, 1, TIER_INTERVAL_MAX_S) if tier_interval else 0,
+        hang_s=_hang_s(hang),
         spares=parse_number("spares", spares, 0, SPARES_MAX) if spares else 0,
     )
 
@@ -93,6 +96,12 @@ def parse_number(what: str, text: str, least: int, most: int) -> int:
     if re.fullmatch(r"0|[1-9][0-9]{0,9}", text) and least <= int(text) <= most:
         return int(text)
     raise ValueError(f"{what}: wanted a whole number from {least} to {most}, found {text[:80]!r}")
+
+
+def _hang_s(text: str) -> int | None:
+    if text in ("", "off"):
+        return 0 if text else None
+    return parse_number("hang", text, 1, HANG_MAX_S)
 
 
 def _text(what: str, text: str, pattern: str, banned: str = "") -> str:
@@ -292,6 +301,7 @@ def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.sock
         "replicas": inc.replicas,
         "tier": inc.tier,
         "tier_interval": inc.tier_interval_s,
+        "hang": inc.hang_s,
         "spares": inc.spares,
     }
     process: int | None = None

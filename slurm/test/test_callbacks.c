@@ -31,15 +31,18 @@ static void passes_on(enum spank_context context)
 	give("gemini-replicas", "2");
 	give("gemini-tier", "/lustre/a b;$(x)");
 	give("gemini-tier-interval", "600");
+	give("gemini-hang", "off");
 	finish();
 	CHECK(stub_message_count() == 0);
 	CHECK_STRING(stub_control_getenv("GEMINI_REPLICAS"), "2");
 	CHECK_STRING(stub_control_getenv("GEMINI_TIER"), "/lustre/a b;$(x)");
 	CHECK_STRING(stub_control_getenv("GEMINI_TIER_INTERVAL"), "600");
+	CHECK_STRING(stub_control_getenv("GEMINI_HANG"), "off");
 	CHECK_STRING(getenv("GEMINI_REPLICAS"), "2");
 	CHECK_STRING(getenv("SLURM_GEMINI_REPLICAS"), "2");
 	CHECK_STRING(getenv("SLURM_GEMINI_TIER"), "/lustre/a b;$(x)");
 	CHECK_STRING(getenv("SLURM_GEMINI_TIER_INTERVAL"), "600");
+	CHECK_STRING(getenv("SLURM_GEMINI_HANG"), "off");
 }
 
 static void spares_are_passed_on(void)
@@ -130,9 +133,12 @@ static void srun_in_allocation(void)
 	finish();
 	CHECK(stub_message_count() == 0);
 	CHECK_STRING(stub_control_getenv("GEMINI_REPLICAS"), NULL);
-	give("gemini-replicas", "3");
+	give("gemini-hang", "60");
 	finish();
 	CHECK(stub_message_count() == 1);
+	give("gemini-replicas", "3");
+	finish();
+	CHECK(stub_message_count() == 2);
 	CHECK(strstr(stub_messages(), "belong to the allocation"));
 	CHECK_STRING(getenv("SLURM_GEMINI_REPLICAS"), "2");
 	CHECK_STRING(getenv("GEMINI_REPLICAS"), "2");
@@ -150,6 +156,13 @@ static void interval_alone(void)
 	start(S_CTX_LOCAL);
 	give("gemini-replicas", "2");
 	give("gemini-tier-interval", "60");
+	finish();
+}
+
+static void hang_alone(void)
+{
+	start(S_CTX_ALLOCATOR);
+	give("gemini-hang", "300");
 	finish();
 }
 
@@ -192,6 +205,7 @@ int main(void)
 	CHECK(status_of(a_spare_has_no_ranks_to_inherit) == 0);
 	CHECK(status_of(tier_alone) == EXIT_FAILURE);
 	CHECK(status_of(interval_alone) == EXIT_FAILURE);
+	CHECK(status_of(hang_alone) == EXIT_FAILURE);
 	PASSED();
 	return 0;
 }

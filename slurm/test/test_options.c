@@ -47,6 +47,12 @@ static const struct {
 	{ "gemini-tier-interval", "604801" },
 	{ "gemini-tier-interval", "1h" },
 	{ "gemini-tier-interval", "" },
+	{ "gemini-hang", "0" },
+	{ "gemini-hang", "604801" },
+	{ "gemini-hang", "5m" },
+	{ "gemini-hang", "OFF" },
+	{ "gemini-hang", "off " },
+	{ "gemini-hang", "" },
 };
 
 static const struct {
@@ -59,6 +65,9 @@ static const struct {
 	{ "gemini-tier", "/lustre/some user/$(x);&|*" },
 	{ "gemini-tier-interval", "1" },
 	{ "gemini-tier-interval", "604800" },
+	{ "gemini-hang", "1" },
+	{ "gemini-hang", "604800" },
+	{ "gemini-hang", "off" },
 	{ "gemini-spares", "0" },
 	{ "gemini-spares", "1024" },
 };
@@ -68,7 +77,7 @@ static void test_values(enum spank_context context)
 	for (size_t i = 0; i < sizeof(refused) / sizeof(refused[0]); i++) {
 		stub_reset(context);
 		CHECK(slurm_spank_init(&handle, 0, NULL) == 0);
-		CHECK(stub_options_registered() == 4);
+		CHECK(stub_options_registered() == 5);
 		CHECK(stub_option(refused[i].option, refused[i].text, 0) == -1);
 		CHECK(stub_message_count() == 1);
 		CHECK(strncmp(stub_messages(), "gemini-hpc: --gemini-", 21) == 0);
@@ -139,7 +148,7 @@ static void test_site_arguments(void)
 		CHECK(stub_message_count() == 1);
 		CHECK(strstr(stub_messages(), "gemini-hpc: plugstack.conf: "));
 		/* The options stay known, so that jobs which use them are not refused as nonsense. */
-		CHECK(stub_options_registered() == 4);
+		CHECK(stub_options_registered() == 5);
 		CHECK(slurm_spank_init_post_opt(&handle, 1, argv) == 0);
 	}
 }

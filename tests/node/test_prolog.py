@@ -68,7 +68,9 @@ def test_missing_installation_is_one_line(tattling_node: Node) -> None:
 
 
 def test_agent_is_started_as_the_jobs_owner(node: Node) -> None:
-    assert silent(node.prolog(SPANK_GEMINI_TIER="/lustre/x", SPANK_GEMINI_TIER_INTERVAL="60"))
+    assert silent(
+        node.prolog(SPANK_GEMINI_TIER="/lustre/x", SPANK_GEMINI_TIER_INTERVAL="60", SPANK_GEMINI_HANG="300")
+    )
     (record,) = node.records()
     assert record["message"] == {
         "op": "attach",
@@ -79,6 +81,7 @@ def test_agent_is_started_as_the_jobs_owner(node: Node) -> None:
         "replicas": 2,
         "tier": "/lustre/x",
         "tier_interval": 60,
+        "hang": 300,
         "spares": 0,
     }
     agent = record["agent"]
@@ -194,6 +197,8 @@ def test_replicas_out_of_range(node: Node, value: str) -> None:
         ("SPANK_GEMINI_TIER", "/\udcff"),
         ("SPANK_GEMINI_TIER_INTERVAL", "-1"),
         ("SPANK_GEMINI_TIER_INTERVAL", "604801"),
+        ("SPANK_GEMINI_HANG", "604801"),
+        ("SPANK_GEMINI_HANG", "on"),
         ("SPANK_GEMINI_TIER_INTERVAL", "$(touch /run/pwned)"),
         ("SLURM_JOB_NUM_NODES", "$(touch /run/pwned)"),
         ("SLURMD_NODENAME", "n2;touch /run/pwned"),
@@ -357,6 +362,7 @@ def test_user_errors_never_fail_a_strict_prolog(node: Node) -> None:
         {"SPANK_GEMINI_TIER": "relative/`reboot`"},
         {"SPANK_GEMINI_TIER_INTERVAL": "0"},
         {"SPANK_GEMINI_TIER_INTERVAL": "1e9"},
+        {"SPANK_GEMINI_HANG": "-1"},
         {"SLURM_NODELIST": "n[1-"},
         {"SLURM_NODELIST": ""},
         {"SLURM_JOB_NUM_NODES": "-1"},
