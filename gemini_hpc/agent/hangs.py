@@ -128,8 +128,8 @@ class Hangs:
     def _hung(self, incarnation: Incarnation, name: str, standing: Standing) -> None:
         incarnation.send_down(peer.HungDown(incarnation.rounds.round, name, standing))
         training = self._trainings.get(name)
-        if training is None:
-            return
+        if training is None or training.ranks.silent_s(self._now()) < _QUIET * self.hang_s:
+            return  # a rank here has come on meanwhile
         training.hung = f"{standing.least.host}: {told(standing)}"
         if standing.least.host == self._node and name not in self._acted:
             self._acted.add(name)

@@ -187,6 +187,7 @@ def _set(s: Document, nodes: int) -> list[str]:
         f"training {s['name']}: {s['state']}{_stalled(s['stalled'])}, world {s['world']}, "
         f"sealed {_version(s['sealed'])}"
     ]
+    lines += [f"  hangs: {s['stalled']['hung']}"] if s["stalled"] and s["stalled"].get("hung") else []
     lines += [f"  note: {note}" for note in s["notes"]]
     lines += _tier(s.get("tier"))
     lines += [f"  {line}" for line in traffic_text.lines(s["traffic"])]

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 from gemini_hpc import clock
 from gemini_hpc.cli import sendback
@@ -124,13 +124,13 @@ def run(args: argparse.Namespace) -> int:
         return 2
     _fit_tasks(os.environ)
     path = os.environ.get("GEMINI_SOCKET", "")
-    os.environ[RESTARTS_ENV] = "1"
+    env = {**os.environ, **({RESTARTS_ENV: "1"} if args.max_restarts else {})}
     ended = threading.Event()
     attempts = RestartLimit(args.max_restarts)
     while True:
         attempts.begin(_reached(path))
         try:
-            step = _Step(command, path, ended)
+            step = _Step(command, env, path, ended)
         except OSError as exc:
             _say(f"{command[0]}: {exc.strerror}")
             return 127
@@ -166,10 +166,10 @@ class _Step:
     up its start elsewhere (and, when it gives up, kill the step of the same id there): it is ended at once.
     """
 
-    def __init__(self, command: list[str], socket_path: str, ended: threading.Event) -> None:
+    def __init__(self, command: list[str], env: Mapping[str, str], socket_path: str, ended: threading.Event) -> None:
         self._socket_path, self._ended = socket_path, ended
         self._passed_on: tuple[signal.Signals, float] | None = None
-        self._child = subprocess.Popen(command)
+        self._child = subprocess.Popen(command, env=env)
         for number in (*SENT, signal.SIGCONT):
             signal.signal(number, self._forward)
 

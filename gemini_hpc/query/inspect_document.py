@@ -8,8 +8,8 @@ bytes, a version is [epoch, version] or null:
   nodes       [{node_rank, host, group, state, agent, address, interface, port, memory_bytes, memory_cap_bytes,
                 suspects, dead, member}]
   ended       null, or {state, t, exit_code, version, stored}: how the job ended
-  trainings   [{name, world, sealed, state, stalled: {for_s, usual_s} or null, notes, shards: [{rank, home, bytes,
-                holders: [{host, state, version, age_s, verified_age_s}]}],
+  trainings   [{name, world, sealed, state, stalled: {for_s, usual_s, hung} or null, notes,
+                shards: [{rank, home, bytes, holders: [{host, state, version, age_s, verified_age_s}]}],
                 survival: {counted_version, survives: [{k, probability}], fatal: [[host]],
                 exact, lost_already}, tier: {directory, version, age_s, saving, written_bytes, problem, keeping,
                 kept: [{name, version}]} or null,
@@ -31,7 +31,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.survival import survival
 from gemini_hpc.query import past
 from gemini_hpc.query.freed import freed
-from gemini_hpc.query.stall import stall
+from gemini_hpc.query.stall import Stall, stall
 from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, TierState
 from gemini_hpc.wire.sanitize import bounded_event
 from gemini_hpc.wire.traffic import TrafficState
@@ -253,12 +253,15 @@ def _set(
         # Ranks of this launch were on nodes that the job has no more: no newer version will ever be sealed.
         state = "degraded"
     still = stall(paces, every, _running_s(slurm), least_s) if state in ("arming", "protected") else None
+    hung = next((s.hung for s in states if s.hung), "") if state not in ("recovering", "finished") else ""
+    if hung and still is None:
+        still = Stall(min((p.silent_s for p in paces), default=0.0), max((p.usual_s for p in paces), default=0.0))
     return {
         "name": name,
         "world": world,
         "sealed": list(sealed) if sealed else None,
         "state": "stalled" if still else state,
-        "stalled": {"for_s": round(still.for_s, 1), "usual_s": round(still.usual_s, 3)} if still else None,
+        "stalled": _stalled(still, hung) if still else None,
         "notes": sorted({s.note for s in states if s.note}),
         "shards": [_shard(rank, copies, sealed, now) for rank, copies in sorted(by_rank.items())],
         "survival": {
@@ -275,6 +278,10 @@ def _set(
             if rank < world
         ],
     }
+
+
+def _stalled(still: Stall, hung: str) -> Document:
+    return {"for_s": round(still.for_s, 1), "usual_s": round(still.usual_s, 3), "hung": hung or None}
 
 
 def traffic(name: str, parts: Iterable[InspectPart]) -> dict[int, tuple[str, TrafficState]]:

@@ -121,6 +121,22 @@ def test_the_end_is_told_to_all_and_stays() -> None:
     asyncio.run(play())
 
 
+def test_a_rank_that_hangs_begins_the_next_attempt() -> None:
+    async def play() -> None:
+        net = Net()
+        assert not net.agents["n2"].hung("7.0", "n2: rank 1"), "no launchers"
+        await net.state("n2")
+        assert net.agents["n2"].hung("7.0", "n2: rank 1") and net.carry() == 2
+        assert await net.state("n3") == local.LaunchState(1, f"{local.HUNG}n2: rank 1")
+        assert net.agents["n2"].hung("7.0", "n2: rank 1") and net.agents["n2"].hung("7.0+1", "n1: rank 0")
+        net.carry()
+        assert await net.state("n3", attempt=1) == local.LaunchState(2, f"{local.HUNG}n1: rank 0")
+        assert not net.agents["n2"].hung("7.0+x", "n2") and not net.agents["n2"].hung("7.1+1", "n2")
+        assert net.events == [("n1", "relaunch")] * 2
+
+    asyncio.run(play())
+
+
 def test_steps_are_apart_and_not_without_number() -> None:
     async def play() -> None:
         net = Net(1)

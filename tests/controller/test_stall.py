@@ -59,7 +59,9 @@ def test_what_is_a_stall(paces: list[PaceState], every: int, running_s: float | 
     assert stall(paces, every, running_s, 120.0) == wanted
 
 
-def shown(pace: PaceState | None, state: str = "protected", slurm: dict[str, str] | None = None) -> Document:
+def shown(
+    pace: PaceState | None, state: str = "protected", slurm: dict[str, str] | None = None, hung: str = ""
+) -> Document:
     part = InspectPart(
         host="n1",
         job=7,
@@ -76,7 +78,7 @@ def shown(pace: PaceState | None, state: str = "protected", slurm: dict[str, str
         port=1,
         memory_bytes=1,
         memory_cap_bytes=2,
-        trainings=(TrainingState("default", 0, Stamp(1, 5), state, (0,), pace=pace),),
+        trainings=(TrainingState("default", 0, Stamp(1, 5), state, (0,), pace=pace, hung=hung),),
         held=(),
         events=(),
         suspects=(),
@@ -89,8 +91,15 @@ def shown(pace: PaceState | None, state: str = "protected", slurm: dict[str, str
 def test_a_stalled_training_in_the_picture() -> None:
     d = shown(PaceState(250.0, 0.8, 2.0))
     assert d["state"] == d["trainings"][0]["state"] == "stalled"
-    assert d["trainings"][0]["stalled"] == {"for_s": 250.0, "usual_s": 0.8}
+    assert d["trainings"][0]["stalled"] == {"for_s": 250.0, "usual_s": 0.8, "hung": None}
     assert "training default: stalled: no step for 4 min (usually 0.8 s)" in render(d)
+
+
+def test_a_hang_is_a_stall_however_short() -> None:
+    d = shown(PaceState(12.0, 0.8, 2.0), hung="n2: rank 1: no progress for 9 s")
+    assert d["trainings"][0]["stalled"] == {"for_s": 12.0, "usual_s": 0.8, "hung": "n2: rank 1: no progress for 9 s"}
+    assert "  hangs: n2: rank 1: no progress for 9 s\n" in render(d)
+    assert shown(PaceState(12.0, 0.8, 2.0), "recovering", hung="n2")["trainings"][0]["stalled"] is None
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemini_hpc.agent.replicas.voting import from_wire
+from gemini_hpc.core.standstill import Place, Standing
 from gemini_hpc.wire import local, peer, protocol
 from gemini_hpc.wire.control_page import pack_seal, unpack_seal
 from gemini_hpc.wire.traffic import Operation, TimelineState, TrafficState
@@ -28,6 +29,7 @@ def vote(raw: bytes) -> peer.VoteUp:
 REQUESTS: list[local.Message] = [
     local.Attach(7, 0, "n[1-2]", "n1", 2),
     local.Epilog(7, 0),
+    local.Attach(7, 0, "n[1-2]", "n1", 2, hang=0),
     local.VerdictRequest(),
     local.LaunchRequest("7.0", 1, "rank 0 ended with SIGKILL", False, "", 20.0),
     local.hello(set="default", rank=0, world=2, local_rank=0, step="7.0", pid=99),
@@ -148,6 +150,18 @@ def test_stamps_of_peers(stamp: list[Any]) -> None:
 def test_times_of_peers(time: float) -> None:
     with pytest.raises(msgspec.MsgspecError):
         protocol.decoder.decode(packed(kind="report", job=1, restart=0, host="n1", witnesses=[], t=time))
+
+
+@pytest.mark.parametrize(
+    "bad", [{"silent_s": math.nan}, {"awake_s": -1.0}, {"ranks": 1 << 21}, {"least": {}}], ids=str
+)
+def test_standings_of_peers(bad: dict[str, Any]) -> None:
+    place = Place(7, 3, 5, 1, "n2", "allreduce_")
+    good = msgspec.to_builtins(Standing(2, 1, 9.0, 9.0, 0.5, place, place, True))
+    for kind in ("standing", "hung"):
+        protocol.decoder.decode(packed(kind=kind, round=1, set="s", standing=good))
+        with pytest.raises(msgspec.MsgspecError):
+            protocol.decoder.decode(packed(kind=kind, round=1, set="s", standing=good | bad))
 
 
 def test_nested_vote() -> None:

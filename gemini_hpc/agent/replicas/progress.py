@@ -78,6 +78,10 @@ class Ranks:
                 self._steps.append((now - self._version_at) / (version - self._version))
             self._version, self._version_at = version, now
 
+    def silent_s(self, now: float) -> float:
+        """Since any of them has come on, as of the last look."""
+        return now - self._moved_at
+
     def standing(self, host: str, world: int, now: float) -> Standing | None:
         """As of the last look; None before these ranks have completed two steps."""
         if not self._steps or not self._pages:
@@ -88,7 +92,7 @@ class Ranks:
             seen = page.seen
             runs = now - page.beat_at < _RUNS_S
             place = Place(seen.version, seen.launched, seen.usual, rank, host, seen.collective, runs)
-            silent_s, awake_s = now - self._moved_at, now - self._asleep_at
+            silent_s, awake_s = self.silent_s(now), now - self._asleep_at
             return Standing(world, 1, silent_s, awake_s, usual_s, place, place, seen.flying > 0)
 
         return reduce(Standing.join, (one(rank, page) for rank, page in self._pages.items()))
