@@ -42,13 +42,15 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """Of some ranks of one training of `world`. silent_s: since any of them has come on; awake_s: for how long some
-    of them has been running all the time, so that a suspended job stands at 0; usual_s: their usual iteration; least,
-    most: the one that is behind, and the one that is ahead; waiting: a collective is on the network."""
+    """Of some ranks of one training of `world`. silent_s: since any of them has come on; unseen_s: since any of them
+    has given a sign of life, awake_s: for how long there were such signs all the time, so that a suspended job loses
+    no patience; usual_s: their usual iteration; least, most: the one that is behind, and the one that is ahead;
+    waiting: a collective is on the network."""
 
     world: Count
     ranks: Count
     silent_s: Span
+    unseen_s: Span
     awake_s: Span
     usual_s: Span
     least: Place
@@ -61,6 +63,7 @@ class Standing(msgspec.Struct, frozen=True):
             max(self.world, other.world),
             self.ranks + other.ranks,
             min(self.silent_s, other.silent_s),
+            min(self.unseen_s, other.unseen_s),
             max(self.awake_s, other.awake_s),
             max(self.usual_s, other.usual_s),
             min(self.least, other.least, key=_behind),
@@ -72,7 +75,8 @@ class Standing(msgspec.Struct, frozen=True):
     def held_s(self) -> float:
         """For how long some rank has kept the others waiting; 0.0: none does, or ranks are missing."""
         waits = self.waiting or self.least.reached != self.most.reached
-        return min(self.silent_s, self.awake_s) if waits and self.ranks == self.world else 0.0
+        held_s = min(self.silent_s - self.unseen_s, self.awake_s)
+        return max(0.0, held_s) if waits and self.ranks == self.world else 0.0
 
 
 def _behind(place: Place) -> tuple[tuple[int, float], bool, int, str]:

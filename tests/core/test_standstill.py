@@ -18,8 +18,10 @@ def place(rank: int, version: int = 8, launched: int = 2, usual: int = 5, *, run
     return Place(version, launched, usual, rank, f"n{rank}", "allreduce_", runs)
 
 
-def of(*places: Place, silent_s: float = 100.0, awake_s: float = 1e6, waiting: bool = False) -> Standing:
-    found = [Standing(len(places), 1, silent_s, awake_s, 0.5, p, p, waiting) for p in places]
+def of(
+    *places: Place, silent_s: float = 100.0, unseen_s: float = 0.0, awake_s: float = 1e6, waiting: bool = False
+) -> Standing:
+    found = [Standing(len(places), 1, silent_s, unseen_s, awake_s, 0.5, p, p, waiting) for p in places]
     whole = found[0]
     for other in found[1:]:
         whole = whole.join(other)
@@ -34,7 +36,7 @@ places = st.builds(place, few, few, few, few, runs=st.booleans())
 def standing(draw: st.DrawFn, rank: int) -> Standing:
     """Of one rank."""
     there, spans = replace(draw(places), rank=rank), st.floats(0, 100)
-    return Standing(4, 1, draw(spans), draw(spans), 0.5, there, there, draw(st.booleans()))
+    return Standing(4, 1, draw(spans), draw(spans), draw(spans), 0.5, there, there, draw(st.booleans()))
 
 
 @given(standing(0), standing(1), standing(2))
@@ -82,9 +84,10 @@ def test_ranks_that_are_all_between_two_steps_do_not_hang(silent_s: float, launc
 def test_a_job_that_is_suspended_has_time() -> None:
     judge = Judge(HANG_S)
     behind = place(0, launched=1), place(1)
-    assert not judge.look(of(*behind, silent_s=5000.0, awake_s=0.0)), "no rank anywhere runs"
+    assert not judge.look(of(*behind, silent_s=65.0, unseen_s=10.0)), "nobody knows whether a rank runs"
+    assert not judge.look(of(*behind, silent_s=5000.0, unseen_s=4000.0, awake_s=0.0)), "no rank anywhere runs"
     assert not judge.look(of(*behind, silent_s=5030.0, awake_s=30.0)), "it has just been resumed"
-    assert judge.look(of(*behind, silent_s=5100.0, awake_s=100.0))
+    assert judge.look(of(*behind, silent_s=5115.0, awake_s=115.0)), "as after any wait of 55 s that ended by itself"
 
 
 def test_no_judgement_without_all_ranks() -> None:

@@ -1,6 +1,7 @@
 """A DDP training of which one rank, or all of them, stand still at a step: `python hanging.py STEPS AT HOW`.
 
-HOW: `sleep` or `stop`: rank 1, in the first attempt, for ever; `pause`: all ranks, for PAUSE_S; `none`: nobody."""
+HOW: `sleep` or `stop`: rank 1, for ever; `pause`: all ranks, for PAUSE_S; `none`: nobody. A training that was resumed
+has it behind itself."""
 
 from __future__ import annotations
 
@@ -34,10 +35,10 @@ def train(steps: int, at: int, how: str) -> None:
     start = ckpt.resume()
     print(f"rank {rank} attempt {attempt} begins at {start}", flush=True)
     for step in range(start + 1, steps + 1):
-        if step == at and not attempt and how == "pause":
+        if step == at and not start and how == "pause":
             time.sleep(PAUSE_S)
         loss = model(torch.full((4, 32), step / 60.0)).pow(2).mean()
-        if step == at and not attempt and rank == 1:
+        if step == at and not start and rank == 1:
             if how == "sleep":
                 forgotten()
             if how == "stop":

@@ -157,7 +157,7 @@ def test_times_of_peers(time: float) -> None:
 )
 def test_standings_of_peers(bad: dict[str, Any]) -> None:
     place = Place(7, 3, 5, 1, "n2", "allreduce_")
-    good = msgspec.to_builtins(Standing(2, 1, 9.0, 9.0, 0.5, place, place, True))
+    good = msgspec.to_builtins(Standing(2, 1, 9.0, 0.5, 9.0, 0.5, place, place, True))
     for kind in ("standing", "hung"):
         protocol.decoder.decode(packed(kind=kind, round=1, set="s", standing=good))
         with pytest.raises(msgspec.MsgspecError):

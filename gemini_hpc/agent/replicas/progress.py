@@ -88,12 +88,12 @@ class Ranks:
             return None
         usual_s = median(self._steps)
 
+        silent_s, awake_s = self.silent_s(now), now - self._asleep_at
+
         def one(rank: int, page: _Page) -> Standing:
-            seen = page.seen
-            runs = now - page.beat_at < _RUNS_S
-            place = Place(seen.version, seen.launched, seen.usual, rank, host, seen.collective, runs)
-            silent_s, awake_s = self.silent_s(now), now - self._asleep_at
-            return Standing(world, 1, silent_s, awake_s, usual_s, place, place, seen.flying > 0)
+            seen, unseen_s = page.seen, now - page.beat_at
+            place = Place(seen.version, seen.launched, seen.usual, rank, host, seen.collective, unseen_s < _RUNS_S)
+            return Standing(world, 1, silent_s, unseen_s, awake_s, usual_s, place, place, seen.flying > 0)
 
         return reduce(Standing.join, (one(rank, page) for rank, page in self._pages.items()))
 
