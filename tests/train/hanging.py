@@ -33,7 +33,7 @@ def train(steps: int, at: int, how: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     ckpt = gemini.Checkpointer(model, optimizer)
     start = ckpt.resume()
-    print(f"rank {rank} attempt {attempt} begins at {start}", flush=True)
+    print(f"rank {rank} attempt {attempt} begins at {start};", flush=True)
     for step in range(start + 1, steps + 1):
         if step == at and not start and how == "pause":
             time.sleep(PAUSE_S)
@@ -49,7 +49,7 @@ def train(steps: int, at: int, how: str) -> None:
         time.sleep(0.05)
         ckpt.step()
     total = float(sum(p.double().sum() for p in model.parameters()))
-    print(f"rank {rank} result {total.hex()}", flush=True)
+    print(f"rank {rank} result {total.hex()};", flush=True)
     ckpt.close()
     del model
     dist.destroy_process_group()
