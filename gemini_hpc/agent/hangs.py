@@ -28,6 +28,7 @@ from gemini_hpc.wire.local_server import Client
 LOOK_S = 1.0
 _QUIET = 0.25  # of the least patience: a silence that is worth a word
 _FRESH_S = 3.5
+_MOST_BELOW = 4096  # standings; more no tree has
 _STOPPED_S = 5.0  # who has not looked for so long was stopped itself, perhaps with its ranks
 _STACK_S = 2.0
 _STACK_CHARS = 120
@@ -76,6 +77,7 @@ class Hangs:
             if training.ranks.look(now, stopped=stopped):
                 training.hung = ""
                 self._acted.discard(training.name)
+        self._below = {key: said for key, said in self._below.items() if now - said[0] < _FRESH_S}
         for name in {training.name for training in self._trainings} | {name for name, _ in self._below}:
             standing = self._standing(name, now)
             if incarnation.leads:
@@ -102,7 +104,7 @@ class Hangs:
 
     def _standing(self, name: str, now: float) -> Standing | None:
         """Of all ranks below this agent that have said how they stand."""
-        said = [standing for (of, _), (at, standing) in self._below.items() if of == name and now - at < _FRESH_S]
+        said = [standing for (of, _), (_, standing) in self._below.items() if of == name]
         training = self._trainings.get(name)
         if training is not None and training.page.state in _SHOWN and not training.left:
             mine = training.ranks.standing(self._node, training.world, now)
@@ -123,7 +125,8 @@ class Hangs:
             self._hung(incarnation, m.set, m.standing)
         elif isinstance(m, peer.StandingUp) and host in rounds.children:
             self._enter(incarnation)
-            self._below[m.set, host] = self._now(), m.standing
+            if len(self._below) < _MOST_BELOW:
+                self._below[m.set, host] = self._now(), m.standing
 
     def _hung(self, incarnation: Incarnation, name: str, standing: Standing) -> None:
         incarnation.send_down(peer.HungDown(incarnation.rounds.round, name, standing))

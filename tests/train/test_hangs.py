@@ -25,9 +25,19 @@ MakeJob = Callable[..., RealJob]
 class Ranks:
     """One on each node of a job; launchers: each below one of its own."""
 
-    def __init__(self, job: RealJob | None, how: str, output: Path, *, launchers: bool = True, **more: str) -> None:
+    def __init__(
+        self,
+        job: RealJob | None,
+        how: str,
+        output: Path,
+        *,
+        launchers: bool = True,
+        most: int = 3,
+        **more: str,
+    ) -> None:
         self.output = output
-        argv = [sys.executable, *(["-m", "gemini_hpc.launch"] if launchers else [])]
+        argv = [sys.executable]
+        argv += ["-m", "gemini_hpc.launch", f"--max-restarts={most}"] if launchers else []
         argv += [str(Path(__file__).with_name("hanging.py")), str(STEPS), str(AT), how]
         self.processes = []
         with output.open("w") as out:
@@ -99,6 +109,15 @@ def test_a_pause_of_all_ranks_is_no_hang(real_job: MakeJob, ranks: Callable[...,
     run = ranks(job, "pause")
     run.wait()
     assert not events(job, "hung") and run.begun() == {(0, 0)}
+
+
+def test_where_no_restart_is_left(real_job: MakeJob, ranks: Callable[..., Ranks]) -> None:
+    job = real_job(3, 2, hang=HANG_S)
+    run = ranks(job, "sleep", most=0)
+    assert all(process.wait(120) for process in run.processes)
+    assert run.begun() == {(0, 0)} and len(events(job, "hung")) == 1
+    [(_, why)] = events(job, "not_relaunched")
+    assert " hung: " in why and "0 restarts are used up" in why, why
 
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["told", "killed"])
