@@ -7,11 +7,10 @@ import os
 import sys
 from collections.abc import Mapping
 
-from gemini_hpc.client.joining import SOCKET_ENV, SPARES_ENV
-from gemini_hpc.launch import program
+from gemini_hpc.client.joining import SOCKET_ENV
+from gemini_hpc.launch import placing, program
 from gemini_hpc.launch.import_log import ImportLog
 from gemini_hpc.launch.launcher import Launcher
-from gemini_hpc.launch.placing import Uneven, tasks_per_node
 from gemini_hpc.launch.rank_process import Forked, RankProcess, adopt_orphans
 
 _ABOUT = (
@@ -49,14 +48,20 @@ def main(words: list[str]) -> program.Program | int:
         print(f"gemini-hpc: launch: {given.script}: no such file", file=sys.stderr)
         return 2
     path = os.environ.get(SOCKET_ENV, "")
+    try:
+        if placing.spares(os.environ):
+            placing.tasks_per_node(os.environ)
+            if not path:
+                place = placing.place_without_agent(os.environ)
+                if place.node_rank < 0:
+                    print("gemini-hpc: launch: no agent here: this spare stays idle", file=sys.stderr, flush=True)
+                    return 0
+                os.environ.update(placing.rank_environment(os.environ, place))
+    except ValueError as error:
+        print(f"gemini-hpc: launch: {error}", file=sys.stderr)
+        return 2
     if not path:
         return wanted
-    try:
-        tasks_per_node(os.environ)
-    except Uneven as error:
-        if os.environ.get(SPARES_ENV, "0") not in ("", "0"):
-            print(f"gemini-hpc: launch: {error}", file=sys.stderr)
-            return 2
     wanted.prepare()
     imports = ImportLog()
 

@@ -19,10 +19,10 @@ import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentLost, ask_verdict, connect
-from gemini_hpc.client.joining import ATTEMPT_ENV, SPARES_ENV, STEP_ENV, step_name
+from gemini_hpc.client.joining import ATTEMPT_ENV, STEP_ENV, step_name
 from gemini_hpc.client.restart_limit import Reached, RestartLimit
 from gemini_hpc.launch.import_log import ImportLog
-from gemini_hpc.launch.placing import PORTS, rank_environment
+from gemini_hpc.launch.placing import PORTS, rank_environment, spares
 from gemini_hpc.launch.rank_process import SENT, RankProcess
 from gemini_hpc.wire import local
 
@@ -51,7 +51,7 @@ class Launcher:
         self._rank = environ.get("RANK") or environ.get("SLURM_PROCID") or "0"
         self._limit = RestartLimit(most)
         self._most = most
-        self._spares = environ.get(SPARES_ENV, "0") not in ("", "0")
+        self._spares = spares(environ) > 0
         self._attempt = -1 if self._spares else 0
         self._place: local.Place | None = None
         self._status = 0  # of the last rank

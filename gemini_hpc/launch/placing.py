@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from gemini_hpc.client.joining import SPARES_ENV
+from gemini_hpc.core import hostlist
 from gemini_hpc.wire import local
+from gemini_hpc.wire.ports import master_port
 
 PORTS = 16  # a step takes its MASTER_PORT from the job's base and its own number modulo this
 
@@ -23,16 +26,35 @@ def tasks_per_node(environ: Mapping[str, str]) -> int:
     return int(count)
 
 
+def spares(environ: Mapping[str, str]) -> int:
+    """Nodes of the job that wait until another one is lost."""
+    return number(environ.get(SPARES_ENV, ""))
+
+
+def place_without_agent(environ: Mapping[str, str]) -> local.Place:
+    """This node's place in a job with spares where nobody protects it: by position in Slurm's list. Raises ValueError
+    where Slurm's variables are not there."""
+    hosts = hostlist.expand(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
+    if not hosts:
+        raise ValueError("a job with spares needs Slurm's list of its hosts, and SLURM_JOB_NODELIST is not set")
+    nodes, position = max(1, len(hosts) - spares(environ)), number(environ.get("SLURM_NODEID", ""))
+    port = master_port(number(environ.get("SLURM_JOB_ID", "")), number(environ.get("SLURM_RESTART_COUNT", "")))
+    return local.Place(position if position < nodes else -1, nodes, hosts[0], port)
+
+
+def number(text: str) -> int:
+    """A number of Slurm's; 0 for anything else."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 11 else 0
+
+
 def rank_environment(environ: Mapping[str, str], place: local.Place) -> dict[str, str]:
     """What torch.distributed reads, on a node of this place. Raises `Uneven`."""
-    here, task, step = tasks_per_node(environ), environ.get("SLURM_LOCALID", "0"), environ.get("SLURM_STEP_ID", "0")
-    local_rank = int(task) if task.isascii() and task.isdigit() else 0
-    number = int(step) % PORTS if step.isascii() and step.isdigit() else 0
+    here, local_rank = tasks_per_node(environ), number(environ.get("SLURM_LOCALID", ""))
     return {
         "RANK": str(place.node_rank * here + local_rank),
         "WORLD_SIZE": str(place.nodes * here),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(here),
         "MASTER_ADDR": place.master,
-        "MASTER_PORT": str(place.port + number),
+        "MASTER_PORT": str(place.port + number(environ.get("SLURM_STEP_ID", "")) % PORTS),
     }
