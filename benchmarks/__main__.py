@@ -36,6 +36,7 @@ FAMILIES = {
     "inspect": "inspect",
     "recovery": "recovery",
     "launch": "launch",
+    "spare": "spare",
     "busy": "busy",
     "tier": "tier",
 }
