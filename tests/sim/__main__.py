@@ -13,7 +13,7 @@ from . import broken as of_sites
 from . import campaign, controls, mix
 
 Run = Callable[[int, Callable[[], None]], tuple[str, str]]
-BROKEN = {**controls.CONTROLS, **of_sites.BROKEN}
+BROKEN = {**controls.CONTROLS, **controls.SPARED, **of_sites.BROKEN}
 
 
 def one(seed: int, broken: str = "", run: Run = campaign.run) -> tuple[int, str, str]:
@@ -67,9 +67,13 @@ def several(run: Callable[[int], tuple[int, str, str]], seeds: range, jobs: int)
 
 def find(rule: str, seeds: range, run: Run = campaign.run) -> int:
     """Whether breaking the rule is found: the exit status is 0 where it is."""
-    rules = of_sites.BROKEN if run is mix.run else controls.CONTROLS
+    of_run: dict[Run, dict[str, Callable[[], None]]] = {
+        mix.run: of_sites.BROKEN,
+        campaign.run_spared: controls.SPARED,
+    }
+    rules = of_run.get(run, controls.CONTROLS)
     if rule not in rules:
-        for kind, listed in (("", controls.CONTROLS), ("--site ", of_sites.BROKEN)):
+        for kind, listed in (("", controls.CONTROLS), ("--spares ", controls.SPARED), ("--site ", of_sites.BROKEN)):
             for name, broken in listed.items():
                 print(f"{kind}--broken {name}: {broken.__doc__}")
         return 2

@@ -5,12 +5,13 @@ Each control takes one rule away. `python -m tests.sim --broken NAME` has to fin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from gemini_hpc.agent.daemon import Agent
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.replicas import trainings, voting
 from gemini_hpc.agent.replicas.seal_notes import SealNotes
@@ -21,6 +22,7 @@ from gemini_hpc.agent.replicas.voting import Voting, from_wire
 from gemini_hpc.agent.restart_state import StateFile
 from gemini_hpc.core import recovery_plan, votes
 from gemini_hpc.core.slots import SlotPair, Stamp
+from gemini_hpc.core.views import View
 from gemini_hpc.core.votes import Decision
 from gemini_hpc.wire import peer
 
@@ -225,3 +227,31 @@ def the_chosen_counts_as_sealed() -> None:
         return replace(made, sets=tuple(replace(s, sealed=s.chosen) for s in made.sets))
 
     patch(recovery_plan, "plan", planned)
+
+
+# ---- of jobs with spares: `python -m tests.sim --spares --broken NAME` ---------------------------------
+
+SPARED: dict[str, Callable[[], None]] = {}
+
+
+def spared(broken: Callable[[], None]) -> Callable[[], None]:
+    """Known by its name, in a job with spares."""
+    SPARED[broken.__name__.replace("_", "-")] = broken
+    return broken
+
+
+@spared
+def any_part_goes_on() -> None:
+    """Views: a part of a split network goes on with as many nodes as it has."""
+
+    def without(self: View, dead: Iterable[str], nodes: int = 0) -> View | None:
+        lost = self.lost | set(dead).intersection(self.allocated)
+        return None if lost == self.lost or len(lost) == len(self.allocated) else replace(self, lost=lost)
+
+    patch(View, "without", without)
+
+
+@spared
+def losses_are_not_told() -> None:
+    """Views: an agent does not learn from its peers' handshakes what they have lost."""
+    patch(Agent, "_other_view", lambda self, lost: None)

@@ -50,3 +50,9 @@ _FIRST = {"skips-are-not-told": 65, "seals-are-forgotten": 40}
 def test_what_is_broken_on_purpose_is_found(rule: str) -> None:
     done = simulate("--broken", rule, "--first", str(_FIRST.get(rule, 1)), "--seeds", str(_SEEDS))
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("rule", controls.SPARED)
+def test_what_is_broken_in_jobs_with_spares_is_found(rule: str) -> None:
+    done = simulate("--spares", "--broken", rule, "--seeds", str(_SEEDS))
+    assert done.returncode == 0, done.stdout + done.stderr

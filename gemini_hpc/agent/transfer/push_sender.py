@@ -306,6 +306,7 @@ class Channel:
                     self._reply(local.Ok())
         except (PushLost, LinkClosed, OSError) as exc:
             reason = str(exc)
+        link.shut()  # a sender that the other end's silence blocks in it would be waited for
         with self._lock:
             self._link = None  # an idle one is made anew for the next version
             lost = bool(self._awaited)
