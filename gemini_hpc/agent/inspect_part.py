@@ -122,4 +122,6 @@ class Picture:
             problem="; ".join(filter(None, (unwritten, self._saver.problem))),
             unprotected=trouble,
             kept_until=clock.time() + max(0.0, self._kept_until() - clock.monotonic()) if kept else 0.0,
+            spares=incarnation.view.spares if incarnation is not None else 0,
+            without=here.lost,
         )

@@ -159,12 +159,20 @@ def render(d: Document, width: int = columns.USUAL) -> str:
     if d["nodes"]:
         lines.append("nodes")
         lines += _table(["rank", "host", "group", "state", "address", "memory"], [_node(n) for n in d["nodes"]])
+    if d.get("spares"):
+        lines += columns.fold(_spares(d["spares"]), width, "    ", "")
     for s in d["trainings"]:
         for line in _set(s, len(d["nodes"])):
             lines += columns.fold(line, width, "      ", "") if _words(line) else [line]
     for r in d["recoveries"]:
         lines += history.recovery(r, width)
     return "\n".join(lines)
+
+
+def _spares(s: Document) -> str:
+    idle = f": {', '.join(s['idle'])}" if s["idle"] else ""
+    without = f"; the job goes on without {', '.join(s['without'])}" if s["without"] else ""
+    return f"spares {len(s['idle'])} of {s['wanted']}{idle}{without}"
 
 
 def _words(line: str) -> bool:

@@ -139,7 +139,8 @@ class Track:
         """Whether its agents may go on with the nodes that Slurm has left to it."""
         had = self.members(restart)
         spares = max((a.spares for a in self.agents.values() if a.connected and a.restart == restart), default=0)
-        return bool(had) and had[0] in left and len(had) - spares <= len(left)
+        enough = len(had) - spares <= len(left) and 2 * len(left) > len(had)
+        return bool(had) and had[0] in left and enough
 
     def give_up(self, restart: int, hosts: Iterable[str]) -> None:
         """These healthy nodes were taken from a running incarnation: what becomes of them is no failure of it."""

@@ -5,6 +5,7 @@ bytes, a version is [epoch, version] or null:
 
   schema, job, asked ("controller" or "agents"), t, state, replicas, epoch, restart, kept_until (or null)
   slurm       {state, nodes, restarts, reason, requeue, user, partition, note, ...}: strings, as Slurm has them
+  spares      null, or {wanted, idle: [host], without: [host]}
   nodes       [{node_rank, host, group, state, agent, address, interface, port, memory_bytes, memory_cap_bytes,
                 suspects, dead, member}]
   ended       null, or {state, t, exit_code, version, stored}: how the job ended
@@ -77,6 +78,7 @@ def picture(
         "epoch": max((p.epoch for p in parts), default=0),
         "restart": restart,
         "slurm": dict(slurm),
+        "spares": _spares(leader),
         "nodes": _nodes(parts, members, absent, ranks, _groups(parts, ranks)),
         "trainings": trainings,
         "missing": absent,
@@ -100,6 +102,14 @@ def picture(
     if unshown := len({s.name for p in parts for s in p.trainings}) - len(names):
         document["notes"].append(f"{unshown} trainings are not shown: the agents report more ranks than is possible")
     return document
+
+
+def _spares(leader: InspectPart | None) -> Document | None:
+    """None in a job without spares, and before its agents have agreed on who is one."""
+    if leader is None or not leader.spares or not leader.noderanks:
+        return None
+    idle = [host for host in leader.hosts if host not in leader.noderanks]
+    return {"wanted": leader.spares, "idle": idle, "without": list(leader.without)}
 
 
 def _shown(parts: Sequence[InspectPart]) -> list[str]:

@@ -108,7 +108,8 @@ class Record(msgspec.Struct, frozen=True):
 
 class InspectPart(Message, frozen=True, tag="inspect"):
     """One agent's part of the picture. unprotected: why its recovery round is not over, when that takes long.
-    kept_until: Unix time at which a detached agent frees what it holds, 0.0: it does not."""
+    kept_until: Unix time at which a detached agent frees what it holds, 0.0: it does not. spares: that the job was
+    submitted with; without: nodes that it has lost and goes on without."""
 
     host: str
     job: Job
@@ -135,6 +136,8 @@ class InspectPart(Message, frozen=True, tag="inspect"):
     problem: str = ""
     unprotected: str = ""
     kept_until: Time = 0.0
+    spares: Count = 0
+    without: tuple[str, ...] = ()
 
 
 class JobAsk(Message, frozen=True, tag="job?"):

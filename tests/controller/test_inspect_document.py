@@ -305,3 +305,18 @@ def test_what_agents_say_is_one_line_of_text_in_inspect() -> None:
     text = render(printable(picture(7, [part], log, SLURM | {"reason": evil}, (evil,), "controller", NOW)))
     assert all(line.isprintable() for line in text.split("\n"))
     assert not [line for line in text.split("\n") if line.startswith("recovery of restart 9")]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "lost", "said"),
+    [
+        (("n1", "n2", "n3"), {"n1": 0, "n2": 1}, (), "spares 1 of 1: n3"),
+        (("n1", "n3"), {"n1": 0, "n3": 1}, ("n2",), "spares 0 of 1; the job goes on without n2"),
+    ],
+)
+def test_spares_are_shown(hosts: tuple[str, ...], ranks: dict[str, int], lost: tuple[str, ...], said: str) -> None:
+    one = part("n1", [])
+    one = msgspec.structs.replace(one, hosts=hosts, noderanks=ranks, spares=1, without=lost)
+    document = picture(7, [one], [], {"state": "RUNNING", "nodes": ",".join(hosts)}, (), "controller", NOW)
+    assert document["spares"]["wanted"] == 1 and said in render(document).splitlines()
+    assert picture(7, [part("n1", [])], [], {}, (), "controller", NOW)["spares"] is None

@@ -267,6 +267,7 @@ def test_every_key_of_the_json_document_is_documented() -> None:
         events=(EventRecord(1.0, "detected", "n1", 0),),
         suspects=(),
         dead=(),
+        spares=1,
     )
     document = picture(7, [part], [], {"state": "RUNNING", "nodes": "n1"}, (), "controller", 3.0)
     assert document["schema"] == 1

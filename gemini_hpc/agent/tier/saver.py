@@ -96,7 +96,8 @@ class Saver:
         nodes that are done."""
         gathering = self._decides.gathering.get(name)
         files = {} if gathering is None else gathering.files
-        mine = version.node_file(self._membership.noderanks.get(self._identity.node, 0))
+        rank = self._membership.noderanks.get(self._identity.node)
+        mine = "" if rank is None else version.node_file(rank)
         return self.node.through(name) + sum(f.bytes for f in files.values() if f.name != mine)
 
     def state(self, name: str) -> inspect_schema.TierState | None:
