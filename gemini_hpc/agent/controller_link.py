@@ -66,7 +66,9 @@ class ControllerLink:
         self._reported = 0.0
         self._told: set[str] = set()  # who was reported in this incarnation
         self._without: tuple[str, ...] = ()  # as told last
-        self._lost: tuple[tuple[str, ...], float] = ((), 0.0)  # nodes that are reported until then (monotonic)
+        self._died: set[str] = set()  # who was ever reported
+        # without whom the job goes on; who of them is reported until when (monotonic)
+        self._lost: tuple[tuple[str, ...], tuple[str, ...], float] = ((), (), 0.0)
         self.refused_at = 0.0  # when the last call that nobody took was begun (monotonic)
         self._controller_uid = 0
         self._holders: asyncio.Future[dict[str, int]] | None = None
@@ -147,6 +149,7 @@ class ControllerLink:
         if self._link is not None:
             job, restart = self._identity.job, self._membership.restart
             self._told.add(host)
+            self._died.add(host)
             self._link.send(controller.Report(job, restart, host, witnesses, clock.time()))
 
     async def holders(self, timeout_s: float) -> dict[str, int]:
@@ -176,11 +179,12 @@ class ControllerLink:
             if self._told - incarnation.mesh.dead - incarnation.view.lost or without != self._without:
                 self.register()
             if incarnation.attach.lost != self._lost[0]:
-                self._lost = (incarnation.attach.lost, now + _LOST_S)
+                died = tuple(host for host in incarnation.attach.lost if host in self._died)  # others were left
+                self._lost = (incarnation.attach.lost, died, now + _LOST_S)
         due = now - self._reported > _REPEAT_S
         if incarnation is not None and due and self._listener.deaths_matter(now):
             self._reported = now
-            lost, until = self._lost
+            _, lost, until = self._lost
             for host in incarnation.mesh.dead.union(lost if now < until else ()):
                 self.report(host, (self._identity.node,))
 

@@ -12,10 +12,8 @@ import fcntl
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import msgspec
 
 from gemini_hpc import clock, logs
 from gemini_hpc.agent.controller_link import ControllerLink
@@ -45,6 +43,7 @@ from gemini_hpc.agent.restart_state import StateFile
 from gemini_hpc.agent.retention import Retention
 from gemini_hpc.agent.self_fence import SelfFence
 from gemini_hpc.agent.sessions import Sessions
+from gemini_hpc.agent.spares import Spares
 from gemini_hpc.agent.stats_store import StatsStore
 from gemini_hpc.agent.tier.choice import TierChoice
 from gemini_hpc.agent.tier.flush import Flush
@@ -68,7 +67,6 @@ from gemini_hpc.wire.local_server import Client, LocalServer, Reply
 _SCAVENGES = (peer.SalvageHave, peer.SalvageAsk, peer.SalvageWrite, peer.SalvageWrote, peer.SalvageOver)
 _log = logging.getLogger("gemini_hpc.agent")
 _TICK_S = 0.2
-_TOGETHER_S = 0.05
 _WATCH_ON = 4.0  # after a job's failure, in silences after which a peer is suspected: one, and the probes
 
 
@@ -91,6 +89,7 @@ class Agent:
         self.pledges = Pledges(directory)
         self.launches = Launches(job, node, here, log)
         self._hangs = Hangs(node, settings.hang_s, here, trainings, self.launches, log, spawn)
+        self.spares = Spares(node, here, self.launches, log, spawn, self._begin, self._left_out)
         stats = StatsStore()
         tier = TierChoice(settings, uid, here)
         rejections = Rejections(self.pledges, log)
@@ -178,7 +177,7 @@ class Agent:
             Flush(job, here, trainings, saver, self.salvage, spawn),
             self._picture,
             lambda: self.member.inventory(verify=False),
-            self._other_view,
+            self.spares,
             events.complain,
         )
 
@@ -344,7 +343,7 @@ class Agent:
             complain=self._complain,
             expected=expected,
             lost=m.lost,
-            on_view=self._other_view,
+            on_view=self.spares.heard,
         )
         here.incarnation = incarnation = Incarnation(m, view, mesh, rounds)
         if begun:
@@ -385,41 +384,16 @@ class Agent:
         if not state.live:
             self._spawn(self._waker.call(incarnation))
 
-    # ---- spares ----------------------------------------------------------------------------------------
-
-    async def _replace_dead(self) -> None:
-        """A moment after a death: what is known of it has left by then, and who died with it is known, too."""
-        await asyncio.sleep(_TOGETHER_S)
-        if self.membership.incarnation is not None:
-            self._lose(self.membership.incarnation.mesh.dead)
-
-    def _other_view(self, lost: tuple[str, ...]) -> None:
-        """A peer of this incarnation goes on without these nodes."""
-        incarnation = self.membership.incarnation
-        if self.identity.node not in lost:
-            self._lose(lost)
-        elif incarnation is not None and not self.membership.detached:
-            self._log("left_out", detail="the job goes on without this node: ending the ranks that still run here")
-            self.membership.detached = True
-            self._retention.ended(clock.monotonic())
-            incarnation.mesh.detector.watching = False
-            map_file.remove(self.identity.directory)
-            self.state.remove()
-            self.launches.left_out()
-            self._spawn(self._fence.end_ranks())
-
-    def _lose(self, dead: Iterable[str]) -> None:
-        """Go on without these nodes, where spares make up for them."""
-        here, incarnation = self.membership, self.membership.incarnation
-        if here.detached or incarnation is None:
-            return
-        view = incarnation.view.without(dead, here.nodes)
-        if view is None:
-            return
-        lost = sorted(view.lost - incarnation.view.lost)
-        self._log("without", detail=f"{', '.join(lost)[:300]} lost: a spare is to make up for it")
-        self._begin(msgspec.structs.replace(incarnation.attach, lost=tuple(sorted(view.lost))), view)
-        self.launches.lost(lost)
+    def _left_out(self) -> None:
+        """The job goes on without this node."""
+        here = self.membership
+        here.detached = True
+        self._retention.ended(clock.monotonic())
+        if here.incarnation is not None:
+            here.incarnation.mesh.detector.watching = False
+        map_file.remove(self.identity.directory)
+        self.state.remove()
+        self._spawn(self._fence.end_ranks())
 
     def _epilog(self, m: local.Epilog) -> local.Message:
         me, here = self.identity, self.membership
@@ -502,14 +476,14 @@ class Agent:
         if not known:
             self._log("detected", detail=f"{host} is silent; witnesses {', '.join(witnesses)}")
         self.controller_link.report(host, witnesses)
-        if self.membership.incarnation.view.spares:
-            self._spawn(self._replace_dead())
+        self.spares.died()
 
     def _keep_wanted(self) -> None:
         self.saver.keep_all()
 
     def _sealed(self, training: Training, number: int, stamp: Stamp) -> None:
         self.transfers.pulls.overtaken(training.name, stamp)
+        self.spares.sealed()
         incarnation = self.membership.incarnation
         if incarnation is not None and incarnation.leads:
             self.saver.sealed(training, stamp)
@@ -527,6 +501,10 @@ class Agent:
     def leaving(self, hosts: Sequence[str], partition: str) -> None:
         """These nodes, or the partition, are being drained."""
         self.saver.leaving(hosts, partition)
+        if (incarnation := self.membership.incarnation) is not None and incarnation.view.spares:
+            for host in hosts:
+                if host != self.identity.node:
+                    self.spares.move([host])
 
     def job_waits(self) -> None:
         """The job is pending."""

@@ -93,12 +93,12 @@ class Launches:
         port = master_port(self._job, here.restart)
         return local.Place(here.noderanks.get(self._node, -1), here.nodes, master, port)
 
-    def lost(self, hosts: Sequence[str]) -> None:
+    def lost(self, hosts: Sequence[str], why: str = "lost") -> None:
         """The job goes on without these nodes: the ranks of all others begin anew. Each agent says so by itself."""
         incarnation = self._membership.incarnation
         assert incarnation is not None  # the view without them
         for step, known in list(self._steps.items()):
-            reason = f"{', '.join(hosts)[:200]} lost"
+            reason = f"{', '.join(hosts)[:200]} {why}"
             self._learn(incarnation, step, known.failed(known.attempt, reason), "")
         self._wake()
 

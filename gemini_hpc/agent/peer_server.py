@@ -10,6 +10,7 @@ from gemini_hpc.agent.inspect_part import Picture
 from gemini_hpc.agent.peers.identity import Identity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.replicas.store import Store
+from gemini_hpc.agent.spares import Spares
 from gemini_hpc.agent.tier.flush import Flush
 from gemini_hpc.agent.transfer import pull
 from gemini_hpc.agent.transfer.push_receiver import PushReceiver
@@ -41,13 +42,13 @@ class PeerServer:
         flush: Flush,
         picture: Picture,
         inventory: Callable[[], Awaitable[peer.InventoryRecord]],
-        other_view: Callable[[tuple[str, ...]], None],
+        spares: Spares,
         complain: Callable[[str], None],
     ) -> None:
-        """inventory: tells what is held here, unverified; other_view: hears which nodes a peer goes on without."""
+        """inventory: tells what is held here, unverified."""
         self._identity, self._membership, self._store = identity, membership, store
         self._incoming, self._waker, self._flush, self._picture = incoming, waker, flush, picture
-        self._inventory, self._other_view, self._complain = inventory, other_view, complain
+        self._inventory, self._spares, self._complain = inventory, spares, complain
         self._count = 0
         self._lobby = PreauthLimit(_MAX_STRANGERS)
         self._operators = Operators(identity.settings.operators, self._owners)
@@ -102,7 +103,7 @@ class PeerServer:
             return f"this is job {me.job} on {me.node} of {me.settings.cluster_name}"
         if hello.purpose == "query":
             return "" if await self._operators.allows(greeting.uid) else "not yours"
-        if hello.purpose == "flush":  # it writes: who may only look does not
+        if hello.purpose in ("flush", "evacuate"):  # it writes: who may only look does not
             return "" if greeting.uid in self._owners else "not yours"
         if greeting.uid != me.uid:
             return "not yours"
@@ -116,7 +117,7 @@ class PeerServer:
         if hello.restart != here.restart:
             return f"this agent is at restart {here.restart}"
         if hello.lost != here.lost and not here.detached:  # it hears so, and is not served
-            self._other_view(hello.lost)
+            self._spares.heard(hello.lost)
         return ""
 
     async def _serve(self, link: Link) -> None:
@@ -135,6 +136,8 @@ class PeerServer:
             await self._waker.answer(link)
         elif purpose == "flush":
             await self._flush.answer(link)
+        elif purpose == "evacuate":
+            await self._spares.answer(link)
         elif purpose == "inventory":
             async with asyncio.timeout(_ANSWER_S):
                 if isinstance(await link.receive(), peer.Collect):

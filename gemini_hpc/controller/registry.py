@@ -139,6 +139,8 @@ class Track:
         """Whether its agents may go on with the nodes that Slurm has left to it."""
         had = self.members(restart)
         spares = max((a.spares for a in self.agents.values() if a.connected and a.restart == restart), default=0)
+        without = frozenset[str]().union(*(a.without for a in self.agents.values() if a.restart == restart))
+        left = [host for host in left if host not in without]
         enough = len(had) - spares <= len(left) and 2 * len(left) > len(had)
         return bool(had) and had[0] in left and enough
 

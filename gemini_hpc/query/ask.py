@@ -16,6 +16,7 @@ import msgspec
 from gemini_hpc.config import Settings
 from gemini_hpc.operators import Operators
 from gemini_hpc.wire import inspect_schema
+from gemini_hpc.wire.evacuate import EvacuateAsk, Evacuated
 from gemini_hpc.wire.flush import FlushAsk, Flushing
 from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, LinkClosed, connect_any
@@ -177,6 +178,7 @@ async def _records(
 
 
 Told = Callable[[Flushing], None]
+EVACUATE_S = 20.0
 FLUSH_SILENT_S = 30.0  # an agent that writes says so each second
 _NO_AGENTS = "the job has no nodes now, and the controller hears from none of its agents"
 _AGAIN_S = 2.0  # after which the controller is asked once more
@@ -209,6 +211,55 @@ async def _flush(settings: Settings, raw_id: int, told: Told) -> list[Flushing]:
     if silent:
         raise AskError(f"job {raw_id}: {silent} has to do it, but does not answer")
     raise AskError(f"job {raw_id}: {'no agent answers' if nodes else _NO_AGENTS}")
+
+
+def evacuate(settings: Settings, raw_id: int, host: str) -> None:
+    """Have the job's agents leave this node, with a spare in its place; returns when they have. Raises `AskError`."""
+    asyncio.run(_evacuate(settings, raw_id, host))
+
+
+async def _evacuate(settings: Settings, raw_id: int, host: str) -> None:
+    from gemini_hpc.slurm import SlurmError
+
+    try:
+        job, nodes = await _allocation(settings, raw_id)
+    except SlurmError as exc:
+        raise AskError(f"Slurm does not answer: {exc}") from None
+    if host not in nodes:
+        raise AskError(f"job {raw_id} does not run on {host}")
+    for name, node in nodes.items():
+        if name == host:
+            continue
+        reason = await _evacuate_at(settings, raw_id, job.user_id, name, node.address, host)
+        if reason is not None:
+            if reason:
+                raise AskError(f"job {raw_id}: {reason}")
+            return
+    raise AskError(f"job {raw_id}: no agent answers on another node")
+
+
+async def _evacuate_at(settings: Settings, job: int, uid: int, name: str, address: str, host: str) -> str | None:
+    """What an agent says: "" for yes, or why not; None if it did not answer. Raises `AskError`."""
+    from gemini_hpc.wire.ports import candidates
+
+    try:
+        ports = candidates(settings, job)
+        link, _ = await connect_any(
+            address, ports, lambda: _client(settings, job, name, uid, "evacuate"), AGENT_TIMEOUT_S
+        )
+    except (OSError, LinkClosed):
+        return None
+    except HandshakeError as exc:
+        raise AskError(f"{name}: {exc}") from None
+    try:
+        link.send(EvacuateAsk(host))
+        async with asyncio.timeout(EVACUATE_S):
+            message = await link.receive()
+        return message.reason if isinstance(message, Evacuated) else None
+    except (LinkClosed, TimeoutError):
+        raise AskError(f"{name} hung up, or has said nothing for {EVACUATE_S:.0f} s") from None
+    finally:
+        link.abort()
 
 
 async def _kept_on(settings: Settings, raw_id: int) -> dict[str, Node]:

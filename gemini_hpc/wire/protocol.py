@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from gemini_hpc.wire import controller, flush, inspect_schema, peer
+from gemini_hpc.wire import controller, evacuate, flush, inspect_schema, peer
 from gemini_hpc.wire.bounds import Strict
 
 AnyMessage = (
@@ -60,6 +60,8 @@ AnyMessage = (
     | inspect_schema.JobAnswer
     | inspect_schema.JobsAsk
     | inspect_schema.JobsAnswer
+    | evacuate.EvacuateAsk
+    | evacuate.Evacuated
     | flush.FlushAsk
     | flush.Flushing
 )

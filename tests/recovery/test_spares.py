@@ -3,6 +3,7 @@ a requeue, as ever."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -24,11 +25,11 @@ def hosts_of(job: LiteJob, step: str, restart: int = 0) -> dict[int, int]:
     return {x["rank"]: x["node_rank"] for x in job.lines("resumed", restart) if x["step"] == step}
 
 
-def wait_for(job: LiteJob, step: str) -> None:
+def wait_for(job: LiteJob, step: str, most: int = 1) -> None:
     until(lambda: len(hosts_of(job, step)) == job.nodes, 30, what=f"{step}\n{job.story()}")
     again = [x for x in job.lines("resumed") if x["step"] == step]
     assert len({x["version"] for x in again}) == 1, job.story()
-    assert job.completed(min(x["t"] for x in again)) - again[0]["version"] in (0, 1), job.story()
+    assert job.completed(min(x["t"] for x in again)) - again[0]["version"] in range(most + 1), job.story()
     job.reach(again[0]["version"] + 5)
 
 
@@ -60,6 +61,37 @@ def test_the_batch_host_is_lost(lite: Lite) -> None:
     until(lambda: job.slurm().get("Restarts") == "1", 45, what=f"requeued\n{job.story()}")
     job.finish(120)
     assert lost not in job.hosts() and job.resumed(1) > 0 and job.repeated(1) in (0, 1), job.story()
+
+
+def test_a_node_is_evacuated_and_no_step_is_repeated(lite: Lite) -> None:
+    job = protected(lite)
+    node = job.hosts()[2]
+    done = job.cluster.run(["gemini-hpc", "evacuate", str(job.id), node], user="bob")
+    assert done.returncode == 1 and "gemini-hpc evacuate: " in done.stderr, done.stderr
+    done = job.cluster.run(["gemini-hpc", "evacuate", str(job.id), "n99"], user="alice")
+    assert done.returncode == 1 and "does not run on n99" in done.stderr, done.stderr
+    began = time.time()
+    done = job.cluster.run(["gemini-hpc", "evacuate", str(job.id), node], user="alice")
+    assert (done.returncode, done.stdout) == (0, f"job {job.id} goes on without {node}\n"), done.stderr
+    wait_for(job, f"{job.id}.0+1", most=0)
+    names = [e["name"] for e in job.events() if e["t"] > began]
+    assert "moving" in names and "without" in names and "left_out" in names and "detected" not in names, names
+    done = job.cluster.run(["gemini-hpc", "evacuate", str(job.id), job.hosts()[1]], user="alice")
+    assert done.returncode == 1 and "no spare to go on with" in done.stderr, done.stderr
+    job.finish(60)
+    assert job.slurm()["Restarts"] == "0" and job.state == "COMPLETED" and not down(job, node), job.story()
+
+
+def test_a_drained_node_is_left(lite: Lite) -> None:
+    job = protected(lite)
+    node = job.hosts()[1]
+    job.cluster.run(["scontrol", "update", f"nodename={node}", "state=drain", "reason=maintenance"])
+    try:
+        wait_for(job, f"{job.id}.0+1", most=0)
+        job.finish(60)
+        assert job.slurm()["Restarts"] == "0" and job.state == "COMPLETED", job.story()
+    finally:
+        job.cluster.run(["scontrol", "update", f"nodename={node}", "state=resume"])
 
 
 def test_the_spare_itself_is_lost(lite: Lite) -> None:

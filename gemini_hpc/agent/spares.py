@@ -1,0 +1,127 @@
+"""Going on without nodes, dead ones and those that the job is to leave: spares make up for them (`core.views`).
+
+Not in here: who is dead (`peers.failure_detector`), and what the new view resumes from (`peers.recovery_round`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from gemini_hpc import clock
+from gemini_hpc.agent.launches import Launches
+from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.core.views import View
+from gemini_hpc.wire import local
+from gemini_hpc.wire.evacuate import EvacuateAsk, Evacuated
+from gemini_hpc.wire.link import Link
+
+_TOGETHER_S = 0.05
+_SEAL_S = 5.0  # a node is left at the next seal, or after this time
+_ASK_S = 5.0
+
+
+class Spares:
+    """One agent's part. enter: begins another view; leave: ends what runs here, for the job goes on without this
+    node."""
+
+    def __init__(
+        self,
+        node: str,
+        membership: Membership,
+        launches: Launches,
+        log: Log,
+        spawn: Spawn,
+        enter: Callable[[local.Attach, View], object],
+        leave: Callable[[], None],
+    ) -> None:
+        self._node, self._membership, self._launches = node, membership, launches
+        self._log, self._spawn, self._enter, self._leave = log, spawn, enter, leave
+        self._moving: set[str] = set()
+
+    # ---- nodes that die --------------------------------------------------------------------------------
+
+    def died(self) -> None:
+        """A peer counts as dead."""
+        if self._membership.incarnation is not None and self._membership.incarnation.view.spares:
+            self._spawn(self._replace_dead())
+
+    async def _replace_dead(self) -> None:
+        """A moment later: what is known of a death has left by then, and who died with it is known, too."""
+        await asyncio.sleep(_TOGETHER_S)
+        if self._membership.incarnation is not None:
+            self._go_on_without(self._membership.incarnation.mesh.dead, "lost")
+
+    def heard(self, lost: tuple[str, ...]) -> None:
+        """A peer of this incarnation goes on without these nodes."""
+        if self._node not in lost:
+            self._go_on_without(lost, "gone")
+        elif not self._membership.detached:
+            self._log("left_out", detail="the job goes on without this node: ending the ranks that still run here")
+            self._launches.left_out()
+            self._leave()
+
+    def _view_without(self, nodes: Iterable[str]) -> View | None:
+        here = self._membership
+        if here.detached or here.incarnation is None:
+            return None
+        return here.incarnation.view.without(nodes, here.nodes)
+
+    def _go_on_without(self, nodes: Iterable[str], why: str) -> None:
+        incarnation, view = self._membership.incarnation, self._view_without(nodes)
+        if incarnation is None or view is None or self._node in view.lost:
+            return
+        gone = sorted(view.lost - incarnation.view.lost)
+        self._log("without", detail=f"{', '.join(gone)[:300]} {why}: a spare is to make up for it")
+        self._moving -= view.lost
+        self._enter(msgspec.structs.replace(incarnation.attach, lost=tuple(sorted(view.lost))), view)
+        self._launches.lost(gone, why)
+
+    # ---- nodes that the job is to leave ----------------------------------------------------------------
+
+    def move(self, hosts: Sequence[str]) -> str:
+        """Leave these nodes right after the next seal, so that no step is repeated; why not, or ""."""
+        here = self._membership
+        if here.incarnation is None or here.detached:
+            return "this node has no part in a running incarnation of the job"
+        if here.replicas < 2:
+            return "the job keeps one copy, on the node itself: it cannot be left"
+        wanted = set(hosts).intersection(here.hosts)
+        if not wanted:
+            return "" if set(hosts) <= set(here.lost) else f"the job does not run on {', '.join(hosts)[:200]}"
+        if self._view_without(wanted | self._moving) is None:
+            return "the job has no spare to go on with, or its batch script runs there"
+        if not wanted <= self._moving:
+            self._moving |= wanted
+            self._log("moving", detail=f"leaving {', '.join(sorted(wanted))[:300]} at the next sealed version")
+            self._spawn(self._move_late(frozenset(wanted)))
+        return ""
+
+    def sealed(self) -> None:
+        """A version has just been sealed: no rank has gone beyond the next one."""
+        if self._moving:
+            asyncio.get_running_loop().call_soon(self._go_on_without, frozenset(self._moving), "left")
+
+    async def _move_late(self, hosts: frozenset[str]) -> None:
+        await asyncio.sleep(_SEAL_S)
+        if hosts <= self._moving:
+            self._go_on_without(hosts, "left")
+        self._moving -= hosts
+
+    async def answer(self, link: Link) -> None:
+        """Serve one caller of `gemini-hpc evacuate`, who has been admitted."""
+        async with asyncio.timeout(_ASK_S):
+            message = await link.receive()
+        if not isinstance(message, EvacuateAsk):
+            return
+        reason = self.move([message.host]) if message.host != self._node else "ask an agent of another node"
+        deadline = clock.monotonic() + 2 * _SEAL_S
+        while not reason and message.host not in self._membership.lost:
+            if clock.monotonic() > deadline:
+                reason = f"the job has not left {message.host}: see gemini-hpc inspect"
+            await asyncio.sleep(_TOGETHER_S)
+        await link.flush(Evacuated(reason))

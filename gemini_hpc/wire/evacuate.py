@@ -1,0 +1,17 @@
+"""Messages of `gemini-hpc evacuate`: a job leaves one of its nodes, with a spare in its place."""
+
+from __future__ import annotations
+
+from gemini_hpc.wire.message import Message
+
+
+class EvacuateAsk(Message, frozen=True, tag="evacuate?"):
+    """On an `evacuate` connection to an agent of another node of the job: leave this one."""
+
+    host: str
+
+
+class Evacuated(Message, frozen=True, tag="evacuated"):
+    """The job goes on without the node; reason: why not, "" where it does."""
+
+    reason: str = ""
