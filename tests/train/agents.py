@@ -135,7 +135,7 @@ class RealJob:
         def prolog(name: str) -> None:
             tier, interval_s = (str(self.tier), self._interval_s) if self.tier is not None else ("", 0)
             replies[name] = self.all[name].ask(
-                local.Attach(JOB, self.restart, ",".join(names), name, self.m, tier, interval_s, self._hang)
+                local.Attach(JOB, self.restart, ",".join(names), name, self.m, tier, interval_s, hang=self._hang)
             )
 
         threads = [threading.Thread(target=prolog, args=(name,)) for name in names]
