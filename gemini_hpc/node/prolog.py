@@ -68,7 +68,7 @@ class Incarnation:
     nodelist: str
     tier: str
     tier_interval_s: int
-    hang_s: int | None
+    hang_s: int | None = None
     spares: int = 0
 
 

@@ -172,7 +172,22 @@ def test_bad_settings(site: Site, settings_file: Path, kind: str) -> None:
         "/tmp",
     ]
     one_line(site.cluster.exec(node, agent, user="alice"), where, words, status=2)
-    prolog = [PYTHON, "-I", "-m", "gemini_hpc.node.prolog", "999", str(ALICE), "0", "2", node, "n[1-2]", "", ""]
+    prolog = [
+        PYTHON,
+        "-I",
+        "-m",
+        "gemini_hpc.node.prolog",
+        "999",
+        str(ALICE),
+        "0",
+        "2",
+        node,
+        "n[1-2]",
+        "",
+        "",
+        "",
+        "",
+    ]
     done = site.cluster.exec(node, prolog)
     assert (done.returncode, len(done.stderr.splitlines())) == (0, 1), done.stderr
     assert words in done.stderr and done.stderr.startswith("gemini-hpc: prolog: job=999 not protected: ")

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from gemini_hpc.agent.daemon import Agent
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.replicas import trainings, voting
 from gemini_hpc.agent.replicas.seal_notes import SealNotes
@@ -20,6 +19,7 @@ from gemini_hpc.agent.replicas.store import Shard
 from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.replicas.voting import Voting, from_wire
 from gemini_hpc.agent.restart_state import StateFile
+from gemini_hpc.agent.spares import Spares
 from gemini_hpc.core import recovery_plan, votes
 from gemini_hpc.core.slots import SlotPair, Stamp
 from gemini_hpc.core.views import View
@@ -254,4 +254,4 @@ def any_part_goes_on() -> None:
 @spared
 def losses_are_not_told() -> None:
     """Views: an agent does not learn from its peers' handshakes what they have lost."""
-    patch(Agent, "_other_view", lambda self, lost: None)
+    patch(Spares, "heard", lambda self, lost: None)
