@@ -48,7 +48,7 @@ _BROKEN = [
     ("kept", "forgetful", "was to be kept, and removed", 1),
     ("rejected", "unmarked", "", 1),
     ("agents_die", "untidy", "stay", 1),
-    ("ends_again", "at_once", "whole", 12),
+    ("ends_again", "at_once", "whole", 76),
     ("succeeds", "silent_leave", "all agents have ended", 7),
     ("node_lost", "left", "is on the tier", 1),
     ("power", "trusting", "is called whole", 1),
