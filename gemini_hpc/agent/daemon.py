@@ -543,9 +543,10 @@ class Agent:
 
 
 def _view(m: local.Attach) -> View:
-    """The nodes of an incarnation as a prolog, a peer or a predecessor has told them. Raises ValueError."""
+    """The nodes of an incarnation as a prolog, a peer or a predecessor has told them. A spare that the copies need is
+    none. Raises ValueError."""
     hosts = tuple(hostlist.expand(m.nodelist))
-    view = View(hosts, m.spares, frozenset(m.lost))
+    view = View(hosts, max(0, min(m.spares, len(hosts) - m.replicas)), frozenset(m.lost))
     if m.node not in view.hosts or len(set(hosts)) != len(hosts) or not view.lost <= set(hosts):
         raise ValueError(f"{m.node} is not in the node list, or the list has a node twice")
     return view

@@ -58,10 +58,10 @@ class Launches:
                     await self._change()
         if self.is_left_out:
             return await self.ask(m)
-        known, place = self._steps.get(m.step, known), self._place()
-        if place is None and not (known.over or known.done) and self._spares:  # nobody can begin yet
-            return local.LaunchState(max(m.attempt, 0))
-        return local.LaunchState(known.attempt, known.reason[:_REASON], known.over[:_REASON], place, known.done)
+        known = self._steps.get(m.step, known)
+        return local.LaunchState(
+            known.attempt, known.reason[:_REASON], known.over[:_REASON], self._place(), known.done
+        )
 
     def _news(self, m: local.LaunchRequest) -> bool:
         known = self._steps.get(m.step)

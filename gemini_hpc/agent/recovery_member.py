@@ -78,7 +78,7 @@ class RecoveryMember:
     @property
     def replicas(self) -> int:
         """Holders of a shard, as far as there are nodes."""
-        return self._current().attach.replicas
+        return max(1, self._current().attach.replicas)
 
     @property
     def wanted(self) -> int:

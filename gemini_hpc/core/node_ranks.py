@@ -36,7 +36,7 @@ def count(previous: Mapping[str, int] | None, hosts: int, wanted: int) -> int:
 
 
 def map_hash(mapping: Mapping[str, int], job: int, restart: int) -> str:
-    """What the agents compare before one of them publishes the map (SITE rule 17): 32 hex digits."""
+    """What the agents compare before one of them publishes the map: 32 hex digits."""
     digest = blake2b(digest_size=16)
     digest.update(f"gemini-hpc noderanks 1\n{job}\n{restart}\n".encode())
     for host, rank in sorted(mapping.items(), key=lambda item: (item[1], item[0])):

@@ -84,6 +84,7 @@ class Launcher:
     def _environment(self) -> dict[str, str]:
         """Of this attempt. The ranks of the one before may still be there for a moment: they meet elsewhere."""
         env = rank_environment(self._environ, self._place) if self._place is not None else {}
+        self._rank = env.get("RANK", self._rank)
         if not self._attempt:
             return env
         env |= {STEP_ENV: f"{self._step}+{self._attempt}", ATTEMPT_ENV: str(self._attempt)}
@@ -155,6 +156,9 @@ class Launcher:
             return status
         if not self._healthy():
             return status
+        if self._spares and self._is_past():  # it has failed of a lost node, and a spare is there
+            self._status, self._place = status, None
+            return None
         reached = self._reached()
         why_not, note = self._limit.failed(status, reached)
         ended += f" ({note})" if note else ""
@@ -175,6 +179,11 @@ class Launcher:
             return status
         self._next(rank, state)
         return None
+
+    def _is_past(self) -> bool:
+        """Whether the agents have begun a later attempt already."""
+        state = self._ask(local.LaunchRequest(self._step, self._attempt))
+        return state is not None and not state.over and state.attempt > self._attempt
 
     def _ended_by(self, wait_s: float = 0.0) -> signal.Signals | None:
         """The signal that somebody has ended the step with: this process gets it, too, perhaps a little later."""
@@ -259,7 +268,10 @@ class Launcher:
     def _tell(self, *, failed: str = "", over: str = "", done: bool = False) -> local.LaunchState | None:
         """The rank's end, for all; what the agent says, None where none answers in time."""
         wait_s = 0.0 if done or over else TOLD_S
-        message = local.LaunchRequest(self._step, self._attempt, failed[:200], done, over[:200], wait_s)
+        return self._ask(local.LaunchRequest(self._step, self._attempt, failed[:200], done, over[:200], wait_s))
+
+    def _ask(self, message: local.LaunchRequest) -> local.LaunchState | None:
+        """On a connection of its own; None where no agent answers in time."""
         deadline = clock.monotonic() + TOLD_S
         while True:
             try:

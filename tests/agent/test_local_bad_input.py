@@ -299,6 +299,10 @@ def test_events_are_limited_and_tame(agent: AgentProcess) -> None:
     assert all(re.match(r"\d{4}-\d\d-\d\dT[\d:.]{12} job=", line) and "\x1b" not in line for line in lines)
 
 
+def test_no_replicas_are_one(agent: AgentProcess) -> None:
+    assert agent.caller().ask(local.Attach(77, 1, "n1", "n1", 0)) == local.Ready("mapped")
+
+
 def test_attach_of_others(agent: AgentProcess) -> None:
     trainer = agent.trainer()
     caller = agent.caller()
