@@ -44,6 +44,10 @@ class Listener(Protocol):
     def job_waits(self) -> None:
         """The job is pending."""
 
+    @property
+    def rescuing(self) -> bool:
+        """Whether live state is being copied of which the dead had the only copies."""
+
     def deaths_matter(self, now: float) -> bool:
         """Whether a death may still be news: of a job that runs here, or has just ended here and is not pending
         again. Its script may have ended before a controller could act, and a new controller has heard of nothing."""
@@ -122,6 +126,7 @@ class ControllerLink:
                     dead=tuple(sorted(incarnation.mesh.dead | incarnation.view.lost)),
                     spares=incarnation.view.spares,
                     without=self._without,
+                    rescuing=self._listener.rescuing,
                 )
             )
 

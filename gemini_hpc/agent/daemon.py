@@ -32,6 +32,7 @@ from gemini_hpc.agent.peers.tasks import Tasks
 from gemini_hpc.agent.rank_requests import RankRequests
 from gemini_hpc.agent.recovery_member import RecoveryMember
 from gemini_hpc.agent.replicas.memory import Budget
+from gemini_hpc.agent.replicas.outlines import Outlines
 from gemini_hpc.agent.replicas.pledges import Pledges
 from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.replicas.seal_notes import SealNotes
@@ -39,6 +40,7 @@ from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Store
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
+from gemini_hpc.agent.rescue import Rescue
 from gemini_hpc.agent.restart_state import StateFile
 from gemini_hpc.agent.retention import Retention
 from gemini_hpc.agent.self_fence import SelfFence
@@ -89,7 +91,6 @@ class Agent:
         self.pledges = Pledges(directory)
         self.launches = Launches(job, node, here, log)
         self._hangs = Hangs(node, settings.hang_s, here, trainings, self.launches, log, spawn)
-        self.spares = Spares(node, here, self.launches, log, spawn, self._begin, self._left_out)
         stats = StatsStore()
         tier = TierChoice(settings, uid, here)
         rejections = Rejections(self.pledges, log)
@@ -97,7 +98,12 @@ class Agent:
         self.controller_link = ControllerLink(me, here, self, log, spawn)
         events.follow(self.controller_link.tell)
 
-        filling = SlotWrites(here, trainings, log, spawn)
+        self._outlines = Outlines(node, here, spawn)
+        filling = SlotWrites(here, trainings, log, spawn, self._outlines.completed)
+        self.rescue = Rescue(here, store, self._outlines, filling, log, spawn, self.controller_link.register)
+        self.spares = Spares(
+            node, here, self.launches, log, spawn, self._begin, self._left_out, first=self.rescue.over
+        )
         self.transfers = Transfers(
             PushReceiver(here, trainings, store, filling, log),
             PushSender(here, store, spawn),
@@ -123,6 +129,8 @@ class Agent:
             saver,
             keeps,
             rejections,
+            self._outlines,
+            self.rescue,
             stats,
             events,
             spawn,
@@ -444,6 +452,7 @@ class Agent:
         incarnation.rounds.on_link(name)
         self.trainings.on_link(incarnation, name)
         self.launches.on_link(incarnation, name)
+        self._outlines.on_link(name)
 
     def _on_message(self, name: str, message: protocol.AnyMessage) -> None:
         incarnation = self.membership.incarnation
@@ -457,6 +466,8 @@ class Agent:
             self.launches.heard(incarnation, name, message)
         elif isinstance(message, (peer.StandingUp, peer.HungDown)):
             self._hangs.heard(incarnation, name, message)
+        elif isinstance(message, (peer.Outline, peer.OutlineDigest)):
+            self._outlines.heard(name, message)
         elif isinstance(message, peer.SaveDown) and name == rounds.parent:
             self.saver.wanted(message)
         elif isinstance(message, peer.SaveUp) and name in rounds.children:
@@ -475,6 +486,7 @@ class Agent:
             self.trainings.show_dead()
         if not known:
             self._log("detected", detail=f"{host} is silent; witnesses {', '.join(witnesses)}")
+        self.rescue.died()
         self.controller_link.report(host, witnesses)
         self.spares.died()
 
@@ -505,6 +517,11 @@ class Agent:
             for host in hosts:
                 if host != self.identity.node:
                     self.spares.move([host])
+
+    @property
+    def rescuing(self) -> bool:
+        """Whether live state is being copied."""
+        return self.rescue.busy
 
     def job_waits(self) -> None:
         """The job is pending."""

@@ -11,12 +11,14 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas import replica_fills
 from gemini_hpc.agent.replicas.memory import NoMemory, adopt
+from gemini_hpc.agent.replicas.outlines import Outlines
 from gemini_hpc.agent.replicas.pledges import Wish
 from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Shard, Store
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
+from gemini_hpc.agent.rescue import Rescue
 from gemini_hpc.agent.sessions import Rejected, Sessions
 from gemini_hpc.agent.stats_store import StatsStore
 from gemini_hpc.agent.tier.keeps import Keeps
@@ -51,6 +53,8 @@ class RankRequests:
         saver: Saver,
         keeps: Keeps,
         rejections: Rejections,
+        outlines: Outlines,
+        rescue: Rescue,
         stats: StatsStore,
         log: EventLog,
         spawn: Spawn,
@@ -59,6 +63,7 @@ class RankRequests:
         self._store, self._sets = store, sets
         self._filling, self._outgoing, self._pulls = filling, outgoing, pulls
         self._saver, self._keeps, self._rejections = saver, keeps, rejections
+        self._outlines, self._rescue = outlines, rescue
         self._stats, self._log, self._spawn = stats, log, spawn
         self._fills: dict[tuple[str, int, int], Client] = {}
         self._keepers: dict[tuple[str, int], Client] = {}
@@ -71,6 +76,7 @@ class RankRequests:
         self._void(client)
         self._keepers = {key: keeper for key, keeper in self._keepers.items() if keeper is not client}
         self._outgoing.gone(client)
+        self._rescue.gone(client)
         if writing := replica_fills.gone(client, list(self._store)):
             self._spawn(replica_fills.ended(client, writing))
         self._sessions.gone(client)
@@ -156,6 +162,19 @@ class RankRequests:
                 if why := self._keeps.ask(Wish(request.set, request.name, request.version)):
                     raise Rejected(why)
                 return local.Ok(), []
+            if isinstance(request, local.LiveOn):
+                self._sessions.own(client, request)
+                self._outlines.lives_on(request.set, request.rank, request.nodes)
+                return local.Ok(), []
+            if isinstance(request, local.Sketched):
+                self._sessions.own(client, request)
+                shard = self._being_filled(client, request.set, request.rank, request.slot, request.version)
+                if shard is not None and not shard.pushed:
+                    self._outlines.sketched(shard, request.slot, request.small_bytes, request.areas)
+                return local.Ok(), []
+            if isinstance(request, local.OpenRescue):
+                self._sessions.own(client, request)
+                return local.Ok(), [self._rescue.open(client, request.set, request.rank)]
             if isinstance(request, (local.Traffic, local.Timeline, local.Keep, local.Recall)):
                 return self._told(client, request), []
         except (Rejected, NoMemory) as exc:

@@ -6,7 +6,7 @@ Not in here: who is dead (`peers.failure_detector`), and what the new view resum
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
 
@@ -27,7 +27,7 @@ _ASK_S = 5.0
 
 class Spares:
     """One agent's part. enter: begins another view; leave: ends what runs here, for the job goes on without this
-    node."""
+    node; first: returns when what must come before another view is over."""
 
     def __init__(
         self,
@@ -38,9 +38,11 @@ class Spares:
         spawn: Spawn,
         enter: Callable[[local.Attach, View], object],
         leave: Callable[[], None],
+        *,
+        first: Callable[[], Awaitable[None]],
     ) -> None:
         self._node, self._membership, self._launches = node, membership, launches
-        self._log, self._spawn, self._enter, self._leave = log, spawn, enter, leave
+        self._log, self._spawn, self._enter, self._leave, self._first = log, spawn, enter, leave, first
         self._moving: set[str] = set()
 
     # ---- nodes that die --------------------------------------------------------------------------------
@@ -53,17 +55,22 @@ class Spares:
     async def _replace_dead(self) -> None:
         """A moment later: what is known of a death has left by then, and who died with it is known, too."""
         await asyncio.sleep(_TOGETHER_S)
+        await self._first()
         if self._membership.incarnation is not None:
             self._go_on_without(self._membership.incarnation.mesh.dead, "lost")
 
     def heard(self, lost: tuple[str, ...]) -> None:
         """A peer of this incarnation goes on without these nodes."""
         if self._node not in lost:
-            self._go_on_without(lost, "gone")
+            self._spawn(self._follow(lost))
         elif not self._membership.detached:
             self._log("left_out", detail="the job goes on without this node: ending the ranks that still run here")
             self._launches.left_out()
             self._leave()
+
+    async def _follow(self, lost: tuple[str, ...]) -> None:
+        await self._first()
+        self._go_on_without(lost, "gone")
 
     def _view_without(self, nodes: Iterable[str]) -> View | None:
         here = self._membership

@@ -28,7 +28,7 @@ EVENTS_KEPT = 256
 RETRY_FAST_S, RETRY_FAST_FOR_S, RETRY_SLOW_S = 0.2, 60.0, 5.0
 
 Reply = tuple[local.Reply, list[int]]
-Posted = local.Traffic | local.Timeline | local.Keep
+Posted = local.Traffic | local.Timeline | local.Keep | local.Sketched
 Exchange = Callable[..., Reply]
 
 

@@ -35,6 +35,7 @@ from gemini_hpc.controller.requeue import Requeue
 from gemini_hpc.controller.requeue_rules import candidates_wanted
 from gemini_hpc.controller.reservation import Held
 from gemini_hpc.controller.survivors import Survivors
+from gemini_hpc.core.rescue import LIMIT_S
 from gemini_hpc.slurm import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.facts import PENDING, RUNNING, Job, Node
 from gemini_hpc.wire.inspect_schema import InspectAsk
@@ -104,6 +105,7 @@ class Recovery:
         self.survivors: Survivors | None = None
         self.acting = False
         self._ahead: Requeue | None = None
+        self._told_rescue = False
 
     def silent(self) -> set[str]:
         """Suspects that are silent, and that no journal counts as fenced: until one is really being set DOWN, a mass
@@ -282,7 +284,7 @@ class Recovery:
                 continue
             waiting = [s for s in self.suspects.values() if s.verdict.act is Act.WAIT]
             left = [s for s in self.suspects.values() if s.verdict.act is Act.LEAVE]
-            if found and not any(self._soon(s) for s in waiting):
+            if found and not any(self._soon(s) for s in waiting) and not self._rescued_from(passed_s):
                 return facts
             if not found and not left and (not waiting or passed_s >= watch_s):
                 break
@@ -294,6 +296,14 @@ class Recovery:
                 passed_s = clock.monotonic() - began
                 self.say("dismissed", suspect.host, f"not confirmed within {passed_s:.0f} s: {suspect.verdict.why}")
         return None
+
+    def _rescued_from(self, passed_s: float) -> bool:
+        """Whether ranks that live are being copied from: to set a node DOWN would end them."""
+        rescuing = passed_s < LIMIT_S and self._track.rescuing(self.restart)
+        if rescuing and not self._told_rescue:
+            self._told_rescue = True
+            self.say("rescuing", "", "the job's agents copy live state: its step is not ended yet")
+        return rescuing
 
     async def _hold_ahead(self, facts: Facts) -> None:
         """Where a dead node is not ours to fence Slurm requeues the job some time: no other job may be faster then.

@@ -32,7 +32,8 @@ FRESH_S = 1.0
 @dataclass
 class Agent:
     """One connected agent. `restart`: the incarnation that it said it serves. `verified`: its packets come from the
-    address that Slurm has for its host; all else is its owner's word. `spares`, `without`: as in its registration."""
+    address that Slurm has for its host; all else is its owner's word. `spares`, `without`, `rescuing`: as it
+    has registered."""
 
     link: Link
     host: str
@@ -45,6 +46,7 @@ class Agent:
     verified: bool = False
     spares: int = 0
     without: frozenset[str] = frozenset()
+    rescuing: bool = False
     told_end: float = 0.0  # of its job, as it has been told (Unix time)
     told_release_s: float = -math.inf  # when the log has last said that it is to let go (monotonic)
     told_waits: bool = False  # that its job is pending
@@ -129,6 +131,10 @@ class Track:
         """Whether the job's agents go on without these nodes of this incarnation, with spares in their place."""
         gone = set(dead)
         return any(a.connected and a.restart == restart and a.without >= gone for a in self.agents.values())
+
+    def rescuing(self, restart: int) -> bool:
+        """Whether its agents copy live state of which the dead nodes had the only copies."""
+        return any(a.connected and a.restart == restart and a.rescuing for a in self.agents.values())
 
     def lacks(self, restart: int, host: str) -> bool:
         """Whether the job goes on without this node, and Slurm has taken it away: all is done."""

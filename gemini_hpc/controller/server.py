@@ -277,6 +277,7 @@ class Controller:
             verified=verified,
             spares=message.spares,
             without=frozenset(message.without),
+            rescuing=message.rescuing,
         )
         old = track.agents.get(agent.host)
         track.agents[agent.host] = agent

@@ -10,7 +10,8 @@ from gemini_hpc.core.slots import Stamp
 
 class Copy(msgspec.Struct, frozen=True):
     """Complete and verified. home: the node rank where the training rank lived; bytes: the slot's size, used: what of
-    it counts; digest: xxh3_128 (hex) of the used part."""
+    it counts; digest: xxh3_128 (hex) of the used part. proven: it is
+    the one that was made at the shard's home; else a replica's, which no other may contradict."""
 
     set: str
     rank: Count
@@ -20,3 +21,4 @@ class Copy(msgspec.Struct, frozen=True):
     used: Bytes
     stamp: Stamp
     digest: str
+    proven: bool = True

@@ -92,6 +92,14 @@ def targets(homes: Sequence[int], N: int, m: int) -> list[list[int]]:
     return [of(rank) for rank in range(len(homes))]
 
 
+def beyond(node_rank: int, N: int, m: int, candidates: Iterable[int], most: int = 2) -> tuple[int, ...]:
+    """Of the candidates, nodes whose ranks have a node's shards in their tensors as well, the `most` next ones,
+    cyclically, that are none of its holders: a copy can come from them when all holders are lost."""
+    kept = set(holders(node_rank, N, m))
+    found = {c for c in candidates if 0 <= c < N} - kept
+    return tuple(sorted(found, key=lambda c: (c - node_rank) % N)[:most])
+
+
 def survivable(N: int, m: int, failed: Iterable[int]) -> bool:
     """Whether every node's shards have a holder left when the nodes of `failed` are lost at once."""
     _check(N, m)

@@ -160,10 +160,11 @@ def plan(
 
 
 def choose(copies: Iterable[Copy]) -> Stamp | None:
-    """Highest stamp of which every rank 0..world-1 of one world has a copy among `copies`, all of one set."""
+    """Highest stamp of which every rank 0..world-1 of one world has a proven copy among `copies`, all of one set."""
     ranks: dict[tuple[Stamp, int], set[int]] = defaultdict(set)
     for copy in copies:
-        ranks[copy.stamp, copy.world].add(copy.rank)
+        if copy.proven:
+            ranks[copy.stamp, copy.world].add(copy.rank)
     return max((stamp for (stamp, world), found in ranks.items() if len(found) == world), default=None)
 
 
@@ -253,7 +254,11 @@ def _plan_set(
     context: _Context,
     warnings: list[str],
 ) -> SetPlan:
-    choosable = [(stamp, world) for (stamp, world), ranks in stamps.items() if len(ranks) == world]
+    choosable = [
+        (stamp, world)
+        for (stamp, world), ranks in stamps.items()
+        if len(ranks) == world and all(_counts(found) for found in ranks.values())
+    ]
     if not choosable:
         return _lost_set(name, stamps, sealed, context)
     chosen, world = max(choosable)
@@ -280,6 +285,15 @@ def _plan_set(
     return SetPlan(name, "chosen", chosen, world, tuple(shards), tuple(pulls), (), keep, settled, newest)
 
 
+def _proven(keepers: Mapping[str, Copy]) -> bool:
+    return any(copy.proven for copy in keepers.values())
+
+
+def _counts(found: _Held) -> bool:
+    """Whether it is known what a shard was: from its home, or from replicas that agree."""
+    return len(found) == 1 or any(_proven(keepers) for keepers in found.values())
+
+
 def _fallback(chosen: Stamp, choosable: list[tuple[Stamp, int]], sealed: set[Stamp]) -> tuple[Stamp, ...]:
     """What is kept beside the chosen stamp: until that is sealed the last sealed one, else the next best. Where the
     chosen one is sealed nobody needs it but a training that finds the chosen one bad, until its slots are wanted."""
@@ -288,10 +302,12 @@ def _fallback(chosen: Stamp, choosable: list[tuple[Stamp, int]], sealed: set[Sta
 
 
 def _trusted(name: str, found: _Held, context: _Context, warnings: list[str]) -> dict[str, Copy]:
-    """The copies of the content that most hosts agree on; of equals the home node's, then the first in host order."""
+    """The copies of the content that most hosts agree on; of equals the home node's, then the first in host order.
+    What a replica has made of its own tensors stands behind all others."""
     ranked = sorted(
         found.values(),
         key=lambda keepers: (
+            not _proven(keepers),
             -len(keepers),
             all(context.previous.get(host) != copy.home for host, copy in keepers.items()),
             context.order(next(iter(keepers))),

@@ -112,6 +112,7 @@ class Checkpointer:
         )
         self._engine = SaveEngine(session, tree, traffic, ownership=ownership, max_repeated=max_repeated)
         self._gate = OptimizerGate(session, self._engine, tree, self._given, max_repeated, self._times)
+        self._engine.frozen = self._gate.frozen
         self._versions = Versions(session, self._engine, self._gate, tree, scaler, audit)
         if session.path:
             try:
@@ -202,7 +203,7 @@ class Checkpointer:
         session.version += 1
         self._gate.passed = False
         self._versions.take()
-        self._gate.stepped = False
+        self._gate.taken()
         if not self._first_done:
             self._first_done = True
             if session.client is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -26,6 +26,7 @@ from gemini_hpc.train.replication.receiver import Receiver, Reserved
 from gemini_hpc.train.replication.registration import Identity, register
 from gemini_hpc.train.replication.replica import Replica
 from gemini_hpc.train.replication.replicator import Replicator
+from gemini_hpc.train.replication.rescuer import Frozen, Rescuer
 from gemini_hpc.train.schedule import stats_messages
 from gemini_hpc.train.schedule.async_collectives import AsyncCollectives
 from gemini_hpc.train.schedule.collective_monitor import CollectiveMonitor
@@ -35,11 +36,13 @@ from gemini_hpc.train.schedule.planner import LEAST_CHUNK_BYTES, Planner
 from gemini_hpc.train.schedule.stats_reporter import StatsReporter
 from gemini_hpc.train.schedule.traffic import Traffic
 from gemini_hpc.train.state import collectives
+from gemini_hpc.train.state.capture import Capture
 from gemini_hpc.train.state.layout import Plan
-from gemini_hpc.train.state.ownership import Ownership
+from gemini_hpc.train.state.ownership import Own, Ownership
 from gemini_hpc.train.state.tree import StateTree
 from gemini_hpc.train.transport import choice
 from gemini_hpc.train.transport.base import Transport
+from gemini_hpc.wire import local
 from gemini_hpc.wire.progress_page import Progress
 
 
@@ -62,6 +65,9 @@ class SaveEngine:
         self.replicator: Replicator | None = None
         self.receivers: list[Receiver | Reserved] = []
         self.own_copy = Content()  # that was loaded
+        self.frozen: Frozen | None = None  # how the state is read between two optimizer steps
+        self._rescuer: Rescuer | None = None
+        self._own: Mapping[str, Own] = {}
         self._arming: threading.Thread | None = None
         self._listening = False
         session.keepers = self.keepers
@@ -163,6 +169,9 @@ class SaveEngine:
                 )
                 for rank in session.incoming
             ]
+        self._live_on(plan)
+        if plan.live and self.frozen is not None and self.driver is None:
+            self._rescuer = Rescuer(me, session.client, self.frozen, self._shared)
         if self.driver is not None:
             keepers = {r.rank: r for r in self.receivers}
             self.driver.open({session.rank: self.replicator, **keepers})
@@ -247,10 +256,26 @@ class SaveEngine:
         stays = plan.frozen_bytes if self.transport is not None and self.transport.pushed else 0
         return plan.layout.small_offset + plan.layout.small_capacity // 2 - stays
 
+    def _live_on(self, plan: Plan) -> None:
+        """Tell the agent which nodes have this rank's shard in their tensors. Raises nothing."""
+        session = self._session
+        assert session.client is not None
+        self._own = plan.own
+        nodes = sorted({session.homes[rank] for rank in plan.live} - {session.node_rank})
+        after = [n for n in nodes if n > session.node_rank]
+        nearest = tuple([*after, *(n for n in nodes if n < session.node_rank)][: local.MAX_LIVE_NODES])
+        with suppress(AgentLost, AgentRefused):
+            session.client.request(local.LiveOn(set=session.name, rank=session.rank, nodes=nearest))
+
+    def _shared(self) -> tuple[Mapping[str, Own], Capture]:
+        assert self.planning.capture is not None
+        return self._own, self.planning.capture
+
     def _follow(self, plan: Plan) -> None:
         """Another plan, from the version on that comes next."""
         assert self.replicator is not None
         self.replicator.follow(plan)
+        self._live_on(plan)
         if self.controller is not None:
             self.controller.resize(self._copy_bytes(plan), self._profile_key(plan))
 
@@ -299,6 +324,8 @@ class SaveEngine:
                 return False
             if shards:
                 self.replicator.start(shards[0])
+            if shards and self._rescuer is not None:
+                self._rescuer.start()
             for number, receiver in enumerate(self.receivers, 1):
                 receiver.start(shards[number] if shards else None)
             self._listening = True
@@ -362,6 +389,7 @@ class SaveEngine:
                 receiver.join(1.0)
         ended = self._arming is None or not self._arming.is_alive()
         ended = (self.replicator is None or self.replicator.stop(0.0)) and ended
+        ended = (self._rescuer is None or self._rescuer.close()) and ended
         if self.driver is not None:
             self.driver.close()
         return all(receiver.join(0.0) for receiver in self.receivers) and ended

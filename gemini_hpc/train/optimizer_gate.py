@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +74,8 @@ class OptimizerGate:
         self.in_closure = False
         self.stepped = False  # an optimizer of the training has stepped since the last `step()`
         self.passed = True  # nobody need wait before the next `step()`
+        self._writing = False  # an optimizer changes the tensors, or has since the last `step()`
+        self._still = threading.Lock()  # who has it may read them
         self._told_late = False
         self._not_given_told = 0
         self._found_anew = 0  # as it was when these were looked at
@@ -101,9 +105,26 @@ class OptimizerGate:
         if not self._is_ours(optimizer):
             return
         self.stepped = True
+        if not self.passed and self._session.protected:
+            self._wait()
+        if not self._writing:
+            with self._still:
+                self._writing = True
+
+    def taken(self) -> None:
+        """`step()` has been called: until the next optimizer step the tensors stay as they are."""
+        self.stepped = self._writing = False
+
+    @contextmanager
+    def frozen(self) -> Iterator[Job | None]:
+        """Keep the optimizers waiting: the version that the tensors are now, None while they are being changed, or
+        where that version was not captured. From another thread."""
+        with self._still:
+            job = self.job
+            yield job if job is not None and not self._writing and job.version == self._session.version else None
+
+    def _wait(self) -> None:
         session = self._session
-        if self.passed or not session.protected:
-            return
         self.passed = True
         began = time.perf_counter()
         job, controller = self.job, self._engine.controller

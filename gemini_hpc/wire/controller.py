@@ -12,7 +12,8 @@ class Registration(Message, frozen=True, tag="register"):
     has reported that it is silent is heard again (a hint).
 
     dead: nodes that it holds for dead; None: not said. spares: that the job was submitted with; without: lost nodes
-    that it goes on without, as all its agents agree.
+    that it goes on without, as all its agents agree. rescuing: ranks of this node are copying live state of which the
+    dead nodes had the only copies: the job is not to end yet.
     """
 
     job: Job
@@ -26,6 +27,7 @@ class Registration(Message, frozen=True, tag="register"):
     dead: tuple[str, ...] | None = None
     spares: Count = 0
     without: tuple[str, ...] = ()
+    rescuing: bool = False
 
 
 class Report(Message, frozen=True, tag="report"):

@@ -32,6 +32,7 @@ from gemini_hpc.wire.traffic import TimelineState, TrafficState
 
 MAX_PACKET_BYTES = 64 * 1024
 MAX_KEPT_BYTES = 40 * 1024
+MAX_LIVE_NODES = 16
 
 Blob = Annotated[bytes, msgspec.Meta(max_length=MAX_KEPT_BYTES)]
 Key = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{8,64}\Z")]
@@ -380,6 +381,65 @@ class PushDone(Message, frozen=True, tag="done"):
     digest: str
 
 
+class LiveOn(OfRank, frozen=True, tag="live-on"):
+    """The ranks of these nodes have all tensors of this rank's shard as well, with every version from the next one
+    on. none: no other node has. Answered by `Ok`."""
+
+    nodes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_LIVE_NODES)]
+
+
+class Sketched(OfRank, frozen=True, tag="sketched"):
+    """The slot that this rank fills with its own shard has directory and small state of this version; what the
+    tensors are is still to come. Only the newest counts. areas: bytes of directory and tensors, and the most of the
+    small state, which has `small_bytes` now. Answered by `Ok`."""
+
+    version: Version
+    slot: Count
+    small_bytes: Bytes
+    areas: tuple[Bytes, Bytes, Bytes]
+
+
+class OpenRescue(OfRank, frozen=True, tag="rescue"):
+    """This rank can copy its live tensors into slots, of its own shard and of others', when their holders have died.
+    Answered by `Ok`, beside it one descriptor: a channel (SOCK_SEQPACKET) on which the agent asks: `Still`, then
+    `CopyLive` as often as it wants, and `GoOn`."""
+
+
+# ---- from the agent, on a channel of `OpenRescue`; the rank answers each but the last ------------------
+
+
+class Still(Message, frozen=True, tag="still"):
+    """Change no tensor of the state until `GoOn`, or for `wait_s`; answered by `Standing`."""
+
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
+
+
+class Standing(Message, frozen=True, tag="standing"):
+    """The tensors are those of this completed version; 0: they are being changed, or are not to be copied."""
+
+    version: Version
+
+
+class CopyLive(Message, frozen=True, tag="copy-live"):
+    """Beside it one descriptor of `bytes` bytes: a slot with header, directory and small state of the shard of this
+    rank. Fill in the tensors. Answered by `Copied`."""
+
+    rank: Count
+    version: Version
+    bytes: Bytes
+
+
+class Copied(Message, frozen=True, tag="copied"):
+    """whole: every tensor of the shard is there, as far as this rank knows; else why not."""
+
+    whole: bool
+    why: Reason = ""
+
+
+class GoOn(Message, frozen=True, tag="go-on"):
+    """The tensors may change again."""
+
+
 class Traffic(OfRank, frozen=True, tag="traffic"):
     """How this rank's checkpoints travel now; the newest is shown, and its overhead joins a series."""
 
@@ -446,6 +506,9 @@ Request = (
     | Filled
     | Fetch
     | OpenPush
+    | LiveOn
+    | Sketched
+    | OpenRescue
     | Event
     | Finished
     | Reject
@@ -457,10 +520,14 @@ Request = (
     | Recall
 )
 PushRequest = PushOffer | PushChunk | PushDone
+RescueRequest = Still | CopyLive | GoOn
+RescueReply = Standing | Copied
 Reply = Ready | Verdict | LaunchState | Welcome | Slots | Begun | Refused | Copy | Kept | Taken | Ok | Error
 
 request_decoder: Strict[Request] = Strict(msgspec.json.Decoder(Request))
 push_decoder: Strict[PushRequest] = Strict(msgspec.json.Decoder(PushRequest))
+rescue_decoder: Strict[RescueRequest] = Strict(msgspec.json.Decoder(RescueRequest))
+rescued_decoder: Strict[RescueReply] = Strict(msgspec.json.Decoder(RescueReply))
 reply_decoder: Strict[Reply] = Strict(msgspec.json.Decoder(Reply))
 encode = msgspec.json.Encoder().encode
 

@@ -31,6 +31,9 @@ from gemini_hpc.core.standstill import Standing
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import NodeFile, Reason, Rejection, Tier
 
+Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+MAX_SMALL_BYTES, MAX_DIRECTORY_BYTES = 1 << 20, 4 << 20
+
 # ---- sign of life and suspicion ------------------------------------------------------------------------
 
 
@@ -375,6 +378,40 @@ class SalvageOver(Message, frozen=True, tag="salvage-over"):
 
     saved: bool = False
     reason: str = ""
+
+
+# ---- live replicas -----------------------------------------------------------------------------------------
+
+
+class Outline(Message, frozen=True, tag="outline"):
+    """Home of a shard -> nodes whose ranks have its tensors as well, and which are none of its holders: all of a
+    version but the tensors. With it such a node can make a copy of its own, when the holders have died.
+
+    slot_bytes: of the slot. areas: bytes of directory and tensors, and the most of the small state. key: digest of
+    the directory, which comes when it is another than in the last outline.
+    """
+
+    round: Round
+    set: SetName
+    rank: Count
+    world: Count
+    home: Count
+    slot_bytes: Bytes
+    stamp: Stamp
+    areas: tuple[Bytes, Bytes, Bytes]
+    small: Annotated[bytes, msgspec.Meta(max_length=MAX_SMALL_BYTES)]
+    key: Digest
+    directory: Annotated[bytes, msgspec.Meta(max_length=MAX_DIRECTORY_BYTES)] = b""
+
+
+class OutlineDigest(Message, frozen=True, tag="outline-digest"):
+    """The same to the same: that version is complete at the shard's home, with this digest."""
+
+    round: Round
+    set: SetName
+    rank: Count
+    stamp: Stamp
+    digest: Digest
 
 
 # ---- pulls, on connections of their own ----------------------------------------------------------------

@@ -36,6 +36,8 @@ AnyMessage = (
     | peer.SalvageWrite
     | peer.SalvageWrote
     | peer.SalvageOver
+    | peer.Outline
+    | peer.OutlineDigest
     | peer.PullAsk
     | peer.PullHead
     | peer.PushAsk

@@ -23,8 +23,9 @@ SETTINGS = {"fence_budget_nodes": 1000, "tier_keep_every": 3}
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster.up(f"e2e{os.getpid()}", nodes=5, settings=SETTINGS) as cluster:
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    nodes = getattr(request.module, "NODES", 5)
+    with Cluster.up(f"e2e{os.getpid()}", nodes=nodes, settings=SETTINGS) as cluster:
         yield cluster
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.event_log import Log
@@ -18,8 +19,17 @@ from gemini_hpc.format.commit_record import Committed
 class SlotWrites:
     """From the word that a slot may be written to, to its verified copy. On the event loop."""
 
-    def __init__(self, membership: Membership, sets: Trainings, log: Log, spawn: Spawn) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        sets: Trainings,
+        log: Log,
+        spawn: Spawn,
+        completed: Callable[[Shard, int], None] = lambda shard, index: None,
+    ) -> None:
+        """completed: told of each slot that has become complete."""
         self._membership, self._sets, self._log, self._spawn = membership, sets, log, spawn
+        self._completed = completed
 
     def begin(self, training: Training, shard: Shard, version: int) -> int:
         """Index of the slot to fill with this version of the epoch. Raises `core.slots.Refused`."""
@@ -64,6 +74,7 @@ class SlotWrites:
             shard.pair.complete(index, stamp, found, used)
             shard.since[index] = shard.verified[index] = clock.time()
             shard.memory[index].commit(claimed)
+            self._completed(shard, index)
         else:
             shard.pair.void(index)
             self._log(

@@ -19,11 +19,11 @@ Key = tuple[str, int]
 class Shard:
     """Both slots of one shard on this node. home: node rank where its training rank lives.
 
-    registered_round: the last round in which a training rank registered it; resumed_round: the last one whose plan
-    has it here. pushed: the home's agent fills it, and a training rank at most those parts that it has as well (fill:
-    the newest version of which it did; unlike: why it must not). handed_back: slots that a process has given to this
-    agent after its predecessor's death; half_back: one is still to come, so the pair has no vote, and nobody else
-    writes to it.
+    proven: see `Copy`. registered_round: the last round in which a training rank registered it; resumed_round: the
+    last one whose plan has it here. pushed: the home's agent fills it, and a training rank at most those parts that
+    it has as well (fill: the newest version of which it did; unlike: why it must not). handed_back: slots that a
+    process has given to this agent after its predecessor's death; half_back: one is still to come, so the pair has no
+    vote, and nobody else writes to it.
     """
 
     set: str
@@ -42,6 +42,7 @@ class Shard:
     unlike: str = ""
     handed_back: frozenset[int] = frozenset()
     half_back: bool = False
+    proven: bool = True
 
     def record(self, index: int) -> Copy | None:
         """What can be told of a complete slot; None of any other."""
@@ -57,6 +58,7 @@ class Shard:
             used=slot.bytes_used,
             stamp=slot.stamp,
             digest=slot.digest,
+            proven=self.proven,
         )
 
     def settle(self, index: int, digest: str) -> bool:
@@ -144,6 +146,12 @@ class Store:
             else:
                 self._close(old)
         self.shards[key] = shard
+
+    def drop(self, shard: Shard) -> None:
+        """Free a shard that nobody has registered: a copy that came to nothing."""
+        if self.shards.get((shard.set, shard.rank)) is shard:
+            del self.shards[shard.set, shard.rank]
+            self._close(shard)
 
     def _close(self, shard: Shard) -> None:
         for memory in shard.memory:

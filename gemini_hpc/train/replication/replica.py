@@ -10,33 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
 from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
 from gemini_hpc.core.ranges import Range, largest, merged
-from gemini_hpc.format import shard_manifest
-from gemini_hpc.format.slot_header import HEADER_BYTES, Layout, parse_header
 from gemini_hpc.train.device.memory import Shard
+from gemini_hpc.train.replication import overlap
+from gemini_hpc.train.replication.overlap import Piece
 from gemini_hpc.train.replication.receiver import Reserved
 from gemini_hpc.train.state.capture import Capture, Job
 from gemini_hpc.train.state.ownership import Own
 from gemini_hpc.train.state.tree import local as part_here
 from gemini_hpc.wire import local
-
-_GAP_BYTES = 63  # of padding between two tensors
-
-
-class _Piece(NamedTuple):
-    """A box of a tensor, from an offset in the part that is here, and where it goes."""
-
-    key: str
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-    at: int
-    end: int
 
 
 @dataclass
@@ -62,7 +48,7 @@ class Replica:
         self._since = 0
         self._given_up = False
         self._shard: Shard | None = None  # for which `_pieces` are right
-        self._pieces: list[_Piece] = []
+        self._pieces: list[Piece] = []
         self._writing: _Writing | None = None
         self._pairs: dict[int, tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         self._places: list[Range] = []
@@ -142,32 +128,18 @@ class Replica:
             known = slot.known()
             if known.digest and known.epoch == self._epoch and known.version > self._since:
                 try:
-                    layout, manifest = _directory(slot.bytes)
+                    layout, manifest = overlap.directory(slot.bytes)
                 except ValueError:
                     continue
                 if self._shard is not shard and self._pin is not None:
                     shard.populate()
                     self._pin(shard)
                 self._shard, self._eager, self._pairs = shard, len(capture.eager_since), {}
-                self._pieces = [
-                    piece
-                    for found in manifest.pieces
-                    if (piece := self._match(manifest, found, layout)) is not None
-                    and piece.key not in capture.eager_since
-                ]
-                self._places = largest(merged(((p.at, p.end) for p in self._pieces), _GAP_BYTES))
+                here = overlap.pieces(manifest, layout, self._own)
+                self._pieces = [piece for piece in here if piece.key not in capture.eager_since]
+                self._places = largest(merged(((p.at, p.end) for p in self._pieces), overlap.GAP_BYTES))
                 return bool(self._pieces)
         return False
-
-    def _match(self, manifest: shard_manifest.Manifest, piece: shard_manifest.Piece, layout: Layout) -> _Piece | None:
-        row = manifest.rows[piece.row]
-        own = self._own.get(row.key)
-        if own is None or not row.shared or (row.shape, row.dtype) != (own.entry.shape, own.dtype):
-            return None
-        offset = tuple(a - b for a, b in zip(piece.offset, own.entry.offset, strict=True))
-        inside = all(a >= 0 and a + n <= most for a, n, most in zip(offset, piece.size, own.entry.size, strict=True))
-        at = layout.tensor_offset + piece.at
-        return _Piece(row.key, offset, piece.size, at, at + manifest.nbytes(piece)) if inside else None
 
     def _bound(self, job: Job, shard: Shard, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(to, from) of every piece. Raises KeyError, ValueError, RuntimeError where the state is another one."""
@@ -176,23 +148,6 @@ class Replica:
         known = self._pairs.get(index)
         if known is not None and known[0] == ptrs:
             return known[1]
-        memory, pairs = shard.slots[index].bytes, []
-        for (_, end), (start, _) in pairwise(sorted((piece.at, piece.end) for piece in self._pieces)):
-            if 0 < start - end <= _GAP_BYTES:
-                memory[end:start].zero_()  # as it is at the shard's home
-        for piece in self._pieces:
-            view = tensors[piece.key].detach()
-            if tuple(view.shape) != self._own[piece.key].entry.size:
-                raise ValueError(f"{piece.key} has a different shape")
-            for dim, (start, length) in enumerate(zip(piece.offset, piece.size, strict=True)):
-                view = view.narrow(dim, start, length)
-            pairs.append((memory[piece.at : piece.end].view(view.dtype).view(piece.size), view))
+        pairs = overlap.pairs(self._pieces, self._own, tensors, shard.slots[index].bytes)
         self._pairs[index] = ptrs, pairs
         return pairs
-
-
-def _directory(memory: torch.Tensor) -> tuple[Layout, shard_manifest.Manifest]:
-    """Of a slot. Raises ValueError."""
-    layout = parse_header(memory[:HEADER_BYTES].numpy().tobytes(), memory.numel()).layout
-    raw = memory[layout.manifest_offset : layout.manifest_offset + layout.manifest_bytes].numpy().tobytes()
-    return layout, shard_manifest.unpack(raw, layout.tensor_bytes)

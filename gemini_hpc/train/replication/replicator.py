@@ -84,7 +84,7 @@ class Replicator(Keeper):
         self._base = 0  # the version that the slot being filled had before
         self._kept: tuple[Range, ...] = ()  # since then unchanged
         self._replicas: Sequence[Replica] = ()
-        self._own = plan.own
+        self._own, self._sketches = plan.own, bool(plan.live)
         self._begun = self._before = 0  # the versions that were begun last
         self._thread = threading.Thread(target=self._run, name="gemini-replicator", daemon=True)
 
@@ -166,6 +166,7 @@ class Replicator(Keeper):
         for replica in self._replicas:
             replica.follow(plan.own, plan.since)
         self._capture, self._manifest, self._layout = plan.capture, plan.packed, plan.layout
+        self._sketches = bool(plan.live)
         for slot in self.shard.slots:
             slot.has_manifest = False
 
@@ -181,14 +182,17 @@ class Replicator(Keeper):
     def _save(self, job: Job) -> None:
         if self._max_repeated > 1 and self._last_saved:
             self._gate.wait(self._last_saved, lambda: job.cancelled)
-        if job.ready is None:  # a device copies beside everything else
-            self._pacer.lull(job.version, self._copied_s, lambda: job.wanted or job.cancelled)
         try:
             slot_index, slot = self._begin(job)
         except (AgentLost, AgentRefused) as error:
             return self._skip(job, str(error))
         if slot is None:
             return None
+        sketched = self._sketches and job.gaps is None and slot.has_manifest
+        if sketched:
+            self._sketch(job, slot_index, slot)
+        if job.ready is None:  # a device copies beside everything else
+            self._pacer.lull(job.version, self._copied_s, lambda: job.wanted or job.cancelled)
         if not job.start():
             self._abort(job, slot_index)
             return self._skip(job, "the training did not wait for the slot")
@@ -222,8 +226,26 @@ class Replicator(Keeper):
             slot.put(layout.manifest_offset, self._manifest)
             slot.has_manifest = True
         slot.put(layout.small_offset, job.small)
+        if self._sketches and not sketched:
+            self._sketch(job, slot_index, slot)
         slot.put(0, pack_header(layout, len(job.small), stamp, self._me.rank, self._me.world))
         return self._commit(job, slot_index, slot, began)
+
+    def _sketch(self, job: Job, slot_index: int, slot: Slot) -> None:
+        """All but the tensors is known: nodes that have these as well are to know it, should all holders die before
+        this version is complete."""
+        layout = self._layout
+        slot.put(layout.small_offset, job.small)
+        self._client.post(
+            local.Sketched(
+                set=self._me.set,
+                rank=self._me.rank,
+                version=job.version,
+                slot=slot_index,
+                small_bytes=len(job.small),
+                areas=(layout.manifest_bytes, layout.tensor_bytes, layout.small_capacity),
+            )
+        )
 
     def _void(self, job: Job, slot_index: int, changed: Sequence[str]) -> None:
         """These tensors changed too early."""

@@ -361,6 +361,17 @@ class Capture:
                 torch._foreach_copy_(small_to, small_from)
         return clock.monotonic() - began
 
+    def read(self, job: Job, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """As `bring`, from a thread beside the one that saves, on a stream of its own: those of the training may be
+        blocked for ever."""
+        copies = host_copy.of_training(self.device) if job.ready is not None else None
+        if copies is not None and job.ready is not None:
+            copies.bring(job.ready, pairs)
+            return
+        with torch.no_grad():
+            for target, view in pairs:
+                target.copy_(view)
+
     def _fetch(self, job: Job, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> float:
         """These, the samples, and what the small state lacks, to host memory."""
         assert self._copies is not None and job.ready is not None

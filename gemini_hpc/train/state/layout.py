@@ -24,7 +24,7 @@ LEAST_SMALL_BYTES = 256 << 10
 class Plan:
     """Of one rank. packed: the manifest; alone: keys that are several ranks', each with a content of its own;
     frozen_bytes: of what is not trained, and mostly stays; own: what this rank has of tensors that others have as
-    well, or the rest of."""
+    well, or the rest of; live: other ranks that have all tensors of this rank's shard."""
 
     capture: Capture
     packed: bytes
@@ -32,6 +32,7 @@ class Plan:
     alone: frozenset[str]
     frozen_bytes: int
     own: dict[str, Own]
+    live: frozenset[int] = frozenset()
     since: int = 0  # the last version of an earlier plan
 
 
@@ -118,4 +119,21 @@ def lay_out(
     if layout.total < least_bytes:
         layout = Layout.plan(len(packed), tensor_bytes, capacity + least_bytes - layout.total)
     own = {rows[i].key: Own(entries[i], rows[i].dtype) for i in shared if rows[i].optimizer != LIFTED}
-    return Plan(Capture(manifest, draft.leaves, entries, blocks), packed, layout, alone, frozen_bytes, own)
+    live = _live(rank, rows, blocks, entries, gathered) if own else frozenset[int]()
+    return Plan(Capture(manifest, draft.leaves, entries, blocks), packed, layout, alone, frozen_bytes, own, live)
+
+
+def _live(
+    rank: int,
+    rows: Sequence[shard_manifest.Row],
+    blocks: Sequence[ownership.Block],
+    entries: Sequence[Entry],
+    gathered: Sequence[Sequence[Entry]],
+) -> frozenset[int]:
+    """Other ranks that have all of these blocks in tensors of their own. What is lifted out of the small state is
+    changed by forward passes: nobody has it as it was."""
+    boxes = {(entries[b.entry].key, entries[b.entry].offset, entries[b.entry].size) for b in blocks}
+    if not boxes or any(not rows[b.entry].shared or rows[b.entry].optimizer == LIFTED for b in blocks):
+        return frozenset()
+    found = (r for r, part in enumerate(gathered) if r != rank and len(part) >= len(boxes))
+    return frozenset(r for r in found if boxes <= {(e.key, e.offset, e.size) for e in gathered[r]})

@@ -1,0 +1,242 @@
+"""Copies from live replicas: what ranks of this node have in their tensors, when every holder of a shard has died.
+
+Just-in-time checkpointing (EuroSys '24, section 3) for what the replicas of an agent group cannot serve: where state
+is replicated (DDP, HSDP), the healthy ranks have the lost shards as well. Each agent looks by itself: it has outlines
+of shards (`replicas.outlines`), its ranks stand still at a version, and what they copy counts only if it has, bit for
+bit, the digest that the shard's home had made (R5); where the home had not come so far, only if no other replica's
+copy contradicts it. The step is not ended meanwhile, for `LIMIT_S` at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from gemini_hpc import clock
+from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.replicas.memory import NoMemory
+from gemini_hpc.agent.replicas.outlines import Kept, Outlines
+from gemini_hpc.agent.replicas.slot_writes import SlotWrites
+from gemini_hpc.agent.replicas.store import Key, Store
+from gemini_hpc.core.rescue import LIMIT_S
+from gemini_hpc.core.slots import Refused, Stamp
+from gemini_hpc.format.commit_record import Committed
+from gemini_hpc.wire import local
+from gemini_hpc.wire.local_server import Client
+
+_TOGETHER_S = 0.05  # who died with it is known by then
+_STILL_S = 2.0  # for a rank that is in the middle of an optimizer step
+_COPY_S = 15.0
+_AGAIN_S = 0.2  # a rank that has just begun to change its tensors is asked again
+
+
+class Channel:
+    """To one rank, which copies what it is asked for."""
+
+    def __init__(self, client: Client, rank: int, sock: socket.socket) -> None:
+        self.client, self.rank, self._sock = client, rank, sock
+
+    def close(self) -> None:
+        """From any thread."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def ask(self, message: local.Message, timeout_s: float, fd: int = -1) -> local.Message | None:
+        """The answer, in a thread; None where there is none in time."""
+        try:
+            self._sock.settimeout(timeout_s)
+            socket.send_fds(self._sock, [local.encode(message)], [fd] if fd >= 0 else [])
+            data = self._sock.recv(local.MAX_PACKET_BYTES)
+            return local.rescued_decoder.decode(data) if data else None
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def tell(self, message: local.Message) -> None:
+        """Without an answer."""
+        with suppress(OSError):
+            self._sock.settimeout(0.2)
+            self._sock.send(local.encode(message))
+
+
+class Rescue:
+    """Of one agent. tell: says at the controller that a rescue has begun, or is over."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        store: Store,
+        outlines: Outlines,
+        filling: SlotWrites,
+        log: Log,
+        spawn: Spawn,
+        tell: Callable[[], None],
+    ) -> None:
+        self._membership, self._store, self._outlines, self._filling = membership, store, outlines, filling
+        self._log, self._spawn, self._tell = log, spawn, tell
+        self._channels: dict[str, dict[int, Channel]] = {}
+        self._tried: set[tuple[Key, Stamp]] = set()
+        self._again = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # ---- ranks -----------------------------------------------------------------------------------------
+
+    def open(self, client: Client, name: str, rank: int) -> int:
+        """The end of a new channel that is the rank's."""
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        older = self._channels.setdefault(name, {}).get(rank)
+        if older is not None:
+            older.close()
+        self._channels[name][rank] = Channel(client, rank, mine)
+        return theirs.detach()
+
+    def gone(self, client: Client) -> None:
+        """A rank's connection has ended."""
+        for of_set in self._channels.values():
+            for rank, channel in list(of_set.items()):
+                if channel.client is client:
+                    del of_set[rank]
+                    channel.close()
+
+    # ---- deaths ----------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Ranks stand still, and are copied from."""
+        return not self._idle.is_set()
+
+    async def over(self) -> None:
+        """Return when no rescue is under way; bounded by `LIMIT_S`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LIMIT_S):
+                await self._idle.wait()
+
+    def _orphans(self) -> list[Key]:
+        incarnation = self._membership.training
+        if incarnation is None or incarnation.live is False:
+            return []
+        return [key for key in self._outlines.orphans(incarnation.mesh.dead) if self._channels.get(key[0])]
+
+    def died(self) -> None:
+        """A peer counts as dead."""
+        if not self._orphans():
+            return
+        if self.busy:
+            self._again = True
+            return
+        self._idle.clear()
+        self._tell()
+        self._spawn(self._run())
+
+    async def _run(self) -> None:
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                await asyncio.sleep(_TOGETHER_S)
+                while True:
+                    self._again = False
+                    for name in sorted({key[0] for key in self._orphans()}):
+                        await self._of_set(name)
+                    if not self._again:
+                        break
+        except TimeoutError:
+            self._log("unrescued", detail=f"live state was not copied within {LIMIT_S:g} s")
+        finally:
+            self._idle.set()
+            self._tell()
+
+    async def _of_set(self, name: str) -> None:
+        """Hold its ranks of this node, copy what is lost, let them go on."""
+        channels = list(self._channels.get(name, {}).values())
+        try:
+            standing = await self._stand_still(channels)
+            epoch, version = self._membership.epoch, max(standing.values(), default=0)
+            if not version:
+                self._log("unrescued", detail="no rank of this node stands still: its state is being changed")
+                return
+            able = [channel for channel in channels if standing.get(channel) == version]
+            wanted = [key for key in self._orphans() if key[0] == name]
+            stamp = Stamp(epoch, version)
+            await asyncio.gather(
+                *(
+                    self._in_turn(able[number:] + able[:number], wanted[number :: len(able)], stamp)
+                    for number in range(len(able))
+                )
+            )
+        finally:
+            for channel in channels:
+                await asyncio.to_thread(channel.tell, local.GoOn())
+
+    async def _stand_still(self, channels: list[Channel]) -> dict[Channel, int]:
+        """Versions at which they stand; those that cannot are left out."""
+        deadline, found = clock.monotonic() + _STILL_S, dict[Channel, int]()
+        while True:
+            asked = [channel for channel in channels if channel not in found]
+            still = local.Still(LIMIT_S)
+            answers = await asyncio.gather(*(asyncio.to_thread(c.ask, still, _STILL_S) for c in asked))
+            for channel, answer in zip(asked, answers, strict=True):
+                if isinstance(answer, local.Standing) and answer.version:
+                    found[channel] = answer.version
+            if len(found) == len(channels) or clock.monotonic() > deadline:
+                return found
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _in_turn(self, channels: list[Channel], keys: list[Key], stamp: Stamp) -> None:
+        """Shards, one after the other: from the first of these ranks that has them."""
+        for name, rank in keys:
+            kept = self._outlines.find(name, rank, stamp)
+            if self._store.find(name, rank, stamp) is not None or ((name, rank), stamp) in self._tried:
+                continue
+            self._tried.add(((name, rank), stamp))
+            why = "its small state of that version has not come here" if kept is None else ""
+            for channel in channels if kept is not None else ():
+                assert kept is not None
+                why = await self._copy(channel, kept)
+                if not why:
+                    break
+            detail = f"shard {rank}, whose holders are dead"
+            if why:
+                self._log("unrescued", version=stamp.version, detail=f"{detail}: {why}")
+
+    async def _copy(self, channel: Channel, kept: Kept) -> str:
+        """Make a copy of a shard out of a rank's tensors; why not, or ""."""
+        o = kept.outline
+        try:
+            shard = await self._store.make(o.set, o.rank, o.world, o.home, o.slot_bytes)
+            index = shard.pair.begin(o.stamp, None, frozenset(), voted=frozenset())
+        except (NoMemory, Refused) as exc:
+            return str(exc)
+        shard.pair.slots[index].busy = True
+        memory = shard.memory[index]
+        try:
+            with memory.view() as view:
+                await asyncio.to_thread(kept.fill, view)
+        except ValueError as exc:
+            shard.pair.void(index)
+            return f"its outline cannot be used: {exc}"
+        fd = os.dup(memory.fd)
+        try:
+            ask = local.CopyLive(o.rank, o.stamp.version, o.slot_bytes)
+            answer = await asyncio.to_thread(channel.ask, ask, _COPY_S, fd)
+        finally:
+            os.close(fd)
+        if not isinstance(answer, local.Copied) or not answer.whole:
+            self._store.drop(shard)
+            return f"rank {channel.rank}: {answer.why if isinstance(answer, local.Copied) else 'no answer'}"
+        found = await asyncio.to_thread(memory.digest, kept.used_bytes)
+        if kept.digest and found != kept.digest:
+            self._store.drop(shard)
+            return f"rank {channel.rank} has something else in its tensors"
+        shard.proven = bool(kept.digest)
+        self._filling.arrived(shard, index, Committed(o.stamp, kept.used_bytes, found), found)
+        how = "" if kept.digest else ", unless another replica has something else"
+        detail = f"shard {o.rank}, whose holders are dead: copied from the live state of rank {channel.rank}{how}"
+        self._log("rescued", version=o.stamp.version, detail=detail)
+        return ""

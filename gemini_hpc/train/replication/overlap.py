@@ -1,0 +1,71 @@
+"""What of another rank's shard this rank has in its own tensors, and where that goes in a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from gemini_hpc.format import shard_manifest
+from gemini_hpc.format.slot_header import HEADER_BYTES, Layout, parse_header
+from gemini_hpc.train.state.ownership import Own
+
+GAP_BYTES = 63  # of padding between two tensors
+
+
+class Piece(NamedTuple):
+    """A box of a tensor, from an offset in the part that is here, and where it goes: bytes `at` to `end` of the
+    slot."""
+
+    key: str
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    at: int
+    end: int
+
+
+def directory(memory: torch.Tensor) -> tuple[Layout, shard_manifest.Manifest]:
+    """Of a slot, all of which `memory` (uint8) is. Raises ValueError."""
+    layout = parse_header(memory[:HEADER_BYTES].numpy().tobytes(), memory.numel()).layout
+    raw = memory[layout.manifest_offset : layout.manifest_offset + layout.manifest_bytes].numpy().tobytes()
+    return layout, shard_manifest.unpack(raw, layout.tensor_bytes)
+
+
+def pieces(manifest: shard_manifest.Manifest, layout: Layout, own: Mapping[str, Own]) -> list[Piece]:
+    """Those of the manifest's that are here. own: what this rank shares, by key."""
+    found = (_match(manifest, piece, layout, own) for piece in manifest.pieces)
+    return [piece for piece in found if piece is not None]
+
+
+def _match(
+    manifest: shard_manifest.Manifest, piece: shard_manifest.Piece, layout: Layout, own: Mapping[str, Own]
+) -> Piece | None:
+    row = manifest.rows[piece.row]
+    mine = own.get(row.key)
+    if mine is None or not row.shared or (row.shape, row.dtype) != (mine.entry.shape, mine.dtype):
+        return None
+    offset = tuple(a - b for a, b in zip(piece.offset, mine.entry.offset, strict=True))
+    inside = all(a >= 0 and a + n <= most for a, n, most in zip(offset, piece.size, mine.entry.size, strict=True))
+    at = layout.tensor_offset + piece.at
+    return Piece(row.key, offset, piece.size, at, at + manifest.nbytes(piece)) if inside else None
+
+
+def pairs(
+    wanted: Sequence[Piece], own: Mapping[str, Own], tensors: Mapping[str, torch.Tensor], memory: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(to, from) of every piece; the gaps between neighbours become zeros, as at the shard's home. tensors: the parts
+    that are here, by key. Raises KeyError, ValueError, RuntimeError where the state is another one."""
+    for (_, end), (start, _) in pairwise(sorted((piece.at, piece.end) for piece in wanted)):
+        if 0 < start - end <= GAP_BYTES:
+            memory[end:start].zero_()
+    found = []
+    for piece in wanted:
+        view = tensors[piece.key].detach()
+        if tuple(view.shape) != own[piece.key].entry.size:
+            raise ValueError(f"{piece.key} has a different shape")
+        for dim, (start, length) in enumerate(zip(piece.offset, piece.size, strict=True)):
+            view = view.narrow(dim, start, length)
+        found.append((memory[piece.at : piece.end].view(view.dtype).view(piece.size), view))
+    return found

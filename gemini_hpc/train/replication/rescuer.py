@@ -1,0 +1,140 @@
+"""Copies from this rank's live tensors, when the agent asks for them: all holders of a shard have died.
+
+Just-in-time checkpointing (EuroSys '24, section 3): a healthy rank blocked in a collective has whole state, that of
+the last completed step. A thread reads it beside the training, which changes nothing meanwhile.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+
+import msgspec
+import torch
+
+from gemini_hpc import clock
+from gemini_hpc.client.agent_connection import AgentClient, AgentLost, AgentRefused
+from gemini_hpc.train.replication import overlap
+from gemini_hpc.train.replication.registration import Identity
+from gemini_hpc.train.state.capture import Capture, Job
+from gemini_hpc.train.state.ownership import Own
+from gemini_hpc.train.state.tree import local as part_here
+from gemini_hpc.wire import local
+
+_RETRY_S = 1.0
+
+Frozen = Callable[[], AbstractContextManager[Job | None]]
+
+
+class Rescuer:
+    """Of one rank. frozen: keeps the optimizers from changing tensors, and gives the job of the version that they
+    have, None while they are being changed; own: what this rank shares, and the capture, now."""
+
+    def __init__(
+        self,
+        me: Identity,
+        client: AgentClient,
+        frozen: Frozen,
+        own: Callable[[], tuple[Mapping[str, Own], Capture]],
+    ) -> None:
+        self._me, self._client, self._frozen, self._own = me, client, frozen, own
+        self._closed = threading.Event()
+        self._sock: socket.socket | None = None
+        self._thread = threading.Thread(target=self._run, name="gemini-rescue", daemon=True)
+
+    def start(self) -> None:
+        """Begin to listen."""
+        self._thread.start()
+
+    def close(self, timeout_s: float = 1.0) -> bool:
+        """Whether the thread has ended."""
+        self._closed.set()
+        sock = self._sock
+        if sock is not None:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                reply, fds = self._client.request(local.OpenRescue(set=self._me.set, rank=self._me.rank))
+            except AgentRefused:
+                return  # an agent that knows nothing of it, or of another round
+            except AgentLost:
+                self._closed.wait(_RETRY_S)
+                continue
+            if not isinstance(reply, local.Ok) or len(fds) != 1:
+                for fd in fds:
+                    os.close(fd)
+                return
+            self._sock = sock = socket.socket(fileno=fds[0])
+            try:
+                self._serve(sock)
+            except (OSError, msgspec.MsgspecError):
+                pass
+            finally:
+                sock.close()
+            self._closed.wait(_RETRY_S)
+
+    def _serve(self, sock: socket.socket) -> None:
+        """Until the agent hangs up."""
+        while not self._closed.is_set():
+            sock.settimeout(None)
+            data, fds, _, _ = socket.recv_fds(sock, local.MAX_PACKET_BYTES, 1)
+            for fd in fds:
+                os.close(fd)
+            if not data:
+                return
+            message = local.rescue_decoder.decode(data)
+            if not isinstance(message, local.Still):
+                continue
+            with self._frozen() as job:
+                sock.send(local.encode(local.Standing(0 if job is None else job.version)))
+                if job is not None:
+                    self._standing(sock, job, message.wait_s)
+
+    def _standing(self, sock: socket.socket, job: Job, wait_s: float) -> None:
+        """Until the agent says that it has what it wants, or for so long."""
+        deadline = clock.monotonic() + wait_s
+        while (left_s := deadline - clock.monotonic()) > 0:
+            sock.settimeout(left_s)
+            try:
+                data, fds, _, _ = socket.recv_fds(sock, local.MAX_PACKET_BYTES, 1)
+            except TimeoutError:
+                return
+            try:
+                message = local.rescue_decoder.decode(data) if data else local.GoOn()
+                if isinstance(message, local.GoOn):
+                    return
+                if isinstance(message, local.Still):
+                    sock.send(local.encode(local.Standing(job.version)))
+                    continue
+                why = self._copy(job, message, fds)
+                sock.send(local.encode(local.Copied(not why, why[:200])))
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+    def _copy(self, job: Job, order: local.CopyLive, fds: list[int]) -> str:
+        """Fill in the tensors of a slot; why not, or ""."""
+        if len(fds) != 1 or order.version != job.version:
+            return f"this rank stands at version {job.version}"
+        try:
+            memory = torch.frombuffer(mmap.mmap(fds[0], order.bytes), dtype=torch.uint8)
+            layout, manifest = overlap.directory(memory)
+            own, capture = self._own()
+            pieces = overlap.pieces(manifest, layout, own)
+            if len(pieces) != len(manifest.pieces):
+                return f"{len(manifest.pieces) - len(pieces)} of its {len(manifest.pieces)} pieces are not here"
+            tensors = {leaf.key: part_here(leaf.tensor) for leaf in job.leaves}
+            capture.read(job, overlap.pairs(pieces, own, tensors, memory))
+        except (KeyError, ValueError, RuntimeError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""

@@ -1,0 +1,31 @@
+"""Two nodes that hold each other's copies are cut at once: what lives in the others' ranks brings the job back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from training import Training
+
+Train = Callable[..., Training]
+NODES = 6
+CUT_AT = 15
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["silent", "reset"])
+def test_a_whole_group_is_cut(train: Train, references: dict[str, Training], reset: bool) -> None:
+    """reset: the survivors' collectives fail at once."""
+    if not references:
+        references["ddp"] = train("reference", "-N4")
+        references["ddp"].finish()
+    job = train("rescue", "-N4", "--gemini-replicas=2")
+    job.reach(CUT_AT)
+    lost = job.hosts()[2:]
+    for node in lost:
+        job.cluster.power_off(node, reset=reset)
+    job.finish()
+    job.assert_same_as(references["ddp"])
+    story = job.cluster.run(["gemini-hpc", "inspect", str(job.id)], user="alice").stdout
+    assert "rescued" in story, story
+    assert job.repeated() <= 1 and not set(lost) & set(job.hosts()), job.output()
+    assert "resumed at version" in job.output(), job.output()

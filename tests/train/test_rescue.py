@@ -1,0 +1,69 @@
+"""Every holder of some shards dies, and the ranks that live have their tensors: copies are made of these."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from waiting import until
+
+from .agents import RealJob
+from .conftest import HOST, STEPS
+from .launch import Run, train
+
+MakeJob = Callable[..., RealJob]
+Begin = Callable[..., Run]
+DDP = {"kind": "ddp", "width": 128, "norm": "layer", "steps": STEPS, "kwargs": HOST}
+AT = 20
+STANDS = {"pause_at": AT, "pause_sealed": True, "pause_s": 30.0}
+
+
+@pytest.fixture
+def begin() -> Iterator[Begin]:
+    runs: list[Run] = []
+
+    def start(job: RealJob, world: int, **options: Any) -> Run:
+        runs.append(Run(job, world, {**DDP, **options}))  # type: ignore[arg-type]
+        return runs[-1]
+
+    yield start
+    for process in (p for r in runs for p in r.processes):
+        process.signal(signal.SIGKILL)
+        process.wait(10)
+
+
+def lose(job: RealJob, run: Run, nodes: range) -> None:
+    """At once, with the ranks, one on each."""
+    for k in nodes:
+        run.processes[k].signal(signal.SIGKILL)
+        node = job.nodes[k].process
+        assert node is not None
+        node.kill()
+    for k in nodes:
+        job.nodes[k].die()
+
+
+def stop(run: Run) -> None:
+    for process in run.processes:
+        process.signal(signal.SIGKILL)
+        process.wait(10.0)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "hsdp"])
+def test_a_whole_group_is_lost(make_agents: MakeJob, begin: Begin, kind: str) -> None:
+    whole = train(None, 4, **{**DDP, "kind": kind})
+    job = make_agents(4, 2)
+    run = begin(job, 4, kind=kind, **STANDS)
+    until(lambda: all(job.held(node, r) for r, node in enumerate(job.nodes)), 60, what="protected")
+    until(lambda: AT in {v for _, v in job.held(job.nodes[0], 0)}, 60, what="at the pause")
+    until(lambda: job.inspect(job.nodes[0]).trainings[0].sealed[1] == AT, 30, what="sealed")
+    lose(job, run, range(2, 4))
+    for shard in (2, 3):
+        until(lambda s=shard: any(job.held(n, s) for n in job.nodes[:2]), 10, what=f"{shard}: {job.nodes[0].log()}")
+    stop(run)
+    job.requeue(["n1", "n2", "n5", "n6"])
+    results = begin(job, 4, kind=kind).wait()
+    assert [r["start"] for r in results] == [AT] * 4, "no step repeated"
+    assert [r["digest"] for r in results] == [r["digest"] for r in whole]
