@@ -399,7 +399,8 @@ class Recovery:
         job, chosen = facts.job, {s.host: s.verdict for s in self.suspects.values()}
         if job is None:
             return
-        dead = [h for h, v in chosen.items() if v.act in (Act.FENCE, Act.ADOPT)]
+        confirmed = [h for h, v in chosen.items() if v.act in (Act.FENCE, Act.ADOPT)]
+        dead = list(confirmed)  # survivors that turn out to be dead, too, join it
         rebooted = [h for h, v in chosen.items() if v.act is Act.REQUEUE]
         for host in [*dead, *rebooted]:
             self.say("confirmed", host, chosen[host].why)
@@ -411,7 +412,7 @@ class Recovery:
         await self._reserve(helper, job, facts, len(dead))
         try:
             spared: list[str] = []
-            for host in dead:
+            for host in confirmed:
                 verdict = chosen[host]
                 if verdict.act is Act.FENCE:
                     verdict = await self._judge_again(self.suspects[host], facts)

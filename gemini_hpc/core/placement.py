@@ -92,12 +92,13 @@ def targets(homes: Sequence[int], N: int, m: int) -> list[list[int]]:
     return [of(rank) for rank in range(len(homes))]
 
 
-def beyond(node_rank: int, N: int, m: int, candidates: Iterable[int], most: int = 2) -> tuple[int, ...]:
-    """Of the candidates, nodes whose ranks have a node's shards in their tensors as well, the `most` next ones,
-    cyclically, that are none of its holders: a copy can come from them when all holders are lost."""
+def beyond(node_rank: int, N: int, m: int, candidates: Iterable[int], most: int = 3) -> tuple[int, ...]:
+    """Of the candidates, nodes whose ranks have a node's shards in their tensors as well, `most` that are none of its
+    holders, from the next one on evenly around the ring: nodes side by side are lost together more often."""
     kept = set(holders(node_rank, N, m))
-    found = {c for c in candidates if 0 <= c < N} - kept
-    return tuple(sorted(found, key=lambda c: (c - node_rank) % N)[:most])
+    found = sorted({c for c in candidates if 0 <= c < N} - kept, key=lambda c: (c - node_rank) % N)
+    count = min(most, len(found))
+    return tuple(found[turn * len(found) // count] for turn in range(count))
 
 
 def survivable(N: int, m: int, failed: Iterable[int]) -> bool:

@@ -169,9 +169,9 @@ class SaveEngine:
                 )
                 for rank in session.incoming
             ]
-        self._live_on(plan)
         if plan.live and self.frozen is not None and self.driver is None:
             self._rescuer = Rescuer(me, session.client, self.frozen, self._shared)
+        self._live_on(plan)
         if self.driver is not None:
             keepers = {r.rank: r for r in self.receivers}
             self.driver.open({session.rank: self.replicator, **keepers})
@@ -257,15 +257,14 @@ class SaveEngine:
         return plan.layout.small_offset + plan.layout.small_capacity // 2 - stays
 
     def _live_on(self, plan: Plan) -> None:
-        """Tell the agent which nodes have this rank's shard in their tensors. Raises nothing."""
+        """The agent is to know which nodes have this rank's shard in their tensors."""
         session = self._session
-        assert session.client is not None
         self._own = plan.own
         nodes = sorted({session.homes[rank] for rank in plan.live} - {session.node_rank})
         after = [n for n in nodes if n > session.node_rank]
         nearest = tuple([*after, *(n for n in nodes if n < session.node_rank)][: local.MAX_LIVE_NODES])
-        with suppress(AgentLost, AgentRefused):
-            session.client.request(local.LiveOn(set=session.name, rank=session.rank, nodes=nearest))
+        if self._rescuer is not None:
+            self._rescuer.lives_on(nearest)
 
     def _shared(self) -> tuple[Mapping[str, Own], Capture]:
         assert self.planning.capture is not None

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gemini_hpc.config import Settings
+from gemini_hpc.controller import probe
 from gemini_hpc.controller.event_log import EventLogs
 from gemini_hpc.controller.fencing import Port
 from gemini_hpc.controller.journal import Journal
@@ -147,6 +148,34 @@ def test_a_node_that_comes_back_while_others_are_reserved_is_not_set_down(
         await controller.until(lambda: not controller.home.active(JOB.raw_id))
         assert '"confirmed"' in controller.events(JOB) and slurm.done == []
         assert not slurm.held and not controller.journal.left_open(), "let go of, and closed"
+        controller.end()
+
+    asyncio.run(work())
+
+
+def test_a_second_node_that_is_found_dead_while_others_are_reserved(
+    tmp_path: Path, found: dict[str, Look], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had been reported, too, and left to Slurm: its kernel lived then. It is set DOWN as a survivor that has
+    died, once, and the recovery goes on."""
+    slurm = TwoJobs()
+    found |= {"n2": SILENT, "n3": Look(Port.REFUSES, Port.REFUSES, Port.REFUSES)}
+
+    async def slow(targets: dict[str, probe.Target]) -> dict[str, Look]:
+        found["n3"] = SILENT
+        await asyncio.sleep(0.5)
+        return {n: await probe.look(t) for n, t in targets.items()}
+
+    monkeypatch.setattr(probe, "looks", slow)
+
+    async def work() -> None:
+        controller = Controller(slurm, tmp_path)
+        controller.report(JOB, "n2", "n3")
+        await controller.until(lambda: "down n2" in slurm.done)
+        await asyncio.sleep(0.5)
+        assert slurm.done == ["down n3", "down n2"] and "task_died" not in controller.events(JOB)
+        recovery = controller.home._active[JOB.raw_id, JOB.restarts]
+        assert recovery.survivors is not None and sorted(recovery.survivors.dead) == ["n2", "n3"]
         controller.end()
 
     asyncio.run(work())

@@ -16,7 +16,7 @@ from training import STEPS, Training
 from gemini_hpc.devcluster.cluster import Cluster
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SMALL = ["--steps", str(STEPS), "--layers", "2", "--dim", "96", "--iteration-s", "0.15"]
+SMALL = ["--steps", str(STEPS), "--layers", "2", "--dim", "96"]
 
 
 SETTINGS = {"fence_budget_nodes": 1000, "tier_keep_every": 3}
@@ -32,7 +32,12 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 @pytest.fixture
 def train(cluster: Cluster) -> Iterator[Callable[..., Training]]:
     def submit(
-        label: str, *options: str, parallel: str = "ddp", transport: str = "auto", around: str = ""
+        label: str,
+        *options: str,
+        parallel: str = "ddp",
+        transport: str = "auto",
+        around: str = "",
+        iteration_s: float = 0.15,
     ) -> Training:
         """around: a program of this directory that takes train_gpt.py's place, and runs it as usual.py."""
         directory = cluster.home("alice") / f"{label}-{time.time_ns()}"
@@ -43,7 +48,17 @@ def train(cluster: Cluster) -> Iterator[Callable[..., Training]]:
         for path in [directory, *directory.iterdir()]:
             path.chmod(0o755)
         shutil.chown(directory, 5001)
-        arguments = [*SMALL, "--parallel", parallel, "--transport", transport, "--log", str(directory / "loss.jsonl")]
+        arguments = [
+            *SMALL,
+            "--iteration-s",
+            str(iteration_s),
+            "--parallel",
+            parallel,
+            "--transport",
+            transport,
+            "--log",
+            str(directory / "loss.jsonl"),
+        ]
         fixed = ["--requeue", "-N3", f"--chdir={directory}", f"--output={directory}/out"]
         return Training(cluster, cluster.sbatch([*fixed, *options, str(directory / "job.sh"), *arguments]), directory)
 

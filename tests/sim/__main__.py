@@ -13,7 +13,7 @@ from . import broken as of_sites
 from . import campaign, controls, mix
 
 Run = Callable[[int, Callable[[], None]], tuple[str, str]]
-BROKEN = {**controls.CONTROLS, **controls.SPARED, **of_sites.BROKEN}
+BROKEN = {**controls.CONTROLS, **controls.SPARED, **controls.LIVE, **of_sites.BROKEN}
 
 
 def one(seed: int, broken: str = "", run: Run = campaign.run) -> tuple[int, str, str]:
@@ -44,6 +44,11 @@ def of_spares(seed: int) -> tuple[int, str, str]:
     return one(seed, run=campaign.run_spared)
 
 
+def of_live(seed: int) -> tuple[int, str, str]:
+    """The same of a job whose ranks are replicas of each other."""
+    return one(seed, run=campaign.run_live)
+
+
 def twice(seed: int, once: Callable[[int], tuple[int, str, str]] = one) -> tuple[int, str, str]:
     """The same, where a second run has to be the first one to the letter."""
     first, second = once(seed), once(seed)
@@ -70,10 +75,12 @@ def find(rule: str, seeds: range, run: Run = campaign.run) -> int:
     of_run: dict[Run, dict[str, Callable[[], None]]] = {
         mix.run: of_sites.BROKEN,
         campaign.run_spared: controls.SPARED,
+        campaign.run_live: controls.LIVE,
     }
     rules = of_run.get(run, controls.CONTROLS)
     if rule not in rules:
-        for kind, listed in (("", controls.CONTROLS), ("--spares ", controls.SPARED), ("--site ", of_sites.BROKEN)):
+        kinds = {"": controls.CONTROLS, "--spares ": controls.SPARED, "--live ": controls.LIVE}
+        for kind, listed in {**kinds, "--site ": of_sites.BROKEN}.items():
             for name, broken in listed.items():
                 print(f"{kind}--broken {name}: {broken.__doc__}")
         return 2
@@ -100,21 +107,25 @@ def main() -> int:
         "--site", action="store_true", help="whole sites, with Slurm, controller, tier and an administrator"
     )
     parser.add_argument("--spares", action="store_true", help="jobs with spares of their own (--gemini-spares)")
+    parser.add_argument("--live", action="store_true", help="jobs whose ranks are replicas of each other")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     args = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a run
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, "-m", "tests.sim", *sys.argv[1:]])
     if args.broken:
-        run_one = mix.run if args.site else campaign.run_spared if args.spares else campaign.run
+        run_one = campaign.run_live if args.live else campaign.run_spared if args.spares else campaign.run
+        run_one = mix.run if args.site else run_one
         return find(args.broken, range(args.first, args.first + args.seeds), run_one)
     if args.seed is not None:
-        _, problem, text = (of_site if args.site else of_spares if args.spares else one)(args.seed)
+        _, problem, text = (of_site if args.site else of_spares if args.spares else of_live if args.live else one)(
+            args.seed
+        )
         print(text)
         print(f"seed {args.seed}: {problem or 'nothing wrong'}")
         return 1 if problem else 0
     run = (site_twice if args.twice else of_site) if args.site else twice if args.twice else one
-    run = of_spares if args.spares else run
+    run = of_spares if args.spares else of_live if args.live else run
     began, bad = time.monotonic(), 0
     seeds = range(args.first, args.first + args.seeds)
     for count, (seed, problem, _) in enumerate(several(run, seeds, args.jobs), 1):

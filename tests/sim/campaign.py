@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from gemini_hpc.agent.daemon import Agent
 from gemini_hpc.config import Settings
+from gemini_hpc.core import placement
 
 from . import invariants
 from .jobs import Job, Wrong
@@ -29,13 +30,13 @@ QUIET_S = 30.0
 class Campaign:
     """One run."""
 
-    def __init__(self, seed: int, *, spared: bool = False) -> None:
-        """spared: the job has spares of its own."""
+    def __init__(self, seed: int, *, spared: bool = False, live: bool = False) -> None:
+        """spared: the job has spares of its own; live: its ranks are replicas of each other, and whole groups die."""
         self.seed = seed
         self.world = World(seed)
         install(self.world)
         rng = self.rng = random.Random(seed ^ 0x5EED)
-        size, spares = rng.randint(2, 5), rng.randint(0, 2)
+        size, spares = (rng.randint(3, 6), 4) if live else (rng.randint(2, 5), rng.randint(0, 2))
         settings = self.settings = Settings(
             cluster_name="sim", memory_floor_bytes=0, attach_timeout_s=5.0, retention_s=120.0
         )
@@ -53,7 +54,9 @@ class Campaign:
             replicas=replicas,
             pause_s=rng.choice((0.05, 0.2, 0.3)),
             within=within,
+            live=live,
         )
+        self._live = live
         self.job.on_over = self._over
         self.job.on_step = self._stepped
         self._due: list[Callable[[], None]] = []  # faults that wait for a version to be on its way
@@ -157,6 +160,13 @@ class Campaign:
             self._root_forgets,
             *[self._arm] * 6,
         ]
+        if self._live:
+            self._at(self.rng.uniform(1.0, 4.0), self._arm_group)
+        self._alone = self._live and self.rng.random() < 0.5  # nothing else happens
+        if self._alone:
+            self._last = self.world.loop.now + FAULTS_S
+            self._at(FAULTS_S, self._wait)
+            return
         mine = self.rng.sample(kinds, self.rng.randint(1, len(kinds)))
         for _ in range(self.rng.randint(0, 10)):
             fault = self.rng.choice(mine)
@@ -228,6 +238,27 @@ class Campaign:
         node.power_off()
         self.job.lost(node)
         self._ends(self.rng.uniform(1.0, 15.0), node.power_on)
+
+    def _arm_group(self) -> None:
+        """All holders of a shard lose power, at the next moment at which every rank stands at a sealed version."""
+        self.job.on_all_sealed = self._lose_group
+
+    def _lose_group(self) -> None:
+        self.job.on_all_sealed = lambda: None
+        lost = {node.name: node for node in self.rng.choice(sorted(self.job.holders.items()))[1]}
+        for node in self.job.nodes[1:]:  # and some more
+            if self.rng.random() < 0.2:
+                lost[node.name] = node
+        if self._lives(set(lost)) and self._alone:
+            self.job.stood_at = self.job.sealed
+        self._at(0.0, lambda: [self._power(node) for node in lost.values()])
+
+    def _lives(self, lost: set[str]) -> bool:
+        """Whether of each shard a holder is left, or a node that knows all of it but the tensors."""
+        n, m, nodes = self.job.size, min(self.job.replicas, self.job.size), self.job.launches[-1].places
+        gone = {nodes[name] for name in lost if name in nodes}
+        knowing = ({*placement.holders(h, n, m), *placement.beyond(h, n, m, range(n))} for h in range(n))
+        return all(known - gone for known in knowing)
 
     def _pause(self) -> None:
         node, lasts = self._some(), self.rng.choice((0.1, 0.7, 2.0, 5.0))
@@ -367,10 +398,17 @@ def run_spared(seed: int, broken: Callable[[], None] = lambda: None) -> tuple[st
     return run(seed, broken, spared=True)
 
 
-def run(seed: int, broken: Callable[[], None] = lambda: None, *, spared: bool = False) -> tuple[str, str]:
+def run_live(seed: int, broken: Callable[[], None] = lambda: None) -> tuple[str, str]:
+    """The same of a job whose ranks are replicas of each other."""
+    return run(seed, broken, live=True)
+
+
+def run(
+    seed: int, broken: Callable[[], None] = lambda: None, *, spared: bool = False, live: bool = False
+) -> tuple[str, str]:
     """(what went wrong or "", the story) of one seed. Only once in a process. broken: breaks the code on purpose."""
     broken()
-    campaign = Campaign(seed, spared=spared)
+    campaign = Campaign(seed, spared=spared, live=live)
     try:
         campaign.run()
     except (Exception, Killed) as error:

@@ -13,11 +13,13 @@ import msgspec
 
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.replicas import trainings, voting
+from gemini_hpc.agent.replicas.outlines import Kept, Outlines
 from gemini_hpc.agent.replicas.seal_notes import SealNotes
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Shard
 from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.replicas.voting import Voting, from_wire
+from gemini_hpc.agent.rescue import Rescue
 from gemini_hpc.agent.restart_state import StateFile
 from gemini_hpc.agent.spares import Spares
 from gemini_hpc.core import recovery_plan, votes
@@ -255,3 +257,38 @@ def any_part_goes_on() -> None:
 def losses_are_not_told() -> None:
     """Views: an agent does not learn from its peers' handshakes what they have lost."""
     patch(Spares, "heard", lambda self, lost: None)
+
+
+# ---- of jobs whose ranks are replicas of each other: `python -m tests.sim --live --broken NAME` --------
+
+LIVE: dict[str, Callable[[], None]] = {}
+
+
+def live(broken: Callable[[], None]) -> Callable[[], None]:
+    """Known by its name, in a job whose ranks are replicas of each other."""
+    LIVE[broken.__name__.replace("_", "-")] = broken
+    return broken
+
+
+@live
+def nobody_copies_live_state() -> None:
+    """Rescue: what lives in tensors is lost with its holders."""
+    patch(Rescue, "died", lambda self: None)
+
+
+@live
+def no_outlines() -> None:
+    """Rescue: what a shard was beside its tensors is not told."""
+    patch(Outlines, "heard", lambda self, host, message: None)
+
+
+@live
+def any_version_will_do() -> None:
+    """Rescue: a rank's tensors are taken for those of whatever version an outline is of."""
+    find = Outlines.find
+
+    def any_of(self: Outlines, name: str, rank: int, stamp: Stamp) -> Kept | None:
+        kept = find(self, name, rank, stamp) or next(iter(self._kept.get((name, rank), ())), None)
+        return kept and kept._replace(digest="", outline=msgspec.structs.replace(kept.outline, stamp=stamp))
+
+    patch(Outlines, "find", any_of)

@@ -36,6 +36,7 @@ class Launch:
     lost: frozenset[str] = frozenset()
     ranks: dict[int, Rank] = field(default_factory=dict)
     resumed: dict[int, int] = field(default_factory=dict)
+    sealed: dict[int, int] = field(default_factory=dict)  # by rank: what it has been told last
     trained: int = 0  # the newest step that a rank has ended
     stepped_at: dict[int, float] = field(default_factory=dict)  # by version: when a rank had it first
     unsure: bool = False  # a rank went on without the seal of a version, and said so
@@ -44,7 +45,7 @@ class Launch:
 
 class Job:
     """One job. spares: nodes that a requeue may use; none left: it waits until one of its own has booted. within: how
-    many of its nodes are spares of its own (`--gemini-spares`)."""
+    many of its nodes are spares of its own (`--gemini-spares`); live: its ranks are replicas of each other."""
 
     def __init__(
         self,
@@ -56,8 +57,9 @@ class Job:
         replicas: int,
         pause_s: float,
         within: int = 0,
+        live: bool = False,
     ) -> None:
-        self.within = within
+        self.within, self.live = within, live
         self.world, self.number, self.nodes, self.spares = world, number, nodes, spares
         self.replicas, self.steps, self.pause_s = replicas, 1 << 30, pause_s
         self.size = len(nodes) - within  # nodes that train
@@ -72,6 +74,10 @@ class Job:
         self.trained = 0  # the newest step that a rank has ended
         self.on_over: Callable[[], None] = lambda: None
         self.on_step: Callable[[], None] = lambda: None
+        self.on_all_sealed: Callable[[], None] = lambda: (
+            None
+        )  # every rank stands at a version that it knows is sealed
+        self.stood_at = 0  # with which ranks stood when all holders of a shard were lost at once
         self.unprotected: set[str] = set()  # steps in which a rank trained without protection
         self._said: dict[str, str] = {}
 
@@ -134,6 +140,7 @@ class Job:
                 last=lambda: self.steps,
                 pause_s=self.pause_s,
                 watch=lambda what, rank, version: self._saw(launch, what, rank, version),
+                live=self.live,
             )
             launch.ranks[rank.rank] = rank
             self.world.loop.thread(process, rank.run, self.world.rng.uniform(0, 0.2))
@@ -215,6 +222,9 @@ class Job:
                 self.sealed, self.sealed_at = version, self.world.loop.now
                 self.saved_from = launch.stepped_at.get(version, 0.0)
                 self.holders = self._holders(launch)
+            launch.sealed[rank.rank] = version
+            if len(launch.sealed) == self.size and set(launch.sealed.values()) == {version}:
+                self.on_all_sealed()
         elif what in ("late", "skipped", "rejoined"):
             launch.unsure = True
         elif what == "step":
@@ -238,6 +248,9 @@ class Job:
 
     def _nothing_lost(self, launch: Launch, version: int) -> None:
         """No sealed version is lost while a holder of each shard lives; then at most one step is repeated."""
+        if version < self.stood_at:
+            raise Wrong(f"lost: {launch.step} resumes from {version}, though {self.stood_at} lived in its ranks")
+        self.stood_at = 0
         if self.sealed and version < self.sealed:
             gone = [
                 home
@@ -285,7 +298,7 @@ class Job:
             first = not self.dead
             self.dead.add(node.name)
             if first or self.within:
-                soon = self.world.rng.uniform(0.5, 6.0)
+                soon = self.world.rng.uniform(0.5, 6.0) + 2.5 * self.live
                 self.world.network.at(
                     self.world.loop.now + soon + GOES_ON_S * self._spared(), self._requeue, self.restart
                 )
@@ -293,11 +306,19 @@ class Job:
     def _requeue(self, restart: int) -> None:
         if restart != self.restart or self.state in ("completed", "completing"):
             return
+        if self._rescuing():
+            self.world.network.at(self.world.loop.now + 0.2, self._requeue, restart)
+            return
         on = self._spared() and self.state == "running" and not self.launches[-1].over
         if on and not self.dead & self.launches[-1].places.keys():
             self.world.tell(f"job {self.number} has gone on without {','.join(sorted(self.dead))}")
             return
         self._end("requeued", "")
+
+    def _rescuing(self) -> bool:
+        """Whether an agent says that it copies live state, as the controller hears."""
+        seats = [node.seats.get(self.number) for node in self.nodes if node.host.up]
+        return any(seat.agent.rescue.busy for seat in seats if seat is not None and seat.agent is not None)
 
     def _end(self, how: str, exit_code: str) -> None:
         """The script is over: ranks end, epilogs run; a requeued job begins again."""

@@ -23,12 +23,12 @@ from gemini_hpc.wire.control_page import ControlPage
 
 from . import slot
 from .kernel import Process
-from .slot import SIZE, Content
+from .slot import LIVE_SIZE, SIZE, Content
 from .system import Connection, Packets, World
 
 SET = "default"
 _SEAL_S = 1.5
-_TOGETHER = 4  # as the checkpointer's
+_TOGETHER, _HOLD_S = 4, 15.0  # as the checkpointer's
 
 
 def advance(state: str, rank: int, version: int) -> str:
@@ -109,12 +109,15 @@ class Rank:
         last: Callable[[], int],
         pause_s: float,
         watch: Callable[[str, Rank, int], object],
+        live: bool = False,
     ) -> None:
+        """live: what it has can be copied when holders have died, and it stays for that when others have gone."""
         self.world, self.process, self.path, self.step = world, process, path, step
         self.rank, self.size, self.barrier, self.last, self.pause_s = rank, size, barrier, last, pause_s
         self.version = self.resumed_at = 0
         self.epoch = 0
-        self.watch = watch
+        self.watch, self.live = watch, live
+        self._bytes = LIVE_SIZE if live else SIZE
         self.reason = ""
         self.done = False
         self._agent: Connection | None = None
@@ -126,7 +129,8 @@ class Rank:
         self._channels: dict[int, Packets] = {}
         self._n, self._m, self._node_rank = 0, 0, 0
         self._gate: SealGate | None = None
-        self._crowded = False
+        self._crowded = self._still = False
+        self._captured = 0  # the version that its tensors are, 0: they are being changed
         self._lineage: tuple[tuple[int, int], ...] = ()
         process.on_kill.append(self._ended)
 
@@ -139,6 +143,8 @@ class Rank:
             self.done = True
         except Failed as error:
             self.reason = str(error)
+            if self.live and self._captured:
+                self.world.clock.sleep(_HOLD_S)
         self.watch("ended", self, self.version)
         self.process.kill()
 
@@ -163,8 +169,11 @@ class Rank:
             self.barrier.reach(self.rank, version)
             if not self.barrier.wait(self.world, version, 60.0):
                 raise Failed(f"step {version}: another rank has gone")
+            while self._still:  # its tensors are being copied
+                self.world.clock.sleep(0.01)
+            self._captured = 0
             state = advance(state, self.rank, version)
-            self.version = version
+            self.version = self._captured = version
             self.watch("step", self, version)
             if self._agent is not None:
                 self._protect(version, state)
@@ -238,7 +247,54 @@ class Rank:
                 self._agent.close()
                 self._agent = None
                 break
+        if self._agent is not None and self.live:
+            self._live_on(self._agent)
         return state
+
+    # ---- live replicas ---------------------------------------------------------------------------------
+
+    def _live_on(self, agent: Connection) -> None:
+        """Every rank has the state of all others, as replicas have."""
+        nodes = tuple(sorted(set(self.barrier.homes.values()) - {self._node_rank}))
+        try:
+            agent.ask(local.LiveOn(SET, self.rank, nodes[: local.MAX_LIVE_NODES]))
+            reply, fds = agent.ask(local.OpenRescue(SET, self.rank))
+        except (ConnectionError, TimeoutError):
+            return
+        if isinstance(reply, local.Ok) and fds:
+            channel = self.world.packets[fds[0]]
+            self.world.loop.thread(self.process, lambda: self._rescue(channel))
+
+    def _rescue(self, channel: Packets) -> None:
+        """As the checkpointer's thread."""
+        while True:
+            try:
+                data, fds = channel.recv_fds()
+                message = local.rescue_decoder.decode(data) if data else None
+                if message is None:
+                    break
+                if isinstance(message, local.Still):
+                    self._still = bool(self._captured)
+                    channel.send(local.encode(local.Standing(self._captured)))
+                elif isinstance(message, local.CopyLive):
+                    whole = self._still and self._captured == message.version
+                    if whole:
+                        content = Content(message.rank, message.version, "", self._lineage)
+                        content.state = state_of(message.rank, message.version)
+                        payload = slot.pack(content, self.epoch, self.size)  # its end is that of the tensor
+                        os.pwrite(fds[0], payload[slot.TENSOR_AT :], slot.TENSOR_AT)
+                        self.watch("copied live", self, message.version)
+                    channel.send(local.encode(local.Copied(whole)))
+                else:
+                    self._still = False
+            except OSError:
+                break
+            finally:
+                for fd in fds:
+                    os.close(fd)
+        self._still = False
+
+    # ---- saving ----------------------------------------------------------------------------------------
 
     def _fetch(self, rank: int) -> Content:
         assert self._agent is not None
@@ -257,7 +313,7 @@ class Rank:
 
     def _register(self, rank: int) -> bool:
         assert self._agent is not None
-        ask = local.Register(SET, rank, self.size, self.barrier.homes[rank], SIZE, rank != self.rank)
+        ask = local.Register(SET, rank, self.size, self.barrier.homes[rank], self._bytes, rank != self.rank)
         try:
             reply, fds = self._agent.ask(ask)
         except (ConnectionError, TimeoutError):
@@ -297,9 +353,12 @@ class Rank:
             agent.ask(local.Event("skipped", version, self.world.clock.time()))
             return False
         self._stamps.pop((self.rank, reply.slot), None)
-        payload = slot.pack(Content(self.rank, version, state, self._lineage), self.epoch, self.size)
+        content = Content(self.rank, version, state, self._lineage)
+        payload = slot.pack(content, self.epoch, self.size, live=self.live)
         self._maps[self.rank][reply.slot][: len(payload)] = payload
         digest = xxhash.xxh3_128(payload).hexdigest()
+        if self.live:
+            agent.ask(local.Sketched(SET, self.rank, version, reply.slot, *slot.sketch(payload)))
         taken = [
             self._push(holder, version, payload, digest)
             for holder in placement.holders(self._node_rank, self._n, self._m)[1:]
@@ -368,14 +427,14 @@ class Rank:
                 found = self._content(rank, index, fd)
                 home = self.barrier.homes[rank]
                 agent.ask(
-                    local.HandBack(SET, rank, self.size, home, SIZE, index, *found, pushed=rank != self.rank),
+                    local.HandBack(SET, rank, self.size, home, self._bytes, index, *found, pushed=rank != self.rank),
                     [fd],
                 )
 
     def _content(self, rank: int, index: int, fd: int) -> tuple[int, int, int, str]:
         """(epoch, version, used, digest) of a slot: what this rank knows, else what the agent has committed."""
         known = self._stamps.get((rank, index), (0, 0, 0, ""))
-        found = commit_record.parse(os.pread(fd, commit_record.RECORD_BYTES, SIZE))
+        found = commit_record.parse(os.pread(fd, commit_record.RECORD_BYTES, self._bytes))
         if found is not None:
             known = max(known, (*found.stamp, found.used_bytes, found.digest))
         if known[0] != self.epoch and known[:2] != self._chosen:

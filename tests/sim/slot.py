@@ -10,7 +10,11 @@ from gemini_hpc.format.shard_manifest import Manifest, Row
 from gemini_hpc.format.slot_header import Layout, pack_header, parse_header
 
 _TENSOR_BYTES = 2048
+_SMALL_BYTES = 16
 SIZE = 12288  # a page each for header, manifest and tensor
+LIVE_SIZE = SIZE + 4096  # and for the small state
+TENSOR_AT = 8192
+_TOTAL_AT = 8 + 8 * 7  # in the header
 
 
 class Content(msgspec.Struct, array_like=True):
@@ -22,25 +26,39 @@ class Content(msgspec.Struct, array_like=True):
     lineage: tuple[tuple[int, int], ...] = ()
 
 
-def pack(content: Content, epoch: int, world: int) -> bytes:
-    """All of the slot."""
+def pack(content: Content, epoch: int, world: int, *, live: bool = False) -> bytes:
+    """All of the slot. live: with a small state, which belongs to this version and no other."""
+    small = _small(content) if live else b""
+    size = LIVE_SIZE if live else SIZE
     row = Row("state", "uint8", (_TENSOR_BYTES * world,), True, "cpu")
     pieces = shard_manifest.place((row,), [(0, (_TENSOR_BYTES * content.rank,), (_TENSOR_BYTES,))])
     manifest = shard_manifest.pack(Manifest(content.rank, world, (row,), pieces))
-    layout = Layout.plan(len(manifest), _TENSOR_BYTES, 0)
-    assert layout.total == SIZE
-    slot = bytearray(SIZE)
-    header = pack_header(layout, 0, Stamp(epoch, content.version), content.rank, world)
+    layout = Layout.plan(len(manifest), _TENSOR_BYTES, len(small))
+    assert layout.total == size
+    slot = bytearray(size)
+    header = pack_header(layout, len(small), Stamp(epoch, content.version), content.rank, world)
     slot[: len(header)] = header
     slot[layout.manifest_offset : layout.manifest_offset + len(manifest)] = manifest
     tensor = msgspec.json.encode(content).ljust(_TENSOR_BYTES, b"\0")
     slot[layout.tensor_offset : layout.tensor_offset + _TENSOR_BYTES] = tensor
-    return bytes(slot)
+    slot[layout.small_offset : layout.small_offset + len(small)] = small
+    return bytes(slot[: layout.small_offset + len(small)])
+
+
+def _small(content: Content) -> bytes:
+    return f"{content.rank} {content.version}".encode().ljust(_SMALL_BYTES)
+
+
+def sketch(payload: bytes) -> tuple[int, tuple[int, int, int]]:
+    """Bytes of the small state; of directory and tensor, and the most of the small state."""
+    header = parse_header(payload, LIVE_SIZE)
+    layout = header.layout
+    return header.small_bytes, (layout.manifest_bytes, layout.tensor_bytes, layout.small_capacity)
 
 
 def unpack(slot: bytes) -> Content:
     """Inverse of `pack`. Raises ValueError where its parts do not fit together."""
-    header = parse_header(slot, SIZE)
+    header = parse_header(slot, int.from_bytes(slot[_TOTAL_AT : _TOTAL_AT + 8], "little"))
     layout = header.layout
     manifest = slot[layout.manifest_offset : layout.manifest_offset + layout.manifest_bytes]
     if shard_manifest.unpack(manifest, layout.tensor_bytes).rank != header.rank:
@@ -49,4 +67,6 @@ def unpack(slot: bytes) -> Content:
     content = msgspec.json.decode(tensor.rstrip(b"\0"), type=Content)
     if (content.rank, content.version) != (header.rank, header.stamp.version):
         raise ValueError(f"{content} in a slot of rank {header.rank}, {header.stamp}")
+    if header.small_bytes and slot[layout.small_offset : header.used_bytes] != _small(content):
+        raise ValueError(f"{content} with the small state of another version")
     return content

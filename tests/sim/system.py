@@ -19,7 +19,7 @@ import msgspec
 
 from gemini_hpc import clock
 from gemini_hpc.agent import daemon as agent_module
-from gemini_hpc.agent import restart_state
+from gemini_hpc.agent import rescue, restart_state
 from gemini_hpc.agent.replicas import memory
 from gemini_hpc.agent.transfer import push_sender, threads
 from gemini_hpc.client import seal_wait
@@ -164,21 +164,44 @@ class Packets:
     def __init__(self, process: Process) -> None:
         self.process, self.other = process, self
         self.inbox: deque[bytes] = deque()
+        self.fds: deque[list[int]] = deque()  # beside each of these
+        self._timeout_s: float | None = None
         self.ended = False
         self._waiting: list[Callable[[], None]] = []
         process.on_kill.append(self.close)
 
     def recv(self, count: int) -> bytes:
-        """The next packet; b"" at the end."""
+        """The next packet; b"" at the end. Raises TimeoutError."""
+        data, fds = self.recv_fds()
+        for fd in fds:
+            os.close(fd)
+        return data
+
+    def recv_fds(self) -> tuple[bytes, list[int]]:
+        """The same, and the descriptors beside it."""
         while not self.inbox and not self.ended:
-            world().loop.block(self._waiting.append)
-        return self.inbox.popleft() if self.inbox else b""
+            if not world().loop.block(self._waiting.append, self._timeout_s):
+                raise TimeoutError("timed out")
+        return (self.inbox.popleft(), self.fds.popleft()) if self.inbox else (b"", [])
+
+    def settimeout(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
 
     def send(self, data: bytes, flags: int = 0) -> None:
         """One packet. Raises OSError."""
         if self.other.ended or self.ended:
             raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        self._bring(data, [])
+
+    def send_fds(self, data: bytes, fds: list[int]) -> None:
+        """The same, with descriptors."""
+        if self.other.ended or self.ended:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        self._bring(data, [os.dup(fd) for fd in fds])
+
+    def _bring(self, data: bytes, fds: list[int]) -> None:
         self.other.inbox.append(bytes(data))
+        self.other.fds.append(fds)
         self.other.woken()
 
     def woken(self) -> None:
@@ -200,6 +223,10 @@ class Packets:
         number = (1 << 24) + len(world().packets)
         world().packets[number] = self
         return number
+
+
+def _send_fds(sock: Packets, parts: list[bytes], fds: list[int]) -> None:
+    sock.send_fds(b"".join(parts), fds)
 
 
 def _pair(*_: Any) -> tuple[Packets, Packets]:
@@ -412,6 +439,7 @@ def install(made: World) -> None:
     threads.threading = push_sender.threading = shim
     packets: Any = SimpleNamespace(**{**vars(push_sender.socket), "socketpair": _pair})
     push_sender.socket = packets
+    rescue.socket = SimpleNamespace(**{**vars(packets), "send_fds": _send_fds})  # type: ignore[assignment]
     memory.meminfo = _meminfo
     seal_wait._POLL_S = 0.002  # a look costs as much as a message here
     made.put = restart_state.StateFile._put

@@ -35,6 +35,11 @@ def test_nothing_goes_wrong_with_spares() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_nothing_goes_wrong_with_live_replicas() -> None:
+    done = simulate("--live", "--seeds", str(part(20)), "--jobs", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_seed_repeats_a_run_to_the_letter() -> None:
     first, second = simulate("--seed", "12"), simulate("--seed", "12")
     assert first.returncode == 0 and "resumed" in first.stdout and "FAULT" in first.stdout, first.stderr
@@ -55,4 +60,10 @@ def test_what_is_broken_on_purpose_is_found(rule: str) -> None:
 @pytest.mark.parametrize("rule", controls.SPARED)
 def test_what_is_broken_in_jobs_with_spares_is_found(rule: str) -> None:
     done = simulate("--spares", "--broken", rule, "--seeds", str(_SEEDS))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("rule", controls.LIVE)
+def test_what_is_broken_in_jobs_with_live_replicas_is_found(rule: str) -> None:
+    done = simulate("--live", "--broken", rule, "--seeds", str(_SEEDS))
     assert done.returncode == 0, done.stdout + done.stderr

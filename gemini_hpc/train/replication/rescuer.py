@@ -42,6 +42,7 @@ class Rescuer:
         own: Callable[[], tuple[Mapping[str, Own], Capture]],
     ) -> None:
         self._me, self._client, self._frozen, self._own = me, client, frozen, own
+        self._nodes: tuple[int, ...] = ()
         self._closed = threading.Event()
         self._sock: socket.socket | None = None
         self._thread = threading.Thread(target=self._run, name="gemini-rescue", daemon=True)
@@ -49,6 +50,13 @@ class Rescuer:
     def start(self) -> None:
         """Begin to listen."""
         self._thread.start()
+
+    def lives_on(self, nodes: tuple[int, ...]) -> None:
+        """The ranks of these nodes have all of this rank's shard as well, from the next version on."""
+        self._nodes = nodes
+        if self._sock is not None:
+            with suppress(AgentLost, AgentRefused):
+                self._client.request(local.LiveOn(set=self._me.set, rank=self._me.rank, nodes=nodes))
 
     def close(self, timeout_s: float = 1.0) -> bool:
         """Whether the thread has ended."""
@@ -64,6 +72,7 @@ class Rescuer:
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
+                self._client.request(local.LiveOn(set=self._me.set, rank=self._me.rank, nodes=self._nodes))
                 reply, fds = self._client.request(local.OpenRescue(set=self._me.set, rank=self._me.rank))
             except AgentRefused:
                 return  # an agent that knows nothing of it, or of another round
@@ -80,6 +89,7 @@ class Rescuer:
             except (OSError, msgspec.MsgspecError):
                 pass
             finally:
+                self._sock = None
                 sock.close()
             self._closed.wait(_RETRY_S)
 
