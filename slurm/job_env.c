@@ -20,6 +20,7 @@ static const char *const option_names[][2] = {
 	{ ENV_TIER_INTERVAL, SLURM_ENV(ENV_TIER_INTERVAL) },
 	{ ENV_HANG, SLURM_ENV(ENV_HANG) },
 	{ ENV_SPARES, SLURM_ENV(ENV_SPARES) },
+	{ ENV_AFTER, SLURM_ENV(ENV_AFTER) },
 };
 
 enum { OPTION_NAMES = sizeof(option_names) / sizeof(option_names[0]) };
@@ -80,5 +81,7 @@ int job_env_publish(spank_t sp, const struct options *options)
 		rc |= publish_number(sp, option_names[4], options->spares);
 		(void)setenv(ENV_NO_KILL, "set", 1);
 	}
+	if (options->after)
+		rc |= publish_number(sp, option_names[5], options->after);
 	return rc;
 }

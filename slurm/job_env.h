@@ -16,6 +16,7 @@
 #define ENV_TIER_INTERVAL "GEMINI_TIER_INTERVAL"
 #define ENV_HANG "GEMINI_HANG"
 #define ENV_SPARES "GEMINI_SPARES"
+#define ENV_AFTER "GEMINI_AFTER"
 #define SLURM_ENV(name) "SLURM_" name
 
 /* srun takes its --no-kill from here: in a job with spares a step goes on when a node is set DOWN. */

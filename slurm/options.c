@@ -6,7 +6,7 @@
 #include "message.h"
 #include "number.h"
 
-enum { OPTION_REPLICAS, OPTION_TIER, OPTION_TIER_INTERVAL, OPTION_HANG, OPTION_SPARES };
+enum { OPTION_REPLICAS, OPTION_TIER, OPTION_TIER_INTERVAL, OPTION_HANG, OPTION_SPARES, OPTION_AFTER };
 
 static struct options given;
 
@@ -59,6 +59,16 @@ bool options_parse_spares(const char *text, uint32_t *spares)
 	return true;
 }
 
+bool options_parse_after(const char *text, uint32_t *job)
+{
+	uint64_t value;
+
+	if (!number_parse_string(text, 1, AFTER_MAX, &value))
+		return false;
+	*job = (uint32_t)value;
+	return true;
+}
+
 /* Runs once per place an option comes from: the environment, then the command line. */
 static int on_option(int which, const char *text, int remote)
 {
@@ -105,6 +115,13 @@ static int on_option(int which, const char *text, int remote)
 		slurm_error(MESSAGE_PREFIX "--gemini-spares: wanted a whole number from 0 to %d, found '%s'",
 			    SPARES_MAX, message_shown(text, shown));
 		return -1;
+	case OPTION_AFTER:
+		if (options_parse_after(text, &given.after))
+			return 0;
+		slurm_error(MESSAGE_PREFIX "--gemini-after: wanted the number of a job, found '%s' (of an array's task "
+			    "the JobId that scontrol shows, without '_')",
+			    message_shown(text, shown));
+		return -1;
 	default:
 		return -1;
 	}
@@ -140,6 +157,12 @@ static struct spank_option option_table[] = {
 	  .usage = (char[]){ "keep N of the job's nodes idle until another one is lost (0-1024; needs --no-kill)" },
 	  .has_arg = 1,
 	  .val = OPTION_SPARES,
+	  .cb = on_option },
+	{ .name = (char[]){ "gemini-after" },
+	  .arginfo = (char[]){ "JOBID" },
+	  .usage = (char[]){ "go on where this job of yours has ended" },
+	  .has_arg = 1,
+	  .val = OPTION_AFTER,
 	  .cb = on_option },
 };
 
@@ -177,6 +200,11 @@ bool options_complete(const struct options *options)
 	}
 	if (options->hang[0] && !options->replicas) {
 		slurm_error(MESSAGE_PREFIX "--gemini-hang needs copies to start again from: add --gemini-replicas=N");
+		return false;
+	}
+	if (options->after && !options->replicas) {
+		slurm_error(MESSAGE_PREFIX "--gemini-after: a job that is not protected takes nothing over: "
+			    "add --gemini-replicas=N");
 		return false;
 	}
 	return true;

@@ -16,11 +16,14 @@ enum {
 	SPARES_MAX = 1024,
 };
 
+#define AFTER_MAX UINT32_MAX	/* a job id */
+
 /* What was asked for; 0 and "" mean: not given. All values are valid ones. */
 struct options {
 	uint32_t replicas;
 	uint32_t tier_interval_s;
 	uint32_t spares;
+	uint32_t after;
 	char tier[TIER_MAX + 1];
 	char hang[HANG_SIZE];
 };
@@ -37,6 +40,7 @@ bool options_parse_tier(const char *text);
 bool options_parse_tier_interval(const char *text, uint32_t *seconds);
 bool options_parse_hang(const char *text);
 bool options_parse_spares(const char *text, uint32_t *spares);
+bool options_parse_after(const char *text, uint32_t *job);
 
 /*
  * False, with a message, if options were given that mean nothing without

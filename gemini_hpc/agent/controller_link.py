@@ -75,7 +75,7 @@ class ControllerLink:
         self._lost: tuple[tuple[str, ...], tuple[str, ...], float] = ((), (), 0.0)
         self.refused_at = 0.0  # when the last call that nobody took was begun (monotonic)
         self._controller_uid = 0
-        self._holders: asyncio.Future[dict[str, int]] | None = None
+        self._holders: dict[int, asyncio.Future[dict[str, int]]] = {}  # by job
         self._backlog: deque[inspect_schema.EventRecord] = deque(maxlen=_BACKLOG)
 
     @property
@@ -157,20 +157,23 @@ class ControllerLink:
             self._died.add(host)
             self._link.send(controller.Report(job, restart, host, witnesses, clock.time()))
 
-    async def holders(self, timeout_s: float) -> dict[str, int]:
-        """Where agents of this job are or have been, as far as the controller knows; port 0: any of the job's.
+    async def holders(self, timeout_s: float, job: int = 0) -> dict[str, int]:
+        """Where agents of this job (or of another one of its owner's) are or have been, as far as the controller
+        knows; port 0: any of the job's.
 
         Nothing without a controller. A new agent asks before its line is up, and one that is being started anew is
         worth waiting for: what nobody names is lost.
         """
         asked: Link | None = None
-        answer = self._holders = asyncio.get_running_loop().create_future()
+        job = job or self._identity.job
+        answer = self._holders[job] = asyncio.get_running_loop().create_future()
         deadline = clock.monotonic() + timeout_s
         while self.configured and not answer.done() and clock.monotonic() < deadline:
             if self._link is not None and self._link is not asked:
                 asked = self._link
-                asked.send(controller.HoldersAsk(self._identity.job))
+                asked.send(controller.HoldersAsk(job))
             await asyncio.sleep(_LOOK_S)
+        self._holders.pop(job, None)
         return answer.result() if answer.done() else {}
 
     def beat(self, now: float) -> None:
@@ -243,12 +246,14 @@ class ControllerLink:
             link.close()
 
     async def _heard(self, message: protocol.AnyMessage) -> None:
+        if isinstance(message, controller.Holders):
+            waiting = self._holders.get(message.job)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(message.ports)
+            return
         if getattr(message, "job", None) != self._identity.job:
             return
-        if isinstance(message, controller.Holders):
-            if self._holders is not None and not self._holders.done():
-                self._holders.set_result(message.ports)
-        elif isinstance(message, controller.Notice):
+        if isinstance(message, controller.Notice):
             self.notice = "".join(c for c in message.text[:_NOTICE_CHARS] if c.isprintable())
         elif isinstance(message, controller.Ending):
             self._listener.ends_in(message.left_s)

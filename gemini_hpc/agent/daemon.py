@@ -29,6 +29,7 @@ from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.mesh import Mesh
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.peers.tasks import Tasks
+from gemini_hpc.agent.predecessor import Predecessor
 from gemini_hpc.agent.rank_requests import RankRequests
 from gemini_hpc.agent.recovery_member import RecoveryMember
 from gemini_hpc.agent.replicas.memory import Budget
@@ -104,10 +105,11 @@ class Agent:
         self.spares = Spares(
             node, here, self.launches, log, spawn, self._begin, self._left_out, first=self.rescue.over
         )
+        self._predecessor = Predecessor(me, here, self.controller_link, spawn)
         self.transfers = Transfers(
             PushReceiver(here, trainings, store, filling, log),
             PushSender(here, store, spawn),
-            PullScheduler(me, here, store, trainings, tier, log, spawn),
+            PullScheduler(me, here, store, trainings, tier, self._predecessor, log, spawn),
         )
         node_writer = NodeWriter(me, here, store, spawn)
         self.saver = saver = Saver(
@@ -148,6 +150,7 @@ class Agent:
             rejections,
             self.service,
             self.controller_link,
+            self._predecessor,
             log,
             spawn,
         )
@@ -187,6 +190,8 @@ class Agent:
             lambda: self.member.inventory(verify=False),
             self.spares,
             events.complain,
+            barred=self._retention.barred,
+            taken=self._taken_over,
         )
 
     # ---- life ------------------------------------------------------------------------------------------
@@ -444,6 +449,10 @@ class Agent:
             self.saver.detached(dead=dead)
         return local.Ok("hold" if hold else "detached", here.restart)
 
+    def _taken_over(self, heir: int) -> None:
+        """Another job of the owner's has all that it wanted of this one."""
+        self._retention.leave(clock.monotonic(), f"job {heir} has taken it over", save=False)
+
     # ---- peers -----------------------------------------------------------------------------------------
 
     def _on_link(self, name: str) -> None:
@@ -496,6 +505,7 @@ class Agent:
     def _sealed(self, training: Training, number: int, stamp: Stamp) -> None:
         self.transfers.pulls.overtaken(training.name, stamp)
         self.spares.sealed()
+        self._predecessor.sealed(self.trainings)
         incarnation = self.membership.incarnation
         if incarnation is not None and incarnation.leads:
             self.saver.sealed(training, stamp)

@@ -28,7 +28,7 @@ MAX_HOSTS = 1024
 class Holders(Protocol):
     """The controller, if there is one."""
 
-    async def holders(self, timeout_s: float) -> dict[str, int]:
+    async def holders(self, timeout_s: float, job: int = 0) -> dict[str, int]:
         """Where agents of this job are or have been, as far as it knows; port 0: any of the job's."""
 
 

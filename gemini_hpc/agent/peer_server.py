@@ -44,11 +44,16 @@ class PeerServer:
         inventory: Callable[[], Awaitable[peer.InventoryRecord]],
         spares: Spares,
         complain: Callable[[str], None],
+        *,
+        barred: Callable[[], str],
+        taken: Callable[[int], None],
     ) -> None:
-        """inventory: tells what is held here, unverified."""
+        """inventory: tells what is held here, unverified; barred: why no other job is served, or ""; taken: told who
+        has taken over what is held here."""
         self._identity, self._membership, self._store = identity, membership, store
         self._incoming, self._waker, self._flush, self._picture = incoming, waker, flush, picture
         self._inventory, self._spares, self._complain = inventory, spares, complain
+        self._barred, self._taken = barred, taken
         self._count = 0
         self._lobby = PreauthLimit(_MAX_STRANGERS)
         self._operators = Operators(identity.settings.operators, self._owners)
@@ -107,6 +112,9 @@ class PeerServer:
             return "" if greeting.uid in self._owners else "not yours"
         if greeting.uid != me.uid:
             return "not yours"
+        if hello.heir:  # another job of the owner's: it may read what is kept here for nobody else
+            known = hello.purpose in ("inventory", "pull", "taken") and hello.heir != me.job
+            return self._barred() if known else "not a peer"
         if hello.purpose in ("inventory", "pull") and hello.restart > here.restart and here.detached:
             return ""  # a newer incarnation that went on elsewhere may read what is kept here
         if hello.purpose == "wake" and self._waker.admits(hello.restart):
@@ -138,6 +146,10 @@ class PeerServer:
             await self._flush.answer(link)
         elif purpose == "evacuate":
             await self._spares.answer(link)
+        elif purpose == "taken":
+            async with asyncio.timeout(_ANSWER_S):
+                if isinstance(await link.receive(), peer.Taken) and not self._barred():
+                    self._taken(link.session.peer_heir)
         elif purpose == "inventory":
             async with asyncio.timeout(_ANSWER_S):
                 if isinstance(await link.receive(), peer.Collect):

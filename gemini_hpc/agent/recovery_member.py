@@ -12,7 +12,9 @@ from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.identity import Identity
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.round_plan import Left
 from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.predecessor import Predecessor
 from gemini_hpc.agent.rank_requests import RankRequests
 from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.replicas.seal_notes import Within
@@ -52,6 +54,7 @@ class RecoveryMember:
         rejections: Rejections,
         service: RankRequests,
         controller: outside_inventory.Holders,
+        predecessor: Predecessor,
         log: Log,
         spawn: Spawn,
     ) -> None:
@@ -59,6 +62,7 @@ class RecoveryMember:
         self._store, self._sets, self._transfers = store, sets, transfers
         self._saver, self._salvage, self._tier, self._rejections = saver, salvage, tier, rejections
         self._service, self._controller, self._log, self._spawn = service, controller, log, spawn
+        self._predecessor = predecessor
 
     @property
     def job(self) -> int:
@@ -138,6 +142,15 @@ class RecoveryMember:
         return await outside_inventory.inventories(self._identity, incarnation, self._controller, former)
 
     @property
+    def after(self) -> int:
+        """The predecessor: the job from which this one goes on, where it has nothing of its own; 0: none."""
+        return self._predecessor.job
+
+    async def left(self) -> Left:
+        """What the predecessor's agents hold, as far as they can be reached."""
+        return await self._predecessor.left()
+
+    @property
     def tier(self) -> bool:
         """Whether the job has a tier."""
         return bool(self._tier.directory)
@@ -155,13 +168,15 @@ class RecoveryMember:
             self._spawn(self._saver.glance())
         return heeded
 
-    async def stored(self, without: Iterable[tuple[str, Stamp]], *, launched: bool) -> tuple[Manifest, ...]:
-        """The newest version of each set on the tier, but for these. launched: ranks wait for it, else the prologs.
-        Raises `TierFailed` where it cannot be seen in time."""
+    async def stored(
+        self, without: Iterable[tuple[str, Stamp]], *, launched: bool, before: bool = False
+    ) -> tuple[Manifest, ...]:
+        """The newest version of each set on the tier, but for these. launched: ranks wait for it, else the prologs;
+        before: of the predecessor's. Raises `TierFailed` where it cannot be seen in time."""
         within_s = (
             _LAUNCHED_S if launched else min(_PROLOG_S, _PROLOG_PART * self._identity.settings.attach_timeout_s)
         )
-        return await self._saver.stored(without, within_s)
+        return await self._saver.stored(without, within_s, self.after if before else 0)
 
     def rejected(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
         """Know of these rejected versions, too; all that are known."""
@@ -186,6 +201,7 @@ class RecoveryMember:
             if mine in placement.holders(shard.home % n, n, here.replicas):
                 shard.resumed_round = plan.round
         self._took(plan, live=False)
+        self._predecessor.taking(plan)
         self._transfers.pulls.start([o for o in plan.pulls if o.dest == self._identity.node])
 
     def _current(self) -> Incarnation:
@@ -218,7 +234,17 @@ class RecoveryMember:
         chosen = [f"{s.name}: version {s.chosen[1]}" for s in plan.sets if s.chosen is not None]
         lost = [f"{s.name}: {reason}" for s in plan.sets for reason in s.lost]
         version = max((s.chosen[1] for s in plan.sets if s.chosen is not None), default=0)
+        if plan.heritage is not None and incarnation.leads:
+            self._tell_of(plan, plan.heritage)
         self.log("agreed", version=version, detail="; ".join([f"epoch {plan.epoch}", *chosen, *lost]))
+
+    def _tell_of(self, plan: peer.PlanDown, heritage: peer.Heritage) -> None:
+        """Once for the whole job: what has become of its predecessor's state."""
+        places = {s.name: "the tier" if s.stored else "memory" for s in plan.sets}
+        taken = [f"{name}: version {s.version} from {places[name]}" for name, s in heritage.stamps.items()]
+        version = max((s.version for s in heritage.stamps.values()), default=0)
+        detail = "; ".join(filter(None, (f"job {heritage.job}", *taken, heritage.lost)))
+        self.log("took_over" if taken else "not_taken_over", version=version, detail=detail)
 
     def bound(self, plan: peer.PlanDown) -> None:
         """The round, which is live, serves this launch of the training: keep it on disk."""

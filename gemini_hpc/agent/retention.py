@@ -113,6 +113,12 @@ class Retention:
         """It is pending."""
         self._waits = self._membership.detached
 
+    def barred(self) -> str:
+        """Why what is held is for no other job; "" where it is."""
+        if not self._membership.detached:
+            return "the job still runs"
+        return "the job waits to run again" if self._waits else ""
+
     def just_ended(self, now: float) -> bool:
         """Whether the job has ended here a short while ago, and is not pending again."""
         return not self._waits and now - self._ended_at < _JUST_S

@@ -17,6 +17,7 @@ from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.stats_store import StatsStore
 from gemini_hpc.agent.tier.choice import TierChoice
 from gemini_hpc.agent.tier.saver import Saver
+from gemini_hpc.core.recovery_plan import INHERITED_EPOCH
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import local, version
 from gemini_hpc.wire.local_server import Client, Reply
@@ -154,6 +155,11 @@ class Sessions:
         training.world = m.world
         self._clients[client] = Session(m.step, m.set, m.rank)
         chosen = training.chosen or Stamp(0, 0)
+        plan = rounds.plan
+        heritage = plan.heritage if plan is not None else None
+        lost = training.lost[:100]
+        if heritage is not None and heritage.lost and training.chosen is None:
+            lost = (*lost, f"nothing is taken over from job {heritage.job}: {heritage.lost}")
         welcome = local.Welcome(
             job=me.job,
             restart=here.restart,
@@ -165,11 +171,12 @@ class Sessions:
             chosen_version=chosen.version,
             chosen_world=training.chosen_world,
             stored=training.stored,
-            lost=training.lost[:100],
+            lost=lost,
             notice="; ".join(filter(None, (self._notice(), self._saver.problem))),
             proto=proto,
             rejected=self._rejections.sentences(m.set)[-_TOLD:],
             fresh=self._rejections.fresh(m.set),
+            after=here.incarnation.attach.after if chosen.version and chosen.epoch == INHERITED_EPOCH else 0,
         )
         return welcome, [training.page_fd()]
 

@@ -62,6 +62,7 @@ class Wake:
             attach.spares,
             attach.lost,
             attach.hang,
+            attach.after,
         )
         ports = candidates(settings, self._identity.job)
         try:
@@ -98,6 +99,7 @@ class Wake:
                 message.spares,
                 message.lost,
                 message.hang,
+                message.after,
             )
             self._spawn(self._enter(attach))
 

@@ -95,3 +95,9 @@ def problem(notices: Sequence[Notice], mine: Notice) -> str:
             "of the job"
         )
     return ""
+
+
+def place(welcome: local.Welcome) -> str:
+    """Where the version to resume from is."""
+    where = "the tier" if welcome.stored else "memory"
+    return f"{where} of job {welcome.after}" if welcome.after else where

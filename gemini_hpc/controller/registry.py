@@ -178,10 +178,13 @@ class Track:
     def holders(self, restart: int) -> dict[str, int]:
         """Where an agent that is on no node of this incarnation may hold something; ports, 0 where not connected: to
         a controller that is new such an agent comes only after a while."""
-        ports = {a.host: a.port for a in self.agents.values() if a.connected}
-        ports |= dict.fromkeys(sorted(self.hosts() - ports.keys()), 0)
         own = set(self.members(restart))
-        return {host: port for host, port in ports.items() if host not in own}
+        return {host: port for host, port in self.everywhere().items() if host not in own}
+
+    def everywhere(self) -> dict[str, int]:
+        """All hosts where an agent of the job is or has been; ports, 0 where it is not connected."""
+        ports = {a.host: a.port for a in self.agents.values() if a.connected}
+        return ports | dict.fromkeys(sorted(self.hosts() - ports.keys()), 0)
 
     def learn(self, job: Job) -> None:
         """Take over what Slurm says now."""

@@ -68,8 +68,8 @@ def candidates_wanted(job: Job, nodes: Mapping[str, Node], dead: int, setting: i
 
 # ---- when replicas are given up ------------------------------------------------------------------------
 
-# TIMEOUT: Slurm never requeues such a job, and there is no tier to spill to.
-_AT_ONCE = frozenset((COMPLETED, "CANCELLED", "REVOKED", "DEADLINE", "TIMEOUT"))
+# Not TIMEOUT: Slurm never requeues such a job, but another one may go on from it (`--gemini-after`).
+_AT_ONCE = frozenset((COMPLETED, "CANCELLED", "REVOKED", "DEADLINE"))
 
 
 def release_reason(state: str | None, ended_for_s: float | None, retention_s: float) -> str:

@@ -315,6 +315,11 @@ class Controller:
         elif isinstance(message, controller.HoldersAsk):
             if message.job == agent.job:
                 agent.link.send(controller.Holders(agent.job, track.holders(agent.restart)))
+            else:  # its predecessor; unknown and another user's are the same
+                other = self.registry.jobs.get(message.job)
+                mine = other is not None and other.user_id == track.user_id
+                ports = other.everywhere() if other is not None and mine else {}
+                agent.link.send(controller.Holders(message.job, ports))
         elif isinstance(message, controller.EventsUp):
             if message.job == agent.job:
                 events = [tame(e, agent.host) for e in message.events[:MAX_EVENTS_AT_ONCE]]

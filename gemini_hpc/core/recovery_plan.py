@@ -109,6 +109,13 @@ def first_epoch(restart: int) -> int:
 
 
 EPOCHS_OF_A_RESTART = 64
+INHERITED_EPOCH = 0  # below all that a job makes itself
+
+
+def inherited(stamp: Stamp) -> Stamp:
+    """What a version of another job is called in the one that goes on from it. Its epochs say nothing here: they
+    could be above those of this job, and then outrank what it makes itself."""
+    return Stamp(INHERITED_EPOCH, stamp.version)
 
 
 def plan(
@@ -118,11 +125,14 @@ def plan(
     *,
     min_epoch: int = 0,
     nodes: int | None = None,
+    noderanks: Mapping[str, int] | None = None,
+    foreign: bool = False,
 ) -> RecoveryPlan:
     """The plan for a job that now has `hosts`, in host-list order, with m replicas.
 
     nodes: how many of them are to train (all by default); the others are spares. There are then as many copies as
-    there are such nodes, at most.
+    there are such nodes, at most. noderanks: those of this job, where they are decided. foreign: the inventories are
+    those of another job's agents, so a host that has a copy has it in another agent's memory, and pulls it, too.
 
     The new epoch is above all that the inventories know, and at least `min_epoch` (`first_epoch`): so it keeps apart
     from lineages that nobody reachable remembers.
@@ -134,10 +144,14 @@ def plan(
     warnings: list[str] = []
     order = _Order(hosts)
     previous = _previous_map(inventories, order, warnings)
-    if nodes is None:
+    if noderanks is not None:
+        noderanks = dict(noderanks)
+        m = min(m, len(noderanks))
+    elif nodes is None:
         noderanks = node_ranks.assign(previous, hosts)
     else:
-        noderanks = node_ranks.assign(previous, hosts, node_ranks.count(previous, len(hosts), nodes))
+        former = None if foreign else previous  # as many of them as this job wants
+        noderanks = node_ranks.assign(previous, hosts, node_ranks.count(former, len(hosts), nodes))
         m = min(m, len(noderanks))
     placement.holders(0, len(noderanks), m)  # a wrong m is told before anything else
     gone = tuple(sorted((previous or {}).keys() - inventories.keys(), key=order))
@@ -152,7 +166,9 @@ def plan(
         default=0,
     )
     epoch = max(epoch, min_epoch)
-    context = _Context(noderanks, previous or {}, frozenset(inventories), frozenset(gone), survivable, m, order)
+    context = _Context(
+        noderanks, previous or {}, frozenset(inventories), frozenset(gone), survivable, m, order, foreign
+    )
     sealed = _known_sealed(inventories)
     sets = tuple(_plan_set(name, held[name], sealed.get(name, set()), context, warnings) for name in sorted(held))
     latest = max((i.map_restart for i in inventories.values() if i.noderanks is not None), default=-1)
@@ -177,6 +193,7 @@ class _Context:
     survivable: bool
     m: int
     order: _Order
+    foreign: bool
 
 
 class _Order:
@@ -280,6 +297,8 @@ def _plan_set(
             dest = by_rank[holder]
             if dest not in keepers:
                 pulls.append(Pull(dest, shard, _sources(by_rank[home], list(keepers), rank + turn)))
+            elif context.foreign:
+                pulls.append(Pull(dest, shard, _sources(dest, list(keepers), rank + turn)))
     settled = max(sealed & set(keep), default=None)
     newest = chosen >= max(sealed, default=chosen)
     return SetPlan(name, "chosen", chosen, world, tuple(shards), tuple(pulls), (), keep, settled, newest)

@@ -142,7 +142,7 @@ class Checkpointer:
             session.try_again(f"version {welcome.chosen_version} is not readable everywhere")
         self._load(shards, welcome.chosen_world == self._world)
         session.version = self._last = welcome.chosen_version
-        place = "the tier" if welcome.stored else "memory"
+        place = joining.place(welcome)
         session.say_once(f"resumed at version {session.version} from {place} ({clock.monotonic() - began:.2f} s)")
         return session.version
 

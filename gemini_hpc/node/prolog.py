@@ -1,8 +1,9 @@
 """The prolog's work on one node: an agent for this incarnation of the job, started or found again.
 
-    python3 -I -m gemini_hpc.node.prolog JOB UID RESTART REPLICAS NODE NODELIST TIER TIER_INTERVAL HANG SPARES
+    python3 -I -m gemini_hpc.node.prolog JOB UID RESTART REPLICAS NODE NODELIST TIER TIER_INTERVAL HANG SPARES \
+        AFTER
 
-Runs as root, called by `prolog_epilog/prolog`, which has checked the integers; the last four may be empty.
+Runs as root, called by `prolog_epilog/prolog`, which has checked the integers; the last five may be empty.
 Root clears leftovers of dead jobs, makes the job's directory, and starts the agent, in a cgroup of its own; whatever
 touches the inside of the job's directory is done by a child that has become the job's owner for good.
 
@@ -58,7 +59,7 @@ _PROTECTED, _UNPROTECTED, _NOT_STARTED = 0, 10, 11
 @dataclass(frozen=True, slots=True)
 class Incarnation:
     """One run of a job, as slurmd describes it; `tier_interval_s` is 0 and `tier` empty where not given,
-    `hang_s` None; 0: off."""
+    `hang_s` None; 0: off. after: the job where this one is to go on; 0: none."""
 
     job: int
     uid: int
@@ -70,13 +71,14 @@ class Incarnation:
     tier_interval_s: int
     hang_s: int | None = None
     spares: int = 0
+    after: int = 0
 
 
 def parse(argv: list[str]) -> Incarnation:
     """The incarnation of a command line; raises `ValueError` with what was wanted and found."""
-    if len(argv) != 10:
-        raise ValueError(f"wanted 10 arguments, found {len(argv)}")
-    job, uid, restart, replicas, node, nodelist, tier, tier_interval, hang, spares = argv
+    if len(argv) != 11:
+        raise ValueError(f"wanted 11 arguments, found {len(argv)}")
+    job, uid, restart, replicas, node, nodelist, tier, tier_interval, hang, spares, after = argv
     return Incarnation(
         job=parse_number("job id", job, 1, 2**32 - 1),
         uid=parse_number("uid", uid, 0, 2**32 - 2),
@@ -88,6 +90,7 @@ def parse(argv: list[str]) -> Incarnation:
         tier_interval_s=parse_number("tier interval", tier_interval, 1, TIER_INTERVAL_MAX_S) if tier_interval else 0,
         hang_s=_hang_s(hang),
         spares=parse_number("spares", spares, 0, SPARES_MAX) if spares else 0,
+        after=parse_number("job to go on after", after, 1, 2**32 - 1) if after else 0,
     )
 
 
@@ -303,6 +306,7 @@ def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.sock
         "tier_interval": inc.tier_interval_s,
         "hang": inc.hang_s,
         "spares": inc.spares,
+        "after": inc.after,
     }
     process: int | None = None
     ended = heard = False

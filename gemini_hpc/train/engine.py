@@ -13,6 +13,7 @@ from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.client.session import Session
+from gemini_hpc.core.recovery_plan import INHERITED_EPOCH
 from gemini_hpc.format.slot_header import HEADER_BYTES, parse_header
 from gemini_hpc.train.device import pins, streams
 from gemini_hpc.train.device.memory import Keeper, Shard
@@ -339,7 +340,8 @@ class SaveEngine:
                     header = parse_header(slot.bytes[:HEADER_BYTES].numpy().tobytes(), slot.bytes.numel())
                 except ValueError:
                     continue
-                if header.stamp == (known.epoch, known.version):
+                taken = known.epoch == INHERITED_EPOCH and header.stamp.version == known.version
+                if taken or header.stamp == (known.epoch, known.version):
                     slot.content = Content(known.epoch, known.version, known.used, known.digest)
 
     def arm(self) -> bool:

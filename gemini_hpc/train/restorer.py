@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from gemini_hpc import clock
+from gemini_hpc.client import joining
 from gemini_hpc.client.agent_connection import AgentLost, AgentRefused
 from gemini_hpc.client.mapped_slots import Content
 from gemini_hpc.client.session import Session
@@ -90,8 +91,7 @@ class Restorer:
         if mine:
             self._set_generators(small["rng"])
         done = clock.time()
-        place = "the tier" if welcome.stored else "memory"
-        session.say_once(f"resumed at version {session.version} from {place} ({done - began:.2f} s)")
+        session.say_once(f"resumed at version {session.version} from {joining.place(welcome)} ({done - began:.2f} s)")
         self._tell_data()
         assert session.client is not None
         detail = {"rank": session.rank, "began": began, "fetched": fetched, "loaded": done, "shards": len(shards)}

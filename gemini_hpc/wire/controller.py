@@ -87,7 +87,8 @@ class Waits(Message, frozen=True, tag="waits"):
 
 
 class HoldersAsk(Message, frozen=True, tag="holders?"):
-    """Agent -> controller: which other agents of my job are there, on nodes that the job has left?"""
+    """Agent -> controller: which other agents of my job are there, on nodes that the job has left? Or, of another job
+    of the same owner: where are its agents?"""
 
     job: Job
 

@@ -36,9 +36,10 @@ class OtherView(HandshakeError):
 
 
 class ClientHello(msgspec.Struct, frozen=True):
-    """Who calls whom, about which job, what for (`link`, `pull`, `push`, `query`, `control`); speaking protocols
+    """Who calls whom, about which job, what for (`link`, `pull`, `push`, `query`, `control`, ...); speaking protocols
     `least` to `most`. dialled: the endpoint that was meant ("": it is not known). lost: nodes of the
-    incarnation that the caller goes on without."""
+    incarnation that the caller goes on without. heir: the job of the caller, where it is another one than the job
+    that is called: it takes over what that one has left."""
 
     least: int
     most: int
@@ -53,6 +54,7 @@ class ClientHello(msgspec.Struct, frozen=True):
     share: bytes
     dialled: str = ""
     lost: tuple[str, ...] = ()
+    heir: Job = 0
 
 
 class ServerHello(msgspec.Struct, frozen=True):
@@ -91,6 +93,7 @@ class Session(msgspec.Struct, frozen=True):
     job: int
     proto: int = version.CURRENT
     peer_lost: tuple[str, ...] = ()
+    peer_heir: int = 0
 
 
 _hello = Strict(msgspec.msgpack.Decoder(ClientHello))
@@ -138,6 +141,7 @@ class Client:
         instance: str,
         server_uid: int,
         lost: tuple[str, ...] = (),
+        heir: int = 0,
     ) -> None:
         self._hello = ClientHello(
             least=version.OLDEST,
@@ -152,6 +156,7 @@ class Client:
             nonce=os.urandom(16),
             share=os.urandom(32),
             lost=lost,
+            heir=heir,
         )
         self._server_uid = server_uid
 
@@ -259,5 +264,6 @@ def answer(
         job=hello.job,
         proto=greeting.proto,
         peer_lost=hello.lost,
+        peer_heir=hello.heir,
     )
     return msgspec.msgpack.encode(Envelope(credential=credential)), session

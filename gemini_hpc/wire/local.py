@@ -50,7 +50,8 @@ class Attach(Message, frozen=True, tag="attach"):
 
     spares: nodes that are not to train as long as others are there; lost: nodes that the agents have lost in this
     incarnation, and go on without (a prolog never says so). hang: seconds after which
-    a training that stands still hangs; 0: never, None: as the site says.
+    a training that stands still hangs; 0: never, None: as the site says. after: the job of the same owner where this
+    one is to go on; 0: none.
     """
 
     job: Job
@@ -63,6 +64,7 @@ class Attach(Message, frozen=True, tag="attach"):
     spares: Count = 0
     lost: tuple[str, ...] = ()
     hang: Seconds | None = None
+    after: Job = 0
 
 
 class Ready(Message, frozen=True, tag="ready"):
@@ -183,7 +185,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     the number of shards of that version; `stored`: it comes from the tier. `lost` says, one sentence a
     shard, why memory could not serve; `notice` what the controller wants the job's users to know; `proto`
     the protocol that both speak from here on. `rejected`: what ranks have rejected, one sentence each; `fresh`: one
-    of them allowed to begin anew where nothing else is left.
+    of them allowed to begin anew where nothing else is left. after: the job that the chosen version was taken over
+    from; 0: this one has made it itself.
     """
 
     job: int
@@ -201,6 +204,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     proto: int = version.CURRENT
     rejected: tuple[str, ...] = ()
     fresh: bool = False
+    after: int = 0
 
 
 class Register(OfRank, frozen=True, tag="register"):

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import msgspec
 
+from gemini_hpc.core import recovery_plan
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.numbers import (
     MAX_RANKS,
@@ -17,6 +18,7 @@ from gemini_hpc.core.numbers import (
     Bytes,
     Count,
     Epoch,
+    Job,
     Pairs,
     Port,
     Restart,
@@ -126,9 +128,13 @@ class Wake(Message, frozen=True, tag="wake"):
     spares: Count = 0
     lost: tuple[str, ...] = ()
     hang: Seconds | None = None
+    after: Job = 0
 
 
 TIER = "tier:"  # among the sources of a copy: the persistent tier; no host has such a name
+
+
+BEFORE = "before:"  # likewise: with a host behind it, the predecessor's agent there
 
 
 class PullOrder(msgspec.Struct, frozen=True):
@@ -160,12 +166,28 @@ class SetPlan(msgspec.Struct, frozen=True):
         return any(TIER in sources for _, sources in self.copies)
 
 
+class Heritage(msgspec.Struct, frozen=True):
+    """What is taken over from another job of the same owner, its predecessor. ports: those of its agents, by host;
+    stamps: what the chosen version of each set is called there (here: `recovery_plan.inherited`); lost: why it is not
+    all, or nothing."""
+
+    job: Job
+    ports: dict[str, Port] = msgspec.field(default_factory=dict)
+    stamps: dict[SetName, Stamp] = msgspec.field(default_factory=dict)
+    lost: Reason = ""
+
+    def origin(self, name: str, stamp: Stamp) -> Stamp | None:
+        """What the predecessor calls this version of a set; None: it is none of it."""
+        theirs = self.stamps.get(name)
+        return theirs if theirs is not None and recovery_plan.inherited(theirs) == stamp else None
+
+
 class PlanDown(Message, frozen=True, tag="plan"):
     """Down: the new map, epoch and versions. Void everything else, then acknowledge. unseen: why it is not known what
     the tier has; no launch is served by such a plan. tier: what the program has chosen, where the submission has
     not. doubt: the tier may have something newer, so whoever plans next has to look there. counted: by host, the
     instances whose inventories it was made of; an agent that was started since does not take it. rejected: versions
-    that nobody is to choose any more."""
+    that nobody is to choose any more. heritage: where the job takes over what another one has left."""
 
     round: Round
     step: str
@@ -180,6 +202,11 @@ class PlanDown(Message, frozen=True, tag="plan"):
     doubt: bool = False
     counted: dict[str, str] = msgspec.field(default_factory=dict)
     rejected: tuple[Rejection, ...] = ()
+    heritage: Heritage | None = None
+
+
+class Taken(Message, frozen=True, tag="taken"):
+    """To a predecessor's agent, on a connection of its successor's: what was to be taken over is sealed there."""
 
 
 class PlanAck(Message, frozen=True, tag="ack"):

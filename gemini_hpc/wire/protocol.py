@@ -19,6 +19,7 @@ AnyMessage = (
     | peer.Wake
     | peer.PlanDown
     | peer.PlanAck
+    | peer.Taken
     | peer.Go
     | peer.NeedRound
     | peer.RoundLost

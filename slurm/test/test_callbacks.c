@@ -32,17 +32,20 @@ static void passes_on(enum spank_context context)
 	give("gemini-tier", "/lustre/a b;$(x)");
 	give("gemini-tier-interval", "600");
 	give("gemini-hang", "off");
+	give("gemini-after", "17");
 	finish();
 	CHECK(stub_message_count() == 0);
 	CHECK_STRING(stub_control_getenv("GEMINI_REPLICAS"), "2");
 	CHECK_STRING(stub_control_getenv("GEMINI_TIER"), "/lustre/a b;$(x)");
 	CHECK_STRING(stub_control_getenv("GEMINI_TIER_INTERVAL"), "600");
 	CHECK_STRING(stub_control_getenv("GEMINI_HANG"), "off");
+	CHECK_STRING(stub_control_getenv("GEMINI_AFTER"), "17");
 	CHECK_STRING(getenv("GEMINI_REPLICAS"), "2");
 	CHECK_STRING(getenv("SLURM_GEMINI_REPLICAS"), "2");
 	CHECK_STRING(getenv("SLURM_GEMINI_TIER"), "/lustre/a b;$(x)");
 	CHECK_STRING(getenv("SLURM_GEMINI_TIER_INTERVAL"), "600");
 	CHECK_STRING(getenv("SLURM_GEMINI_HANG"), "off");
+	CHECK_STRING(getenv("SLURM_GEMINI_AFTER"), "17");
 }
 
 static void spares_are_passed_on(void)
@@ -166,6 +169,13 @@ static void hang_alone(void)
 	finish();
 }
 
+static void after_alone(void)
+{
+	start(S_CTX_ALLOCATOR);
+	give("gemini-after", "17");
+	finish();
+}
+
 static void daemons(void)
 {
 	start(S_CTX_SLURMD);
@@ -206,6 +216,7 @@ int main(void)
 	CHECK(status_of(tier_alone) == EXIT_FAILURE);
 	CHECK(status_of(interval_alone) == EXIT_FAILURE);
 	CHECK(status_of(hang_alone) == EXIT_FAILURE);
+	CHECK(status_of(after_alone) == EXIT_FAILURE);
 	PASSED();
 	return 0;
 }

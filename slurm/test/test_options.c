@@ -53,6 +53,13 @@ static const struct {
 	{ "gemini-hang", "OFF" },
 	{ "gemini-hang", "off " },
 	{ "gemini-hang", "" },
+	{ "gemini-after", "0" },
+	{ "gemini-after", "-1" },
+	{ "gemini-after", "017" },
+	{ "gemini-after", "17_3" },
+	{ "gemini-after", "17;reboot" },
+	{ "gemini-after", "4294967296" },
+	{ "gemini-after", "" },
 };
 
 static const struct {
@@ -70,6 +77,8 @@ static const struct {
 	{ "gemini-hang", "off" },
 	{ "gemini-spares", "0" },
 	{ "gemini-spares", "1024" },
+	{ "gemini-after", "1" },
+	{ "gemini-after", "4294967295" },
 };
 
 static void test_values(enum spank_context context)
@@ -77,7 +86,7 @@ static void test_values(enum spank_context context)
 	for (size_t i = 0; i < sizeof(refused) / sizeof(refused[0]); i++) {
 		stub_reset(context);
 		CHECK(slurm_spank_init(&handle, 0, NULL) == 0);
-		CHECK(stub_options_registered() == 5);
+		CHECK(stub_options_registered() == 6);
 		CHECK(stub_option(refused[i].option, refused[i].text, 0) == -1);
 		CHECK(stub_message_count() == 1);
 		CHECK(strncmp(stub_messages(), "gemini-hpc: --gemini-", 21) == 0);
@@ -148,7 +157,7 @@ static void test_site_arguments(void)
 		CHECK(stub_message_count() == 1);
 		CHECK(strstr(stub_messages(), "gemini-hpc: plugstack.conf: "));
 		/* The options stay known, so that jobs which use them are not refused as nonsense. */
-		CHECK(stub_options_registered() == 5);
+		CHECK(stub_options_registered() == 6);
 		CHECK(slurm_spank_init_post_opt(&handle, 1, argv) == 0);
 	}
 }

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
+from gemini_hpc.agent.peers import round_plan
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Stamp
@@ -20,7 +21,7 @@ from gemini_hpc.wire.stored import NodeFile, Rejection, Stored, Tier
 
 
 class Host:
-    job, replicas, wanted, instance = 7, 2, 3, "i"
+    job, replicas, wanted, instance, after = 7, 2, 3, "i", 0
 
     def __init__(self, name: str, restart: int = 0) -> None:
         self.name, self.sent, self.lived, self.restart = name, list[tuple[str, Message]](), 0, restart
@@ -35,7 +36,12 @@ class Host:
             self.tier, self.chosen = True, tier
         return heeded
 
-    async def stored(self, without: Iterable[tuple[str, Stamp]], *, launched: bool) -> tuple[version.Manifest, ...]:
+    async def left(self) -> round_plan.Left:
+        return round_plan.Left(self.after)
+
+    async def stored(
+        self, without: Iterable[tuple[str, Stamp]], *, launched: bool, before: bool = False
+    ) -> tuple[version.Manifest, ...]:
         self.looks.append(launched)
         if not self.sees:
             raise TierFailed("not mounted")

@@ -69,7 +69,12 @@ def test_missing_installation_is_one_line(tattling_node: Node) -> None:
 
 def test_agent_is_started_as_the_jobs_owner(node: Node) -> None:
     assert silent(
-        node.prolog(SPANK_GEMINI_TIER="/lustre/x", SPANK_GEMINI_TIER_INTERVAL="60", SPANK_GEMINI_HANG="300")
+        node.prolog(
+            SPANK_GEMINI_TIER="/lustre/x",
+            SPANK_GEMINI_TIER_INTERVAL="60",
+            SPANK_GEMINI_HANG="300",
+            SPANK_GEMINI_AFTER="17",
+        )
     )
     (record,) = node.records()
     assert record["message"] == {
@@ -83,6 +88,7 @@ def test_agent_is_started_as_the_jobs_owner(node: Node) -> None:
         "tier_interval": 60,
         "hang": 300,
         "spares": 0,
+        "after": 17,
     }
     agent = record["agent"]
     assert agent["argv"] == ["--job", "7", "--uid", str(ALICE), "--node", "n2", "--dir", "/run/gemini-hpc/7"]
@@ -199,6 +205,10 @@ def test_replicas_out_of_range(node: Node, value: str) -> None:
         ("SPANK_GEMINI_TIER_INTERVAL", "604801"),
         ("SPANK_GEMINI_HANG", "604801"),
         ("SPANK_GEMINI_HANG", "on"),
+        ("SPANK_GEMINI_AFTER", "0"),
+        ("SPANK_GEMINI_AFTER", "17_3"),
+        ("SPANK_GEMINI_AFTER", "4294967296"),
+        ("SPANK_GEMINI_AFTER", "17;touch /run/pwned"),
         ("SPANK_GEMINI_TIER_INTERVAL", "$(touch /run/pwned)"),
         ("SLURM_JOB_NUM_NODES", "$(touch /run/pwned)"),
         ("SLURMD_NODENAME", "n2;touch /run/pwned"),
@@ -363,6 +373,7 @@ def test_user_errors_never_fail_a_strict_prolog(node: Node) -> None:
         {"SPANK_GEMINI_TIER_INTERVAL": "0"},
         {"SPANK_GEMINI_TIER_INTERVAL": "1e9"},
         {"SPANK_GEMINI_HANG": "-1"},
+        {"SPANK_GEMINI_AFTER": "x"},
         {"SLURM_NODELIST": "n[1-"},
         {"SLURM_NODELIST": ""},
         {"SLURM_JOB_NUM_NODES": "-1"},

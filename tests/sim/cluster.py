@@ -25,6 +25,7 @@ from gemini_hpc.agent.peers.identity import Identity
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
+from gemini_hpc.agent.predecessor import Predecessor
 from gemini_hpc.agent.recovery_member import RecoveryMember
 from gemini_hpc.agent.replicas.pledges import Pledges
 from gemini_hpc.agent.replicas.rejections import Rejections
@@ -157,6 +158,7 @@ class Node:
             rejections=self.rejections,
             service=still,
             controller=still,
+            predecessor=Predecessor(self.identity, self.membership, still, spawn),
             log=self.log,
             spawn=spawn,
         )

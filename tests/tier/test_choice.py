@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gemini_hpc.agent.peers.recovery_round import from_tier
+from gemini_hpc.agent.peers.round_plan import from_tier
 from gemini_hpc.tier.version import Manifest
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.stored import NodeFile, Stored

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
 from typing import Protocol
 
 import msgspec
 
+from gemini_hpc.agent.peers import round_plan
 from gemini_hpc.core import node_ranks, recovery_plan
-from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.votes import FANOUT, children, parent
 from gemini_hpc.tier.errors import TierFailed
@@ -37,6 +38,7 @@ SAY_AGAIN_S, SAY_AGAIN_MOST_S = 1.0, 16.0
 TELL_S = 5.0  # without progress: then the job is told why it is not protected
 # A plan that children do not acknowledge although they can be reached: then the round is begun anew; later each time.
 ANEW_S, ANEW_MOST_S = 15.0, 240.0
+_BAD_ONES = 8  # versions of the predecessor's on the tier that may turn out bad
 
 
 class Host(Protocol):
@@ -75,6 +77,13 @@ class Host(Protocol):
         """What agents hold on nodes that the job has left."""
 
     @property
+    def after(self) -> int:
+        """The predecessor: the job from which this one goes on, where it has nothing of its own; 0: none."""
+
+    async def left(self) -> round_plan.Left:
+        """What the predecessor's agents hold, as far as they can be reached."""
+
+    @property
     def tier(self) -> bool:
         """Whether the job has a tier."""
 
@@ -85,9 +94,11 @@ class Host(Protocol):
     def choose(self, tier: Tier) -> bool:
         """Take what a program has chosen; False where it changes nothing."""
 
-    async def stored(self, without: Iterable[tuple[str, Stamp]], *, launched: bool) -> tuple[Manifest, ...]:
-        """The newest version of each set on the tier, but for these. launched: ranks wait for it, else the prologs.
-        Raises `TierFailed` where it cannot be seen in time."""
+    async def stored(
+        self, without: Iterable[tuple[str, Stamp]], *, launched: bool, before: bool = False
+    ) -> tuple[Manifest, ...]:
+        """The newest version of each set on the tier, but for these. launched: ranks wait for it, else the prologs;
+        before: of the predecessor's. Raises `TierFailed` where it cannot be seen in time."""
 
     def rejected(self, found: Iterable[Rejection]) -> tuple[Rejection, ...]:
         """Know of these rejected versions, too; all that are known."""
@@ -402,7 +413,8 @@ class RecoveryRounds:
             self._host.send(self.parent, peer.InventoryUp(self.round, records))
             return
         plan, sure = self._decide(records)
-        if (sure and not any(r.doubt for r in records)) or (self._host.restart == 0 and self.round == 1):
+        known = (sure and not any(r.doubt for r in records)) or (self._host.restart == 0 and self.round == 1)
+        if known and not self._may_inherit(plan):
             self._take(plan)
         elif not self._searching:
             self._searching = True
@@ -427,11 +439,49 @@ class RecoveryRounds:
             without = {bad for record in records for bad in record.unreadable}
             try:
                 stored = await self._host.stored(without, launched=bool(plan.step))
-                plan, seen = from_tier(plan, stored), True
+                plan, seen = round_plan.from_tier(plan, stored), True
             except TierFailed as error:  # who went on without starts from nothing
                 plan = msgspec.structs.replace(plan, unseen=str(error))
+        if self._may_inherit(plan) and not plan.unseen:
+            plan = await self._inherit(records, plan)
         if number == self.round and self.stage == "collect":
             self._take(msgspec.structs.replace(plan, doubt=not seen))
+
+    def _may_inherit(self, plan: peer.PlanDown) -> bool:
+        """Whether there is a predecessor, and nothing of the job's own."""
+        return bool(self._host.after) and not any(s.chosen for s in plan.sets)
+
+    async def _inherit(self, records: tuple[peer.InventoryRecord, ...], plan: peer.PlanDown) -> peer.PlanDown:
+        """Coordinator: the plan, with what the job's predecessor has left."""
+        host, unseen = self._host, ""
+        left = await host.left()
+        without: list[tuple[str, Stamp]] = []
+        unreadable = {bad for record in records for bad in record.unreadable}
+        for _ in range(_BAD_ONES if host.tier else 0):
+            try:
+                stored = await host.stored(without, launched=bool(plan.step), before=True)
+            except TierFailed as error:
+                unseen = str(error)
+                break
+            bad = [m for m in stored if round_plan.unwanted(m.set, m.stamp, plan.rejected, unreadable)]
+            left = replace(left, stored=tuple(m for m in stored if m not in bad))
+            if not bad:
+                break
+            without += [(m.set, m.stamp) for m in bad]
+        ours = any(record.noderanks for record in records)
+        plan = round_plan.take_over(
+            plan,
+            left,
+            self.hosts,
+            host.replicas,
+            job=host.job,
+            restart=host.restart,
+            nodes=host.wanted,
+            noderanks=plan.noderanks if ours else None,
+        )
+        if unseen and not any(s.chosen for s in plan.sets):  # who went on without starts from nothing
+            plan = msgspec.structs.replace(plan, unseen=unseen)
+        return plan
 
     def _take(self, plan: peer.PlanDown) -> None:
         self.plan, self.step = plan, plan.step
@@ -466,7 +516,7 @@ class RecoveryRounds:
         """The plan, and whether it is what was sealed last, of every set."""
         rejected = self._host.rejected([found for r in records for found in r.rejected])
         plan = recovery_plan.plan(
-            {r.host: _inventory(r, rejected) for r in records},
+            {r.host: round_plan.inventory(r, rejected) for r in records},
             self.hosts,
             self._host.replicas,
             min_epoch=recovery_plan.first_epoch(self._host.restart),
@@ -474,15 +524,8 @@ class RecoveryRounds:
         )
         for warning in plan.warnings:
             self._host.log("warning", detail=warning)
-        sets, pulls = [], []
-        for s in plan.sets:
-            keepers = _keepers(records, s)
-            copies = tuple((shard, tuple(sorted(keepers[shard.rank]))) for shard in s.shards)
-            lost = tuple(f"shard {x.rank}: {x.reason}" for x in s.lost)
-            if s.outcome == "never-sealed":
-                lost = ("no version had been sealed yet",)
-            sets.append(peer.SetPlan(s.set_name, s.chosen, s.keep, s.sealed, s.world, copies, lost))
-            pulls += [peer.PullOrder(p.dest_host, p.shard, p.sources) for p in s.pulls]
+        found, pulls = round_plan.planned(plan, records)
+        sets = list(found)
         if not plan.sets and not plan.survivable:
             reason = f"all copies are gone with {', '.join(plan.gone)}"
             sets.append(peer.SetPlan("default", None, (), None, 0, (), (reason,)))
@@ -497,7 +540,7 @@ class RecoveryRounds:
             map_hash=node_ranks.map_hash(plan.noderanks, self._host.job, self._host.restart),
             ports={r.host: r.port for r in records},
             sets=tuple(sets),
-            pulls=tuple(pulls),
+            pulls=pulls,
             tier=self._host.chosen,
             counted={r.host: r.instance for r in records if r.host in self.hosts},
             rejected=rejected,
@@ -506,61 +549,3 @@ class RecoveryRounds:
         # nor is what stands before a rejected version, of which the tier may have more
         known = plan.survivable and plan.latest >= self._host.restart - 1 and not rejected
         return down, known and bool(plan.sets) and all(s.newest for s in plan.sets)
-
-
-def from_tier(plan: peer.PlanDown, stored: Iterable[Manifest]) -> peer.PlanDown:
-    """The plan, with the tier's version of each set of which memory has nothing as new. The home of a shard reads it;
-    its other holders have something again when the next version is saved: until then the tier is what they were."""
-    sets, pulls, epoch = {s.name: s for s in plan.sets}, list(plan.pulls), plan.epoch
-    by_rank = {rank: host for host, rank in plan.noderanks.items()}
-    for manifest in stored:
-        known = sets.get(manifest.set)
-        if known is not None and known.chosen is not None and known.chosen >= manifest.stamp:
-            continue
-        name, stamp = manifest.set, manifest.stamp
-        copies = [
-            Copy(name, s.rank, manifest.world, s.home, s.bytes, s.used, stamp, s.digest)
-            for _, s in sorted(manifest.shards().values(), key=lambda found: found[1].rank)
-        ]
-        lost = known.lost if known is not None else ()
-        sets[name] = peer.SetPlan(
-            name, stamp, (stamp,), stamp, manifest.world, tuple((c, (peer.TIER,)) for c in copies), lost
-        )
-        pulls = [order for order in pulls if order.copy.set != name]
-        pulls += [peer.PullOrder(by_rank[c.home % len(by_rank)], c, (peer.TIER,)) for c in copies]
-        epoch = max(epoch, stamp[0] + 1)
-    if sets.keys() - {"default"}:  # its absence is told under this name when not even names are known
-        sets = {n: s for n, s in sets.items() if n != "default" or s.chosen or s.world}
-    return msgspec.structs.replace(plan, sets=tuple(sets.values()), pulls=tuple(pulls), epoch=epoch)
-
-
-def _inventory(record: peer.InventoryRecord, rejected: tuple[Rejection, ...]) -> recovery_plan.Inventory:
-    """Without what was rejected."""
-
-    def good(name: str, stamp: Stamp) -> bool:
-        return not any(found.covers(name, stamp) for found in rejected)
-
-    return recovery_plan.Inventory(
-        host=record.host,
-        noderanks=record.noderanks,
-        map_restart=record.map_restart,
-        copies=tuple(c for c in record.copies if good(c.set, c.stamp)),
-        max_epoch=record.max_epoch,
-        sealed=tuple((name, stamp) for name, stamp in record.sealed if good(name, stamp)),
-    )
-
-
-def _keepers(records: tuple[peer.InventoryRecord, ...], plan: recovery_plan.SetPlan) -> dict[int, set[str]]:
-    """rank -> hosts that hold the chosen copy with the trusted digest."""
-    wanted = {shard.rank: shard.digest for shard in plan.shards}
-    found: dict[int, set[str]] = {rank: set() for rank in wanted}
-    for record in records:
-        for c in record.copies:
-            if (
-                c.set == plan.set_name
-                and plan.chosen is not None
-                and c.stamp == plan.chosen
-                and wanted.get(c.rank) == c.digest
-            ):
-                found[c.rank].add(record.host)
-    return found

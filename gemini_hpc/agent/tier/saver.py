@@ -338,19 +338,26 @@ class Saver:
 
     # ---- the tier --------------------------------------------------------------------------------------
 
-    async def stored(self, without: Iterable[tuple[str, Stamp]], within_s: float) -> tuple[Manifest, ...]:
-        """The newest whole version of each set on the tier, but for these. Raises `TierFailed` where that cannot be
-        seen within so many seconds."""
+    async def stored(
+        self, without: Iterable[tuple[str, Stamp]], within_s: float, job: int = 0
+    ) -> tuple[Manifest, ...]:
+        """The newest whole version of each set on the tier, but for these; job: another one's. Raises `TierFailed`
+        where that cannot be seen within so many seconds."""
         reason = f"{self.tier}: the file system does not answer"
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while True:
                     try:
-                        return await self._look(without)
+                        return await (self._look_at(without, job) if job else self._look(without))
                     except TierFailed as error:
                         reason = str(error)
                     await asyncio.sleep(_LOOK_S)
         raise TierFailed(self._silent(reason))
+
+    async def _look_at(self, without: Iterable[tuple[str, Stamp]], job: int) -> tuple[Manifest, ...]:
+        found = await worker_process.carry_out(orders.Look(self.tier, job, "", tuple(without)))
+        self.troubles.over("")
+        return found.manifests if isinstance(found, orders.Found) else ()
 
     async def _look(
         self, without: Iterable[tuple[str, Stamp]], *, begin: bool = False, make: bool = False

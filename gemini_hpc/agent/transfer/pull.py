@@ -6,11 +6,13 @@ import asyncio
 import socket
 from collections.abc import Callable, Sequence
 from threading import Event
+from typing import NamedTuple
 
 import xxhash
 
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.core.copy import Copy
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.frames import FrameError
 from gemini_hpc.wire.handshake import Client, HandshakeError
@@ -22,6 +24,16 @@ _PIECE_BYTES = 4 << 20
 
 class PullFailed(Exception):
     """No source could serve the copy; the message names each with its reason."""
+
+
+class Source(NamedTuple):
+    """An agent that may serve a copy, and the stamp that it has there."""
+
+    host: str
+    address: str
+    port: int
+    client: Client
+    stamp: Stamp
 
 
 async def serve(link: Link, find: Callable[[peer.PullAsk], tuple[Copy, Memfd] | None]) -> None:
@@ -54,29 +66,28 @@ def _send(sock: socket.socket, memory: Memfd, used_bytes: int) -> None:
 def fetch(
     copy: Copy,
     memory: Memfd,
-    sources: Sequence[tuple[str, str, int, Client]],
+    sources: Sequence[Source],
     stop: Event,
 ) -> tuple[str, str]:
     """Pull a copy into `memory` (blocking): (source host, what went wrong with earlier sources).
 
-    sources: (host, address, port, handshake) in the order in which they are tried. Raises `PullFailed`,
-    also soon after `stop` is set.
+    sources: in the order in which they are tried. Raises `PullFailed`, also soon after `stop` is set.
     """
     failures: list[str] = []
-    for host, address, port, client in sources:
+    for source in sources:
         try:
-            _fetch_one(copy, memory, address, port, client, stop)
-            return host, "; ".join(failures)
+            _fetch_one(copy, memory, source, stop)
+            return source.host, "; ".join(failures)
         except (OSError, HandshakeError, LinkClosed, FrameError, PullFailed) as exc:
-            failures.append(f"{host}: {exc or type(exc).__name__}")
+            failures.append(f"{source.host}: {exc or type(exc).__name__}")
     raise PullFailed("; ".join(failures) or "no node holds the copy")
 
 
-def _fetch_one(copy: Copy, memory: Memfd, address: str, port: int, client: Client, stop: Event) -> None:
-    link = BlockingLink.connect(address, port, client, SILENCE_S)
+def _fetch_one(copy: Copy, memory: Memfd, source: Source, stop: Event) -> None:
+    link = BlockingLink.connect(source.address, source.port, source.client, SILENCE_S)
     try:
         link.sock.settimeout(SILENCE_S)
-        link.send(peer.PullAsk(copy.set, copy.rank, copy.stamp))
+        link.send(peer.PullAsk(copy.set, copy.rank, source.stamp))
         head = link.receive(peer.PullHead)
         if head.copy is None:
             raise PullFailed(head.reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from threading import Event
+from typing import Protocol
 
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.event_log import Log
@@ -24,8 +25,16 @@ from gemini_hpc.format.commit_record import Committed
 from gemini_hpc.tier import orders
 from gemini_hpc.tier.errors import TierFailed
 from gemini_hpc.wire import peer
+from gemini_hpc.wire.handshake import Client
 
 _AT_ONCE = 4
+
+
+class Callers(Protocol):
+    """Of another job's agents."""
+
+    def client(self, host: str, purpose: str, job: int) -> Client:
+        """The calling side of a handshake with the agent of that job on a host."""
 
 
 class PullScheduler:
@@ -38,11 +47,13 @@ class PullScheduler:
         store: Store,
         sets: Trainings,
         tier: TierChoice,
+        predecessor: Callers,
         log: Log,
         spawn: Spawn,
     ) -> None:
+        """predecessor: whose agents are called for what is taken over from them."""
         self._identity, self._membership, self._store, self._sets = identity, membership, store, sets
-        self._tier, self._log, self._spawn = tier, log, spawn
+        self._tier, self._predecessor, self._log, self._spawn = tier, predecessor, log, spawn
         self._running: dict[tuple[str, int], asyncio.Task[Memfd]] = {}
         self._gate = asyncio.Semaphore(_AT_ONCE)
         self._stops: dict[tuple[str, int], Event] = {}
@@ -125,6 +136,9 @@ class PullScheduler:
             if stop.is_set():
                 raise pull.PullFailed("cancelled by a new recovery round")
             shard.resumed_round = number
+            held = shard.pair.find(stamp)
+            if held is not None and shard.pair.slots[held].digest == copy.digest:  # of a round before
+                return shard.memory[held]
             # At once, not when the gate opens: a trainer that begins a newer version first would shut this one out.
             index = shard.pair.begin(stamp, None, frozenset(), voted=frozenset())
             shard.pair.slots[index].busy = True
@@ -154,19 +168,35 @@ class PullScheduler:
                 await self._from_tier(copy, memory)
                 self.bytes += copy.used
                 return
-            mesh, ways = incarnation.mesh, []
-            for host in sources:
-                if host != me.node and host not in mesh.dead:
+            mesh, ways, heritage = incarnation.mesh, list[pull.Source](), self._heritage
+            for source in sources:
+                host = source.removeprefix(peer.BEFORE)
+                if host != source and heritage is not None:
+                    client = self._predecessor.client(host, "pull", heritage.job)
+                    port, stamp = heritage.ports.get(host, 0), heritage.stamps.get(copy.set, copy.stamp)
+                    ways.append(pull.Source(host, me.settings.address_of(host), port, client, stamp))
+                elif host != me.node and host not in mesh.dead:
                     port = mesh.ports.get(host) or _planned_port(incarnation, host)
-                    ways.append((host, me.settings.address_of(host), port, mesh.client(host, "pull")))
+                    client = mesh.client(host, "pull")
+                    ways.append(pull.Source(host, me.settings.address_of(host), port, client, copy.stamp))
             source, trouble = await asyncio.to_thread(pull.fetch, copy, memory, ways, stop)
         if trouble:
             self._log("next_holder", version=copy.stamp[1], detail=f"shard {copy.rank} from {source}; {trouble}")
         self.bytes += copy.used
 
+    @property
+    def _heritage(self) -> peer.Heritage | None:
+        """What the job takes over from another one, by the plan of this round."""
+        incarnation = self._membership.incarnation
+        plan = incarnation.rounds.plan if incarnation is not None else None
+        return plan.heritage if plan is not None else None
+
     async def _from_tier(self, copy: Copy, memory: Memfd) -> None:
-        tier, job = self._tier.directory, self._identity.job
-        order = orders.Read(tier, job, copy.set, copy.stamp, copy.rank, memory.fd, copy.used, copy.digest)
+        tier, job, stamp, heritage = self._tier.directory, self._identity.job, copy.stamp, self._heritage
+        origin = heritage.origin(copy.set, stamp) if heritage is not None else None
+        if heritage is not None and origin is not None:
+            job, stamp = heritage.job, origin
+        order = orders.Read(tier, job, copy.set, stamp, copy.rank, memory.fd, copy.used, copy.digest)
         try:
             await worker_process.carry_out(order, [memory.fd])
         except TierFailed as error:

@@ -1,0 +1,185 @@
+"""From what agents and the tier have to the plan of a round: what `core.recovery_plan` says, in messages. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from gemini_hpc.core import node_ranks, recovery_plan
+from gemini_hpc.core.copy import Copy
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.tier.version import Manifest
+from gemini_hpc.wire import peer
+from gemini_hpc.wire.stored import Rejection
+
+
+def planned(
+    plan: recovery_plan.RecoveryPlan, records: Iterable[peer.InventoryRecord]
+) -> tuple[tuple[peer.SetPlan, ...], tuple[peer.PullOrder, ...]]:
+    """What each set resumes from, and what is to be moved for it."""
+    records = tuple(records)
+    sets: list[peer.SetPlan] = []
+    pulls: list[peer.PullOrder] = []
+    for s in plan.sets:
+        keepers = _keepers(records, s)
+        copies = tuple((shard, tuple(sorted(keepers[shard.rank]))) for shard in s.shards)
+        lost = tuple(f"shard {x.rank}: {x.reason}" for x in s.lost)
+        if s.outcome == "never-sealed":
+            lost = ("no version had been sealed yet",)
+        sets.append(peer.SetPlan(s.set_name, s.chosen, s.keep, s.sealed, s.world, copies, lost))
+        pulls += [peer.PullOrder(p.dest_host, p.shard, p.sources) for p in s.pulls]
+    return tuple(sets), tuple(pulls)
+
+
+def from_tier(plan: peer.PlanDown, stored: Iterable[Manifest]) -> peer.PlanDown:
+    """The plan, with the tier's version of each set of which memory has nothing as new. The home of a shard reads it;
+    its other holders have something again when the next version is saved: until then the tier is what they were."""
+    sets, pulls, epoch = {s.name: s for s in plan.sets}, list(plan.pulls), plan.epoch
+    by_rank = {rank: host for host, rank in plan.noderanks.items()}
+    for manifest in stored:
+        known = sets.get(manifest.set)
+        if known is not None and known.chosen is not None and known.chosen >= manifest.stamp:
+            continue
+        name, stamp = manifest.set, manifest.stamp
+        copies = [
+            Copy(name, s.rank, manifest.world, s.home, s.bytes, s.used, stamp, s.digest)
+            for _, s in sorted(manifest.shards().values(), key=lambda found: found[1].rank)
+        ]
+        lost = known.lost if known is not None else ()
+        sets[name] = peer.SetPlan(
+            name, stamp, (stamp,), stamp, manifest.world, tuple((c, (peer.TIER,)) for c in copies), lost
+        )
+        pulls = [order for order in pulls if order.copy.set != name]
+        pulls += [peer.PullOrder(by_rank[c.home % len(by_rank)], c, (peer.TIER,)) for c in copies]
+        epoch = max(epoch, stamp[0] + 1)
+    if sets.keys() - {"default"}:  # its absence is told under this name when not even names are known
+        sets = {n: s for n, s in sets.items() if n != "default" or s.chosen or s.world}
+    return msgspec.structs.replace(plan, sets=tuple(sets.values()), pulls=tuple(pulls), epoch=epoch)
+
+
+def inventory(record: peer.InventoryRecord, rejected: tuple[Rejection, ...]) -> recovery_plan.Inventory:
+    """Without what was rejected."""
+
+    def good(name: str, stamp: Stamp) -> bool:
+        return not any(found.covers(name, stamp) for found in rejected)
+
+    return recovery_plan.Inventory(
+        host=record.host,
+        noderanks=record.noderanks,
+        map_restart=record.map_restart,
+        copies=tuple(c for c in record.copies if good(c.set, c.stamp)),
+        max_epoch=record.max_epoch,
+        sealed=tuple((name, stamp) for name, stamp in record.sealed if good(name, stamp)),
+    )
+
+
+def _keepers(records: Iterable[peer.InventoryRecord], plan: recovery_plan.SetPlan) -> dict[int, set[str]]:
+    """rank -> hosts that hold the chosen copy with the trusted digest."""
+    wanted = {shard.rank: shard.digest for shard in plan.shards}
+    found: dict[int, set[str]] = {rank: set() for rank in wanted}
+    for record in records:
+        for c in record.copies:
+            if (
+                c.set == plan.set_name
+                and plan.chosen is not None
+                and c.stamp == plan.chosen
+                and wanted.get(c.rank) == c.digest
+            ):
+                found[c.rank].add(record.host)
+    return found
+
+
+# ---- what another job has left -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Left:
+    """What was found of a predecessor: inventories of its agents, and the newest whole versions on the tier; why it
+    is not more."""
+
+    job: int
+    records: tuple[peer.InventoryRecord, ...] = ()
+    stored: tuple[Manifest, ...] = ()
+    why: str = ""
+
+
+def unwanted(name: str, stamp: Stamp, rejected: Iterable[Rejection], unreadable: Iterable[tuple[str, Stamp]]) -> bool:
+    """Whether this job has found a version of its predecessor's (by the predecessor's stamp) bad."""
+    here = recovery_plan.inherited(stamp)
+    return (name, here) in set(unreadable) or any(found.covers(name, here) for found in rejected)
+
+
+def take_over(
+    plan: peer.PlanDown,
+    left: Left,
+    hosts: Sequence[str],
+    m: int,
+    *,
+    restart: int,
+    job: int,
+    nodes: int,
+    noderanks: Mapping[str, int] | None,
+) -> peer.PlanDown:
+    """The plan of a job that has nothing of its own, with what its predecessor has left. noderanks: this job's, where
+    earlier rounds have decided them; else a node of both jobs keeps its rank.
+
+    Each holder pulls its copies from the predecessor's agents, the one on its own node first. Nothing counts as
+    sealed before all holders have theirs.
+    """
+    rejected = plan.rejected
+    good = []
+    for record in left.records:
+        found = inventory(record, record.rejected)
+        copies = tuple(c for c in found.copies if not unwanted(c.set, c.stamp, rejected, ()))
+        sealed = tuple((name, s) for name, s in found.sealed if not unwanted(name, s, rejected, ()))
+        good.append(recovery_plan.Inventory(found.host, found.noderanks, found.map_restart, copies, 0, sealed))
+    made = recovery_plan.plan(
+        {i.host: i for i in good}, hosts, m, nodes=nodes, noderanks=noderanks or None, foreign=True
+    )
+    sets, pulls = planned(made, left.records)
+    theirs = from_tier(msgspec.structs.replace(plan, noderanks=made.noderanks, sets=sets, pulls=pulls), left.stored)
+    stamps = {s.name: s.chosen for s in theirs.sets if s.chosen is not None}
+    why = "; ".join(filter(None, (left.why, *(f"{s.name}: {x}" for s in theirs.sets for x in s.lost[:1]))))
+    heritage = peer.Heritage(left.job, {r.host: r.port for r in left.records}, stamps, why[:300])
+    own = {s.name: s for s in plan.sets}
+    holders: dict[tuple[str, int], list[str]] = {}
+    for order in theirs.pulls:
+        holders.setdefault((order.copy.set, order.copy.rank), []).append(order.dest)
+    taken = {s.name: _ours(s, holders) for s in theirs.sets if s.chosen is not None}
+    return msgspec.structs.replace(
+        plan,
+        noderanks=made.noderanks,
+        map_hash=node_ranks.map_hash(made.noderanks, job, restart),
+        sets=tuple((own | taken).values()),
+        pulls=tuple(
+            msgspec.structs.replace(order, copy=_renamed(order.copy), sources=_theirs(order.sources))
+            for order in theirs.pulls
+        ),
+        heritage=heritage,
+    )
+
+
+def _renamed(copy: Copy) -> Copy:
+    return msgspec.structs.replace(copy, stamp=recovery_plan.inherited(copy.stamp))
+
+
+def _theirs(sources: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(source if source == peer.TIER else peer.BEFORE + source for source in sources)
+
+
+def _ours(theirs: peer.SetPlan, holders: Mapping[tuple[str, int], Sequence[str]]) -> peer.SetPlan:
+    """holders: who of this job is to hold a shard; whoever loads one from elsewhere asks them before the
+    predecessor's agents, which soon let go."""
+    assert theirs.chosen is not None
+    stamp = recovery_plan.inherited(theirs.chosen)
+    sealed = stamp if theirs.stored else None  # as in `from_tier`: the tier is what the other holders were
+    copies = tuple(
+        (
+            _renamed(copy),
+            sources if theirs.stored else (*holders.get((copy.set, copy.rank), ()), *_theirs(sources)),
+        )
+        for copy, sources in theirs.copies
+    )
+    return msgspec.structs.replace(theirs, chosen=stamp, keep=(stamp,), sealed=sealed, copies=copies, lost=())

@@ -1,0 +1,169 @@
+"""The job from which this one goes on (`--gemini-after`): its agents are asked for what they hold, and told when that
+is no longer wanted.
+
+An agent whose job has ended serves another job of the same owner (MUNGE vouches for the uid) while it keeps its
+memory at all. Nothing is ever written to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Protocol
+
+from gemini_hpc import clock
+from gemini_hpc.agent.peers.identity import Identity
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.peers.round_plan import Left
+from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.replicas.training import Training
+from gemini_hpc.core import recovery_plan
+from gemini_hpc.wire import peer
+from gemini_hpc.wire.handshake import Client, HandshakeError
+from gemini_hpc.wire.link import Link, LinkClosed, connect_any
+from gemini_hpc.wire.message import Message
+from gemini_hpc.wire.ports import candidates
+
+# Of all that a prolog waits. The predecessor's epilogs need not have run everywhere when this job begins.
+ASK_PART, MAX_ASK_S = 0.3, 3.0
+DIAL_S, ANSWER_S, AGAIN_S = 1.0, 2.0, 0.2
+MAX_HOSTS = 1024
+_AT_ONCE = 64
+_SHOWN = 3
+_TELL_S = (0.0, 1.0, 5.0)
+STILL_RUNS = "still runs"
+
+
+class Holders(Protocol):
+    """The controller, if there is one."""
+
+    async def holders(self, timeout_s: float, job: int = 0) -> dict[str, int]:
+        """Where agents of a job are or have been, as far as it knows; port 0: any of the job's."""
+
+
+class Predecessor:
+    """As one agent sees it; the coordinator asks and tells."""
+
+    def __init__(self, identity: Identity, membership: Membership, controller: Holders, spawn: Spawn) -> None:
+        self._identity, self._membership, self._controller, self._spawn = identity, membership, controller, spawn
+        self._owed: peer.Heritage | None = None  # taken over, and its agents have not been told so
+        self._gate = asyncio.Semaphore(_AT_ONCE)
+
+    @property
+    def job(self) -> int:
+        """0: there is none."""
+        incarnation = self._membership.incarnation
+        return incarnation.attach.after if incarnation is not None else 0
+
+    def client(self, host: str, purpose: str, job: int) -> Client:
+        """The calling side of a handshake with the predecessor's agent on a host."""
+        me = self._identity
+        return Client(
+            purpose=purpose,
+            cluster=me.settings.cluster_name,
+            job=job,
+            restart=max(self._membership.restart, 0),
+            source=me.node,
+            target=host,
+            instance=me.instance,
+            server_uid=me.uid,
+            heir=me.job,
+        )
+
+    # ---- asking ----------------------------------------------------------------------------------------
+
+    async def left(self) -> Left:
+        """What its agents hold on this job's nodes, and on those that the controller or one of them names."""
+        job, settings = self.job, self._identity.settings
+        if job == self._identity.job:
+            return Left(job, why="a job cannot go on from itself")
+        within_s = min(MAX_ASK_S, ASK_PART * settings.attach_timeout_s)
+        deadline = clock.monotonic() + within_s
+        here = self._membership.hosts[:MAX_HOSTS]
+        named, first = await asyncio.gather(
+            self._controller.holders(within_s, job), self._ask_all(job, dict.fromkeys(here, 0), deadline)
+        )
+        more = {host: named.get(host, 0) for record in first[0] for host in sorted(record.noderanks or {})}
+        more = {host: port for host, port in {**named, **more}.items() if host not in here}
+        second = await self._ask_all(job, dict(list(more.items())[:MAX_HOSTS]), deadline)
+        records, failures = (*first[0], *second[0]), first[1] | second[1]
+        return Left(job, records, why="" if any(r.copies for r in records) else _why(job, [*here, *more], failures))
+
+    async def _ask_all(
+        self, job: int, ports: dict[str, int], deadline: float
+    ) -> tuple[tuple[peer.InventoryRecord, ...], dict[str, str]]:
+        found = await asyncio.gather(*(self._ask(job, host, port, deadline) for host, port in ports.items()))
+        records = tuple(f for f in found if not isinstance(f, str))
+        return records, {h: f for h, f in zip(ports, found, strict=True) if isinstance(f, str) and f}
+
+    async def _ask(self, job: int, host: str, port: int, deadline: float) -> peer.InventoryRecord | str:
+        """What it holds; or why it does not say, "" where nobody is there."""
+        while True:
+            try:
+                async with self._gate:
+                    link = await self._dial(job, host, port, "inventory")
+                    return await _inventory(link, host)
+            except (HandshakeError, LinkClosed, TimeoutError) as exc:
+                if STILL_RUNS not in str(exc) or clock.monotonic() > deadline:
+                    return str(exc)
+            except OSError:
+                return ""
+            await asyncio.sleep(AGAIN_S)
+
+    async def _dial(self, job: int, host: str, port: int, purpose: str) -> Link:
+        settings = self._identity.settings
+        ports = [port] if port else candidates(settings, job)
+        link, _ = await connect_any(settings.address_of(host), ports, lambda: self.client(host, purpose, job), DIAL_S)
+        return link
+
+    # ---- telling ---------------------------------------------------------------------------------------
+
+    def taking(self, plan: peer.PlanDown) -> None:
+        """A plan has been taken here."""
+        if plan.heritage is not None:
+            self._owed = plan.heritage if plan.heritage.stamps else None
+
+    def sealed(self, trainings: Iterable[Training]) -> None:
+        """Something has been sealed: where that is all that was taken over, nobody needs the predecessor's memory."""
+        owed, incarnation = self._owed, self._membership.incarnation
+        if owed is None or incarnation is None or not incarnation.leads:
+            return
+        sealed = {t.name: t.sealing.word.sealed for t in trainings if t.sealing is not None}
+        for name, stamp in owed.stamps.items():
+            word = sealed.get(name)
+            if word is None or word < recovery_plan.inherited(stamp):
+                return
+        self._owed = None
+        for host, port in owed.ports.items():
+            self._spawn(self._tell(owed.job, host, port))
+
+    async def _tell(self, job: int, host: str, port: int) -> None:
+        """It frees its memory by itself after a while, should it not hear this."""
+        for wait_s in _TELL_S:
+            await asyncio.sleep(wait_s)
+            with suppress(OSError, HandshakeError, LinkClosed, TimeoutError):
+                async with self._gate:
+                    link = await self._dial(job, host, port, "taken")
+                await link.flush(peer.Taken())
+                link.close()
+                return
+
+
+async def _inventory(link: Link, host: str) -> peer.InventoryRecord | str:
+    try:
+        message: Message = peer.Collect(0, "")
+        async with asyncio.timeout(ANSWER_S):
+            link.send(message)
+            answer = await link.receive()
+    finally:
+        link.abort()
+    if isinstance(answer, peer.InventoryUp) and len(answer.records) == 1 and answer.records[0].host == host:
+        return answer.records[0]
+    return "its answer is not an inventory"
+
+
+def _why(job: int, hosts: list[str], failures: dict[str, str]) -> str:
+    shown = ", ".join(f"{host}: {why}" for host, why in list(failures.items())[:_SHOWN])
+    where = ", ".join(hosts[:_SHOWN]) + (f" and {len(hosts) - _SHOWN} more nodes" if len(hosts) > _SHOWN else "")
+    return shown or f"nobody keeps anything of a job {job} of yours on {where}"
