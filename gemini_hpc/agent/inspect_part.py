@@ -124,4 +124,7 @@ class Picture:
             kept_until=clock.time() + max(0.0, self._kept_until() - clock.monotonic()) if kept else 0.0,
             spares=incarnation.view.spares if incarnation is not None else 0,
             without=here.lost,
+            after=incarnation.attach.after if incarnation is not None else 0,
+            taken=tuple(sorted(here.heritage.stamps.items())) if here.heritage is not None else (),
+            not_taken=here.heritage.lost if here.heritage is not None else "",
         )

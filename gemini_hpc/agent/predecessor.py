@@ -106,7 +106,7 @@ class Predecessor:
                     return await _inventory(link, host)
             except (HandshakeError, LinkClosed, TimeoutError) as exc:
                 if STILL_RUNS not in str(exc) or clock.monotonic() > deadline:
-                    return str(exc)
+                    return str(exc).removeprefix("refused: ") or "no answer"
             except OSError:
                 return ""
             await asyncio.sleep(AGAIN_S)
@@ -125,15 +125,16 @@ class Predecessor:
             self._owed = plan.heritage if plan.heritage.stamps else None
 
     def sealed(self, trainings: Iterable[Training]) -> None:
-        """Something has been sealed: where that is all that was taken over, nobody needs the predecessor's memory."""
+        """Something has been sealed: where that is all that was taken over, and something newer of this job's own,
+        nobody needs the predecessor's memory. (A job that ends before that leaves it to the next one.)"""
         owed, incarnation = self._owed, self._membership.incarnation
         if owed is None or incarnation is None or not incarnation.leads:
             return
         sealed = {t.name: t.sealing.word.sealed for t in trainings if t.sealing is not None}
-        for name, stamp in owed.stamps.items():
-            word = sealed.get(name)
-            if word is None or word < recovery_plan.inherited(stamp):
-                return
+        taken = {name: recovery_plan.inherited(stamp) for name, stamp in owed.stamps.items()}
+        words = {name: word for name in taken if (word := sealed.get(name)) is not None and word >= taken[name]}
+        if words.keys() != taken.keys() or words == taken:
+            return
         self._owed = None
         for host, port in owed.ports.items():
             self._spawn(self._tell(owed.job, host, port))

@@ -212,6 +212,7 @@ class RecoveryMember:
     def _adopt(self, incarnation: Incarnation, plan: peer.PlanDown) -> None:
         node, here = self._identity.node, self._membership
         self._tier.chosen, here.doubt = plan.tier, plan.doubt
+        here.heritage = plan.heritage or here.heritage
         self._rejections.learn(plan.rejected)
         self._saver.forget()
         here.noderanks, here.map_restart, here.epoch = dict(plan.noderanks), here.restart, plan.epoch

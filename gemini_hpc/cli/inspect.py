@@ -161,6 +161,8 @@ def render(d: Document, width: int = columns.USUAL) -> str:
         lines += _table(["rank", "host", "group", "state", "address", "memory"], [_node(n) for n in d["nodes"]])
     if d.get("spares"):
         lines += columns.fold(_spares(d["spares"]), width, "    ", "")
+    if d.get("after"):
+        lines += columns.fold(_after(d["after"]), width, "    ", "")
     for s in d["trainings"]:
         for line in _set(s, len(d["nodes"])):
             lines += columns.fold(line, width, "      ", "") if _words(line) else [line]
@@ -173,6 +175,11 @@ def _spares(s: Document) -> str:
     idle = f": {', '.join(s['idle'])}" if s["idle"] else ""
     without = f"; the job goes on without {', '.join(s['without'])}" if s["without"] else ""
     return f"spares {len(s['idle'])} of {s['wanted']}{idle}{without}"
+
+
+def _after(a: Document) -> str:
+    taken = [f"{t['name']} version {_version(t['version'])}" for t in a["took_over"][:MAX_NAMES_SHOWN]]
+    return f"goes on from job {a['job']}: {'; '.join([*taken, *([a['lost']] if a['lost'] else [])]) or 'nothing yet'}"
 
 
 def _words(line: str) -> bool:

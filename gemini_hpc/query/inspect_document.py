@@ -6,6 +6,7 @@ bytes, a version is [epoch, version] or null:
   schema, job, asked ("controller" or "agents"), t, state, replicas, epoch, restart, kept_until (or null)
   slurm       {state, nodes, restarts, reason, requeue, user, partition, note, ...}: strings, as Slurm has them
   spares      null, or {wanted, idle: [host], without: [host]}
+  after       null, or {job, took_over: [{name, version}], lost}: from which job it goes on
   nodes       [{node_rank, host, group, state, agent, address, interface, port, memory_bytes, memory_cap_bytes,
                 suspects, dead, member}]
   ended       null, or {state, t, exit_code, version, stored}: how the job ended
@@ -79,6 +80,7 @@ def picture(
         "restart": restart,
         "slurm": dict(slurm),
         "spares": _spares(leader),
+        "after": _after(leader),
         "nodes": _nodes(parts, members, absent, ranks, _groups(parts, ranks)),
         "trainings": trainings,
         "missing": absent,
@@ -110,6 +112,14 @@ def _spares(leader: InspectPart | None) -> Document | None:
         return None
     idle = [host for host in leader.hosts if host not in leader.noderanks]
     return {"wanted": leader.spares, "idle": idle, "without": list(leader.without)}
+
+
+def _after(leader: InspectPart | None) -> Document | None:
+    """None in a job that was not submitted to go on from another one."""
+    if leader is None or not leader.after:
+        return None
+    taken = [{"name": name, "version": list(stamp)} for name, stamp in leader.taken[:MAX_SETS]]
+    return {"job": leader.after, "took_over": taken, "lost": leader.not_taken[:500]}
 
 
 def _shown(parts: Sequence[InspectPart]) -> list[str]:

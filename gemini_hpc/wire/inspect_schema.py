@@ -109,7 +109,8 @@ class Record(msgspec.Struct, frozen=True):
 class InspectPart(Message, frozen=True, tag="inspect"):
     """One agent's part of the picture. unprotected: why its recovery round is not over, when that takes long.
     kept_until: Unix time at which a detached agent frees what it holds, 0.0: it does not. spares: that the job was
-    submitted with; without: nodes that it has lost and goes on without."""
+    submitted with; without: nodes that it has lost and goes on without. after: the job from which this one goes on;
+    taken: the versions of it that were taken over, by set, under its own stamps; not_taken: why they are not all."""
 
     host: str
     job: Job
@@ -138,6 +139,9 @@ class InspectPart(Message, frozen=True, tag="inspect"):
     kept_until: Time = 0.0
     spares: Count = 0
     without: tuple[str, ...] = ()
+    after: Job = 0
+    taken: tuple[tuple[SetName, Stamp], ...] = ()
+    not_taken: str = ""
 
 
 class JobAsk(Message, frozen=True, tag="job?"):

@@ -33,6 +33,20 @@ def test_another_user_is_not_served(site: Site, user: str) -> None:
     at_most_one_a_second(complaints(site.agent_log()))
 
 
+def test_heirs_that_are_none(site: Site) -> None:
+    """Who says that his job takes over what this one has left: of another user, too early, or for something else."""
+    other = site.job.id + 1
+    reads = {p: {"purpose": p, "heir": other} for p in ("inventory", "pull", "taken")}
+    more = {p: {"purpose": p, "heir": other} for p in ("link", "push", "wake", "control", "")}
+    with Steady(site):
+        early = site.attack("call", "alice", calls=reads)
+        others = site.attack("call", "alice", calls=more | {"itself": {"purpose": "pull", "heir": site.job.id}})
+        bobs = site.attack("call", "bob", calls=reads | more)
+    assert set(early.values()) == {"HandshakeError: refused: the job still runs"}, early
+    assert set(others.values()) == {"HandshakeError: refused: not a peer"}, others
+    assert set(bobs.values()) == {"HandshakeError: refused: not yours"}, bobs
+
+
 def test_root_may_ask_and_nothing_else(site: Site) -> None:
     answers = site.attack(
         "call", None, calls={p: {"purpose": p} for p in ("link", "pull", "inventory", "wake", "query", "control")}

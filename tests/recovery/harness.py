@@ -185,11 +185,11 @@ def leaks(cluster: Cluster) -> list[str]:
 
 
 @contextmanager
-def clean(cluster: Cluster) -> Iterator[None]:
+def clean(cluster: Cluster, let_go_s: float = LET_GO_S) -> Iterator[None]:
     """One test on a shared cluster: afterwards its jobs are ended, all nodes are back, and nothing is left."""
     if cluster.controller_pid() is None:
         cluster.controller_start()
-    with nothing_left(cluster, LET_GO_S):
+    with nothing_left(cluster, let_go_s):
         bystander, changed = Bystander(cluster), ""
         try:
             yield

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
-from harness import LiteJob, leaks
+import pytest
+from harness import LET_GO_S, LiteJob, clean, leaks
 from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
+from gemini_hpc.tier import version
 
 Lite = Any
+RETENTION_S = 60.0
 
 
-def run_out(job: LiteJob, version: int = 10) -> int:
+@pytest.fixture(scope="module")
+def shared_cluster() -> Iterator[Cluster]:
+    """Prologs wait long: on a busy machine agents take their time, and nothing here is about that."""
+    with Cluster.up(
+        f"successor{os.getpid()}", nodes=7, settings={"retention_s": RETENTION_S, "attach_timeout_s": 40.0}
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
+    with clean(shared_cluster, RETENTION_S + LET_GO_S):
+        yield shared_cluster
+
+
+def run_out(job: LiteJob, at: int = 10) -> int:
     """Let it come to a version and to its time limit; the version that it had reached then."""
-    job.reach(version)
+    job.reach(at)
     assert job.cluster.run(["scontrol", "update", f"JobId={job.id}", "EndTime=now+1"]).returncode == 0
     until(lambda: job.state == "TIMEOUT", 60, what="the time limit")
     return job.completed(time.time())
@@ -48,3 +68,116 @@ def test_memory_of_a_job_that_ran_out_of_time(lite: Lite, cluster: Cluster) -> N
     assert len(gone) == 3 and all(f"job {second.id} has taken it over" in event["detail"] for event in gone), gone
     second.finish()
     until(lambda: not leaks(cluster), 20, what="memory given back")
+
+
+def stopped(job: LiteJob, at: int = 10) -> int:
+    """Let it come to a version, and send its step a signal (`scancel --signal`), of which it fails; the version that
+    it had reached then."""
+    job.reach(at)
+    assert job.cluster.run(["scancel", "--signal=USR1", str(job.id)], user="alice").returncode == 0
+    until(lambda: job.state == "FAILED", 30, what="its end")
+    return job.completed(time.time())
+
+
+@pytest.fixture
+def first(lite: Lite) -> LiteJob:
+    """A job that fails when its step does."""
+    job: LiteJob = lite(prefix="set -e\n")
+    return job
+
+
+def test_other_nodes(first: LiteJob, cluster: Cluster) -> None:
+    """Only the controller can say where the predecessor was."""
+    reached = stopped(first)
+    old = first.hosts()
+    cluster.run(["scontrol", "update", f"nodename={','.join(old)}", "state=drain", "reason=test"])
+    second = successor(first)
+    second.reach(reached + 3)
+    assert not set(second.hosts()) & set(old)
+    assert second.resumed(0) in (reached, reached - 1), second.story()
+    until(lambda: not any(first.agent_pid(host) for host in old), 10, what="the predecessor lets go")
+
+
+def test_fewer_nodes_and_one_of_them_lost(lite: Lite, cluster: Cluster) -> None:
+    """Two ranks load what three have saved, with a node gone that held one of the copies. (A job that may be requeued
+    comes back itself.)"""
+    first = lite(prefix="set -e\n", options=("--no-requeue",))
+    reached = stopped(first)
+    lost = first.hosts()[2]
+    cluster.power_off(lost)
+    second = successor(first, nodes=2)
+    second.reach(reached + 3)
+    assert second.resumed(0) in (reached, reached - 1), second.story()
+
+
+def test_one_that_comes_to_nothing_takes_nothing_away(first: LiteJob, cluster: Cluster) -> None:
+    """A successor that ends before its first version leaves the state to the next one."""
+    reached = stopped(first)
+    early = successor(first, steps=1)  # its last step is long done: it only loads
+    until(lambda: early.state == "COMPLETED", 30, what="its end")
+    assert named(early, "took_over") and all(first.agent_pid(host) for host in first.hosts())
+    second = successor(first)
+    second.reach(reached + 3)
+    assert second.resumed(0) in (reached, reached - 1), second.story()
+
+
+def test_a_job_that_runs_is_left_alone(first: LiteJob, cluster: Cluster) -> None:
+    first.reach(10)
+    second = successor(first)
+    second.reach(3)
+    assert second.resumed(0) == 0
+    (told,) = {line["reason"] for line in second.lines("lost")}
+    assert told.startswith(f"nothing is taken over from job {first.id}: ") and "the job still runs" in told
+    first.reach(first.completed(time.time()) + 3)
+
+
+def test_nobody_elses(first: LiteJob, cluster: Cluster) -> None:
+    """Another user that names the job is told nothing, and it is there for its owner afterwards."""
+    reached = stopped(first)
+    options = ["-N3", "--gemini-replicas=2", f"--gemini-after={first.id}", f"--nodelist={','.join(first.hosts())}"]
+    thief = LiteJob(cluster, id=cluster.sbatch([*options, "--output=/dev/null", "--wrap=sleep 600"], user="bob"))
+    until(lambda: "event=agreed" in thief.agent_log(first.hosts()[0]), 30, what="its agents agree")
+    log = thief.agent_log(first.hosts()[0])
+    assert "event=not_taken_over" in log and "pulled" not in log, log
+    cluster.run(["scancel", str(thief.id)])
+    until(lambda: thief.state == "CANCELLED", 30, what="its end")
+    second = successor(first)
+    second.reach(reached + 3)
+    assert second.resumed(0) in (reached, reached - 1), second.story()
+
+
+@pytest.mark.parametrize("tier", [True, False])
+def test_memory_that_is_gone(lite: Lite, cluster: Cluster, tier: bool) -> None:
+    """Then it is the tier of the predecessor; without one the user hears why the training begins anew."""
+    path = cluster.home("alice") / f"tier-{time.time_ns()}"
+    path.mkdir()
+    path.chmod(0o777)
+    options = (f"--gemini-tier={path}", "--gemini-tier-interval=1") if tier else ()
+    first = lite(prefix="set -e\n", options=options)
+    stopped(first, 30)
+    hosts = first.hosts()
+    if tier:
+        saved = f"{version.job_directory(str(path), first.id)}/default"
+        until(lambda: next(version.whole(saved), None), 30, what="a version on the tier")
+    for host in hosts:
+        cluster.exec(host, ["pkill", "-KILL", "-f", f"gemini_hpc.agent --job {first.id} "])
+    second = successor(first, options=options)
+    second.reach(3)
+    if tier:
+        newest = next(iter(version.whole(saved)))
+        assert second.resumed(0) == newest.stamp.version > 0, second.story()
+        (took,) = named(second, "took_over")
+        assert "from the tier" in took["detail"]
+    else:
+        assert second.resumed(0) == 0
+        (told,) = {line["reason"] for line in second.lines("lost")}
+        assert told.startswith(f"nothing is taken over from job {first.id}: nobody keeps anything of a job"), told
+        assert named(second, "not_taken_over")
+
+
+def test_what_is_no_job(cluster: Cluster) -> None:
+    """Refused at submission, with one line."""
+    for text in ("0", "x", "12_3", "-1", "4294967296", "7;reboot"):
+        words = ["sbatch", "-N2", "--gemini-replicas=2", f"--gemini-after={text}", "--wrap=true"]
+        done = cluster.run(words, user="alice")
+        assert done.returncode != 0 and "--gemini-after: wanted the number of a job" in done.stderr, done

@@ -133,7 +133,8 @@ def test_munge_down(fake: FakeMunge) -> None:
 @pytest.mark.parametrize(
     "changes",
     [{"least": "2"}, {"nonce": b""}, {"nonce": b"x" * 17}, {"share": b""}, {"share": b"x" * 31}, {"job": -1},
-     {"job": 1 << 32}, {"restart": -1}, {"job": "7"}, {"source": None}, {"purpose": 3}],
+     {"job": 1 << 32}, {"restart": -1}, {"job": "7"}, {"source": None}, {"purpose": 3},
+     {"heir": 1 << 32}, {"heir": -1}, {"heir": "7"}, {"heir": None}],
     ids=str,
 )  # fmt: skip
 def test_greetings_that_cannot_be(fake: FakeMunge, changes: dict[str, object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gemini_hpc.agent.peers.incarnation import Incarnation
+from gemini_hpc.wire import peer
 from gemini_hpc.wire.message import Message
 
 
@@ -10,7 +11,8 @@ class Membership:
     """Data alone; the agent changes the incarnation, `recovery_member` what a plan decides, and everybody reads.
 
     noderanks, epoch: of the plan that this agent took last, in the incarnation map_restart; doubt: that plan was made
-    without a look at the tier. detached: the job does not run here now.
+    without a look at the tier. heritage: what the job has taken over from its predecessor, if that was looked for
+    since this agent was started. detached: the job does not run here now.
     """
 
     def __init__(self) -> None:
@@ -19,6 +21,7 @@ class Membership:
         self.map_restart = -1
         self.epoch = 0
         self.doubt = False
+        self.heritage: peer.Heritage | None = None
         self.detached = True
 
     @property
