@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gemini_hpc import clock, logs
+from gemini_hpc.agent import bequest
 from gemini_hpc.agent.controller_link import ControllerLink
 from gemini_hpc.agent.hangs import Hangs
 from gemini_hpc.agent.inspect_part import Picture
@@ -544,6 +545,10 @@ class Agent:
     # ---- the local socket ------------------------------------------------------------------------------
 
     async def _handle_local(self, client: Client, request: local.Request, fds: list[int]) -> Reply:
+        if isinstance(request, local.Bequeath):
+            for fd in fds:
+                os.close(fd)
+            return bequest.give(request, self.store, self._retention.barred, self._log)
         if isinstance(request, (local.Attach, local.Epilog, local.VerdictRequest, local.LaunchRequest)):
             for fd in fds:
                 os.close(fd)

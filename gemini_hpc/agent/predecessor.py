@@ -13,12 +13,16 @@ from contextlib import suppress
 from typing import Protocol
 
 from gemini_hpc import clock
+from gemini_hpc.agent import bequest
 from gemini_hpc.agent.peers.identity import Identity
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.round_plan import Left
 from gemini_hpc.agent.peers.tasks import Spawn
+from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.core import recovery_plan
+from gemini_hpc.core.copy import Copy
+from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import Link, LinkClosed, connect_any
@@ -70,6 +74,15 @@ class Predecessor:
             server_uid=me.uid,
             heir=me.job,
         )
+
+    async def bequest(self, job: int, copy: Copy, stamp: Stamp) -> Memfd | None:
+        """The memory itself of a copy that its agent on this node has; None where it does not give it away. Its bytes
+        are not checked."""
+        me = self._identity
+        path = f"{me.settings.run_dir}/{job}/agent.sock"
+        with suppress(OSError, ValueError):
+            return await asyncio.to_thread(bequest.ask, path, me.uid, copy, stamp, me.job)
+        return None
 
     # ---- asking ----------------------------------------------------------------------------------------
 

@@ -207,6 +207,16 @@ class Welcome(Message, frozen=True, tag="welcome"):
     after: int = 0
 
 
+class Bequeath(OfRank, frozen=True, tag="bequeath"):
+    """From an agent of another job of the owner's on this node, which has no room for a copy of its own: give me the
+    memory of this one. Answered by `Copy` with its descriptor, and this agent has it no more."""
+
+    heir: Job
+    epoch: Epoch
+    version: Version
+    digest: str
+
+
 class Register(OfRank, frozen=True, tag="register"):
     """Reserve (or find again) both slots of one shard on this node.
 
@@ -498,6 +508,7 @@ class Error(Message, frozen=True, tag="error"):
 
 Request = (
     Attach
+    | Bequeath
     | Epilog
     | VerdictRequest
     | LaunchRequest

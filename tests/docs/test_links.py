@@ -27,6 +27,7 @@ FOREIGN = {
     *("--requeue", "--open-mode", "--wrap", "--ntasks-per-node", "--kill-on-bad-exit", "--export", "--output"),
     "--node-rank",  # torchrun's
     *("--mem", "--bind", "--container-mounts", "--mpi"),
+    *("--parsable", "--dependency", "--nodelist"),
     *("--signal", "--full", "--no-kill", "--contiguous", "--switches"),
     "--with-ft",  # Open MPI's
 }

@@ -12,7 +12,6 @@ from harness import LET_GO_S, LiteJob, clean, leaks
 from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
-from gemini_hpc.tier import version
 
 Lite = Any
 RETENTION_S = 60.0
@@ -31,6 +30,14 @@ def shared_cluster() -> Iterator[Cluster]:
 def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
     with clean(shared_cluster, RETENTION_S + LET_GO_S):
         yield shared_cluster
+
+
+@pytest.fixture(scope="module")
+def full() -> Iterator[Cluster]:
+    """Agents may take 420 MiB of a node: enough for the 256 MiB of one job's copies, not for twice that."""
+    settings = {"retention_s": RETENTION_S, "attach_timeout_s": 40.0, "memory_cap_bytes": 420 << 20}
+    with Cluster.up(f"full{os.getpid()}", nodes=2, settings=settings) as cluster:
+        yield cluster
 
 
 def run_out(job: LiteJob, at: int = 10) -> int:
@@ -146,33 +153,19 @@ def test_nobody_elses(first: LiteJob, cluster: Cluster) -> None:
     assert second.resumed(0) in (reached, reached - 1), second.story()
 
 
-@pytest.mark.parametrize("tier", [True, False])
-def test_memory_that_is_gone(lite: Lite, cluster: Cluster, tier: bool) -> None:
-    """Then it is the tier of the predecessor; without one the user hears why the training begins anew."""
-    path = cluster.home("alice") / f"tier-{time.time_ns()}"
-    path.mkdir()
-    path.chmod(0o777)
-    options = (f"--gemini-tier={path}", "--gemini-tier-interval=1") if tier else ()
-    first = lite(prefix="set -e\n", options=options)
-    stopped(first, 30)
+def test_memory_that_is_gone(lite: Lite, cluster: Cluster) -> None:
+    """The user hears why the training begins anew."""
+    first = lite()
+    first.reach(10)
     hosts = first.hosts()
-    if tier:
-        saved = f"{version.job_directory(str(path), first.id)}/default"
-        until(lambda: next(version.whole(saved), None), 30, what="a version on the tier")
-    for host in hosts:
-        cluster.exec(host, ["pkill", "-KILL", "-f", f"gemini_hpc.agent --job {first.id} "])
-    second = successor(first, options=options)
+    cluster.run(["scancel", str(first.id)])
+    until(lambda: not any(first.agent_pid(host) for host in hosts), 30, what="memory given back")
+    second = successor(first)
     second.reach(3)
-    if tier:
-        newest = next(iter(version.whole(saved)))
-        assert second.resumed(0) == newest.stamp.version > 0, second.story()
-        (took,) = named(second, "took_over")
-        assert "from the tier" in took["detail"]
-    else:
-        assert second.resumed(0) == 0
-        (told,) = {line["reason"] for line in second.lines("lost")}
-        assert told.startswith(f"nothing is taken over from job {first.id}: nobody keeps anything of a job"), told
-        assert named(second, "not_taken_over")
+    assert second.resumed(0) == 0
+    (told,) = {line["reason"] for line in second.lines("lost")}
+    assert told.startswith(f"nothing is taken over from job {first.id}: nobody keeps anything of a job"), told
+    assert named(second, "not_taken_over")
 
 
 def test_what_is_no_job(cluster: Cluster) -> None:
@@ -181,3 +174,15 @@ def test_what_is_no_job(cluster: Cluster) -> None:
         words = ["sbatch", "-N2", "--gemini-replicas=2", f"--gemini-after={text}", "--wrap=true"]
         done = cluster.run(words, user="alice")
         assert done.returncode != 0 and "--gemini-after: wanted the number of a job" in done.stderr, done
+
+
+def test_where_both_do_not_fit(full: Cluster) -> None:
+    """The memory of a copy passes from one agent to the other, where there is no room for a second one."""
+    with clean(full, RETENTION_S + LET_GO_S):
+        first = LiteJob(full, nodes=2, size=64 << 20, pause_s=0.5, prefix="set -e\n").submit()
+        reached = stopped(first)
+        second = successor(first, nodes=2, size=64 << 20, pause_s=0.5)
+        second.reach(reached + 3)
+        assert second.resumed(0) in (reached, reached - 1), second.story()
+        assert len(named(first, "handed_over")) == 4, second.story()
+        assert not named(second, "refused") and not named(second, "unserved"), second.story()

@@ -154,7 +154,7 @@ def take_over(
         map_hash=node_ranks.map_hash(made.noderanks, job, restart),
         sets=tuple((own | taken).values()),
         pulls=tuple(
-            msgspec.structs.replace(order, copy=_renamed(order.copy), sources=_theirs(order.sources))
+            msgspec.structs.replace(order, copy=_renamed(order.copy), sources=_also(order, holders))
             for order in theirs.pulls
         ),
         heritage=heritage,
@@ -163,6 +163,14 @@ def take_over(
 
 def _renamed(copy: Copy) -> Copy:
     return msgspec.structs.replace(copy, stamp=recovery_plan.inherited(copy.stamp))
+
+
+def _also(order: peer.PullOrder, holders: Mapping[tuple[str, int], Sequence[str]]) -> tuple[str, ...]:
+    """The predecessor's agents, then this job's: one of those may have handed its memory over to one of these."""
+    if peer.TIER in order.sources:
+        return order.sources
+    ours = holders.get((order.copy.set, order.copy.rank), ())
+    return (*_theirs(order.sources), *(host for host in ours if host != order.dest))
 
 
 def _theirs(sources: tuple[str, ...]) -> tuple[str, ...]:

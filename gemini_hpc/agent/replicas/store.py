@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -135,6 +136,41 @@ class Store:
             shard = Shard(set_name, rank, world, home, size_bytes, memory)
             self.put(shard)
             return shard
+
+    async def adopt(self, set_name: str, rank: int, world: int, home: int, size_bytes: int, first: Memfd) -> Shard:
+        """The same around memory that is there already: it becomes the first of both slots. Raises `NoMemory`; then
+        it is gone."""
+        second: Memfd | None = None
+        async with self._making:
+            try:
+                self.budget.take(2 * size_bytes, f"shard of rank {rank}", present=True)
+            except NoMemory:
+                first.close()
+                raise
+            try:
+                second = Memfd(f"gemini:{set_name}:{rank}:1", size_bytes, slot=True)
+                await asyncio.to_thread(second.reserve, self.budget.left_bytes)
+            except BaseException as exc:
+                for memory in (first, second):
+                    if memory is not None:
+                        memory.close()
+                self.budget.give(2 * size_bytes)
+                if isinstance(exc, (NoMemory, OSError)):
+                    raise NoMemory(f"shard of rank {rank}: {exc}") from None
+                raise
+            shard = Shard(set_name, rank, world, home, size_bytes, [first, second])
+            self.put(shard)
+            return shard
+
+    def give_away(self, shard: Shard, index: int) -> int:
+        """Let go of a shard; a descriptor of the memory of one of its slots, for its new owner."""
+        fd = os.dup(shard.memory[index].fd)
+        if self.shards.get((shard.set, shard.rank)) is shard:
+            del self.shards[shard.set, shard.rank]
+        else:
+            self.ancestors.remove(shard)
+        self._close(shard)
+        return fd
 
     def put(self, shard: Shard) -> None:
         """Hold a shard; one of the same name becomes an ancestor."""

@@ -13,7 +13,7 @@ from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.memory import Memfd, NoMemory
-from gemini_hpc.agent.replicas.store import Store
+from gemini_hpc.agent.replicas.store import Shard, Store
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.tier import worker_process
@@ -30,8 +30,12 @@ from gemini_hpc.wire.handshake import Client
 _AT_ONCE = 4
 
 
-class Callers(Protocol):
-    """Of another job's agents."""
+class Former(Protocol):
+    """The job's predecessor."""
+
+    async def bequest(self, job: int, copy: Copy, stamp: Stamp) -> Memfd | None:
+        """The memory itself of a copy that its agent on this node has; None where it does not give it away. Its bytes
+        are not checked."""
 
     def client(self, host: str, purpose: str, job: int) -> Client:
         """The calling side of a handshake with the agent of that job on a host."""
@@ -47,7 +51,7 @@ class PullScheduler:
         store: Store,
         sets: Trainings,
         tier: TierChoice,
-        predecessor: Callers,
+        predecessor: Former,
         log: Log,
         spawn: Spawn,
     ) -> None:
@@ -144,7 +148,10 @@ class PullScheduler:
             shard.pair.slots[index].busy = True
             shard.memory[index].commit(None)
         except (NoMemory, Refused) as exc:
-            raise pull.PullFailed(str(exc)) from None
+            moved = await self._moved(copy, sources, number) if isinstance(exc, NoMemory) else None
+            if moved is None:
+                raise pull.PullFailed(str(exc)) from None
+            return moved
         memory = shard.memory[index]
         try:
             await self._fetch(copy, memory, sources, stop)
@@ -152,10 +159,36 @@ class PullScheduler:
             if shard.pair.slots[index].state == "filling" and shard.pair.slots[index].stamp == stamp:
                 shard.pair.void(index)
             raise
-        shard.pair.complete(index, stamp, copy.digest, copy.used)
+        self._completed(copy, shard, index)
+        return memory
+
+    def _completed(self, copy: Copy, shard: Shard, index: int) -> None:
+        shard.pair.complete(index, copy.stamp, copy.digest, copy.used)
         shard.since[index] = shard.verified[index] = clock.time()
-        memory.commit(Committed(stamp, copy.used, copy.digest))
+        shard.memory[index].commit(Committed(copy.stamp, copy.used, copy.digest))
         self._sets.recount(copy.set)
+
+    async def _moved(self, copy: Copy, sources: tuple[str, ...], number: int) -> Memfd | None:
+        """There is no room for another copy beside the predecessor's on this node: so that one becomes this job's."""
+        heritage = self._heritage
+        origin = heritage.origin(copy.set, copy.stamp) if heritage is not None else None
+        if heritage is None or origin is None or peer.BEFORE + self._identity.node not in sources:
+            return None
+        memory = await self._predecessor.bequest(heritage.job, copy, origin)
+        if memory is None:
+            return None
+        try:
+            shard = await self._store.adopt(copy.set, copy.rank, copy.world, copy.home, copy.bytes, memory)
+        except NoMemory as exc:
+            raise pull.PullFailed(str(exc)) from None
+        shard.resumed_round = number
+        index = shard.pair.begin(copy.stamp, None, frozenset(), voted=frozenset())
+        shard.pair.slots[index].busy = True
+        memory.commit(None)
+        if await asyncio.to_thread(memory.digest, copy.used) != copy.digest:
+            shard.pair.void(index)
+            raise pull.PullFailed("the digest does not match: damaged copy")
+        self._completed(copy, shard, index)
         return memory
 
     async def _fetch(self, copy: Copy, memory: Memfd, sources: tuple[str, ...], stop: Event) -> None:

@@ -1,0 +1,66 @@
+"""The memory of a copy passes from the agent of a job that has ended to that of its successor on the same node, where
+there is no room for another copy beside it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.replicas.memory import Memfd, adopt
+from gemini_hpc.agent.replicas.store import Store
+from gemini_hpc.core.copy import Copy
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.wire import local
+from gemini_hpc.wire.local_server import Reply
+
+_ANSWER_S = 5.0
+
+
+def give(m: local.Bequeath, store: Store, barred: Callable[[], str], log: Log) -> Reply:
+    """Let go of what is asked for, if it is here, and this job needs it no more."""
+    stamp = Stamp(m.epoch, m.version)
+    found = store.find(m.set, m.rank, stamp)
+    if why := barred():
+        return local.Error(why), []
+    copy = found[0].record(found[1]) if found is not None else None
+    if found is None or copy is None or copy.digest != m.digest or any(slot.busy for slot in found[0].pair.slots):
+        return local.Error("not held here, or in use"), []
+    fd = store.give_away(*found)
+    log("handed_over", version=m.version, detail=f"the memory of shard {m.rank}, to job {m.heir}")
+    return local.Copy(m.epoch, m.version, copy.bytes, copy.used, copy.digest), [fd]
+
+
+def ask(path: str, uid: int, copy: Copy, stamp: Stamp, heir: int) -> Memfd:
+    """Memory with this copy, from the agent behind the socket (blocking); stamp: that it has there. Its bytes are not
+    checked. Raises OSError, ValueError."""
+    wanted = local.Bequeath(copy.set, copy.rank, heir, stamp.epoch, stamp.version, copy.digest)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(_ANSWER_S)
+        sock.connect(path)
+        _, owner, _ = _credentials(sock)
+        if owner != uid:
+            raise ValueError(f"uid {owner} listens there")
+        sock.send(local.encode(wanted))
+        data, fds, _, _ = socket.recv_fds(sock, local.MAX_PACKET_BYTES, 4)
+    try:
+        answer = local.reply_decoder.decode(data)
+        if isinstance(answer, local.Error):
+            raise ValueError(answer.error)
+        if not isinstance(answer, local.Copy) or len(fds) != 1 or answer.bytes != copy.bytes:
+            raise ValueError("its answer is not what was asked for")
+        return adopt(fds[0], copy.bytes)
+    except msgspec.MsgspecError as exc:
+        raise ValueError(str(exc)) from None
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int, int]:
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid, gid = (int.from_bytes(raw[at : at + 4], "little") for at in (0, 4, 8))
+    return pid, uid, gid

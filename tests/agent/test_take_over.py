@@ -1,0 +1,179 @@
+"""What a job's first round makes of what its predecessor has left (`--gemini-after`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import msgspec
+
+from gemini_hpc.agent.peers import round_plan
+from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
+from gemini_hpc.agent.peers.round_plan import Left, take_over
+from gemini_hpc.core.copy import Copy
+from gemini_hpc.core.placement import holders
+from gemini_hpc.core.recovery_plan import first_epoch
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.tier.errors import TierFailed
+from gemini_hpc.tier.version import Manifest
+from gemini_hpc.wire import peer
+from gemini_hpc.wire.stored import NodeFile, Rejection, Stored
+
+from .test_agreed_map import Host
+
+HOSTS = ("n0", "n1", "n2")
+OLD, NEW = Stamp(130, 7), Stamp(130, 8)  # a job that was requeued twice
+
+
+def copy(rank: int, stamp: Stamp, world: int = 3) -> Copy:
+    return Copy("default", rank, world, rank, 8192, 5000, stamp, f"{rank}@{stamp}")
+
+
+def left(stamps: Iterable[Stamp] = (OLD, NEW), hosts: Iterable[str] = HOSTS) -> Left:
+    """Of a job on n0 to n2 with two replicas: what agents on these hosts hold."""
+    ranks = {host: rank for rank, host in enumerate(HOSTS)}
+    records = [
+        peer.InventoryRecord(
+            host,
+            ranks,
+            2,
+            130,
+            tuple(copy(r, s) for s in stamps for r in range(3) if ranks[host] in holders(r, 3, 2)),
+            (("default", OLD),),
+            17000 + ranks[host],
+            "i",
+        )
+        for host in hosts
+    ]
+    return Left(17, tuple(records))
+
+
+def empty(hosts: tuple[str, ...] = HOSTS, rejected: tuple[Rejection, ...] = ()) -> peer.PlanDown:
+    ranks = {host: rank for rank, host in enumerate(hosts)}
+    return peer.PlanDown(1, "", first_epoch(0), ranks, "", {}, (), (), rejected=rejected)
+
+
+def taken(found: Left, hosts: tuple[str, ...] = HOSTS, plan: peer.PlanDown | None = None) -> peer.PlanDown:
+    return take_over(plan or empty(hosts), found, hosts, 2, restart=0, job=18, nodes=len(hosts), noderanks=None)
+
+
+def manifest(stamp: Stamp) -> Manifest:
+    shards = tuple(Stored(rank, rank, 8192, 5000, "0" * 32) for rank in range(3))
+    return Manifest(17, "default", stamp, 3, 0.0, (NodeFile("node-0000.h5", 64, shards),))
+
+
+def test_every_holder_pulls_its_copies_from_its_own_node_first() -> None:
+    plan = taken(left())
+    (found,) = plan.sets
+    assert (found.chosen, found.keep, found.sealed, found.world) == (Stamp(0, 8), (Stamp(0, 8),), None, 3)
+    assert plan.epoch == first_epoch(0) > 0, "above what was taken over"
+    assert plan.heritage is not None
+    assert (plan.heritage.job, plan.heritage.stamps, plan.heritage.lost) == (17, {"default": NEW}, "")
+    assert plan.heritage.ports == {"n0": 17000, "n1": 17001, "n2": 17002}
+    assert {(order.dest, order.copy.rank) for order in plan.pulls} == {
+        (HOSTS[holder], rank) for rank in range(3) for holder in holders(rank, 3, 2)
+    }
+    for order in plan.pulls:
+        assert order.copy.stamp == Stamp(0, 8) and order.sources[0] == f"before:{order.dest}"
+        others = [host for host in order.sources if not host.startswith(peer.BEFORE)]
+        assert others and order.dest not in others, "handed over there, it may be had from the new holder"
+    for shard, sources in found.copies:
+        assert set(sources[:2]) == {HOSTS[holder] for holder in holders(shard.rank, 3, 2)}
+
+
+def test_other_nodes_and_fewer() -> None:
+    plan = taken(left(hosts=("n0", "n1")), ("n7", "n1"))
+    assert plan.noderanks == {"n7": 0, "n1": 1}, "a node of both keeps its rank"
+    (found,) = plan.sets
+    assert found.chosen == Stamp(0, 8) and found.world == 3 and len(found.copies) == 3
+    assert {order.dest for order in plan.pulls} == {"n1", "n7"}
+    lost = taken(left(hosts=("n0",)), ("n7", "n1"))
+    assert lost.sets == () and lost.pulls == () and lost.heritage is not None
+    assert lost.heritage.lost.startswith("default: shard ") and not lost.heritage.stamps
+
+
+def test_what_was_found_bad_is_not_taken() -> None:
+    theirs = left()
+    bad = Rejection("default", NEW, NEW, "NaN")
+    records = tuple(msgspec.structs.replace(r, rejected=(bad,)) for r in theirs.records)
+    assert taken(Left(17, records)).sets[0].chosen == Stamp(0, 7), "by the predecessor"
+    mine = empty(rejected=(Rejection("default", Stamp(0, 8), Stamp(1, 9), "NaN"),))
+    plan = taken(theirs, plan=mine)
+    assert plan.sets[0].chosen == Stamp(0, 7) and plan.heritage is not None
+    assert plan.heritage.stamps == {"default": OLD}, "by this job, after it had loaded it"
+
+
+def test_the_tier_where_it_is_newer() -> None:
+    older = taken(Left(17, left().records, (manifest(OLD),)))
+    assert not older.sets[0].stored and older.sets[0].chosen == Stamp(0, 8)
+    newer = taken(Left(17, left().records, (manifest(Stamp(131, 2)),)))
+    (found,) = newer.sets
+    assert found.stored and found.chosen == found.sealed == Stamp(0, 2) and newer.heritage is not None
+    assert newer.heritage.origin("default", Stamp(0, 2)) == Stamp(131, 2)
+    assert newer.heritage.origin("default", Stamp(0, 3)) is newer.heritage.origin("other", Stamp(0, 2)) is None
+    assert {order.sources for order in newer.pulls} == {(peer.TIER,)} and len(newer.pulls) == 3
+
+
+class Heir(Host):
+    """One agent of a job that goes on from job 17."""
+
+    after = 17
+
+    def __init__(self, name: str, found: Left, stored: list[Manifest] | None = None) -> None:
+        super().__init__(name)
+        self.found, self.manifests, self.asked = found, stored, 0
+
+    async def left(self) -> Left:
+        self.asked += 1
+        return self.found
+
+    async def stored(
+        self, without: Iterable[tuple[str, Stamp]], *, launched: bool, before: bool = False
+    ) -> tuple[Manifest, ...]:
+        assert before, "a job that has just begun has nothing of its own there"
+        if self.manifests is None:
+            raise TierFailed("not mounted")
+        return tuple(m for m in self.manifests if (m.set, m.stamp) not in without)[:1]
+
+
+def first_round(host: Heir) -> peer.PlanDown:
+    async def run() -> peer.PlanDown:
+        spawned: list[asyncio.Task[None]] = []
+        rounds = RecoveryRounds(host, "n0", ("n0",), lambda c: spawned.append(asyncio.create_task(c)))
+        rounds.begin("")
+        while spawned:
+            await spawned.pop(0)
+        assert rounds.plan is not None and rounds.stage == "live"
+        return rounds.plan
+
+    host.replicas = host.wanted = 1
+    return asyncio.run(run())
+
+
+def test_the_first_round_asks_the_predecessor() -> None:
+    host = Heir("n0", left(), [])
+    plan = first_round(host)
+    assert host.asked == 1 and plan.sets[0].chosen == Stamp(0, 8) and not plan.unseen
+
+
+def test_a_tier_that_cannot_be_seen_is_waited_for_unless_memory_serves() -> None:
+    assert first_round(Heir("n0", left())).sets[0].chosen == Stamp(0, 8)
+    plan = first_round(Heir("n0", Left(17, why="nobody")))
+    assert plan.unseen == "not mounted" and plan.heritage is not None and plan.heritage.lost == "nobody"
+
+
+def test_versions_that_cannot_be_read_are_passed_over() -> None:
+    host = Heir("n0", Left(17), [manifest(NEW), manifest(OLD)])
+    host.older = peer.InventoryRecord(
+        "n0", {"n0": 0}, 0, 1, (), (), 1, "i", unreadable=(("default", Stamp(0, 8)),), unbroken=True
+    )
+    plan = first_round(host)
+    assert plan.sets[0].chosen == Stamp(0, 7) and plan.sets[0].stored
+    assert round_plan.unwanted("default", NEW, (), host.older.unreadable)
+
+
+def test_what_is_its_own_goes_first() -> None:
+    host = Heir("n0", left(), [])
+    own = Copy("default", 0, 1, 0, 8192, 5000, Stamp(1, 3), "x")
+    host.older = peer.InventoryRecord("n0", {"n0": 0}, 0, 1, (own,), (), 1, "i", unbroken=True)
+    assert first_round(host).sets[0].chosen == Stamp(1, 3) and host.asked == 0
