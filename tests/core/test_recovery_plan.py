@@ -9,7 +9,7 @@ from msgspec import structs
 
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.placement import holders, survivable
-from gemini_hpc.core.recovery_plan import Inventory, SetPlan, choose, first_epoch, plan
+from gemini_hpc.core.recovery_plan import Inventory, SetPlan, choose, first_epoch, inherited, plan
 from gemini_hpc.core.slots import Stamp
 
 HOSTS = ["n0", "n1", "n2", "n3"]
@@ -255,3 +255,26 @@ def test_within_the_promise_everything_comes_back(size: tuple[int, int], data: s
 def test_choose_needs_every_rank(copies: list[Copy]) -> None:
     whole = [s for s in (FIVE, SIX, Stamp(1, 1)) if {c.rank for c in copies if c.stamp == s} == set(range(4))]
     assert choose(copies) == max(whole, default=None)
+
+
+def test_copies_of_another_jobs_agents_are_pulled_even_where_they_are() -> None:
+    """A host that has one has it in another agent's memory; its own node goes first."""
+    made = plan(job(), HOSTS, 2, foreign=True)
+    found = made.set_plan("")
+    assert found is not None and made.noderanks == {f"n{node}": node for node in range(4)}
+    assert {(pull.dest_host, pull.shard.rank) for pull in found.pulls} == {
+        (f"n{holder}", rank) for rank in range(4) for holder in holders(rank, 4, 2)
+    }
+    assert all(pull.sources[0] == pull.dest_host and len(pull.sources) == 2 for pull in found.pulls)
+
+
+def test_another_job_does_not_say_how_many_nodes_train() -> None:
+    """Of this job's nodes two are to train, whatever the other one had; where its map is made, that one stays."""
+    assert len(plan(job(), HOSTS, 2, nodes=2, foreign=True).noderanks) == 2
+    assert len(plan(job(), HOSTS, 2, nodes=2).noderanks) == 4
+    fixed = plan(job(), ["n1", "n0"], 2, noderanks={"n1": 0, "n0": 1}, foreign=True)
+    assert fixed.noderanks == {"n1": 0, "n0": 1} and fixed.sets[0].chosen == FIVE
+
+
+def test_what_is_inherited_is_below_all_that_a_job_makes() -> None:
+    assert inherited(Stamp(900, 7)) == Stamp(0, 7) < Stamp(first_epoch(0), 1)

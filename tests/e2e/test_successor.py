@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 
 import pytest
 from training import STEPS, Training
@@ -14,6 +15,14 @@ from gemini_hpc.tier import version
 
 Train = Callable[..., Training]
 Reference = Callable[[str], Training]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """The controller forgets a job that has failed when its retention is over: within what a test waits for that."""
+    settings = {"retention_s": 25.0, "attach_timeout_s": 40.0}
+    with Cluster.up(f"e2e{os.getpid()}", nodes=3, settings=settings) as cluster:
+        yield cluster
 
 
 @pytest.mark.parametrize("place", ["memory", "the tier"])
