@@ -320,3 +320,14 @@ def test_spares_are_shown(hosts: tuple[str, ...], ranks: dict[str, int], lost: t
     document = picture(7, [one], [], {"state": "RUNNING", "nodes": ",".join(hosts)}, (), "controller", NOW)
     assert document["spares"]["wanted"] == 1 and said in render(document).splitlines()
     assert picture(7, [part("n1", [])], [], {}, (), "controller", NOW)["spares"] is None
+
+
+def test_from_which_job_it_goes_on() -> None:
+    assert picture(7, [part("n1", [])], [], {}, (), "controller", NOW)["after"] is None
+    parts = [msgspec.structs.replace(part("n1", []), after=6, taken=(("default", Stamp(3, 9)),))]
+    document = picture(7, parts, [], {}, (), "controller", NOW)
+    assert document["after"] == {"job": 6, "took_over": [{"name": "default", "version": [3, 9]}], "lost": ""}
+    assert "goes on from job 6: default version 3:9" in render(document)
+    parts = [msgspec.structs.replace(part("n1", []), after=6, not_taken="nobody keeps anything")]
+    said = render(picture(7, parts, [], {}, (), "controller", NOW))
+    assert "goes on from job 6: nobody keeps anything" in said
