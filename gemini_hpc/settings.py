@@ -216,6 +216,12 @@ class Settings:
         '--json), `"pyslurm"`, or `"auto"`: pyslurm where it is installed and fits Slurm\'s release, else '
         "commands. See [How Slurm is asked](#how-slurm-is-asked).",
     )
+    sick_nodes_per_day: int = _setting(
+        2,
+        "Nodes that the controller may drain within a day because they live and do harm ([sick nodes](#sick-nodes)): "
+        "its only proof is the job's word. Half of them at most for jobs of one user. 0: never drain.",
+        0,
+    )
     node_max_jobs_guard: bool = _setting(True, "Never fence a node on which a job of another owner runs.")
 
     def heartbeat_timeout_s(self) -> float:

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from gemini_hpc import clock, logs
 from gemini_hpc.agent import bequest
 from gemini_hpc.agent.controller_link import ControllerLink
@@ -47,6 +49,7 @@ from gemini_hpc.agent.restart_state import StateFile
 from gemini_hpc.agent.retention import Retention
 from gemini_hpc.agent.self_fence import SelfFence
 from gemini_hpc.agent.sessions import Sessions
+from gemini_hpc.agent.sick_nodes import SickNodes
 from gemini_hpc.agent.spares import Spares
 from gemini_hpc.agent.stats_store import StatsStore
 from gemini_hpc.agent.tier.choice import TierChoice
@@ -65,7 +68,7 @@ from gemini_hpc.core import hostlist
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.views import View
 from gemini_hpc.node import map_file
-from gemini_hpc.wire import inspect_schema, local, peer, protocol
+from gemini_hpc.wire import controller, inspect_schema, local, peer, protocol
 from gemini_hpc.wire.local_server import Client, LocalServer, Reply
 
 _SCAVENGES = (peer.SalvageHave, peer.SalvageAsk, peer.SalvageWrite, peer.SalvageWrote, peer.SalvageOver)
@@ -91,8 +94,9 @@ class Agent:
         self.trainings = trainings = Trainings(here, store, self._notes, self._sealed)
         self.state = StateFile(directory)
         self.pledges = Pledges(directory)
-        self.launches = Launches(job, node, here, log)
-        self._hangs = Hangs(node, settings.hang_s, here, trainings, self.launches, log, spawn)
+        self._sick = SickNodes(job, node, here, log, spawn, self._found_sick)
+        self.launches = Launches(job, node, here, log, self._sick.ended)
+        self._hangs = Hangs(node, settings.hang_s, here, trainings, self.launches, self._sick.hung, log, spawn)
         stats = StatsStore()
         tier = TierChoice(settings, uid, here)
         rejections = Rejections(self.pledges, log)
@@ -474,6 +478,8 @@ class Agent:
             self.trainings.on_message(incarnation, name, message)
         elif isinstance(message, peer.Launch):
             self.launches.heard(incarnation, name, message)
+        elif isinstance(message, (peer.RankEnded, peer.FailedFirst)):
+            self._sick.heard(incarnation, name, message)
         elif isinstance(message, (peer.StandingUp, peer.HungDown)):
             self._hangs.heard(incarnation, name, message)
         elif isinstance(message, (peer.Outline, peer.OutlineDigest)):
@@ -499,6 +505,12 @@ class Agent:
         self.rescue.died()
         self.controller_link.report(host, witnesses)
         self.spares.died()
+
+    def _found_sick(self, m: controller.Sick) -> None:
+        """A node that lives does harm: it is left where a spare makes up for it; the controller hears of it."""
+        why_not = self.spares.leave(m.host, "sick")
+        self._log("sick", detail=f"{m.why}: {f'not left: {why_not}' if why_not else 'left'}")
+        self.controller_link.tell_sick(msgspec.structs.replace(m, left=not why_not))
 
     def _keep_wanted(self) -> None:
         self.saver.keep_all()

@@ -36,7 +36,7 @@ _SHOWN = (control_page.STATE_PROTECTED, control_page.STATE_DEGRADED)
 
 
 class Hangs:
-    """Of one agent. site_s: `hang_s` of the site."""
+    """Of one agent. site_s: `hang_s` of the site; culprit: told at the root of a hang."""
 
     def __init__(
         self,
@@ -45,12 +45,13 @@ class Hangs:
         membership: Membership,
         trainings: Trainings,
         launches: Launches,
+        culprit: Callable[[Incarnation, Standing], None],
         log: Log,
         spawn: Spawn,
         now: Callable[[], float] = clock.monotonic,
     ) -> None:
         self._node, self._site_s, self._membership, self._trainings = node, site_s, membership, trainings
-        self._launches, self._log, self._spawn, self._now = launches, log, spawn, now
+        self._launches, self._culprit, self._log, self._spawn, self._now = launches, culprit, log, spawn, now
         self._looked_at = 0.0
         self._round = (-1, 0)
         self._below: dict[tuple[str, str], tuple[float, Standing]] = {}  # by set and child, and when it was said
@@ -83,6 +84,7 @@ class Hangs:
             if incarnation.leads:
                 judge = self._judges.setdefault(name, Judge(hang_s))
                 if judge.look(standing) and standing is not None:
+                    self._culprit(incarnation, standing)
                     self._hung(incarnation, name, standing)
                 continue
             quiet = standing is not None and standing.silent_s > _QUIET * hang_s

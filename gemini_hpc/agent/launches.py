@@ -10,6 +10,7 @@ from typing import Any
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.core.attempts import Known
+from gemini_hpc.core.culprits import Cause
 from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.ports import master_port
 
@@ -20,8 +21,16 @@ _REASON = 300
 class Launches:
     """Of one agent, and of one incarnation at a time."""
 
-    def __init__(self, job: int, node: str, membership: Membership, log: Callable[..., None]) -> None:
-        self._job, self._node, self._membership, self._log = job, node, membership, log
+    def __init__(
+        self,
+        job: int,
+        node: str,
+        membership: Membership,
+        log: Callable[..., None],
+        ended: Callable[[str, int, int, Cause], None],
+    ) -> None:
+        """ended: told of a rank here that has ended by itself: step, attempt, rank, and what it shows."""
+        self._job, self._node, self._membership, self._log, self._ended = job, node, membership, log, ended
         self._steps: dict[str, Known] = {}
         self.is_left_out = False
         self._changed = asyncio.Event()
@@ -51,6 +60,8 @@ class Launches:
             known = known.failed(max(m.attempt, 0), m.failed[:_REASON])
         if m.failed or m.over:
             self._log("rank_failed", detail=f"attempt {m.attempt} of step {m.step}: {m.over or m.failed}")
+        if m.cause is not None:
+            self._ended(m.step, m.attempt, m.rank, m.cause)
         self._learn(incarnation, m.step, known, "")
         with suppress(TimeoutError):
             async with asyncio.timeout(m.wait_s):

@@ -92,9 +92,28 @@ class Spares:
 
     def move(self, hosts: Sequence[str]) -> str:
         """Leave these nodes right after the next seal, so that no step is repeated; why not, or ""."""
+        wanted = set(hosts).intersection(self._membership.hosts)
+        if reason := self._cannot_leave(hosts):
+            return reason
+        if not wanted <= self._moving:
+            self._moving |= wanted
+            self._log("moving", detail=f"leaving {', '.join(sorted(wanted))[:300]} at the next sealed version")
+            self._spawn(self._move_late(frozenset(wanted)))
+        return ""
+
+    def leave(self, host: str, why: str) -> str:
+        """Leave this node now, where a rank has just failed; why not, or ""."""
+        reason = self._cannot_leave([host])
+        if not reason:
+            self._go_on_without([host], why)
+        return reason
+
+    def _cannot_leave(self, hosts: Sequence[str]) -> str:
         here = self._membership
         if here.incarnation is None or here.detached:
             return "this node has no part in a running incarnation of the job"
+        if not here.incarnation.view.spares:
+            return "the job has no spares"
         if here.replicas < 2:
             return "the job keeps one copy, on the node itself: it cannot be left"
         wanted = set(hosts).intersection(here.hosts)
@@ -102,10 +121,6 @@ class Spares:
             return "" if set(hosts) <= set(here.lost) else f"the job does not run on {', '.join(hosts)[:200]}"
         if self._view_without(wanted | self._moving) is None:
             return "the job has no spare to go on with, or its batch script runs there"
-        if not wanted <= self._moving:
-            self._moving |= wanted
-            self._log("moving", detail=f"leaving {', '.join(sorted(wanted))[:300]} at the next sealed version")
-            self._spawn(self._move_late(frozenset(wanted)))
         return ""
 
     def sealed(self) -> None:

@@ -25,7 +25,7 @@ NODES = "nodes"  # the key of lines that belong to no recovery
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line. key: `raw job id.restart`; step: open, reserve, take, down, requeue, pin, start, detach, delete,
-    evict, close; or key `nodes`, step resume or alert."""
+    evict, close; or key `nodes`, step drain, resume or alert."""
 
     t: float
     key: str
@@ -79,6 +79,7 @@ class Journal:
         self._back = [
             (r.t, str(r.data.get("node", ""))) for r in records if (r.step, r.phase) == ("resume", "before")
         ]
+        self._drained = [_down(r) for r in records if (r.step, r.phase) == ("drain", "before")]
         self._open: dict[str, list[Record]] = {}
         for record in records:
             self._follow(record)
@@ -115,6 +116,8 @@ class Journal:
         self._follow(record)
         if (step, phase) == ("down", "before"):
             self._fenced.append(_down(record))
+        if (step, phase) == ("drain", "before"):
+            self._drained.append(_down(record))
         if (step, phase) == ("resume", "before"):
             self._back.append((record.t, str(data.get("node", ""))))
 
@@ -123,6 +126,11 @@ class Journal:
         since = clock.time() - window_s
         counted = {d.node for d in self._fenced if d.t >= since and user_id in (None, d.user_id)}
         return len(counted - {without})
+
+    def drained(self, window_s: float, *, user_id: int | None = None) -> int:
+        """Nodes drained (or begun to be) within the last `window_s`, for jobs of one user if given."""
+        since = clock.time() - window_s
+        return len({d.node for d in self._drained if d.t >= since and user_id in (None, d.user_id)})
 
     def fenced_at(self) -> dict[str, float]:
         """When each node was last fenced, Unix seconds, as far as the journal goes back."""

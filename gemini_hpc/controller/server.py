@@ -23,6 +23,7 @@ from gemini_hpc.controller.primary import LOCK, Primary, is_here, take_lock
 from gemini_hpc.controller.questions import Questions
 from gemini_hpc.controller.recoveries import Recoveries
 from gemini_hpc.controller.registry import Agent, Registry, Track
+from gemini_hpc.controller.sick_nodes import SickNodes
 from gemini_hpc.query.slurm_facts import never_requeued
 from gemini_hpc.slurm import SlurmError, UnknownJob
 from gemini_hpc.slurm.api import SlurmApi
@@ -86,6 +87,7 @@ class Controller:
         self.logs = EventLogs(jobs)
         self.journal = Journal(os.path.join(settings.state_dir, "journal.jsonl"))
         self.recoveries = Recoveries(settings, self.slurm, self.journal, self.logs, self.registry, primary)
+        self._sick = SickNodes(settings, self.slurm, self.journal, self.recoveries.say, self.recoveries.alerts.tell)
         self.watcher = JobWatch(settings, self.slurm, self.registry, self.recoveries)
         self._lobby = PreauthLimit(MAX_STRANGERS)
         self._turned_away = RateLimit(per_s=1.0, burst=1.0)
@@ -114,7 +116,7 @@ class Controller:
             ending = [watcher, resume, give_back]
             for task in ending:
                 task.cancel()
-            ending += self.recoveries.cancel()
+            ending += [*self.recoveries.cancel(), *self._sick.cancel()]
             for open_link in list(self._links):
                 open_link.close()
             # The locks are let go, and another controller acts, only when nothing of this one's does.
@@ -312,6 +314,9 @@ class Controller:
         if isinstance(message, controller.Report):
             if message.job == agent.job:
                 await self._report(agent, track, message)
+        elif isinstance(message, controller.Sick):
+            if message.job == agent.job and self._reports.take(track.user_id):
+                self._sick.hear(track, message)
         elif isinstance(message, controller.HoldersAsk):
             if message.job == agent.job:
                 agent.link.send(controller.Holders(agent.job, track.holders(agent.restart)))

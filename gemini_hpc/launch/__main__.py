@@ -11,7 +11,7 @@ from gemini_hpc.client.joining import SOCKET_ENV
 from gemini_hpc.launch import placing, program
 from gemini_hpc.launch.import_log import ImportLog
 from gemini_hpc.launch.launcher import Launcher
-from gemini_hpc.launch.rank_process import Forked, RankProcess, adopt_orphans
+from gemini_hpc.launch.rank_process import Forked, RankProcess, adopt_orphans, note_error
 
 _ABOUT = (
     "Start one rank of a training, and start it again in seconds when any rank of the step has failed. Give it to "
@@ -89,4 +89,8 @@ if __name__ == "__main__":
     outcome = main(sys.argv[1:])
     if isinstance(outcome, int):
         sys.exit(outcome)
-    outcome.run()
+    try:
+        outcome.run()
+    except BaseException as error:
+        note_error(error)
+        raise

@@ -21,6 +21,8 @@ from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import AgentLost, ask_verdict, connect
 from gemini_hpc.client.joining import ATTEMPT_ENV, STEP_ENV, step_name
 from gemini_hpc.client.restart_limit import Reached, RestartLimit
+from gemini_hpc.core.culprits import Cause
+from gemini_hpc.launch import placing
 from gemini_hpc.launch.import_log import ImportLog
 from gemini_hpc.launch.placing import PORTS, rank_environment, spares
 from gemini_hpc.launch.rank_process import SENT, RankProcess
@@ -142,6 +144,8 @@ class Launcher:
 
     def _next(self, rank: RankProcess, state: local.LaunchState) -> None:
         rank.kill()
+        if rank.raised is not None:  # it was about to end by itself
+            self._ask(self._said(rank.raised))
         self._attempt, self._place = state.attempt, state.place
 
     # ---- the rank's end --------------------------------------------------------------------------------
@@ -156,7 +160,7 @@ class Launcher:
             return status
         if not self._healthy():
             return status
-        if self._spares and self._is_past():  # it has failed of a lost node, and a spare is there
+        if self._spares and self._is_past(rank.cause):  # it has failed of a lost node, and a spare is there
             self._status, self._place = status, None
             return None
         reached = self._reached()
@@ -164,10 +168,10 @@ class Launcher:
         ended += f" ({note})" if note else ""
         if why_not:
             _say(f"{ended}; not starting the ranks again: {why_not}")
-            self._tell(over=f"{ended}; {why_not}")
+            self._tell(over=f"{ended}; {why_not}", cause=rank.cause)
             return status
         _say(f"{ended}; starting all ranks again: restart {self._limit.restarts} of {self._most}")
-        state = self._tell(failed=ended)
+        state = self._tell(failed=ended, cause=rank.cause)
         if state is None:
             _say("no agent answers; not starting the ranks again")
             return status
@@ -177,12 +181,17 @@ class Launcher:
         if state.over or state.attempt <= self._attempt:
             _say(f"not starting the ranks again: {state.over or 'the agents do not agree'}")
             return status
-        self._next(rank, state)
+        rank.kill()
+        self._attempt, self._place = state.attempt, state.place
         return None
 
-    def _is_past(self) -> bool:
+    def _said(self, cause: Cause | None) -> local.LaunchRequest:
+        """What the end of the rank in this attempt shows."""
+        return local.LaunchRequest(self._step, self._attempt, rank=placing.number(self._rank), cause=cause)
+
+    def _is_past(self, cause: Cause | None) -> bool:
         """Whether the agents have begun a later attempt already."""
-        state = self._ask(local.LaunchRequest(self._step, self._attempt))
+        state = self._ask(self._said(cause))
         return state is not None and not state.over and state.attempt > self._attempt
 
     def _ended_by(self, wait_s: float = 0.0) -> signal.Signals | None:
@@ -265,10 +274,15 @@ class Launcher:
             self._sock.close()
         self._sock = None
 
-    def _tell(self, *, failed: str = "", over: str = "", done: bool = False) -> local.LaunchState | None:
+    def _tell(
+        self, *, failed: str = "", over: str = "", done: bool = False, cause: Cause | None = None
+    ) -> local.LaunchState | None:
         """The rank's end, for all; what the agent says, None where none answers in time."""
         wait_s = 0.0 if done or over else TOLD_S
-        return self._ask(local.LaunchRequest(self._step, self._attempt, failed[:200], done, over[:200], wait_s))
+        said = self._said(cause)
+        return self._ask(
+            msgspec.structs.replace(said, failed=failed[:200], done=done, over=over[:200], wait_s=wait_s)
+        )
 
     def _ask(self, message: local.LaunchRequest) -> local.LaunchState | None:
         """On a connection of its own; None where no agent answers in time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import signal
 import sys
@@ -10,11 +11,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from gemini_hpc import clock
+from gemini_hpc.core.communication_error import is_communication_error
+from gemini_hpc.core.culprits import Cause
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _KILL_S = 10.0
 # What people and batch systems send; Slurm sends it to all processes of a task, the rank's included.
 SENT: tuple[signal.Signals, ...] = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+_notes: dict[int, mmap.mmap] = {}  # in a rank's process, by its id: where it tells
 
 
 class Forked(Exception):
@@ -36,11 +42,13 @@ class RankProcess:
     def __init__(self, env: Mapping[str, str], command: Sequence[str] = ()) -> None:
         """Raises OSError, and `Forked` in the new process."""
         self._others = frozenset(_children())
+        self._note = mmap.mmap(-1, mmap.PAGESIZE)  # both processes have it
         sys.stdout.flush()
         sys.stderr.flush()
         launcher = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
+            _notes[os.getpid()] = self._note
             self._begin(launcher, env, command)
         self.fd = os.pidfd_open(self.pid)
         self.status: int | None = None
@@ -72,6 +80,24 @@ class RankProcess:
                 os.close(self.fd)
         return self.status is not None
 
+    @property
+    def raised(self) -> Cause | None:
+        """What an exception shows that goes through it, or has ended it; known before the process ends."""
+        code = self._note[0]
+        return Cause(code - 1) if 0 < code <= len(Cause) else None
+
+    @property
+    def cause(self) -> Cause | None:
+        """What its end shows, as long as its launcher has not killed it; None without a failure."""
+        if not self.status or self.raised is not None:
+            return self.raised
+        number = self.status - 128
+        if number in SENT:
+            return Cause.CONSEQUENCE
+        if number == signal.SIGABRT:
+            return Cause.ABORTED
+        return Cause.CRASHED if number > 0 else Cause.RAISED
+
     def kill(self) -> None:
         """End it at once, and all that it has started. Returns when nothing of that is left, or after 10 s."""
         deadline = clock.monotonic() + _KILL_S
@@ -87,6 +113,13 @@ class RankProcess:
                     with suppress(ChildProcessError):
                         os.waitpid(pid, os.WNOHANG)
             clock.sleep(0.002)
+
+
+def note_error(error: BaseException) -> None:
+    """In the rank: this ends the script. Noted at once: whoever handles it may wait, and be killed meanwhile."""
+    note = _notes.get(os.getpid())  # none in what it has forked
+    if note is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+        note[0] = 1 + (Cause.CONSEQUENCE if is_communication_error(error) else Cause.RAISED)
 
 
 def _children() -> list[int]:

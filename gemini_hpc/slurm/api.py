@@ -82,6 +82,10 @@ class SlurmApi(Protocol):
         """DOWN and drained."""
         ...
 
+    async def node_drain(self, name: str, reason: str) -> None:
+        """Let no job begin there; what runs there goes on."""
+        ...
+
     async def node_resume(self, name: str) -> None:
         """Give a node back that was drained in error."""
         ...

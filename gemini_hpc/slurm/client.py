@@ -424,6 +424,14 @@ class Slurm:
             raise SlurmError(f"node {name} was set DOWN, but is {node.state}")
         return node
 
+    async def node_drain(self, name: str, reason: str) -> None:
+        """Let no job begin there; what runs there goes on. Raises `SlurmError` where it is not drained then."""
+        _names([name])
+        await self._node_state(name, "DRAIN", " ".join(reason.replace('"', "'").split()))
+        node = (await self._nodes((name,)))[name]
+        if "DRAIN" not in node.flags:
+            raise SlurmError(f"node {name} was drained, but is {node.state}")
+
     async def node_resume(self, name: str) -> None:
         """Give a node back that was drained in error."""
         _names([name])

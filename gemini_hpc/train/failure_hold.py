@@ -13,41 +13,11 @@ from types import TracebackType
 
 from gemini_hpc import clock
 from gemini_hpc.client.agent_connection import ask_verdict
+from gemini_hpc.core.communication_error import is_communication_error
 from gemini_hpc.wire.local import Verdict
 
 ALL_ALIVE_S = 3.0  # longer than the agents take to suspect a silent node
 _ASK_EVERY_S = 0.2
-
-_WORDS = (
-    "connection closed by peer",
-    "connection reset",
-    "connection refused",
-    "connection was closed",
-    "broken pipe",
-    "gloo",
-    "nccl",
-    "timed out waiting",
-    "socket timeout",
-    "remote process exited",
-    "process group",
-    "processgroup",
-    "tcpstore",
-    "watchdog",
-)
-
-
-def is_communication_error(error: BaseException | None) -> bool:
-    """Whether an exception (or one that it came from) looks like the end of a peer."""
-    seen = 0
-    while error is not None and seen < 16:
-        kinds = {cls.__name__ for cls in type(error).__mro__}
-        if kinds & {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError"}:
-            return True
-        if isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS):
-            return True
-        error = error.__cause__ or error.__context__
-        seen += 1
-    return False
 
 
 def hold(

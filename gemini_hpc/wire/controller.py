@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
+
+from gemini_hpc.core.culprits import Cause
 from gemini_hpc.core.numbers import Count, Job, Port, Restart, Seconds, Time
 from gemini_hpc.wire.inspect_schema import EventRecord
 from gemini_hpc.wire.message import Message
@@ -45,6 +50,20 @@ class EventsUp(Message, frozen=True, tag="events"):
 
     job: Job
     events: tuple[EventRecord, ...]
+
+
+class Sick(Message, frozen=True, tag="sick"):
+    """Agent -> controller: this node of my job does harm while it lives (a hint). cause: what its rank did last;
+    None: the health check is red. why: in words; left: the job goes on without it already."""
+
+    job: Job
+    restart: Restart
+    host: str
+    rank: Count
+    times: Count
+    cause: Cause | None
+    why: Annotated[str, msgspec.Meta(max_length=300)]
+    left: bool = False
 
 
 class Release(Message, frozen=True, tag="release"):

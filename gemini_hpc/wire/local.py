@@ -11,6 +11,7 @@ from typing import Annotated
 
 import msgspec
 
+from gemini_hpc.core.culprits import Cause
 from gemini_hpc.core.numbers import (
     MAX_RANKS,
     Bytes,
@@ -111,7 +112,8 @@ class LaunchRequest(Message, frozen=True, tag="launch?"):
 
     attempt: -1 in a job with spares before the first: the launcher does not know yet whether its node trains. failed:
     why the rank has ended, so that all ranks begin the next attempt; done: it has ended with success; over: why the
-    launcher begins no other; idle: it has no rank now, and is to hear of the step's success, too.
+    launcher begins no other; idle: it has no rank now, and is to hear of the step's success, too. cause: what the end
+    of its rank shows, where that was not the launcher's doing.
     """
 
     step: StepName
@@ -121,6 +123,8 @@ class LaunchRequest(Message, frozen=True, tag="launch?"):
     over: Reason = ""
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
     idle: bool = False
+    rank: Count = 0
+    cause: Cause | None = None
 
 
 class Place(msgspec.Struct, frozen=True):

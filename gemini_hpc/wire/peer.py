@@ -12,6 +12,7 @@ import msgspec
 
 from gemini_hpc.core import recovery_plan
 from gemini_hpc.core.copy import Copy
+from gemini_hpc.core.culprits import Cause
 from gemini_hpc.core.numbers import (
     MAX_RANKS,
     Attempt,
@@ -29,7 +30,7 @@ from gemini_hpc.core.numbers import (
     Version,
 )
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.core.standstill import Standing
+from gemini_hpc.core.standstill import Host, Standing
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.stored import NodeFile, Reason, Rejection, Tier
 
@@ -78,6 +79,26 @@ class Launch(Message, frozen=True, tag="launch"):
     reason: Reason
     over: Reason
     done: bool
+
+
+class RankEnded(Message, frozen=True, tag="ended"):
+    """Up the tree, to the root: what the end of this host's rank shows, in this attempt of a step."""
+
+    step: StepName
+    attempt: Count
+    host: Host
+    rank: Count
+    cause: Cause
+
+
+class FailedFirst(Message, frozen=True, tag="first"):
+    """Down the tree: what the root has found of that attempt; all agents count, as each may be the next root."""
+
+    step: StepName
+    attempt: Count
+    host: Host
+    rank: Count
+    cause: Cause
 
 
 # ---- recovery rounds, along the tree -------------------------------------------------------------------

@@ -14,6 +14,8 @@ AnyMessage = (
     | peer.Liveness
     | peer.Left
     | peer.Launch
+    | peer.RankEnded
+    | peer.FailedFirst
     | peer.Collect
     | peer.InventoryUp
     | peer.Wake
@@ -52,6 +54,7 @@ AnyMessage = (
     | controller.Registration
     | controller.Report
     | controller.EventsUp
+    | controller.Sick
     | controller.Release
     | controller.Notice
     | controller.Ending

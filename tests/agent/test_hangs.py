@@ -61,7 +61,15 @@ class Node:
         self.begun: list[str] = []
         launches: Any = SimpleNamespace(hung=lambda launch, reason: not self.begun.append(reason))
         self.hangs = Hangs(
-            self.name, HANG_S, self.membership, trainings, launches, self.log, self.spawn, now=lambda: net.now
+            self.name,
+            HANG_S,
+            self.membership,
+            trainings,
+            launches,
+            lambda _, standing: net.blamed.append((self.name, standing.least.rank)),
+            self.log,
+            self.spawn,
+            now=lambda: net.now,
         )
         self.training.plan(None, 3)
         self.training.world, self.training.greeted = len(names), {rank}
@@ -94,6 +102,7 @@ class Net:
         self.events: list[tuple[str, str, int, str]] = []
         self.sent: deque[tuple[str, str, Any]] = deque()
         self.work: list[Spawned] = []
+        self.blamed: list[tuple[str, int]] = []
         names = ["n1", "n2", "n3"]
         self.nodes = [Node(self, rank, names) for rank in range(3)]
 
@@ -157,6 +166,7 @@ def test_the_agent_of_the_rank_that_is_behind_ends_it(net: Net) -> None:
     assert "it has launched 2 collectives of step 4, others 3" in detail and detail.endswith("it gives no stack")
     assert [len(node.begun) for node in net.nodes] == [0, 1, 0]
     assert all(node.training.hung.startswith("n2: rank 1: ") for node in net.nodes)
+    assert set(net.blamed) == {("n1", 1)}, "by the root"
     seconds(net, 30, lambda: False)
     assert len(net.events) == 1 and len(net.nodes[1].begun) == 1, "once"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from gemini_hpc.agent.launches import MAX_STEPS, Launches
 from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.core.culprits import Cause
 from gemini_hpc.core.views import View
 from gemini_hpc.wire import local, peer
 
@@ -22,6 +23,7 @@ class Net:
         self.events: list[tuple[str, str]] = []
         self.sent: deque[tuple[str, str, peer.Launch]] = deque()
         self.lost = False
+        self.ended: list[tuple[str, str, int, int, Cause]] = []
         self.incarnations = {name: self._incarnation(at) for at, name in enumerate(self.names)}
         self.agents = {name: self.agent(name) for name in self.names}
 
@@ -40,7 +42,7 @@ class Net:
     def agent(self, name: str) -> Launches:
         membership = Membership()
         membership.incarnation, membership.detached = self.incarnations[name], False
-        return Launches(7, name, membership, self._log(name))
+        return Launches(7, name, membership, self._log(name), lambda *end: self.ended.append((name, *end)))
 
     def _log(self, name: str) -> Callable[..., None]:
         return lambda event, detail="": self.events.append((name, event))
@@ -77,6 +79,17 @@ def test_a_rank_that_fails_ends_the_attempt_for_all() -> None:
         assert net.events == [("n3", "rank_failed"), ("n1", "relaunch")]
         assert await net.state("n1", failed="rank 0 ended with status 1") == expected, "of the attempt before"
         assert (await net.state("n2", attempt=1)).attempt == 1 and net.carry() == 0
+
+    asyncio.run(play())
+
+
+def test_what_the_end_of_a_rank_shows_is_told_however_late() -> None:
+    async def play() -> None:
+        net = Net()
+        await net.state("n3", failed="rank 2 ended", rank=2, cause=Cause.CRASHED)
+        await net.state("n1", rank=0, cause=Cause.CONSEQUENCE)
+        await net.state("n2", attempt=1)
+        assert net.ended == [("n3", "7.0", 0, 2, Cause.CRASHED), ("n1", "7.0", 0, 0, Cause.CONSEQUENCE)]
 
     asyncio.run(play())
 

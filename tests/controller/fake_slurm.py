@@ -68,6 +68,9 @@ class FakeSlurm(SlurmApi):
     async def node_down(self, name: str, reason: str) -> Node:
         _unforeseen("node_down")
 
+    async def node_drain(self, name: str, reason: str) -> None:
+        _unforeseen("node_drain")
+
     async def node_resume(self, name: str) -> None:
         _unforeseen("node_resume")
 

@@ -36,6 +36,9 @@ def test_all_ranks_go_on_when_one_has_failed(launch: Launch, undisturbed: Undist
     assert f"rank 1 ended with {ended}; starting all ranks again: restart 1 of 3" in ranks.output(1)
     assert ("ValueError: a mistake at step 8" in ranks.output(1)) == (how == "raise"), ranks.output(1)
     assert events(ranks) == ["relaunch"] and events(ranks, 1) == ["rank_failed"]
+    assert ranks.job is not None
+    shows = "was killed or crashed" if how == "kill" else "ended with an error"
+    assert f" {shows}: attempt 0 of step " in ranks.job.nodes[0].log(), ranks.story()
 
 
 def test_restarts_are_used_up(launch: Launch) -> None:

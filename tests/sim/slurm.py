@@ -212,6 +212,13 @@ class SimSlurm(SlurmApi):
             raise SlurmError(f"node {name} was set DOWN, but is {node.state}")
         return node
 
+    async def node_drain(self, name: str, reason: str) -> None:
+        def drain() -> None:
+            node = self._ctld.state.nodes[self._ctld.known([name])[0]]
+            node.drain, node.reason = True, reason
+
+        await self._change("drain", name, drain)
+
     async def node_resume(self, name: str) -> None:
         def resume() -> None:
             node = self._ctld.state.nodes[self._ctld.known([name])[0]]

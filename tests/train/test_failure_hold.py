@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from gemini_hpc.train.failure_hold import hold, is_communication_error
+from gemini_hpc.core.communication_error import is_communication_error
+from gemini_hpc.train.failure_hold import hold
 from gemini_hpc.wire.local import Verdict
 
 ALIVE = Verdict(alive=("a", "b"))
