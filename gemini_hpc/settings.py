@@ -222,6 +222,13 @@ class Settings:
         "its only proof is the job's word. Half of them at most for jobs of one user. 0: never drain.",
         0,
     )
+    lemon_days: float = _setting(
+        30.0,
+        "For so many days the controller remembers that it has fenced a node, or that a job called it "
+        "[sick](#sick-nodes): `doctor` and `inspect` show it, and as a replacement it is chosen last. 0: not at all.",
+        0,
+        3650,
+    )
     node_max_jobs_guard: bool = _setting(True, "Never fence a node on which a job of another owner runs.")
 
     def heartbeat_timeout_s(self) -> float:

@@ -95,7 +95,8 @@ class _Source:
                     raise ask.AskError(f"job {self._job}: no controller ({exc}) and no agent answers") from None
         except ask.AskError as exc:
             raise UserError(str(exc)) from None
-        return picture(self._job, answer.parts, answer.events, answer.slurm, answer.missing, asked, clock.time())
+        told, now = (answer.parts, answer.events, answer.slurm, answer.missing), clock.time()
+        return picture(self._job, *told, asked, now, answer.lemons)
 
     def _ask(self) -> JobAnswer:
         """Of the controller, over the last connection: it hangs up on who is silent for a minute, and may have been
@@ -159,6 +160,10 @@ def render(d: Document, width: int = columns.USUAL) -> str:
     if d["nodes"]:
         lines.append("nodes")
         lines += _table(["rank", "host", "group", "state", "address", "memory"], [_node(n) for n in d["nodes"]])
+    for lemon in d.get("lemons", ())[:MAX_NAMES_SHOWN]:
+        times = f"{lemon['count']} times" if lemon["count"] > 1 else "once"
+        what = ", ".join(sorted(set(lemon["what"])))
+        lines += columns.fold(f"{lemon['host']} did harm before, {times} lately: {what}", width, "    ", "")
     if d.get("spares"):
         lines += columns.fold(_spares(d["spares"]), width, "    ", "")
     if d.get("after"):

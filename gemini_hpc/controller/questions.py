@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from gemini_hpc import clock
 from gemini_hpc.controller.event_log import KEPT_S, EventLogs
+from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.registry import Agent, Registry, Track
 from gemini_hpc.operators import Operators
 from gemini_hpc.query import past
@@ -37,9 +38,15 @@ class Questions:
     """Answers; the agents' parts are collected anew for each."""
 
     def __init__(
-        self, operators: Operators, registry: Registry, logs: EventLogs, read_job: Callable[[int], Awaitable[Job]]
+        self,
+        operators: Operators,
+        registry: Registry,
+        logs: EventLogs,
+        lemons: Lemons,
+        read_job: Callable[[int], Awaitable[Job]],
     ) -> None:
         self._operators, self._registry, self._logs, self._read_job = operators, registry, logs, read_job
+        self._lemons = lemons
         self._rate = PerUser(QUESTIONS_PER_S, QUESTIONS_BURST)
         self._parts: dict[int, tuple[int, dict[str, inspect_schema.InspectPart], asyncio.Event]] = {}
         self._request = 0
@@ -110,6 +117,7 @@ class Questions:
             events=self._logs.read(raw_id, owner),
             slurm=facts,
             missing=missing,
+            lemons=self._lemons.rows(members),
         )
 
     async def _listed(self, everything: bool, uid: int) -> inspect_schema.JobsAnswer:

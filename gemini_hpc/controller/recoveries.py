@@ -17,6 +17,7 @@ from gemini_hpc.controller.event_log import EventLogs
 from gemini_hpc.controller.fencing import Act
 from gemini_hpc.controller.give_back import is_ours
 from gemini_hpc.controller.journal import Journal, Record
+from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.primary import Primary
 from gemini_hpc.controller.reach import Reach
 from gemini_hpc.controller.recovery import Recovery
@@ -48,9 +49,10 @@ class Recoveries:
         logs: EventLogs,
         registry: Registry,
         primary: Primary,
+        lemons: Lemons,
     ) -> None:
         self.settings, self.slurm, self.journal, self.registry = settings, slurm, journal, registry
-        self.primary = primary
+        self.primary, self.lemons = primary, lemons
         self.alerts = Alerts(settings, journal)
         self.reach = Reach(settings, registry)
         self._logs = logs

@@ -528,6 +528,7 @@ class Recovery:
             protected=lambda: home.protected_of_others(job.user_id),
             survivors_of=home.survivors_of,
             reserving=home.reserving,
+            lemons=home.lemons.count,
         )
         return Requeue(
             slurm=home.slurm,
@@ -568,6 +569,7 @@ class Recovery:
             self.suspects[host].down = True  # counted as fenced from here on
         await self._home.slurm.node_down(host, reason)
         self.note("down", "after", node=host)
+        self._home.lemons.add(host, "fenced", self._track.raw_id, "no answer from slurmd and agent")
         self.say("down", host, f"[{(clock.monotonic() - began) * 1000:.0f} ms]")
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from gemini_hpc.config import Settings
 from gemini_hpc.controller.alert import Alerts
 from gemini_hpc.controller.journal import Journal
+from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.primary import Primary
 from gemini_hpc.controller.reach import Reach
 from gemini_hpc.controller.registry import Registry
@@ -25,6 +26,7 @@ class RecoveryContext(Protocol):
     primary: Primary
     alerts: Alerts
     reach: Reach
+    lemons: Lemons
     reserving: asyncio.Lock
     longest_epilog_s: float
 

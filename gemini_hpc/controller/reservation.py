@@ -28,6 +28,10 @@ def _nobody(name: str) -> None:
     return None
 
 
+def _never(node: str) -> int:
+    return 0
+
+
 def _nothing() -> frozenset[str]:
     return frozenset()
 
@@ -38,7 +42,8 @@ class Held:
     to the journal.
 
     `protected`: nodes of other owners' protected jobs, now. `survivors_of`: the survivors for which another
-    reservation of ours is there; None where nobody here knows. `reserving`: only one recovery at a time chooses.
+    reservation of ours is there; None where nobody here knows. `lemons`: how often a node did harm lately.
+    `reserving`: only one recovery at a time chooses.
     """
 
     slurm: SlurmApi
@@ -49,6 +54,7 @@ class Held:
     minutes: int = RESERVED_MINUTES
     protected: Callable[[], Collection[str]] = _nothing
     survivors_of: Callable[[str], Collection[str] | None] = _nobody
+    lemons: Callable[[str], int] = _never
     reserving: asyncio.Lock = field(default_factory=asyncio.Lock)
     name: str = ""
     own: bool = False  # the job's own, which is neither changed nor dropped
@@ -113,14 +119,15 @@ class Held:
     async def _candidates(
         self, job: Job, nodes: Mapping[str, Node], without: Collection[str], missing: int, most: int
     ) -> list[str]:
-        """Up nodes that could replace what is missing: idle ones, and where those are too few the next to be free."""
+        """Up nodes that could replace what is missing: idle ones, and where those are too few the next to be free;
+        those that did harm lately come last."""
         unwanted = await self.slurm.excluded(self.raw_id)
         able = candidates(job, nodes, [*without, *unwanted], self.protected())
-        idle = [n.name for n in able if n.idle]
+        idle = sorted((n.name for n in able if n.idle), key=self.lemons)
         busy = [n.name for n in able if not n.idle]
-        if len(idle) >= missing:
+        if len(idle) >= missing or not busy:
             return idle[:most]
-        return (idle + (await self.slurm.free_soonest(busy) if busy else []))[:most]
+        return (idle + sorted(await self.slurm.free_soonest(busy), key=self.lemons))[:most]
 
     async def _take_back(self, keep: Iterable[str], others: Iterable[Reservation]) -> None:
         """Take survivors of this job out of other recoveries' reservations: there they are mere candidates."""

@@ -19,6 +19,7 @@ from gemini_hpc.controller.event_log import MAX_EVENTS_AT_ONCE, EventLogs, log_b
 from gemini_hpc.controller.give_back import GiveBack
 from gemini_hpc.controller.job_watch import JobWatch
 from gemini_hpc.controller.journal import Journal
+from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.primary import LOCK, Primary, is_here, take_lock
 from gemini_hpc.controller.questions import Questions
 from gemini_hpc.controller.recoveries import Recoveries
@@ -86,8 +87,13 @@ class Controller:
         self.registry = Registry(jobs)
         self.logs = EventLogs(jobs)
         self.journal = Journal(os.path.join(settings.state_dir, "journal.jsonl"))
-        self.recoveries = Recoveries(settings, self.slurm, self.journal, self.logs, self.registry, primary)
-        self._sick = SickNodes(settings, self.slurm, self.journal, self.recoveries.say, self.recoveries.alerts.tell)
+        self.lemons = Lemons(settings.state_dir, settings.lemon_days)
+        self.recoveries = Recoveries(
+            settings, self.slurm, self.journal, self.logs, self.registry, primary, self.lemons
+        )
+        self._sick = SickNodes(
+            settings, self.slurm, self.journal, self.lemons, self.recoveries.say, self.recoveries.alerts.tell
+        )
         self.watcher = JobWatch(settings, self.slurm, self.registry, self.recoveries)
         self._lobby = PreauthLimit(MAX_STRANGERS)
         self._turned_away = RateLimit(per_s=1.0, burst=1.0)
@@ -99,7 +105,9 @@ class Controller:
         self._links: set[Link] = set()
         self._host = own_name(settings)
         self._instance = secrets.token_hex(8)
-        self._questions = Questions(operators(settings, self.slurm), self.registry, self.logs, self.read_job)
+        self._questions = Questions(
+            operators(settings, self.slurm), self.registry, self.logs, self.lemons, self.read_job
+        )
 
     async def serve(self) -> None:
         """Listen, watch and recover until cancelled, or until another slurmctld is in charge."""

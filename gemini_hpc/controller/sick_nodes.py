@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 from gemini_hpc.config import Settings
 from gemini_hpc.controller.journal import NODES, Journal
+from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.registry import Track
+from gemini_hpc.core.culprits import Cause
 from gemini_hpc.slurm import SlurmError, UnknownJob
 from gemini_hpc.slurm.api import SlurmApi
 from gemini_hpc.slurm.facts import COMPLETING, CONFIGURING, RUNNING, Job, Node
@@ -28,6 +30,7 @@ REASON = "gemini-hpc: sick"  # of nodes that we have drained, as their Reason be
 _WHY_CHARS = 150
 _MOST_WAITING = 64
 _MOST_DONE = 4096
+_WHAT = {None: "unhealthy", Cause.HUNG: "hung"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +84,11 @@ class SickNodes:
         settings: Settings,
         slurm: SlurmApi,
         journal: Journal,
+        lemons: Lemons,
         say: Callable[[int, int, str, str, str], None],
         alert: Callable[[str, int, str, str], None],
     ) -> None:
-        self._settings, self._slurm, self._journal = settings, slurm, journal
+        self._settings, self._slurm, self._journal, self._lemons = settings, slurm, journal, lemons
         self._say, self._alert = say, alert
         self._one = asyncio.Lock()  # what is counted is not counted twice
         self._waiting = 0
@@ -97,6 +101,7 @@ class SickNodes:
         if key in self._done or self._waiting >= _MOST_WAITING or sick.host not in track.members(sick.restart):
             return
         self._done[key] = None
+        self._lemons.add(sick.host, _WHAT.get(sick.cause, "failed"), track.raw_id, _told(sick))
         while len(self._done) > _MOST_DONE:
             del self._done[next(iter(self._done))]
         self._waiting += 1

@@ -11,6 +11,7 @@ from contextlib import suppress
 import msgspec
 
 from gemini_hpc import clock
+from gemini_hpc.controller import lemons
 from gemini_hpc.controller.primary import LOCK, is_here
 from gemini_hpc.doctor import locks
 from gemini_hpc.doctor.check import ON_CONTROLLER, Check
@@ -147,6 +148,32 @@ def alerts(facts: Facts) -> Outcome:
     )
 
 
+def harmful(facts: Facts) -> Outcome:
+    """Nodes that were fenced, or called sick by jobs, again and again."""
+    facts.need_slurm_user("the controller's records")
+    days = facts.settings.lemon_days
+    path = os.path.join(facts.settings.state_dir, lemons.FILE)
+    try:
+        found = lemons.read(path, clock.time() - days * lemons.DAY_S)
+    except FileNotFoundError:
+        return ok("no node was fenced or called sick yet")
+    except (OSError, msgspec.MsgspecError) as exc:
+        raise Unavailable(f"{path}: {exc}") from None
+    again = sorted((n for n in found if len(found[n]) >= lemons.AGAIN), key=lambda n: (-len(found[n]), n))
+    if not again:
+        return ok(f"no node was fenced or called sick twice within {days:g} days")
+    told = []
+    for node in again:
+        last = found[node][-1]
+        at = time.strftime("%Y-%m-%d %H:%M", time.localtime(last.t))
+        told.append(f"{node} {len(found[node])} times, the last at {at} (job {last.job}: {last.what}: {last.why})")
+    return warning(
+        f"within {days:g} days: {some(told)}",
+        "no node that does harm again and again",
+        f"test such a node before you resume it; {path} may be removed while the controller does not run",
+    )
+
+
 def primary(facts: Facts) -> Outcome:
     """The controller acts where slurmctld is in charge, or not at all."""
     hosts, acting = facts.ask_slurm(Slurm.slurmctlds), _in_charge(facts)
@@ -213,6 +240,7 @@ CHECKS = (
     Check("controller.runs", "one-controller", ON_CONTROLLER, runs),
     Check("controller.journal", "one-controller", ON_CONTROLLER, journal),
     Check("controller.alerts", "", ON_CONTROLLER, alerts),
+    Check("controller.lemons", "", ON_CONTROLLER, harmful),
     Check("controller.primary", "one-controller", ON_CONTROLLER, primary),
     Check("controller.lock", "one-controller", ON_CONTROLLER, lock),
     Check("controller.slurm-api", "asking Slurm", ON_CONTROLLER, slurm_api),

@@ -7,6 +7,7 @@ bytes, a version is [epoch, version] or null:
   slurm       {state, nodes, restarts, reason, requeue, user, partition, note, ...}: strings, as Slurm has them
   spares      null, or {wanted, idle: [host], without: [host]}
   after       null, or {job, took_over: [{name, version}], lost}: from which job it goes on
+  lemons      [{host, count, last, what: [word]}]: nodes of the job that did harm before
   nodes       [{node_rank, host, group, state, agent, address, interface, port, memory_bytes, memory_cap_bytes,
                 suspects, dead, member}]
   ended       null, or {state, t, exit_code, version, stored}: how the job ended
@@ -34,7 +35,7 @@ from gemini_hpc.core.survival import survival
 from gemini_hpc.query import past
 from gemini_hpc.query.freed import freed
 from gemini_hpc.query.stall import Stall, stall
-from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, TierState
+from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, LemonRow, TierState
 from gemini_hpc.wire.sanitize import bounded_event
 from gemini_hpc.wire.traffic import TrafficState
 
@@ -55,6 +56,7 @@ def picture(
     missing: Iterable[str],
     asked: str,
     now: float,
+    lemons: Iterable[LemonRow] = (),
 ) -> Document:
     """The document. Parts of an older incarnation count only where no newer one has that host."""
     restart = max((p.restart for p in parts), default=int(slurm.get("restarts", "0") or 0))
@@ -81,6 +83,9 @@ def picture(
         "slurm": dict(slurm),
         "spares": _spares(leader),
         "after": _after(leader),
+        "lemons": [
+            {"host": row.host, "count": row.count, "last": row.last, "what": list(row.what)} for row in lemons
+        ],
         "nodes": _nodes(parts, members, absent, ranks, _groups(parts, ranks)),
         "trainings": trainings,
         "missing": absent,

@@ -177,11 +177,23 @@ class JobsAnswer(Message, frozen=True, tag="jobs"):
     error: str = ""
 
 
+class LemonRow(msgspec.Struct, frozen=True):
+    """A node of the job that did harm before, to whatever job. last: Unix time; what: of each time, the oldest
+    first."""
+
+    host: str
+    count: Count
+    last: Time
+    what: tuple[str, ...]
+
+
 class JobAnswer(Message, frozen=True, tag="job"):
-    """Controller -> user: parts of the agents that answered, the event log, what Slurm says; or a refusal."""
+    """Controller -> user: parts of the agents that answered, the event log, what Slurm says, nodes that did harm
+    before; or a refusal."""
 
     parts: tuple[InspectPart, ...] = ()
     events: tuple[EventRecord, ...] = ()
     slurm: dict[str, str] = msgspec.field(default_factory=dict)
     missing: tuple[str, ...] = ()
     error: str = ""
+    lemons: tuple[LemonRow, ...] = ()

@@ -15,6 +15,7 @@ from gemini_hpc.controller import probe
 from gemini_hpc.controller.event_log import EventLogs
 from gemini_hpc.controller.fencing import Port
 from gemini_hpc.controller.journal import Journal
+from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.primary import Primary
 from gemini_hpc.controller.probe import Look
 from gemini_hpc.controller.recoveries import Recoveries
@@ -104,7 +105,7 @@ class Controller:
         self.slurm, self.path = slurm, path
         self.journal, registry = Journal(str(path / "journal")), Registry(str(path / "jobs"))
         logs = EventLogs(str(path / "jobs"))
-        self.home = Recoveries(whole, slurm, self.journal, logs, registry, Primary(slurm))
+        self.home = Recoveries(whole, slurm, self.journal, logs, registry, Primary(slurm), Lemons(str(path), 0))
         self._tracks = {raw_id: registry.track(job) for raw_id, job in slurm.jobs.items()}
         for track, job in zip(self._tracks.values(), slurm.jobs.values(), strict=True):
             track.stored.allocations[job.restarts] = list(job.nodes)

@@ -14,6 +14,7 @@ from gemini_hpc.controller import registry
 from gemini_hpc.controller.event_log import EventLogs
 from gemini_hpc.controller.job_watch import JobWatch
 from gemini_hpc.controller.journal import Journal
+from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.primary import Primary
 from gemini_hpc.controller.recoveries import Recoveries
 from gemini_hpc.controller.registry import Registry
@@ -64,7 +65,7 @@ def watched(path: Path, slurm: Waits, wait_s: float, first: Job | None = FIRST) 
         known = Registry(str(path / "jobs"))  # it was started anew since
     settings = Settings(state_dir=str(path))
     logs, journal = EventLogs(str(path / "jobs")), Journal(str(path / "journal"))
-    home = Recoveries(settings, slurm, journal, logs, known, Primary(slurm))
+    home = Recoveries(settings, slurm, journal, logs, known, Primary(slurm), Lemons(str(path), 0))
     watcher = JobWatch(settings, slurm, known, home)
 
     async def work() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from gemini_hpc.controller import questions
 from gemini_hpc.controller.event_log import EventLogs
+from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.questions import STALE, Questions
 from gemini_hpc.controller.registry import Registry
 from gemini_hpc.slurm.facts import Job
@@ -40,7 +41,7 @@ def answer(path: Path, read: Callable[[int], Awaitable[Job]], uid: int) -> tuple
     operators: Any = Nobody()
 
     async def ask() -> JobAnswer:
-        return await Questions(operators, registry, logs, read)._answer(7, uid)
+        return await Questions(operators, registry, logs, Lemons(str(path), 0), read)._answer(7, uid)
 
     return asyncio.run(ask()), registry
 

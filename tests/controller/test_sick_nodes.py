@@ -12,6 +12,7 @@ import pytest
 
 from gemini_hpc.config import Settings
 from gemini_hpc.controller.journal import Journal
+from gemini_hpc.controller.lemons import Lemons, read
 from gemini_hpc.controller.registry import Stored, Track
 from gemini_hpc.controller.sick_nodes import Case, SickNodes, why_not
 from gemini_hpc.core.culprits import Cause
@@ -88,6 +89,7 @@ class Scene(FakeSlurm):
             Settings(**{"node_max_jobs_guard": False, **settings}),
             self,
             self.journal,
+            Lemons(str(path), 30),
             lambda raw_id, restart, event, host, detail: self.said.append((event, host, detail)),
             lambda kind, raw_id, host, why: self.alerts.append((kind, host)),
         )
@@ -126,6 +128,11 @@ def test_a_node_is_drained_once_and_it_is_said(tmp_path: Path) -> None:
     scene.hear((7, "n9"), (7, "n3"), left=True)
     assert [(event, host) for event, host, _ in scene.said[1:]] == [("not_drained", "n3")], "n9 is not its own"
     assert not scene.alerts
+    kept = read(str(tmp_path / "lemons.json"), 0.0)
+    assert {name: [(v.what, v.job) for v in visits] for name, visits in kept.items()} == {
+        "n2": [("failed", 7)],
+        "n3": [("failed", 7)],
+    }
 
 
 def test_the_budget_is_the_journals_and_half_of_it_one_users(tmp_path: Path) -> None:

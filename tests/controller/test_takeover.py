@@ -17,6 +17,7 @@ from gemini_hpc.controller import recoveries, tasks
 from gemini_hpc.controller.event_log import EventLogs
 from gemini_hpc.controller.fencing import REASON, Port
 from gemini_hpc.controller.journal import Journal
+from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.primary import LOCK, LockTakenError, Primary, take_lock
 from gemini_hpc.controller.probe import Look
 from gemini_hpc.controller.recoveries import Recoveries
@@ -93,7 +94,7 @@ def take_over(slurm: HalfDone, path: Path, **settings: float) -> list[str]:
 
     async def work() -> None:
         primary, logs = Primary(slurm), EventLogs(str(path / "jobs"))
-        home = Recoveries(whole, slurm, journal, logs, registry, primary)
+        home = Recoveries(whole, slurm, journal, logs, registry, primary, Lemons(str(path), 0))
         await home.resume()
         deadline = time.monotonic() + 10
         while home.active(JOB.raw_id) and time.monotonic() < deadline:
@@ -189,7 +190,9 @@ def make(path: Path, slurm: HalfDone, **settings: float) -> Recoveries:
     given = {"fence_confirm_s": 0.3, "slurm_settle_s": 0.1} | settings
     whole = Settings(**given, state_dir=str(path))  # type: ignore[arg-type]
     logs, registry = EventLogs(str(path / "jobs")), Registry(str(path / "jobs"))
-    return Recoveries(whole, slurm, Journal(str(path / "journal")), logs, registry, Primary(slurm))
+    return Recoveries(
+        whole, slurm, Journal(str(path / "journal")), logs, registry, Primary(slurm), Lemons(str(path), 0)
+    )
 
 
 def opened(home: Recoveries, **more: int) -> None:

@@ -83,6 +83,8 @@ def test_without_a_spare_the_node_is_drained_and_the_job_goes_on(lite: Lite) -> 
     until(lambda: reason(job, node).startswith("DRAIN"), 10, what=f"drained\n{job.story()}")
     assert f"gemini-hpc: sick, job {job.id} restart 0: rank 2 on {node} was killed" in reason(job, node)
     assert [e["host"] for e in job.events() if e["name"] == "drained"] == [node], job.events()
+    shown = job.cluster.run(["gemini-hpc", "inspect", str(job.id)], user="alice").stdout
+    assert f"{node} did harm before, " in shown, shown
     job.finish(60)
     assert job.slurm()["Restarts"] == "0" and job.state == "COMPLETED", job.story()
 

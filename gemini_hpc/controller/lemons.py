@@ -1,0 +1,93 @@
+"""Nodes that were fenced, drained or left again and again: the controller's memory of them, over its restarts.
+
+What is noted is counted for `lemon_days`. It decides nothing alone: such nodes are chosen last as replacements, and
+`doctor` and `inspect` show them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import msgspec
+
+from gemini_hpc import clock
+from gemini_hpc.wire.inspect_schema import LemonRow
+
+log = logging.getLogger("gemini_hpc.controller")
+
+FILE = "lemons.json"
+MOST_NODES, MOST_VISITS = 1024, 16
+AGAIN = 2  # so often a node is worth a warning
+DAY_S = 86400.0
+MOST_BYTES = 8 << 20
+_WHY_CHARS = 150
+
+
+class Visit(msgspec.Struct, frozen=True):
+    """What happened once. t: Unix time; what: fenced, failed, hung, unhealthy; job: whose, as Slurm numbers it."""
+
+    t: float
+    what: str
+    job: int
+    why: str
+
+
+Visits = dict[str, list[Visit]]
+_decoder = msgspec.json.Decoder(Visits)
+
+
+def read(path: str, since: float) -> Visits:
+    """By node, the oldest first, what happened after `since`. Raises OSError (FileNotFoundError where there is none
+    yet) and msgspec.MsgspecError."""
+    with open(path, "rb") as f:
+        found = _decoder.decode(f.read(MOST_BYTES))
+    return {node: fresh for node, visits in found.items() if (fresh := [v for v in visits if v.t >= since])}
+
+
+class Lemons:
+    """Of one controller. days: for so long something counts; 0: nothing does."""
+
+    def __init__(self, directory: str, days: float) -> None:
+        self._path, self._days = os.path.join(directory, FILE), days
+        self._visits: Visits = {}
+        if not days:
+            return
+        try:
+            self._visits = read(self._path, self._since())
+        except FileNotFoundError:
+            pass
+        except (OSError, msgspec.MsgspecError) as exc:
+            log.warning("event=lemons-not-read path=%s %s", self._path, exc)
+
+    def _since(self) -> float:
+        return clock.time() - self._days * DAY_S
+
+    def add(self, node: str, what: str, job: int, why: str) -> None:
+        """It happened. What a job's agents say of one node counts once for that job."""
+        visits = self._visits.get(node, [])
+        if not self._days or (what != "fenced" and any((v.what, v.job) == (what, job) for v in visits)):
+            return
+        self._visits[node] = [*visits, Visit(clock.time(), what, job, why[:_WHY_CHARS])][-MOST_VISITS:]
+        while len(self._visits) > MOST_NODES:
+            del self._visits[min(self._visits, key=lambda name: self._visits[name][-1].t)]
+        try:
+            with open(self._path + ".new", "wb") as f:
+                f.write(msgspec.json.encode({n: fresh for n in self._visits if (fresh := self._fresh(n))}))
+            os.replace(self._path + ".new", self._path)
+        except OSError as exc:
+            log.warning("event=lemons-not-kept path=%s %s", self._path, exc.strerror)
+
+    def _fresh(self, node: str) -> list[Visit]:
+        since = self._since()
+        return [visit for visit in self._visits.get(node, ()) if visit.t >= since]
+
+    def count(self, node: str) -> int:
+        """How often, at most `MOST_VISITS`."""
+        return len(self._fresh(node))
+
+    def rows(self, nodes: tuple[str, ...]) -> tuple[LemonRow, ...]:
+        """Those of these nodes of which something is known, the worst first; no word of other jobs is in it."""
+        found = [(node, visits) for node in nodes if (visits := self._fresh(node))]
+        found.sort(key=lambda entry: (-len(entry[1]), entry[0]))
+        return tuple(LemonRow(n, len(v), v[-1].t, tuple(visit.what for visit in v)) for n, v in found)
