@@ -159,6 +159,13 @@ class Settings:
         "good value), at most twice a day. 0: never; an administrator resumes it.",
         0,
     )
+    recoveries_without_progress: int = _setting(
+        5,
+        "When a job has lost nodes in so many lives in a row, and none of these has sealed a newer version than the "
+        "ones before, it is [held](#what-the-controller-does-to-slurm-and-when) in place of running again. 0: never.",
+        0,
+        1000,
+    )
     reserve_candidates: int = _setting(
         2, "Nodes to reserve as replacements beside the survivors, in addition to the number of dead nodes.", 0
     )

@@ -19,6 +19,7 @@ from gemini_hpc.controller.give_back import is_ours
 from gemini_hpc.controller.journal import Journal, Record
 from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.primary import Primary
+from gemini_hpc.controller.progress import barren
 from gemini_hpc.controller.reach import Reach
 from gemini_hpc.controller.recovery import Recovery
 from gemini_hpc.controller.registry import Registry, Track
@@ -117,6 +118,16 @@ class Recoveries:
             if runs or self.active(track.raw_id):
                 found |= set(track.members(max(track.stored.allocations)))
         return found
+
+    def why_hold(self, track: Track) -> str:
+        """Why this job is to be held in place of running again: its recoveries lead nowhere. "" if it is not."""
+        most, since = self.settings.recoveries_without_progress, track.stored.held_before
+        count, version = barren(self._logs.read(track.raw_id, track.user_id), since) if most else (0, 0)
+        if not most or count < most:
+            return ""
+        newest = f"newer than version {version}" if version else "at all"
+        recoveries = "recoveries in a row" if count > 1 else "recovery"
+        return f"{count} {recoveries} sealed nothing {newest}"
 
     def survivors_of(self, name: str) -> set[str] | None:
         """The survivors for which a reservation of ours is there; None where that is not known."""

@@ -547,6 +547,8 @@ class Recovery:
             seen=track.learn,
             goes_on=lambda: track.goes_on(self.restart, dead),
             spared=lambda left: track.spared(self.restart, left),
+            hold=lambda: home.why_hold(track),
+            holds=track.remember_hold,
             length_s=_length_s(job),
         )
 

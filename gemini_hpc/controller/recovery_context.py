@@ -11,7 +11,7 @@ from gemini_hpc.controller.journal import Journal
 from gemini_hpc.controller.lemons import Lemons
 from gemini_hpc.controller.primary import Primary
 from gemini_hpc.controller.reach import Reach
-from gemini_hpc.controller.registry import Registry
+from gemini_hpc.controller.registry import Registry, Track
 from gemini_hpc.slurm.api import SlurmApi
 
 
@@ -41,6 +41,9 @@ class RecoveryContext(Protocol):
 
     def remember_silent(self, hosts: set[str]) -> None:
         """These were too many to be fenced; they count when the next one is judged."""
+
+    def why_hold(self, track: Track) -> str:
+        """Why this job is to be held in place of running again; "" if it is not."""
 
     def reservation_minutes(self) -> int:
         """How long a reservation lasts if nobody ends it."""

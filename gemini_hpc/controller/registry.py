@@ -65,6 +65,7 @@ class Stored(msgspec.Struct):
     the job's record has a pin of ours. `slurmds`: when slurmd had been started on the nodes of incarnation
     `slurmds_of`, to tell a rebooted node by. `shrunk`: nodes that an incarnation
     was made to leave while it ran. `addresses`: of the nodes of all incarnations, as Slurm has them.
+    `held_before`: the last incarnation before which we have held the job.
     """
 
     raw_id: int
@@ -78,6 +79,7 @@ class Stored(msgspec.Struct):
     addresses: dict[str, str] = {}
     slurmds_of: int = -1
     shrunk: dict[int, list[str]] = {}
+    held_before: int = 1
     ended_at: float = 0.0
     ended_state: str = ""
     ended_told: bool = False  # in the job's log
@@ -233,6 +235,11 @@ class Track:
     def slurmd_before(self, restart: int, host: str) -> float:
         """When slurmd had been started there; 0.0 if that was not seen."""
         return self.stored.slurmds.get(host, 0.0) if self.stored.slurmds_of == restart else 0.0
+
+    def remember_hold(self, restart: int) -> None:
+        """The job is held before this life of it: what earlier ones did counts no more."""
+        self.stored.held_before = restart
+        self.save()
 
     def remember_pin(self, pinned: bool) -> None:
         """Keep in mind that the job's record has, or no longer has, a pin of ours.

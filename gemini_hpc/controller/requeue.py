@@ -60,6 +60,8 @@ class Requeue:
     seen: Callable[[Job], None] = lambda job: None  # the job as Slurm has it, each time it is read
     goes_on: Callable[[], bool] = lambda: False  # whether its agents go on without its dead nodes
     spared: Callable[[Sequence[str]], bool] = lambda left: False  # whether they may, with the nodes that are left
+    hold: Callable[[], str] = lambda: ""  # why the job is to be held, in place of running again
+    holds: Callable[[int], None] = lambda restart: None  # it is held before this life of it
     length_s: float = math.inf  # of the job, for reservations that begin meanwhile
     _said: set[str] = field(default_factory=set)
     _pinned: tuple[str, ...] | None = None
@@ -68,6 +70,7 @@ class Requeue:
     _asked_at: float = -math.inf
     _nodes: dict[str, Node] = field(default_factory=dict)
     _requeued: bool = False
+    _goes_ahead: bool = False  # it is not to be held
     _at_restart: int = 0
     _nudge_at: float = 0.0
     _completing_since: float | None = None
@@ -220,6 +223,10 @@ class Requeue:
         if self._pending_since is None:
             self._pending_since = now
             self._once("requeued", "", f"PENDING {job.reason}".strip())
+        if not self._goes_ahead:
+            if why := self.hold():
+                return await self._hold(job, why)
+            self._goes_ahead = True
         waited = now - self._pending_since
         if held(job.reason) and waited > HELD_GRACE_S:
             self.say("let_go", "", f"pending for {job.reason}: no node can help")
@@ -242,6 +249,15 @@ class Requeue:
             self._nudge_at = clock.time() + NUDGE_AFTER_S
             await self.slurm.nudge(job)
         return ""
+
+    async def _hold(self, job: Job, why: str) -> str:
+        self.note("hold", "before")
+        await self.slurm.hold(job, why)
+        self.holds(job.restarts)
+        self.note("hold", "after")
+        self.say("held", "", why)
+        await self._unpin("held")
+        return "held"
 
     async def _unpin(self, why: str, reservation: str | None = None) -> None:
         """The original request again, if the job waits and its record has another; in this reservation, if given."""

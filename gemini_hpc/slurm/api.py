@@ -118,6 +118,10 @@ class SlurmApi(Protocol):
         """Back to the job's own reservation, or none."""
         ...
 
+    async def hold(self, job: Job, why: str) -> None:
+        """Keep a pending job from starting until its owner releases it; why: for its record."""
+        ...
+
     async def requeue(self, job: Job) -> None:
         """Send a running or ended job back to pending."""
         ...

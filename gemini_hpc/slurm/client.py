@@ -511,6 +511,14 @@ class Slurm:
             _checked(_SAFE_NAME, previous, "a reservation name")
         await self._update(job, f"ReservationName={previous}")
 
+    async def hold(self, job: Job, why: str) -> None:
+        """Keep a pending job from starting until its owner (or an operator) releases it; why: its AdminComment."""
+        if not job.actable:
+            raise SlurmError(f"job {job.id}: a hold would hold other jobs too")
+        await self._run("scontrol", "uhold", _checked(_JOB_ID, job.id, "a job id"))
+        comment = " ".join(f"gemini-hpc: held: {why}".replace('"', "'").split())
+        await self._update(job, f"AdminComment={comment}")
+
     async def requeue(self, job: Job) -> None:
         """Send a running or ended job back to pending."""
         reader = self._reader

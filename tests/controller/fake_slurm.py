@@ -95,5 +95,8 @@ class FakeSlurm(SlurmApi):
     async def detach_reservation(self, job: Job, previous: str = "") -> None:
         _unforeseen("detach_reservation")
 
+    async def hold(self, job: Job, why: str) -> None:
+        _unforeseen("hold")
+
     async def requeue(self, job: Job) -> None:
         _unforeseen("requeue")

@@ -17,7 +17,7 @@ from gemini_hpc.controller.probe import Look, Seen, Target
 from gemini_hpc.controller.requeue import Requeue
 from gemini_hpc.controller.reservation import Held
 from gemini_hpc.controller.survivors import Fence, Survivors
-from gemini_hpc.slurm import SlurmError
+from gemini_hpc.slurm import SlurmError, SlurmUnreachable
 from gemini_hpc.slurm.facts import Job, Node, Reservation, Row
 from gemini_hpc.slurm.text import parse_node
 
@@ -94,6 +94,10 @@ class ScriptedSlurm(FakeSlurm):
 
     async def attached(self, reservation: str) -> list[Row]:
         return []
+
+    async def hold(self, job: Job, why: str) -> None:
+        self.current = dataclasses.replace(self.current, reason="JobHeldUser")
+        self.done.append(f"hold {why}")
 
     async def nudge(self, job: Job) -> None:
         self.done.append("nudge")
@@ -192,6 +196,29 @@ def test_a_limit_lets_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     slurm.current = dataclasses.replace(PENDING, reason="QOSMaxJobsPerUserLimit")
     assert steer(slurm)[0] == "held"
     assert not slurm.held
+
+
+def test_a_job_whose_recoveries_lead_nowhere_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm, said, before = ScriptedSlurm(), list[str](), list[int]()
+    unreachable = [SlurmUnreachable("no answer")]
+
+    async def hold(job: Job, why: str) -> None:
+        if unreachable:
+            raise unreachable.pop()
+        await ScriptedSlurm.hold(slurm, job, why)
+
+    monkeypatch.setattr(slurm, "hold", hold)
+
+    async def work() -> None:
+        made = make(slurm, said)
+        made.hold, made.holds = lambda: "5 recoveries in a row sealed nothing at all", before.append
+        await made.reserve(slurm.current, await slurm.nodes(), 3)
+        assert await made.follow(5.0) == "held"
+
+    asyncio.run(work())
+    assert slurm.done[-1] == "delete" and "hold 5 recoveries in a row sealed nothing at all" in slurm.done
+    assert "start now+2" not in slurm.done and not slurm.held and slurm.current.req_nodes in ((), ("n3",))
+    assert before == [1] and said.count("held") == 1, "Slurm was asked again"
 
 
 def test_a_survivor_that_dies_is_left_out(ports: dict[str, Port]) -> None:

@@ -314,6 +314,14 @@ class SimSlurm(SlurmApi):
 
         await self._change("update", job.id, detach)
 
+    async def hold(self, job: Job, why: str) -> None:
+        def hold() -> None:
+            record = self._ctld.find(job.raw_id)
+            if record.state == PENDING:
+                record.held, record.held_since = "JobHeldUser", self._ctld.now
+
+        await self._change("hold", job.id, hold)
+
     async def requeue(self, job: Job) -> None:
         def requeue() -> None:
             record = self._ctld.find(job.raw_id)
