@@ -223,6 +223,11 @@ class Settings:
         '--json), `"pyslurm"`, or `"auto"`: pyslurm where it is installed and fits Slurm\'s release, else '
         "commands. See [How Slurm is asked](#how-slurm-is-asked).",
     )
+    health_check: str = _setting(
+        "",
+        "Program (absolute path) that says whether a node is healthy: launchers run it as the job's owner when a "
+        "rank has failed there. A red node is left, or drained: [health check](#health-check). Empty: none.",
+    )
     sick_nodes_per_day: int = _setting(
         2,
         "Nodes that the controller may drain within a day because they live and do harm ([sick nodes](#sick-nodes)): "

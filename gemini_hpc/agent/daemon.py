@@ -95,7 +95,7 @@ class Agent:
         self.state = StateFile(directory)
         self.pledges = Pledges(directory)
         self._sick = SickNodes(job, node, here, log, spawn, self._found_sick)
-        self.launches = Launches(job, node, here, log, self._sick.ended)
+        self.launches = Launches(job, node, here, log, self._sick.ended, self._sick.unhealthy, settings.health_check)
         self._hangs = Hangs(node, settings.hang_s, here, trainings, self.launches, self._sick.hung, log, spawn)
         stats = StatsStore()
         tier = TierChoice(settings, uid, here)
@@ -478,7 +478,7 @@ class Agent:
             self.trainings.on_message(incarnation, name, message)
         elif isinstance(message, peer.Launch):
             self.launches.heard(incarnation, name, message)
-        elif isinstance(message, (peer.RankEnded, peer.FailedFirst)):
+        elif isinstance(message, (peer.RankEnded, peer.FailedFirst, peer.Unhealthy)):
             self._sick.heard(incarnation, name, message)
         elif isinstance(message, (peer.StandingUp, peer.HungDown)):
             self._hangs.heard(incarnation, name, message)

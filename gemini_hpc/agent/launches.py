@@ -28,9 +28,13 @@ class Launches:
         membership: Membership,
         log: Callable[..., None],
         ended: Callable[[str, int, int, Cause], None],
+        unhealthy: Callable[[int, str], None],
+        check: str = "",
     ) -> None:
-        """ended: told of a rank here that has ended by itself: step, attempt, rank, and what it shows."""
-        self._job, self._node, self._membership, self._log, self._ended = job, node, membership, log, ended
+        """ended: told of a rank here that has ended by itself: step, attempt, rank, and what it shows; unhealthy: of
+        a rank, and what the health check (`check`) then says of this node."""
+        self._job, self._node, self._membership, self._log = job, node, membership, log
+        self._ended, self._unhealthy, self._check = ended, unhealthy, check
         self._steps: dict[str, Known] = {}
         self.is_left_out = False
         self._changed = asyncio.Event()
@@ -62,6 +66,8 @@ class Launches:
             self._log("rank_failed", detail=f"attempt {m.attempt} of step {m.step}: {m.over or m.failed}")
         if m.cause is not None:
             self._ended(m.step, m.attempt, m.rank, m.cause)
+        if m.unhealthy:
+            self._unhealthy(m.rank, m.unhealthy)
         self._learn(incarnation, m.step, known, "")
         with suppress(TimeoutError):
             async with asyncio.timeout(m.wait_s):
@@ -71,7 +77,7 @@ class Launches:
             return await self.ask(m)
         known = self._steps.get(m.step, known)
         return local.LaunchState(
-            known.attempt, known.reason[:_REASON], known.over[:_REASON], self._place(), known.done
+            known.attempt, known.reason[:_REASON], known.over[:_REASON], self._place(), known.done, check=self._check
         )
 
     def _news(self, m: local.LaunchRequest) -> bool:

@@ -51,6 +51,13 @@ class SickNodes:
         if incarnation is not None:
             self._pass(incarnation, peer.RankEnded(step, max(attempt, 0), self._node, rank, cause))
 
+    def unhealthy(self, rank: int, why: str) -> None:
+        """The site's health check of this node is red, after a rank's failure."""
+        incarnation = self._membership.incarnation
+        if incarnation is not None:
+            self._log("unhealthy", detail=why)
+            self._pass_red(incarnation, peer.Unhealthy(self._node, rank, why))
+
     def hung(self, incarnation: Incarnation, standing: Standing) -> None:
         """At the root: a rank keeps the others waiting. Where all ranks are in one collective nobody is behind."""
         least = standing.least
@@ -59,12 +66,16 @@ class SickNodes:
             m = peer.RankEnded(step, incarnation.rounds.round, least.host, least.rank, Cause.HUNG)
             self._pass(incarnation, m)
 
-    def heard(self, incarnation: Incarnation, host: str, m: peer.RankEnded | peer.FailedFirst) -> None:
+    def heard(
+        self, incarnation: Incarnation, host: str, m: peer.RankEnded | peer.FailedFirst | peer.Unhealthy
+    ) -> None:
         """A child passes an end on; or the root has judged."""
         if m.host not in incarnation.hosts:
             return
         if isinstance(m, peer.RankEnded) and host in incarnation.rounds.children:
             self._pass(incarnation, m)
+        elif isinstance(m, peer.Unhealthy) and host in incarnation.rounds.children:
+            self._pass_red(incarnation, m)
         elif isinstance(m, peer.FailedFirst) and host == incarnation.rounds.parent:
             self._count(incarnation, m)
 
@@ -79,6 +90,13 @@ class SickNodes:
         if key not in self._open:
             self._spawn(self._judge(incarnation, key))
         self._open[key] = self._open.get(key, Ends()).join([Failure(m.cause, m.host, m.rank)])
+
+    def _pass_red(self, incarnation: Incarnation, m: peer.Unhealthy) -> None:
+        if incarnation.leads:
+            why = f"health check on {m.host}: {m.why}"
+            self._found(Sick(self._job, incarnation.restart, m.host, m.rank, 1, None, why[:300]))
+        elif incarnation.rounds.parent is not None:
+            incarnation.send(incarnation.rounds.parent, m)
 
     # ---- what follows ----------------------------------------------------------------------------------
 

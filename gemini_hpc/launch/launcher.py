@@ -23,6 +23,7 @@ from gemini_hpc.client.joining import ATTEMPT_ENV, STEP_ENV, step_name
 from gemini_hpc.client.restart_limit import Reached, RestartLimit
 from gemini_hpc.core.culprits import Cause
 from gemini_hpc.launch import placing
+from gemini_hpc.launch.health import unhealthy
 from gemini_hpc.launch.import_log import ImportLog
 from gemini_hpc.launch.placing import PORTS, rank_environment, spares
 from gemini_hpc.launch.rank_process import SENT, RankProcess
@@ -34,6 +35,7 @@ HEEDED_S = 60.0
 LATER_S = 0.5  # until a signal that was sent to all processes of the step is here, too
 TOLD_S = 2.0  # for the last word to the agent
 HEALTHY_LOOK_S = 0.1
+LEAVE_S = 0.5  # until the job has gone on without this node, if it does
 SUSPECT_S = 30.0  # until a silent node is known to be dead, or is back
 
 
@@ -146,6 +148,8 @@ class Launcher:
         rank.kill()
         if rank.raised is not None:  # it was about to end by itself
             self._ask(self._said(rank.raised))
+        if state.reason.startswith(f"{local.HUNG}{self._environ.get('SLURMD_NODENAME')}: "):
+            self._check(state)
         self._attempt, self._place = state.attempt, state.place
 
     # ---- the rank's end --------------------------------------------------------------------------------
@@ -175,6 +179,7 @@ class Launcher:
         if state is None:
             _say("no agent answers; not starting the ranks again")
             return status
+        self._check(state)
         if self._spares:  # the place may be another one
             self._status, self._place = status, None
             return None
@@ -184,6 +189,16 @@ class Launcher:
         rank.kill()
         self._attempt, self._place = state.attempt, state.place
         return None
+
+    def _check(self, state: local.LaunchState) -> None:
+        """A rank has failed on this node: is the node healthy? The agents hear of it if it is not."""
+        if not state.check or state.left_out:
+            return
+        why = unhealthy(state.check, lambda: self._sent is not None, _say)
+        if why:
+            _say(f"this node is not healthy: {why}")
+            self._ask(msgspec.structs.replace(self._said(None), unhealthy=why))
+            clock.sleep(LEAVE_S)
 
     def _said(self, cause: Cause | None) -> local.LaunchRequest:
         """What the end of the rank in this attempt shows."""

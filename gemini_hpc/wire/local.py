@@ -113,7 +113,7 @@ class LaunchRequest(Message, frozen=True, tag="launch?"):
     attempt: -1 in a job with spares before the first: the launcher does not know yet whether its node trains. failed:
     why the rank has ended, so that all ranks begin the next attempt; done: it has ended with success; over: why the
     launcher begins no other; idle: it has no rank now, and is to hear of the step's success, too. cause: what the end
-    of its rank shows, where that was not the launcher's doing.
+    of its rank shows, where that was not the launcher's doing; unhealthy: what the site's health check says.
     """
 
     step: StepName
@@ -125,6 +125,7 @@ class LaunchRequest(Message, frozen=True, tag="launch?"):
     idle: bool = False
     rank: Count = 0
     cause: Cause | None = None
+    unhealthy: Reason = ""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -140,7 +141,7 @@ class Place(msgspec.Struct, frozen=True):
 class LaunchState(Message, frozen=True, tag="launch"):
     """The attempt in which all ranks of the step are to be; why the one before ended; over: why none follows; place:
     in a job with spares, where the agents agree on the map; done: a rank has ended with success; left_out:
-    `over` is so for this node alone, and is no failure."""
+    `over` is so for this node alone, and is no failure; check: the site's health check, which tells of the node."""
 
     attempt: Count
     reason: Reason = ""
@@ -148,6 +149,7 @@ class LaunchState(Message, frozen=True, tag="launch"):
     place: Place | None = None
     done: bool = False
     left_out: bool = False
+    check: Annotated[str, msgspec.Meta(max_length=4096)] = ""
 
 
 # ---- from trainers -------------------------------------------------------------------------------------

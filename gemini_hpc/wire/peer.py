@@ -91,6 +91,14 @@ class RankEnded(Message, frozen=True, tag="ended"):
     cause: Cause
 
 
+class Unhealthy(Message, frozen=True, tag="unhealthy"):
+    """Up the tree, to the root: what the site's health check says of this host, where a rank has just failed."""
+
+    host: Host
+    rank: Count
+    why: Reason
+
+
 class FailedFirst(Message, frozen=True, tag="first"):
     """Down the tree: what the root has found of that attempt; all agents count, as each may be the next root."""
 

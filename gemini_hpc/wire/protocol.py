@@ -16,6 +16,7 @@ AnyMessage = (
     | peer.Launch
     | peer.RankEnded
     | peer.FailedFirst
+    | peer.Unhealthy
     | peer.Collect
     | peer.InventoryUp
     | peer.Wake

@@ -24,6 +24,7 @@ class Net:
         self.sent: deque[tuple[str, str, peer.Launch]] = deque()
         self.lost = False
         self.ended: list[tuple[str, str, int, int, Cause]] = []
+        self.red: list[tuple[str, int, str]] = []
         self.incarnations = {name: self._incarnation(at) for at, name in enumerate(self.names)}
         self.agents = {name: self.agent(name) for name in self.names}
 
@@ -42,7 +43,15 @@ class Net:
     def agent(self, name: str) -> Launches:
         membership = Membership()
         membership.incarnation, membership.detached = self.incarnations[name], False
-        return Launches(7, name, membership, self._log(name), lambda *end: self.ended.append((name, *end)))
+        return Launches(
+            7,
+            name,
+            membership,
+            self._log(name),
+            lambda *end: self.ended.append((name, *end)),
+            lambda *red: self.red.append((name, *red)),
+            "/site/check",
+        )
 
     def _log(self, name: str) -> Callable[..., None]:
         return lambda event, detail="": self.events.append((name, event))
@@ -74,7 +83,7 @@ def test_a_rank_that_fails_ends_the_attempt_for_all() -> None:
         waiting = [asyncio.create_task(net.state(name, wait_s=5.0)) for name in net.names]
         await asyncio.sleep(0)
         said = await net.state("n3", failed="rank 2 ended with SIGKILL", wait_s=5.0)
-        expected = local.LaunchState(1, "rank 2 ended with SIGKILL")
+        expected = local.LaunchState(1, "rank 2 ended with SIGKILL", check="/site/check")
         assert said == expected and [await task for task in waiting] == [expected] * 3
         assert net.events == [("n3", "rank_failed"), ("n1", "relaunch")]
         assert await net.state("n1", failed="rank 0 ended with status 1") == expected, "of the attempt before"
@@ -89,6 +98,8 @@ def test_what_the_end_of_a_rank_shows_is_told_however_late() -> None:
         await net.state("n3", failed="rank 2 ended", rank=2, cause=Cause.CRASHED)
         await net.state("n1", rank=0, cause=Cause.CONSEQUENCE)
         await net.state("n2", attempt=1)
+        await net.state("n3", rank=2, unhealthy="Xid 79")
+        assert net.red == [("n3", 2, "Xid 79")]
         assert net.ended == [("n3", "7.0", 0, 2, Cause.CRASHED), ("n1", "7.0", 0, 0, Cause.CONSEQUENCE)]
 
     asyncio.run(play())
@@ -140,10 +151,12 @@ def test_a_rank_that_hangs_begins_the_next_attempt() -> None:
         assert not net.agents["n2"].hung("7.0", "n2: rank 1"), "no launchers"
         await net.state("n2")
         assert net.agents["n2"].hung("7.0", "n2: rank 1") and net.carry() == 2
-        assert await net.state("n3") == local.LaunchState(1, f"{local.HUNG}n2: rank 1")
+        assert await net.state("n3") == local.LaunchState(1, f"{local.HUNG}n2: rank 1", check="/site/check")
         assert net.agents["n2"].hung("7.0", "n2: rank 1") and net.agents["n2"].hung("7.0+1", "n1: rank 0")
         net.carry()
-        assert await net.state("n3", attempt=1) == local.LaunchState(2, f"{local.HUNG}n1: rank 0")
+        assert await net.state("n3", attempt=1) == local.LaunchState(
+            2, f"{local.HUNG}n1: rank 0", check="/site/check"
+        )
         assert not net.agents["n2"].hung("7.0+x", "n2") and not net.agents["n2"].hung("7.1+1", "n2")
         assert net.events == [("n1", "relaunch")] * 2
 

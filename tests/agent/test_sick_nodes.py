@@ -144,6 +144,14 @@ def test_hangs_count(net: Net) -> None:
     assert len(net.found) == 1 and net.found[0][1].host == "n2"
 
 
+def test_a_red_node_is_sick_at_once(net: Net) -> None:
+    net.agents["n3"].unhealthy(2, "Xid 79")
+    net.carry()
+    [(by, found)] = net.found
+    assert (by, found.host, found.rank, found.cause) == ("n1", "n3", 2, None)
+    assert found.why == "health check on n3: Xid 79" and net.events == [("n3", "unhealthy", "Xid 79")]
+
+
 def test_strangers_are_not_heard(net: Net) -> None:
     first = peer.FailedFirst("7.0", 0, "n2", 1, Cause.CRASHED)
     ended = peer.RankEnded("7.0", 0, "n2", 1, Cause.CRASHED)
@@ -151,7 +159,9 @@ def test_strangers_are_not_heard(net: Net) -> None:
     net.agents["n2"].heard(net.incarnations["n2"], "n1", ended)  # not from above
     net.agents["n1"].heard(net.incarnations["n1"], "n3", ended)  # no child
     net.agents["n1"].heard(net.incarnations["n1"], "n2", peer.RankEnded("7.0", 0, "n9", 1, Cause.CRASHED))
+    net.agents["n1"].heard(net.incarnations["n1"], "n3", peer.Unhealthy("n3", 2, "Xid 79"))
     net.settle()
+    assert not net.found
     assert not net.events and net.agents["n1"]._tally.count("n2") == 0
 
 
