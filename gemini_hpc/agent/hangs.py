@@ -24,6 +24,7 @@ from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.core.standstill import Judge, Standing, shortened, told
 from gemini_hpc.wire import control_page, peer
 from gemini_hpc.wire.local_server import Client
+from gemini_hpc.wire.sanitize import MAX_DETAIL
 
 LOOK_S = 1.0
 _QUIET = 0.25  # of the least patience: a silence that is worth a word
@@ -31,16 +32,19 @@ _FRESH_S = 3.5
 _MOST_BELOW = 4096  # standings; more no tree has
 _STOPPED_S = 5.0  # who has not looked for so long was stopped itself, perhaps with its ranks
 _STACK_S = 2.0
-_STACK_CHARS = 120
+_STACK_CHARS, _LEAST_CHARS = 120, 60
+_KEPT_STACKS = 4  # files, each as large as a stack can be
 _SHOWN = (control_page.STATE_PROTECTED, control_page.STATE_DEGRADED)
 
 
 class Hangs:
-    """Of one agent. site_s: `hang_s` of the site; culprit: told at the root of a hang."""
+    """Of one agent. directory: the job's, on this node; site_s: `hang_s` of the site; culprit: the root tells it of
+    hangs."""
 
     def __init__(
         self,
         node: str,
+        directory: str,
         site_s: float,
         membership: Membership,
         trainings: Trainings,
@@ -58,6 +62,8 @@ class Hangs:
         self._loud: set[str] = set()  # sets of which the parent has been told
         self._judges: dict[str, Judge] = {}
         self._acted: set[str] = set()
+        self._directory, self._stacks = directory, 0
+        self._kept: dict[str, str] = {}  # by set: where the stack of its rank is
 
     @property
     def hang_s(self) -> float:
@@ -101,6 +107,7 @@ class Hangs:
         self._below.clear()
         self._loud.clear()
         self._acted.clear()
+        self._kept.clear()
         for judge in self._judges.values():
             judge.begin()
 
@@ -135,7 +142,8 @@ class Hangs:
         training = self._trainings.get(name)
         if training is None or training.ranks.silent_s(self._now()) < _QUIET * self.hang_s:
             return  # a rank here has come on meanwhile
-        training.hung = f"{standing.least.host}: {told(standing)}"
+        kept = self._kept.get(name)
+        training.hung = f"{standing.least.host}: {told(standing)}{f'; its stack: {kept}' if kept else ''}"
         if standing.least.host == self._node and name not in self._acted:
             self._acted.add(name)
             self._spawn(self._end(incarnation, training, standing))
@@ -145,9 +153,13 @@ class Hangs:
     async def _end(self, incarnation: Incarnation, training: Training, standing: Standing) -> None:
         rank, number = standing.least.rank, incarnation.rounds.round
         client = training.present.get(rank)
-        stack = await self._stack(training, rank, client) if client is not None else ""
-        what = told(standing)
-        self._log("hung", version=standing.least.version, detail=f"{what}; {stack or 'it gives no stack'}")
+        text = await self._stack(training, rank, client) if client is not None else ""
+        what, stack = told(standing), "it gives no stack"
+        if text:
+            where = self._keep(training.name, text)
+            room = MAX_DETAIL - len(what) - len(where) - 4
+            stack = shortened(text, max(_LEAST_CHARS, min(_STACK_CHARS, room))) + (f"; {where}" if where else "")
+        self._log("hung", version=standing.least.version, detail=f"{what}; {stack}")
         if incarnation.rounds.round != number or self._membership.training is not incarnation or not training.hung:
             return
         launched = self._launches.hung(incarnation.rounds.step, f"{self._node}: {what}")
@@ -155,7 +167,7 @@ class Hangs:
             client.signal(signal.SIGKILL)
 
     async def _stack(self, training: Training, rank: int, client: Client) -> str:
-        """The rank's Python stack, in a line; "" where it does not answer."""
+        """The rank's Python stack; "" where it does not answer."""
         number = training.ranks.signal_of(rank)
         if not number or not _catches(client.pid, number):
             return ""
@@ -167,7 +179,19 @@ class Hangs:
             before, text = text, training.ranks.stack(rank, begin)
             if text and text == before:
                 break
-        return shortened(text, _STACK_CHARS)
+        return text
+
+    def _keep(self, name: str, text: str) -> str:
+        """The file with this stack, which may replace an older one; "" where there is no room for it."""
+        path = f"{self._directory}/hung-{self._stacks % _KEPT_STACKS}"
+        self._stacks += 1
+        try:
+            Path(path).write_text(text, errors="replace")
+        except OSError as exc:
+            self._log("error", detail=f"the stack of a rank that hangs cannot be kept in {path}: {exc.strerror}")
+            return ""
+        self._kept[name] = path
+        return path
 
 
 def _catches(pid: int, number: int) -> bool:

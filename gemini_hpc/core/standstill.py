@@ -20,6 +20,7 @@ Name = Annotated[str, msgspec.Meta(max_length=32)]
 Calls = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 
 USUAL, PAUSES = 10.0, 2.0  # iterations, and the longest wait for a rank so far that ended by itself
+EARLY = 4.0  # patience before ranks have a usual iteration: one of them may compile, or prepare its data
 MOST_DOUBLED = 2  # after so many hangs of a job its patience grows no more
 
 
@@ -37,15 +38,16 @@ class Place(msgspec.Struct, frozen=True):
 
     @property
     def reached(self) -> tuple[int, float]:
-        """How far it is; ranks of several groups (stages of a pipeline, say) launch different numbers."""
-        return self.version, self.launched / max(self.launched, self.usual, 1)
+        """How far it is; ranks of several groups (stages of a pipeline, say) launch different numbers. In the first
+        iteration nobody knows how many there are."""
+        return self.version, self.launched / max(self.launched, self.usual or self.launched + 1)
 
 
 class Standing(msgspec.Struct, frozen=True):
     """Of some ranks of one training of `world`. silent_s: since any of them has come on; unseen_s: since any of them
     has given a sign of life, awake_s: for how long there were such signs all the time, so that a suspended job loses
     no patience; usual_s: their usual iteration; least, most: the one that is behind, and the one that is ahead;
-    waiting: a collective is on the network."""
+    waiting: a collective is on the network; early: they have not completed two steps of this launch yet."""
 
     world: Count
     ranks: Count
@@ -56,6 +58,7 @@ class Standing(msgspec.Struct, frozen=True):
     least: Place
     most: Place
     waiting: bool
+    early: bool = False
 
     def join(self, other: Standing) -> Standing:
         """Of both."""
@@ -69,6 +72,7 @@ class Standing(msgspec.Struct, frozen=True):
             min(self.least, other.least, key=_behind),
             max(self.most, other.most, key=_behind),
             self.waiting or other.waiting,
+            self.early or other.early,
         )
 
     @property
@@ -91,26 +95,28 @@ class Judge:
         self._hang_s = hang_s
         self._held_s = self._longest_s = 0.0
         self._hangs = 0
-        self._hung = False
+        self._hung = self._early = False
 
-    def patience_s(self, usual_s: float) -> float:
+    def patience_s(self, usual_s: float, *, early: bool = False) -> float:
         """For so long a rank may keep the others waiting."""
         doubled = 2.0 ** min(self._hangs - self._hung, MOST_DOUBLED)
-        return doubled * max(self._hang_s, USUAL * usual_s, PAUSES * self._longest_s)
+        least_s = self._hang_s * EARLY if early else self._hang_s
+        return doubled * max(least_s, USUAL * usual_s, PAUSES * self._longest_s)
 
     def begin(self) -> None:
         """A new launch of the training: of the one before only its hangs count."""
         self._held_s = self._longest_s = 0.0
-        self._hung = False
+        self._hung = self._early = False
 
     def look(self, standing: Standing | None) -> bool:
         """Whether the training hangs, as of now; None: somebody does not say how its ranks stand."""
         held_s = standing.held_s if standing is not None else 0.0
         if held_s < self._held_s:
-            self._longest_s = max(self._longest_s, self._held_s)
+            if not self._early:  # it says nothing of what comes later
+                self._longest_s = max(self._longest_s, self._held_s)
             self._hung = False
-        self._held_s = held_s
-        if standing is None or held_s <= self.patience_s(standing.usual_s):
+        self._held_s, self._early = held_s, standing is not None and standing.early
+        if standing is None or held_s <= self.patience_s(standing.usual_s, early=standing.early):
             return False
         self._hangs += not self._hung
         self._hung = True
@@ -120,7 +126,8 @@ class Judge:
 def told(standing: Standing) -> str:
     """What is known of a hang, in a sentence."""
     least, most = standing.least, standing.most
-    head = f"rank {least.rank}: no progress for {standing.held_s:.0f} s, usually {standing.usual_s:.3g} s a step"
+    usual = "before the second step" if standing.early else f"usually {standing.usual_s:.3g} s a step"
+    head = f"rank {least.rank}: no progress for {standing.held_s:.0f} s, {usual}"
     if least.reached == most.reached:
         which = f"number {most.launched} of step {most.version + 1}"
         stopped = "" if least.runs else f", and rank {least.rank} does not run"

@@ -278,7 +278,8 @@ def _set(
         # Ranks of this launch were on nodes that the job has no more: no newer version will ever be sealed.
         state = "degraded"
     still = stall(paces, every, _running_s(slurm), least_s) if state in ("arming", "protected") else None
-    hung = next((s.hung for s in states if s.hung), "") if state not in ("recovering", "finished") else ""
+    # the agent of the rank itself knows where its stack is
+    hung = max((s.hung for s in states), key=len, default="") if state not in ("recovering", "finished") else ""
     if hung and still is None:
         still = Stall(min((p.silent_s for p in paces), default=0.0), max((p.usual_s for p in paces), default=0.0))
     return {

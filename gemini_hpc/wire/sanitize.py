@@ -7,7 +7,7 @@ from typing import Any
 from gemini_hpc.wire.inspect_schema import EventRecord
 
 MAX_NAME = 32
-MAX_DETAIL = 240
+MAX_DETAIL = 320
 
 
 def tame(said: Any) -> Any:

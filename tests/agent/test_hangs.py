@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,6 +63,7 @@ class Node:
         launches: Any = SimpleNamespace(hung=lambda launch, reason: not self.begun.append(reason))
         self.hangs = Hangs(
             self.name,
+            str(net.directory),
             HANG_S,
             self.membership,
             trainings,
@@ -97,8 +99,8 @@ class Node:
 class Net:
     """Three in a line, n1 the root."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
+    def __init__(self, directory: Path) -> None:
+        self.now, self.directory = 1000.0, directory
         self.events: list[tuple[str, str, int, str]] = []
         self.sent: deque[tuple[str, str, Any]] = deque()
         self.work: list[Spawned] = []
@@ -143,8 +145,8 @@ class Net:
 
 
 @pytest.fixture
-def net() -> Iterator[Net]:
-    made = Net()
+def net(tmp_path: Path) -> Iterator[Net]:
+    made = Net(tmp_path)
     yield made
     made.close()
 
@@ -192,17 +194,65 @@ def test_wherever_the_rank_is(net: Net, behind: int) -> None:
     assert [event[0] for event in net.events] == [f"n{behind + 1}"]
 
 
-def test_off_and_before_the_second_step(net: Net) -> None:
+def test_off(net: Net) -> None:
     for node in net.nodes:
         node.incarnation.attach.hang = 0
     net.train(3)
     net.hold()
     assert seconds(net, 200, lambda: net.events) == 200
-    fresh = Net()
-    fresh.train(1)
-    fresh.hold()
-    assert seconds(fresh, 200, lambda: fresh.events) == 200, "it compiles"
-    fresh.close()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_before_the_second_step_there_is_more_time(net: Net, steps: int) -> None:
+    """A rank may compile, or prepare its data, while the others wait for it."""
+    net.train(steps)
+    net.hold()
+    assert 4 * HANG_S < seconds(net, 250, lambda: net.events) < 4 * HANG_S + 5
+    [(host, _, _, detail)] = net.events
+    assert host == "n2" and ", before the second step; it has launched 2 collectives" in detail
+    assert set(net.blamed) == {("n1", 1)}
+
+
+def test_what_compiles_for_long_is_no_measure_for_later(net: Net) -> None:
+    net.hold()
+    assert seconds(net, 150, lambda: net.events) == 150
+    for node in net.nodes:
+        node.seen = node.seen._replace(version=1)
+    net.second()  # it is said once more that they stand, and that they come on
+    net.train(3)
+    net.hold()
+    assert HANG_S < seconds(net, 100, lambda: net.events) < HANG_S + 5
+
+
+def test_the_whole_stack_is_kept_in_a_few_files(net: Net) -> None:
+    long = "".join(f'  File "/x/data{at}.py", line {at} in read_{at}\n' for at in range(300))
+    node = net.nodes[1]
+
+    async def stack(training: Training, rank: int, client: Any) -> str:
+        return long
+
+    node.hangs._stack = stack  # type: ignore[method-assign]
+    node.training.present[1] = SimpleNamespace(signal=lambda number: None)  # type: ignore[assignment]
+    for launch in range(6):
+        net.train(3)
+        net.hold()
+        before = len(net.events)
+        assert seconds(net, 400, lambda: len(net.events) > before) < 400  # noqa: B023
+        seconds(net, 2, lambda: False)
+        path = net.directory / f"hung-{launch % 4}"
+        assert path.read_text() == long and node.training.hung.endswith(f"; its stack: {path}")
+        assert "; read_0 (data0.py:0)" in net.events[-1][3] and net.events[-1][3].endswith(f"; {path}")
+        for each in net.nodes:
+            each.incarnation.rounds.round += 1
+            each.training.ranks.reset()
+            each.training.ranks.add(each.rank, each.page, net.now)
+    assert sorted(path.name for path in net.directory.iterdir()) == [f"hung-{at}" for at in range(4)]
+
+
+def test_a_stack_that_cannot_be_kept_is_told_all_the_same(net: Net) -> None:
+    hangs = net.nodes[1].hangs
+    hangs._directory = str(net.directory / "none")
+    assert hangs._keep("default", "text") == "" and net.events[-1][1] == "error"
 
 
 @pytest.mark.parametrize("state", [control_page.STATE_ARMING, control_page.STATE_FROZEN])

@@ -22,6 +22,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.survival import survival
 from gemini_hpc.query.inspect_document import picture
 from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, TierState, TrainingState
+from gemini_hpc.wire.sanitize import MAX_DETAIL
 from gemini_hpc.wire.sanitize import tame as printable
 
 NOW = 1000.0
@@ -215,7 +216,7 @@ def test_a_false_alarm_is_no_recovery_and_hides_none() -> None:
 def test_event_log_is_bounded_andprintable(tmp_path: Path) -> None:
     logs = EventLogs(str(tmp_path))
     evil = tame(EventRecord(1e18, "a\x1b[2Jb" * 50, "victim", -1, 0, "x\n\x1b" * 1000), "n1")
-    assert evil.host == "n1" and evil.detail.isprintable() and len(evil.detail) <= 240 and len(evil.name) <= 32
+    assert evil.host == "n1" and evil.detail.isprintable() and len(evil.detail) <= MAX_DETAIL and len(evil.name) <= 32
     assert abs(evil.t - time.time()) < 10 and evil.restart == 0
     logs.begin(7, 5001)
     for _ in range(60):

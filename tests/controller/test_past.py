@@ -13,7 +13,7 @@ from gemini_hpc.cli.inspect import render
 from gemini_hpc.query import past
 from gemini_hpc.query.inspect_document import picture
 from gemini_hpc.wire.inspect_schema import EventRecord
-from gemini_hpc.wire.sanitize import tame
+from gemini_hpc.wire.sanitize import MAX_DETAIL, tame
 
 from .test_inspect_document import SLURM, pairs
 
@@ -168,5 +168,5 @@ def test_an_agents_events_are_its_owners_word() -> None:
     parts[0] = msgspec.structs.replace(parts[0], events=(forged, large, long))
     d = picture(7, parts, NIGHT, FORGOTTEN, (), "controller", NOW)
     assert d["ended"]["state"] == "FAILED"
-    assert max(len(e["detail"]) for e in d["events"]) <= 240
+    assert max(len(e["detail"]) for e in d["events"]) <= MAX_DETAIL
     assert render(tame(d), 80)

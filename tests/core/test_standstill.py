@@ -121,6 +121,19 @@ def test_a_wait_that_has_ended_by_itself_before_may_come_again_and_take_longer()
     assert watched.wait(300) == 211, "twice the longest"
 
 
+def test_before_the_second_step_patience_is_longer_and_measures_nothing() -> None:
+    def early(silent_s: float) -> Standing:
+        return replace(of(place(0, 0, 2, 0), place(1, 0, 3, 0), silent_s=silent_s), usual_s=0.0, early=True)
+
+    judge = Judge(HANG_S)
+    assert early(100.0).least.rank == 0, "of numbers alone"
+    assert not judge.look(early(4 * HANG_S)) and judge.look(early(4 * HANG_S + 1))
+    assert told(early(300.0)).startswith("rank 0: no progress for 300 s, before the second step; it has launched 2 ")
+    judge = Judge(HANG_S)
+    assert not judge.look(early(200.0)) and not judge.look(of(place(0), place(1)))
+    assert judge.look(of(place(0, launched=1), place(1), silent_s=HANG_S + 1))
+
+
 def test_each_hang_makes_the_job_more_patient_for_a_while() -> None:
     watched = Watched()
     found = []

@@ -88,6 +88,8 @@ def test_one_rank_sleeps_for_ever(real_job: MakeJob, ranks: Callable[..., Ranks]
     assert host == job.nodes[1].name and told.startswith("rank 1: no progress for "), told
     assert f"collectives of step {AT}" in told and "wait in allreduce" in told, told
     assert "forgotten (hanging.py:" in told and "< train (hanging.py:" in told, told
+    path = Path(told.rpartition("; ")[2])
+    assert path.parent == Path(job.nodes[1].path).parent and "in forgotten" in path.read_text(), told
     assert run.begun() == {(0, 0), (1, AT - 1)}
     [(_, why)] = events(job, "relaunch")
     assert f"attempt 1 begins: hung: {host}: rank 1: " in why

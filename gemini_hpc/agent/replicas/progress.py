@@ -83,17 +83,17 @@ class Ranks:
         return now - self._moved_at
 
     def standing(self, host: str, world: int, now: float) -> Standing | None:
-        """As of the last look; None before these ranks have completed two steps."""
-        if not self._steps or not self._pages:
+        """As of the last look; None without a rank."""
+        if not self._pages:
             return None
-        usual_s = median(self._steps)
-
+        early = not self._steps
+        usual_s = 0.0 if early else median(self._steps)
         silent_s, awake_s = self.silent_s(now), now - self._asleep_at
 
         def one(rank: int, page: _Page) -> Standing:
             seen, unseen_s = page.seen, now - page.beat_at
             place = Place(seen.version, seen.launched, seen.usual, rank, host, seen.collective, unseen_s < _RUNS_S)
-            return Standing(world, 1, silent_s, unseen_s, awake_s, usual_s, place, place, seen.flying > 0)
+            return Standing(world, 1, silent_s, unseen_s, awake_s, usual_s, place, place, seen.flying > 0, early)
 
         return reduce(Standing.join, (one(rank, page) for rank, page in self._pages.items()))
 
