@@ -96,11 +96,9 @@ class Agent:
         self.pledges = Pledges(directory)
         self._sick = SickNodes(job, node, here, log, spawn, self._found_sick)
         self.launches = Launches(job, node, here, log, self._sick.ended, self._sick.unhealthy, settings.health_check)
-        self._hangs = Hangs(node, settings.hang_s, here, trainings, self.launches, self._sick.hung, log, spawn)
         self._hangs = Hangs(
             node, directory, settings.hang_s, here, trainings, self.launches, self._sick.hung, log, spawn
         )
-        self.spares = Spares(node, here, self.launches, log, spawn, self._begin, self._left_out)
         stats = StatsStore()
         tier = TierChoice(settings, uid, here)
         rejections = Rejections(self.pledges, log)
