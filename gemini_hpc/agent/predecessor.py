@@ -127,7 +127,8 @@ class Predecessor:
     async def _dial(self, job: int, host: str, port: int, purpose: str) -> Link:
         settings = self._identity.settings
         ports = [port] if port else candidates(settings, job)
-        link, _ = await connect_any(settings.address_of(host), ports, lambda: self.client(host, purpose, job), DIAL_S)
+        address = settings.address_of(host)
+        link, _ = await connect_any(address, ports, lambda: self.client(host, purpose, job), DIAL_S, wordy=True)
         return link
 
     # ---- telling ---------------------------------------------------------------------------------------

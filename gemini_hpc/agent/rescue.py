@@ -57,6 +57,7 @@ class Channel:
             data = self._sock.recv(local.MAX_PACKET_BYTES)
             return local.rescued_decoder.decode(data) if data else None
         except (OSError, msgspec.MsgspecError):
+            self.close()  # a late answer would be taken for the next one's
             return None
 
     def tell(self, message: local.Message) -> None:

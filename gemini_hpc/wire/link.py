@@ -176,14 +176,20 @@ async def connect(
 
 
 async def connect_any(
-    address: str, ports: Iterable[int], client: Callable[[], Client], timeout_s: float = HANDSHAKE_TIMEOUT_S
+    address: str,
+    ports: Iterable[int],
+    client: Callable[[], Client],
+    timeout_s: float = HANDSHAKE_TIMEOUT_S,
+    *,
+    wordy: bool = False,
 ) -> tuple[Link, int]:
     """Dial these ports of a host in order; the first link that is made, and its port.
 
     Ports follow from the job's id, so anybody on that host can listen on one, and say nothing: the next port is
-    tried when this one has been open for `_SILENT_S`. Raises what the last port did, OSError, or rather
-    `HandshakeError`; at once `OtherView`; or TimeoutError where no connection could be made, or none spoke, within
-    `timeout_s`.
+    tried when this one has been open for `_SILENT_S`. Raises what the last port did: OSError, `HandshakeError`; at
+    once `OtherView`; or TimeoutError where no connection could be made, or none spoke, within `timeout_s`. wordy: who
+    says why not counts for more than a port behind it where nobody is. (Others' agents refuse, too: to know whether
+    one lives, the last port counts.)
     """
     attempts: dict[asyncio.Task[Link], int] = {}
     failure: Exception = OSError("no port")
@@ -206,8 +212,8 @@ async def connect_any(
                             except OtherView:  # the right one has answered
                                 raise
                             except (OSError, HandshakeError) as exc:
-                                if not isinstance(failure, HandshakeError) or not isinstance(exc, OSError):
-                                    failure = exc  # who has said why not says more than a port where nobody is
+                                if not (wordy and isinstance(failure, HandshakeError) and isinstance(exc, OSError)):
+                                    failure = exc
                         if newest is not None and (newest in done or silent in done):
                             break
                 finally:

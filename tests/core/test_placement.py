@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from gemini_hpc.core import placement
 from gemini_hpc.core.placement import (
+    beyond,
     group_of,
     groups,
     holders,
@@ -122,3 +123,18 @@ def test_ranks_and_losses_out_of_range_are_told() -> None:
         survivable(4, 2, {7})
     with pytest.raises(ValueError, match="5 lost nodes of 4"):
         recovery_probability(4, 2, 5)
+
+
+@given(st.integers(2, 40), st.data())
+def test_outlines_go_to_others_than_the_holders(N: int, data: st.DataObject) -> None:
+    m, node = data.draw(st.integers(1, N)), data.draw(st.integers(0, N - 1))
+    live = data.draw(st.sets(st.integers(-2, N + 2)))
+    found = beyond(node, N, m, live)
+    able = {c for c in live if 0 <= c < N} - set(holders(node, N, m))
+    assert set(found) <= able and len(set(found)) == len(found) == min(3, len(able))
+
+
+def test_outlines_do_not_go_to_neighbours_only() -> None:
+    assert beyond(2, 4, 2, range(4)) == (0, 1)
+    assert beyond(0, 6, 2, range(6)) == (2, 3, 4)
+    assert beyond(10, 1000, 2, range(1000)) == (12, 344, 677)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,6 +95,26 @@ def test_the_highest_version_that_is_whole_is_chosen() -> None:
     later = job(stamps=(Stamp(1, 2),))
     later["n0"] = replace(later["n0"], copies=(*later["n0"].copies, *job()["n0"].copies))
     assert the_set(later).chosen == Stamp(1, 2)
+
+
+def test_what_a_replica_has_made_counts_while_no_other_contradicts() -> None:
+    """n2 and n3, which held shards 2 and 3, are lost; n0 and n1 have copied what lives in their ranks."""
+    left = {host: inventory for host, inventory in job(sealed=None).items() if host in ("n0", "n1")}
+    made = {rank: msgspec.structs.replace(copy(rank), proven=False) for rank in (2, 3)}
+
+    def rescued(third: Copy | None, fourth: Copy | None = made[3]) -> dict[str, Inventory]:
+        more = {"n0": (made[2], made[3]), "n1": tuple(c for c in (third, fourth) if c is not None)}
+        return {host: replace(i, copies=(*i.copies, *more[host])) for host, i in left.items()}
+
+    hosts = ["n0", "n1", "new2", "new3"]
+    found = the_set(rescued(made[2]), hosts)
+    assert found.chosen == FIVE and {p.shard.rank for p in found.pulls if p.dest_host == "new2"} == {2, 3}
+    assert the_set(rescued(None), hosts).chosen == FIVE, "one replica is enough"
+    other = msgspec.structs.replace(made[2], digest="something else")
+    assert the_set(rescued(other), hosts).chosen is None, "nobody knows which of them is right"
+    proven = msgspec.structs.replace(other, proven=True)
+    found = the_set(rescued(proven), hosts)
+    assert found.chosen == FIVE and found.shards[2].digest == "something else", "what its home had made is right"
 
 
 def test_an_unsealed_version_is_chosen_with_its_fallback() -> None:

@@ -67,3 +67,20 @@ def test_a_whole_group_is_lost(make_agents: MakeJob, begin: Begin, kind: str) ->
     results = begin(job, 4, kind=kind).wait()
     assert [r["start"] for r in results] == [AT] * 4, "no step repeated"
     assert [r["digest"] for r in results] == [r["digest"] for r in whole]
+
+
+def test_one_replica_and_any_node_may_be_lost(make_agents: MakeJob, begin: Begin) -> None:
+    """Nothing is sent in steady state: what a lost node had lives in the ranks of the others."""
+    whole = train(None, 3, **DDP)
+    job = make_agents(3, 1)
+    run = begin(job, 3, **STANDS)
+    until(lambda: AT in {v for _, v in job.held(job.nodes[0], 0)}, 60, what="at the pause")
+    until(lambda: job.inspect(job.nodes[0]).trainings[0].sealed[1] == AT, 30, what="sealed")
+    lose(job, run, range(1, 2))
+    until(lambda: any(job.held(job.nodes[k], 1) for k in (0, 2)), 10, what="copied")
+    stop(run)
+    job.requeue(["n1", "n3", "n4"])
+    results = begin(job, 3).wait()
+    assert [r["start"] for r in results] == [AT] * 3, "no step repeated"
+    assert [r["digest"] for r in results] == [r["digest"] for r in whole]
+    assert not any(r["report"]["versions"]["sent_bytes"] for r in results)
