@@ -49,7 +49,6 @@ def _shown(value: Any) -> str:
 def parse(text: str, where: str = CONFIG_PATH) -> Settings:
     """Settings from TOML text. Raises `ConfigError` on bad syntax, unknown keys and wrong types."""
     import tomllib
-    from difflib import get_close_matches
 
     try:
         table = tomllib.loads(text)
@@ -61,6 +60,8 @@ def parse(text: str, where: str = CONFIG_PATH) -> Settings:
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in known:
+            from difflib import get_close_matches
+
             near = get_close_matches(key, known, 1)
             instead = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(sorted(known))}"
             raise ConfigError(f"{where}: unknown key {key[:80]!r}; {instead}")

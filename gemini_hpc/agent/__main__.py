@@ -10,6 +10,7 @@ a bounded number of times, and forks its workers. Trainers then hand their memor
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import resource
 import select
@@ -28,9 +29,12 @@ _SETTLED_S = 60.0
 def _child(settings: Settings, args: argparse.Namespace, again: bool, channel: workers.Channel) -> int:
     # The agent speaks no TLS and hashes with blake2b and xxh3: OpenSSL would be a sixth of its memory.
     sys.modules.update(dict.fromkeys(("ssl", "_ssl", "_hashlib")))  # type: ignore[arg-type]
+    gc.disable()  # imports make no garbage, and every job waits for them
     from gemini_hpc.agent.daemon import serve
     from gemini_hpc.agent.tier import worker_process
 
+    gc.freeze()
+    gc.enable()
     worker_process.use(channel)
     return serve(settings, job=args.job, uid=args.uid, node=args.node, directory=args.dir, again=again)
 

@@ -361,4 +361,6 @@ def _clear_way(path: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(status)  # the job waits: no time for the interpreter to take itself apart

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
@@ -36,34 +38,29 @@ class Facts:
 # ---- what happens --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Begin:
+class Begin(msgspec.Struct, frozen=True):
     """Try it. last: memory is to be freed; asked: by hand, which puts off nothing that happens by itself."""
 
     last: bool = False
     asked: bool = False
 
 
-@dataclass(frozen=True)
-class Reset:
+class Reset(msgspec.Struct, frozen=True):
     """Another incarnation, or another round: what is here is needed for something else."""
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Some time has gone by."""
 
 
-@dataclass(frozen=True)
-class Heard:
+class Heard(msgspec.Struct, frozen=True):
     """A message of a peer; also what this agent has written for its own lead."""
 
     host: str
     message: Message
 
 
-@dataclass(frozen=True)
-class Reached:
+class Reached(msgspec.Struct, frozen=True):
     """What came of `Reach`."""
 
     run: int
@@ -71,15 +68,13 @@ class Reached:
     there: bool
 
 
-@dataclass(frozen=True)
-class Settled:
+class Settled(msgspec.Struct, frozen=True):
     """What came of `Settle`."""
 
     run: int
 
 
-@dataclass(frozen=True)
-class Looked:
+class Looked(msgspec.Struct, frozen=True):
     """What came of `Look`: by set the newest version on the tier, or None, and why that is not known."""
 
     run: int
@@ -87,23 +82,20 @@ class Looked:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(msgspec.Struct, frozen=True):
     """What came of `Publish`: why the version has not become whole, or ""."""
 
     run: int
     reason: str
 
 
-@dataclass(frozen=True)
-class Cleaned:
+class Cleaned(msgspec.Struct, frozen=True):
     """What came of `Clean`."""
 
     run: int
 
 
-@dataclass(frozen=True)
-class Broken:
+class Broken(msgspec.Struct, frozen=True):
     """What was to be done has failed by a fault of ours."""
 
     run: int
@@ -114,16 +106,14 @@ Event = Begin | Reset | Tick | Heard | Reached | Settled | Looked | Published | 
 # ---- what is to be done --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """To a peer."""
 
     host: str
     message: Message
 
 
-@dataclass(frozen=True)
-class Reach:
+class Reach(msgspec.Struct, frozen=True):
     """See whether there is a way to this peer; `Reached`."""
 
     run: int
@@ -131,32 +121,28 @@ class Reach:
     within_s: float
 
 
-@dataclass(frozen=True)
-class Settle:
+class Settle(msgspec.Struct, frozen=True):
     """Let what the root has begun get on, or end; `Settled`."""
 
     run: int
     stalled_s: float
 
 
-@dataclass(frozen=True)
-class Look:
+class Look(msgspec.Struct, frozen=True):
     """See what the tier has; `Looked`."""
 
     run: int
     within_s: float
 
 
-@dataclass(frozen=True)
-class Write:
+class Write(msgspec.Struct, frozen=True):
     """Write this node's part; `leader` is told of it."""
 
     order: peer.SalvageWrite
     leader: str
 
 
-@dataclass(frozen=True)
-class Publish:
+class Publish(msgspec.Struct, frozen=True):
     """All files of a set are there; `Published`."""
 
     run: int
@@ -164,8 +150,7 @@ class Publish:
     gathering: SaveProgress
 
 
-@dataclass(frozen=True)
-class Clean:
+class Clean(msgspec.Struct, frozen=True):
     """Remove what has not become whole of a set, up to this version; `Cleaned`."""
 
     run: int
@@ -173,16 +158,14 @@ class Clean:
     stamp: Stamp
 
 
-@dataclass(frozen=True)
-class Begun:
+class Begun(msgspec.Struct, frozen=True):
     """Tell that a version is being saved, since these hosts are gone."""
 
     stamp: Stamp
     gone: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     """Tell why a version has not been saved."""
 
     name: str
@@ -190,13 +173,11 @@ class Failed:
     reason: str
 
 
-@dataclass(frozen=True)
-class Halt:
+class Halt(msgspec.Struct, frozen=True):
     """What was begun for this agent's own lead, and is still being done, is to end."""
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(msgspec.Struct, frozen=True):
     """Nobody need wait for the last versions any more."""
 
 

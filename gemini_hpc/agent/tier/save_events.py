@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire import peer
@@ -45,119 +47,101 @@ class Facts:
 # ---- what happens --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Sealed:
+class Sealed(msgspec.Struct, frozen=True):
     """The root has sealed a version."""
 
     name: str
     stamp: Stamp
 
 
-@dataclass(frozen=True)
-class Keep:
+class Keep(msgspec.Struct, frozen=True):
     """Versions of a set are wanted for good."""
 
     name: str
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True):
     """The root wants a version saved: from the parent, or the root's own."""
 
     message: peer.SaveDown
 
 
-@dataclass(frozen=True)
-class Heard:
+class Heard(msgspec.Struct, frozen=True):
     """What a node has written of one, or why it has not: a child's, or this node's own."""
 
     message: peer.SaveUp
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """Somebody wants the newest version on the tier now; `Answer`."""
 
     id: int
     name: str
 
 
-@dataclass(frozen=True)
-class Leaving:
+class Leaving(msgspec.Struct, frozen=True):
     """A node may be gone soon: the newest version of each set is to be saved."""
 
 
-@dataclass(frozen=True)
-class Detached:
+class Detached(msgspec.Struct, frozen=True):
     """The job has ended here, without success. dead: a node of it is."""
 
     dead: bool
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """Nobody need wait for the last versions any more: the root's word, or the training has succeeded."""
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(msgspec.Struct, frozen=True):
     """The last versions are on the tier, by whoever saved them."""
 
 
-@dataclass(frozen=True)
-class EndsIn:
+class EndsIn(msgspec.Struct, frozen=True):
     """Slurm ends the job in so many seconds; None: it sets no time."""
 
     left_s: float | None
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True):
     """The newest version of each of these sets on the tier, and when it was made whole (Unix time)."""
 
     there: Mapping[str, tuple[Stamp, float]]
 
 
-@dataclass(frozen=True)
-class Rejected:
+class Rejected(msgspec.Struct, frozen=True):
     """Versions have been, since the last event."""
 
 
-@dataclass(frozen=True)
-class Freeze:
+class Freeze(msgspec.Struct, frozen=True):
     """A round begins: what is on its way will not become whole."""
 
 
-@dataclass(frozen=True)
-class Settle:
+class Settle(msgspec.Struct, frozen=True):
     """What the root has begun is waited for, as long as it gets on; then it is given up; `Settled`."""
 
     id: int
     stalled_s: float
 
 
-@dataclass(frozen=True)
-class Unsettle:
+class Unsettle(msgspec.Struct, frozen=True):
     """It is not waited for any more."""
 
     id: int
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Some time has gone by."""
 
 
-@dataclass(frozen=True)
-class Cleaned:
+class Cleaned(msgspec.Struct, frozen=True):
     """What came of `Clean`."""
 
     name: str
     number: int
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(msgspec.Struct, frozen=True):
     """What came of `Publish`: why the version has not become whole, or ""."""
 
     name: str
@@ -165,8 +149,7 @@ class Published:
     reason: str
 
 
-@dataclass(frozen=True)
-class Named:
+class Named(msgspec.Struct, frozen=True):
     """What came of `Name`."""
 
     name: str
@@ -175,8 +158,7 @@ class Named:
     reason: str
 
 
-@dataclass(frozen=True)
-class Looked:
+class Looked(msgspec.Struct, frozen=True):
     """What came of `Look`."""
 
 
@@ -206,53 +188,46 @@ Event = (
 # ---- what is to be done --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Order:
+class Order(msgspec.Struct, frozen=True):
     """Have all agents save a version: `Wanted` here, which says it to those below."""
 
     message: peer.SaveDown
 
 
-@dataclass(frozen=True)
-class Write:
+class Write(msgspec.Struct, frozen=True):
     """Save this node's part; `Heard` tells of it."""
 
     message: peer.SaveDown
 
 
-@dataclass(frozen=True)
-class Down:
+class Down(msgspec.Struct, frozen=True):
     """To the agents below in the tree."""
 
     message: peer.SaveDown | peer.SaveOver
 
 
-@dataclass(frozen=True)
-class Up:
+class Up(msgspec.Struct, frozen=True):
     """To the agent above."""
 
     host: str
     message: peer.SaveUp
 
 
-@dataclass(frozen=True)
-class Clean:
+class Clean(msgspec.Struct, frozen=True):
     """Remove what was begun of a set before, and has not become whole; `Cleaned`."""
 
     name: str
     number: int
 
 
-@dataclass(frozen=True)
-class Publish:
+class Publish(msgspec.Struct, frozen=True):
     """All files of a set are there; `Published`."""
 
     name: str
     gathering: SaveProgress
 
 
-@dataclass(frozen=True)
-class Name:
+class Name(msgspec.Struct, frozen=True):
     """A version of the tier gets the names that it is to have; `Named`."""
 
     name: str
@@ -260,13 +235,11 @@ class Name:
     flush: int
 
 
-@dataclass(frozen=True)
-class Look:
+class Look(msgspec.Struct, frozen=True):
     """See what the tier has, and mark there what is rejected; `Looked`."""
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """Who has asked hears which version it is, and why it is not on the tier, or ""."""
 
     id: int
@@ -274,15 +247,13 @@ class Answer:
     reason: str
 
 
-@dataclass(frozen=True)
-class Settled:
+class Settled(msgspec.Struct, frozen=True):
     """Who waits for that may go on."""
 
     id: int
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     """Tell why a version is not on the tier."""
 
     name: str
@@ -291,8 +262,7 @@ class Failed:
     host: str = ""
 
 
-@dataclass(frozen=True)
-class NotSaved:
+class NotSaved(msgspec.Struct, frozen=True):
     """Tell that a version which was to be saved at once has not been."""
 
     stamp: Stamp
