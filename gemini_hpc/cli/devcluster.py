@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from gemini_hpc import clock
-from gemini_hpc.devcluster import profiles, requirements, status, teardown
+from gemini_hpc.devcluster import chaos, profiles, requirements, status, teardown
 from gemini_hpc.devcluster.cluster import Cluster
 from gemini_hpc.devcluster.errors import DevclusterError
 from gemini_hpc.devcluster.layout import Layout
@@ -169,6 +169,44 @@ def _register_nodes(verbs: _Subparsers) -> None:
     shape.add_argument("--rate", required=True, help="1gbit, 200mbit, ... or off")
     for parser in (off, on, resume, shape):
         parser.add_argument("node", metavar="NODE")
+    _register_chaos(verbs)
+
+
+def _register_chaos(verbs: _Subparsers) -> None:
+    storm = _add(
+        verbs,
+        "chaos",
+        "Cut the power of random nodes with jobs, and give it back",
+        _chaos,
+        epilog="One line for each event: begin, cut, on (power again), back (in service again), none (no node to cut "
+        "runs a job), stuck (a node does not come back), end. At the end, and after Ctrl-C, every node gets its "
+        "power back.",
+    )
+    pace = storm.add_mutually_exclusive_group(required=True)
+    pace.add_argument(
+        "--mtbf", type=_seconds, metavar="SECONDS", help="mean time between two cuts, exponentially distributed"
+    )
+    pace.add_argument("--every", type=_seconds, metavar="SECONDS", help="the same time between any two cuts")
+    storm.add_argument(
+        "--repair",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="from a cut until the node has power again; then Slurm is told to use it (default: 30)",
+    )
+    storm.add_argument(
+        "--duration", type=_seconds, metavar="SECONDS", help="end after so long (default: when no job is left)"
+    )
+    storm.add_argument("--seed", type=int, metavar="N", help="the same moments and choices each time")
+    storm.add_argument("--spare", nargs="+", default=[], metavar="NODE", help="nodes that are never cut")
+    storm.add_argument("--json", action="store_true", help="one JSON object a line instead of text")
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"wanted a number of seconds above 0, found {text}")
+    return value
 
 
 def _guarded(action: Callable[[Any], int]) -> Callable[[Any], int]:
@@ -278,6 +316,22 @@ def _resume(args: Any) -> int:
 
 def _shape(args: Any) -> int:
     Cluster.attach(args.name).shape(args.node, None if args.rate == "off" else args.rate)
+    return 0
+
+
+def _chaos(args: Any) -> int:
+    def tell(event: chaos.Event) -> None:
+        print(msgspec.json.encode(event).decode() if args.json else event, flush=True)
+
+    weather = chaos.Weather(
+        mtbf_s=args.mtbf or 0.0,
+        every_s=args.every or 0.0,
+        repair_s=args.repair,
+        duration_s=args.duration,
+        seed=args.seed,
+        spare=args.spare,
+    )
+    chaos.Chaos(Cluster.attach(args.name), weather, tell).run()
     return 0
 
 

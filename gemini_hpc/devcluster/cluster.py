@@ -169,6 +169,10 @@ class Cluster:
         """The fields of `scontrol show job` (JobState, NodeList, Restarts, ...)."""
         return slurm.show(self._layout, self._outer(), "job", str(job_id))
 
+    def queue(self) -> list[tuple[int, str, str]]:
+        """Jobs that are not over: id, state ("RUNNING", "PENDING"), list of nodes as Slurm writes it."""
+        return slurm.queue(self._layout, self._outer())
+
     def wait_idle(self, nodes: Sequence[str] | None = None, timeout_s: float = 30.0) -> None:
         """Until Slurm calls these nodes (default: all) idle."""
         chosen = self.node_names if nodes is None else [self._known(node) for node in nodes]

@@ -57,6 +57,13 @@ def show(layout: Layout, outer: ProcessId, kind: str, name: str) -> dict[str, st
     return {key: value.strip() for key, value in zip(parts[1::2], parts[2::2], strict=True)}
 
 
+def queue(layout: Layout, outer: ProcessId) -> list[tuple[int, str, str]]:
+    """Id, state and nodes ("n[1-3]", empty while it waits) of each job that is not over."""
+    lines = ask(layout, outer, "squeue", "-h", "-r", "-o", "%A|%T|%N").splitlines()
+    found = (line.split("|") for line in lines if line)
+    return [(int(job), state, nodes) for job, state, nodes in found]
+
+
 def wait_idle(layout: Layout, outer: ProcessId, nodes: Sequence[str], timeout_s: float) -> None:
     """Until Slurm calls every one of `nodes` idle."""
     deadline = clock.monotonic() + timeout_s

@@ -1,0 +1,207 @@
+"""Power cuts at random moments, for as long as jobs run: a node with a job loses its power, and comes back later."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from gemini_hpc import clock
+from gemini_hpc.core import hostlist
+from gemini_hpc.devcluster.errors import DevclusterError
+
+LOOK_S = 0.5
+BACK_S = 60.0  # in which Slurm has to take a node again
+_LOST = ("down", "drain", "fail", "unk", "reboot")
+
+
+class Machines(Protocol):
+    """What is wanted of a `Cluster`."""
+
+    name: str
+    node_names: list[str]
+
+    def is_on(self, node: str) -> bool: ...
+    def power_off(self, node: str) -> None: ...
+    def power_on(self, node: str) -> None: ...
+    def resume(self, node: str) -> None: ...
+    def node_states(self) -> dict[str, str]: ...
+    def queue(self) -> list[tuple[int, str, str]]: ...
+
+
+@dataclass(frozen=True)
+class Weather:
+    """What is to happen. mtbf_s: mean time between two cuts, exponentially distributed; every_s instead: always so
+    long. repair_s: from a cut until the node has power again; duration_s: after which the last cut comes, None: until
+    no job is left; spare: nodes that are never cut. The same seed and the same nodes with jobs: the same cuts."""
+
+    mtbf_s: float = 0.0
+    every_s: float = 0.0
+    repair_s: float = 30.0
+    duration_s: float | None = None
+    seed: int | None = None
+    spare: Sequence[str] = ()
+
+
+class Event(msgspec.Struct, frozen=True):
+    """t: Unix time; after_s: seconds since the beginning; event: "begin", "cut", "on", "back", "none", "stuck" or
+    "end"; jobs: that ran on the node; detail: a sentence."""
+
+    t: float
+    after_s: float
+    event: str
+    node: str = ""
+    jobs: list[int] = []
+    detail: str = ""
+
+    def __str__(self) -> str:
+        stamp = time.strftime("%H:%M:%S", time.localtime(self.t))
+        jobs = f" (job {', '.join(map(str, self.jobs))})" if self.jobs else ""
+        words = " ".join(word for word in (self.event, self.node) if word)
+        return f"{stamp} {self.after_s:+8.1f} s  {words}{jobs}{f': {self.detail}' if self.detail else ''}"
+
+
+def moments(weather: Weather, chance: random.Random) -> Iterator[float]:
+    """Seconds after the beginning at which power is cut."""
+    at = 0.0
+    while True:
+        at += weather.every_s or chance.expovariate(1.0 / weather.mtbf_s)
+        yield at
+
+
+@dataclass
+class _Repair:
+    node: str
+    due: float
+    on: bool = False
+    good: int = 0
+
+
+class Chaos:
+    """One run of it. `tell` hears each event at once."""
+
+    def __init__(self, cluster: Machines, weather: Weather, tell: Callable[[Event], None]) -> None:
+        """Raises DevclusterError for nodes that the cluster does not have."""
+        for node in weather.spare:
+            if node not in cluster.node_names:
+                names = ", ".join(cluster.node_names)
+                raise DevclusterError(f"cluster {cluster.name} has no node {node!r}, only {names}")
+        self._cluster, self._weather, self._hear = cluster, weather, tell
+        self._began = clock.monotonic()
+        self._repairs: list[_Repair] = []
+
+    def run(self) -> int:
+        """Until the time is over or no job is left; then all nodes get their power back. How many cuts there were.
+
+        Raises DevclusterError where there is no job at all. After an interrupt, too, every node gets its power back.
+        """
+        if not self._cluster.queue():
+            raise DevclusterError(f"cluster {self._cluster.name} has no job: submit one first")
+        chance = random.Random(self._weather.seed)
+        self._began, cuts = clock.monotonic(), 0
+        w = self._weather
+        pace = f"every {w.every_s:g} s" if w.every_s else f"every {w.mtbf_s:g} s on average"
+        self._tell("begin", detail=f"a cut {pace}, repaired after {w.repair_s:g} s")
+        try:
+            why = ""
+            for at in moments(w, chance):
+                last = w.duration_s is not None and at > w.duration_s
+                if why := self._wait(w.duration_s if last else at):
+                    break
+                if last:
+                    why = f"{w.duration_s:g} s are over"
+                    break
+                cuts += self._cut(chance)
+        finally:
+            self._mend()
+        self._tell("end", detail=f"{why}; {cuts} cut{'' if cuts == 1 else 's'}")
+        return cuts
+
+    def _tell(self, event: str, node: str = "", jobs: Sequence[int] = (), detail: str = "") -> None:
+        self._hear(Event(clock.time(), round(self._after_s, 3), event, node, list(jobs), detail))
+
+    @property
+    def _after_s(self) -> float:
+        return clock.monotonic() - self._began
+
+    def _wait(self, until_s: float | None) -> str:
+        """Repair meanwhile; why it is over, if it is."""
+        while True:
+            self._look_after()
+            left = (until_s or 0.0) - self._after_s
+            if left <= 0:
+                return ""
+            if not self._cluster.queue():
+                return "no job is left"
+            clock.sleep(max(0.0, min(LOOK_S, left)))
+
+    def _cut(self, chance: random.Random) -> int:
+        jobs: dict[str, list[int]] = {}
+        for job, state, nodes in self._cluster.queue():
+            if state == "RUNNING":
+                for node in hostlist.expand(nodes):
+                    jobs.setdefault(node, []).append(job)
+        away = {repair.node for repair in self._repairs} | set(self._weather.spare)
+        found = [node for node in self._cluster.node_names if node in jobs and node not in away]
+        draw = chance.random()  # also where nobody is there: the moments that follow stay the same
+        found = [node for node in found if self._cluster.is_on(node)]
+        if not found:
+            self._tell("none", detail="no node that may be cut runs a job")
+            return 0
+        node = found[int(draw * len(found))]
+        self._repairs.append(_Repair(node, clock.monotonic() + self._weather.repair_s))
+        self._cluster.power_off(node)
+        self._tell("cut", node, jobs[node])
+        return 1
+
+    def _look_after(self) -> None:
+        """Power for nodes whose time has come; those that have it go back to service, as soon as Slurm knows why they
+        were away."""
+        now = clock.monotonic()
+        for repair in list(self._repairs):
+            if not repair.on and repair.due <= now:
+                self._power(repair)
+        waiting = [repair for repair in self._repairs if repair.on]
+        if not waiting:
+            return
+        states = self._cluster.node_states()
+        for repair in waiting:
+            state = states.get(repair.node, "unknown").lower()
+            if "*" in state or any(word in state for word in _LOST):
+                repair.good = 0
+                with suppress(DevclusterError):  # Slurm has done it meanwhile, or is about to
+                    self._cluster.resume(repair.node)
+            else:
+                repair.good += 1
+            if repair.good > 1:
+                self._tell("back", repair.node, detail=f"Slurm calls it {state}")
+                self._repairs.remove(repair)
+            elif clock.monotonic() > repair.due + BACK_S:
+                self._tell("stuck", repair.node, detail=f"Slurm calls it {state} {BACK_S:g} s after its repair")
+                self._repairs.remove(repair)
+
+    def _power(self, repair: _Repair) -> None:
+        try:
+            if not self._cluster.is_on(repair.node):  # somebody else may have done it
+                self._cluster.power_on(repair.node)
+        except DevclusterError as error:
+            self._repairs.remove(repair)
+            self._tell("stuck", repair.node, detail=str(error))
+            return
+        repair.on, repair.due = True, clock.monotonic()
+        self._tell("on", repair.node)
+
+    def _mend(self) -> None:
+        """Leave no node behind without power, and none out of service."""
+        for repair in list(self._repairs):
+            if not repair.on:
+                self._power(repair)
+        deadline = clock.monotonic() + BACK_S
+        while self._repairs and clock.monotonic() < deadline:
+            self._look_after()
+            clock.sleep(LOOK_S)
