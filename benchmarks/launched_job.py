@@ -19,7 +19,16 @@ class Job:
     """A training of examples/train_gpt.py on so many nodes, that ends when it is told to. run: before python, module:
     after it."""
 
-    def __init__(self, on: Cluster, nodes: int, *, run: str, module: str = "", options: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        on: Cluster,
+        nodes: int,
+        *,
+        run: str,
+        module: str = "",
+        options: tuple[str, ...] = (),
+        replicas: int = 2,
+    ) -> None:
         self._cluster = on
         where = directory(on)
         shutil.copy(_EXAMPLE, where / _EXAMPLE.name)
@@ -28,12 +37,18 @@ class Job:
         words = f"{where / _EXAMPLE.name} --steps 100000 --workers 0 --iteration-s {ITERATION_S} --log {self._log}"
         script.write_text(f"#!/bin/bash\nexec {run} {PYTHON} {module} {words}\n")
         script.chmod(0o755)
-        asked = [f"-N{nodes}", "--ntasks-per-node=1", "--gemini-replicas=2", f"--output={self._out}", *options]
-        self._id = on.sbatch([*asked, str(script)], user=USER)
+        asked = [
+            f"-N{nodes}",
+            "--ntasks-per-node=1",
+            f"--gemini-replicas={replicas}",
+            f"--output={self._out}",
+            *options,
+        ]
+        self.id = on.sbatch([*asked, str(script)], user=USER)
 
     def hosts(self) -> list[str]:
         """Its nodes now."""
-        names = self._cluster.job(self._id)["NodeList"]
+        names = self._cluster.job(self.id)["NodeList"]
         return self._cluster.run(["scontrol", "show", "hostnames", names]).stdout.split()
 
     def goes_on(self, since: float, within_s: float = 60.0) -> dict[str, float]:
@@ -46,15 +61,15 @@ class Job:
             first.update({e["name"]: e["t"] - since for e in later})
             return "first_iteration" in first
 
-        wait_for(f"job {self._id} goes on\n{self._output()}", again, within_s, 0.5)
+        wait_for(f"job {self.id} goes on\n{self._output()}", again, within_s, 0.5)
         resumed = [e["version"] for e in self._events() if e["name"] == "resumed" and e["t"] > since]
         if not resumed or min(resumed) == 0:
-            raise MeasureError(f"job {self._id} did not resume: {resumed}\n{self._output()}")
+            raise MeasureError(f"job {self.id} did not resume: {resumed}\n{self._output()}")
         return first
 
     def end(self) -> None:
         """Cancel it."""
-        self._cluster.run(["scancel", str(self._id)])
+        self._cluster.run(["scancel", str(self.id)])
         wait_for("the queue is empty", lambda: not self._cluster.run(["squeue", "-h"]).stdout.strip(), 60, 0.2)
 
     def reach(self, steps: float) -> None:
@@ -63,10 +78,10 @@ class Job:
         def there() -> bool:
             return self._log.exists() and self._log.read_text().count("\n") >= steps
 
-        wait_for(f"job {self._id} makes {steps:.0f} iterations", there, 120, 0.2)
+        wait_for(f"job {self.id} makes {steps:.0f} iterations", there, 300, 0.2)
 
     def _events(self) -> list[dict[str, Any]]:
-        done = self._cluster.run(["gemini-hpc", "inspect", str(self._id), "--json"], user=USER)
+        done = self._cluster.run(["gemini-hpc", "inspect", str(self.id), "--json"], user=USER)
         if done.returncode:
             raise MeasureError(f"inspect: {done.stderr}")
         events: list[dict[str, Any]] = json.loads(done.stdout)["events"]

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks import faults
 from benchmarks.bench import MeasureError, Options
 from benchmarks.rows import Row, median_row
 from gemini_hpc.cli import demo
@@ -61,7 +62,7 @@ def measure(options: Options) -> list[Row]:
             median_row(f"recovery.slurm_s.{profile}", _SLURM, "s", [_slurms(_moments(cut)) for cut in cuts]),
             *_part_rows(cuts, f".{profile}"),
         ]
-    return rows
+    return rows + faults.measure(options)
 
 
 def _slurms(moments: dict[str, float]) -> float:
