@@ -37,6 +37,7 @@ FAMILIES = {
     "recovery": "recovery",
     "launch": "launch",
     "spare": "spare",
+    "chaos": "chaos",
     "busy": "busy",
     "tier": "tier",
 }
