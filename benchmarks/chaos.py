@@ -135,7 +135,7 @@ def run(way: Way, options: Options, steps: int = STEPS, mtbf_s: float = MTBF_S) 
         lines, out = _lines(log), (where / "out").read_text()[-3000:]
         if max(line["step"] for line in lines) < steps:
             raise MeasureError(f"job {job} did not make its steps: {on.job(job).get('JobState')}\n{out}")
-        return _outcome(lines, cuts, steps)
+        return outcome(lines, cuts, steps)
 
 
 def _storm(on: Cluster, job: int, way: Way, options: Options, log: Path, steps: int, mtbf_s: float) -> int:
@@ -186,7 +186,8 @@ def _last(log: Path) -> int:
     return max((line["step"] for line in _lines(log)), default=0)
 
 
-def _outcome(lines: list[dict[str, Any]], cuts: int, steps: int) -> Outcome:
+def outcome(lines: list[dict[str, Any]], cuts: int, steps: int) -> Outcome:
+    """From the lines of a log: step, t, restart."""
     ends: dict[int, float] = {}
     for line in lines:
         ends.setdefault(line["step"], line["t"])

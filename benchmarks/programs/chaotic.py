@@ -104,7 +104,7 @@ def main() -> None:
     args = p.parse_args()
     torch.set_num_threads(1)
     for name, slurm in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID")):
-        os.environ.setdefault(name, os.environ[slurm])
+        os.environ.setdefault(name, os.environ.get(slurm, ""))
     dist.init_process_group("gloo")
     torch.manual_seed(1)
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
