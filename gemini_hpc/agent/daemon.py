@@ -184,6 +184,7 @@ class Agent:
             saver,
             self.state,
             events,
+            live=self.rescue.live,
             kept_until=self._retention.kept_until,
         )
         self._peer_server = PeerServer(

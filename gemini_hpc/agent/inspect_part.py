@@ -42,11 +42,12 @@ class Picture:
         state: StateFile,
         log: EventLog,
         *,
+        live: Callable[[str], tuple[int, ...]],
         kept_until: Callable[[], float],
     ) -> None:
         self._identity, self._membership, self._trainings, self._store = identity, membership, trainings, store
         self._stats, self._rejections, self._saver = stats, rejections, saver
-        self._state, self._log, self._kept_until = state, log, kept_until
+        self._state, self._log, self._live, self._kept_until = state, log, live, kept_until
 
     def _set(self, training: Training) -> inspect_schema.TrainingState:
         sealed, pace = training.sealed, None
@@ -68,6 +69,7 @@ class Picture:
             tier=self._saver.state(training.name),
             pace=pace,
             hung=training.hung[:500],
+            live=self._live(training.name),
         )
 
     def _held(self) -> Iterable[inspect_schema.HeldSlot]:

@@ -107,6 +107,10 @@ class Rescue:
                     del of_set[rank]
                     channel.close()
 
+    def live(self, name: str) -> tuple[int, ...]:
+        """Ranks of whose shards a copy could be made here."""
+        return self._outlines.ranks(name) if self._channels.get(name) else ()
+
     # ---- deaths ----------------------------------------------------------------------------------------
 
     @property

@@ -257,4 +257,7 @@ def _survival(v: Document, nodes: int) -> list[str]:
     if fatal:
         more = f" and {len(fatal) - MAX_FATAL_SHOWN} more" if len(fatal) > MAX_FATAL_SHOWN else ""
         lines.append(f"  does not survive the loss of: {', '.join(fatal[:MAX_FATAL_SHOWN])}{more}")
+    if live := v.get("live"):
+        shares = ", ".join(_share(row["k"], row["probability"]) for row in live["survives"])
+        lines.append(f"  with what lives in the ranks: {shares}, but while an optimizer steps")
     return lines

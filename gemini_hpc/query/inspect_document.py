@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 
 from gemini_hpc.core.slots import Stamp
-from gemini_hpc.core.survival import survival
+from gemini_hpc.core.survival import Survival, survival
 from gemini_hpc.query import past
 from gemini_hpc.query.freed import freed
 from gemini_hpc.query.stall import Stall, stall
@@ -268,6 +268,10 @@ def _set(
     counted = _counted(by_rank)
     holders = [_holders(copies, counted) for copies in by_rank.values()]
     found = survival(hosts, holders)
+    live = {
+        rank: {p.host for p in parts for s in p.trainings if s.name == name and rank in s.live} for rank in by_rank
+    }
+    lives = [kept | live[rank] if kept else kept for rank, kept in zip(by_rank, holders, strict=True)]
     order = ("recovering", "degraded", "arming", "protected", "finished")
     state = next((w for w in order if any(s.state == w for s in states)), "arming")
     told = traffic(name, parts)
@@ -292,10 +296,10 @@ def _set(
         "shards": [_shard(rank, copies, sealed, now) for rank, copies in sorted(by_rank.items())],
         "survival": {
             "counted_version": list(counted) if counted else None,
-            "survives": [{"k": k, "probability": p} for k, p in enumerate(found.probability, 1)],
-            "fatal": [list(f) for f in found.fatal],
+            **_survives(found),
             "exact": True,
             "lost_already": found.lost_already,
+            "live": _survives(survival(hosts, lives)) if any(live.values()) else None,
         },
         "tier": next((_tier(s.tier, now) for s in states if s.tier is not None), None),
         "traffic": [
@@ -303,6 +307,13 @@ def _set(
             for rank, (host, state) in sorted(told.items())
             if rank < world
         ],
+    }
+
+
+def _survives(found: Survival) -> Document:
+    return {
+        "survives": [{"k": k, "probability": p} for k, p in enumerate(found.probability, 1)],
+        "fatal": [list(f) for f in found.fatal],
     }
 
 

@@ -83,7 +83,8 @@ class PaceState(msgspec.Struct, frozen=True):
 class TrainingState(msgspec.Struct, frozen=True):
     """One set on one node. state: arming, protected, degraded, recovering, finished. traffic: of those `ranks` that
     have told theirs. tier: from the root, of a job that has one. pace: where connected ranks have saved twice.
-    hung: which rank holds the others up, and where, if the agents have found that the training hangs."""
+    hung: which rank holds the others up, and where, if the agents have found that the training hangs. live: ranks of
+    whose shards this node holds no copy, and could make one of what lives in its own ranks."""
 
     name: str
     world: Count
@@ -95,6 +96,7 @@ class TrainingState(msgspec.Struct, frozen=True):
     tier: TierState | None = None
     pace: PaceState | None = None
     hung: str = ""
+    live: tuple[Count, ...] = ()
 
 
 class Record(msgspec.Struct, frozen=True):

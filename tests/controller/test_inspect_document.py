@@ -154,6 +154,20 @@ def test_a_missing_agent_shows_at_once() -> None:
     assert ["n3"] in v["fatal"] and v["survives"][0]["probability"] == 0.75
 
 
+def test_what_lives_in_ranks_is_told_beside_the_copies() -> None:
+    """n1 and n2 hold each other's shards, and could make copies of the others'; n3 and n4 likewise."""
+    parts = pairs({})
+    assert picture(7, parts, [], SLURM, (), "controller", NOW)["trainings"][0]["survival"]["live"] is None
+    for number, one in enumerate(parts):
+        state = msgspec.structs.replace(one.trainings[0], live=(2, 3) if number < 2 else (0, 1))
+        parts[number] = msgspec.structs.replace(one, trainings=(state,))
+    d = picture(7, parts, [], SLURM, (), "controller", NOW)
+    v = d["trainings"][0]["survival"]
+    assert v["fatal"] == [["n1", "n2"], ["n3", "n4"]] and v["survives"][1]["probability"] < 1
+    assert v["live"]["fatal"] == [] and [row["probability"] for row in v["live"]["survives"]] == [1.0, 1.0, 1.0]
+    assert "with what lives in the ranks: any loss of 1 node, any loss of 2 nodes" in render(d)
+
+
 def test_a_copy_that_is_not_complete_does_not_count() -> None:
     parts = pairs({})
     parts[1] = part("n2", [slot(0, 5, "filling"), slot(1, 5)])

@@ -80,10 +80,6 @@ class Outlines:
         for host in self._hosts(nodes):
             self._link(host)
 
-    def live(self, name: str, rank: int) -> tuple[int, ...]:
-        """Node ranks that can make a copy of a shard of this node."""
-        return self._live.get((name, rank), ())
-
     def _hosts(self, nodes: tuple[int, ...]) -> list[str]:
         here = self._membership
         mine = here.noderanks.get(self._node)
@@ -198,6 +194,12 @@ class Outlines:
             if versions[-1].outline.stamp.epoch == here.epoch
             and gone.issuperset(placement.holders(versions[-1].outline.home % n, n, m))
         ]
+
+    def ranks(self, name: str) -> tuple[int, ...]:
+        """Of whose shards there is an outline of this epoch."""
+        epoch = self._membership.epoch
+        found = (rank for (of, rank), v in self._kept.items() if of == name and v[-1].outline.stamp.epoch == epoch)
+        return tuple(sorted(found))
 
     def find(self, name: str, rank: int, stamp: Stamp) -> Kept | None:
         """This very version."""
