@@ -14,7 +14,8 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -237,6 +238,22 @@ def wait_for_seal(ckpt: gemini.Checkpointer, version: int) -> None:
         time.sleep(0.001)
 
 
+@contextmanager
+def dies_at_tensor(number: int) -> Iterator[None]:
+    """An optimizer step: its tensors before this one are changed, those behind it are not."""
+    write, seen = torch.Tensor.addcdiv_, list[int]()
+
+    def writes(self: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        if len(seen) == number:
+            os._exit(1)
+        seen.append(number)
+        return write(self, *args, **named)
+
+    torch.Tensor.addcdiv_ = writes  # type: ignore[assignment, method-assign]
+    yield
+    torch.Tensor.addcdiv_ = write  # type: ignore[method-assign]
+
+
 def look_at(model: nn.Module) -> None:
     """An evaluation, of which nothing is left but what FSDP2 keeps of it."""
     states = torch.get_rng_state()
@@ -422,11 +439,13 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
         if scaler is not None:
             scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(params, 1.0)
+        dies = step - done == 3 and rank == 1 and "die_at_tensor" in o
         if scaler is not None:
             scaler.step(optimizer)
             scaler.update()
         else:
-            optimizer.step()
+            with dies_at_tensor(o["die_at_tensor"]) if dies else nullcontext():
+                optimizer.step()
         if o.get("micro_steps"):  # how far the newest sealed version was behind the one before this step
             sealed = ckpt._session.client.page.sealed if ckpt._session.client is not None else None
             behind.append(ckpt.version - accumulate + 1 - (sealed[1] if sealed else 0))
