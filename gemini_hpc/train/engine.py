@@ -46,6 +46,15 @@ from gemini_hpc.train.transport.base import Transport
 from gemini_hpc.wire import local
 from gemini_hpc.wire.progress_page import Progress
 
+_ONE_LIVES = (
+    "one replica: no copies are sent; what a lost node had is copied from the ranks of the others, but for a failure "
+    "while an optimizer steps (--gemini-replicas=2 keeps copies)"
+)
+_ONE_ALONE = (
+    "one replica, and no other node has the same state: the loss of a node loses what is not on the tier "
+    "(--gemini-replicas=2 keeps copies)"
+)
+
 
 class SaveEngine:
     """The threads that copy, send and receive, and the controller of when they do.
@@ -173,6 +182,8 @@ class SaveEngine:
         if plan.live and self.frozen is not None and self.driver is None:
             self._rescuer = Rescuer(me, session.client, self.frozen, self._shared)
         self._live_on(plan)
+        if session.welcome.replicas == 1 and len(set(session.homes)) > 1:
+            session.say_once(_ONE_LIVES if self._rescuer is not None else _ONE_ALONE)
         if self.driver is not None:
             keepers = {r.rank: r for r in self.receivers}
             self.driver.open({session.rank: self.replicator, **keepers})

@@ -80,7 +80,9 @@ def test_one_replica_and_any_node_may_be_lost(make_agents: MakeJob, begin: Begin
     until(lambda: any(job.held(job.nodes[k], 1) for k in (0, 2)), 10, what="copied")
     stop(run)
     job.requeue(["n1", "n3", "n4"])
-    results = begin(job, 3).wait()
+    again = begin(job, 3)
+    results = again.wait()
+    assert "one replica: no copies are sent" in again.stderr[0] and not again.stderr[1]
     assert [r["start"] for r in results] == [AT] * 3, "no step repeated"
     assert [r["digest"] for r in results] == [r["digest"] for r in whole]
     assert not any(r["report"]["versions"]["sent_bytes"] for r in results)
