@@ -76,6 +76,7 @@ LATER = {
     "core/test_commit_exhaustive.py::test_awaited_before_the_write_two_steps_can_be_repeated[job1]": "time",
     "core/test_commit_exhaustive.py::test_waits_that_run_out_lose_nothing_and_block_nothing": "time",
     "core/test_commit_exhaustive.py::test_skipped_versions_block_nobody_for_ever[True]": "time",
+    "sim/test_campaign.py::test_what_is_broken_in_jobs_with_live_replicas_is_found": "time",
     "sim/test_campaign.py::test_what_is_broken_on_purpose_is_found": "time",
     "sim/test_site.py::test_a_seed_repeats_a_run_to_the_letter": "time",
     "sim/test_site.py::test_nothing_goes_wrong[backup]": "time",
