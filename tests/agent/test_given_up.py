@@ -27,7 +27,17 @@ def state(training: Training) -> TrainingState:
     nothing: Any = SimpleNamespace(taken_bytes=0, cap_bytes=0, events=())
     identity, store = Identity(Settings(), JOB, 0, "n1", ""), Store(nothing)
     made = Picture(
-        identity, Membership(), [training], store, silent, silent, silent, silent, nothing, kept_until=lambda: 0.0
+        identity,
+        Membership(),
+        [training],
+        store,
+        silent,
+        silent,
+        silent,
+        silent,
+        nothing,
+        live=lambda name: (),
+        kept_until=lambda: 0.0,
     )
     return made.part(1).trainings[0]
 

@@ -64,12 +64,12 @@ def launcher(agents: Agents, most: int) -> Launcher:
 
 def test_a_loss_is_no_failure_of_the_rank(agents: Agents) -> None:
     """No restart is left, and none is needed: the agents have begun the next attempt by themselves."""
-    rank: Any = SimpleNamespace()
+    rank: Any = SimpleNamespace(cause=None)
     agents.attempt = 1
     assert launcher(agents, most=0)._after(1, rank) is None and not agents.failed
 
 
 def test_a_failure_is_one(agents: Agents, capfd: pytest.CaptureFixture[str]) -> None:
-    rank: Any = SimpleNamespace()
+    rank: Any = SimpleNamespace(cause=None)
     assert launcher(agents, most=0)._after(1, rank) == 1
     assert "0 restarts are used up" in capfd.readouterr().err
