@@ -28,7 +28,8 @@ CHANGING = {"Priority", "LastSchedEval", "AccrueTime", "Scheduler"}
 # This release keeps a node's Reason when the node is idle again after RESUME; the others seen clear it.
 KEEPS_REASON = (24, 11)
 # An agent that has let go leaves its log for its owner, at most.
-JOB_FILES = {"agent.log"}
+# They stay to be read, and go with the job's directory.
+JOB_FILES = {"agent.log", *(f"hung-{number}" for number in range(4))}
 
 
 @contextmanager
