@@ -1,6 +1,6 @@
 """For all tests: the order in which `pytest -n 3 --dist loadfile --no-loadscope-reorder` deals the files; what
-`pytest --quick` leaves out; and the leak check. It looks before and after each test, each file, and, in the main
-process, the whole run."""
+`pytest --quick` leaves out; failures of tasks that nobody hears of; and the leak check. That looks before and after
+each test, each file, and, in the main process, the whole run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ import pytest
 import quick
 from dealing import Work, longest_first, taken
 from leaks import Found, assert_nothing_new, machine, new
+from unheard import Unheard
 
 # What ends by itself after a test may take that long: a process that was sent its signal, a memfd of a dead agent.
 SETTLE_S = 10.0
 # Other people's files on this machine come and go.
 SHMEM_TOLERANCE_BYTES = 64 << 20
+_unheard = Unheard()
 _outcome = pytest.StashKey[bool]()
 _complaint = pytest.StashKey[str]()
 _before_the_run = pytest.StashKey[tuple[Found, int]]()
@@ -32,6 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     machine.begin()
     config.add_cleanup(machine.end)
+    _unheard.begin()
+    config.add_cleanup(_unheard.end)
     if config.option.quick:
         quick.begin()
 
@@ -90,6 +94,14 @@ def no_leaks(request: pytest.FixtureRequest, no_leaks_of_a_file: None) -> Iterat
     yield
     if request.node.stash.get(_outcome, True):
         _nothing_new(before)
+
+
+@pytest.fixture(autouse=True)
+def every_failure_is_heard() -> Iterator[None]:
+    """A task whose exception nobody takes writes a traceback into somebody's log."""
+    _unheard.take()
+    yield
+    assert not (texts := _unheard.take()), "\n".join(texts)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -196,6 +196,7 @@ class Controller:
                 known = self._reads.get(raw_id)
         if known is None or clock.monotonic() - known[0] > JOB_CACHE_S:
             future = asyncio.ensure_future(self.slurm.job(raw_id))
+            future.add_done_callback(_heard)
             known = self._reads[raw_id] = (clock.monotonic(), future)
             self._reads = {k: v for k, v in self._reads.items() if clock.monotonic() - v[0] < 10 * JOB_CACHE_S}
         return await asyncio.shield(known[1])
@@ -372,6 +373,12 @@ class Controller:
                 self._tell(uid, "job=%d event=report-ignored reason=%d jobs of uid %d", agent.job, judged, uid)
                 return
         self.recoveries.report(track, agent.host, message)
+
+
+def _heard(read: asyncio.Future[Job]) -> None:
+    """Nobody may be left to hear why a read has failed: agents that asked for it have gone meanwhile."""
+    if not read.cancelled():
+        read.exception()
 
 
 def _keepalive(sock: socket.socket) -> None:

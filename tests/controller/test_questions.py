@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,14 +12,19 @@ from typing import Any
 
 import pytest
 
+from gemini_hpc.config import Settings
 from gemini_hpc.controller import questions
 from gemini_hpc.controller.event_log import EventLogs
 from gemini_hpc.controller.lemons import Lemons
+from gemini_hpc.controller.primary import Primary
 from gemini_hpc.controller.questions import STALE, Questions
 from gemini_hpc.controller.registry import Registry
+from gemini_hpc.controller.server import Controller
+from gemini_hpc.slurm.errors import UnknownJob
 from gemini_hpc.slurm.facts import Job
 from gemini_hpc.wire.inspect_schema import EventRecord, JobAnswer
 
+from .fake_slurm import FakeSlurm
 from .test_takeover import JOB
 
 ALICES = dataclasses.replace(JOB, raw_id=7, user_id=5001)
@@ -70,3 +76,30 @@ def test_a_job_with_the_number_of_another_owners_is_not_his(tmp_path: Path) -> N
     assert not found.parts and not found.events and found.slurm["nodes"] == "n8"
     assert "n8" not in registry.jobs[7].hosts()
     assert answer(tmp_path, read, 5001)[0].error, "and alice's is over"
+
+
+def test_a_read_that_fails_when_nobody_waits_any_more_is_no_fault(tmp_path: Path) -> None:
+    """An agent registers for a job that has ended, and closes before Slurm has said so."""
+    answered, complaints = asyncio.Event(), list[Any]()
+
+    class Slow(FakeSlurm):
+        async def job(self, raw_id: int) -> Job:
+            await answered.wait()
+            raise UnknownJob("Invalid job id specified")
+
+    async def work() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+        slurm = Slow()
+        (tmp_path / "run").mkdir()
+        controller = Controller(Settings(state_dir=str(tmp_path)), slurm, Primary(slurm), str(tmp_path / "run"))
+        asked = asyncio.create_task(controller.read_job(7))
+        await asyncio.sleep(0.01)
+        asked.cancel()
+        await asyncio.wait([asked])
+        answered.set()
+        await asyncio.sleep(0.01)
+        controller._reads.clear()
+        gc.collect()
+
+    asyncio.run(work())
+    assert not complaints
