@@ -192,7 +192,9 @@ def train(a: argparse.Namespace, rank: int, world: int, device: torch.device) ->
         return total.item() / world
 
     batches = loader.forever()
+    began = time.monotonic() - a.iteration_s
     for step in range(start + 1, a.steps + 1):
+        time.sleep(max(0.0, began + a.iteration_s - time.monotonic()))  # stands for a forward pass that takes longer
         began = time.monotonic()
         loss = loss_of(next(batches))
         optimizer.zero_grad()
@@ -203,7 +205,6 @@ def train(a: argparse.Namespace, rank: int, world: int, device: torch.device) ->
         line = {"step": step, "loss": loss.item().hex(), "lr": scheduler.get_last_lr()[0]}
         if step % 10 == 0:
             line["eval"] = evaluate().hex()
-        time.sleep(max(0.0, a.iteration_s - (time.monotonic() - began)))
         record(**line)
         ckpt.step()  # gemini: the state of this iteration is complete (the last statement of the loop)
 

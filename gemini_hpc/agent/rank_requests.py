@@ -168,8 +168,10 @@ class RankRequests:
                 return local.Ok(), []
             if isinstance(request, local.Sketched):
                 self._sessions.own(client, request)
-                shard = self._being_filled(client, request.set, request.rank, request.slot, request.version)
-                if shard is not None and not shard.pushed:
+                _, shard = self._shard(client, request.set, request.rank)
+                stamp = Stamp(self._membership.epoch, request.version)
+                # it is told later than it is written, and may come when the slot is complete
+                if not shard.pushed and request.slot in (0, 1) and shard.pair.slots[request.slot].stamp == stamp:
                     self._outlines.sketched(shard, request.slot, request.small_bytes, request.areas)
                 return local.Ok(), []
             if isinstance(request, local.OpenRescue):

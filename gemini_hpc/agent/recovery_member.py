@@ -192,7 +192,8 @@ class RecoveryMember:
         """Void all but the chosen versions, take map and epoch, keep on disk that it is so, begin to pull."""
         keep = {s.name: tuple(stamp for stamp in s.keep) for s in plan.sets}
         for shard in self._store:
-            shard.registered_round = shard.resumed_round = 0  # round numbers begin anew with each incarnation
+            # round numbers begin anew with each incarnation
+            shard.registered_round = shard.resumed_round = shard.rescued_round = 0
             shard.pair.void_except(*keep.get(shard.set, ()))
         here = self._membership
         self._adopt(self._current(), plan)

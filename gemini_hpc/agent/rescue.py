@@ -4,7 +4,8 @@ Just-in-time checkpointing (EuroSys '24, section 3) for what the replicas of an 
 is replicated (DDP, HSDP), the healthy ranks have the lost shards as well. Each agent looks by itself: it has outlines
 of shards (`replicas.outlines`), its ranks stand still at a version, and what they copy counts only if it has, bit for
 bit, the digest that the shard's home had made (R5); where the home had not come so far, only if no other replica's
-copy contradicts it. The step is not ended meanwhile, for `LIMIT_S` at most.
+copy contradicts it. The living ranks' own shards are completed in that version, too, which may still have been on its
+way: a version counts with all its shards. The step is not ended meanwhile, for `LIMIT_S` at most.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from gemini_hpc.agent.replicas.memory import NoMemory
 from gemini_hpc.agent.replicas.outlines import Kept, Outlines
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Key, Store
+from gemini_hpc.core import placement
 from gemini_hpc.core.rescue import LIMIT_S
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.format.commit_record import Committed
@@ -33,7 +35,7 @@ from gemini_hpc.wire.local_server import Client
 
 _TOGETHER_S = 0.05  # who died with it is known by then
 _STILL_S = 2.0  # for a rank that is in the middle of an optimizer step
-_COPY_S = 15.0
+_COPY_S = _COMPLETE_S = 15.0
 _AGAIN_S = 0.2  # a rank that has just begun to change its tensors is asked again
 
 
@@ -130,9 +132,19 @@ class Rescue:
             return []
         return [key for key in self._outlines.orphans(incarnation.mesh.dead) if self._channels.get(key[0])]
 
+    def _concerned(self) -> list[str]:
+        """Sets with ranks here, some shards of which have no living holder."""
+        here, incarnation = self._membership, self._membership.training
+        if incarnation is None or incarnation.live is False:
+            return []
+        gone = {rank for host, rank in here.noderanks.items() if host in incarnation.mesh.dead}
+        if not any(gone.issuperset(placement.holders(rank, here.nodes, here.replicas)) for rank in gone):
+            return []
+        return sorted(name for name, channels in self._channels.items() if channels)
+
     def died(self) -> None:
         """A peer counts as dead."""
-        if not self._orphans():
+        if not self._concerned():
             return
         if self.busy:
             self._again = True
@@ -147,7 +159,7 @@ class Rescue:
                 await asyncio.sleep(_TOGETHER_S)
                 while True:
                     self._again = False
-                    for name in sorted({key[0] for key in self._orphans()}):
+                    for name in self._concerned():
                         await self._of_set(name)
                     if not self._again:
                         break
@@ -158,7 +170,7 @@ class Rescue:
             self._tell()
 
     async def _of_set(self, name: str) -> None:
-        """Hold its ranks of this node, copy what is lost, let them go on."""
+        """Hold its ranks of this node, copy what is lost, complete what is theirs, let them go on."""
         channels = list(self._channels.get(name, {}).values())
         try:
             standing = await self._stand_still(channels)
@@ -175,6 +187,7 @@ class Rescue:
                     for number in range(len(able))
                 )
             )
+            await asyncio.gather(*(self._completed(channel, stamp) for channel in able))
         finally:
             for channel in channels:
                 await asyncio.to_thread(channel.tell, local.GoOn())
@@ -192,6 +205,13 @@ class Rescue:
             if len(found) == len(channels) or clock.monotonic() > deadline:
                 return found
             await asyncio.sleep(_AGAIN_S)
+
+    async def _completed(self, channel: Channel, stamp: Stamp) -> None:
+        """Wait for what was on its way into the rank's own slot."""
+        answer = await asyncio.to_thread(channel.ask, local.Complete(_COMPLETE_S), _COMPLETE_S + _STILL_S)
+        if not isinstance(answer, local.Copied) or not answer.whole:
+            why = answer.why if isinstance(answer, local.Copied) else "no answer"
+            self._log("unrescued", version=stamp.version, detail=f"shard {channel.rank}, whose rank is here: {why}")
 
     async def _in_turn(self, channels: list[Channel], keys: list[Key], stamp: Stamp) -> None:
         """Shards, one after the other: from the first of these ranks that has them."""
@@ -218,7 +238,7 @@ class Rescue:
             index = shard.pair.begin(o.stamp, None, frozenset(), voted=frozenset())
         except (NoMemory, Refused) as exc:
             return str(exc)
-        shard.pair.slots[index].busy = True
+        shard.rescued_round, shard.pair.slots[index].busy = self._membership.round, True
         memory = shard.memory[index]
         try:
             with memory.view() as view:

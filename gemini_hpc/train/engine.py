@@ -37,7 +37,7 @@ from gemini_hpc.train.schedule.planner import LEAST_CHUNK_BYTES, Planner
 from gemini_hpc.train.schedule.stats_reporter import StatsReporter
 from gemini_hpc.train.schedule.traffic import Traffic
 from gemini_hpc.train.state import collectives
-from gemini_hpc.train.state.capture import Capture
+from gemini_hpc.train.state.capture import Capture, Job
 from gemini_hpc.train.state.layout import Plan
 from gemini_hpc.train.state.ownership import Own, Ownership
 from gemini_hpc.train.state.tree import StateTree
@@ -180,7 +180,7 @@ class SaveEngine:
                 for rank in session.incoming
             ]
         if plan.live and self.frozen is not None and self.driver is None:
-            self._rescuer = Rescuer(me, session.client, self.frozen, self._shared)
+            self._rescuer = Rescuer(me, session.client, self.frozen, self._at_once, self._shared)
         self._live_on(plan)
         if session.welcome.replicas == 1 and len(set(session.homes)) > 1:
             session.say_once(_ONE_LIVES if self._rescuer is not None else _ONE_ALONE)
@@ -277,6 +277,11 @@ class SaveEngine:
         nearest = tuple([*after, *(n for n in nodes if n < session.node_rank)][: local.MAX_LIVE_NODES])
         if self._rescuer is not None:
             self._rescuer.lives_on(nearest)
+
+    def _at_once(self, job: Job) -> None:
+        """From the rescuer's thread."""
+        job.urgent = job.wanted = True
+        self.pacer.hurry()
 
     def _shared(self) -> tuple[Mapping[str, Own], Capture]:
         assert self.planning.capture is not None

@@ -422,14 +422,15 @@ class Sketched(OfRank, frozen=True, tag="sketched"):
 class OpenRescue(OfRank, frozen=True, tag="rescue"):
     """This rank can copy its live tensors into slots, of its own shard and of others', when their holders have died.
     Answered by `Ok`, beside it one descriptor: a channel (SOCK_SEQPACKET) on which the agent asks: `Still`, then
-    `CopyLive` as often as it wants, and `GoOn`."""
+    `CopyLive` as often as it wants, `Complete`, and `GoOn`."""
 
 
 # ---- from the agent, on a channel of `OpenRescue`; the rank answers each but the last ------------------
 
 
 class Still(Message, frozen=True, tag="still"):
-    """Change no tensor of the state until `GoOn`, or for `wait_s`; answered by `Standing`."""
+    """Change no tensor of the state until `GoOn`, or for `wait_s`, and bring the version that is on its way into the
+    slots at once, whatever else has the network; answered by `Standing`."""
 
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
 
@@ -454,6 +455,13 @@ class Copied(Message, frozen=True, tag="copied"):
 
     whole: bool
     why: Reason = ""
+
+
+class Complete(Message, frozen=True, tag="complete"):
+    """Wait until the rank's own shard of the version at which it stands is complete; for `wait_s` at most. Answered
+    by `Copied`."""
+
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
 
 
 class GoOn(Message, frozen=True, tag="go-on"):
@@ -541,7 +549,7 @@ Request = (
     | Recall
 )
 PushRequest = PushOffer | PushChunk | PushDone
-RescueRequest = Still | CopyLive | GoOn
+RescueRequest = Still | CopyLive | Complete | GoOn
 RescueReply = Standing | Copied
 Reply = Ready | Verdict | LaunchState | Welcome | Slots | Begun | Refused | Copy | Kept | Taken | Ok | Error
 

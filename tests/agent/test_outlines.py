@@ -10,7 +10,9 @@ import msgspec
 import pytest
 import xxhash
 
+from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.replicas.outlines import Outlines
+from gemini_hpc.agent.replicas.store import Shard
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.shard_manifest import Manifest, Row
@@ -116,6 +118,26 @@ def test_what_does_not_fit_together_fills_nothing(changes: dict[str, Any]) -> No
     assert found is not None
     with pytest.raises(ValueError, match=r"."):
         found.fill(memoryview(bytearray(LAYOUT.total)))
+
+
+def test_what_is_told_when_the_slot_is_complete_comes_with_its_digest() -> None:
+    """Ranks tell of their outlines in a thread of its own, which the copy may overtake."""
+    here = Here()
+    outlines = Outlines("n3", here, spawn)  # type: ignore[arg-type]
+    shard = Shard("default", 2, 4, 2, LAYOUT.total, [Memfd("test", LAYOUT.total, slot=True) for _ in range(2)])
+    try:
+        with shard.memory[0].view() as view:
+            view[LAYOUT.manifest_offset : LAYOUT.manifest_offset + len(DIRECTORY)] = DIRECTORY
+            view[LAYOUT.small_offset : LAYOUT.small_offset + len(SMALL)] = SMALL
+        slot = shard.pair.slots[0]
+        slot.state, slot.stamp, slot.digest, slot.bytes_used = "complete", Stamp(3, 7), "d" * 32, LAYOUT.total
+        outlines.lives_on("default", 2, (0, 1))
+        outlines.sketched(shard, 0, len(SMALL), AREAS)
+    finally:
+        for memory in shard.memory:
+            memory.close()
+    told = [(host, type(message).__name__) for host, message in here.sent]
+    assert sorted(told) == [(n, k) for n in ("n1", "n2") for k in ("Outline", "OutlineDigest")]
 
 
 def test_orphans_are_shards_whose_holders_are_all_dead() -> None:

@@ -183,10 +183,7 @@ def test_bad_settings(site: Site, settings_file: Path, kind: str) -> None:
         "2",
         node,
         "n[1-2]",
-        "",
-        "",
-        "",
-        "",
+        *[""] * 5,
     ]
     done = site.cluster.exec(node, prolog)
     assert (done.returncode, len(done.stderr.splitlines())) == (0, 1), done.stderr

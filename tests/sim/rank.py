@@ -285,6 +285,8 @@ class Rank:
                         os.pwrite(fds[0], payload[slot.TENSOR_AT :], slot.TENSOR_AT)
                         self.watch("copied live", self, message.version)
                     channel.send(local.encode(local.Copied(whole)))
+                elif isinstance(message, local.Complete):
+                    channel.send(local.encode(local.Copied(self._still)))
                 else:
                     self._still = False
             except OSError:

@@ -480,7 +480,7 @@ def train(o: dict[str, Any]) -> dict[str, Any] | None:
             ckpt.reject("the loss is NaN", fresh=o.get("fresh", False))
         if log is not None:
             log.write(f"{start} {step} {losses[step]}\n")
-        if step == o.get("pause_at"):
+        if step == o.get("pause_at") and rank in o.get("pausing", range(world)):
             if o.get("pause_sealed"):
                 wait_for_seal(ckpt, step)
             time.sleep(o["pause_s"])

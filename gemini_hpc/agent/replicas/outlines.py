@@ -102,8 +102,8 @@ class Outlines:
             self._linking.discard(host)
 
     def sketched(self, shard: Shard, index: int, small_bytes: int, areas: tuple[int, int, int]) -> None:
-        """A rank of this node says that the slot, which it fills, has directory and small state: tell the nodes that
-        have its tensors."""
+        """A rank of this node says that the slot, which it fills or has filled, has directory and small state: tell
+        the nodes that have its tensors."""
         hosts, stamp = self._hosts(self._live.get((shard.set, shard.rank), ())), shard.pair.slots[index].stamp
         try:
             layout = Layout.plan(*areas)
@@ -136,6 +136,7 @@ class Outlines:
                 self._told[host, shard.set, shard.rank] = key
             else:
                 self._link(host)
+        self.completed(shard, index)
 
     def completed(self, shard: Shard, index: int) -> None:
         """A slot is complete: who has its outline is to know the digest."""

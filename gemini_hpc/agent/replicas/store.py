@@ -21,10 +21,10 @@ class Shard:
     """Both slots of one shard on this node. home: node rank where its training rank lives.
 
     proven: see `Copy`. registered_round: the last round in which a training rank registered it; resumed_round: the
-    last one whose plan has it here. pushed: the home's agent fills it, and a training rank at most those parts that
-    it has as well (fill: the newest version of which it did; unlike: why it must not). handed_back: slots that a
-    process has given to this agent after its predecessor's death; half_back: one is still to come, so the pair has no
-    vote, and nobody else writes to it.
+    last one whose plan has it here; rescued_round: the one in which it was copied from live state. pushed: the home's
+    agent fills it, and a training rank at most those parts that it has as well (fill: the newest version of which it
+    did; unlike: why it must not). handed_back: slots that a process has given to this agent after its predecessor's
+    death; half_back: one is still to come, so the pair has no vote, and nobody else writes to it.
     """
 
     set: str
@@ -38,6 +38,7 @@ class Shard:
     verified: list[float] = field(default_factory=lambda: [0.0, 0.0])
     registered_round: int = 0
     resumed_round: int = 0
+    rescued_round: int = 0
     pushed: bool = False
     fill: Fill | None = None
     unlike: str = ""
@@ -195,7 +196,9 @@ class Store:
         self.budget.give(2 * shard.bytes)
 
     def drop_stale(self, set_name: str, round_number: int, world: int, sealed: Stamp) -> None:
-        """After a seal in this round: free ancestors, and what no rank of a training of this size has registered."""
+        """After a seal in this round: free ancestors, and what no rank of a training of this size has registered.
+        What was copied from live state stays as long as nothing newer is sealed: it may be all that is left of its
+        shard, also of the version that the last votes of the dead have sealed."""
         for shard in [s for s in self.ancestors if s.set == set_name]:
             heir = self.shards.get((set_name, shard.rank))
             # A late seal may be of a version that only the ancestor has.
@@ -203,7 +206,11 @@ class Store:
                 self.ancestors.remove(shard)
                 self._close(shard)
         for key, shard in list(self.shards.items()):
-            if shard.set == set_name and (shard.registered_round != round_number or shard.world != world):
+            stays = shard.registered_round == round_number or (
+                shard.rescued_round == round_number
+                and any(slot.stamp is not None and slot.stamp >= sealed for slot in shard.pair.slots)
+            )
+            if shard.set == set_name and not (stays and shard.world == world):
                 del self.shards[key]
                 self._close(shard)
 

@@ -181,7 +181,7 @@ class Replicator(Keeper):
 
     def _save(self, job: Job) -> None:
         if self._max_repeated > 1 and self._last_saved:
-            self._gate.wait(self._last_saved, lambda: job.cancelled)
+            self._gate.wait(self._last_saved, lambda: job.cancelled or job.urgent)
         try:
             slot_index, slot = self._begin(job)
         except (AgentLost, AgentRefused) as error:
@@ -263,7 +263,7 @@ class Replicator(Keeper):
         """The own slot is complete: bring it to the other holders, and say so."""
         used = self._layout.small_offset + len(job.small)
         self._pacer.begin(job.version)
-        if self._gate.degraded:  # nobody waits for it: the sooner it is there, the better
+        if self._gate.degraded or job.urgent:  # nobody waits for it: the sooner it is there, the better
             self._pacer.hurry()
         elif job.hurried:
             self._pacer.wait_for()

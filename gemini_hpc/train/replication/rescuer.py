@@ -32,16 +32,19 @@ Frozen = Callable[[], AbstractContextManager[Job | None]]
 
 class Rescuer:
     """Of one rank. frozen: keeps the optimizers from changing tensors, and gives the job of the version that they
-    have, None while they are being changed; own: what this rank shares, and the capture, now."""
+    have, None while they are being changed; at_once: brings that version into the slots without regard for the
+    training's traffic; own: what this rank shares, and the capture, now."""
 
     def __init__(
         self,
         me: Identity,
         client: AgentClient,
         frozen: Frozen,
+        at_once: Callable[[Job], None],
         own: Callable[[], tuple[Mapping[str, Own], Capture]],
     ) -> None:
         self._me, self._client, self._frozen, self._own = me, client, frozen, own
+        self._at_once = at_once
         self._nodes: tuple[int, ...] = ()
         self._closed = threading.Event()
         self._sock: socket.socket | None = None
@@ -108,6 +111,7 @@ class Rescuer:
             with self._frozen() as job:
                 sock.send(local.encode(local.Standing(0 if job is None else job.version)))
                 if job is not None:
+                    self._at_once(job)
                     self._standing(sock, job, message.wait_s)
 
     def _standing(self, sock: socket.socket, job: Job, wait_s: float) -> None:
@@ -125,6 +129,11 @@ class Rescuer:
                     return
                 if isinstance(message, local.Still):
                     sock.send(local.encode(local.Standing(job.version)))
+                    continue
+                if isinstance(message, local.Complete):
+                    job.done.wait(min(message.wait_s, max(0.0, deadline - clock.monotonic())))
+                    whole = job.saved and job.done.is_set()
+                    sock.send(local.encode(local.Copied(whole, "" if whole else "its own copy is not complete")))
                     continue
                 why = self._copy(job, message, fds)
                 sock.send(local.encode(local.Copied(not why, why[:200])))

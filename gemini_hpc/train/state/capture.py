@@ -145,6 +145,7 @@ class Job:
     cancelled: bool = False
     hurried: bool = False  # the training waits for this version
     wanted: bool = False  # the training waits for its tensors
+    urgent: bool = False  # all that is left of the training may hang on this version: it goes at once
     streamed: bool = False  # the device brings its tensors to the other holders: they need not be sent
 
     @property
