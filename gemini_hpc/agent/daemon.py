@@ -108,13 +108,24 @@ class Agent:
 
         self._outlines = Outlines(node, here, spawn)
         filling = SlotWrites(here, trainings, log, spawn, self._outlines.completed)
-        self.rescue = Rescue(here, store, self._outlines, filling, log, spawn, self.controller_link.register)
+        incoming = PushReceiver(here, trainings, store, filling, log)
+        self.rescue = Rescue(
+            here,
+            store,
+            trainings,
+            self._outlines,
+            filling,
+            incoming.forsake,
+            log,
+            spawn,
+            self.controller_link.register,
+        )
         self.spares = Spares(
             node, here, self.launches, log, spawn, self._begin, self._left_out, first=self.rescue.over
         )
         self._predecessor = Predecessor(me, here, self.controller_link, spawn)
         self.transfers = Transfers(
-            PushReceiver(here, trainings, store, filling, log),
+            incoming,
             PushSender(here, store, spawn),
             PullScheduler(me, here, store, trainings, tier, self._predecessor, log, spawn),
         )

@@ -5,7 +5,8 @@ is replicated (DDP, HSDP), the healthy ranks have the lost shards as well. Each 
 of shards (`replicas.outlines`), its ranks stand still at a version, and what they copy counts only if it has, bit for
 bit, the digest that the shard's home had made (R5); where the home had not come so far, only if no other replica's
 copy contradicts it. The living ranks' own shards are completed in that version, too, which may still have been on its
-way: a version counts with all its shards. The step is not ended meanwhile, for `LIMIT_S` at most.
+way, and those of which this node is the first living holder: a version counts with all its shards. The step is not
+ended meanwhile, for `LIMIT_S` at most.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import msgspec
@@ -25,12 +26,13 @@ from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.agent.replicas.memory import NoMemory
 from gemini_hpc.agent.replicas.outlines import Kept, Outlines
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
-from gemini_hpc.agent.replicas.store import Key, Store
+from gemini_hpc.agent.replicas.store import Key, Shard, Store
+from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.core import placement
 from gemini_hpc.core.rescue import LIMIT_S
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.format.commit_record import Committed
-from gemini_hpc.wire import local
+from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.local_server import Client
 
 _TOGETHER_S = 0.05  # who died with it is known by then
@@ -70,19 +72,23 @@ class Channel:
 
 
 class Rescue:
-    """Of one agent. tell: says at the controller that a rescue has begun, or is over."""
+    """Of one agent. forsake: ends what these hosts send; tell: says at the controller that a rescue has begun, or is
+    over."""
 
     def __init__(
         self,
         membership: Membership,
         store: Store,
+        trainings: Trainings,
         outlines: Outlines,
         filling: SlotWrites,
+        forsake: Callable[[set[str]], Awaitable[None]],
         log: Log,
         spawn: Spawn,
         tell: Callable[[], None],
     ) -> None:
-        self._membership, self._store, self._outlines, self._filling = membership, store, outlines, filling
+        self._membership, self._store, self._trainings = membership, store, trainings
+        self._outlines, self._filling, self._forsake = outlines, filling, forsake
         self._log, self._spawn, self._tell = log, spawn, tell
         self._channels: dict[str, dict[int, Channel]] = {}
         self._tried: set[tuple[Key, Stamp]] = set()
@@ -179,15 +185,15 @@ class Rescue:
                 self._log("unrescued", detail="no rank of this node stands still: its state is being changed")
                 return
             able = [channel for channel in channels if standing.get(channel) == version]
-            wanted = [key for key in self._orphans() if key[0] == name]
             stamp = Stamp(epoch, version)
-            await asyncio.gather(
-                *(
-                    self._in_turn(able[number:] + able[:number], wanted[number :: len(able)], stamp)
-                    for number in range(len(able))
-                )
-            )
-            await asyncio.gather(*(self._completed(channel, stamp) for channel in able))
+            orphans = [key for key in self._orphans() if key[0] == name]
+            await self._shared_out(able, orphans, stamp, "whose holders are dead")
+            at_work = set(await asyncio.gather(*(self._at_work(channel) for channel in able)))
+            if (incarnation := self._membership.training) is not None:
+                dead = set(incarnation.mesh.dead)
+                await self._forsake(dead)
+                lacking = [key for key in self._outlines.lacking(dead, stamp) if key[0] == name]
+                await self._shared_out(able, [k for k in lacking if k[1] not in at_work], stamp, "not complete here")
         finally:
             for channel in channels:
                 await asyncio.to_thread(channel.tell, local.GoOn())
@@ -206,45 +212,69 @@ class Rescue:
                 return found
             await asyncio.sleep(_AGAIN_S)
 
-    async def _completed(self, channel: Channel, stamp: Stamp) -> None:
-        """Wait for what was on its way into the rank's own slot."""
+    async def _at_work(self, channel: Channel) -> int:
+        """Wait for what was on its way into the rank's own slot. The rank, where it may still be writing; else -1."""
         answer = await asyncio.to_thread(channel.ask, local.Complete(_COMPLETE_S), _COMPLETE_S + _STILL_S)
-        if not isinstance(answer, local.Copied) or not answer.whole:
-            why = answer.why if isinstance(answer, local.Copied) else "no answer"
-            self._log("unrescued", version=stamp.version, detail=f"shard {channel.rank}, whose rank is here: {why}")
+        return -1 if isinstance(answer, local.Copied) else channel.rank
 
-    async def _in_turn(self, channels: list[Channel], keys: list[Key], stamp: Stamp) -> None:
+    async def _shared_out(self, able: list[Channel], keys: list[Key], stamp: Stamp, why: str) -> None:
+        """Copy these shards, each rank some of them."""
+        await asyncio.gather(
+            *(
+                self._in_turn(able[number:] + able[:number], keys[number :: len(able)], stamp, why)
+                for number in range(len(able))
+            )
+        )
+
+    async def _in_turn(self, channels: list[Channel], keys: list[Key], stamp: Stamp, what: str) -> None:
         """Shards, one after the other: from the first of these ranks that has them."""
         for name, rank in keys:
             kept = self._outlines.find(name, rank, stamp)
-            if self._store.find(name, rank, stamp) is not None or ((name, rank), stamp) in self._tried:
+            found = self._store.find(name, rank, stamp)
+            if ((name, rank), stamp) in self._tried or (found and found[0].pair.slots[found[1]].state == "complete"):
                 continue
             self._tried.add(((name, rank), stamp))
             why = "its small state of that version has not come here" if kept is None else ""
             for channel in channels if kept is not None else ():
                 assert kept is not None
-                why = await self._copy(channel, kept)
+                why = await self._copy(channel, kept, what)
                 if not why:
                     break
-            detail = f"shard {rank}, whose holders are dead"
             if why:
-                self._log("unrescued", version=stamp.version, detail=f"{detail}: {why}")
+                self._log("unrescued", version=stamp.version, detail=f"shard {rank}, {what}: {why}")
 
-    async def _copy(self, channel: Channel, kept: Kept) -> str:
+    async def _place(self, o: peer.Outline) -> tuple[Shard, int]:
+        """Where the copy goes: into the slots of the shard that a rank here has registered, or into new ones. Raises
+        `NoMemory`, `core.slots.Refused`."""
+        present, training = self._store.get(o.set, o.rank), self._trainings.get(o.set)
+        if present is not None and training is not None and present.bytes == o.slot_bytes:
+            return present, self._filling.begin_again(training, present, o.stamp.version)
+        shard = await self._store.make(o.set, o.rank, o.world, o.home, o.slot_bytes)
+        shard.rescued_round = self._membership.round
+        return shard, shard.pair.begin(o.stamp, None, frozenset(), voted=frozenset())
+
+    def _leave(self, shard: Shard, index: int) -> None:
+        """It has come to nothing."""
+        number = self._membership.round
+        if shard.rescued_round == number and shard.registered_round != number:
+            self._store.drop(shard)
+        else:
+            self._filling.void(shard, index)
+
+    async def _copy(self, channel: Channel, kept: Kept, what: str) -> str:
         """Make a copy of a shard out of a rank's tensors; why not, or ""."""
         o = kept.outline
         try:
-            shard = await self._store.make(o.set, o.rank, o.world, o.home, o.slot_bytes)
-            index = shard.pair.begin(o.stamp, None, frozenset(), voted=frozenset())
+            shard, index = await self._place(o)
         except (NoMemory, Refused) as exc:
             return str(exc)
-        shard.rescued_round, shard.pair.slots[index].busy = self._membership.round, True
+        shard.pair.slots[index].busy = True
         memory = shard.memory[index]
         try:
             with memory.view() as view:
                 await asyncio.to_thread(kept.fill, view)
         except ValueError as exc:
-            shard.pair.void(index)
+            self._leave(shard, index)
             return f"its outline cannot be used: {exc}"
         fd = os.dup(memory.fd)
         try:
@@ -253,15 +283,15 @@ class Rescue:
         finally:
             os.close(fd)
         if not isinstance(answer, local.Copied) or not answer.whole:
-            self._store.drop(shard)
+            self._leave(shard, index)
             return f"rank {channel.rank}: {answer.why if isinstance(answer, local.Copied) else 'no answer'}"
         found = await asyncio.to_thread(memory.digest, kept.used_bytes)
         if kept.digest and found != kept.digest:
-            self._store.drop(shard)
+            self._leave(shard, index)
             return f"rank {channel.rank} has something else in its tensors"
-        shard.proven = bool(kept.digest)
+        shard.unproven = None if kept.digest else o.stamp
         self._filling.arrived(shard, index, Committed(o.stamp, kept.used_bytes, found), found)
         how = "" if kept.digest else ", unless another replica has something else"
-        detail = f"shard {o.rank}, whose holders are dead: copied from the live state of rank {channel.rank}{how}"
+        detail = f"shard {o.rank}, {what}: copied from the live state of rank {channel.rank}{how}"
         self._log("rescued", version=o.stamp.version, detail=detail)
         return ""

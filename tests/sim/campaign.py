@@ -23,6 +23,7 @@ JOB = 7
 FAULTS_S = 12.0
 SETTLE_S, MORE_STEPS, UNSEALED = 5.0, 30, 4
 AFTER_STEP_S = 0.06  # in which a version is on its way
+_TOLD_S = 0.035  # what homes tell has come by then, and no rank has gone on
 LIVELY_S = 240.0
 QUIET_S = 30.0
 
@@ -52,7 +53,7 @@ class Campaign:
             nodes[: size + within],
             nodes[size + within :],
             replicas=replicas,
-            pause_s=rng.choice((0.05, 0.2, 0.3)),
+            pause_s=max(0.2 if live else 0.0, rng.choice((0.05, 0.2, 0.3))),  # see _TOLD_S
             within=within,
             live=live,
         )
@@ -160,9 +161,9 @@ class Campaign:
             self._root_forgets,
             *[self._arm] * 6,
         ]
+        self._alone = self._live and self.rng.random() < 0.5  # nothing else happens
         if self._live:
             self._at(self.rng.uniform(1.0, 4.0), self._arm_group)
-        self._alone = self._live and self.rng.random() < 0.5  # nothing else happens
         if self._alone:
             self._last = self.world.loop.now + FAULTS_S
             self._at(FAULTS_S, self._wait)
@@ -240,18 +241,25 @@ class Campaign:
         self._ends(self.rng.uniform(1.0, 15.0), node.power_on)
 
     def _arm_group(self) -> None:
-        """All holders of a shard lose power, at the next moment at which every rank stands at a sealed version."""
-        self.job.on_all_sealed = self._lose_group
+        """All holders of a shard lose power, at the next moment at which every rank stands at a sealed version; or at
+        one of which those who have its tensors know all the rest, which must be enough."""
+        if self._alone:
+            self.job.on_all_sketched = self._lose_group
+        else:
+            self.job.on_all_sealed = lambda: self._lose_group(0)
 
-    def _lose_group(self) -> None:
-        self.job.on_all_sealed = lambda: None
+    def _lose_group(self, version: int) -> None:
+        self.job.on_all_sealed, self.job.on_all_sketched = lambda: None, lambda version: None
+        if not self.job.holders:
+            self._arm_group()  # nothing was sealed yet
+            return
         lost = {node.name: node for node in self.rng.choice(sorted(self.job.holders.items()))[1]}
         for node in self.job.nodes[1:]:  # and some more
             if self.rng.random() < 0.2:
                 lost[node.name] = node
         if self._lives(set(lost)) and self._alone:
-            self.job.stood_at = self.job.sealed
-        self._at(0.0, lambda: [self._power(node) for node in lost.values()])
+            self.job.stood_at = version
+        self._at(_TOLD_S if version else 0.0, lambda: [self._power(node) for node in lost.values()])
 
     def _lives(self, lost: set[str]) -> bool:
         """Whether of each shard a holder is left, or a node that knows all of it but the tensors."""

@@ -16,10 +16,10 @@ from gemini_hpc.agent.replicas import trainings, voting
 from gemini_hpc.agent.replicas.outlines import Kept, Outlines
 from gemini_hpc.agent.replicas.seal_notes import SealNotes
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
-from gemini_hpc.agent.replicas.store import Shard
+from gemini_hpc.agent.replicas.store import Shard, Store
 from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.replicas.voting import Voting, from_wire
-from gemini_hpc.agent.rescue import Rescue
+from gemini_hpc.agent.rescue import Channel, Rescue
 from gemini_hpc.agent.restart_state import StateFile
 from gemini_hpc.agent.spares import Spares
 from gemini_hpc.core import recovery_plan, votes
@@ -280,6 +280,37 @@ def nobody_copies_live_state() -> None:
 def no_outlines() -> None:
     """Rescue: what a shard was beside its tensors is not told."""
     patch(Outlines, "heard", lambda self, host, message: None)
+
+
+@live
+def only_who_keeps_outlines() -> None:
+    """Rescue: what other living ranks were about to save is left where it is."""
+    patch(Rescue, "_concerned", lambda self: sorted({key[0] for key in self._orphans()}))
+
+
+@live
+def nobody_waits_for_the_living() -> None:
+    """Rescue: it is over before the living ranks' own copies are complete."""
+
+    patch(Outlines, "lacking", lambda self, dead, stamp: [])
+
+    async def at_once(self: Rescue, channel: Channel) -> int:
+        return channel.rank
+
+    patch(Rescue, "_at_work", at_once)
+
+
+@live
+def a_seal_frees_what_was_rescued() -> None:
+    """Rescue: no rank has registered the copies that it has made."""
+    drop_stale = Store.drop_stale
+
+    def all_of_them(self: Store, set_name: str, round_number: int, world: int, sealed: Stamp) -> None:
+        for shard in self.shards.values():
+            shard.rescued_round = 0
+        drop_stale(self, set_name, round_number, world, sealed)
+
+    patch(Store, "drop_stale", all_of_them)
 
 
 @live

@@ -37,6 +37,7 @@ class Launch:
     ranks: dict[int, Rank] = field(default_factory=dict)
     resumed: dict[int, int] = field(default_factory=dict)
     sealed: dict[int, int] = field(default_factory=dict)  # by rank: what it has been told last
+    sketched: dict[int, int] = field(default_factory=dict)  # by rank: of which it has told all but the tensors
     trained: int = 0  # the newest step that a rank has ended
     stepped_at: dict[int, float] = field(default_factory=dict)  # by version: when a rank had it first
     unsure: bool = False  # a rank went on without the seal of a version, and said so
@@ -77,6 +78,7 @@ class Job:
         self.on_all_sealed: Callable[[], None] = lambda: (
             None
         )  # every rank stands at a version that it knows is sealed
+        self.on_all_sketched: Callable[[int], None] = lambda version: None  # and every home knows all but its tensors
         self.stood_at = 0  # with which ranks stood when all holders of a shard were lost at once
         self.unprotected: set[str] = set()  # steps in which a rank trained without protection
         self._said: dict[str, str] = {}
@@ -225,6 +227,10 @@ class Job:
             launch.sealed[rank.rank] = version
             if len(launch.sealed) == self.size and set(launch.sealed.values()) == {version}:
                 self.on_all_sealed()
+        elif what == "sketched":
+            launch.sketched[rank.rank] = version
+            if len(launch.sketched) == self.size and set(launch.sketched.values()) == {version}:
+                self.on_all_sketched(version)
         elif what in ("late", "skipped", "rejoined"):
             launch.unsure = True
         elif what == "step":

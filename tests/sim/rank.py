@@ -111,7 +111,8 @@ class Rank:
         watch: Callable[[str, Rank, int], object],
         live: bool = False,
     ) -> None:
-        """live: what it has can be copied when holders have died, and it stays for that when others have gone."""
+        """live: what it has can be copied when holders have died, and it stays for that when others have gone; its
+        copies go when it has come to the optimizer, or when they are wanted at once, or sometimes before."""
         self.world, self.process, self.path, self.step = world, process, path, step
         self.rank, self.size, self.barrier, self.last, self.pause_s = rank, size, barrier, last, pause_s
         self.version = self.resumed_at = 0
@@ -131,6 +132,9 @@ class Rank:
         self._gate: SealGate | None = None
         self._crowded = self._still = False
         self._captured = 0  # the version that its tensors are, 0: they are being changed
+        self._held_back = self._protecting = False  # its copies wait; they are on their way, or waited for
+        self._landed = 0  # the version that was complete here last
+        self._failure: Failed | None = None  # of the thread that saves
         self._lineage: tuple[tuple[int, int], ...] = ()
         process.on_kill.append(self._ended)
 
@@ -169,14 +173,19 @@ class Rank:
             self.barrier.reach(self.rank, version)
             if not self.barrier.wait(self.world, version, 60.0):
                 raise Failed(f"step {version}: another rank has gone")
+            self._saved()
             while self._still:  # its tensors are being copied
                 self.world.clock.sleep(0.01)
             self._captured = 0
             state = advance(state, self.rank, version)
             self.version = self._captured = version
             self.watch("step", self, version)
-            if self._agent is not None:
+            if self._agent is not None and self.live:
+                self._held_back, self._protecting = self.world.rng.random() < 0.6, True
+                self.world.loop.thread(self.process, self._protect_beside)
+            elif self._agent is not None:
                 self._protect(version, state)
+        self._saved()
         if self._agent is not None:
             try:
                 self._agent.ask(local.Finished(SET, self.rank))
@@ -275,6 +284,7 @@ class Rank:
                     break
                 if isinstance(message, local.Still):
                     self._still = bool(self._captured)
+                    self._held_back = self._held_back and not self._still
                     channel.send(local.encode(local.Standing(self._captured)))
                 elif isinstance(message, local.CopyLive):
                     whole = self._still and self._captured == message.version
@@ -286,7 +296,10 @@ class Rank:
                         self.watch("copied live", self, message.version)
                     channel.send(local.encode(local.Copied(whole)))
                 elif isinstance(message, local.Complete):
-                    channel.send(local.encode(local.Copied(self._still)))
+                    until = self.world.loop.now + message.wait_s
+                    while self._protecting and self._landed < self._captured and self.world.loop.now < until:
+                        self.world.clock.sleep(0.01)
+                    channel.send(local.encode(local.Copied(self._landed >= self._captured > 0)))
                 else:
                     self._still = False
             except OSError:
@@ -325,6 +338,23 @@ class Rank:
             self._maps[rank] = [mmap.mmap(fd, reply.bytes) for fd in fds]
         return isinstance(reply, local.Slots)
 
+    def _protect_beside(self) -> None:
+        """In a thread of its own."""
+        try:
+            self._protect(self.version, state_of(self.rank, self.version))
+        except Failed as error:
+            self._failure = error
+        finally:
+            self._protecting = False
+
+    def _saved(self) -> None:
+        """The optimizer waits for what the last step has made."""
+        self._held_back = False
+        while self._protecting:
+            self.world.clock.sleep(0.01)
+        if self._failure is not None:
+            raise self._failure
+
     def _protect(self, version: int, state: str) -> None:
         """As the checkpointer's `step()`, and what it waits for before the next optimizer step."""
         gate = self._gate
@@ -361,6 +391,9 @@ class Rank:
         digest = xxhash.xxh3_128(payload).hexdigest()
         if self.live:
             agent.ask(local.Sketched(SET, self.rank, version, reply.slot, *slot.sketch(payload)))
+            self.watch("sketched", self, version)
+        while self._held_back:
+            self.world.clock.sleep(0.01)
         taken = [
             self._push(holder, version, payload, digest)
             for holder in placement.holders(self._node_rank, self._n, self._m)[1:]
@@ -370,6 +403,8 @@ class Rank:
             return False
         landed, _ = agent.ask(local.Landed(SET, self.rank, version, reply.slot, len(payload), digest))
         self._stamps[self.rank, reply.slot] = (self.epoch, version, len(payload), digest)
+        if isinstance(landed, local.Ok):
+            self._landed = version
         return isinstance(landed, local.Ok)
 
     def _push(self, holder: int, version: int, payload: bytes, digest: str) -> bool:

@@ -3,7 +3,8 @@
 A shard whose state is replicated has its tensors on nodes that hold no copy of it. What these lack is small: the
 directory, the rank's small state (generators, counters), and the digest. The shard's home sends them that as soon as
 it is there, and when all holders have died a copy can be made there that is, bit for bit, what the home had
-(`agent.rescue`).
+(`agent.rescue`). Holders get it, too, long before the copy that they are to have: their home may die before that is
+there, beside a group whose only version left it is.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _LINK_S = 2.0
 
 
 class Kept(NamedTuple):
-    """One version of one shard of another node."""
+    """One version of one shard."""
 
     outline: peer.Outline
     directory: bytes
@@ -86,7 +87,10 @@ class Outlines:
         if mine is None:
             return []
         by_rank = {rank: host for host, rank in here.noderanks.items()}
-        chosen = placement.beyond(mine, here.nodes, here.replicas, nodes)
+        chosen = [
+            *placement.beyond(mine, here.nodes, here.replicas, nodes),
+            *(rank for rank in placement.holders(mine % here.nodes, here.nodes, here.replicas)[1:] if rank in nodes),
+        ]
         return [by_rank[rank] for rank in chosen if rank in by_rank]
 
     def _link(self, host: str) -> None:
@@ -117,22 +121,14 @@ class Outlines:
             small = bytes(memory[layout.small_offset : layout.small_offset + small_bytes])
         key, number = xxhash.xxh3_128(directory).hexdigest(), self._membership.round
         self._sent[shard.set, shard.rank] = stamp, hosts
+        outline = peer.Outline(
+            number, shard.set, shard.rank, shard.world, shard.home, shard.bytes, stamp, areas, small, key, directory
+        )
+        self.heard(self._node, outline)
+        brief = msgspec.structs.replace(outline, directory=b"")
         for host in hosts:
-            part = b"" if self._told.get((host, shard.set, shard.rank)) == key else directory
-            told = peer.Outline(
-                number,
-                shard.set,
-                shard.rank,
-                shard.world,
-                shard.home,
-                shard.bytes,
-                stamp,
-                areas,
-                small,
-                key,
-                part,
-            )
-            if self._membership.send(host, told):
+            known = self._told.get((host, shard.set, shard.rank)) == key
+            if self._membership.send(host, brief if known else outline):
                 self._told[host, shard.set, shard.rank] = key
             else:
                 self._link(host)
@@ -156,7 +152,7 @@ class Outlines:
     # ---- of others' shards -----------------------------------------------------------------------------
 
     def heard(self, host: str, message: peer.Outline | peer.OutlineDigest) -> None:
-        """A peer's word of a shard of its own."""
+        """A node's word of a shard of its own, also of this one."""
         here = self._membership
         if message.round != here.round or here.live is None or message.stamp.epoch != here.epoch:
             return
@@ -188,19 +184,36 @@ class Outlines:
         here."""
         here = self._membership
         gone = {rank for host, rank in here.noderanks.items() if host in dead}
-        n, m = here.nodes, here.replicas
         return [
             key
             for key, versions in sorted(self._kept.items())
-            if versions[-1].outline.stamp.epoch == here.epoch
-            and gone.issuperset(placement.holders(versions[-1].outline.home % n, n, m))
+            if versions[-1].outline.stamp.epoch == here.epoch and gone.issuperset(self._holders(versions[-1]))
         ]
 
+    def lacking(self, dead: set[str], stamp: Stamp) -> list[tuple[str, int]]:
+        """Shards of which this node is the first living holder, where the outline of this version is here."""
+        here, found = self._membership, list[tuple[str, int]]()
+        hosts = {rank: host for host, rank in here.noderanks.items()}
+        for key in sorted(self._kept):
+            kept = self.find(*key, stamp)
+            if kept is not None:
+                living = [hosts.get(rank) for rank in self._holders(kept) if hosts.get(rank) not in dead]
+                if living[:1] == [self._node]:
+                    found.append(key)
+        return found
+
+    def _holders(self, kept: Kept) -> tuple[int, ...]:
+        here = self._membership
+        return placement.holders(kept.outline.home % here.nodes, here.nodes, here.replicas)
+
     def ranks(self, name: str) -> tuple[int, ...]:
-        """Of whose shards there is an outline of this epoch."""
-        epoch = self._membership.epoch
-        found = (rank for (of, rank), v in self._kept.items() if of == name and v[-1].outline.stamp.epoch == epoch)
-        return tuple(sorted(found))
+        """Of whose shards there is an outline of this epoch, and is to be no copy."""
+        epoch, mine = self._membership.epoch, self._membership.noderanks.get(self._node)
+        return tuple(
+            rank
+            for (of, rank), versions in sorted(self._kept.items())
+            if of == name and versions[-1].outline.stamp.epoch == epoch and mine not in self._holders(versions[-1])
+        )
 
     def find(self, name: str, rank: int, stamp: Stamp) -> Kept | None:
         """This very version."""

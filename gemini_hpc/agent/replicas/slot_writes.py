@@ -44,6 +44,14 @@ class SlotWrites:
         self._sets.recount(shard.set)
         return index
 
+    def begin_again(self, training: Training, shard: Shard, version: int) -> int:
+        """The same where whoever filled it has gone, or has given up. Raises `core.slots.Refused`."""
+        stamp = Stamp(self._membership.epoch, version)
+        for index, slot in enumerate(shard.pair.slots):
+            if slot.stamp == stamp and slot.state == "filling" and not slot.busy:
+                self.void(shard, index)
+        return self.begin(training, shard, version)
+
     def passed(self, shard: Shard, version: int) -> None:
         """Its rank has gone past this version without saving it. Others may wait for a word about theirs: were it not
         said, ranks in two groups could save every other version from then on, and none be sealed."""

@@ -20,11 +20,12 @@ Key = tuple[str, int]
 class Shard:
     """Both slots of one shard on this node. home: node rank where its training rank lives.
 
-    proven: see `Copy`. registered_round: the last round in which a training rank registered it; resumed_round: the
-    last one whose plan has it here; rescued_round: the one in which it was copied from live state. pushed: the home's
-    agent fills it, and a training rank at most those parts that it has as well (fill: the newest version of which it
-    did; unlike: why it must not). handed_back: slots that a process has given to this agent after its predecessor's
-    death; half_back: one is still to come, so the pair has no vote, and nobody else writes to it.
+    unproven: the stamp of a copy that is not proven, see `Copy`. registered_round: the last round in which a training
+    rank registered it; resumed_round: the last one whose plan has it here; rescued_round: the one in which it was
+    copied from live state. pushed: the home's agent fills it, and a training rank at most those parts that it has as
+    well (fill: the newest version of which it did; unlike: why it must not). handed_back: slots that a process has
+    given to this agent after its predecessor's death; half_back: one is still to come, so the pair has no vote, and
+    nobody else writes to it.
     """
 
     set: str
@@ -44,7 +45,7 @@ class Shard:
     unlike: str = ""
     handed_back: frozenset[int] = frozenset()
     half_back: bool = False
-    proven: bool = True
+    unproven: Stamp | None = None
 
     def record(self, index: int) -> Copy | None:
         """What can be told of a complete slot; None of any other."""
@@ -60,7 +61,7 @@ class Shard:
             used=slot.bytes_used,
             stamp=slot.stamp,
             digest=slot.digest,
-            proven=self.proven,
+            proven=slot.stamp != self.unproven,
         )
 
     def settle(self, index: int, digest: str) -> bool:
@@ -97,7 +98,7 @@ class Store:
         return [s for s in self.shards.values() if s.set == set_name]
 
     def find(self, set_name: str, rank: int, stamp: Stamp) -> tuple[Shard, int] | None:
-        """A complete copy of this very version."""
+        """The slot with this very version, complete or being filled."""
         for shard in self:
             if shard.set == set_name and shard.rank == rank:
                 index = shard.pair.find(stamp)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -87,6 +87,14 @@ class PushReceiver:
         for push in list(self._pushes.values()):
             if push.stopped:
                 await push.over.wait()
+
+    async def forsake(self, hosts: Collection[str]) -> None:
+        """Take nothing more of what these are sending now: they are dead. Nothing of theirs is written on return."""
+        left = [push for push in self._pushes.values() if push.host in hosts]
+        for push in left:
+            push.stop()
+        for push in left:
+            await push.over.wait()
 
     async def serve(self, link: Link) -> None:
         """Take what comes over a connection made for pushing. Raises LinkClosed, TimeoutError."""
