@@ -130,6 +130,29 @@ def recovery_probability(N: int, m: int, k: int) -> float:
     return survivable_choices / comb(N, k)
 
 
+def ring_probability(N: int, m: int, k: int) -> float:
+    """The same if all nodes were one ring, each keeping its shards on the next m - 1 as well. Exact: the choices of k
+    nodes of a ring without m in a row; each is N / (N - k) times a choice of N - k runs of fewer than m nodes, one
+    behind each node that is left."""
+    _check(N, m)
+    if not 0 <= k <= N:
+        raise ValueError(f"{k} lost nodes of {N}: between 0 and {N} can be lost")
+    left = N - k
+    if not left:
+        return 0.0
+    # the coefficient of x^k in (1 + x + ... + x^(m-1))^left, by inclusion and exclusion
+    runs: int = sum(
+        (1 - 2 * (j % 2)) * comb(left, j) * comb(k - j * m + left - 1, left - 1) for j in range(min(left, k // m) + 1)
+    )
+    return N * runs / left / comb(N, k)
+
+
+def ring_bound(N: int, m: int, k: int) -> float:
+    """What the paper's union bound says of the ring (section 4, Figure 9): at least so probable."""
+    _check(N, m)
+    return max(0.0, 1.0 - N * comb(N - m, k - m) / comb(N, k)) if k >= m else 1.0
+
+
 def _survivable_choices(size: int, m: int, k: int) -> list[int]:
     """For j = 0..min(k, size): choices of j nodes of a ring of `size` < 2m without m neighbours among them.
 

@@ -99,6 +99,16 @@ def test_theorem_1_against_all_placements(N: int, m: int) -> None:
         assert best - ours <= (2 * m - 3) / comb(N, m) + 1e-12
 
 
+@pytest.mark.parametrize(("N", "m"), [(N, m) for N in range(1, 11) for m in range(1, min(N, 4) + 1)])
+def test_a_ring_is_what_counting_gives(N: int, m: int) -> None:
+    """And the paper's bound is one."""
+    for k in range(N + 1):
+        chosen = [set(c) for c in combinations(range(N), k)]
+        good = sum(not any(all((x + i) % N in c for i in range(m)) for x in range(N)) for c in chosen)
+        assert placement.ring_probability(N, m, k) == pytest.approx(good / len(chosen))
+        assert placement.ring_bound(N, m, k) <= placement.ring_probability(N, m, k) + 1e-12
+
+
 def test_large_jobs_are_counted_quickly() -> None:
     placement.recovery_probability.cache_clear()
     start = time.perf_counter()

@@ -8,9 +8,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from gemini_hpc.forecast.figures import FIGURES
 from gemini_hpc.settings import Settings
 
-ADMIN = Path(__file__).resolve().parents[2] / "docs" / "admin.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+ADMIN, REPRODUCTION = DOCS / "admin.md", DOCS / "reproduction.md"
 HEAD = "| key | default | meaning |\n|---|---|---|\n"
 
 
@@ -32,5 +34,21 @@ def with_tables(text: str) -> str:
     return text[:begin] + settings_table() + text[end.start() :]
 
 
+def with_figures(text: str) -> str:
+    """The page of the papers' figures, each behind its command: what is published of it, and what comes out here."""
+    for name, make in FIGURES.items():
+        rows = "".join(
+            f"| {row.what} | {row.published} | {row.ours} | {row.note} |\n" for row in make().rows if row.published
+        )
+        head = f"`gemini-hpc simulate --figure {name}`"
+        assert head in text, f"docs/reproduction.md has no {head}"
+        begin = text.index("|---|---|---|---|\n", text.index(head)) + len("|---|---|---|---|\n")
+        end = re.compile(r"^(?!\|)", re.M).search(text, begin)
+        assert end is not None
+        text = text[:begin] + rows + text[end.start() :]
+    return text
+
+
 if __name__ == "__main__":
     ADMIN.write_text(with_tables(ADMIN.read_text()))
+    REPRODUCTION.write_text(with_figures(REPRODUCTION.read_text()))

@@ -17,7 +17,7 @@ from gemini_hpc.cli.main import build_parser
 from gemini_hpc.query.inspect_document import picture
 from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, TrainingState
 from gemini_hpc.wire.traffic import TrafficState
-from tests.docs.tables import ADMIN, with_tables
+from tests.docs.tables import ADMIN, REPRODUCTION, with_figures, with_tables
 from tests.releases import __main__ as releases
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -204,6 +204,11 @@ def test_every_setting_is_documented_with_its_default() -> None:
 def test_the_table_of_settings_is_made_from_them() -> None:
     text = ADMIN.read_text()
     assert text == with_tables(text), "python -m tests.docs.tables writes it anew"
+
+
+def test_the_papers_figures_are_what_is_computed() -> None:
+    text = REPRODUCTION.read_text()
+    assert text == with_figures(text), "python -m tests.docs.tables writes it anew"
 
 
 def texts_of(part: str) -> list[str]:

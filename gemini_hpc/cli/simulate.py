@@ -1,0 +1,213 @@
+"""`gemini-hpc simulate`: what failures cost a training, under several schemes; and the papers' figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gemini_hpc.forecast.figures import Figure
+    from gemini_hpc.forecast.simulation import Outcome
+
+    _Subparsers = argparse._SubParsersAction[Any]
+
+_NAMES = ("gemini-9", "gemini-10", "gemini-12", "gemini-15a", "gemini-15b", "reft-8", "jit-table8")
+_SCHEMES = ("strawman", "highfreq", "gemini", "jit", "ours", "ours-spare")
+_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+SCHEMA = 1
+
+
+def _amount(text: str, unit: str, scale: float = 1.0) -> float:
+    """A number with a decimal prefix, in this unit; the unit may be left out."""
+    word = text.strip()
+    if word.lower().endswith(unit.lower()):
+        word = word[: -len(unit)]
+    prefix = word[-1:].upper() if word[-1:].isalpha() else ""
+    try:
+        value = float(word[: len(word) - len(prefix)]) * _UNITS[prefix] * scale
+    except (ValueError, KeyError):
+        value = 0.0
+    if not 0 < value < 1e30:
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount above 0, such as 400G{unit}")
+    return value
+
+
+def size(text: str) -> float:
+    """Bytes."""
+    return _amount(text, "B")
+
+
+def rate(text: str) -> float:
+    """Bytes a second, of bits a second."""
+    return _amount(text, "bps", 1 / 8)
+
+
+def _count(least: int, most: int) -> Any:
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdecimal() or not least <= int(text[:12]) <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from {least} to {most}")
+        return int(text)
+
+    return parse
+
+
+def _number(least: float, most: float) -> Any:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number from {least:g} to {most:g}")
+        return value
+
+    return parse
+
+
+def _schemes(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in _SCHEMES:
+            raise argparse.ArgumentTypeError(f"there is no scheme {name[:40]!r}: {', '.join(_SCHEMES)}")
+    return list(dict.fromkeys(names))
+
+
+def register(subparsers: _Subparsers) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="what failures cost a training, and the papers' figures",
+        description="Simulate a training under failures of its nodes, for several ways to protect it: how much of "
+        "the time is training that stays. Or print a figure of a paper, as published and as computed here.",
+        epilog="Schemes: strawman (storage, every 3 h), highfreq (storage, as often as it can), gemini (peers' "
+        "memory, every iteration), jit (just-in-time, at user level), ours (this project, by requeue), ours-spare "
+        "(with spares in the allocation). What they assume: docs/reproduction.md.",
+    )
+    parser.add_argument(
+        "--figure", choices=_NAMES, metavar="NAME", help=f"print this figure instead: {', '.join(_NAMES)}"
+    )
+    parser.add_argument("--schemes", type=_schemes, default=list(_SCHEMES), help="comma-separated (default: all)")
+    parser.add_argument("--nodes", type=_count(2, 200_000), default=1000, metavar="N", help="default: %(default)s")
+    parser.add_argument("--state", type=size, default=1203e9, metavar="SIZE", help="of all ranks (default: 1.2TB)")
+    parser.add_argument("--iteration", type=_number(0.01, 1e5), default=62.0, metavar="S", help="default: 62 s")
+    parser.add_argument(
+        "--network", type=rate, default=50e9, metavar="RATE", help="of a node, in bits/s (default: 400Gbps)"
+    )
+    parser.add_argument(
+        "--storage",
+        type=rate,
+        default=2.5e9,
+        metavar="RATE",
+        help="of all nodes together, in bits/s (default: 20Gbps)",
+    )
+    parser.add_argument("--replicas", type=_count(1, 8), default=2, metavar="M", help="copies in memory (default: 2)")
+    parser.add_argument(
+        "--standby", type=_count(0, 100_000), default=0, metavar="N", help="nodes that wait (default: 0)"
+    )
+    parser.add_argument("--days", type=_number(0.01, 3650), default=30.0, help="default: 30")
+    parser.add_argument(
+        "--failures-per-node-day", type=_number(0, 100), default=0.015, metavar="F", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--hardware",
+        type=_number(0, 1),
+        default=0.5,
+        metavar="SHARE",
+        help="of failures that take the node (default: 0.5)",
+    )
+    parser.add_argument(
+        "--shape",
+        type=_number(0.1, 10),
+        default=1.0,
+        help="of the Weibull distribution; below 1: bursts (default: 1)",
+    )
+    parser.add_argument(
+        "--repair", type=_number(0, 1e4), default=24.0, metavar="HOURS", help="of a node (default: 24)"
+    )
+    parser.add_argument("--seed", type=_count(0, 1 << 31), default=1, help="of the failures (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document (schema 1)")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status: 0; 2 for numbers that do not go together."""
+    from gemini_hpc.forecast.figures import FIGURES
+
+    if args.figure:
+        figure = FIGURES[args.figure]()
+        print(json.dumps({"schema": SCHEMA, "figure": args.figure, **asdict(figure)}) if args.json else table(figure))
+        return 0
+    if args.replicas > args.nodes:
+        print(f"gemini-hpc simulate: {args.replicas} replicas on {args.nodes} nodes", file=sys.stderr)
+        return 2
+    try:
+        outcomes = _outcomes(args)
+    except ValueError as error:
+        print(f"gemini-hpc simulate: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        found = {name: {**asdict(o), "goodput": o.goodput} for name, o in outcomes.items()}
+        print(json.dumps({"schema": SCHEMA, "schemes": found}))
+    else:
+        print(_lines(args, outcomes))
+    return 0
+
+
+def _outcomes(args: argparse.Namespace) -> dict[str, Outcome]:
+    from random import Random
+
+    from gemini_hpc.forecast import schemes
+    from gemini_hpc.forecast.simulation import Faults, simulate
+
+    training = schemes.Training(
+        args.nodes, args.state, args.iteration, args.network, args.storage, replicas=args.replicas
+    )
+    faults = Faults(args.failures_per_node_day, args.hardware, args.shape, args.repair * 3600)
+    found = {}
+    for number, name in enumerate(args.schemes):
+        if sys.stderr.isatty():
+            print(f"\r{number} of {len(args.schemes)}: {name}\033[K", end="", file=sys.stderr, flush=True)
+        scheme = schemes.SCHEMES[name](training)
+        failures = faults.of(args.nodes, args.days, Random(args.seed))
+        tier = schemes.strawman(training)
+        found[name] = simulate(
+            scheme, tier, failures, nodes=args.nodes, days=args.days, standby=args.standby, faults=faults
+        )
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    return found
+
+
+def _lines(args: argparse.Namespace, outcomes: dict[str, Outcome]) -> str:
+    one = next(iter(outcomes.values()))
+    paid = args.nodes / (args.nodes + args.standby)
+    lines = [
+        f"{args.nodes} nodes and {args.standby} that stand by, {args.days:g} days, {one.failures} failures of nodes",
+        f"{'scheme':<12}{'training':>10}{'of all paid':>13}{'stalled':>9}{'repeated':>10}{'down':>8}"
+        f"{'from storage':>14}",
+    ]
+    for name, o in outcomes.items():
+        shares = o.stalled_s / o.total_s, o.repeated_s / o.total_s, o.down_s / o.total_s
+        stalled, repeated, down = (f"{100 * share:.2f} %" for share in shares)
+        lines.append(
+            f"{name:<12}{100 * o.goodput:>8.2f} %{100 * o.goodput * paid:>11.2f} %{stalled:>9}{repeated:>10}{down:>8}"
+            f"{o.from_tier:>14}"
+        )
+    return "\n".join(lines)
+
+
+def table(figure: Figure) -> str:
+    """For a terminal."""
+    from gemini_hpc.report.columns import fold, width
+
+    what, published = (max(len(getattr(row, of)) for row in figure.rows) for of in ("what", "published"))
+    published = max(published, len("published"))
+    ours = max(len(row.ours) for row in figure.rows)
+    lines = [figure.title, *fold(figure.inputs, width()), "", f"{'':<{what}}  {'published':<{published}}  computed"]
+    for row in figure.rows:
+        line = f"{row.what:<{what}}  {row.published:<{published}}  {row.ours:<{ours}}  {row.note}".rstrip()
+        lines.append(line)
+    return "\n".join(lines)

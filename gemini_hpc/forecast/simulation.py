@@ -1,0 +1,174 @@
+"""A training under failures, event by event: what the averages of `schemes` leave out.
+
+Failures that come in each other's recovery, copies that are all gone, nodes that are missing for hours, failures that
+come in bursts (Weibull). Time is that of the clock on the wall, in seconds. Only failures are events, so a month of
+ten thousand nodes takes seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from math import floor, gamma
+from random import Random
+
+from gemini_hpc.core import placement
+from gemini_hpc.forecast.schemes import DAY_S, Scheme
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Of one node. hardware: the node, and its memory, are gone; otherwise the program has ended there."""
+
+    at_s: float
+    node: int
+    hardware: bool
+
+
+@dataclass(frozen=True)
+class Faults:
+    """When nodes fail. per_day: of one node; hardware: share of failures that take the node; shape: of the Weibull
+    distribution of a node's time to the next failure (below 1 they come in bursts); repair_s: until a lost node can
+    be used again; replace_s: until there is another one, where no standby is ready."""
+
+    per_day: float = 0.015
+    hardware: float = 1.0
+    shape: float = 1.0
+    repair_s: float = DAY_S
+    replace_s: float = 330.0  # GEMINI, section 7.3: 4 to 7 minutes
+
+    def of(self, nodes: int, days: float, random: Random) -> Iterator[Failure]:
+        """In the order of time."""
+        if not (self.per_day >= 0 and self.shape > 0 and 0 <= self.hardware <= 1):
+            raise ValueError("failures a day are not below 0, a shape is above 0, a share is from 0 to 1")
+        if not self.per_day:
+            return
+        scale = DAY_S / self.per_day / gamma(1 + 1 / self.shape)
+        # The nodes are of all ages, and a moment falls into a long gap more often than into a short one.
+        shape = self.shape
+        gaps = (scale * random.gammavariate(1 + 1 / shape, 1.0) ** (1 / shape) for _ in range(nodes))
+        due = [(random.random() * gap, node) for node, gap in enumerate(gaps)]
+        heapq.heapify(due)
+        while due[0][0] < days * DAY_S:
+            at, node = due[0]
+            heapq.heapreplace(due, (at + random.weibullvariate(scale, self.shape), node))
+            yield Failure(at, node, random.random() < self.hardware)
+
+
+@dataclass
+class Outcome:
+    """Of one run, in seconds of the clock. useful: work that stayed; stalled: for checkpoints; repeated: done again;
+    down: recoveries, and waits for nodes."""
+
+    total_s: float
+    useful_s: float = 0.0
+    stalled_s: float = 0.0
+    repeated_s: float = 0.0
+    down_s: float = 0.0
+    failures: int = 0
+    recoveries: int = 0
+    from_tier: int = 0  # recoveries that no copy in memory could serve
+    waits: int = 0  # for a node, as no standby was left
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time that is training which stayed."""
+        return self.useful_s / self.total_s
+
+
+@dataclass
+class _Run:
+    scheme: Scheme
+    tier: Scheme
+    nodes: int
+    standby: int
+    faults: Faults
+    outcome: Outcome
+    began_s: float = 0.0  # of the stretch of training under way
+    saved_s: float = 0.0  # clock time of training before it, all of it safe in memory
+    tiered_s: float = 0.0  # of that, safe on storage
+    lost: set[int] = field(default_factory=set)  # nodes whose memory went in this recovery
+    ready_s: list[float] = field(default_factory=list)  # when nodes under repair come back
+
+    def fail(self, failure: Failure, up_s: float) -> float:
+        """At a failure, training until then or, where it is before `up_s`, in a recovery. When the next stretch
+        begins."""
+        now, out = failure.at_s, self.outcome
+        out.failures += 1
+        if now >= up_s:
+            out.recoveries += 1
+            self.lost.clear()
+            done = self.saved_s + (now - up_s)
+            self.saved_s = self._kept(self.scheme, up_s, now, self.saved_s)
+            self.tiered_s = max(self.tiered_s, self._tiered(done))
+            out.repeated_s += done - self.saved_s
+            begins = now
+        else:
+            begins = now  # all over again
+        if failure.hardware:
+            self.lost.add(failure.node)
+            m = min(self.scheme.replicas, self.nodes)
+            if self.scheme.replicas and self.saved_s > self.tiered_s and not self._survives(m):
+                out.from_tier += 1
+                out.repeated_s += self.saved_s - self.tiered_s
+                self.saved_s = self.tiered_s
+        from_tier = self.scheme.replicas > 0 and bool(self.lost) and self.saved_s == self.tiered_s > 0
+        read_s = self.tier.read_s if from_tier else self.scheme.read_s
+        return begins + self.scheme.down_s + self._wait(failure, now) + read_s
+
+    def _kept(self, scheme: Scheme, up_s: float, now: float, saved_s: float) -> float:
+        """Clock time of training that can be gone back to, of what was done since `up_s`."""
+        usable = now - up_s - scheme.usable_s
+        return saved_s + max(0, floor(usable / scheme.every_s)) * scheme.every_s
+
+    def _tiered(self, done_s: float) -> float:
+        return max(0.0, floor((done_s - self.tier.usable_s) / self.tier.every_s) * self.tier.every_s)
+
+    def _survives(self, m: int) -> bool:
+        return placement.survivable(self.nodes, m, self.lost)
+
+    def _wait(self, failure: Failure, now: float) -> float:
+        """For another node."""
+        if not failure.hardware:
+            return 0.0
+        while self.ready_s and self.ready_s[0] <= now:
+            heapq.heappop(self.ready_s)
+            self.standby += 1
+        heapq.heappush(self.ready_s, now + self.faults.repair_s)
+        if self.standby:
+            self.standby -= 1
+            return 0.0
+        self.outcome.waits += 1
+        return self.faults.replace_s
+
+
+def simulate(
+    scheme: Scheme,
+    tier: Scheme,
+    failures: Iterable[Failure],
+    *,
+    nodes: int,
+    days: float,
+    standby: int = 0,
+    faults: Faults = Faults(),
+) -> Outcome:
+    """One training from its start for so many days. tier: what it goes back to where no copy in memory is left."""
+    if nodes < 1 or days <= 0 or standby < 0:
+        raise ValueError("a training has a node and some days, and no fewer than 0 nodes stand by")
+    out = Outcome(days * DAY_S)
+    run = _Run(scheme, tier, nodes, standby, faults, out)
+    up_s = 0.0
+    trained = 0.0  # clock time of training, also of what was lost
+    for failure in failures:
+        if failure.at_s >= out.total_s:
+            break
+        trained += max(0.0, failure.at_s - up_s)
+        up_s = max(up_s, run.fail(failure, up_s))
+    end = max(0.0, out.total_s - up_s)
+    trained += end
+    kept = run.saved_s + end
+    share = scheme.stall_s / scheme.every_s
+    out.stalled_s, out.useful_s = kept * share, kept * (1 - share)
+    out.down_s = out.total_s - trained
+    return out
