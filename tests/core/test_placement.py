@@ -116,6 +116,8 @@ def test_large_jobs_are_counted_quickly() -> None:
     assert time.perf_counter() - start < 0.5
     assert values[:3] == [1.0, pytest.approx(1 - 1 / 999), pytest.approx(1 - 500 * 998 / comb(1000, 3))]
     assert 0 <= recovery_probability(1000, 3, 500) <= 1
+    assert 0 < recovery_probability(100_000, 2, 1000) < recovery_probability(100_001, 3, 1000) < 1
+    assert placement.ring_probability(100_000, 2, 100) < recovery_probability(100_000, 2, 100)
 
 
 @pytest.mark.parametrize("function", [groups, strategy])
