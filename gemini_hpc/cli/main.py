@@ -12,7 +12,7 @@ from typing import TextIO
 from gemini_hpc import __version__
 
 _OF_JOBS = ("jobs", "inspect", "report", "flush", "evacuate", "versions", "export", "run")
-VERBS = (*_OF_JOBS, "controller", "doctor", "simulate", "devcluster", "demo")
+VERBS = (*_OF_JOBS, "controller", "doctor", "plan", "simulate", "devcluster", "demo")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -8,6 +8,8 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from gemini_hpc.cli.amounts import count, number, rate, size
+
 if TYPE_CHECKING:
     from gemini_hpc.forecast.figures import Figure
     from gemini_hpc.forecast.simulation import Outcome
@@ -16,55 +18,7 @@ if TYPE_CHECKING:
 
 _NAMES = ("gemini-9", "gemini-10", "gemini-12", "gemini-15a", "gemini-15b", "reft-8", "jit-table8")
 _SCHEMES = ("strawman", "highfreq", "gemini", "jit", "ours", "ours-spare")
-_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 SCHEMA = 1
-
-
-def _amount(text: str, unit: str, scale: float = 1.0) -> float:
-    """A number with a decimal prefix, in this unit; the unit may be left out."""
-    word = text.strip()
-    if word.lower().endswith(unit.lower()):
-        word = word[: -len(unit)]
-    prefix = word[-1:].upper() if word[-1:].isalpha() else ""
-    try:
-        value = float(word[: len(word) - len(prefix)]) * _UNITS[prefix] * scale
-    except (ValueError, KeyError):
-        value = 0.0
-    if not 0 < value < 1e30:
-        raise argparse.ArgumentTypeError(f"{text!r} is no amount above 0, such as 400G{unit}")
-    return value
-
-
-def size(text: str) -> float:
-    """Bytes."""
-    return _amount(text, "B")
-
-
-def rate(text: str) -> float:
-    """Bytes a second, of bits a second."""
-    return _amount(text, "bps", 1 / 8)
-
-
-def _count(least: int, most: int) -> Any:
-    def parse(text: str) -> int:
-        if not text.isascii() or not text.isdecimal() or not least <= int(text[:12]) <= most:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from {least} to {most}")
-        return int(text)
-
-    return parse
-
-
-def _number(least: float, most: float) -> Any:
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number from {least:g} to {most:g}")
-        return value
-
-    return parse
 
 
 def _schemes(text: str) -> list[str]:
@@ -90,9 +44,9 @@ def register(subparsers: _Subparsers) -> None:
         "--figure", choices=_NAMES, metavar="NAME", help=f"print this figure instead: {', '.join(_NAMES)}"
     )
     parser.add_argument("--schemes", type=_schemes, default=list(_SCHEMES), help="comma-separated (default: all)")
-    parser.add_argument("--nodes", type=_count(2, 200_000), default=1000, metavar="N", help="default: %(default)s")
+    parser.add_argument("--nodes", type=count(2, 200_000), default=1000, metavar="N", help="default: %(default)s")
     parser.add_argument("--state", type=size, default=1203e9, metavar="SIZE", help="of all ranks (default: 1.2TB)")
-    parser.add_argument("--iteration", type=_number(0.01, 1e5), default=62.0, metavar="S", help="default: 62 s")
+    parser.add_argument("--iteration", type=number(0.01, 1e5), default=62.0, metavar="S", help="default: 62 s")
     parser.add_argument(
         "--network", type=rate, default=50e9, metavar="RATE", help="of a node, in bits/s (default: 400Gbps)"
     )
@@ -103,31 +57,31 @@ def register(subparsers: _Subparsers) -> None:
         metavar="RATE",
         help="of all nodes together, in bits/s (default: 20Gbps)",
     )
-    parser.add_argument("--replicas", type=_count(1, 8), default=2, metavar="M", help="copies in memory (default: 2)")
+    parser.add_argument("--replicas", type=count(1, 8), default=2, metavar="M", help="copies in memory (default: 2)")
     parser.add_argument(
-        "--standby", type=_count(0, 100_000), default=0, metavar="N", help="nodes that wait (default: 0)"
+        "--standby", type=count(0, 100_000), default=0, metavar="N", help="nodes that wait (default: 0)"
     )
-    parser.add_argument("--days", type=_number(0.01, 3650), default=30.0, help="default: 30")
+    parser.add_argument("--days", type=number(0.01, 3650), default=30.0, help="default: 30")
     parser.add_argument(
-        "--failures-per-node-day", type=_number(0, 100), default=0.015, metavar="F", help="default: %(default)s"
+        "--failures-per-node-day", type=number(0, 100), default=0.015, metavar="F", help="default: %(default)s"
     )
     parser.add_argument(
         "--hardware",
-        type=_number(0, 1),
+        type=number(0, 1),
         default=0.5,
         metavar="SHARE",
         help="of failures that take the node (default: 0.5)",
     )
     parser.add_argument(
         "--shape",
-        type=_number(0.1, 10),
+        type=number(0.1, 10),
         default=1.0,
         help="of the Weibull distribution; below 1: bursts (default: 1)",
     )
     parser.add_argument(
-        "--repair", type=_number(0, 1e4), default=24.0, metavar="HOURS", help="of a node (default: 24)"
+        "--repair", type=number(0, 1e4), default=24.0, metavar="HOURS", help="of a node (default: 24)"
     )
-    parser.add_argument("--seed", type=_count(0, 1 << 31), default=1, help="of the failures (default: 1)")
+    parser.add_argument("--seed", type=count(0, 1 << 31), default=1, help="of the failures (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON document (schema 1)")
     parser.set_defaults(func=run)
 
@@ -167,9 +121,9 @@ def _outcomes(args: argparse.Namespace) -> dict[str, Outcome]:
     )
     faults = Faults(args.failures_per_node_day, args.hardware, args.shape, args.repair * 3600)
     found = {}
-    for number, name in enumerate(args.schemes):
+    for done, name in enumerate(args.schemes):
         if sys.stderr.isatty():
-            print(f"\r{number} of {len(args.schemes)}: {name}\033[K", end="", file=sys.stderr, flush=True)
+            print(f"\r{done} of {len(args.schemes)}: {name}\033[K", end="", file=sys.stderr, flush=True)
         scheme = schemes.SCHEMES[name](training)
         failures = faults.of(args.nodes, args.days, Random(args.seed))
         tier = schemes.strawman(training)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gemini_hpc.cli import simulate
+from gemini_hpc.cli import amounts, simulate
 from gemini_hpc.cli.main import main
 from gemini_hpc.forecast.figures import FIGURES
 from gemini_hpc.forecast.schemes import SCHEMES
@@ -71,8 +71,8 @@ def test_a_wrong_word_is_one_line(words: list[str], why: str, capsys: pytest.Cap
     ("text", "bytes_"), [("1.2TB", 1.2e12), ("400G", 4e11), ("1203e9", 1203e9), ("75GB", 75e9), ("12", 12.0)]
 )
 def test_sizes(text: str, bytes_: float) -> None:
-    assert simulate.size(text) == pytest.approx(bytes_)
+    assert amounts.size(text) == pytest.approx(bytes_)
 
 
 def test_rates_are_in_bits() -> None:
-    assert simulate.rate("400Gbps") == pytest.approx(50e9) and simulate.rate("8M") == pytest.approx(1e6)
+    assert amounts.rate("400Gbps") == pytest.approx(50e9) and amounts.rate("8M") == pytest.approx(1e6)

@@ -1,0 +1,59 @@
+"""Numbers of command lines, for argparse's `type`: sizes, rates, counts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+
+
+def _amount(text: str, unit: str, scale: float = 1.0) -> float:
+    """A number with a decimal prefix, in this unit; the unit may be left out."""
+    word = text.strip()
+    if word.lower().endswith(unit.lower()):
+        word = word[: -len(unit)]
+    prefix = word[-1:].upper() if word[-1:].isalpha() else ""
+    try:
+        value = float(word[: len(word) - len(prefix)]) * _UNITS[prefix] * scale
+    except (ValueError, KeyError):
+        value = 0.0
+    if not 0 < value < 1e30:
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount above 0, such as 400G{unit}")
+    return value
+
+
+def size(text: str) -> float:
+    """Bytes."""
+    return _amount(text, "B")
+
+
+def rate(text: str) -> float:
+    """Bytes a second, of bits a second."""
+    return _amount(text, "bps", 1 / 8)
+
+
+def count(least: int, most: int) -> Callable[[str], int]:
+    """A whole number from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdecimal() or not least <= int(text[:12]) <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from {least} to {most}")
+        return int(text)
+
+    return parse
+
+
+def number(least: float, most: float) -> Callable[[str], float]:
+    """A number from `least` to `most`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number from {least:g} to {most:g}")
+        return value
+
+    return parse

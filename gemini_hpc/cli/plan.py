@@ -1,0 +1,167 @@
+"""`gemini-hpc plan`: what protection a training of a given size can have, before it is started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from gemini_hpc.cli.amounts import count, number, rate, size
+
+if TYPE_CHECKING:
+    from gemini_hpc.forecast.protection import Protection, Wish
+
+    _Subparsers = argparse._SubParsersAction[Any]
+
+SCHEMA = 1
+
+
+def register(subparsers: _Subparsers) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="what protection a training of a given size can have",
+        description="Say, for a number of copies and for one more, whether they fit into memory, how often a version "
+        "is complete and what that costs, which losses of nodes it survives, what a failure costs, and how often the "
+        "persistent tier should have a version. Computes only: needs no Slurm.",
+        epilog="Nodes are taken to fail by themselves, not by racks. How: docs/reproduction.md. Exit status: 0; 1 "
+        "where the copies asked for do not fit; 2 for a wrong command line.",
+    )
+    parser.add_argument("--nodes", type=count(1, 200_000), required=True, metavar="N", help="of the job")
+    parser.add_argument("--state", type=size, required=True, metavar="SIZE", help="of all ranks, such as 1.2TB")
+    parser.add_argument("--network", type=rate, required=True, metavar="RATE", help="of a node, such as 200Gbps")
+    parser.add_argument("--memory", type=size, required=True, metavar="SIZE", help="of a node")
+    parser.add_argument(
+        "--memory-fraction",
+        type=number(0.01, 1),
+        default=None,
+        metavar="SHARE",
+        help="of it that copies may take (default: the default of the setting memory_fraction)",
+    )
+    parser.add_argument(
+        "--iteration", type=number(0.001, 1e5), required=True, metavar="S", help="its length in seconds"
+    )
+    parser.add_argument("--replicas", type=count(1, 8), default=2, metavar="M", help="copies (default: 2)")
+    parser.add_argument(
+        "--idle",
+        type=number(0, 1),
+        default=0.5,
+        metavar="SHARE",
+        help="of an iteration in which the network is not used (default: 0.5; gemini-hpc report shows it)",
+    )
+    parser.add_argument(
+        "--storage", type=rate, default=2.5e9, metavar="RATE", help="of the tier, for all nodes (default: 20Gbps)"
+    )
+    parser.add_argument(
+        "--failures-per-node-day", type=number(0, 100), default=0.015, metavar="F", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--hardware",
+        type=number(0, 1),
+        default=0.5,
+        metavar="SHARE",
+        help="of these that take the node (default: 0.5)",
+    )
+    parser.add_argument(
+        "--imports",
+        type=number(0, 1e5),
+        default=60.0,
+        metavar="S",
+        help="from the start of a program to its resume() (default: 60)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document (schema 1)")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status."""
+    from gemini_hpc.forecast.protection import Wish, protection
+    from gemini_hpc.forecast.schemes import Training
+    from gemini_hpc.settings import Settings
+
+    fraction = args.memory_fraction or Settings().memory_fraction
+    training = Training(args.nodes, args.state, args.iteration, args.network, args.storage, args.replicas)
+    wish = Wish(
+        training,
+        args.memory * fraction,
+        args.idle,
+        per_day=args.failures_per_node_day,
+        hardware=args.hardware,
+        imports_s=args.imports,
+    )
+    try:
+        found = [
+            protection(wish, m) for m in (args.replicas, args.replicas + 1) if m <= max(args.nodes, args.replicas)
+        ]
+    except ValueError as error:
+        print(f"gemini-hpc plan: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps({"schema": SCHEMA, "plans": [_document(one) for one in found]}))
+    else:
+        print(table(wish, found))
+    return 0 if found[0].fits else 1
+
+
+def _document(one: Protection) -> dict[str, Any]:
+    every_s = one.tier_every_s
+    return {**asdict(one), "tier_every_s": every_s if math.isfinite(every_s) else None}
+
+
+def long(s: float) -> str:
+    """Minutes to years."""
+    for unit, length_s in (("years", 31557600.0), ("days", 86400.0), ("h", 3600.0)):
+        if s >= 2 * length_s:
+            return f"{s / length_s:,.0f} {unit}" if s < 10_000 * length_s else f"> 10,000 {unit}"
+    return f"{s / 60:.0f} min"
+
+
+def table(wish: Wish, plans: list[Protection]) -> str:
+    """For a terminal: a line a fact, a column a number of copies."""
+    from gemini_hpc.report.traffic_text import seconds, size
+
+    def percent(share: float) -> str:
+        """With as many digits as it takes to tell it from 100 %."""
+        digits = 2 if share >= 1 or share <= 0.99 else min(9, 1 - math.floor(math.log10(1 - share)))
+        return f"{100 * share:.{max(0, digits - 1)}f} %"
+
+    def fits(one: Protection) -> str:
+        return f"{size(one.needed_bytes)}{'' if one.fits else ': TOO MUCH'}"
+
+    def every(one: Protection) -> str:
+        return "each iteration" if one.every == 1 else f"every {one.every} iterations"
+
+    def days(one: Protection) -> str:
+        return f"once in {long(86400 / one.unserved_per_day)}" if one.unserved_per_day else "never happens"
+
+    def tier(one: Protection) -> str:
+        return f"every {long(one.tier_every_s)}" if math.isfinite(one.tier_every_s) else "at the end"
+
+    t = wish.training
+    rows = [
+        ("memory of a node", [fits(p) for p in plans]),
+        ("on the network, a version", [seconds(p.transfer_s) for p in plans]),
+        ("a version is saved", [every(p) for p in plans]),
+        ("which costs", [f"{100 * p.overhead:.2f} %{'' if p.within else ': TOO MUCH'}" for p in plans]),
+        ("iterations repeated at most", [str(p.repeated) for p in plans]),
+        *(
+            (f"{k} node{'s' * (k > 1)} lost at once: survived", [percent(p.survival[k]) for p in plans])
+            for k in plans[0].survival
+        ),
+        ("work lost with a failure", [seconds(p.lost_s) for p in plans]),
+        ("back at work, by requeue", [seconds(p.down_s[0]) for p in plans]),
+        ("back at work, with a spare", [seconds(p.down_s[1]) for p in plans]),
+        ("time that trains, by requeue", [percent(p.effective[0]) for p in plans]),
+        ("time that trains, with a spare", [percent(p.effective[1]) for p in plans]),
+        ("memory does not serve", [days(p) for p in plans]),
+        ("so the tier should have one", [tier(p) for p in plans]),
+    ]
+    lines = [
+        f"{t.nodes} nodes, {size(t.node_bytes)} of state on each, {size(wish.memory_bytes)} of memory for copies",
+        f"{'replicas':<32}" + "".join(f"{p.replicas:<24}" for p in plans).rstrip(),
+    ]
+    lines += [f"{what:<32}" + "".join(f"{text:<24}" for text in texts).rstrip() for what, texts in rows]
+    return "\n".join(lines)

@@ -1,0 +1,112 @@
+"""What protection a training of a given size can have: memory, time on the network, survival, the tier's interval.
+
+Failures of nodes come by themselves, each node's at the same rate; nodes that fail together for one reason (a rack, a
+switch) are not in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, sqrt
+
+from gemini_hpc.core import placement, save_interval
+from gemini_hpc.forecast.schemes import DAY_S, Training, ours, ours_spare
+
+SLOTS = 2  # of each copy: the newest sealed version and the one under way
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked for. memory_bytes: of a node, that copies may take; idle: share of an iteration in which the
+    network is not used; per_day: failures of one node; hardware: share of these that take its memory; imports_s:
+    until a program that is started again is at resume()."""
+
+    training: Training
+    memory_bytes: float
+    idle: float = 0.5
+    ceiling: float = save_interval.CEILING
+    per_day: float = 0.015
+    hardware: float = 0.5
+    imports_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class Protection:
+    """With one number of copies. needed_bytes: of a node, for all slots; transfer_s: one version on the network;
+    every, over: iterations from one version to the next, and in which it is sent; overhead: share of the time, within
+    the ceiling or not; repeated: completed iterations that a failure repeats at most; survival: probability by the
+    number of nodes that are lost at once; lost_s: work that a failure costs on the average; down_s: until training
+    goes on, by requeue and with a spare; effective: share of the time that is training which counts, likewise;
+    unserved_per_day: failures that no copy in memory serves; tier_save_s: of one version; tier_every_s: between two,
+    so that saving and losing cost least."""
+
+    replicas: int
+    needed_bytes: float
+    fits: bool
+    transfer_s: float
+    every: int
+    over: int
+    overhead: float
+    within: bool
+    repeated: int
+    survival: dict[int, float]
+    lost_s: float
+    down_s: tuple[float, float]
+    effective: tuple[float, float]
+    unserved_per_day: float
+    tier_save_s: float
+    tier_every_s: float
+
+
+def protection(wish: Wish, replicas: int) -> Protection:
+    """Raises ValueError for numbers that cannot be: more copies than nodes, say."""
+    t = wish.training
+    if not 1 <= replicas <= t.nodes:
+        raise ValueError(f"{replicas} replicas on {t.nodes} nodes: from 1 to one on each node")
+    transfer_s, fetch_s = t.node_bytes * (replicas - 1) / t.network, t.node_bytes / t.network
+    chosen = save_interval.choose(
+        lambda s: transfer_s - s * wish.idle * t.iteration_s, t.iteration_s, ceiling=wish.ceiling
+    )
+    lost_s = t.iteration_s * (chosen.j / 2 + chosen.s)
+    down = ours(t, wish.imports_s).down_s + fetch_s, ours_spare(t).down_s + fetch_s
+    a_day = t.nodes * wish.per_day
+    unserved = unserved_per_day(t.nodes, replicas, wish.per_day * wish.hardware, down[0])
+    tier_s = tier_every_s(t.tier_s, wish.ceiling, unserved)
+    from_tier_s = unserved * (tier_s / 2 + 2 * t.tier_s) if unserved else 0.0
+    needed = SLOTS * replicas * t.node_bytes
+    by_requeue, by_spare = (
+        max(0.0, 1 - chosen.overhead - (a_day * (each + lost_s) + from_tier_s) / DAY_S) for each in down
+    )
+    return Protection(
+        replicas=replicas,
+        needed_bytes=needed,
+        fits=needed <= wish.memory_bytes,
+        transfer_s=transfer_s,
+        every=chosen.j,
+        over=chosen.s,
+        overhead=chosen.overhead,
+        within=chosen.within,
+        repeated=chosen.repeated,
+        survival={k: placement.recovery_probability(t.nodes, replicas, k) for k in range(1, min(5, t.nodes) + 1)},
+        lost_s=lost_s,
+        down_s=down,
+        effective=(by_requeue, by_spare),
+        unserved_per_day=unserved,
+        tier_save_s=t.tier_s,
+        tier_every_s=tier_s,
+    )
+
+
+def unserved_per_day(nodes: int, replicas: int, per_day: float, window_s: float) -> float:
+    """How often all holders of a shard are lost: after the first of a group, each of the others within `window_s`, in
+    which what was lost is made good again. For failures that come by themselves, and are rare."""
+    return nodes * per_day * min(1.0, per_day * window_s / DAY_S) ** (replicas - 1)
+
+
+def tier_every_s(save_s: float, share: float, unserved_a_day: float) -> float:
+    """The interval that costs least (REFT, equation 5: sqrt(2 O / lambda)). What a save costs the training, O, is
+    bounded by `share` of the time that it takes: agents save, ranks go on. Never shorter than one save; inf where
+    memory serves every failure."""
+    if unserved_a_day <= 0:
+        return inf
+    return max(save_s, sqrt(2 * share * save_s * DAY_S / unserved_a_day))

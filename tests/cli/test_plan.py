@@ -1,0 +1,65 @@
+"""`gemini-hpc plan`: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gemini_hpc.cli.main import main
+from gemini_hpc.cli.plan import long
+
+JOB = ["plan", "--nodes", "64", "--state", "1.2TB", "--network", "200Gbps", "--memory", "1TB", "--iteration", "20"]
+
+
+def test_a_column_for_the_copies_and_one_for_one_more(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(JOB) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["replicas", "2", "3"]
+    (memory,) = [line for line in lines if line.startswith("memory of a node")]
+    assert memory.split()[-4:] == ["75.0", "GB", "112", "GB"]
+    assert max(map(len, lines)) <= 80
+
+
+def test_what_does_not_fit_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*JOB[:-4], "--memory", "100GB", "--iteration", "20"]) == 1
+    assert "75.0 GB: TOO MUCH" in capsys.readouterr().out
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*JOB, "--json", "--failures-per-node-day", "0"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == 1 and [one["replicas"] for one in found["plans"]] == [2, 3]
+    assert found["plans"][0]["tier_every_s"] is None and found["plans"][0]["effective"] == [1.0, 1.0]
+
+
+def test_two_nodes_have_no_third_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*JOB, "--nodes", "2", "--memory", "9TB", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["plans"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (JOB[:3], "the following arguments are required"),
+        ([*JOB, "--replicas", "9"], "no whole number from 1 to 8"),
+        ([*JOB, "--nodes", "2", "--replicas", "3"], "3 replicas on 2 nodes"),
+        ([*JOB, "--idle", "2"], "no number from 0 to 1"),
+    ],
+)
+def test_a_wrong_word_is_one_line(words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main(words)
+    except SystemExit as ended:
+        status = int(str(ended.code))
+    assert status == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("gemini-hpc plan: ") and why in last
+
+
+@pytest.mark.parametrize(
+    ("s", "text"),
+    [(90.0, "2 min"), (7200.0, "2 h"), (864000.0, "10 days"), (1e9, "32 years"), (1e15, "> 10,000 years")],
+)
+def test_long_times(s: float, text: str) -> None:
+    assert long(s) == text

@@ -1,0 +1,79 @@
+"""What `gemini-hpc plan` says, against counting and against a simulation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf, sqrt
+from random import Random
+
+import pytest
+
+from gemini_hpc.core import placement
+from gemini_hpc.forecast.protection import Wish, protection, tier_every_s, unserved_per_day
+from gemini_hpc.forecast.schemes import DAY_S, Training
+from gemini_hpc.forecast.simulation import Faults
+
+WISH = Wish(Training(64, 1.2e12, 20.0, 25e9, 2.5e9), 500e9)
+
+
+def test_memory_is_two_slots_of_each_copy() -> None:
+    two, three = protection(WISH, 2), protection(WISH, 3)
+    assert (two.needed_bytes, three.needed_bytes) == (4 * 1.2e12 / 64, 6 * 1.2e12 / 64)
+    assert two.fits and three.fits
+    assert not protection(replace(WISH, memory_bytes=74e9), 2).fits
+
+
+def test_what_the_idle_spans_take_in_costs_nothing() -> None:
+    one = protection(WISH, 2)
+    assert (one.every, one.over, one.repeated, one.overhead, one.within) == (1, 1, 1, 0.0, True)
+    assert one.transfer_s == pytest.approx(0.75) and one.lost_s == 30.0
+
+
+def test_a_slow_network_makes_versions_rarer() -> None:
+    slow = protection(replace(WISH, training=replace(WISH.training, network=1e9)), 2)
+    assert slow.every > 1 and slow.within and slow.overhead <= 0.01 and slow.repeated == slow.every + slow.over - 1
+    busy = protection(replace(WISH, idle=0.0), 2)
+    assert busy.every == pytest.approx(0.75 / 20.0 / 0.01, abs=1.0)
+
+
+def test_survival_is_that_of_the_placement() -> None:
+    one = protection(WISH, 2)
+    assert one.survival == {k: placement.recovery_probability(64, 2, k) for k in range(1, 6)}
+    assert protection(replace(WISH, training=replace(WISH.training, nodes=2)), 2).survival == {1: 1.0, 2: 0.0}
+
+
+@pytest.mark.parametrize("m", [2, 3])
+def test_how_often_memory_does_not_serve_is_what_a_simulation_shows(m: int) -> None:
+    """Nodes that fail often, so that it happens: each loss lasts `window_s`, and groups are counted that have none
+    left."""
+    nodes, per_day, days, window_s = 12, 6.0, 4000, 1200.0
+    down: dict[int, float] = {}
+    found = 0
+    for failure in Faults(per_day).of(nodes, days, Random(5)):
+        down = {node: at for node, at in down.items() if failure.at_s - at < window_s}
+        down[failure.node] = failure.at_s
+        if not placement.survivable(nodes, m, down):
+            found += 1
+            down.clear()
+    expected = unserved_per_day(nodes, m, per_day, window_s) * days
+    assert found == pytest.approx(expected, rel=0.2)
+
+
+def test_the_interval_of_the_tier() -> None:
+    """REFT, equation 5."""
+    assert tier_every_s(100.0, 0.01, 0.1) == pytest.approx(sqrt(2 * 1.0 * DAY_S / 0.1))
+    assert tier_every_s(100.0, 0.01, 0.0) == inf
+    assert tier_every_s(5000.0, 0.01, 1e6) == 5000.0
+
+
+def test_one_copy_leaves_failures_of_nodes_to_the_tier() -> None:
+    one, two = protection(WISH, 1), protection(WISH, 2)
+    assert one.unserved_per_day == pytest.approx(64 * 0.015 * 0.5)
+    assert one.tier_every_s < two.tier_every_s and one.effective < two.effective
+    assert one.transfer_s == 0.0 and one.survival[1] == 0.0
+
+
+@pytest.mark.parametrize("m", [0, 65])
+def test_impossible_copies_are_refused(m: int) -> None:
+    with pytest.raises(ValueError, match="replicas on 64 nodes"):
+        protection(WISH, m)
