@@ -31,3 +31,10 @@ def test_parameters_count() -> None:
     assert moved.instead("e2e/test_heat.py::test_a_node_is_cut[pmi2]")
     assert not moved.instead("e2e/test_heat.py::test_a_node_is_cut[pmix]")
     assert moved.instead("recovery/test_node_loss.py::test_odd_sizes[5-2]")
+
+
+def test_no_two_files_are_the_same_module() -> None:
+    """Directories without __init__.py: of two files of one name in them, pytest collects the first alone."""
+    loose = [path for path in TESTS.rglob("test_*.py") if not (path.parent / "__init__.py").exists()]
+    names = [path.name for path in loose]
+    assert sorted(names) == sorted(set(names))
