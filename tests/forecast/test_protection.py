@@ -46,10 +46,10 @@ def test_survival_is_that_of_the_placement() -> None:
 def test_how_often_memory_does_not_serve_is_what_a_simulation_shows(m: int) -> None:
     """Nodes that fail often, so that it happens: each loss lasts `window_s`, and groups are counted that have none
     left."""
-    nodes, per_day, days, window_s = 12, 6.0, 1200, 1200.0
+    nodes, per_day, days, window_s = 12, 3.0, 4000, 1200.0
     down: dict[int, float] = {}
     found = 0
-    for failure in Faults(per_day).of(nodes, days, Random(5)):
+    for failure in Faults(per_day).of(nodes, days, Random(1)):
         down = {node: at for node, at in down.items() if failure.at_s - at < window_s}
         down[failure.node] = failure.at_s
         if not placement.survivable(nodes, m, down):
