@@ -85,7 +85,6 @@ class _Run:
     standby: int
     faults: Faults
     outcome: Outcome
-    began_s: float = 0.0  # of the stretch of training under way
     saved_s: float = 0.0  # clock time of training before it, all of it safe in memory
     tiered_s: float = 0.0  # of that, safe on storage
     lost: set[int] = field(default_factory=set)  # nodes whose memory went in this recovery
@@ -100,33 +99,27 @@ class _Run:
             out.recoveries += 1
             self.lost.clear()
             done = self.saved_s + (now - up_s)
-            self.saved_s = self._kept(self.scheme, up_s, now, self.saved_s)
+            self.saved_s += self._kept(up_s, now)
             self.tiered_s = max(self.tiered_s, self._tiered(done))
             out.repeated_s += done - self.saved_s
-            begins = now
-        else:
-            begins = now  # all over again
         if failure.hardware:
             self.lost.add(failure.node)
             m = min(self.scheme.replicas, self.nodes)
-            if self.scheme.replicas and self.saved_s > self.tiered_s and not self._survives(m):
+            if m and self.saved_s > self.tiered_s and not placement.survivable(self.nodes, m, self.lost):
                 out.from_tier += 1
                 out.repeated_s += self.saved_s - self.tiered_s
                 self.saved_s = self.tiered_s
         from_tier = self.scheme.replicas > 0 and bool(self.lost) and self.saved_s == self.tiered_s > 0
         read_s = self.tier.read_s if from_tier else self.scheme.read_s
-        return begins + self.scheme.down_s + self._wait(failure, now) + read_s
+        return now + self.scheme.down_s + self._wait(failure, now) + read_s
 
-    def _kept(self, scheme: Scheme, up_s: float, now: float, saved_s: float) -> float:
+    def _kept(self, up_s: float, now: float) -> float:
         """Clock time of training that can be gone back to, of what was done since `up_s`."""
-        usable = now - up_s - scheme.usable_s
-        return saved_s + max(0, floor(usable / scheme.every_s)) * scheme.every_s
+        usable = now - up_s - self.scheme.usable_s
+        return max(0, floor(usable / self.scheme.every_s)) * self.scheme.every_s
 
     def _tiered(self, done_s: float) -> float:
         return max(0.0, floor((done_s - self.tier.usable_s) / self.tier.every_s) * self.tier.every_s)
-
-    def _survives(self, m: int) -> bool:
-        return placement.survivable(self.nodes, m, self.lost)
 
     def _wait(self, failure: Failure, now: float) -> float:
         """For another node."""

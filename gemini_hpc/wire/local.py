@@ -458,8 +458,8 @@ class Copied(Message, frozen=True, tag="copied"):
 
 
 class Complete(Message, frozen=True, tag="complete"):
-    """Wait until the rank's own shard of the version at which it stands is complete; for `wait_s` at most. Answered
-    by `Copied`."""
+    """Wait until the rank has saved its own shard of the version at which it stands, or given that up; for `wait_s`
+    at most. Answered by `Copied`, or by `Standing` where it is still at work."""
 
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)]
 

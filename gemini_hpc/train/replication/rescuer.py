@@ -131,9 +131,8 @@ class Rescuer:
                     sock.send(local.encode(local.Standing(job.version)))
                     continue
                 if isinstance(message, local.Complete):
-                    job.done.wait(min(message.wait_s, max(0.0, deadline - clock.monotonic())))
-                    whole = job.saved and job.done.is_set()
-                    sock.send(local.encode(local.Copied(whole, "" if whole else "its own copy is not complete")))
+                    over = job.done.wait(min(message.wait_s, max(0.0, deadline - clock.monotonic())))
+                    sock.send(local.encode(local.Copied(job.saved) if over else local.Standing(job.version)))
                     continue
                 why = self._copy(job, message, fds)
                 sock.send(local.encode(local.Copied(not why, why[:200])))
