@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from gemini_hpc.cli.amounts import count, number, rate, size
+from gemini_hpc.cli.amounts import add_failures, count, number, rate, size
 
 if TYPE_CHECKING:
     from gemini_hpc.forecast.protection import Protection, Wish
@@ -52,19 +52,7 @@ def register(subparsers: _Subparsers) -> None:
         metavar="SHARE",
         help="of an iteration in which the network is not used (default: 0.5; gemini-hpc report shows it)",
     )
-    parser.add_argument(
-        "--storage", type=rate, default=2.5e9, metavar="RATE", help="of the tier, for all nodes (default: 20Gbps)"
-    )
-    parser.add_argument(
-        "--failures-per-node-day", type=number(0, 100), default=0.015, metavar="F", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--hardware",
-        type=number(0, 1),
-        default=0.5,
-        metavar="SHARE",
-        help="of these that take the node (default: 0.5)",
-    )
+    add_failures(parser)
     parser.add_argument(
         "--imports",
         type=number(0, 1e5),

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from gemini_hpc.cli.amounts import count, number, rate, size
+from gemini_hpc.cli.amounts import add_failures, count, number, rate, size
 
 if TYPE_CHECKING:
     from gemini_hpc.forecast.figures import Figure
@@ -50,28 +50,12 @@ def register(subparsers: _Subparsers) -> None:
     parser.add_argument(
         "--network", type=rate, default=50e9, metavar="RATE", help="of a node, in bits/s (default: 400Gbps)"
     )
-    parser.add_argument(
-        "--storage",
-        type=rate,
-        default=2.5e9,
-        metavar="RATE",
-        help="of all nodes together, in bits/s (default: 20Gbps)",
-    )
+    add_failures(parser)
     parser.add_argument("--replicas", type=count(1, 8), default=2, metavar="M", help="copies in memory (default: 2)")
     parser.add_argument(
         "--standby", type=count(0, 100_000), default=0, metavar="N", help="nodes that wait (default: 0)"
     )
     parser.add_argument("--days", type=number(0.01, 3650), default=30.0, help="default: 30")
-    parser.add_argument(
-        "--failures-per-node-day", type=number(0, 100), default=0.015, metavar="F", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--hardware",
-        type=number(0, 1),
-        default=0.5,
-        metavar="SHARE",
-        help="of failures that take the node (default: 0.5)",
-    )
     parser.add_argument(
         "--shape",
         type=number(0.1, 10),

@@ -299,7 +299,9 @@ class Rank:
                     until = self.world.loop.now + message.wait_s
                     while self._protecting and self._landed < self._captured and self.world.loop.now < until:
                         self.world.clock.sleep(0.01)
-                    channel.send(local.encode(local.Copied(self._landed >= self._captured > 0)))
+                    whole = self._landed >= self._captured > 0
+                    at_work = self._protecting and not whole
+                    channel.send(local.encode(local.Standing(self._captured) if at_work else local.Copied(whole)))
                 else:
                     self._still = False
             except OSError:
