@@ -25,7 +25,7 @@ SECONDS = {
     "hostile": 4.0,
     "devcluster": 3.0,
     "train": 2.5,
-    "train/test_kills.py": 150.0,
+    "train/test_kills.py": 80.0,
     "train/test_traffic.py": 25.0,
     "train/test_host.py": 9.0,
     "train/test_resume.py": 8.0,
