@@ -8,10 +8,21 @@ from gemini_hpc.core.numbers import Bytes, Count
 from gemini_hpc.core.slots import Stamp
 
 
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """A shard that is in a parity: what has to come out when it is made again from there."""
+
+    rank: Count
+    home: Count
+    bytes: Bytes
+    used: Bytes
+    digest: str
+
+
 class Copy(msgspec.Struct, frozen=True):
     """Complete and verified. home: the node rank where the training rank lived; bytes: the slot's size, used: what of
     it counts; digest: xxh3_128 (hex) of the used part. proven: it is
-    the one that was made at the shard's home; else a replica's, which no other may contradict."""
+    the one that was made at the shard's home; else a replica's, which no other may contradict. of: this is no copy of
+    the rank's shard, but the parity beside it, of these shards of its stripe (`core.parity`)."""
 
     set: str
     rank: Count
@@ -22,3 +33,4 @@ class Copy(msgspec.Struct, frozen=True):
     stamp: Stamp
     digest: str
     proven: bool = True
+    of: tuple[Member, ...] = ()

@@ -6,6 +6,10 @@
 4. Every agent voids all but the stamps to keep (`SlotPair.void_except`) and acknowledges; only then training goes on.
 5. Every holder of the new placement that lacks the chosen stamp pulls it, the home node first in its list of sources.
 
+With parity (`core.parity`) a shard whose copy is lost counts as there if it can be made again: all others of its
+stripe are there, and the parity beside each of them was made of these very shards. Its home makes it (`Made`), and
+each node the parity that it lacks.
+
 An agent that has given its inventory takes no write, vote or word of the old epoch any more: else the chosen
 version could be overwritten, by rights of the old epoch, before the plan arrives.
 
@@ -18,11 +22,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from gemini_hpc.core import node_ranks, placement
+from gemini_hpc.core import node_ranks
 from gemini_hpc.core.copy import Copy
+from gemini_hpc.core.parity_plan import Made, Parities
+from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.core.slots import Stamp
 
 
@@ -60,10 +66,10 @@ class SetPlan:
     """Recovery of one training set. `outcome`:
 
     - `chosen`: `chosen` is the stamp to load, `world` its number of training ranks, `shards` one copy per rank
-      in rank order (for its digest, sizes and home), `pulls` what is to be moved. `keep` is what a holder does not
-      void: the chosen stamp and, where there is one, the one to fall back on. `sealed` is what counts as
-      sealed, in R1 and before the next optimizer step, until the new root's first word: the chosen stamp or an
-      earlier one.
+      in rank order (for its digest, sizes and home), `pulls` what is to be moved, `made` what is to be made. `keep`
+      is what a holder does not void: the chosen stamp and, where there is one, the one to fall back on. `sealed` is
+      what counts as sealed, in R1 and before the next optimizer step, until the new root's first word: the chosen
+      stamp or an earlier one.
     - `lost`: more holders are gone than the replicas allow; `lost` names the missing shards of the newest stamp.
     - `never-sealed`: copies exist, but no loss of nodes explains the gaps: the first seal had not come.
     """
@@ -78,6 +84,7 @@ class SetPlan:
     keep: tuple[Stamp, ...] = ()
     sealed: Stamp | None = None
     newest: bool = True  # nothing newer is known to have been sealed
+    made: tuple[Made, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +134,14 @@ def plan(
     nodes: int | None = None,
     noderanks: Mapping[str, int] | None = None,
     foreign: bool = False,
+    xor: bool = False,
 ) -> RecoveryPlan:
     """The plan for a job that now has `hosts`, in host-list order, with m replicas.
 
     nodes: how many of them are to train (all by default); the others are spares. There are then as many copies as
     there are such nodes, at most. noderanks: those of this job, where they are decided. foreign: the inventories are
     those of another job's agents, so a host that has a copy has it in another agent's memory, and pulls it, too.
+    xor: m nodes are a group with parity.
 
     The new epoch is above all that the inventories know, and at least `min_epoch` (`first_epoch`): so it keeps apart
     from lineages that nobody reachable remembers.
@@ -153,10 +162,13 @@ def plan(
         former = None if foreign else previous  # as many of them as this job wants
         noderanks = node_ranks.assign(previous, hosts, node_ranks.count(former, len(hosts), nodes))
         m = min(m, len(noderanks))
-    placement.holders(0, len(noderanks), m)  # a wrong m is told before anything else
+    redundancy = Redundancy(len(noderanks), m, xor and m > 1)
+    redundancy.receivers(0)  # a wrong m is told before anything else
     gone = tuple(sorted((previous or {}).keys() - inventories.keys(), key=order))
-    survivable = _survivable(previous, gone, m)
+    survivable = _survivable(previous, gone, redundancy)
     held = _held(inventories, order, warnings)
+    order_of = sorted(inventories, key=order)
+    parities = Parities(() if foreign else ((h, c) for h in order_of for c in inventories[h].copies if c.of))
     epoch = max(
         (
             epoch + 1
@@ -167,7 +179,15 @@ def plan(
     )
     epoch = max(epoch, min_epoch)
     context = _Context(
-        noderanks, previous or {}, frozenset(inventories), frozenset(gone), survivable, m, order, foreign
+        noderanks,
+        previous or {},
+        frozenset(inventories),
+        frozenset(gone),
+        survivable,
+        redundancy,
+        order,
+        parities,
+        foreign,
     )
     sealed = _known_sealed(inventories)
     sets = tuple(_plan_set(name, held[name], sealed.get(name, set()), context, warnings) for name in sorted(held))
@@ -179,7 +199,7 @@ def choose(copies: Iterable[Copy]) -> Stamp | None:
     """Highest stamp of which every rank 0..world-1 of one world has a proven copy among `copies`, all of one set."""
     ranks: dict[tuple[Stamp, int], set[int]] = defaultdict(set)
     for copy in copies:
-        if copy.proven:
+        if copy.proven and not copy.of:
             ranks[copy.stamp, copy.world].add(copy.rank)
     return max((stamp for (stamp, world), found in ranks.items() if len(found) == world), default=None)
 
@@ -191,8 +211,9 @@ class _Context:
     reachable: frozenset[str]
     gone: frozenset[str]
     survivable: bool
-    m: int
+    redundancy: Redundancy
     order: _Order
+    parities: Parities
     foreign: bool
 
 
@@ -227,14 +248,14 @@ def _previous_map(inventories: Mapping[str, Inventory], order: _Order, warnings:
     return known[0].noderanks
 
 
-def _survivable(previous: dict[str, int] | None, gone: tuple[str, ...], m: int) -> bool:
+def _survivable(previous: dict[str, int] | None, gone: tuple[str, ...], redundancy: Redundancy) -> bool:
     if previous is None:
         return True
     N = len(previous)
     lost = {previous[host] for host in gone}
-    if m > N or any(not 0 <= rank < N for rank in lost):
+    if redundancy.m > N or any(not 0 <= rank < N for rank in lost):
         return not gone
-    return placement.survivable(N, m, lost)
+    return redundancy._replace(N=N).survives(lost)
 
 
 def _known_sealed(inventories: Mapping[str, Inventory]) -> dict[str, set[Stamp]]:
@@ -258,6 +279,8 @@ def _held(
                     f"home {copy.home} is impossible"
                 )
                 continue
+            if copy.of:
+                continue
             stamps = held.setdefault(copy.set, {})
             found = stamps.setdefault((copy.stamp, copy.world), {}).setdefault(copy.rank, {})
             found.setdefault((copy.digest, copy.used), {})[host] = copy
@@ -271,10 +294,13 @@ def _plan_set(
     context: _Context,
     warnings: list[str],
 ) -> SetPlan:
+    made = {
+        (stamp, world): context.parities.made(name, stamp, world, ranks) for (stamp, world), ranks in stamps.items()
+    }
     choosable = [
         (stamp, world)
         for (stamp, world), ranks in stamps.items()
-        if len(ranks) == world and all(_counts(found) for found in ranks.values())
+        if len(ranks) + len(made[stamp, world]) == world and all(_counts(found) for found in ranks.values())
     ]
     if not choosable:
         return _lost_set(name, stamps, sealed, context)
@@ -288,20 +314,34 @@ def _plan_set(
     pulls: list[Pull] = []
     by_rank = {rank: host for host, rank in context.noderanks.items()}
     N = len(by_rank)
-    for rank, found in sorted(stamps[chosen, world].items()):
-        keepers = _trusted(name, found, context, warnings)
+    again: list[Made] = []
+    where: dict[int, list[str]] = {}
+    for rank in range(world):
+        if (wanted := made[chosen, world].get(rank)) is not None:
+            shards.append(wanted.copy)
+            again.append(replace(wanted, dest_host=by_rank[wanted.copy.home % N]))
+            continue
+        keepers = _trusted(name, stamps[chosen, world][rank], context, warnings)
         shard = next(iter(keepers.values()))
         shards.append(shard)
+        where[rank] = list(keepers)
         home = shard.home % N
-        for turn, holder in enumerate(placement.holders(home, N, context.m)):
+        for turn, holder in enumerate(context.redundancy.holders(home)):
             dest = by_rank[holder]
             if dest not in keepers:
                 pulls.append(Pull(dest, shard, _sources(by_rank[home], list(keepers), rank + turn)))
             elif context.foreign:
                 pulls.append(Pull(dest, shard, _sources(dest, list(keepers), rank + turn)))
     settled = max(sealed & set(keep), default=None)
+    if context.redundancy.xor and not context.foreign:
+        new, whole = context.parities.lacking(shards, where, by_rank, context.redundancy)
+        again += new
+        if not whole:  # nobody could seal it: what follows has to be allowed to take its place
+            settled = chosen
     newest = chosen >= max(sealed, default=chosen)
-    return SetPlan(name, "chosen", chosen, world, tuple(shards), tuple(pulls), (), keep, settled, newest)
+    return SetPlan(
+        name, "chosen", chosen, world, tuple(shards), tuple(pulls), (), keep, settled, newest, tuple(again)
+    )
 
 
 def _proven(keepers: Mapping[str, Copy]) -> bool:
@@ -380,10 +420,11 @@ def _reason(rank: int, newest: Stamp, home: int | None, others: set[Stamp], cont
     if others:
         text += f", only of {', '.join(map(str, sorted(others)))}"
     N = len(context.previous)
-    if home is None or not 0 <= home < N or context.m > N:
+    if home is None or not 0 <= home < N or context.redundancy.m > N:
         return text + (f"; gone: {', '.join(sorted(context.gone, key=context.order))}" if context.gone else "")
     by_rank = {rank: host for host, rank in context.previous.items()}
-    keepers = [by_rank.get(holder, f"node rank {holder}") for holder in placement.holders(home, N, context.m)]
+    of = context.redundancy._replace(N=N)
+    keepers = [by_rank.get(holder, f"node rank {holder}") for holder in (home, *of.receivers(home))]
     states = (
         f"{host} ({'gone' if host in context.gone else 'reachable' if host in context.reachable else 'unknown'})"
         for host in keepers
