@@ -14,8 +14,11 @@ from benchmarks import faults
 from benchmarks.bench import MeasureError, Options
 from benchmarks.rows import Row, median_row
 from gemini_hpc.cli import demo
+from gemini_hpc.config import Settings
+from gemini_hpc.devcluster.profiles import PROFILES
 
 _STEPS_A_CUT = 25
+_BUDGET = Settings().fence_budget_nodes
 _TOTAL = "power cut to the end of the first new iteration"
 _OWN = "our own share of it: what is marked with * below; the rest is Slurm's and Python's"
 _SLURM = "Slurm's own: DOWN to pending, and pending to running beyond the 2 s that we ask for (own_s counts that too)"
@@ -94,7 +97,15 @@ def _moments(cut: dict[str, Any]) -> dict[str, float]:
 
 
 def _cuts(options: Options, profile: str, usual: int) -> list[dict[str, Any]]:
-    runs = options.count(usual)
+    """The figures of so many cuts; of one cluster no more than its controller's budget allows."""
+    wanted, most = options.count(usual), PROFILES[profile].gemini.get("fence_budget_nodes", _BUDGET)
+    found: list[dict[str, Any]] = []
+    while len(found) < wanted:
+        found += _of_one_cluster(options, profile, min(int(most), wanted - len(found)))
+    return found
+
+
+def _of_one_cluster(options: Options, profile: str, runs: int) -> list[dict[str, Any]]:
     steps = _STEPS_A_CUT * (runs + 1)
     with tempfile.TemporaryDirectory() as directory:
         figures, log = Path(directory) / "demo.json", Path(directory) / "log"
