@@ -9,10 +9,18 @@
 #include "options.h"
 
 /* Where the number of nodes is not known yet, each step says it before it starts the user's program. */
-static bool asks_for_too_few(uint32_t replicas, uint32_t most)
+static bool asks_for_too_few(const struct options *options, uint32_t most)
 {
+	const uint32_t replicas = options->replicas;
+
 	if (!most || replicas <= most)
 		return false;
+	if (options->group) {
+		slurm_error(MESSAGE_PREFIX "--gemini-redundancy=xor:%" PRIu32 " wants %" PRIu32 " nodes, and --nodes asks "
+			    "for %" PRIu32 ": ask for more nodes or a smaller group",
+			    replicas, replicas, most);
+		return true;
+	}
 	slurm_error(MESSAGE_PREFIX "--gemini-replicas=%" PRIu32 " wants %" PRIu32 " nodes, one per copy, and --nodes asks "
 		    "for %" PRIu32 ": ask for more nodes or fewer replicas",
 		    replicas, replicas, most);
@@ -53,7 +61,7 @@ int allocator_init_post_opt(spank_t sp)
 	 * Slurm ignores an error here from a plugin that plugstack.conf calls
 	 * optional, and would submit a job that lacks what was asked for.
 	 */
-	if (!options_complete(options) || asks_for_too_few(options->replicas, asked.most_nodes) ||
+	if (!options_complete() || asks_for_too_few(options, asked.most_nodes) ||
 	    asks_for_too_many_spares(options, asked.most_nodes, no_kill))
 		exit(EXIT_FAILURE);
 	if (options->replicas && !options->spares && no_kill)

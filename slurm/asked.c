@@ -32,7 +32,7 @@ static const char *const long_with_value[] = {
 	"account", "mem", "mem-per-cpu", "gres", "gpus", "gpus-per-node", "gpus-per-task", "nodelist", "exclude", "constraint",
 	"qos", "reservation", "chdir", "comment", "dependency", "array", "export", "open-mode", "mail-type", "mail-user",
 	"wrap", "begin", "deadline", "signal", "tasks-per-node", "distribution", "licenses", "gemini-replicas",
-	"gemini-tier", "gemini-tier-interval", "gemini-hang", "gemini-after",
+	"gemini-redundancy", "gemini-tier", "gemini-tier-interval", "gemini-hang", "gemini-after",
 };
 
 static bool is_one_of(const char *name, size_t len, const char *const *names, size_t count)

@@ -21,6 +21,7 @@ static const char *const option_names[][2] = {
 	{ ENV_HANG, SLURM_ENV(ENV_HANG) },
 	{ ENV_SPARES, SLURM_ENV(ENV_SPARES) },
 	{ ENV_AFTER, SLURM_ENV(ENV_AFTER) },
+	{ ENV_REDUNDANCY, SLURM_ENV(ENV_REDUNDANCY) },
 };
 
 enum { OPTION_NAMES = sizeof(option_names) / sizeof(option_names[0]) };
@@ -83,5 +84,7 @@ int job_env_publish(spank_t sp, const struct options *options)
 	}
 	if (options->after)
 		rc |= publish_number(sp, option_names[5], options->after);
+	if (options->group)
+		rc |= publish(sp, option_names[6], REDUNDANCY_XOR);
 	return rc;
 }

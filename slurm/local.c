@@ -11,6 +11,7 @@
 static void warn_if_different(const struct options *options)
 {
 	const char *replicas = getenv(SLURM_ENV(ENV_REPLICAS));
+	const char *redundancy = getenv(SLURM_ENV(ENV_REDUNDANCY));
 	const char *tier = getenv(SLURM_ENV(ENV_TIER));
 	const char *hang = getenv(SLURM_ENV(ENV_HANG));
 	const char *interval = getenv(SLURM_ENV(ENV_TIER_INTERVAL));
@@ -30,6 +31,7 @@ static void warn_if_different(const struct options *options)
 	if (after)
 		(void)options_parse_after(after, &job_after);
 	if ((options->replicas && options->replicas != job_replicas) ||
+	    (options->group && (options->group != job_replicas || !redundancy)) ||
 	    (options->tier[0] && strcmp(options->tier, tier ? tier : "") != 0) ||
 	    (options->hang[0] && strcmp(options->hang, hang ? hang : "") != 0) ||
 	    (options->tier_interval_s && options->tier_interval_s != job_interval_s) ||

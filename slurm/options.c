@@ -6,7 +6,7 @@
 #include "message.h"
 #include "number.h"
 
-enum { OPTION_REPLICAS, OPTION_TIER, OPTION_TIER_INTERVAL, OPTION_HANG, OPTION_SPARES, OPTION_AFTER };
+enum { OPTION_REPLICAS, OPTION_REDUNDANCY, OPTION_TIER, OPTION_TIER_INTERVAL, OPTION_HANG, OPTION_SPARES, OPTION_AFTER };
 
 static struct options given;
 
@@ -17,6 +17,22 @@ bool options_parse_replicas(const char *text, uint32_t *replicas)
 	if (!number_parse_string(text, 1, REPLICAS_MAX, &value))
 		return false;
 	*replicas = (uint32_t)value;
+	return true;
+}
+
+bool options_parse_redundancy(const char *text, uint32_t *group)
+{
+	uint64_t value = GROUP_USUAL;
+
+	if (strcmp(text, "replicate") == 0) {
+		*group = 0;
+		return true;
+	}
+	if (strncmp(text, "xor", 3) != 0)
+		return false;
+	if (text[3] && (text[3] != ':' || !number_parse_string(text + 4, 2, REPLICAS_MAX, &value)))
+		return false;
+	*group = (uint32_t)value;
 	return true;
 }
 
@@ -86,6 +102,12 @@ static int on_option(int which, const char *text, int remote)
 		slurm_error(MESSAGE_PREFIX "--gemini-replicas: wanted a whole number from 1 to %d, found '%s'",
 			    REPLICAS_MAX, message_shown(text, shown));
 		return -1;
+	case OPTION_REDUNDANCY:
+		if (options_parse_redundancy(text, &given.group))
+			return 0;
+		slurm_error(MESSAGE_PREFIX "--gemini-redundancy: wanted replicate, xor, or xor:N with N from 2 to %d, "
+			    "found '%s'", REPLICAS_MAX, message_shown(text, shown));
+		return -1;
 	case OPTION_TIER:
 		if (options_parse_tier(text)) {
 			(void)snprintf(given.tier, sizeof(given.tier), "%s", text);
@@ -133,6 +155,13 @@ static struct spank_option option_table[] = {
 	  .usage = (char[]){ "keep N copies of the training state in the memory of the job's own nodes (1-32)" },
 	  .has_arg = 1,
 	  .val = OPTION_REPLICAS,
+	  .cb = on_option },
+	{ .name = (char[]){ "gemini-redundancy" },
+	  .arginfo = (char[]){ "HOW" },
+	  .usage = (char[]){ "replicate (the default), or xor:N: parity over groups of N nodes (2-32) instead of "
+			     "copies" },
+	  .has_arg = 1,
+	  .val = OPTION_REDUNDANCY,
 	  .cb = on_option },
 	{ .name = (char[]){ "gemini-tier" },
 	  .arginfo = (char[]){ "DIR" },
@@ -183,8 +212,16 @@ const struct options *options_get(void)
 	return &given;
 }
 
-bool options_complete(const struct options *options)
+bool options_complete(void)
 {
+	const struct options *options = &given;
+
+	if (given.group && given.replicas) {
+		slurm_error(MESSAGE_PREFIX "--gemini-redundancy=xor keeps parity and no copies: leave --gemini-replicas out");
+		return false;
+	}
+	if (given.group)
+		given.replicas = given.group;
 	if (options->tier[0] && !options->replicas) {
 		slurm_error(MESSAGE_PREFIX "--gemini-tier protects nothing by itself: add --gemini-replicas=N");
 		return false;

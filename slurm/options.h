@@ -8,7 +8,8 @@
 #include <slurm/spank.h>
 
 enum {
-	REPLICAS_MAX = 32,		/* copies of every shard, the own node's included */
+	REPLICAS_MAX = 32,		/* copies of every shard, the own node's included; nodes of a parity group */
+	GROUP_USUAL = 4,
 	TIER_MAX = 4096,		/* bytes of a path */
 	TIER_INTERVAL_MAX_S = 604800,	/* a week */
 	HANG_MAX_S = 604800,
@@ -20,7 +21,8 @@ enum {
 
 /* What was asked for; 0 and "" mean: not given. All values are valid ones. */
 struct options {
-	uint32_t replicas;
+	uint32_t replicas;	/* with parity: the nodes of a group */
+	uint32_t group;		/* 0: whole copies */
 	uint32_t tier_interval_s;
 	uint32_t spares;
 	uint32_t after;
@@ -36,6 +38,7 @@ const struct options *options_get(void);
 
 /* Each checks one value as the user wrote it. */
 bool options_parse_replicas(const char *text, uint32_t *replicas);
+bool options_parse_redundancy(const char *text, uint32_t *group);
 bool options_parse_tier(const char *text);
 bool options_parse_tier_interval(const char *text, uint32_t *seconds);
 bool options_parse_hang(const char *text);
@@ -43,9 +46,9 @@ bool options_parse_spares(const char *text, uint32_t *spares);
 bool options_parse_after(const char *text, uint32_t *job);
 
 /*
- * False, with a message, if options were given that mean nothing without
- * another one.
+ * Once all were given: false, with a message, if some mean nothing without
+ * another one, or beside it.
  */
-bool options_complete(const struct options *options);
+bool options_complete(void);
 
 #endif

@@ -218,7 +218,11 @@ static void end_if_unprotectable(spank_t sp, const struct config *config, uint32
 		map_free(&map);
 		return;
 	}
-	if (speaks(sp))
+	if (speaks(sp) && env_has(sp, SLURM_ENV(ENV_REDUNDANCY)))
+		slurm_error(MESSAGE_PREFIX "--gemini-redundancy=xor:%" PRIu32 " wants %" PRIu32 " nodes, and this job has "
+			    "%" PRIu32 ": ask for more nodes or a smaller group",
+			    replicas, replicas, nodes);
+	else if (speaks(sp))
 		slurm_error(MESSAGE_PREFIX "--gemini-replicas=%" PRIu32 " wants %" PRIu32 " nodes, one per copy, "
 			    "and this job has %" PRIu32 ": ask for more nodes or fewer replicas",
 			    replicas, replicas, nodes);
@@ -237,6 +241,7 @@ int remote_task_init(spank_t sp, const struct config *config)
 		return 0;
 	forget_inherited_place(sp);
 	restore_option(sp, SLURM_ENV(ENV_REPLICAS), ENV_REPLICAS);
+	restore_option(sp, SLURM_ENV(ENV_REDUNDANCY), ENV_REDUNDANCY);
 	restore_option(sp, SLURM_ENV(ENV_TIER), ENV_TIER);
 	restore_option(sp, SLURM_ENV(ENV_TIER_INTERVAL), ENV_TIER_INTERVAL);
 	restore_option(sp, SLURM_ENV(ENV_SPARES), ENV_SPARES);

@@ -161,7 +161,8 @@ class PeerServer:
                     await link.flush(self._picture.part(message.request, message.record))
 
     def _find(self, ask: peer.PullAsk) -> tuple[Copy, Any] | None:
-        found = self._store.find(ask.set, ask.rank, ask.stamp)
+        find = self._store.find_parity if ask.parity else self._store.find
+        found = find(ask.set, ask.rank, ask.stamp)
         if found is None:
             return None
         record = found[0].record(found[1])

@@ -26,7 +26,7 @@ from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.agent.transfer.pull import PullFailed
 from gemini_hpc.agent.transfer.pull_scheduler import PullScheduler
 from gemini_hpc.agent.transfer.push_sender import PushSender
-from gemini_hpc.core import placement, ranges
+from gemini_hpc.core import ranges
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.format.commit_record import Committed
 from gemini_hpc.wire import local
@@ -101,7 +101,7 @@ class RankRequests:
         mine = here.noderanks[self._node]
         if m.world != training.world or m.rank >= m.world or m.home >= n:
             raise Rejected(f"impossible shard: rank {m.rank} of {m.world}, home {m.home}")
-        if mine not in placement.holders(m.home, n, here.replicas):
+        if mine not in here.redundancy.holders(m.home):
             raise Rejected(f"node rank {mine} keeps no copies of node rank {m.home}")
         keeper = self._keepers.get((m.set, m.rank))
         if keeper is not None and keeper is not client and not keeper.closed.is_set():
@@ -232,6 +232,8 @@ class RankRequests:
 
     async def _register(self, client: Client, m: local.Register) -> Reply:
         training = self._keep(client, m)
+        if m.of:
+            return await self._register_parity(client, training, m)
         size_bytes = m.bytes
         if m.pushed and not size_bytes and (known := self._store.get(m.set, m.rank)) is not None:
             size_bytes = known.bytes
@@ -252,6 +254,29 @@ class RankRequests:
         replica_fills.release(shard)
         self._sets.recount(m.set)
         return local.Slots(shard.bytes), [os.dup(memory.fd) for memory in shard.memory]
+
+    async def _register_parity(self, client: Client, training: Training, m: local.Register) -> Reply:
+        """The parity beside a shard of this node, of those of other nodes of its group."""
+        here, number = self._membership, self._membership.round
+        mine = here.noderanks[self._node]
+        ranks, homes = {rank for rank, _ in m.of}, {home for _, home in m.of}
+        others = set(here.redundancy.receivers(mine)) if here.redundancy.xor else set()
+        if m.home != mine or homes != others or not len(ranks) == len(homes) == len(m.of):
+            raise Rejected(f"shards of node ranks {sorted(homes)} are no stripe of node rank {mine}")
+        if m.rank in ranks or max(ranks) >= m.world or not m.bytes:
+            raise Rejected(f"impossible parity beside the shard of rank {m.rank}: of ranks {sorted(ranks)}")
+        try:
+            shard = await self._store.make_parity(m.set, m.rank, m.world, m.home, m.bytes, m.of)
+        except NoMemory as exc:
+            training.note = str(exc)
+            self._log.log("refused", detail=str(exc))
+            raise
+        if here.round != number:
+            raise Rejected("a recovery round is under way")
+        self._keep(client, m)
+        shard.registered_round = number
+        self._sets.recount(m.set)
+        return local.Slots(shard.bytes), []
 
     def _begin(self, client: Client, m: local.Begin) -> Reply:
         training, shard = self._shard(client, m.set, m.rank)
@@ -319,10 +344,10 @@ class RankRequests:
     def _open_push(self, client: Client, m: local.OpenPush) -> Reply:
         here = self._membership
         _, shard = self._shard(client, m.set, m.rank)
-        mine, n = here.noderanks[self._node], here.nodes
+        mine = here.noderanks[self._node]
         if self._keepers.get((m.set, m.rank)) is not client or shard.pushed:
             raise Rejected(f"shard of rank {m.rank} is not filled by this process")
-        if shard.home != mine or m.holder not in placement.holders(mine, n, here.replicas)[1:]:
+        if shard.home != mine or m.holder not in here.redundancy.receivers(mine):
             raise Rejected(f"node rank {m.holder} keeps no copy of the shard of rank {m.rank} of this node")
         host = next(name for name, rank in here.noderanks.items() if rank == m.holder)
         return local.Ok(), [self._outgoing.open(client, shard, host)]

@@ -24,7 +24,7 @@ from gemini_hpc.agent.tier.choice import TierChoice
 from gemini_hpc.agent.tier.salvage import Salvage
 from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.agent.transfer.transfers import Transfers
-from gemini_hpc.core import hostlist, placement
+from gemini_hpc.core import hostlist
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.node import map_file
 from gemini_hpc.tier.version import Manifest
@@ -85,6 +85,11 @@ class RecoveryMember:
         return max(1, self._current().attach.replicas)
 
     @property
+    def xor(self) -> bool:
+        """Whether these are a group with parity."""
+        return self._current().attach.xor
+
+    @property
     def wanted(self) -> int:
         """Nodes of the allocation that are to train: all but its spares."""
         return self._current().view.wanted
@@ -109,8 +114,10 @@ class RecoveryMember:
         """Verify what is held (unless whoever pulls it will), and tell."""
         me, here = self._identity, self._membership
         await self._transfers.cease()
-        for shard in list(self._store):
+        for shard in self._store.every():
             shard.pair.void_filling()
+            if shard.parity is not None:
+                shard.parity.fill = None
             for index in (0, 1):
                 record = shard.record(index)
                 if record is None or not verify:
@@ -191,15 +198,15 @@ class RecoveryMember:
     def apply(self, plan: peer.PlanDown) -> None:
         """Void all but the chosen versions, take map and epoch, keep on disk that it is so, begin to pull."""
         keep = {s.name: tuple(stamp for stamp in s.keep) for s in plan.sets}
-        for shard in self._store:
+        for shard in self._store.every():
             # round numbers begin anew with each incarnation
             shard.registered_round = shard.resumed_round = shard.rescued_round = 0
             shard.pair.void_except(*keep.get(shard.set, ()))
         here = self._membership
         self._adopt(self._current(), plan)
         mine, n = here.noderanks.get(self._identity.node), here.nodes
-        for shard in self._store.shards.values():
-            if mine in placement.holders(shard.home % n, n, here.replicas):
+        for shard in (*self._store.shards.values(), *self._store.parities.values()):
+            if mine in here.redundancy.holders(shard.home % n):
                 shard.resumed_round = plan.round
         self._took(plan, live=False)
         self._predecessor.taking(plan)
@@ -219,10 +226,9 @@ class RecoveryMember:
         here.noderanks, here.map_restart, here.epoch = dict(plan.noderanks), here.restart, plan.epoch
         incarnation.mesh.ports.update({h: p for h, p in plan.ports.items() if h != node})
         by_rank = {rank: host for host, rank in here.noderanks.items()}
-        mine, n, m = here.noderanks.get(node), here.nodes, here.replicas
+        mine = here.noderanks.get(node)
         if mine is not None:
-            group = set(placement.holders(mine, n, m)) | set(placement.holds_for(mine, n, m))
-            incarnation.mesh.want(by_rank[rank] for rank in group)
+            incarnation.mesh.want(by_rank[rank] for rank in here.redundancy.peers(mine))
         self._sets.plan(plan)
 
     def live(self, plan: peer.PlanDown) -> None:

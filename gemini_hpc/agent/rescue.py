@@ -28,7 +28,6 @@ from gemini_hpc.agent.replicas.outlines import Kept, Outlines
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Key, Shard, Store
 from gemini_hpc.agent.replicas.trainings import Trainings
-from gemini_hpc.core import placement
 from gemini_hpc.core.rescue import LIMIT_S
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.format.commit_record import Committed
@@ -144,7 +143,7 @@ class Rescue:
         if incarnation is None or incarnation.live is False:
             return []
         gone = {rank for host, rank in here.noderanks.items() if host in incarnation.mesh.dead}
-        if not any(gone.issuperset(placement.holders(rank, here.nodes, here.replicas)) for rank in gone):
+        if here.redundancy.xor or not any(gone.issuperset(here.redundancy.holders(rank)) for rank in gone):
             return []
         return sorted(name for name, channels in self._channels.items() if channels)
 

@@ -63,6 +63,7 @@ class Wake:
             attach.lost,
             attach.hang,
             attach.after,
+            attach.xor,
         )
         ports = candidates(settings, self._identity.job)
         try:
@@ -100,6 +101,7 @@ class Wake:
                 message.lost,
                 message.hang,
                 message.after,
+                message.xor,
             )
             self._spawn(self._enter(attach))
 

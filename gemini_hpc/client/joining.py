@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from gemini_hpc.core import placement
+from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 
@@ -26,11 +26,17 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
 
     node_rank: int = -1
     replicas: int = 0
+    xor: bool = False
     nodes: int = 0
     epoch: int = 0
     chosen: tuple[int, int, int] = (0, 0, 0)
     problem: str = ""
     later: bool = False
+
+    @property
+    def redundancy(self) -> Redundancy:
+        """How shards survive a loss of nodes."""
+        return Redundancy(self.nodes, self.replicas, self.xor)
 
     @classmethod
     def of(cls, welcome: local.Welcome) -> Notice:
@@ -38,6 +44,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
         return cls(
             node_rank=welcome.node_rank,
             replicas=welcome.replicas,
+            xor=welcome.xor,
             nodes=welcome.nodes,
             epoch=welcome.epoch,
             chosen=(welcome.chosen_epoch, welcome.chosen_version, welcome.chosen_world),
@@ -77,23 +84,30 @@ def waiting(waited_s: float, why: str) -> str:
     return "waiting for the agents of all nodes to agree on what to resume from" if waited_s > 5 else ""
 
 
-def problem(notices: Sequence[Notice], mine: Notice) -> str:
-    """Why this program cannot be protected; "" where it can."""
+def problem(notices: Sequence[Notice], mine: Notice, *, parity: bool = False) -> str:
+    """Why this program cannot be protected; "" where it can. parity: whether it can do with that."""
     found = next((n.problem for n in notices if n.problem), "")
     if found:
         return found
-    if any((n.replicas, n.epoch, n.chosen) != (mine.replicas, mine.epoch, mine.chosen) for n in notices):
+    if any((n.redundancy, n.epoch, n.chosen) != (mine.redundancy, mine.epoch, mine.chosen) for n in notices):
         return "the ranks' agents do not agree about the job"
+    if mine.redundancy.xor and not parity:
+        return "it cannot do with parity: submit it with --gemini-replicas, not with --gemini-redundancy=xor"
     nodes, m = sorted({n.node_rank for n in notices}), mine.replicas
     if m > len(nodes):
-        return f"{m} replicas asked for, but the training runs on {len(nodes)} node{'s' * (len(nodes) > 1)}"
-    lacking = placement.stranger(nodes, mine.nodes, m)
+        wanted = f"groups of {m} nodes" if mine.xor else f"{m} replicas"
+        return f"{wanted} asked for, but the training runs on {len(nodes)} node{'s' * (len(nodes) > 1)}"
+    lacking = mine.redundancy.stranger(nodes)
     if lacking:
         return (
             f"the training has ranks on only {len(nodes)} of the job's {mine.nodes} nodes: node rank {lacking[1]} "
             f"has to hold the copies of node rank {lacking[0]}, but has no ranks; start the training on all nodes "
             "of the job"
         )
+    try:
+        mine.redundancy.targets([n.node_rank for n in notices])
+    except ValueError as exc:
+        return str(exc)
     return ""
 
 

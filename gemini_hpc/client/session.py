@@ -20,7 +20,7 @@ from gemini_hpc.client.own_progress import OwnProgress
 from gemini_hpc.client.seal_wait import SealGate
 from gemini_hpc.client.step_guard import StepGuard
 from gemini_hpc.client.verdict import Verdict
-from gemini_hpc.core import placement
+from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.wire import local
 from gemini_hpc.wire.progress_page import Progress
 from gemini_hpc.wire.stored import Tier
@@ -54,6 +54,7 @@ class Session:
     collectives: tells, from any thread, what the program has launched since its last `step()`.
     what: "training" or "program", for sentences. keepers: those that have memory of the agent's, which a new agent is
     to be given back, while `handing` is held. on_lost: called with the reason, once, when protection ends for good.
+    on_rejoin: called with a way to ask a new agent, from its thread, when that has its memory back.
     """
 
     def __init__(
@@ -70,16 +71,20 @@ class Session:
         say: Callable[[str], None] | None = None,
         leave: Callable[[], NoReturn] = _exit,
         handing: AbstractContextManager[Any] | None = None,
+        parity: bool = False,
     ) -> None:
+        """parity: this program can do with parity in place of copies."""
         self.ranks, self.name, self.tier = ranks, name, tier
         self.rank, self.world = ranks.rank, ranks.world
         self.seal_timeout_s, self._hold_s = seal_timeout_s, hold_s
         self._what, self._local_rank, self._imported_at = what, local_rank, imported_at
         self._print, self._leave = say or _to_stderr, leave
         self._handing: AbstractContextManager[Any] = handing or nullcontext()
+        self._parity = parity
         self.path = os.environ.get(SOCKET_ENV, "")
         self.keepers: Callable[[], Iterable[Keeper[Any]]] = list
         self.on_lost: list[Callable[[str], None]] = []
+        self.on_rejoin: list[Callable[[Exchange], None]] = []
         self.verdict = Verdict()
         self.state = "unprotected"
         self.version = 0  # completed `step()` calls
@@ -92,6 +97,7 @@ class Session:
         self.epoch = 0
         self.node_rank = -1
         self.homes: list[int] = []
+        self.redundancy = Redundancy(1, 1)
         self.targets: list[list[int]] = []
         self.outgoing: list[int] = []  # ranks whose nodes keep copies of this rank's shard
         self.incoming: list[int] = []  # ranks of whose shards this node keeps copies
@@ -157,7 +163,7 @@ class Session:
         """Collective: find the agent, agree with the other ranks. problem: why this rank cannot be protected."""
         notice = self._greet(problem)
         notices = [msgspec.msgpack.decode(part, type=Notice) for part in self.all(msgspec.msgpack.encode(notice))]
-        problem = joining.problem(notices, notice)
+        problem = joining.problem(notices, notice, parity=self._parity)
         if problem:
             if self.client is not None and self.client.page is not None:
                 self.client.event("unprotected", 0, problem)
@@ -184,7 +190,8 @@ class Session:
         self.guard = StepGuard(
             lambda: client.page, lambda: client.lost, self._hold_s, lambda text: self.say(f"rank {self.rank}: {text}")
         )
-        self.targets = placement.targets(self.homes, notice.nodes, notice.replicas)
+        self.redundancy = notice.redundancy
+        self.targets = notice.redundancy.targets(self.homes)
         self.outgoing = self.targets[self.rank]
         self.incoming = [r for r, t in enumerate(self.targets) if self.rank in t and r != self.rank]
         self.verdict.hope()
@@ -308,6 +315,8 @@ class Session:
                 if not hand_back(keeper.shard, self.name, exchange, self.epoch, chosen):
                     # the agent has memory of its own for this shard (it had not died, only the connection had)
                     keeper.shard = same_or_new(keeper.shard, self.name, exchange, keeper.shard.of)
+        for told in self.on_rejoin:
+            told(exchange)
         exchange(local.Event(name="rejoined", version=self.version, t=clock.time(), detail=f"rank {self.rank}"))
         return True
 

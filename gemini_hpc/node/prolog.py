@@ -59,7 +59,8 @@ _PROTECTED, _UNPROTECTED, _NOT_STARTED = 0, 10, 11
 @dataclass(frozen=True, slots=True)
 class Incarnation:
     """One run of a job, as slurmd describes it; `tier_interval_s` is 0 and `tier` empty where not given,
-    `hang_s` None; 0: off. after: the job where this one is to go on; 0: none."""
+    `hang_s` None; 0: off. after: the job where this one is to go on; 0: none. xor: parity
+    over groups of `replicas` nodes, no copies."""
 
     job: int
     uid: int
@@ -72,13 +73,14 @@ class Incarnation:
     hang_s: int | None = None
     spares: int = 0
     after: int = 0
+    xor: bool = False
 
 
 def parse(argv: list[str]) -> Incarnation:
     """The incarnation of a command line; raises `ValueError` with what was wanted and found."""
-    if len(argv) != 11:
-        raise ValueError(f"wanted 11 arguments, found {len(argv)}")
-    job, uid, restart, replicas, node, nodelist, tier, tier_interval, hang, spares, after = argv
+    if len(argv) != 12:
+        raise ValueError(f"wanted 12 arguments, found {len(argv)}")
+    job, uid, restart, replicas, node, nodelist, tier, tier_interval, hang, spares, after, redundancy = argv
     return Incarnation(
         job=parse_number("job id", job, 1, 2**32 - 1),
         uid=parse_number("uid", uid, 0, 2**32 - 2),
@@ -91,6 +93,7 @@ def parse(argv: list[str]) -> Incarnation:
         hang_s=_hang_s(hang),
         spares=parse_number("spares", spares, 0, SPARES_MAX) if spares else 0,
         after=parse_number("job to go on after", after, 1, 2**32 - 1) if after else 0,
+        xor=_text("redundancy", redundancy, "|xor") == "xor",
     )
 
 
@@ -307,6 +310,7 @@ def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.sock
         "hang": inc.hang_s,
         "spares": inc.spares,
         "after": inc.after,
+        "xor": inc.xor,
     }
     process: int | None = None
     ended = heard = False

@@ -107,6 +107,7 @@ class Checkpointer:
             Tier.of(tier),
             seal_timeout_s=seal_timeout_s,
             hold_s=hold_s,
+            parity=True,
             local_rank=int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) or "0"),
             imported_at=IMPORTED_AT,
         )

@@ -23,6 +23,7 @@ from gemini_hpc.train.nccl.joint_planner import JointPlanner
 from gemini_hpc.train.nccl.negotiation import Joined
 from gemini_hpc.train.nccl.streamed_replicator import StreamedReceiver, StreamedReplicator
 from gemini_hpc.train.planning import FirstPlan, Planning
+from gemini_hpc.train.replication.parity import StripeParity
 from gemini_hpc.train.replication.receiver import Receiver, Reserved
 from gemini_hpc.train.replication.registration import Identity, register
 from gemini_hpc.train.replication.replica import Replica
@@ -78,6 +79,7 @@ class SaveEngine:
         self.frozen: Frozen | None = None  # how the state is read between two optimizer steps
         self._rescuer: Rescuer | None = None
         self._own: Mapping[str, Own] = {}
+        self._parity: StripeParity | None = None
         self._arming: threading.Thread | None = None
         self._listening = False
         session.keepers = self.keepers
@@ -95,7 +97,7 @@ class SaveEngine:
     @property
     def wants_nccl(self) -> bool:
         """Whether copies should go from GPU to GPU."""
-        return self._traffic.transport == "nccl" and self.transport is not None
+        return self._traffic.transport == "nccl" and self.transport is not None and not self._session.redundancy.xor
 
     @property
     def ranks_agree(self) -> bool:
@@ -120,9 +122,11 @@ class SaveEngine:
         if self.transport is not None:
             self.transport.joined_anew(session.client)
         elif session.world > 1 and session.welcome.replicas > 1:
-            self.transport, odd = choice.make(
-                self._traffic.transport, session.client, session.name, session.rank, session.homes
-            )
+            asked = self._traffic.transport
+            kind: choice.Kind = "host" if session.redundancy.xor else asked
+            self.transport, odd = choice.make(kind, session.client, session.name, session.rank, session.homes)
+            if kind not in (asked, asked.replace("auto", "host")):
+                odd = f'transport="{asked}" cannot be used with parity: what goes into it travels over host'
             if odd:
                 session.find(odd)
                 session.say_once(odd)
@@ -157,7 +161,10 @@ class SaveEngine:
         if self.driver is None:
             self.planning.may_change(first.gathered, plan.alone)
         self.controller = self._control(plan, self.replicator)
-        if transport and transport.pushed:
+        if session.redundancy.xor:
+            self._parity = StripeParity(me, session.client, session.targets[me.rank], session.homes)
+            session.on_rejoin.append(self._parity.again)
+        elif transport and transport.pushed:
             reserved = [
                 Reserved(me, session.client, rank, session.homes[rank], session.gate) for rank in session.incoming
             ]
@@ -266,7 +273,8 @@ class SaveEngine:
     def _copy_bytes(self, plan: Plan) -> int:
         """What one copy takes on the network."""
         stays = plan.frozen_bytes if self.transport is not None and self.transport.pushed else 0
-        return plan.layout.small_offset + plan.layout.small_capacity // 2 - stays
+        whole = plan.layout.small_offset + plan.layout.small_capacity // 2 - stays
+        return whole // len(self._session.outgoing) if self._parity is not None else whole
 
     def _live_on(self, plan: Plan) -> None:
         """The agent is to know which nodes have this rank's shard in their tensors."""
@@ -315,6 +323,8 @@ class SaveEngine:
         assert session.client is not None and self.replicator is not None
         try:
             shards = [register(session.client, me, me.rank, me.node_rank, own_bytes)]
+            if self._parity is not None:
+                self._parity.reserve(totals)
             for receiver in self.receivers:
                 rank, pushed = receiver.rank, isinstance(receiver, Reserved)
                 shards.append(register(session.client, me, rank, session.homes[rank], totals[rank], pushed=pushed))

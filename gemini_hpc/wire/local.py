@@ -34,6 +34,7 @@ from gemini_hpc.wire.traffic import TimelineState, TrafficState
 MAX_PACKET_BYTES = 64 * 1024
 MAX_KEPT_BYTES = 40 * 1024
 MAX_LIVE_NODES = 16
+MAX_STRIPE = 64  # more than a parity group can have nodes
 
 Blob = Annotated[bytes, msgspec.Meta(max_length=MAX_KEPT_BYTES)]
 Key = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{8,64}\Z")]
@@ -52,7 +53,7 @@ class Attach(Message, frozen=True, tag="attach"):
     spares: nodes that are not to train as long as others are there; lost: nodes that the agents have lost in this
     incarnation, and go on without (a prolog never says so). hang: seconds after which
     a training that stands still hangs; 0: never, None: as the site says. after: the job of the same owner where this
-    one is to go on; 0: none.
+    one is to go on; 0: none. xor: no copies, but parity over groups of `replicas` nodes.
     """
 
     job: Job
@@ -66,6 +67,7 @@ class Attach(Message, frozen=True, tag="attach"):
     lost: tuple[str, ...] = ()
     hang: Seconds | None = None
     after: Job = 0
+    xor: bool = False
 
 
 class Ready(Message, frozen=True, tag="ready"):
@@ -192,7 +194,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     shard, why memory could not serve; `notice` what the controller wants the job's users to know; `proto`
     the protocol that both speak from here on. `rejected`: what ranks have rejected, one sentence each; `fresh`: one
     of them allowed to begin anew where nothing else is left. after: the job that the chosen version was taken over
-    from; 0: this one has made it itself.
+    from; 0: this one has made it itself. xor: `replicas` is the size of a group with parity.
     """
 
     job: int
@@ -211,6 +213,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     rejected: tuple[str, ...] = ()
     fresh: bool = False
     after: int = 0
+    xor: bool = False
 
 
 class Bequeath(OfRank, frozen=True, tag="bequeath"):
@@ -228,13 +231,15 @@ class Register(OfRank, frozen=True, tag="register"):
 
     rank: the training rank whose shard it is; home: node rank where that training rank lives;
     bytes: size of one slot. pushed: the home's agent fills the slots, this rank only keeps their memory; bytes 0
-    then: as large as they are now (`ControlPage.grown`).
+    then: as large as they are now (`ControlPage.grown`). of: not the shard is meant, but the parity beside it, of
+    these ranks' (each with its home), which their homes' agents fill; answered without descriptors.
     """
 
     world: Count
     home: Count
     bytes: Bytes
     pushed: bool = False
+    of: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=MAX_STRIPE)] = ()
 
 
 class Slots(Message, frozen=True, tag="slots"):

@@ -158,6 +158,7 @@ class Wake(Message, frozen=True, tag="wake"):
     lost: tuple[str, ...] = ()
     hang: Seconds | None = None
     after: Job = 0
+    xor: bool = False
 
 
 TIER = "tier:"  # among the sources of a copy: the persistent tier; no host has such a name
@@ -167,11 +168,13 @@ BEFORE = "before:"  # likewise: with a host behind it, the predecessor's agent t
 
 
 class PullOrder(msgspec.Struct, frozen=True):
-    """`dest` pulls this copy from the first of `sources` that can serve it."""
+    """`dest` pulls this copy from the first of `sources` that can serve it; or makes it (its shard, or the parity
+    `copy.of`) of parts, copies of its stripe at hosts that have them."""
 
     dest: str
     copy: Copy
     sources: tuple[str, ...]
+    parts: tuple[tuple[str, Copy], ...] = ()
 
 
 class SetPlan(msgspec.Struct, frozen=True):
@@ -474,18 +477,23 @@ class OutlineDigest(Message, frozen=True, tag="outline-digest"):
 
 
 class PullAsk(Message, frozen=True, tag="pull?"):
-    """Send me this copy; answered by `PullHead`, then `used` raw bytes (covered by the digest)."""
+    """Send me this copy; answered by `PullHead`, then `used` raw bytes (covered by the digest). parity: that beside
+    the rank's shard; end: only the bytes from `start` to there."""
 
     set: str
     rank: Count
     stamp: Stamp
+    parity: bool = False
+    start: Bytes = 0
+    end: Bytes = 0
 
 
 class PullHead(Message, frozen=True, tag="pull"):
-    """Head of a copy; copy None: not here, with the reason."""
+    """Head of a copy; copy None: not here, with the reason. part: the digest of what comes, where not all does."""
 
     copy: Copy | None
     reason: str = ""
+    part: str = ""
 
 
 # ---- pushes, on connections of their own ---------------------------------------------------------------
@@ -501,10 +509,12 @@ class PushAsk(Message, frozen=True, tag="push?"):
 
 
 class PushAnswer(Message, frozen=True, tag="push"):
-    """To `PushAsk` and `PushHead`. reason "": yes; there: ranges of bytes that are here, and do not come."""
+    """To `PushAsk` and `PushHead`. reason "": yes; there: ranges of bytes that are here, and do not come.
+    part: for parity: what does not come is not wanted, and what comes has a digest of its own."""
 
     reason: str = ""
     there: tuple[tuple[Bytes, Bytes], ...] = ()
+    part: bool = False
 
 
 class PushHead(Message, frozen=True, tag="version"):
@@ -528,9 +538,10 @@ class PushChunk(Message, frozen=True, tag="chunk"):
 
 class PushDone(Message, frozen=True, tag="done"):
     """All `used` bytes have come, with this digest (xxh3_128 hex, made at source). Answered by `PushAck`; the holder
-    verifies it before it counts the copy (R5)."""
+    verifies it before it counts the copy (R5). part: the digest of what has come, where only that was wanted."""
 
     digest: str
+    part: str = ""
 
 
 class PushAck(Message, frozen=True, tag="acked"):

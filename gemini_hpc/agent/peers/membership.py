@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gemini_hpc.agent.peers.incarnation import Incarnation
+from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.message import Message
 
@@ -41,9 +42,15 @@ class Membership:
 
     @property
     def replicas(self) -> int:
-        """Holders of a shard."""
+        """Holders of a shard; with parity the nodes of a group."""
         wanted = self.incarnation.attach.replicas if self.incarnation is not None else 1
         return max(1, min(wanted, self.nodes))
+
+    @property
+    def redundancy(self) -> Redundancy:
+        """How shards survive a loss of nodes."""
+        xor = self.incarnation is not None and self.incarnation.attach.xor and self.replicas > 1
+        return Redundancy(self.nodes, self.replicas, xor)
 
     @property
     def nodes(self) -> int:

@@ -61,6 +61,10 @@ class Host(Protocol):
         """Holders of a shard, as far as there are nodes."""
 
     @property
+    def xor(self) -> bool:
+        """Whether these are a group with parity."""
+
+    @property
     def wanted(self) -> int:
         """Nodes of the allocation that are to train: all but its spares."""
 
@@ -478,6 +482,7 @@ class RecoveryRounds:
             restart=host.restart,
             nodes=host.wanted,
             noderanks=plan.noderanks if ours else None,
+            xor=host.xor,
         )
         if unseen and not any(s.chosen for s in plan.sets):  # who went on without starts from nothing
             plan = msgspec.structs.replace(plan, unseen=unseen)
@@ -521,6 +526,7 @@ class RecoveryRounds:
             self._host.replicas,
             min_epoch=recovery_plan.first_epoch(self._host.restart),
             nodes=self._host.wanted,
+            xor=self._host.xor,
         )
         for warning in plan.warnings:
             self._host.log("warning", detail=warning)

@@ -24,12 +24,17 @@ def planned(
     pulls: list[peer.PullOrder] = []
     for s in plan.sets:
         keepers = _keepers(records, s)
-        copies = tuple((shard, tuple(sorted(keepers[shard.rank]))) for shard in s.shards)
+        makers = {m.copy.rank: m.dest_host for m in s.made if not m.copy.of}
+        copies = tuple(
+            (shard, tuple(sorted(keepers[shard.rank])) or tuple(filter(None, [makers.get(shard.rank)])))
+            for shard in s.shards
+        )
         lost = tuple(f"shard {x.rank}: {x.reason}" for x in s.lost)
         if s.outcome == "never-sealed":
             lost = ("no version had been sealed yet",)
         sets.append(peer.SetPlan(s.set_name, s.chosen, s.keep, s.sealed, s.world, copies, lost))
         pulls += [peer.PullOrder(p.dest_host, p.shard, p.sources) for p in s.pulls]
+        pulls += [peer.PullOrder(made.dest_host, made.copy, (), made.parts) for made in s.made]
     return tuple(sets), tuple(pulls)
 
 
@@ -82,7 +87,8 @@ def _keepers(records: Iterable[peer.InventoryRecord], plan: recovery_plan.SetPla
     for record in records:
         for c in record.copies:
             if (
-                c.set == plan.set_name
+                not c.of
+                and c.set == plan.set_name
                 and plan.chosen is not None
                 and c.stamp == plan.chosen
                 and wanted.get(c.rank) == c.digest
@@ -121,6 +127,7 @@ def take_over(
     job: int,
     nodes: int,
     noderanks: Mapping[str, int] | None,
+    xor: bool,
 ) -> peer.PlanDown:
     """The plan of a job that has nothing of its own, with what its predecessor has left. noderanks: this job's, where
     earlier rounds have decided them; else a node of both jobs keeps its rank.
@@ -136,7 +143,7 @@ def take_over(
         sealed = tuple((name, s) for name, s in found.sealed if not unwanted(name, s, rejected, ()))
         good.append(recovery_plan.Inventory(found.host, found.noderanks, found.map_restart, copies, 0, sealed))
     made = recovery_plan.plan(
-        {i.host: i for i in good}, hosts, m, nodes=nodes, noderanks=noderanks or None, foreign=True
+        {i.host: i for i in good}, hosts, m, nodes=nodes, noderanks=noderanks or None, foreign=True, xor=xor
     )
     sets, pulls = planned(made, left.records)
     theirs = from_tier(msgspec.structs.replace(plan, noderanks=made.noderanks, sets=sets, pulls=pulls), left.stored)

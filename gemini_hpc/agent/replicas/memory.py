@@ -75,12 +75,12 @@ class Memfd:
             self._map = mmap.mmap(self.fd, self.size_bytes)
         return memoryview(self._map)
 
-    def digest(self, used_bytes: int) -> str:
-        """xxh3_128 (hex) of the first `used_bytes`; the GIL is free meanwhile."""
+    def digest(self, end: int, start: int = 0) -> str:
+        """xxh3_128 (hex) of the bytes from `start` to `end`; the GIL is free meanwhile."""
         hasher = xxhash.xxh3_128()
         with self.view() as view:
-            for at in range(0, used_bytes, _DIGEST_STRIDE_BYTES):
-                hasher.update(view[at : min(used_bytes, at + _DIGEST_STRIDE_BYTES)])
+            for at in range(start, end, _DIGEST_STRIDE_BYTES):
+                hasher.update(view[at : min(end, at + _DIGEST_STRIDE_BYTES)])
         return hasher.hexdigest()
 
     def read_only_fd(self) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from gemini_hpc import clock
 from gemini_hpc.agent.replicas.memory import Budget, Memfd, NoMemory
+from gemini_hpc.agent.replicas.parity import Parity
 from gemini_hpc.agent.replicas.replica_fill import Fill
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import SlotPair, Stamp
@@ -25,7 +26,7 @@ class Shard:
     copied from live state. pushed: the home's agent fills it, and a training rank at most those parts that it has as
     well (fill: the newest version of which it did; unlike: why it must not). handed_back: slots that a process has
     given to this agent after its predecessor's death; half_back: one is still to come, so the pair has no vote, and
-    nobody else writes to it.
+    nobody else writes to it. parity: this is not the shard, but the parity beside it.
     """
 
     set: str
@@ -46,6 +47,7 @@ class Shard:
     handed_back: frozenset[int] = frozenset()
     half_back: bool = False
     unproven: Stamp | None = None
+    parity: Parity | None = None
 
     def record(self, index: int) -> Copy | None:
         """What can be told of a complete slot; None of any other."""
@@ -62,6 +64,7 @@ class Shard:
             stamp=slot.stamp,
             digest=slot.digest,
             proven=slot.stamp != self.unproven,
+            of=self.parity.of[index] if self.parity is not None else (),
         )
 
     def settle(self, index: int, digest: str) -> bool:
@@ -82,12 +85,18 @@ class Store:
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
         self.shards: dict[Key, Shard] = {}
+        self.parities: dict[Key, Shard] = {}  # beside the shards of those ranks, of others
         self.ancestors: list[Shard] = []
         self._making = asyncio.Lock()
 
     def __iter__(self) -> Iterator[Shard]:
+        """Shards, no parity."""
         yield from self.shards.values()
-        yield from self.ancestors
+        yield from (shard for shard in self.ancestors if shard.parity is None)
+
+    def every(self) -> list[Shard]:
+        """Shards and parity."""
+        return [*self.shards.values(), *self.parities.values(), *self.ancestors]
 
     def get(self, set_name: str, rank: int) -> Shard | None:
         """The shard as now registered."""
@@ -97,10 +106,23 @@ class Store:
         """All shards of a set as now registered."""
         return [s for s in self.shards.values() if s.set == set_name]
 
+    def parities_of_set(self, set_name: str) -> list[Shard]:
+        """All parity of a set as now registered."""
+        return [s for s in self.parities.values() if s.set == set_name]
+
     def find(self, set_name: str, rank: int, stamp: Stamp) -> tuple[Shard, int] | None:
         """The slot with this very version, complete or being filled."""
         for shard in self:
             if shard.set == set_name and shard.rank == rank:
+                index = shard.pair.find(stamp)
+                if index is not None:
+                    return shard, index
+        return None
+
+    def find_parity(self, set_name: str, rank: int, stamp: Stamp) -> tuple[Shard, int] | None:
+        """The same of the parity beside that rank's shard."""
+        for shard in self.every():
+            if shard.parity is not None and shard.set == set_name and shard.rank == rank:
                 index = shard.pair.find(stamp)
                 if index is not None:
                     return shard, index
@@ -121,23 +143,45 @@ class Store:
             if old is not None and old.bytes == size_bytes and old.world == world:
                 old.home = home
                 return old
-            self.budget.take(2 * size_bytes, f"shard of rank {rank}", present=not reserve)
-            memory: list[Memfd] = []
-            try:
-                for index in range(2):
-                    memory.append(Memfd(f"gemini:{set_name}:{rank}:{index}", size_bytes, slot=True))
-                    if reserve:
-                        await asyncio.to_thread(memory[index].reserve, self.budget.left_bytes)
-            except BaseException as exc:
-                for m in memory:
-                    m.close()
-                self.budget.give(2 * size_bytes)
-                if isinstance(exc, (NoMemory, OSError)):
-                    raise NoMemory(f"shard of rank {rank}: {exc}") from None
-                raise
+            name, what = f"gemini:{set_name}:{rank}", f"shard of rank {rank}"
+            memory = await self._slots(name, what, size_bytes, reserve=reserve)
             shard = Shard(set_name, rank, world, home, size_bytes, memory)
             self.put(shard)
             return shard
+
+    async def make_parity(
+        self, set_name: str, rank: int, world: int, home: int, size_bytes: int, of: Iterable[tuple[int, int]]
+    ) -> Shard:
+        """The same for the parity beside a shard. of: the ranks whose shards are in it, each with its home. Raises
+        `NoMemory`."""
+        homes = dict(of)
+        async with self._making:
+            old = self.parities.get((set_name, rank))
+            same = old is not None and (old.bytes, old.world) == (size_bytes, world)
+            if same and old is not None and old.parity is not None and old.parity.homes == homes:
+                old.home = home
+                return old
+            what = f"parity beside the shard of rank {rank}"
+            memory = await self._slots(f"gemini:{set_name}:parity {rank}", what, size_bytes)
+            self.put(Shard(set_name, rank, world, home, size_bytes, memory, parity=Parity(homes)))
+            return self.parities[set_name, rank]
+
+    async def _slots(self, name: str, what: str, size_bytes: int, *, reserve: bool = True) -> list[Memfd]:
+        self.budget.take(2 * size_bytes, what, present=not reserve)
+        memory: list[Memfd] = []
+        try:
+            for index in range(2):
+                memory.append(Memfd(f"{name}:{index}", size_bytes, slot=True))
+                if reserve:
+                    await asyncio.to_thread(memory[index].reserve, self.budget.left_bytes)
+        except BaseException as exc:
+            for m in memory:
+                m.close()
+            self.budget.give(2 * size_bytes)
+            if isinstance(exc, (NoMemory, OSError)):
+                raise NoMemory(f"{what}: {exc}") from None
+            raise
+        return memory
 
     async def adopt(self, set_name: str, rank: int, world: int, home: int, size_bytes: int, first: Memfd) -> Shard:
         """The same around memory that is there already: it becomes the first of both slots. Raises `NoMemory`; then
@@ -176,14 +220,22 @@ class Store:
 
     def put(self, shard: Shard) -> None:
         """Hold a shard; one of the same name becomes an ancestor."""
-        key = (shard.set, shard.rank)
-        old = self.shards.get(key)
+        key, held = (shard.set, shard.rank), self._like(shard)
+        old = held.get(key)
         if old is not None:
             if old.pair.complete_stamps():
                 self.ancestors.append(old)
             else:
                 self._close(old)
-        self.shards[key] = shard
+        held[key] = shard
+
+    def _like(self, shard: Shard) -> dict[Key, Shard]:
+        return self.shards if shard.parity is None else self.parities
+
+    def parity_of(self, set_name: str, rank: int) -> Shard | None:
+        """The parity here, as now registered, that this rank's shard is in."""
+        found = (p for p in self.parities.values() if p.set == set_name)
+        return next((p for p in found if p.parity is not None and rank in p.parity.homes), None)
 
     def drop(self, shard: Shard) -> None:
         """Free a shard that nobody has registered: a copy that came to nothing."""
@@ -201,28 +253,29 @@ class Store:
         What was copied from live state stays as long as nothing newer is sealed: it may be all that is left of its
         shard, also of the version that the last votes of the dead have sealed."""
         for shard in [s for s in self.ancestors if s.set == set_name]:
-            heir = self.shards.get((set_name, shard.rank))
+            heir = self._like(shard).get((set_name, shard.rank))
             # A late seal may be of a version that only the ancestor has.
             if heir is None or any(stamp >= sealed for stamp in heir.pair.complete_stamps()):
                 self.ancestors.remove(shard)
                 self._close(shard)
-        for key, shard in list(self.shards.items()):
+        for key, shard in [*self.shards.items(), *self.parities.items()]:
             stays = shard.registered_round == round_number or (
                 shard.rescued_round == round_number
                 and any(slot.stamp is not None and slot.stamp >= sealed for slot in shard.pair.slots)
             )
             if shard.set == set_name and not (stays and shard.world == world):
-                del self.shards[key]
+                del self._like(shard)[key]
                 self._close(shard)
 
     def clear(self) -> None:
         """Free everything."""
-        for shard in self:
+        for shard in self.every():
             self._close(shard)
         self.shards.clear()
+        self.parities.clear()
         self.ancestors.clear()
 
     def copies(self) -> list[Copy]:
-        """Every complete copy."""
-        records = (shard.record(index) for shard in self for index in (0, 1))
+        """Every complete copy, and parity."""
+        records = (shard.record(index) for shard in self.every() for index in (0, 1))
         return [r for r in records if r is not None]

@@ -109,7 +109,7 @@ class Trainings:
         if above is not None:
             up = lambda ballot: void(self._membership.send(above, to_wire(number, name, ballot)))  # noqa: E731
         training.sealing = Voting(
-            self._membership.replicas,
+            self._membership.redundancy.pairs,
             rounds.children,
             up,
             lambda word, degraded: self._sealed(training, number, word, degraded),
@@ -128,7 +128,7 @@ class Trainings:
         if training is None or training.sealing is None:
             return
         # half a pair would say that it has gone past what is in its other slot
-        shards = self._store.of_set(name)
+        shards = [*self._store.of_set(name), *self._store.parities_of_set(name)]
         here = [s for s in shards if s.registered_round == number and s.world == training.world]
         present = [s for s in here if not s.half_back]
         kind, world = REGISTERED, training.world

@@ -43,18 +43,18 @@ class Voting:
     """The votes of this agent and its children for one set in one round; the root's word as known here.
 
     A node that holds nothing of the set has no voice; but the root seals only while the pairs that were voted
-    for number world x m, so that no shard and no holder can be missing unnoticed.
+    for number world x `pairs_each`, so that no shard and no holder can be missing unnoticed.
     """
 
     def __init__(
         self,
-        replicas: int,
+        pairs_each: int,
         children: Iterable[str],
         up: Callable[[Ballot], None] | None,
         spread: Callable[[Decision, bool], None],
         settled: Stamp | None = None,
     ) -> None:
-        self._replicas = replicas
+        self._pairs_each = pairs_each
         self._own = _NOTHING
         self._below = dict.fromkeys(children, _NOTHING)
         self._up, self._spread = up, spread
@@ -106,7 +106,7 @@ class Voting:
                 self._up(ballot)
             return
         vote = ballot.vote
-        if ballot.pairs != ballot.world * self._replicas or ballot.kinds not in (RESUMED, REGISTERED):
+        if ballot.pairs != ballot.world * self._pairs_each or ballot.kinds not in (RESUMED, REGISTERED):
             vote = Vote(frozenset(), vote.seen, vote.floor, vote.kept)
         self._root.update("job", vote)
         self.hear(self._root.word(), ballot.degraded)

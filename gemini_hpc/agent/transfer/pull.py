@@ -48,19 +48,24 @@ async def serve(link: Link, find: Callable[[peer.PullAsk], tuple[Copy, Memfd] | 
             await link.flush(peer.PullHead(None, "not held here"))
             return
         record, memory = found
-        sock = await link.hand_over(peer.PullHead(record))
-        await asyncio.to_thread(_send, sock, memory, record.used)
+        start, end = (ask.start, ask.end) if ask.end else (0, record.used)
+        if not start < end <= record.used:
+            await link.flush(peer.PullHead(None, f"bytes {start} to {end} of {record.used}"))
+            return
+        part = await asyncio.to_thread(memory.digest, end, start) if ask.end else ""
+        sock = await link.hand_over(peer.PullHead(record, part=part))
+        await asyncio.to_thread(_send, sock, memory, start, end)
     except (LinkClosed, TimeoutError, OSError):
         pass
     finally:
         link.abort()
 
 
-def _send(sock: socket.socket, memory: Memfd, used_bytes: int) -> None:
+def _send(sock: socket.socket, memory: Memfd, start: int, end: int) -> None:
     with sock, memory.view() as view:
         sock.settimeout(SILENCE_S)
-        for at in range(0, used_bytes, _PIECE_BYTES):
-            sock.sendall(view[at : min(used_bytes, at + _PIECE_BYTES)])
+        for at in range(start, end, _PIECE_BYTES):
+            sock.sendall(view[at : min(end, at + _PIECE_BYTES)])
 
 
 def fetch(
@@ -81,6 +86,39 @@ def fetch(
         except (OSError, HandshakeError, LinkClosed, FrameError, PullFailed) as exc:
             failures.append(f"{source.host}: {exc or type(exc).__name__}")
     raise PullFailed("; ".join(failures) or "no node holds the copy")
+
+
+def fetch_part(
+    copy: Copy, start: int, end: int, source: Source, take: Callable[[int, memoryview], None], stop: Event
+) -> None:
+    """Pull the bytes from `start` to `end` of a copy, or of the parity beside it (blocking): `take` gets them, each
+    piece with its distance from `start`, before it is known whether all are as they were sent. Raises `PullFailed`,
+    OSError, `HandshakeError`, `LinkClosed`, `FrameError`."""
+    link = BlockingLink.connect(source.address, source.port, source.client, SILENCE_S)
+    try:
+        link.sock.settimeout(SILENCE_S)
+        link.send(peer.PullAsk(copy.set, copy.rank, source.stamp, bool(copy.of), start, end))
+        head = link.receive(peer.PullHead)
+        if head.copy is None:
+            raise PullFailed(head.reason)
+        if (head.copy.used, head.copy.digest, head.copy.of) != (copy.used, copy.digest, copy.of):
+            raise PullFailed("offers a different copy from the planned one")
+        hasher, piece, at = xxhash.xxh3_128(), bytearray(min(_PIECE_BYTES, end - start)), 0
+        while at < end - start:
+            if stop.is_set():
+                raise PullFailed("cancelled by a new recovery round")
+            with memoryview(piece)[: min(len(piece), end - start - at)] as room:
+                n = link.sock.recv_into(room)
+                if n == 0:
+                    raise PullFailed(f"connection closed after {at} of {end - start} bytes")
+                with room[:n] as data:
+                    hasher.update(data)
+                    take(at, data)
+                at += n
+        if hasher.hexdigest() != head.part:
+            raise PullFailed("the digest of a part does not match")
+    finally:
+        link.close()
 
 
 def _fetch_one(copy: Copy, memory: Memfd, source: Source, stop: Event) -> None:

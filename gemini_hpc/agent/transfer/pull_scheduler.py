@@ -6,6 +6,8 @@ import asyncio
 from threading import Event
 from typing import Protocol
 
+import msgspec
+
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.identity import Identity
@@ -18,7 +20,7 @@ from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
 from gemini_hpc.agent.tier import worker_process
 from gemini_hpc.agent.tier.choice import TierChoice
-from gemini_hpc.agent.transfer import pull
+from gemini_hpc.agent.transfer import making, pull
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Refused, Stamp
 from gemini_hpc.format.commit_record import Committed
@@ -90,7 +92,7 @@ class PullScheduler:
     async def _all(self, orders: list[peer.PullOrder], since: float) -> None:
         begun = self._rounds_begun
         results = await asyncio.gather(
-            *(self._shared(o.copy, o.sources, keep=True) for o in orders), return_exceptions=True
+            *(self._shared(o.copy, o.sources, parts=o.parts, keep=True) for o in orders), return_exceptions=True
         )
         if begun != self._rounds_begun:
             return
@@ -114,11 +116,13 @@ class PullScheduler:
             return training.guests[copy.rank]
         return await self._shared(copy, training.sources.get(copy.rank, ()), keep=False)
 
-    async def _shared(self, copy: Copy, sources: tuple[str, ...], *, keep: bool) -> Memfd:
-        key = (copy.set, copy.rank)
+    async def _shared(
+        self, copy: Copy, sources: tuple[str, ...], *, parts: tuple[tuple[str, Copy], ...] = (), keep: bool
+    ) -> Memfd:
+        key = _key(copy)
         task = self._running.get(key)
         if task is None:
-            task = asyncio.ensure_future(self._one(copy, sources, keep=keep))
+            task = asyncio.ensure_future(self._one(copy, sources, parts, keep=keep))
             self._running[key] = task
             task.add_done_callback(lambda t: self._done(key, t))
         return await asyncio.shield(task)
@@ -129,14 +133,19 @@ class PullScheduler:
         if not task.cancelled():
             task.exception()
 
-    async def _one(self, copy: Copy, sources: tuple[str, ...], *, keep: bool) -> Memfd:
+    async def _one(
+        self, copy: Copy, sources: tuple[str, ...], parts: tuple[tuple[str, Copy], ...], *, keep: bool
+    ) -> Memfd:
         if not keep:
             return await self._guest(copy, sources)
-        number = self._membership.round
-        stop = self._stops[copy.set, copy.rank] = Event()
-        stamp = self._stamps[copy.set, copy.rank] = copy.stamp
+        number, of = self._membership.round, [(member.rank, member.home) for member in copy.of]
+        stop = self._stops[_key(copy)] = Event()
+        stamp = self._stamps[_key(copy)] = copy.stamp
         try:
-            shard = await self._store.make(copy.set, copy.rank, copy.world, copy.home, copy.bytes)
+            if of:
+                shard = await self._store.make_parity(copy.set, copy.rank, copy.world, copy.home, copy.bytes, of)
+            else:
+                shard = await self._store.make(copy.set, copy.rank, copy.world, copy.home, copy.bytes)
             if stop.is_set():
                 raise pull.PullFailed("cancelled by a new recovery round")
             shard.resumed_round = number
@@ -154,7 +163,10 @@ class PullScheduler:
             return moved
         memory = shard.memory[index]
         try:
-            await self._fetch(copy, memory, sources, stop)
+            if parts:
+                copy = msgspec.structs.replace(copy, digest=await self._make(copy, memory, parts, stop))
+            else:
+                await self._fetch(copy, memory, sources, stop)
         except BaseException:
             if shard.pair.slots[index].state == "filling" and shard.pair.slots[index].stamp == stamp:
                 shard.pair.void(index)
@@ -162,7 +174,36 @@ class PullScheduler:
         self._completed(copy, shard, index)
         return memory
 
+    async def _make(self, copy: Copy, memory: Memfd, parts: tuple[tuple[str, Copy], ...], stop: Event) -> str:
+        async with self._gate:
+            found: list[tuple[pull.Source | Memfd, Copy]] = []
+            for host, part in parts:
+                if host != self._identity.node:
+                    if (source := self._source(host, part.stamp)) is None:
+                        raise pull.PullFailed(f"{host} is dead")
+                    found.append((source, part))
+                    continue
+                find = self._store.find_parity if part.of else self._store.find
+                held = find(part.set, part.rank, part.stamp)
+                if held is None or held[0].pair.slots[held[1]].digest != part.digest:
+                    raise pull.PullFailed(f"shard {part.rank} is not held here")
+                found.append((held[0].memory[held[1]], part))
+            digest, came = await asyncio.to_thread(making.make, copy, memory, found, stop)
+        self.bytes += came
+        return digest
+
+    def _source(self, host: str, stamp: Stamp) -> pull.Source | None:
+        """An agent of this job; None: it is dead."""
+        incarnation, settings = self._membership.incarnation, self._identity.settings
+        if incarnation is None or host in incarnation.mesh.dead:
+            return None
+        port = incarnation.mesh.ports.get(host) or _planned_port(incarnation, host)
+        client = incarnation.mesh.client(host, "pull")
+        return pull.Source(host, settings.address_of(host), port, client, stamp)
+
     def _completed(self, copy: Copy, shard: Shard, index: int) -> None:
+        if shard.parity is not None:
+            shard.parity.of[index] = copy.of
         shard.pair.complete(index, copy.stamp, copy.digest, copy.used)
         shard.since[index] = shard.verified[index] = clock.time()
         shard.memory[index].commit(Committed(copy.stamp, copy.used, copy.digest))
@@ -201,17 +242,15 @@ class PullScheduler:
                 await self._from_tier(copy, memory)
                 self.bytes += copy.used
                 return
-            mesh, ways, heritage = incarnation.mesh, list[pull.Source](), self._heritage
+            ways, heritage = list[pull.Source](), self._heritage
             for source in sources:
                 host = source.removeprefix(peer.BEFORE)
                 if host != source and heritage is not None:
                     client = self._predecessor.client(host, "pull", heritage.job)
                     port, stamp = heritage.ports.get(host, 0), heritage.stamps.get(copy.set, copy.stamp)
                     ways.append(pull.Source(host, me.settings.address_of(host), port, client, stamp))
-                elif host != me.node and host not in mesh.dead:
-                    port = mesh.ports.get(host) or _planned_port(incarnation, host)
-                    client = mesh.client(host, "pull")
-                    ways.append(pull.Source(host, me.settings.address_of(host), port, client, copy.stamp))
+                elif host != me.node and (way := self._source(host, copy.stamp)) is not None:
+                    ways.append(way)
             source, trouble = await asyncio.to_thread(pull.fetch, copy, memory, ways, stop)
         if trouble:
             self._log("next_holder", version=copy.stamp[1], detail=f"shard {copy.rank} from {source}; {trouble}")
@@ -257,6 +296,11 @@ class PullScheduler:
             raise
         self._sets.named(copy.set).guests[copy.rank] = memory
         return memory
+
+
+def _key(copy: Copy) -> tuple[str, int]:
+    """A parity is no rank's shard."""
+    return copy.set, -1 - copy.rank if copy.of else copy.rank
 
 
 def _planned_port(incarnation: Incarnation, host: str) -> int:

@@ -12,7 +12,7 @@ import socket
 from collections import deque
 from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import xxhash
 
@@ -25,6 +25,7 @@ from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Key, Shard, Store
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.trainings import Trainings
+from gemini_hpc.agent.transfer.part_receiver import Part, PartReceiver
 from gemini_hpc.agent.transfer.threads import beside
 from gemini_hpc.core import ranges
 from gemini_hpc.core.ranges import Range
@@ -38,6 +39,12 @@ SEAL_WAIT_S = 1.5  # for the seal of the version before, which may reach the hom
 _RETRY_S = 0.001
 _DIGEST_DIGITS = 32
 T = TypeVar("T")
+
+
+class _OnLoop(Protocol):
+    """Has the loop do something, for a thread that waits for it."""
+
+    def __call__(self, work: Coroutine[Any, Any, T]) -> T: ...
 
 
 @dataclass
@@ -74,6 +81,7 @@ class PushReceiver:
     def __init__(self, membership: Membership, sets: Trainings, store: Store, filling: SlotWrites, log: Log) -> None:
         self._membership, self._sets, self._store = membership, sets, store
         self._filling, self._log = filling, log
+        self._parts = PartReceiver(membership, sets, store, filling, log)
         self._pushes: dict[Key, _Push] = {}
         self.bytes = 0
 
@@ -133,6 +141,8 @@ class PushReceiver:
             return "this node has no part in a running training"
         if ask.epoch != here.epoch or ask.round != here.round:
             return f"this node is at epoch {here.epoch}, round {here.round}"
+        if self._parts.expects(ask):
+            return self._parts.refusal(ask, push.host)
         if shard is None or shard.registered_round != here.round or shard.half_back:
             return f"shard of rank {ask.rank} is not registered here"
         if not shard.pushed:
@@ -156,6 +166,9 @@ class PushReceiver:
             if not link.sock.recv(1, socket.MSG_PEEK):
                 return
             head = link.receive(peer.PushHead)
+            if self._parts.expects(push.ask):
+                self._receive_part(push, link, head, on_loop)
+                continue
             taken = on_loop(self._begin(push, head))
             if isinstance(taken, str):
                 link.send(peer.PushAnswer(taken))
@@ -167,13 +180,33 @@ class PushReceiver:
                 found = self._fill(link, taken.view, head.used, taken.there)
                 link.wait(None)
                 digest = link.receive(peer.PushDone).digest
-                if len(digest) != _DIGEST_DIGITS or digest.strip("0123456789abcdef"):
+                if not _is_digest(digest):
                     raise LinkClosed("not a digest")
                 claimed = Committed(taken.stamp, head.used, digest)
             finally:
                 taken.view.release()
                 on_loop(self._end(taken, claimed, found))
             link.send(peer.PushAck(head.used))
+
+    def _receive_part(self, push: _Push, link: BlockingLink, head: peer.PushHead, on_loop: _OnLoop) -> None:
+        part = on_loop(self._begin_part(push, head))
+        if isinstance(part, str):
+            link.send(peer.PushAnswer(part))
+            return
+        digest = claimed = found = ""
+        try:
+            start, end = part.wanted
+            rest = ((0, start), (end, head.used))
+            link.send(peer.PushAnswer(there=tuple((a, b) for a, b in rest if a < b), part=True))
+            found = self._parts.take(link, part, SILENCE_S)
+            link.wait(None)
+            done = link.receive(peer.PushDone)
+            if not _is_digest(done.digest) or not _is_digest(done.part):
+                raise LinkClosed("not a digest")
+            digest, claimed = done.digest, done.part
+        finally:
+            self.bytes += on_loop(self._parts.end(part, digest, claimed, found))
+        link.send(peer.PushAck(head.used))
 
     @staticmethod
     def _fill(link: BlockingLink, view: memoryview, used: int, there: Sequence[Range]) -> str:
@@ -201,11 +234,14 @@ class PushReceiver:
 
     # ---- on the loop, for the thread -------------------------------------------------------------------
 
+    async def _begin_part(self, push: _Push, head: peer.PushHead) -> Part | str:
+        _check(head)
+        return self._refusal(push) or await self._parts.begin(push.ask, push.host, head)
+
     async def _begin(self, push: _Push, head: peer.PushHead) -> _Taken | str:
         """A slot for this version, or why there is none. Raises LinkClosed for a version that cannot be."""
         ask = push.ask
-        if not 0 < head.used <= head.bytes or not head.version:
-            raise LinkClosed(f"impossible version {head.version}: {head.used} bytes in a slot of {head.bytes}")
+        _check(head)
         if reason := ranges.fault(head.kept, head.used):
             raise LinkClosed(reason)
         deadline = clock.monotonic() + SEAL_WAIT_S
@@ -288,3 +324,13 @@ class PushReceiver:
             if taken.filled and found != claimed.digest:
                 taken.shard.unlike = f"{local.UNLIKE} rank {taken.shard.rank} has"
             self._filling.arrived(taken.shard, taken.index, claimed, found)
+
+
+def _check(head: peer.PushHead) -> None:
+    """Raises LinkClosed for a version that cannot be."""
+    if not 0 < head.used <= head.bytes or not head.version:
+        raise LinkClosed(f"impossible version {head.version}: {head.used} bytes in a slot of {head.bytes}")
+
+
+def _is_digest(text: str) -> bool:
+    return len(text) == _DIGEST_DIGITS and not text.strip("0123456789abcdef")

@@ -8,14 +8,17 @@ kernel sends the slot's own pages. These do not change before the holder has ver
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 from collections import deque
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from io import FileIO
+from typing import Any
 
 import msgspec
+import xxhash
 
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.membership import Membership
@@ -36,6 +39,7 @@ SILENCE_S = 5.0
 DIAL_S, ANSWER_S = 2.0, 2.0
 _LOOK_S = 0.25
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.25, 2.0
+_PIECE_BYTES = 1 << 20
 
 
 class PushLost(Exception):
@@ -111,6 +115,7 @@ class Channel:
         self._stopped = False
         self._file: FileIO | None = None  # the slot
         self._used = self._at = 0
+        self._part: Any = None  # digest of what goes, where the holder wants no more of the shard
         self._there: deque[Range] = deque()  # what the holder has, and what is still to be passed over
         self._pause_s, self._not_before = _LEAST_PAUSE_S, 0.0
 
@@ -153,6 +158,7 @@ class Channel:
     def _offer(self, m: local.PushOffer) -> None:
         self._forget_slot()
         self._used = self._at = 0
+        self._part = None
         self._there.clear()
         with self._lock:
             if self._stopped:
@@ -180,6 +186,9 @@ class Channel:
         link = self._send(peer.PushChunk(self._at, length), peer.PushAck, more=True)
         assert self._file is not None
         link.send_file(self._file.fileno(), self._at, length)
+        if self._part is not None:  # the slot's pages do not change meanwhile
+            for at in range(self._at, self._at + length, _PIECE_BYTES):
+                self._part.update(os.pread(self._file.fileno(), min(_PIECE_BYTES, self._at + length - at), at))
         self._at += length
 
     def _pass_over(self) -> None:
@@ -191,7 +200,7 @@ class Channel:
         self._pass_over()
         if not self._used or self._at != self._used:
             raise PushLost(f"a digest after {self._at} of {self._used} bytes")
-        self._send(peer.PushDone(digest), peer.PushAck)
+        self._send(peer.PushDone(digest, self._part.hexdigest() if self._part is not None else ""), peer.PushAck)
         self._forget_slot()
         self._used = self._at = 0
 
@@ -297,9 +306,10 @@ class Channel:
                     raise PushLost(f"unexpected message {type(message).__name__}")
                 if isinstance(message, peer.PushAnswer) and message.reason:
                     self._reply(local.Refused(f"{self.host}: {message.reason}"))
-                elif isinstance(message, peer.PushAnswer) and message.there:
+                elif isinstance(message, peer.PushAnswer) and (message.there or message.part):
                     if reason := ranges.fault(message.there, self._used):
                         raise PushLost(reason)
+                    self._part = xxhash.xxh3_128() if message.part else None
                     self._there.extend(message.there)  # the thread that sends waits for this
                     self._reply(local.Taken(message.there))
                 else:

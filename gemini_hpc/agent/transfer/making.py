@@ -1,0 +1,74 @@
+"""Making a shard again, or a parity anew, of what other nodes of the stripe have (`core.parity`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from threading import Event
+
+from gemini_hpc.agent.replicas.memory import Memfd
+from gemini_hpc.agent.replicas.parity import fold
+from gemini_hpc.agent.transfer import pull
+from gemini_hpc.core import parity
+from gemini_hpc.core.copy import Copy
+from gemini_hpc.wire.frames import FrameError
+from gemini_hpc.wire.handshake import HandshakeError
+from gemini_hpc.wire.link import LinkClosed
+
+_PIECE_BYTES = 1 << 20
+
+
+def make(
+    copy: Copy, memory: Memfd, parts: Sequence[tuple[pull.Source | Memfd, Copy]], stop: Event
+) -> tuple[str, int]:
+    """Make a copy, or the parity beside it, in `memory` (blocking): the digest of what was made, and the bytes that
+    came for it. parts: where each one that it is made of is. Raises `pull.PullFailed`, also soon after `stop` is set.
+    """
+    where = {(part.rank, bool(part.of)): (source, part) for source, part in parts}
+    stripe = sorted({copy.rank, *(rank for rank, _ in where)})
+    used = {part.rank: part.used for _, part in parts if not part.of}
+    try:
+        if copy.of:
+            folds = parity.encoding(stripe, copy.rank, used)
+        else:
+            folds = parity.decoding(stripe, copy.rank, {**used, copy.rank: copy.used})
+    except KeyError as exc:
+        raise pull.PullFailed(f"the shard of rank {exc} is missing among its parts") from None
+    came = 0
+    with memory.view() as view:
+        for at in range(0, copy.used, _PIECE_BYTES):
+            size = min(_PIECE_BYTES, copy.used - at)
+            view[at : at + size] = bytes(size)
+        for one in folds:
+            came += _fold_in(one, view, where, stop)
+    digest = memory.digest(copy.used)
+    if not copy.of and digest != copy.digest:
+        raise pull.PullFailed("the digest does not match: what it was made of does not belong together")
+    return digest, came
+
+
+def _fold_in(
+    one: parity.Fold,
+    view: memoryview,
+    where: Mapping[tuple[int, bool], tuple[pull.Source | Memfd, Copy]],
+    stop: Event,
+) -> int:
+    def take(at: int, data: memoryview) -> None:
+        with view[one.at + at : one.at + at + len(data)] as into:
+            fold(into, data)
+
+    found = where.get((one.rank, one.parity))
+    if found is None:
+        raise pull.PullFailed(f"the {'parity beside' if one.parity else 'copy of'} shard {one.rank} is not known")
+    source, part = found
+    end = min(one.end, part.used)  # the rest of a parity is zeros
+    if end <= one.start:
+        return 0
+    if isinstance(source, Memfd):
+        with source.view() as there, there[one.start : end] as data:
+            take(0, data)
+        return 0
+    try:
+        pull.fetch_part(part, one.start, end, source, take, stop)
+    except (OSError, HandshakeError, LinkClosed, FrameError, pull.PullFailed) as exc:
+        raise pull.PullFailed(f"{source.host}: {exc or type(exc).__name__}") from None
+    return end - one.start

@@ -1,0 +1,40 @@
+"""The parity beside this rank's shard: the agent keeps and fills it, the rank says of which shards it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gemini_hpc.client.agent_connection import AgentClient, AgentRefused, Exchange
+from gemini_hpc.core import parity
+from gemini_hpc.train.replication.registration import Identity
+from gemini_hpc.wire import local
+
+_RESERVE_S = 120.0
+
+
+class StripeParity:
+    """others: the other ranks of the stripe; homes: the node rank of every rank."""
+
+    def __init__(self, me: Identity, client: AgentClient, others: Sequence[int], homes: Sequence[int]) -> None:
+        self._me, self._client = me, client
+        self._others = tuple((rank, homes[rank]) for rank in sorted(others))
+        self._bytes = 0
+
+    def reserve(self, totals: Sequence[int]) -> None:
+        """Have the agent take the memory. totals: bytes of each rank's slot. Raises AgentLost, AgentRefused."""
+        members = len(self._others) + 1
+        self._bytes = max(parity.block_bytes(totals[rank], members) for rank, _ in self._others)
+        reply, _ = self._client.request(self._wish(), timeout_s=_RESERVE_S)
+        if not isinstance(reply, local.Slots):
+            raise AgentRefused(f"the agent answered a registration of parity with {reply}")
+
+    def again(self, exchange: Exchange) -> None:
+        """The agent is another one: what its predecessor had of it is gone, until the next version."""
+        if self._bytes:
+            exchange(self._wish())
+
+    def _wish(self) -> local.Register:
+        me = self._me
+        return local.Register(
+            set=me.set, rank=me.rank, world=me.world, home=me.node_rank, bytes=self._bytes, of=self._others
+        )
