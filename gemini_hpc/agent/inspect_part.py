@@ -73,7 +73,7 @@ class Picture:
         )
 
     def _held(self) -> Iterable[inspect_schema.HeldSlot]:
-        for shard in self._store:
+        for shard in self._store.every():
             for index, slot in enumerate(shard.pair.slots):
                 yield inspect_schema.HeldSlot(
                     set=shard.set,
@@ -87,6 +87,7 @@ class Picture:
                     used=slot.bytes_used,
                     since=shard.since[index],
                     verified=shard.verified[index],
+                    of=tuple(sorted(shard.parity.homes.items())) if shard.parity is not None else (),
                 )
 
     def part(self, request: int, record: inspect_schema.RecordAsk | None = None) -> inspect_schema.InspectPart:
@@ -104,6 +105,7 @@ class Picture:
             uid=me.uid,
             restart=max(here.restart, 0),
             replicas=here.replicas,
+            xor=here.redundancy.xor,
             epoch=here.epoch,
             round=here.round,
             state="detached" if here.detached else stage,

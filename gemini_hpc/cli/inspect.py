@@ -148,7 +148,10 @@ def render(d: Document, width: int = columns.USUAL) -> str:
     slurm = d["slurm"]
     reason = f" ({slurm['reason']})" if slurm.get("reason") else ""
     head = f"job {d['job']}: {d['state']}   slurm {slurm.get('state') or '?'}{reason}"
-    counts = f"restarts {slurm.get('restarts', d['restart'])}   replicas {d['replicas'] or '?'}   epoch {d['epoch']}"
+    kept = f"replicas {d['replicas'] or '?'}"
+    if d.get("redundancy") == "xor":
+        kept = f"parity over groups of {d['replicas']} nodes"
+    counts = f"restarts {slurm.get('restarts', d['restart'])}   {kept}   epoch {d['epoch']}"
     if d["ended"] and not d["nodes"]:
         counts = f"restarts {d['restart']}"
     counts += f"   (asked: {d['asked']})"
@@ -220,6 +223,13 @@ def _set(s: Document, nodes: int) -> list[str]:
             else:
                 times = [_age(h["age_s"]), _age(h["verified_age_s"])]
                 rows.append([*first, h["host"], h["state"], _version(h["version"]), *times])
+        if parity := shard.get("parity"):
+            of = "+".join(map(str, parity["of"]))
+            for h in parity["holders"]:
+                times = [_age(h["age_s"]), _age(h["verified_age_s"])]
+                rows.append(
+                    [f"^{of}", "", _bytes(parity["bytes"]), h["host"], h["state"], _version(h["version"]), *times]
+                )
     lines += _table(["shard", "home", "size", "holder", "state", "version", "age", "verified"], rows)
     if len(s["shards"]) > MAX_SHARDS_SHOWN:
         lines.append(f"  ... and {len(s['shards']) - MAX_SHARDS_SHOWN} more shards (--json has them all)")

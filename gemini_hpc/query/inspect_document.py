@@ -34,6 +34,7 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.survival import Survival, survival
 from gemini_hpc.query import past
 from gemini_hpc.query.freed import freed
+from gemini_hpc.query.losses import Losses, Slots
 from gemini_hpc.query.stall import Stall, stall
 from gemini_hpc.wire.inspect_schema import EventRecord, HeldSlot, InspectPart, LemonRow, TierState
 from gemini_hpc.wire.sanitize import bounded_event
@@ -78,6 +79,7 @@ def picture(
         "state": _state(parts, absent, trainings, slurm),
         "ended": None,
         "replicas": leader.replicas if leader else 0,
+        "redundancy": "xor" if leader and leader.xor else "replicate",
         "epoch": max((p.epoch for p in parts), default=0),
         "restart": restart,
         "slurm": dict(slurm),
@@ -187,15 +189,21 @@ def _groups(parts: Sequence[InspectPart], ranks: dict[str, int]) -> dict[str, in
     home = {rank: host for host, rank in ranks.items()}
     group = {host: {host} for host in ranks}
     for part in parts:
-        for slot in part.held:
-            owner = home.get(slot.home)
-            if owner is None or part.host not in group or slot.state == "empty" or group[owner] is group[part.host]:
+        for owner in (home.get(node) for slot in part.held for node in _homes(slot)):
+            if owner is None or part.host not in group or group[owner] is group[part.host]:
                 continue
             merged = group[owner] | group[part.host]
             for host in merged:
                 group[host] = merged
     order = sorted({min(ranks[h] for h in g) for g in group.values()})
     return {host: order.index(min(ranks[h] for h in g)) for host, g in group.items()}
+
+
+def _homes(slot: HeldSlot) -> list[int]:
+    """The node ranks whose shards are in a slot."""
+    if slot.state == "empty":
+        return []
+    return [node for _, node in slot.of] if slot.of else [slot.home]
 
 
 def _nodes(
@@ -258,30 +266,30 @@ def _set(
     name: str, parts: Sequence[InspectPart], members: Sequence[str], now: float, slurm: dict[str, str]
 ) -> Document:
     states = [s for p in parts for s in p.trainings if s.name == name]
-    held = [(p.host, slot) for p in parts for slot in p.held if slot.set == name and slot.state != "empty"]
+    every = [(p.host, slot) for p in parts for slot in p.held if slot.set == name and slot.state != "empty"]
+    held, parity = [x for x in every if not x[1].of], [x for x in every if x[1].of]
     world = max([s.world for s in states] + [slot.world for _, slot in held], default=0)
     sealed = max((s.sealed for s in states if s.sealed is not None), default=None)
     by_rank: dict[int, list[tuple[str, HeldSlot]]] = {rank: [] for rank in range(world)}
     for host, slot in held:
         by_rank.setdefault(slot.rank, []).append((host, slot))
-    hosts = sorted(set(members) | {host for host, _ in held})
-    counted = _counted(by_rank)
-    holders = [_holders(copies, counted) for copies in by_rank.values()]
-    found = survival(hosts, holders)
+    hosts = sorted(set(members) | {host for host, _ in every})
+    losses = Losses(by_rank, parity)
+    counted = losses.counted()
+    found = survival(hosts, losses.fatal(counted))
     live = {
         rank: {p.host for p in parts for s in p.trainings if s.name == name and rank in s.live} for rank in by_rank
     }
-    lives = [kept | live[rank] if kept else kept for rank, kept in zip(by_rank, holders, strict=True)]
     order = ("recovering", "degraded", "arming", "protected", "finished")
     state = next((w for w in order if any(s.state == w for s in states)), "arming")
     told = traffic(name, parts)
     paces = [s.pace for s in states if s.pace is not None]
-    every = max((state.j for _, state in told.values()), default=1)
+    interval = max((state.j for _, state in told.values()), default=1)
     least_s = max((pace.stalled_s for pace in paces), default=0.0)
     if slurm.get("shrunk") and state in ("arming", "protected") and world > len(members):
         # Ranks of this launch were on nodes that the job has no more: no newer version will ever be sealed.
         state = "degraded"
-    still = stall(paces, every, _running_s(slurm), least_s) if state in ("arming", "protected") else None
+    still = stall(paces, interval, _running_s(slurm), least_s) if state in ("arming", "protected") else None
     # the agent of the rank itself knows where its stack is
     hung = max((s.hung for s in states), key=len, default="") if state not in ("recovering", "finished") else ""
     if hung and still is None:
@@ -293,13 +301,16 @@ def _set(
         "state": "stalled" if still else state,
         "stalled": _stalled(still, hung) if still else None,
         "notes": sorted({s.note for s in states if s.note}),
-        "shards": [_shard(rank, copies, sealed, now) for rank, copies in sorted(by_rank.items())],
+        "shards": [
+            _shard(rank, copies, [x for x in parity if x[1].rank == rank], sealed, now)
+            for rank, copies in sorted(by_rank.items())
+        ],
         "survival": {
             "counted_version": list(counted) if counted else None,
             **_survives(found),
             "exact": True,
             "lost_already": found.lost_already,
-            "live": _survives(survival(hosts, lives)) if any(live.values()) else None,
+            "live": _survives(survival(hosts, losses.fatal(counted, live))) if any(live.values()) else None,
         },
         "tier": next((_tier(s.tier, now) for s in states if s.tier is not None), None),
         "traffic": [
@@ -336,28 +347,27 @@ def fields(state: TrafficState) -> Document:
     return msgspec.structs.asdict(state) | {"chunks_per_span": list(state.chunks_per_span)}
 
 
-def _holders(copies: Sequence[tuple[str, HeldSlot]], stamp: Stamp | None) -> frozenset[str]:
-    return frozenset(host for host, slot in copies if slot.state == "complete" and slot.stamp == stamp)
+def _shard(rank: int, copies: Slots, parity: Slots, sealed: Stamp | None, now: float) -> Document:
+    first = copies[0][1] if copies else None
+    size = max((slot.used or slot.bytes for _, slot in copies), default=0)
+    of = sorted({member for _, slot in parity for member, _ in slot.of})
+    return {
+        "rank": rank,
+        "home": first.home if first else None,
+        "bytes": size,
+        "holders": _rows(copies, sealed, now),
+        "parity": {
+            "of": of,
+            "bytes": max(slot.used or slot.bytes for _, slot in parity),
+            "holders": _rows(parity, sealed, now),
+        }
+        if of
+        else None,
+    }
 
 
-def _counted(by_rank: dict[int, list[tuple[str, HeldSlot]]]) -> Stamp | None:
-    """The version whose copies are counted: the one that every shard has on the most nodes, the newest of equals.
-
-    The parts were not taken at one instant: one holder may have recycled the sealed version's slot already, while
-    another does not have the next one yet.
-    """
-    slots = [slot for copies in by_rank.values() for _, slot in copies]
-    stamps = {slot.stamp for slot in slots if slot.stamp and slot.state == "complete"}
-
-    def score(stamp: Stamp) -> tuple[int, int, Stamp]:
-        counts = [len(_holders(copies, stamp)) for copies in by_rank.values()]
-        return (min(counts), sum(counts), stamp)
-
-    return max(stamps, key=score, default=None)
-
-
-def _shard(rank: int, copies: Sequence[tuple[str, HeldSlot]], sealed: Stamp | None, now: float) -> Document:
-    rows = []
+def _rows(copies: Slots, sealed: Stamp | None, now: float) -> list[Document]:
+    rows: list[Document] = []
     for host, slot in sorted(copies, key=lambda c: (c[0], c[1].stamp or (0, 0))):
         state = "sealed" if slot.state == "complete" and sealed and slot.stamp == sealed else slot.state
         rows.append(
@@ -369,9 +379,7 @@ def _shard(rank: int, copies: Sequence[tuple[str, HeldSlot]], sealed: Stamp | No
                 "verified_age_s": round(max(0.0, now - slot.verified), 3) if slot.verified else None,
             }
         )
-    first = copies[0][1] if copies else None
-    size = max((slot.used or slot.bytes for _, slot in copies), default=0)
-    return {"rank": rank, "home": first.home if first else None, "bytes": size, "holders": rows}
+    return rows
 
 
 def _was_nothing(log: Sequence[EventRecord]) -> bool:

@@ -40,7 +40,8 @@ class InspectAsk(Message, frozen=True, tag="inspect?"):
 
 
 class HeldSlot(msgspec.Struct, frozen=True):
-    """One slot as its holder sees it. state: empty, filling, complete; verified: Unix time of the last check."""
+    """One slot as its holder sees it. state: empty, filling, complete; verified: Unix time of the last check.
+    of: it has no copy of the rank's shard but the parity beside it, of these ranks' (each with its home)."""
 
     set: str
     rank: Count
@@ -53,6 +54,7 @@ class HeldSlot(msgspec.Struct, frozen=True):
     used: Bytes
     since: Time
     verified: Time
+    of: tuple[tuple[Count, Count], ...] = ()
 
 
 class TierState(msgspec.Struct, frozen=True):
@@ -112,7 +114,8 @@ class InspectPart(Message, frozen=True, tag="inspect"):
     """One agent's part of the picture. unprotected: why its recovery round is not over, when that takes long.
     kept_until: Unix time at which a detached agent frees what it holds, 0.0: it does not. spares: that the job was
     submitted with; without: nodes that it has lost and goes on without. after: the job from which this one goes on;
-    taken: the versions of it that were taken over, by set, under its own stamps; not_taken: why they are not all."""
+    taken: the versions of it that were taken over, by set, under its own stamps; not_taken: why they are not all.
+    xor: `replicas` is the size of a group with parity."""
 
     host: str
     job: Job
@@ -144,6 +147,7 @@ class InspectPart(Message, frozen=True, tag="inspect"):
     after: Job = 0
     taken: tuple[tuple[SetName, Stamp], ...] = ()
     not_taken: str = ""
+    xor: bool = False
 
 
 class JobAsk(Message, frozen=True, tag="job?"):
