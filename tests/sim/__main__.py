@@ -13,7 +13,7 @@ from . import broken as of_sites
 from . import campaign, controls, mix
 
 Run = Callable[[int, Callable[[], None]], tuple[str, str]]
-BROKEN = {**controls.CONTROLS, **controls.SPARED, **controls.LIVE, **of_sites.BROKEN}
+BROKEN = {**controls.CONTROLS, **controls.SPARED, **controls.LIVE, **controls.XOR, **of_sites.BROKEN}
 
 
 def one(seed: int, broken: str = "", run: Run = campaign.run) -> tuple[int, str, str]:
@@ -49,6 +49,11 @@ def of_live(seed: int) -> tuple[int, str, str]:
     return one(seed, run=campaign.run_live)
 
 
+def of_xor(seed: int) -> tuple[int, str, str]:
+    """The same of a job whose nodes keep parity."""
+    return one(seed, run=campaign.run_xor)
+
+
 def twice(seed: int, once: Callable[[int], tuple[int, str, str]] = one) -> tuple[int, str, str]:
     """The same, where a second run has to be the first one to the letter."""
     first, second = once(seed), once(seed)
@@ -76,10 +81,16 @@ def find(rule: str, seeds: range, run: Run = campaign.run) -> int:
         mix.run: of_sites.BROKEN,
         campaign.run_spared: controls.SPARED,
         campaign.run_live: controls.LIVE,
+        campaign.run_xor: controls.XOR,
     }
     rules = of_run.get(run, controls.CONTROLS)
     if rule not in rules:
-        kinds = {"": controls.CONTROLS, "--spares ": controls.SPARED, "--live ": controls.LIVE}
+        kinds = {
+            "": controls.CONTROLS,
+            "--spares ": controls.SPARED,
+            "--live ": controls.LIVE,
+            "--xor ": controls.XOR,
+        }
         for kind, listed in {**kinds, "--site ": of_sites.BROKEN}.items():
             for name, broken in listed.items():
                 print(f"{kind}--broken {name}: {broken.__doc__}")
@@ -108,6 +119,7 @@ def main() -> int:
     )
     parser.add_argument("--spares", action="store_true", help="jobs with spares of their own (--gemini-spares)")
     parser.add_argument("--live", action="store_true", help="jobs whose ranks are replicas of each other")
+    parser.add_argument("--xor", action="store_true", help="jobs whose nodes keep parity (--gemini-redundancy=xor)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     args = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a run
@@ -115,17 +127,16 @@ def main() -> int:
         os.execv(sys.executable, [sys.executable, "-m", "tests.sim", *sys.argv[1:]])
     if args.broken:
         run_one = campaign.run_live if args.live else campaign.run_spared if args.spares else campaign.run
-        run_one = mix.run if args.site else run_one
+        run_one = mix.run if args.site else campaign.run_xor if args.xor else run_one
         return find(args.broken, range(args.first, args.first + args.seeds), run_one)
     if args.seed is not None:
-        _, problem, text = (of_site if args.site else of_spares if args.spares else of_live if args.live else one)(
-            args.seed
-        )
+        kinds = ((args.site, of_site), (args.spares, of_spares), (args.live, of_live), (args.xor, of_xor))
+        _, problem, text = next((run for wanted, run in kinds if wanted), one)(args.seed)
         print(text)
         print(f"seed {args.seed}: {problem or 'nothing wrong'}")
         return 1 if problem else 0
     run = (site_twice if args.twice else of_site) if args.site else twice if args.twice else one
-    run = of_spares if args.spares else of_live if args.live else run
+    run = of_spares if args.spares else of_live if args.live else of_xor if args.xor else run
     began, bad = time.monotonic(), 0
     seeds = range(args.first, args.first + args.seeds)
     for count, (seed, problem, _) in enumerate(several(run, seeds, args.jobs), 1):

@@ -31,8 +31,9 @@ QUIET_S = 30.0
 class Campaign:
     """One run."""
 
-    def __init__(self, seed: int, *, spared: bool = False, live: bool = False) -> None:
-        """spared: the job has spares of its own; live: its ranks are replicas of each other, and whole groups die."""
+    def __init__(self, seed: int, *, spared: bool = False, live: bool = False, xor: bool = False) -> None:
+        """spared: the job has spares of its own; live: its ranks are replicas of each other, and whole groups die;
+        xor: its nodes keep parity."""
         self.seed = seed
         self.world = World(seed)
         install(self.world)
@@ -43,7 +44,7 @@ class Campaign:
         )
         nodes = [Node(self.world, f"n{i}", settings) for i in range(1, size + spares + 1)]
         self.nodes = {node.name: node for node in nodes}
-        replicas = min(size, rng.choice((1, 2, 2, 2, 3)))
+        replicas = min(size, rng.choice((2, 3, 3, 4) if xor else (1, 2, 2, 2, 3)))
         within = rng.randint(1, 2) if spared else 0
         nodes += [Node(self.world, f"n{len(nodes) + i}", settings) for i in range(1, within + 1)]
         self.nodes = {node.name: node for node in nodes}
@@ -56,6 +57,7 @@ class Campaign:
             pause_s=max(0.2 if live else 0.0, rng.choice((0.05, 0.2, 0.3))),  # see _TOLD_S
             within=within,
             live=live,
+            xor=xor,
         )
         self._live = live
         self.job.on_over = self._over
@@ -302,7 +304,7 @@ class Campaign:
         """A bit flips in a copy that is complete."""
         node = node or self._some()
         seat = node.seats.get(JOB)
-        shards = list(seat.agent.store) if seat is not None and seat.agent is not None else []
+        shards = seat.agent.store.every() if seat is not None and seat.agent is not None else []
         found = [(shard, i) for shard in shards for i in (0, 1) if shard.pair.slots[i].state == "complete"]
         if not found:
             return
@@ -411,12 +413,22 @@ def run_live(seed: int, broken: Callable[[], None] = lambda: None) -> tuple[str,
     return run(seed, broken, live=True)
 
 
+def run_xor(seed: int, broken: Callable[[], None] = lambda: None) -> tuple[str, str]:
+    """The same of a job whose nodes keep parity, now and then with spares of its own."""
+    return run(seed, broken, xor=True, spared=seed % 3 == 0)
+
+
 def run(
-    seed: int, broken: Callable[[], None] = lambda: None, *, spared: bool = False, live: bool = False
+    seed: int,
+    broken: Callable[[], None] = lambda: None,
+    *,
+    spared: bool = False,
+    live: bool = False,
+    xor: bool = False,
 ) -> tuple[str, str]:
     """(what went wrong or "", the story) of one seed. Only once in a process. broken: breaks the code on purpose."""
     broken()
-    campaign = Campaign(seed, spared=spared, live=live)
+    campaign = Campaign(seed, spared=spared, live=live, xor=xor)
     try:
         campaign.run()
     except (Exception, Killed) as error:

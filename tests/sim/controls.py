@@ -22,7 +22,11 @@ from gemini_hpc.agent.replicas.voting import Voting, from_wire
 from gemini_hpc.agent.rescue import Channel, Rescue
 from gemini_hpc.agent.restart_state import StateFile
 from gemini_hpc.agent.spares import Spares
+from gemini_hpc.agent.transfer import part_receiver
+from gemini_hpc.agent.transfer.part_receiver import Part, PartReceiver
 from gemini_hpc.core import recovery_plan, votes
+from gemini_hpc.core.parity_plan import Parities
+from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.core.slots import SlotPair, Stamp
 from gemini_hpc.core.views import View
 from gemini_hpc.core.votes import Decision
@@ -323,3 +327,44 @@ def any_version_will_do() -> None:
         return kept and kept._replace(digest="", outline=msgspec.structs.replace(kept.outline, stamp=stamp))
 
     patch(Outlines, "find", any_of)
+
+
+# ---- of jobs whose nodes keep parity: `python -m tests.sim --xor --broken NAME` -------------------------
+
+XOR: dict[str, Callable[[], None]] = {}
+
+
+def xor(broken: Callable[[], None]) -> Callable[[], None]:
+    """Known by its name, in a job whose nodes keep parity."""
+    XOR[broken.__name__.replace("_", "-")] = broken
+    return broken
+
+
+@xor
+def one_version_folds_into_another() -> None:
+    """Parity: what is left of an earlier version in a slot is not cleared."""
+    patch(part_receiver, "_clear", lambda view: None)
+
+
+@xor
+def half_of_it_counts() -> None:
+    """Parity: a member that has not come to its end is taken for one that has."""
+    end = PartReceiver.end
+
+    async def anyhow(self: PartReceiver, part: Part, digest: str, claimed: str, found: str) -> int:
+        return await end(self, part, digest or "0" * 32, found, found)
+
+    patch(PartReceiver, "end", anyhow)
+
+
+@xor
+def nobody_makes_what_is_lost() -> None:
+    """R4: what could be made again does not count."""
+    patch(Parities, "made", lambda self, *_: {})
+
+
+@xor
+def seals_without_parity() -> None:
+    """R2: shards alone are counted."""
+    patch(Store, "parities_of_set", lambda self, name: [])
+    patch(Redundancy, "pairs", property(lambda self: 1))

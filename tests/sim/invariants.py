@@ -20,7 +20,6 @@ from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Shard
 from gemini_hpc.agent.replicas.training import Training
 from gemini_hpc.agent.replicas.voting import Ballot, Voting
-from gemini_hpc.core import placement
 from gemini_hpc.core.slots import SlotPair, Stamp
 from gemini_hpc.core.votes import FANOUT, Decision, Vote, children
 from gemini_hpc.format.commit_record import Committed
@@ -130,10 +129,14 @@ class Truth:
             for rank in range(training.world):
                 shard = agent.store.get(training.name, rank)
                 home = homes.get(rank, rank) % hosts
-                if node_rank not in placement.holders(home, hosts, mine.membership.replicas):
+                here_too = mine.membership.redundancy
+                if node_rank not in here_too.holders(home):
                     continue
                 if shard is None or stamp not in shard.pair.complete_stamps():
                     self.wrong(f"R2: {stamp} is sealed, and {agent.identity.node} has no copy of shard {rank}")
+                beside = agent.store.parities.get((training.name, rank))
+                if here_too.xor and (beside is None or stamp not in beside.pair.complete_stamps()):
+                    self.wrong(f"R2: {stamp} is sealed, and {agent.identity.node} has no parity beside shard {rank}")
 
     def _homes(self, training: Training, number: int) -> dict[int, int]:
         """By rank, as its ranks have registered them in this round, or as they were resumed. What an agent has of a
@@ -175,7 +178,7 @@ class Truth:
                 self.wrong(f"R4: {Stamp(*one.sealed)} counts as sealed in round {plan.round}, and has not been")
         self.taken.setdefault(_name(member, plan), set()).add(member._identity.node)
         keep = {s.name: {Stamp(*stamp) for stamp in s.keep} for s in plan.sets}
-        for shard in member._store:
+        for shard in member._store.every():
             self.left.pop((member._identity.node, shard.rank), None)
             if more := shard.pair.complete_stamps() - keep.get(shard.set, set()):
                 self.wrong(
@@ -188,7 +191,7 @@ class Truth:
             if one.chosen is None or Stamp(*one.chosen) <= self.sealed.get(one.chosen[0], _NEVER):
                 continue
             found: dict[Stamp, set[int]] = {}
-            for copy in (c for record in records for c in record.copies if c.set == one.name):
+            for copy in (c for record in records for c in record.copies if c.set == one.name and not c.of):
                 stamp = Stamp(*copy.stamp)
                 if stamp < Stamp(*one.chosen) and stamp <= self.sealed.get(stamp.epoch, _NEVER):
                     found.setdefault(stamp, set()).add(copy.rank)
@@ -229,7 +232,8 @@ class Truth:
 
     def completes(self, shard: Shard, claimed: Committed) -> None:
         """The name of a version names one content."""
-        known = self.digests.setdefault((shard.rank, claimed.stamp), claimed.digest)
+        key = -1 - shard.rank if shard.parity is not None else shard.rank
+        known = self.digests.setdefault((key, claimed.stamp), claimed.digest)
         if known != claimed.digest:
             self.wrong(f"R6: {claimed.stamp} of shard {shard.rank} names two contents")
 

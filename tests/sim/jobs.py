@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gemini_hpc.core import hostlist, placement
+from gemini_hpc.core import hostlist
+from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.wire import local
 
 from .kernel import Process
@@ -46,7 +47,8 @@ class Launch:
 
 class Job:
     """One job. spares: nodes that a requeue may use; none left: it waits until one of its own has booted. within: how
-    many of its nodes are spares of its own (`--gemini-spares`); live: its ranks are replicas of each other."""
+    many of its nodes are spares of its own (`--gemini-spares`); live: its ranks are replicas of each other;
+    xor: its nodes keep parity in groups of `replicas`."""
 
     def __init__(
         self,
@@ -59,8 +61,9 @@ class Job:
         pause_s: float,
         within: int = 0,
         live: bool = False,
+        xor: bool = False,
     ) -> None:
-        self.within, self.live = within, live
+        self.within, self.live, self.xor = within, live, xor
         self.world, self.number, self.nodes, self.spares = world, number, nodes, spares
         self.replicas, self.steps, self.pause_s = replicas, 1 << 30, pause_s
         self.size = len(nodes) - within  # nodes that train
@@ -97,7 +100,9 @@ class Job:
         self.world.tell(f"job {self.number} restart {restart} begins on {','.join(self.names)}")
         nodelist = hostlist.compress(self.names)
         for node in self.nodes:
-            attach = local.Attach(self.number, restart, nodelist, node.name, self.replicas, spares=self.within)
+            attach = local.Attach(
+                self.number, restart, nodelist, node.name, self.replicas, spares=self.within, xor=self.xor
+            )
             process = Process(self.world.loop, f"prolog-{self.number}", node.name)
             node.processes.append(process)
             self.world.loop.thread(
@@ -247,10 +252,8 @@ class Job:
         homes = next(iter(launch.ranks.values())).barrier.homes
         nodes = {node.name: node for node in self.nodes}
         names = {homes[r.rank]: nodes[r.process.host] for r in launch.ranks.values() if r.rank in homes}
-        count = min(self.replicas, self.size)
-        return {
-            home: tuple(names[h] for h in placement.holders(home, self.size, count) if h in names) for home in names
-        }
+        here = Redundancy(self.size, min(self.replicas, self.size), self.xor and self.replicas > 1)
+        return {home: tuple(names[h] for h in (home, *here.receivers(home)) if h in names) for home in names}
 
     def _nothing_lost(self, launch: Launch, version: int) -> None:
         """No sealed version is lost while a holder of each shard lives; then at most one step is repeated."""
@@ -261,13 +264,17 @@ class Job:
             gone = [
                 home
                 for home, holders in self.holders.items()
-                if all(node.lost_at > self.saved_from for node in holders)
+                if self._too_many([node.lost_at > self.saved_from for node in holders])
             ]
             if not gone:
                 raise Wrong(f"lost: {launch.step} resumes from {version}, though {self.sealed} was sealed")
             self.sealed = version
         elif len(self.launches) > 1 and not (before := self.launches[-2]).unsure and before.trained > version + 1:
             raise Wrong(f"repeated: {launch.step} resumes from {version}, {before.step} had come to {before.trained}")
+
+    def _too_many(self, lost: list[bool]) -> bool:
+        """Whether so much of a shard's home, and of the others in its group, has gone that it cannot come back."""
+        return (lost[0] and any(lost[1:])) if self.xor and len(lost) > 1 else all(lost)
 
     def rank_died(self, launch: Launch) -> None:
         """A rank was killed."""

@@ -11,12 +11,15 @@ import hashlib
 import mmap
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import xxhash
 
 from gemini_hpc.client.seal_wait import SealGate
-from gemini_hpc.core import placement
+from gemini_hpc.core import parity
+from gemini_hpc.core.ranges import between
+from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.format import commit_record
 from gemini_hpc.wire import local
 from gemini_hpc.wire.control_page import ControlPage
@@ -128,7 +131,7 @@ class Rank:
         self._stamps: dict[tuple[int, int], tuple[int, int, int, str]] = {}
         self._chosen = (0, 0)
         self._channels: dict[int, Packets] = {}
-        self._n, self._m, self._node_rank = 0, 0, 0
+        self._here, self._node_rank = Redundancy(1, 1), 0
         self._gate: SealGate | None = None
         self._crowded = self._still = False
         self._captured = 0  # the version that its tensors are, 0: they are being changed
@@ -217,7 +220,7 @@ class Rank:
             return None
         self._agent, self._page = agent, ControlPage(fds[0], writable=False)
         os.close(fds[0])
-        self.epoch, self._n, self._m = reply.epoch, reply.nodes, reply.replicas
+        self.epoch, self._here = reply.epoch, Redundancy(reply.nodes, reply.replicas, reply.xor)
         self._node_rank = reply.node_rank
         self._chosen = reply.chosen_epoch, reply.chosen_version
         self._gate = SealGate(
@@ -249,9 +252,10 @@ class Rank:
         self._lineage = (*self._lineage, (self.epoch, version))
         self.watch("resumed", self, version)
         assert self._agent is not None
-        kept = placement.holds_for(self._node_rank, self._n, self._m)
-        for rank, home in sorted(self.barrier.homes.items()):
-            if home in kept and not self._register(rank):
+        kept = [home for home in range(self._here.N) if self._node_rank in self._here.holders(home)]
+        wanted = [rank for rank, home in sorted(self.barrier.homes.items()) if home in kept]
+        for register in [*(partial(self._register, rank) for rank in wanted), self._register_parity]:
+            if not register():
                 self.watch("unprotected", self, version)  # as the checkpointer says it
                 self._agent.close()
                 self._agent = None
@@ -340,6 +344,23 @@ class Rank:
             self._maps[rank] = [mmap.mmap(fd, reply.bytes) for fd in fds]
         return isinstance(reply, local.Slots)
 
+    def _register_parity(self) -> bool:
+        """True also where none is wanted."""
+        if not self._here.xor:
+            return True
+        assert self._agent is not None
+        try:
+            reply, _ = self._agent.ask(self._parity())
+        except (ConnectionError, TimeoutError):
+            return False
+        return isinstance(reply, local.Slots)
+
+    def _parity(self) -> local.Register:
+        others = self._here.receivers(self._node_rank)
+        of = tuple((rank, home) for rank, home in sorted(self.barrier.homes.items()) if home in others)
+        size = parity.block_bytes(self._bytes, len(of) + 1)
+        return local.Register(SET, self.rank, self.size, self._node_rank, size, of=of)
+
     def _protect_beside(self) -> None:
         """In a thread of its own."""
         try:
@@ -396,10 +417,7 @@ class Rank:
             self.watch("sketched", self, version)
         while self._held_back:
             self.world.clock.sleep(0.01)
-        taken = [
-            self._push(holder, version, payload, digest)
-            for holder in placement.holders(self._node_rank, self._n, self._m)[1:]
-        ]
+        taken = [self._push(holder, version, payload, digest) for holder in self._here.receivers(self._node_rank)]
         if not all(taken):  # were it complete here, nobody could ever abandon it
             agent.ask(local.Abort(SET, self.rank, version, reply.slot))
             return False
@@ -420,10 +438,13 @@ class Rank:
                 return False
             channel = self._channels[holder] = self.world.packets[fds[0]]
         try:
-            taken = self._said(channel, local.PushOffer(version, len(payload)))
-            for at in range(0, len(payload) if taken else 0, 4500):
-                taken = taken and self._said(channel, local.PushChunk(min(4500, len(payload) - at)))
-            taken = taken and self._said(channel, local.PushDone(digest))
+            reply = self._said(channel, local.PushOffer(version, len(payload)))
+            there = reply.there if isinstance(reply, local.Taken) else ()
+            taken = reply is not None
+            for start, end in between(there, len(payload)) if taken else ():
+                for at in range(start, end, 4500):
+                    taken = taken and self._said(channel, local.PushChunk(min(4500, end - at))) is not None
+            taken = taken and self._said(channel, local.PushDone(digest)) is not None
         except OSError:
             taken = False
         if not taken:
@@ -432,10 +453,11 @@ class Rank:
         return taken
 
     @staticmethod
-    def _said(channel: Packets, request: Any) -> bool:
+    def _said(channel: Packets, request: Any) -> local.Ok | local.Taken | None:
         channel.send(local.encode(request))
         data = channel.recv(local.MAX_PACKET_BYTES)
-        return bool(data) and isinstance(local.reply_decoder.decode(data), (local.Ok, local.Taken))
+        reply = local.reply_decoder.decode(data) if data else None
+        return reply if isinstance(reply, (local.Ok, local.Taken)) else None
 
     def _rejoin(self) -> None:
         """The agent has gone: its successor gets the memory back."""
@@ -469,6 +491,9 @@ class Rank:
                     local.HandBack(SET, rank, self.size, home, self._bytes, index, *found, pushed=rank != self.rank),
                     [fd],
                 )
+
+        if self._here.xor:
+            agent.ask(self._parity())
 
     def _content(self, rank: int, index: int, fd: int) -> tuple[int, int, int, str]:
         """(epoch, version, used, digest) of a slot: what this rank knows, else what the agent has committed."""

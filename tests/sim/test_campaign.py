@@ -40,6 +40,11 @@ def test_nothing_goes_wrong_with_live_replicas() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_nothing_goes_wrong_with_parity() -> None:
+    done = simulate("--xor", "--seeds", str(part(8)), "--jobs", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_seed_repeats_a_run_to_the_letter() -> None:
     first, second = simulate("--seed", "12"), simulate("--seed", "12")
     assert first.returncode == 0 and "resumed" in first.stdout and "FAULT" in first.stdout, first.stderr
@@ -60,6 +65,10 @@ _FIRST = {
     "any-version-will-do": 10,
     "a-seal-frees-what-was-rescued": 32,
     "only-who-keeps-outlines": 29,
+    "one-version-folds-into-another": 6,
+    "half-of-it-counts": 15,
+    "nobody-makes-what-is-lost": 7,
+    "seals-without-parity": 19,
 }
 
 
@@ -79,4 +88,10 @@ def test_what_is_broken_in_jobs_with_spares_is_found(rule: str) -> None:
 @pytest.mark.parametrize("rule", controls.LIVE)
 def test_what_is_broken_in_jobs_with_live_replicas_is_found(rule: str) -> None:
     done = simulate("--live", "--broken", rule, "--first", str(_FIRST.get(rule, 1)), "--seeds", str(_SEEDS))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("rule", controls.XOR)
+def test_what_is_broken_in_jobs_with_parity_is_found(rule: str) -> None:
+    done = simulate("--xor", "--broken", rule, "--first", str(_FIRST.get(rule, 1)), "--seeds", str(_SEEDS))
     assert done.returncode == 0, done.stdout + done.stderr
