@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     _Subparsers = argparse._SubParsersAction[Any]
 
 _NAMES = ("gemini-9", "gemini-10", "gemini-12", "gemini-15a", "gemini-15b", "reft-8", "jit-table8")
-_SCHEMES = ("strawman", "highfreq", "gemini", "jit", "ours", "ours-spare")
+_SCHEMES = ("strawman", "highfreq", "gemini", "reft", "jit", "ours", "ours-spare")
 SCHEMA = 1
 
 
@@ -37,8 +37,9 @@ def register(subparsers: _Subparsers) -> None:
         description="Simulate a training under failures of its nodes, for several ways to protect it: how much of "
         "the time is training that stays. Or print a figure of a paper, as published and as computed here.",
         epilog="Schemes: strawman (storage, every 3 h), highfreq (storage, as often as it can), gemini (peers' "
-        "memory, every iteration), jit (just-in-time, at user level), ours (this project, by requeue), ours-spare "
-        "(with spares in the allocation). What they assume: docs/reproduction.md.",
+        "memory, every iteration), reft (own memory and parity over six nodes), jit (just-in-time, at user level), "
+        "ours (this project, by requeue), ours-spare (with spares in the allocation). What they assume: "
+        "docs/reproduction.md.",
     )
     parser.add_argument(
         "--figure", choices=_NAMES, metavar="NAME", help=f"print this figure instead: {', '.join(_NAMES)}"

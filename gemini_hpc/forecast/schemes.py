@@ -6,7 +6,10 @@ Symbols and figures are those of GEMINI (SOSP '23, section 2 and section 7), REF
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+
+from gemini_hpc.core import placement
 
 DAY_S = 86400.0
 STRAWMAN_EVERY_S = 3 * 3600.0  # BLOOM's interval, which GEMINI takes for its first baseline
@@ -21,7 +24,8 @@ class Scheme:
     """One way. every_s: from one checkpoint to the next; stall_s: for which each holds the training up; usable_s:
     from its beginning until it can be gone back to; read_s: to load it. detect_s, save_s, restart_s: after a failure,
     until it is known, until what lives in memory is safe, and until the program has begun again. replicas: copies in
-    memory, of which a shard needs one; 0: what is gone back to is not lost with nodes."""
+    memory, of which a shard needs one; parity: nodes of a group with parity, each of which may lose one. Where both
+    are 0, what is gone back to is not lost with nodes."""
 
     name: str
     every_s: float
@@ -32,6 +36,7 @@ class Scheme:
     save_s: float = 0.0
     restart_s: float = RESTART_S
     replicas: int = 0
+    parity: int = 0
 
     def __post_init__(self) -> None:
         if self.every_s <= 0 or min(self.stall_s, self.usable_s, self.read_s) < 0 or self.stall_s >= self.every_s:
@@ -41,6 +46,20 @@ class Scheme:
     def wasted_s(self) -> float:
         """Work that a failure costs on the average, and the reading (GEMINI, equation 1)."""
         return self.usable_s + self.every_s / 2 + self.read_s
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether what is gone back to is lost where too many nodes are."""
+        return bool(self.replicas or self.parity)
+
+    def survives(self, nodes: int, lost: Collection[int]) -> bool:
+        """Whether memory serves where these of the node ranks 0 to `nodes` - 1 are lost at once. Where parity groups
+        do not divide the nodes, the last one takes the rest."""
+        if self.parity:
+            group = min(self.parity, nodes)
+            last = nodes // group - 1
+            return len({min(node // group, last) for node in lost}) == len(lost)
+        return not self.replicas or placement.survivable(nodes, min(self.replicas, nodes), lost)
 
     @property
     def down_s(self) -> float:
@@ -99,6 +118,21 @@ def gemini(t: Training) -> Scheme:
     return Scheme("gemini", t.iteration_s, 0.0, t.iteration_s, read_s, save_s=save_s, replicas=t.replicas)
 
 
+PARITY_GROUP = 6  # REFT, appendix: six data-parallel paths
+
+
+def reft(t: Training) -> Scheme:
+    """To the memory of the own node in every iteration, with parity over groups of six nodes (REFT, section 4). Its
+    processes keep the memory, so nothing is serialized. What does not fit into an iteration stalls it (equation 8); a
+    lost node's state is put together from those of its group. Its text prints no time to detect and restart: GEMINI's
+    are taken."""
+    group = min(PARITY_GROUP, t.nodes)
+    exchange_s = t.node_bytes / t.network
+    stall_s = max(0.0, exchange_s - t.iteration_s)
+    every_s = t.iteration_s + stall_s
+    return Scheme("reft", every_s, stall_s, every_s, exchange_s * (group - 1), parity=group)
+
+
 def jit(t: Training) -> Scheme:
     """Just in time, at user level: healthy replicas save after the failure. Half an iteration is lost."""
     return Scheme("jit", t.iteration_s, read_s=t.tier_s, save_s=t.serialize_s + t.tier_s)
@@ -124,6 +158,7 @@ SCHEMES = {
     "strawman": strawman,
     "highfreq": highfreq,
     "gemini": gemini,
+    "reft": reft,
     "jit": jit,
     "ours": ours,
     "ours-spare": ours_spare,

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from math import floor, gamma
 from random import Random
 
-from gemini_hpc.core import placement
 from gemini_hpc.forecast.schemes import DAY_S, Scheme
 
 
@@ -89,6 +88,7 @@ class _Run:
     tiered_s: float = 0.0  # of that, safe on storage
     lost: set[int] = field(default_factory=set)  # nodes whose memory went in this recovery
     ready_s: list[float] = field(default_factory=list)  # when nodes under repair come back
+    borrowed: int = 0  # nodes beyond those that are paid for; each goes when a repaired one comes back
 
     def fail(self, failure: Failure, up_s: float) -> float:
         """At a failure, training until then or, where it is before `up_s`, in a recovery. When the next stretch
@@ -104,12 +104,11 @@ class _Run:
             out.repeated_s += done - self.saved_s
         if failure.hardware:
             self.lost.add(failure.node)
-            m = min(self.scheme.replicas, self.nodes)
-            if m and self.saved_s > self.tiered_s and not placement.survivable(self.nodes, m, self.lost):
+            if self.saved_s > self.tiered_s and not self.scheme.survives(self.nodes, self.lost):
                 out.from_tier += 1
                 out.repeated_s += self.saved_s - self.tiered_s
                 self.saved_s = self.tiered_s
-        from_tier = self.scheme.replicas > 0 and bool(self.lost) and self.saved_s == self.tiered_s > 0
+        from_tier = self.scheme.in_memory and bool(self.lost) and self.saved_s == self.tiered_s > 0
         read_s = self.tier.read_s if from_tier else self.scheme.read_s
         return now + self.scheme.down_s + self._wait(failure, now) + read_s
 
@@ -127,11 +126,15 @@ class _Run:
             return 0.0
         while self.ready_s and self.ready_s[0] <= now:
             heapq.heappop(self.ready_s)
-            self.standby += 1
+            if self.borrowed:
+                self.borrowed -= 1
+            else:
+                self.standby += 1
         heapq.heappush(self.ready_s, now + self.faults.repair_s)
         if self.standby:
             self.standby -= 1
             return 0.0
+        self.borrowed += 1
         self.outcome.waits += 1
         return self.faults.replace_s
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gemini_hpc.forecast.figures import FIGURES, Row
-from gemini_hpc.forecast.schemes import Training, gemini, highfreq, ours, ours_spare, strawman
+from gemini_hpc.forecast.schemes import Training, gemini, highfreq, ours, ours_spare, reft, strawman
 
 
 def rows(name: str) -> dict[str, Row]:
@@ -47,6 +47,14 @@ def test_gemini_wastes_93_seconds() -> None:
     assert highfreq(t).every_s == 9 * 62
     assert highfreq(t).wasted_s == pytest.approx(1242, abs=2)
     assert strawman(t).wasted_s == pytest.approx(6363, abs=2)
+
+
+def test_reft_stalls_only_where_parity_does_not_fit_into_an_iteration() -> None:
+    """Equation 8."""
+    assert reft(Training()).stall_s == 0.0 and reft(Training()).wasted_s < gemini(Training()).wasted_s + 10
+    slow = reft(Training(network=1e9))
+    assert slow.stall_s == pytest.approx(1203 / 16 - 62) and slow.parity == 6
+    assert reft(Training(nodes=2)).parity == 2
 
 
 def test_ours_is_gemini_without_what_its_agents_save() -> None:

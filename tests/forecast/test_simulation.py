@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemini_hpc.forecast.schemes import DAY_S, SCHEMES, Scheme, Training, gemini, highfreq, strawman
+from gemini_hpc.forecast.schemes import DAY_S, SCHEMES, Scheme, Training, gemini, highfreq, reft, strawman
 from gemini_hpc.forecast.simulation import Failure, Faults, Outcome, simulate
 
 NEVER = Scheme("never", 1e12)
@@ -64,9 +64,28 @@ def test_without_a_standby_a_node_is_waited_for_and_repaired_ones_come_back() ->
     assert out.waits == 1, "the second one; the first has been repaired by the third"
 
 
+def test_a_node_that_was_waited_for_is_no_standby_of_the_job() -> None:
+    """Without standby each loss waits, however many nodes have been repaired meanwhile."""
+    faults = Faults(repair_s=100.0, replace_s=1.0)
+    lost = hit(100.0, 250.0, 400.0, hardware=True)
+    assert simulate(SMALL, NEVER, lost, nodes=4, days=0.01, faults=faults).waits == 3
+
+
+def test_parity_serves_one_loss_in_a_group() -> None:
+    """Groups of three: 0 to 2, and 3 to 7 with the rest."""
+    scheme, tier = Scheme("parity", 10.0, restart_s=60.0, detect_s=0.0, parity=3), Scheme("tier", 100.0, read_s=7.0)
+
+    def from_tier(*nodes: int, hardware: bool = True) -> int:
+        lost = [Failure(250.0 + at, node, hardware) for at, node in enumerate(nodes)]
+        return simulate(scheme, tier, lost, nodes=8, days=0.01, standby=9).from_tier
+
+    assert (from_tier(0), from_tier(0, 3), from_tier(0, 2), from_tier(3, 7)) == (0, 0, 1, 1)
+    assert from_tier(0, 2, hardware=False) == 0
+
+
 def test_rare_failures_cost_what_the_equation_says() -> None:
     t = Training()
-    for make in (gemini, highfreq, strawman):
+    for make in (gemini, reft, highfreq, strawman):
         scheme, per_day = make(t), 1.0
         faults = Faults(per_day / t.nodes, hardware=0.0)
         found = [
