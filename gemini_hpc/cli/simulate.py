@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from gemini_hpc.cli.amounts import add_failures, count, number, rate, size
+from gemini_hpc.cli.job_id import UserError
+from gemini_hpc.cli.progress import Progress
+from gemini_hpc.cli.text_file import read_lines
+from gemini_hpc.wire.sanitize import tame
 
 if TYPE_CHECKING:
     from gemini_hpc.forecast.figures import Figure
-    from gemini_hpc.forecast.simulation import Outcome
+    from gemini_hpc.forecast.simulation import Failure, Faults, Outcome
 
     _Subparsers = argparse._SubParsersAction[Any]
 
@@ -66,6 +71,12 @@ def register(subparsers: _Subparsers) -> None:
     parser.add_argument(
         "--repair", type=number(0, 1e4), default=24.0, metavar="HOURS", help="of a node (default: 24)"
     )
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="take the failures from there, not from rates: lines of seconds, node ranks and kind, such as "
+        "'3600 4-7,9 hardware'",
+    )
     parser.add_argument("--seed", type=count(0, 1 << 31), default=1, help="of the failures (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON document (schema 1)")
     parser.set_defaults(func=run)
@@ -84,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
         return 2
     try:
         outcomes = _outcomes(args)
-    except ValueError as error:
-        print(f"gemini-hpc simulate: {error}", file=sys.stderr)
+    except (UserError, ValueError) as error:
+        print(f"gemini-hpc simulate: {tame(str(error))}", file=sys.stderr)
         return 2
     if args.json:
         found = {name: {**asdict(o), "goodput": o.goodput} for name, o in outcomes.items()}
@@ -96,8 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _outcomes(args: argparse.Namespace) -> dict[str, Outcome]:
-    from random import Random
-
+    """By the name of the scheme. Raises `UserError`, ValueError."""
     from gemini_hpc.forecast import schemes
     from gemini_hpc.forecast.simulation import Faults, simulate
 
@@ -105,19 +115,43 @@ def _outcomes(args: argparse.Namespace) -> dict[str, Outcome]:
         args.nodes, args.state, args.iteration, args.network, args.storage, replicas=args.replicas
     )
     faults = Faults(args.failures_per_node_day, args.hardware, args.shape, args.repair * 3600)
-    found = {}
-    for done, name in enumerate(args.schemes):
-        if sys.stderr.isatty():
-            print(f"\r{done} of {len(args.schemes)}: {name}\033[K", end="", file=sys.stderr, flush=True)
-        scheme = schemes.SCHEMES[name](training)
-        failures = faults.of(args.nodes, args.days, Random(args.seed))
-        tier = schemes.strawman(training)
-        found[name] = simulate(
-            scheme, tier, failures, nodes=args.nodes, days=args.days, standby=args.standby, faults=faults
-        )
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    failures = _failures(args, faults)
+    progress, found = Progress(), {}
+    try:
+        for name in args.schemes:
+            found[name] = simulate(
+                schemes.SCHEMES[name](training),
+                schemes.strawman(training),
+                _shown(progress, name, failures(), args.days),
+                nodes=args.nodes,
+                days=args.days,
+                standby=args.standby,
+                faults=faults,
+            )
+    finally:
+        progress.done()
     return found
+
+
+def _failures(args: argparse.Namespace, faults: Faults) -> Callable[[], Iterable[Failure]]:
+    """The same ones for each scheme."""
+    from random import Random
+
+    from gemini_hpc.forecast import trace
+
+    if args.trace is None:
+        return lambda: faults.of(args.nodes, args.days, Random(args.seed))
+    try:
+        found = trace.parse(read_lines(args.trace), args.nodes)
+    except trace.TraceError as error:
+        raise UserError(f"{args.trace}: {error}") from None
+    return lambda: found
+
+
+def _shown(progress: Progress, name: str, failures: Iterable[Failure], days: float) -> Iterator[Failure]:
+    for failure in failures:
+        progress.show(f"{name}: {failure.at_s / 864 / days:.0f} %")
+        yield failure
 
 
 def _lines(args: argparse.Namespace, outcomes: dict[str, Outcome]) -> str:

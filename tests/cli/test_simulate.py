@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,44 @@ def test_a_simulation(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(found) == ["ours", "strawman"] and 0 < found["strawman"]["goodput"] < found["ours"]["goodput"] < 1
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["schemes"] == found, "the seed says all"
+
+
+def test_failures_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace"
+    trace.write_text("# seconds nodes kind\n86400 0-1 hardware\n3600 7 software  # a crash\n\n999999 3 hardware\n")
+    words = ["simulate", "--trace", str(trace), "--nodes", "8", "--days", "2", "--schemes", "ours,reft", "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)["schemes"]
+    assert {o["failures"] for o in found.values()} == {3}, "the last one comes after the two days"
+    assert {o["recoveries"] for o in found.values()} == {2}
+    assert found["ours"]["from_tier"] == 1, "nodes 0 and 1 keep each other's copies"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("3600 1 hardware\n7200 $(id) hardware\n", "line 2: wanted node ranks from 0 to 999"),
+        ("", "no failures in it"),
+        ("1 2 \x1b[2J\n", "line 1: wanted hardware or software, found '\\x1b[2J'"),
+    ],
+)
+def test_a_bad_trace_is_one_line(text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace"
+    trace.write_text(text)
+    assert main(["simulate", "--trace", str(trace)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"gemini-hpc simulate: {trace}: {why}") and line.isprintable()
+
+
+def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "--nodes", "50", "--days", "9", "--schemes", "ours"]
+    assert main(words) == 0
+    quiet = capsys.readouterr()
+    assert quiet.err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    assert shown.err.startswith("\r\x1b[Kours: ") and shown.err.endswith("\r\x1b[K") and shown.out == quiet.out
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,35 @@
+"""Files that a command line names: read with bounds, or refused in one line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gemini_hpc.cli.job_id import UserError
+from gemini_hpc.cli.text_file import read_lines
+
+
+def test_lines(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes("ä\nb\x0bc\n".encode())
+    assert read_lines(str(tmp_path / "a")) == ["ä", "b\x0bc", ""]
+
+
+@pytest.mark.timeout(10)
+def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(b"one\ntwo \xff\n")
+    (tmp_path / "large").write_bytes(b"x" * 2000)
+    os.mkfifo(tmp_path / "pipe")
+    for name, why in (
+        ("bytes", "line 2: not UTF-8 text"),
+        ("pipe", "not a regular file"),
+        ("missing", "No such file"),
+        (".", "Is a directory"),
+        ("large", "more than"),
+    ):
+        with pytest.raises(UserError, match=why) as refused:
+            read_lines(str(tmp_path / name), 1000)
+        assert str(refused.value).startswith(f"{tmp_path}")
+    with pytest.raises(UserError, match="no name of a file"):
+        read_lines("a\0b")
