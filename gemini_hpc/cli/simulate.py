@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     _Subparsers = argparse._SubParsersAction[Any]
 
-_NAMES = ("gemini-9", "gemini-10", "gemini-12", "gemini-15a", "gemini-15b", "reft-8", "jit-table8")
+_NAMES = ("gemini-9", "gemini-10", "gemini-12", "gemini-15a", "gemini-15b", "reft-8", "jit-table8", "goodput")
 _SCHEMES = ("strawman", "highfreq", "gemini", "reft", "jit", "ours", "ours-spare")
 SCHEMA = 1
 
@@ -86,6 +86,9 @@ def run(args: argparse.Namespace) -> int:
     """The exit status: 0; 2 for numbers that do not go together."""
     from gemini_hpc.forecast.figures import FIGURES
 
+    if args.figure == "goodput":
+        print(_goodput(args.json))
+        return 0
     if args.figure:
         figure = FIGURES[args.figure]()
         print(json.dumps({"schema": SCHEMA, "figure": args.figure, **asdict(figure)}) if args.json else table(figure))
@@ -169,6 +172,31 @@ def _lines(args: argparse.Namespace, outcomes: dict[str, Outcome]) -> str:
             f"{name:<12}{100 * o.goodput:>8.2f} %{100 * o.goodput * paid:>11.2f} %{stalled:>9}{repeated:>10}{down:>8}"
             f"{o.from_tier:>14}"
         )
+    return "\n".join(lines)
+
+
+def _goodput(as_json: bool) -> str:
+    from gemini_hpc.forecast import goodput
+    from gemini_hpc.report.columns import fold, width
+
+    rows = list(goodput.rows())
+    if as_json:
+        head = {"schema": SCHEMA, "figure": "goodput", "title": goodput.TITLE, "inputs": goodput.INPUTS}
+        published = [asdict(one) for one in goodput.PUBLISHED]
+        return json.dumps({**head, "rows": [asdict(row) for row in rows], "published": published})
+    lines = [
+        goodput.TITLE,
+        *fold(goodput.INPUTS, width()),
+        "",
+        f"{'GPUs':>7}  {'way':<34}{'lost, s':>8}{'goodput':>9}{'standby':>8}{'paid':>8}{'Llama':>8}",
+    ]
+    for row in rows:
+        goodput_, paid, gentle = (f"{100 * share:.2f}" for share in (row.goodput, row.paid, row.gentle))
+        lines.append(
+            f"{row.gpus:>7}  {row.way:<34}{row.lost_s:>8.0f}{goodput_:>9}{row.standby:>8}{paid:>8}{gentle:>8}"
+        )
+    lines += ["", *fold("Lost: with each failure. Paid: with the nodes that stand by as cost. In per cent.", width())]
+    lines += ["", *(f"{one.gpus:>7}  {one.share}  {one.what} ({one.source})" for one in goodput.PUBLISHED)]
     return "\n".join(lines)
 
 

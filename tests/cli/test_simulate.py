@@ -15,7 +15,7 @@ from gemini_hpc.forecast.schemes import SCHEMES
 
 def test_the_names_are_those_that_there_are() -> None:
     """They are written down twice, so that --help need not import them."""
-    assert tuple(FIGURES) == simulate._NAMES and tuple(SCHEMES) == simulate._SCHEMES
+    assert (*FIGURES, "goodput") == simulate._NAMES and tuple(SCHEMES) == simulate._SCHEMES
 
 
 def test_a_figure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,6 +30,16 @@ def test_a_figure(capsys: pytest.CaptureFixture[str]) -> None:
         "ours": "93.3 %",
         "note": "",
     }
+
+
+def test_goodput(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--figure", "goodput"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100 and any(line.startswith("  10000  ours, with a spare") for line in lines)
+    assert main(["simulate", "--figure", "goodput", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["figure"] == "goodput" and {row["gpus"] for row in found["rows"]} == {1_000, 10_000, 100_000}
+    assert all(one["source"] for one in found["published"])
 
 
 def test_a_simulation(capsys: pytest.CaptureFixture[str]) -> None:

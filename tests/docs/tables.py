@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from gemini_hpc.forecast import goodput
 from gemini_hpc.forecast.figures import FIGURES
 from gemini_hpc.settings import Settings
 
@@ -49,6 +50,23 @@ def with_figures(text: str) -> str:
     return text
 
 
+def with_goodput(text: str) -> str:
+    """The same page, with the table behind `simulate --figure goodput`, and the one of what others have published."""
+    rows = "".join(
+        f"| {row.gpus:,} | {row.way} | {row.lost_s:.0f} | {row.allowed_s:.0f} | {100 * row.goodput:.2f} % "
+        f"| {row.standby} | {100 * row.paid:.2f} % | {100 * row.gentle:.2f} % |\n"
+        for row in goodput.rows()
+    )
+    others = "".join(f"| {one.gpus:,} | {one.share} | {one.what} | {one.source} |\n" for one in goodput.PUBLISHED)
+    at = text.index("`gemini-hpc simulate --figure goodput`")
+    for line, content in (("|---|---|---|---|---|---|---|---|\n", rows), ("|---|---|---|---|\n", others)):
+        at = text.index(line, at) + len(line)
+        end = re.compile(r"^(?!\|)", re.M).search(text, at)
+        assert end is not None
+        text = text[:at] + content + text[end.start() :]
+    return text
+
+
 if __name__ == "__main__":
     ADMIN.write_text(with_tables(ADMIN.read_text()))
-    REPRODUCTION.write_text(with_figures(REPRODUCTION.read_text()))
+    REPRODUCTION.write_text(with_goodput(with_figures(REPRODUCTION.read_text())))

@@ -1,0 +1,136 @@
+"""Goodput at 1,000, 10,000 and 100,000 GPUs: parts measured here, parts that others have published, one simulation.
+
+A training of 405 billion parameters (12 bytes each), eight GPUs a node, iterations of 6 s: Llama 3's 16 million
+tokens a batch at 400 Tflop/s a GPU on 16,384 GPUs. Larger jobs are taken to have larger batches, so that iterations
+stay as long. Each failure takes its node, which is repaired in a day; so many nodes stand by that less than one
+failure in a hundred finds none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import exp
+from random import Random
+
+from gemini_hpc.forecast.schemes import DAY_S, Scheme, Training, ours, ours_spare, strawman
+from gemini_hpc.forecast.simulation import Faults, simulate
+
+SIZES = (1_000, 10_000, 100_000)
+GPUS_PER_NODE = 8
+# Failures of a node a day: Meta's RSC-1 (Kokolis et al., HPCA 2025: 1.8 h at 16,384 GPUs), and Llama 3 (Table 5: 419
+# unexpected interruptions in 54 days on 16,384 GPUs).
+RSC_PER_DAY = GPUS_PER_NODE * 24 / 1.8 / 16384
+LLAMA_PER_DAY = GPUS_PER_NODE * 419 / 54 / 16384
+ITERATION_S = 6.0
+STATE_BYTES = 405e9 * 12
+PULL_BYTES_PER_S = 1.3e9  # docs/performance.md: 0.87 to 1.77 GB/s on two cores; any real network takes more
+# Until all communicators are there: MegaScale (NSDI '24) has below 5 s for 2,048 GPUs and below 30 s for more than
+# 10,000; NCCLX (arXiv 2510.20171) 265 s for NCCL on 96,000, and a start 11 times as fast for itself.
+COMMUNICATORS_S = {1_000: 5.0, 10_000: 30.0, 100_000: 265.0}
+NCCLX_S = 265.0 / 11
+GOAL = 0.995
+DAYS, SEED = 180.0, 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way at one size. lost_s: what a failure costs on the average, in seconds, waits for nodes aside; allowed_s:
+    what it may cost where `GOAL` is to be reached. goodput: share of the time that is training which stays, with
+    RSC-1's failures, and in gentle with Llama 3's; standby: nodes that wait, paid: goodput with these counted as
+    cost."""
+
+    gpus: int
+    way: str
+    lost_s: float
+    allowed_s: float
+    goodput: float
+    standby: int
+    paid: float
+    gentle: float
+
+
+@dataclass(frozen=True)
+class Published:
+    """What others say of themselves, measured or projected by them."""
+
+    gpus: int
+    share: str
+    what: str
+    source: str
+
+
+PUBLISHED = (
+    Published(9_600, "97 %", "ByteRobust: effective training time, three months", "arXiv 2509.16293, abstract"),
+    Published(16_384, "over 90 %", "Llama 3: effective training time, 54 days", "The Llama 3 Herd of Models, 3.3.4"),
+    Published(100_000, "80 %", "FT-HSDP: the other replicas go on; 44 % without it", "arXiv 2602.00277, abstract"),
+)
+
+
+TITLE = "Goodput: share of the time that is training which stays"
+INPUTS = (
+    f"405 billion parameters (4.86 TB), eight GPUs a node, iterations of 6 s, {DAYS:g} simulated days. Failures: 6.5 "
+    "in 1,000 nodes a day (Meta's RSC-1, HPCA 2025); in the last column 3.8 (Llama 3, Table 5). Each takes its node "
+    "for a day; so many nodes stand by that one failure in a hundred finds none."
+)
+
+
+def training(gpus: int) -> Training:
+    """The job at this size. Its network is what a pull has been seen to take."""
+    nodes = gpus // GPUS_PER_NODE
+    return Training(nodes, STATE_BYTES, ITERATION_S, PULL_BYTES_PER_S, tier=1e12)
+
+
+def ways(gpus: int) -> Iterator[Scheme]:
+    """What is compared at this size, each under the name that is shown."""
+    t, connect_s = training(gpus), COMMUNICATORS_S[gpus]
+    for scheme, name in ((ours(t), "ours, by requeue"), (ours_spare(t), "ours, with a spare")):
+        yield replace(scheme, name=name, restart_s=scheme.restart_s + connect_s)
+    if gpus == 100_000:
+        spare = ours_spare(t)
+        yield replace(spare, name="the same with NCCLX", restart_s=spare.restart_s + NCCLX_S)
+    of_others = replace(ours(t), read_s=0.0, detect_s=0.0)
+    if gpus == 1_000:
+        yield replace(of_others, name="20 s down (TrainMover, 1,024 GPUs)", restart_s=20.0)
+    else:
+        yield replace(of_others, name="150 s down (FlashRecovery, 4,800)", restart_s=150.0)
+
+
+def standby(nodes: int, per_day: float, repair_s: float = DAY_S, without: float = 0.01) -> int:
+    """The fewest nodes that stand by of which none is left for less than this share of failures: nodes under repair
+    are as many as events of a Poisson process."""
+    mean = nodes * per_day * repair_s / DAY_S
+    count, term = 0, exp(-mean)
+    below = term
+    while 1 - below > without:
+        count += 1
+        term *= mean / count
+        below += term
+    return count
+
+
+def _goodput(scheme: Scheme, gpus: int, per_day: float) -> tuple[float, int]:
+    t = training(gpus)
+    faults, waiting = Faults(per_day), standby(t.nodes, per_day)
+    failures = faults.of(t.nodes, DAYS, Random(SEED))
+    out = simulate(scheme, strawman(t), failures, nodes=t.nodes, days=DAYS, standby=waiting, faults=faults)
+    return out.goodput, waiting
+
+
+def rows() -> Iterator[Row]:
+    """All of them, one after the other: some seconds in all."""
+    for gpus in SIZES:
+        nodes = gpus // GPUS_PER_NODE
+        between_s = DAY_S / (nodes * RSC_PER_DAY)
+        for scheme in ways(gpus):
+            share, waiting = _goodput(scheme, gpus, RSC_PER_DAY)
+            yield Row(
+                gpus,
+                scheme.name,
+                scheme.down_s + scheme.wasted_s,
+                between_s * (1 - GOAL) / GOAL,
+                share,
+                waiting,
+                share * nodes / (nodes + waiting),
+                _goodput(scheme, gpus, LLAMA_PER_DAY)[0],
+            )
