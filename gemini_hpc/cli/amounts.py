@@ -59,22 +59,12 @@ def number(least: float, most: float) -> Callable[[str], float]:
     return parse
 
 
-def add_failures(parser: argparse.ArgumentParser) -> None:
-    """Options of `plan` and `simulate`: the tier's rate, and how often nodes fail."""
+def add_storage(parser: argparse.ArgumentParser) -> None:
+    """Option of `plan` and `simulate`: the tier's rate."""
     parser.add_argument(
         "--storage",
         type=rate,
         default=2.5e9,
         metavar="RATE",
         help="of the storage, for all nodes together, in bits/s (default: 20Gbps)",
-    )
-    parser.add_argument(
-        "--failures-per-node-day", type=number(0, 100), default=0.015, metavar="F", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--hardware",
-        type=number(0, 1),
-        default=0.5,
-        metavar="SHARE",
-        help="of failures that take the node (default: 0.5)",
     )

@@ -9,10 +9,14 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from gemini_hpc.cli.amounts import add_failures, count, number, rate, size
+from gemini_hpc.cli.amounts import add_storage, count, number, rate, size
+from gemini_hpc.cli.failures import add_failures, rate_of
+from gemini_hpc.cli.job_id import UserError
+from gemini_hpc.wire.sanitize import tame
 
 if TYPE_CHECKING:
     from gemini_hpc.forecast.protection import Protection, Wish
+    from gemini_hpc.forecast.rate import Rate
 
     _Subparsers = argparse._SubParsersAction[Any]
 
@@ -26,7 +30,7 @@ def register(subparsers: _Subparsers) -> None:
         help="what protection a training of a given size can have",
         description="Say, for a number of copies and for one more, whether they fit into memory, how often a version "
         "is complete and what that costs, which losses of nodes it survives, what a failure costs, and how often the "
-        "persistent tier should have a version. Computes only: needs no Slurm.",
+        "persistent tier should have a version. Computes only: needs no Slurm, but for --history sacct.",
         epilog="Nodes are taken to fail by themselves, not by racks. How: docs/reproduction.md. Exit status: 0; 1 "
         "where the copies asked for do not fit; 2 for a wrong command line.",
     )
@@ -52,6 +56,7 @@ def register(subparsers: _Subparsers) -> None:
         metavar="SHARE",
         help="of an iteration in which the network is not used (default: 0.5; gemini-hpc report shows it)",
     )
+    add_storage(parser)
     add_failures(parser)
     parser.add_argument(
         "--imports",
@@ -72,25 +77,27 @@ def run(args: argparse.Namespace) -> int:
 
     fraction = args.memory_fraction or Settings().memory_fraction
     training = Training(args.nodes, args.state, args.iteration, args.network, args.storage, args.replicas)
-    wish = Wish(
-        training,
-        args.memory * fraction,
-        args.idle,
-        per_day=args.failures_per_node_day,
-        hardware=args.hardware,
-        imports_s=args.imports,
-    )
     try:
+        failures = rate_of(args)
+        wish = Wish(
+            training,
+            args.memory * fraction,
+            args.idle,
+            per_day=failures.per_day,
+            hardware=failures.hardware,
+            imports_s=args.imports,
+        )
         found = [
             protection(wish, m) for m in (args.replicas, args.replicas + 1) if m <= max(args.nodes, args.replicas)
         ]
-    except ValueError as error:
-        print(f"gemini-hpc plan: {error}", file=sys.stderr)
+    except (UserError, ValueError) as error:
+        print(f"gemini-hpc plan: {tame(str(error))}", file=sys.stderr)
         return 2
     if args.json:
-        print(json.dumps({"schema": SCHEMA, "plans": [_document(one) for one in found]}))
+        plans = [_document(one) for one in found]
+        print(json.dumps({"schema": SCHEMA, "failures": asdict(failures), "plans": plans}))
     else:
-        print(table(wish, found))
+        print(table(wish, found, failures))
     return 0 if found[0].fits else 1
 
 
@@ -107,8 +114,9 @@ def long(s: float) -> str:
     return f"{s / 60:.0f} min"
 
 
-def table(wish: Wish, plans: list[Protection]) -> str:
+def table(wish: Wish, plans: list[Protection], failures: Rate) -> str:
     """For a terminal: a line a fact, a column a number of copies."""
+    from gemini_hpc.report.columns import fold, width
     from gemini_hpc.report.traffic_text import seconds, size
 
     def percent(share: float) -> str:
@@ -149,6 +157,7 @@ def table(wish: Wish, plans: list[Protection]) -> str:
     ]
     lines = [
         f"{t.nodes} nodes, {size(t.node_bytes)} of state on each, {size(wish.memory_bytes)} of memory for copies",
+        *fold(tame(failures.text()), width()),
         f"{'replicas':<32}" + "".join(f"{p.replicas:<24}" for p in plans).rstrip(),
     ]
     lines += [f"{what:<32}" + "".join(f"{text:<24}" for text in texts).rstrip() for what, texts in rows]

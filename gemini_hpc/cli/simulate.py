@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from gemini_hpc.cli.amounts import add_failures, count, number, rate, size
+from gemini_hpc.cli.amounts import add_storage, count, number, rate, size
+from gemini_hpc.cli.failures import add_failures, rate_of
 from gemini_hpc.cli.job_id import UserError
 from gemini_hpc.cli.progress import Progress
 from gemini_hpc.cli.text_file import read_lines
@@ -56,7 +57,13 @@ def register(subparsers: _Subparsers) -> None:
     parser.add_argument(
         "--network", type=rate, default=50e9, metavar="RATE", help="of a node, in bits/s (default: 400Gbps)"
     )
-    add_failures(parser)
+    add_storage(parser)
+    add_failures(parser).add_argument(
+        "--trace",
+        metavar="FILE",
+        help="take the failures themselves from there: lines of seconds, node ranks and kind, such as "
+        "'3600 4-7,9 hardware'",
+    )
     parser.add_argument("--replicas", type=count(1, 8), default=2, metavar="M", help="copies in memory (default: 2)")
     parser.add_argument(
         "--standby", type=count(0, 100_000), default=0, metavar="N", help="nodes that wait (default: 0)"
@@ -71,20 +78,15 @@ def register(subparsers: _Subparsers) -> None:
     parser.add_argument(
         "--repair", type=number(0, 1e4), default=24.0, metavar="HOURS", help="of a node (default: 24)"
     )
-    parser.add_argument(
-        "--trace",
-        metavar="FILE",
-        help="take the failures from there, not from rates: lines of seconds, node ranks and kind, such as "
-        "'3600 4-7,9 hardware'",
-    )
     parser.add_argument("--seed", type=count(0, 1 << 31), default=1, help="of the failures (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON document (schema 1)")
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 0; 2 for numbers that do not go together."""
+    """The exit status: 0; 2 for numbers that do not go together, and for files that cannot be used."""
     from gemini_hpc.forecast.figures import FIGURES
+    from gemini_hpc.forecast.simulation import Faults
 
     if args.figure == "goodput":
         print(_goodput(args.json))
@@ -97,27 +99,29 @@ def run(args: argparse.Namespace) -> int:
         print(f"gemini-hpc simulate: {args.replicas} replicas on {args.nodes} nodes", file=sys.stderr)
         return 2
     try:
-        outcomes = _outcomes(args)
+        rate = rate_of(args)
+        faults = Faults(rate.per_day, rate.hardware, args.shape, args.repair * 3600)
+        outcomes = _outcomes(args, faults)
     except (UserError, ValueError) as error:
         print(f"gemini-hpc simulate: {tame(str(error))}", file=sys.stderr)
         return 2
     if args.json:
+        failures = {"per_day": None, "hardware": None, "source": args.trace} if args.trace else asdict(rate)
         found = {name: {**asdict(o), "goodput": o.goodput} for name, o in outcomes.items()}
-        print(json.dumps({"schema": SCHEMA, "schemes": found}))
+        print(json.dumps({"schema": SCHEMA, "failures": failures, "schemes": found}))
     else:
-        print(_lines(args, outcomes))
+        print(_lines(args, outcomes, f"failures: those of {args.trace}" if args.trace else rate.text()))
     return 0
 
 
-def _outcomes(args: argparse.Namespace) -> dict[str, Outcome]:
+def _outcomes(args: argparse.Namespace, faults: Faults) -> dict[str, Outcome]:
     """By the name of the scheme. Raises `UserError`, ValueError."""
     from gemini_hpc.forecast import schemes
-    from gemini_hpc.forecast.simulation import Faults, simulate
+    from gemini_hpc.forecast.simulation import simulate
 
     training = schemes.Training(
         args.nodes, args.state, args.iteration, args.network, args.storage, replicas=args.replicas
     )
-    faults = Faults(args.failures_per_node_day, args.hardware, args.shape, args.repair * 3600)
     failures = _failures(args, faults)
     progress, found = Progress(), {}
     try:
@@ -157,11 +161,14 @@ def _shown(progress: Progress, name: str, failures: Iterable[Failure], days: flo
         yield failure
 
 
-def _lines(args: argparse.Namespace, outcomes: dict[str, Outcome]) -> str:
+def _lines(args: argparse.Namespace, outcomes: dict[str, Outcome], failures: str) -> str:
+    from gemini_hpc.report.columns import fold, width
+
     one = next(iter(outcomes.values()))
     paid = args.nodes / (args.nodes + args.standby)
     lines = [
         f"{args.nodes} nodes and {args.standby} that stand by, {args.days:g} days, {one.failures} failures of nodes",
+        *fold(tame(failures), width()),
         f"{'scheme':<12}{'training':>10}{'of all paid':>13}{'stalled':>9}{'repeated':>10}{'down':>8}"
         f"{'from storage':>14}",
     ]

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from gemini_hpc import clock
-from gemini_hpc.slurm import fields, ways
+from gemini_hpc.slurm import accounting, fields, ways
 from gemini_hpc.slurm.errors import SlurmError, SlurmUnreachable, UnknownJob
 from gemini_hpc.slurm.facts import COMPLETING, PENDING, Config, Job, Node, Reservation, Row
 from gemini_hpc.slurm.fair_queue import FairGate
@@ -45,6 +45,7 @@ TIMEOUT_S = 10.0
 PARALLEL_COMMANDS = 4
 _DIRECTORIES = ("/usr/bin", "/usr/local/bin", "/opt/slurm/bin", "/usr/local/slurm/bin")
 _IDS_PER_CALL = 400
+_OF_ACCOUNTING = ("sacctmgr", "sacct")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _SAFE_USER = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
 _JOB_ID = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
@@ -141,7 +142,7 @@ class Slurm:
         """What the command prints; refusals False: also where it says no."""
         if tool not in self._tools:
             self._tools[tool] = find_tool(tool)
-        async with self._accounting_gate if tool == "sacctmgr" else self._gate:
+        async with self._accounting_gate if tool in _OF_ACCOUNTING else self._gate:
             began = clock.monotonic()
             process = await asyncio.create_subprocess_exec(
                 self._tools[tool],
@@ -398,6 +399,11 @@ class Slurm:
             return [parse_row(line) for line in out.splitlines() if line.strip()]
         except ParseError as exc:
             raise SlurmError(str(exc)) from None
+
+    async def history(self, days: int) -> str:
+        """What accounting has of the runs of all jobs, as far as this user may see them, as `accounting` reads it.
+        Raises `SlurmError` where there is no accounting."""
+        return await self._run("sacct", *accounting.ARGUMENTS, "-S", f"now-{int(days)}days")
 
     async def configuration(self) -> dict[str, str]:
         """The configuration that slurmctld runs with."""

@@ -15,7 +15,8 @@ JOB = ["plan", "--nodes", "64", "--state", "1.2TB", "--network", "200Gbps", "--m
 def test_a_column_for_the_copies_and_one_for_one_more(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(JOB) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["replicas", "2", "3"]
+    assert lines[1] == "failures: 0.015 of a node a day, 50 % with its memory (GEMINI, Figure 15b)"
+    assert lines[2].split() == ["replicas", "2", "3"]
     (memory,) = [line for line in lines if line.startswith("memory of a node")]
     assert memory.split()[-4:] == ["75.0", "GB", "112", "GB"]
     assert max(map(len, lines)) <= 80

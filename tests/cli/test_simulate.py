@@ -46,7 +46,8 @@ def test_a_simulation(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", "--nodes", "100", "--days", "10", "--standby", "5", "--schemes", "ours,strawman"]
     assert main(words) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("100 nodes and 5 that stand by, 10 days, ") and len(lines) == 4
+    assert lines[0].startswith("100 nodes and 5 that stand by, 10 days, ") and len(lines) == 5
+    assert lines[1] == "failures: 0.015 of a node a day, 50 % with its memory (GEMINI, Figure 15b)"
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["schemes"]
     assert list(found) == ["ours", "strawman"] and 0 < found["strawman"]["goodput"] < found["ours"]["goodput"] < 1
@@ -62,6 +63,8 @@ def test_failures_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     found = json.loads(capsys.readouterr().out)["schemes"]
     assert {o["failures"] for o in found.values()} == {3}, "the last one comes after the two days"
     assert {o["recoveries"] for o in found.values()} == {2}
+    assert main(words[:-1]) == 0
+    assert f"failures: those of {trace}" in capsys.readouterr().out.replace("\n", " ")
     assert found["ours"]["from_tier"] == 1, "nodes 0 and 1 keep each other's copies"
 
 
@@ -103,6 +106,7 @@ def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (["--shape", "nan"], "no number from"),
         (["--schemes", "ours,theirs"], "there is no scheme 'theirs'"),
         (["--figure", "gemini-99"], "invalid choice"),
+        (["--trace", "a", "--history", "b"], "not allowed with"),
         (["--nodes", "3", "--replicas", "4"], "4 replicas on 3 nodes"),
     ],
 )

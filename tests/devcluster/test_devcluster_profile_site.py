@@ -17,6 +17,8 @@ from gemini_hpc.devcluster.layout import Layout
 from gemini_hpc.devcluster.profiles import PROFILES
 from gemini_hpc.devcluster.requirements import ACCOUNTING_PROGRAMS, PROGRAMS, check, program
 from gemini_hpc.devcluster.teardown import members
+from gemini_hpc.slurm import accounting
+from gemini_hpc.slurm.accounting import History
 
 from .conftest import PREFIX, Trace, everything_running, killed_up, tool
 
@@ -102,6 +104,18 @@ def test_jobs_are_recorded_in_the_database(site: Cluster) -> None:
         return site.run(argv, user="bob").stdout.startswith("bob|lab|batch|COMPLETED")
 
     until(recorded, 20)
+
+
+def test_the_site_s_past_comes_from_the_database(site: Cluster) -> None:
+    assert site.run(["srun", "-n1", "--job-name=past", "sleep", "2"], user="bob").returncode == 0
+
+    def past() -> History:
+        done = site.run(["sacct", *accounting.ARGUMENTS, "-S", "now-90days"])
+        assert done.returncode == 0, done.stderr
+        return accounting.parse_history(done.stdout.split("\n"))
+
+    until(lambda: past().runs and past().node_days, 20)
+    assert past().lost == 0
 
 
 def test_the_database_is_the_cluster_s_own(site: Cluster) -> None:

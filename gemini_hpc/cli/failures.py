@@ -1,0 +1,69 @@
+"""How often nodes fail, for `plan` and `simulate`: the options, and what is found where they point to."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gemini_hpc.cli.amounts import count, number
+from gemini_hpc.cli.job_id import UserError
+from gemini_hpc.cli.text_file import read_lines
+
+if TYPE_CHECKING:
+    from gemini_hpc.forecast.rate import Rate
+
+_SACCT_S = 120.0
+
+
+def add_failures(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """The options; the group of those that exclude each other."""
+    rates = parser.add_mutually_exclusive_group()
+    rates.add_argument("--failures-per-node-day", type=number(0, 100), metavar="F", help="default: 0.015")
+    rates.add_argument(
+        "--history",
+        metavar="FILE",
+        help="take the rate from the site's past: a file with the output of sacct (docs/reproduction.md), or the "
+        "word sacct, which asks Slurm",
+    )
+    parser.add_argument(
+        "--history-days", type=count(1, 3650), default=90, metavar="N", help="to ask sacct for (default: 90)"
+    )
+    parser.add_argument(
+        "--hardware",
+        type=number(0, 1),
+        metavar="SHARE",
+        help="of failures that take the node and its memory (default: 0.5; with --history: 1)",
+    )
+    return rates
+
+
+def rate_of(args: argparse.Namespace) -> Rate:
+    """What the options say. Raises `UserError`."""
+    from gemini_hpc.forecast.rate import Rate, of_history
+    from gemini_hpc.slurm.accounting import parse_history
+    from gemini_hpc.slurm.text import ParseError
+
+    found = Rate()
+    if args.failures_per_node_day is not None:
+        found = replace(found, per_day=args.failures_per_node_day, source="as given")
+    elif args.history is not None:
+        where = f"sacct, {args.history_days} days" if args.history == "sacct" else args.history
+        lines = _asked(args.history_days) if args.history == "sacct" else read_lines(args.history)
+        try:
+            found = of_history(parse_history(lines), where)
+        except ParseError as error:
+            raise UserError(f"{where}: {error}") from None
+        except ValueError as error:
+            raise UserError(str(error)) from None
+    return found if args.hardware is None else replace(found, hardware=args.hardware)
+
+
+def _asked(days: int) -> list[str]:
+    from gemini_hpc.slurm import Slurm, SlurmError
+
+    try:
+        return asyncio.run(Slurm(_SACCT_S).history(days)).split("\n")
+    except SlurmError as error:
+        raise UserError(f"--history sacct: {error}; a rate can be given instead: --failures-per-node-day") from None

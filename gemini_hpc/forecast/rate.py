@@ -1,0 +1,39 @@
+"""How often nodes fail, and where that is known from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gemini_hpc.slurm.accounting import History
+
+USUAL_PER_DAY, USUAL_HARDWARE = 0.015, 0.5
+NONE_SEEN = 3.0  # nothing in so long: fewer than three in as long, at 95 %
+
+
+@dataclass(frozen=True)
+class Rate:
+    """per_day: failures of one node; hardware: share of these that take the node and its memory; source: for
+    people."""
+
+    per_day: float = USUAL_PER_DAY
+    hardware: float = USUAL_HARDWARE
+    source: str = "GEMINI, Figure 15b"
+
+    def text(self) -> str:
+        """One sentence."""
+        share = f"{100 * self.hardware:.0f} % with its memory"
+        return f"failures: {self.per_day:.3g} of a node a day, {share} ({self.source})"
+
+
+def of_history(history: History, where: str) -> Rate:
+    """From a site's past: each run that Slurm ended as NODE_FAIL has lost a node with its memory. Jobs that share a
+    node count its days and its loss once each, so that their rate is that of the node. Raises ValueError where there
+    is nothing to count."""
+    if not history.runs or history.node_days <= 0:
+        raise ValueError(f"{where}: no run of a job in it, so nothing is known of failures")
+    days = f"{history.node_days:,.0f}" if history.node_days >= 10 else f"{history.node_days:.2g}"
+    if not history.lost:
+        source = f"{where}: none lost in {days} node-days; {NONE_SEEN:g} taken, the bound at 95 %"
+        return Rate(NONE_SEEN / history.node_days, 1.0, source)
+    source = f"{where}: {history.lost} lost in {days} node-days"
+    return Rate(history.lost / history.node_days, 1.0, source)
