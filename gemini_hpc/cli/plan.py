@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gemini_hpc.cli.amounts import add_storage, count, number, rate, size
 from gemini_hpc.cli.failures import add_failures, rate_of
 from gemini_hpc.cli.job_id import UserError
+from gemini_hpc.cli.plot import add_plot, plans
 from gemini_hpc.wire.sanitize import tame
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def register(subparsers: _Subparsers) -> None:
         metavar="S",
         help="from the start of a program to its resume() (default: 60)",
     )
+    add_plot(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document (schema 1)")
     parser.set_defaults(func=run)
 
@@ -90,12 +92,14 @@ def run(args: argparse.Namespace) -> int:
         found = [
             protection(wish, m) for m in (args.replicas, args.replicas + 1) if m <= max(args.nodes, args.replicas)
         ]
+        if args.plot:
+            plans(args.plot, wish, found)
     except (UserError, ValueError) as error:
         print(f"gemini-hpc plan: {tame(str(error))}", file=sys.stderr)
         return 2
     if args.json:
-        plans = [_document(one) for one in found]
-        print(json.dumps({"schema": SCHEMA, "failures": asdict(failures), "plans": plans}))
+        documents = [_document(one) for one in found]
+        print(json.dumps({"schema": SCHEMA, "failures": asdict(failures), "plans": documents}))
     else:
         print(table(wish, found, failures))
     return 0 if found[0].fits else 1

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from gemini_hpc.cli import plot
 from gemini_hpc.cli.amounts import add_storage, count, number, rate, size
 from gemini_hpc.cli.failures import add_failures, rate_of
 from gemini_hpc.cli.job_id import UserError
+from gemini_hpc.cli.plot import add_plot
 from gemini_hpc.cli.progress import Progress
 from gemini_hpc.cli.text_file import read_lines
 from gemini_hpc.wire.sanitize import tame
@@ -79,6 +81,7 @@ def register(subparsers: _Subparsers) -> None:
         "--repair", type=number(0, 1e4), default=24.0, metavar="HOURS", help="of a node (default: 24)"
     )
     parser.add_argument("--seed", type=count(0, 1 << 31), default=1, help="of the failures (default: 1)")
+    add_plot(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document (schema 1)")
     parser.set_defaults(func=run)
 
@@ -88,6 +91,9 @@ def run(args: argparse.Namespace) -> int:
     from gemini_hpc.forecast.figures import FIGURES
     from gemini_hpc.forecast.simulation import Faults
 
+    if args.figure and args.plot:
+        print("gemini-hpc simulate: --plot draws a simulation, and no figure of --figure", file=sys.stderr)
+        return 2
     if args.figure == "goodput":
         print(_goodput(args.json))
         return 0
@@ -102,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
         rate = rate_of(args)
         faults = Faults(rate.per_day, rate.hardware, args.shape, args.repair * 3600)
         outcomes = _outcomes(args, faults)
+        if args.plot:
+            plot.outcomes(args.plot, _head(args, outcomes), outcomes)
     except (UserError, ValueError) as error:
         print(f"gemini-hpc simulate: {tame(str(error))}", file=sys.stderr)
         return 2
@@ -161,13 +169,17 @@ def _shown(progress: Progress, name: str, failures: Iterable[Failure], days: flo
         yield failure
 
 
+def _head(args: argparse.Namespace, outcomes: dict[str, Outcome]) -> str:
+    failures = next(iter(outcomes.values())).failures
+    return f"{args.nodes} nodes and {args.standby} that stand by, {args.days:g} days, {failures} failures of nodes"
+
+
 def _lines(args: argparse.Namespace, outcomes: dict[str, Outcome], failures: str) -> str:
     from gemini_hpc.report.columns import fold, width
 
-    one = next(iter(outcomes.values()))
     paid = args.nodes / (args.nodes + args.standby)
     lines = [
-        f"{args.nodes} nodes and {args.standby} that stand by, {args.days:g} days, {one.failures} failures of nodes",
+        _head(args, outcomes),
         *fold(tame(failures), width()),
         f"{'scheme':<12}{'training':>10}{'of all paid':>13}{'stalled':>9}{'repeated':>10}{'down':>8}"
         f"{'from storage':>14}",

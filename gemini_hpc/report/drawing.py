@@ -61,8 +61,8 @@ def require() -> None:
 
 
 @contextmanager
-def _figure(height_in: float) -> Iterator[tuple[Figure, io.BytesIO]]:
-    """A figure that is written into the buffer at the end."""
+def figure(height_in: float, form: str = "png") -> Iterator[tuple[Figure, io.BytesIO]]:
+    """A figure that is written into the buffer at the end, as "png" or "svg"."""
     require()
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -72,10 +72,10 @@ def _figure(height_in: float) -> Iterator[tuple[Figure, io.BytesIO]]:
     plain: dict[Any, Any] = {"text.parse_math": False, "text.usetex": False, "font.size": 9.0}
     with warnings.catch_warnings(), matplotlib.rc_context(plain):
         warnings.simplefilter("ignore")  # a letter that the font lacks is no news
-        figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
-        FigureCanvasAgg(figure)
-        yield figure, out
-        figure.savefig(out, format="png")
+        made = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
+        FigureCanvasAgg(made)
+        yield made, out
+        made.savefig(out, format=form)
 
 
 def timeline_png(one: Shown) -> bytes:
@@ -95,8 +95,8 @@ def timeline_png(one: Shown) -> bytes:
         lanes.append((name, _CHUNK, [(c.start_s, c.end_s) for c in timeline.chunks if c.replica == replica]))
     lanes.append(("copies to the own slot", _COPY, [(c.start_s, c.end_s) for c in timeline.copies]))
     lanes.append(("waits at the optimizer", _WAIT, [(w.start_s, w.end_s) for w in timeline.waits]))
-    with _figure(1.4 + 0.42 * len(lanes)) as (figure, out):
-        axes = figure.add_subplot()
+    with figure(1.4 + 0.42 * len(lanes)) as (made, out):
+        axes = made.add_subplot()
         length_s = max(timeline.iteration_s, 1e-6)
         for row, (_, colour, stretches) in enumerate(lanes):
             _bars(axes, row, stretches, colour, length_s)
@@ -133,8 +133,8 @@ def overhead_png(one: Shown) -> bytes:
     from matplotlib.ticker import MaxNLocator
 
     at = [(point.t - began) / unit for point in one.series]
-    with _figure(3.2) as (figure, out):
-        axes = figure.add_subplot()
+    with figure(3.2) as (made, out):
+        axes = made.add_subplot()
         _steps(axes, at, [100 * point.overhead for point in one.series], _CHUNK)
         axes.set_ylabel("overhead, % of the time", color=_CHUNK)
         axes.axhline(0.0, color="#999999", linewidth=0.6)

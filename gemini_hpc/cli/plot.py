@@ -1,0 +1,80 @@
+"""`--plot FILE` of `plan` and `simulate`: the same facts, drawn. matplotlib is imported only then."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gemini_hpc.cli.job_id import UserError
+
+if TYPE_CHECKING:
+    from gemini_hpc.forecast.protection import Protection, Wish
+    from gemini_hpc.forecast.simulation import Outcome
+
+FORMS = ("png", "svg")
+_TIMES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # of the rate of failures
+
+
+def _file(text: str) -> str:
+    if not text.endswith(tuple(f".{form}" for form in FORMS)) or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r}: wanted the name of a .png or .svg file")
+    return text
+
+
+def add_plot(parser: argparse.ArgumentParser) -> None:
+    """The option."""
+    parser.add_argument(
+        "--plot", type=_file, metavar="FILE", help="also draw it there, as .png or .svg; needs matplotlib"
+    )
+
+
+def _write(path: str, draw: Callable[[str], bytes]) -> None:
+    from gemini_hpc.report.drawing import MissingError
+
+    try:
+        content = draw(path.rpartition(".")[2])
+        with open(path, "wb") as out:
+            out.write(content)
+    except MissingError as error:
+        raise UserError(str(error)) from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from None
+
+
+def outcomes(path: str, title: str, found: dict[str, Outcome]) -> None:
+    """A bar for each scheme: where its time goes. Raises `UserError`."""
+    from gemini_hpc.report.charts import stacked_bars
+
+    all_of = list(found.values())
+    parts = {
+        "training": [o.useful_s / o.total_s for o in all_of],
+        "stalled": [o.stalled_s / o.total_s for o in all_of],
+        "repeated": [o.repeated_s / o.total_s for o in all_of],
+        "down": [o.down_s / o.total_s for o in all_of],
+    }
+    _write(path, lambda form: stacked_bars(title, list(found), parts, form))
+
+
+def plans(path: str, wish: Wish, found: list[Protection]) -> None:
+    """Which losses are survived, and how much of the time trains where failures are rarer or more frequent. Raises
+    `UserError`."""
+    from gemini_hpc.forecast.protection import protection
+    from gemini_hpc.report.charts import Curves, curves
+
+    lost = sorted(found[0].survival)
+    survived = Curves(
+        "survived",
+        "nodes lost at once",
+        lost,
+        {f"{one.replicas} replicas": [one.survival[k] for k in lost] for one in found},
+    )
+    rates = [times * (wish.per_day or 0.001) for times in _TIMES]
+    trains: dict[str, list[float]] = {}
+    for one in found:
+        at = [protection(replace(wish, per_day=rate), one.replicas).effective for rate in rates]
+        for place, way in enumerate(("by requeue", "with a spare")):
+            trains[f"{one.replicas} replicas, {way}"] = [both[place] for both in at]
+    time = Curves("time that trains", "failures of a node a day", rates, trains, logarithmic=True)
+    _write(path, lambda form: curves([survived, time], form))

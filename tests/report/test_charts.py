@@ -1,0 +1,40 @@
+"""Charts: what is in the data is in the picture."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from gemini_hpc.report.charts import COLOURS, Curves, curves, stacked_bars
+
+PARTS = {"training": (0.9, 0.5), "down": (0.1, 0.5)}
+
+
+def colours(png: bytes) -> set[tuple[int, int, int]]:
+    import matplotlib.image
+    import numpy as np
+
+    pixels = np.asarray(matplotlib.image.imread(io.BytesIO(png), format="png"))[:, :, :3]
+    return {(int(r), int(g), int(b)) for r, g, b in (255 * pixels).round().reshape(-1, 3)}
+
+
+def rgb(colour: str) -> tuple[int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def test_each_part_has_its_colour() -> None:
+    drawn = colours(stacked_bars("title", ("a", "b"), PARTS))
+    assert {rgb(COLOURS[0]), rgb(COLOURS[1])} <= drawn and rgb(COLOURS[2]) not in drawn
+
+
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_curves(logarithmic: bool) -> None:
+    panel = Curves("title", "below", (1.0, 10.0), {"one": (1.0, 0.9), "two": (0.8, 0.2)}, logarithmic)
+    drawn = colours(curves([panel, panel]))
+    assert {rgb(COLOURS[0]), rgb(COLOURS[1])} <= drawn
+
+
+def test_svg_has_what_it_shows_as_a_picture() -> None:
+    drawn = stacked_bars("$x^2$", ("a", "b"), PARTS, "svg")
+    assert drawn.startswith(b"<?xml") and b"</svg>" in drawn and COLOURS[1].encode() in drawn
