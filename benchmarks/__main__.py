@@ -40,6 +40,7 @@ FAMILIES = {
     "chaos": "chaos",
     "busy": "busy",
     "tier": "tier",
+    "place": "place",
 }
 
 
@@ -72,7 +73,7 @@ def main() -> int:
     failed = False
     rows: list[Row] = []
     for family in [args.only] if args.only else FAMILIES:
-        progress.say(family, "starting a cluster")
+        progress.say(family, "beginning")
         began = time.monotonic()
         try:
             found = importlib.import_module(f"benchmarks.{FAMILIES[family]}").measure(options)

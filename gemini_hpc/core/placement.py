@@ -53,14 +53,17 @@ def group_of(node_rank: int, N: int, m: int) -> int:
 
 def _ring(node_rank: int, N: int, m: int) -> tuple[int, int]:
     """First node rank and size of a node's group; a whole group is a ring of m."""
-    g = group_of(node_rank, N, m)
-    return g * m, (N - g * m if g == N // m - 1 else m)
+    if not (0 <= node_rank < N and 1 <= m <= N):  # in one look: it is asked for every node of a large job
+        _check(N, m)
+        _check_rank(node_rank, N)
+    last = (N // m - 1) * m
+    return (node_rank // m * m, m) if node_rank < last else (last, N - last)
 
 
 def holders(node_rank: int, N: int, m: int) -> tuple[int, ...]:
     """The m nodes that keep a node's shards: itself, then the next m-1 of its group, cyclically."""
     first, size = _ring(node_rank, N, m)
-    return tuple(first + (node_rank - first + step) % size for step in range(m))
+    return tuple([first + (node_rank - first + step) % size for step in range(m)])
 
 
 def holds_for(node_rank: int, N: int, m: int) -> tuple[int, ...]:
