@@ -28,7 +28,7 @@ FOREIGN = {
     "--node-rank",  # torchrun's
     *("--mem", "--bind", "--container-mounts", "--mpi"),
     *("--parsable", "--dependency", "--nodelist"),
-    *("--signal", "--full", "--no-kill", "--contiguous", "--switches"),
+    *("--signal", "--full", "--no-kill", "--contiguous", "--switches", "--noconvert"),
     "--with-ft",  # Open MPI's
 }
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
