@@ -178,6 +178,13 @@ class Settings:
     tier_interval_s: float = _setting(
         600.0, "Time from one save to the tier to the next, in jobs that name none.", 1, 604800
     )
+    node_losses_per_day: float = _setting(
+        0.0075,
+        "How often a node is lost with its memory, in a day, for `--gemini-tier-interval=auto`. The default is "
+        "GEMINI's 1.5 % of nodes, half of them with their memory; [your own](reproduction.md#how-often-nodes-fail).",
+        0,
+        100,
+    )
     tier_bytes_per_s: float = _setting(
         5e8,
         "Each node writes to the tier at this rate at most, behind everything else on it (nice 19, idle I/O "

@@ -74,8 +74,8 @@ int job_env_publish(spank_t sp, const struct options *options)
 		rc |= publish_number(sp, option_names[0], options->replicas);
 	if (options->tier[0])
 		rc |= publish(sp, option_names[1], options->tier);
-	if (options->tier_interval_s)
-		rc |= publish_number(sp, option_names[2], options->tier_interval_s);
+	if (options->tier_interval[0])
+		rc |= publish(sp, option_names[2], options->tier_interval);
 	if (options->hang[0])
 		rc |= publish(sp, option_names[3], options->hang);
 	if (options->spares) {

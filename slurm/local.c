@@ -19,13 +19,10 @@ static void warn_if_different(const struct options *options)
 	const char *after = getenv(SLURM_ENV(ENV_AFTER));
 	uint32_t job_replicas = 0;
 	uint32_t job_spares = 0;
-	uint32_t job_interval_s = 0;
 	uint32_t job_after = 0;
 
 	if (replicas)
 		(void)options_parse_replicas(replicas, &job_replicas);
-	if (interval)
-		(void)options_parse_tier_interval(interval, &job_interval_s);
 	if (spares)
 		(void)options_parse_spares(spares, &job_spares);
 	if (after)
@@ -34,7 +31,7 @@ static void warn_if_different(const struct options *options)
 	    (options->group && (options->group != job_replicas || !redundancy)) ||
 	    (options->tier[0] && strcmp(options->tier, tier ? tier : "") != 0) ||
 	    (options->hang[0] && strcmp(options->hang, hang ? hang : "") != 0) ||
-	    (options->tier_interval_s && options->tier_interval_s != job_interval_s) ||
+	    (options->tier_interval[0] && strcmp(options->tier_interval, interval ? interval : "") != 0) ||
 	    (options->spares && options->spares != job_spares) || (options->after && options->after != job_after))
 		slurm_error(MESSAGE_PREFIX "the --gemini options belong to the allocation and have no effect "
 			    "on a step: give them to sbatch, salloc or an srun that makes its own");

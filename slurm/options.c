@@ -48,14 +48,11 @@ bool options_parse_tier(const char *text)
 	return true;
 }
 
-bool options_parse_tier_interval(const char *text, uint32_t *seconds)
+bool options_parse_tier_interval(const char *text)
 {
-	uint64_t value;
+	uint64_t seconds;
 
-	if (!number_parse_string(text, 1, TIER_INTERVAL_MAX_S, &value))
-		return false;
-	*seconds = (uint32_t)value;
-	return true;
+	return strcmp(text, "auto") == 0 || number_parse_string(text, 1, TIER_INTERVAL_MAX_S, &seconds);
 }
 
 bool options_parse_hang(const char *text)
@@ -118,9 +115,12 @@ static int on_option(int which, const char *text, int remote)
 			    TIER_MAX, message_shown(text, shown));
 		return -1;
 	case OPTION_TIER_INTERVAL:
-		if (options_parse_tier_interval(text, &given.tier_interval_s))
+		if (options_parse_tier_interval(text)) {
+			(void)snprintf(given.tier_interval, sizeof(given.tier_interval), "%s", text);
 			return 0;
-		slurm_error(MESSAGE_PREFIX "--gemini-tier-interval: wanted whole seconds from 1 to %d, found '%s'",
+		}
+		slurm_error(MESSAGE_PREFIX "--gemini-tier-interval: wanted whole seconds from 1 to %d, or auto, "
+			    "found '%s'",
 			    TIER_INTERVAL_MAX_S, message_shown(text, shown));
 		return -1;
 	case OPTION_HANG:
@@ -171,7 +171,7 @@ static struct spank_option option_table[] = {
 	  .cb = on_option },
 	{ .name = (char[]){ "gemini-tier-interval" },
 	  .arginfo = (char[]){ "SECONDS" },
-	  .usage = (char[]){ "time between two saves to --gemini-tier (1-604800)" },
+	  .usage = (char[]){ "time between two saves to --gemini-tier (1-604800, auto)" },
 	  .has_arg = 1,
 	  .val = OPTION_TIER_INTERVAL,
 	  .cb = on_option },
@@ -231,7 +231,7 @@ bool options_complete(void)
 			    "add --gemini-replicas=N");
 		return false;
 	}
-	if (options->tier_interval_s && !options->tier[0]) {
+	if (options->tier_interval[0] && !options->tier[0]) {
 		slurm_error(MESSAGE_PREFIX "--gemini-tier-interval needs a place to save to: add --gemini-tier=DIR");
 		return false;
 	}

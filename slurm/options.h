@@ -13,6 +13,7 @@ enum {
 	TIER_MAX = 4096,		/* bytes of a path */
 	TIER_INTERVAL_MAX_S = 604800,	/* a week */
 	HANG_MAX_S = 604800,
+	INTERVAL_SIZE = 8,		/* "auto", or digits */
 	HANG_SIZE = 8,			/* "off", or digits */
 	SPARES_MAX = 1024,
 };
@@ -23,10 +24,10 @@ enum {
 struct options {
 	uint32_t replicas;	/* with parity: the nodes of a group */
 	uint32_t group;		/* 0: whole copies */
-	uint32_t tier_interval_s;
 	uint32_t spares;
 	uint32_t after;
 	char tier[TIER_MAX + 1];
+	char tier_interval[INTERVAL_SIZE];
 	char hang[HANG_SIZE];
 };
 
@@ -40,7 +41,7 @@ const struct options *options_get(void);
 bool options_parse_replicas(const char *text, uint32_t *replicas);
 bool options_parse_redundancy(const char *text, uint32_t *group);
 bool options_parse_tier(const char *text);
-bool options_parse_tier_interval(const char *text, uint32_t *seconds);
+bool options_parse_tier_interval(const char *text);
 bool options_parse_hang(const char *text);
 bool options_parse_spares(const char *text, uint32_t *spares);
 bool options_parse_after(const char *text, uint32_t *job);

@@ -246,9 +246,15 @@ def _tier(t: Document | None) -> list[str]:
     kept = f"version {_version(t['version'])}, {_age(t['age_s'])} old" if t["version"] else "nothing yet"
     saving = f"; saving {_version(t['saving'])}, {_bytes(t['written_bytes'])} written" if t["saving"] else ""
     problem = [f"  tier: not saved: {t['problem']}"] if t["problem"] else []
+    every = [f"  tier: every {_age(t['interval_s'])}: {t['interval_reason']}"] if t.get("interval_s") else []
     named = [f"{k['name']} (version {_version(k['version'])})" for k in t.get("kept", ())[-MAX_NAMES_SHOWN:]]
     named += [f"{name} (on its way)" for name in t.get("keeping", ())[:MAX_NAMES_SHOWN]]
-    return [f"  tier {t['directory']}: {kept}{saving}", *([f"  kept: {', '.join(named)}"] if named else []), *problem]
+    return [
+        f"  tier {t['directory']}: {kept}{saving}",
+        *every,
+        *([f"  kept: {', '.join(named)}"] if named else []),
+        *problem,
+    ]
 
 
 def _share(k: int, probability: float) -> str:

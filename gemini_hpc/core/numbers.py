@@ -6,7 +6,7 @@ Whoever sends, a decoded message holds no number that later code cannot pack, co
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -27,4 +27,5 @@ Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]
 Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]  # Unix time in seconds; neither NaN nor infinity
 Pairs = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Seconds = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+TierInterval = Seconds | Literal["auto"]  # 0: none is named; "auto": `tier_interval`
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]

@@ -7,9 +7,8 @@ switch) are not in it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf, sqrt
 
-from gemini_hpc.core import placement, save_interval
+from gemini_hpc.core import placement, save_interval, tier_interval
 from gemini_hpc.forecast.schemes import DAY_S, Training, ours, ours_spare
 
 SLOTS = 2  # of each copy: the newest sealed version and the one under way
@@ -70,8 +69,8 @@ def protection(wish: Wish, replicas: int) -> Protection:
     lost_s = t.iteration_s * (chosen.j / 2 + chosen.s)
     down = ours(t, wish.imports_s).down_s + fetch_s, ours_spare(t).down_s + fetch_s
     a_day = t.nodes * wish.per_day
-    unserved = unserved_per_day(t.nodes, replicas, wish.per_day * wish.hardware, down[0])
-    tier_s = tier_every_s(t.tier_s, wish.ceiling, unserved)
+    unserved = tier_interval.unserved_per_day(t.nodes, replicas, wish.per_day * wish.hardware, down[0])
+    tier_s = tier_interval.every_s(t.tier_s, wish.ceiling, unserved)
     from_tier_s = unserved * (tier_s / 2 + 2 * t.tier_s) if unserved else 0.0
     needed = SLOTS * replicas * t.node_bytes
     by_requeue, by_spare = (
@@ -95,18 +94,3 @@ def protection(wish: Wish, replicas: int) -> Protection:
         tier_save_s=t.tier_s,
         tier_every_s=tier_s,
     )
-
-
-def unserved_per_day(nodes: int, replicas: int, per_day: float, window_s: float) -> float:
-    """How often all holders of a shard are lost: after the first of a group, each of the others within `window_s`, in
-    which what was lost is made good again. For failures that come by themselves, and are rare."""
-    return nodes * per_day * min(1.0, per_day * window_s / DAY_S) ** (replicas - 1)
-
-
-def tier_every_s(save_s: float, share: float, unserved_a_day: float) -> float:
-    """The interval that costs least (REFT, equation 5: sqrt(2 O / lambda)). What a save costs the training, O, is
-    bounded by `share` of the time that it takes: agents save, ranks go on. Never shorter than one save; inf where
-    memory serves every failure."""
-    if unserved_a_day <= 0:
-        return inf
-    return max(save_s, sqrt(2 * share * save_s * DAY_S / unserved_a_day))

@@ -50,6 +50,7 @@ INSTALLED_S = 5.0
 FORMER_END_S = 0.5
 REPLICAS_MAX = 32
 TIER_INTERVAL_MAX_S = HANG_MAX_S = 604800
+AUTO = "auto"  # as an interval of the tier; `core.tier_interval` has the same, which root does not import
 SPARES_MAX = 1024
 
 # How the child that is the job's owner tells root how it went.
@@ -58,9 +59,9 @@ _PROTECTED, _UNPROTECTED, _NOT_STARTED = 0, 10, 11
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """One run of a job, as slurmd describes it; `tier_interval_s` is 0 and `tier` empty where not given,
-    `hang_s` None; 0: off. after: the job where this one is to go on; 0: none. xor: parity
-    over groups of `replicas` nodes, no copies."""
+    """One run of a job, as slurmd describes it; `tier_interval` is 0 and `tier` empty where not given, `hang_s` None;
+    0: off. tier_interval: seconds, or "auto". after: the job where this one is to go on; 0: none. xor: parity over
+    groups of `replicas` nodes, no copies."""
 
     job: int
     uid: int
@@ -69,7 +70,7 @@ class Incarnation:
     node: str
     nodelist: str
     tier: str
-    tier_interval_s: int
+    tier_interval: int | str
     hang_s: int | None = None
     spares: int = 0
     after: int = 0
@@ -89,7 +90,7 @@ def parse(argv: list[str]) -> Incarnation:
         node=_text("node name", node, r"[A-Za-z0-9._-]{1,255}"),
         nodelist=_text("node list", nodelist, r"[A-Za-z0-9._,\[\]-]{1,60000}"),
         tier=_text("tier", tier, r"|/[ -~]{0,4095}", banned="\"'`\\"),
-        tier_interval_s=parse_number("tier interval", tier_interval, 1, TIER_INTERVAL_MAX_S) if tier_interval else 0,
+        tier_interval=_interval(tier_interval),
         hang_s=_hang_s(hang),
         spares=parse_number("spares", spares, 0, SPARES_MAX) if spares else 0,
         after=parse_number("job to go on after", after, 1, 2**32 - 1) if after else 0,
@@ -102,6 +103,12 @@ def parse_number(what: str, text: str, least: int, most: int) -> int:
     if re.fullmatch(r"0|[1-9][0-9]{0,9}", text) and least <= int(text) <= most:
         return int(text)
     raise ValueError(f"{what}: wanted a whole number from {least} to {most}, found {text[:80]!r}")
+
+
+def _interval(text: str) -> int | str:
+    if text in ("", AUTO):
+        return AUTO if text else 0
+    return parse_number("tier interval", text, 1, TIER_INTERVAL_MAX_S)
 
 
 def _hang_s(text: str) -> int | None:
@@ -306,7 +313,7 @@ def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.sock
         "node": inc.node,
         "replicas": inc.replicas,
         "tier": inc.tier,
-        "tier_interval": inc.tier_interval_s,
+        "tier_interval": inc.tier_interval,
         "hang": inc.hang_s,
         "spares": inc.spares,
         "after": inc.after,

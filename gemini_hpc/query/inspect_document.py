@@ -15,7 +15,7 @@ bytes, a version is [epoch, version] or null:
                 shards: [{rank, home, bytes, holders: [{host, state, version, age_s, verified_age_s}]}],
                 survival: {counted_version, survives: [{k, probability}], fatal: [[host]],
                 exact, lost_already}, tier: {directory, version, age_s, saving, written_bytes, problem, keeping,
-                kept: [{name, version}]} or null,
+                kept: [{name, version}], interval_s, interval_reason} or null,
                 traffic: [{rank, host, and the fields of `wire.traffic.TrafficState`}]}]
   recoveries  [{restart, began, total_s, events: [{t, after_s, gap_s, name, host, detail}]}]
   events      [{t, name, host, restart, version, detail}]
@@ -251,6 +251,8 @@ def _tier(t: TierState, now: float) -> Document:
         "problem": t.problem,
         "keeping": list(t.keeping),
         "kept": [{"name": name, "version": list(stamp)} for name, stamp in t.kept],
+        "interval_s": t.interval_s or None,
+        "interval_reason": t.interval_reason,
     }
 
 

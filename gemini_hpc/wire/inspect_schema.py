@@ -60,7 +60,8 @@ class HeldSlot(msgspec.Struct, frozen=True):
 class TierState(msgspec.Struct, frozen=True):
     """What the root knows of a set on the tier. stored: the newest version there, time: of its end (Unix); saving:
     what is on its way, written: bytes of it; problem: why the last one did not become whole; keeping: names that are
-    to be given, kept: the names given last, and the versions that have them."""
+    to be given, kept: the names given last, and the versions that have them; interval_s: from one save to the next,
+    interval_reason: why so. 0 and "": an agent of an earlier version."""
 
     directory: str
     stored: Stamp | None = None
@@ -70,6 +71,8 @@ class TierState(msgspec.Struct, frozen=True):
     problem: str = ""
     keeping: tuple[SetName, ...] = ()
     kept: tuple[tuple[SetName, Stamp], ...] = ()
+    interval_s: Duration = 0.0
+    interval_reason: str = ""
 
 
 class PaceState(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ from gemini_hpc.core.numbers import (
     Seconds,
     SetName,
     StepName,
+    TierInterval,
     Time,
     Version,
 )
@@ -62,7 +63,7 @@ class Attach(Message, frozen=True, tag="attach"):
     node: str
     replicas: Count
     tier: str = ""
-    tier_interval: Seconds = 0
+    tier_interval: TierInterval = 0
     spares: Count = 0
     lost: tuple[str, ...] = ()
     hang: Seconds | None = None

@@ -27,6 +27,7 @@ from gemini_hpc.core.numbers import (
     Seconds,
     SetName,
     StepName,
+    TierInterval,
     Version,
 )
 from gemini_hpc.core.slots import Stamp
@@ -153,7 +154,7 @@ class Wake(Message, frozen=True, tag="wake"):
     nodelist: str
     replicas: Count
     tier: str = ""
-    tier_interval: Seconds = 0
+    tier_interval: TierInterval = 0
     spares: Count = 0
     lost: tuple[str, ...] = ()
     hang: Seconds | None = None

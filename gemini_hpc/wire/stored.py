@@ -7,8 +7,9 @@ from typing import Annotated
 
 import msgspec
 
-from gemini_hpc.core.numbers import Bytes, Count, Seconds, SetName
+from gemini_hpc.core.numbers import Bytes, Count, SetName, TierInterval
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.core.tier_interval import AUTO
 
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 FileName = Annotated[str, msgspec.Meta(pattern=r"\Anode-[0-9]{4,7}\.h5\Z")]
@@ -26,20 +27,26 @@ class Tier(msgspec.Struct, frozen=True):
 
     Args:
         directory: absolute, seen by all nodes; "": none is named.
-        interval_s: the agents save a version every so many seconds; 0: as often as the site says.
+        interval_s: the agents save a version every so many seconds; 0: as often as the site says; "auto": so that
+            saving and losing cost least (`core.tier_interval`).
 
     Raises:
         ValueError: for what cannot be.
     """
 
     directory: Directory = ""
-    interval_s: Seconds = 0
+    interval_s: TierInterval = 0
 
     def __post_init__(self) -> None:
         if not re.fullmatch(_DIRECTORY, self.directory):
             raise ValueError(f"tier is {self.directory!r}: wanted an absolute path of printable ASCII without quotes")
-        if self.interval_s and not 1 <= self.interval_s <= _MOST_S:
-            raise ValueError(f"a tier's interval_s is {self.interval_s:g}: wanted 1 to {_MOST_S}")
+        if isinstance(self.interval_s, str):
+            if self.interval_s != AUTO:
+                raise ValueError(
+                    f"a tier's interval_s is {self.interval_s[:40]!r}: wanted 1 to {_MOST_S}, or {AUTO!r}"
+                )
+        elif self.interval_s and not 1 <= self.interval_s <= _MOST_S:
+            raise ValueError(f"a tier's interval_s is {self.interval_s:g}: wanted 1 to {_MOST_S}, or {AUTO!r}")
         if self.interval_s and not self.directory:
             raise ValueError("a tier has an interval_s, but no directory")
 
@@ -47,6 +54,8 @@ class Tier(msgspec.Struct, frozen=True):
     def of(cls, tier: str | Tier) -> Tier:
         """From what a user gives: a directory alone, or both. Raises ValueError."""
         found = cls(tier) if isinstance(tier, str) else tier
+        if isinstance(found.interval_s, str):
+            return found
         return msgspec.structs.replace(found, interval_s=round(found.interval_s))
 
 

@@ -14,6 +14,7 @@ import pytest
 from gemini_hpc.agent.tier import save_events as events
 from gemini_hpc.agent.tier.save_rules import AGAIN_S, FLUSH_TRIES, GATHER_S, SaveRules
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.core.tier_interval import automatic_s
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.stored import NodeFile, Stored
 
@@ -253,6 +254,39 @@ def test_when_a_version_is_due(at: float, before_end_s: float, ends_in_s: float,
     saves.step(events.Cleaned(SET, 1), facts, 1.0)
     found = saves.step(events.Sealed(SET, Stamp(1, 5)), sealed(5, before_end_s=before_end_s), at)
     assert [type(effect) for effect in found] == ([events.Order] if begins else [])
+
+
+def saved(saves: SaveRules, order: events.Order, facts: events.Facts, until: float) -> None:
+    for node in range(WORLD):
+        for effect in saves.step(up(order, node), facts, until):
+            if isinstance(effect, events.Publish):
+                saves.step(events.Published(SET, effect.gathering, ""), facts, until)
+    assert not saves.gathering
+
+
+def test_an_automatic_interval_follows_from_the_last_saves() -> None:
+    """lambda is 20 a day, O 1 % of a save: one of 20 s is worth while each 42 s, later ones of 5 s each 21 s."""
+    saves, order, facts = begun(5, unserved_per_day=20.0)
+    assert saves.took_s(SET) is None and saves.interval_s(SET, 600.0, 20.0) == 600.0
+    assert saves.interval_s(SET, 600.0, None) == 600.0
+    saved(saves, order, facts, 20.0)
+    every_s = automatic_s(20.0, 20.0)
+    assert saves.took_s(SET) == 20.0 and saves.interval_s(SET, 600.0, 20.0) == every_s == pytest.approx(
+        41.57, abs=0.01
+    )
+    assert saves.interval_s(SET, 600.0, None) == 600.0
+    now, version = 0.0, 6
+    for _ in range(3):
+        assert (
+            saves.step(events.Sealed(SET, Stamp(1, version)), sealed(version, unserved_per_day=20.0), now + 20) == []
+        )
+        now += every_s
+        facts = sealed(version, unserved_per_day=20.0)
+        [order] = saves.step(events.Sealed(SET, Stamp(1, version)), facts, now)
+        assert isinstance(order, events.Order)
+        saved(saves, order, facts, now + 5.0)
+        every_s, version = saves.interval_s(SET, 600.0, 20.0), version + 1
+    assert saves.took_s(SET) == 5.0 and every_s == automatic_s(5.0, 20.0) < automatic_s(20.0, 20.0)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,13 @@ from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.tier.choice import TierChoice, site_tier
 from gemini_hpc.config import Settings
+from gemini_hpc.core.numbers import TierInterval
 from gemini_hpc.core.views import View
 from gemini_hpc.wire.local import Attach
 from gemini_hpc.wire.stored import Tier
 
 
-def choice(submitted: str = "", interval_s: int = 0, *, site: str = "") -> TierChoice:
+def choice(submitted: str = "", interval_s: TierInterval = 0, *, site: str = "") -> TierChoice:
     membership, unused = Membership(), cast(Any, None)
     attach = Attach(7, 0, "n1", "n1", 1, submitted, interval_s)
     membership.incarnation = Incarnation(attach, View(("n1",)), unused, unused)
@@ -31,6 +32,25 @@ def test_the_submission_goes_before_the_program_and_that_before_the_site() -> No
     made = choice("/submitted", 30, site="/site")
     made.chosen = Tier("/program", 60)
     assert (made.directory, made.interval_s) == ("/submitted", 30.0)
+
+
+def test_an_automatic_interval_follows_from_what_memory_does_not_serve() -> None:
+    made = choice("/submitted", 30)
+    assert made.unserved_per_day is None and made.reason(5.0) == "as submitted"
+    made = choice("/submitted", "auto")
+    assert made.interval_s == 600.0, "the site's, until a save has been measured"
+    assert made.reason(None) == "auto: the site's, until a save has been measured"
+    assert made.unserved_per_day == pytest.approx(Settings().node_losses_per_day), "one node, one copy"
+    assert made.reason(5.0) == (
+        "auto: a save takes 5 s, memory does not serve 0.0075 failures a day "
+        "(1 nodes, 1 replicas, 0.0075 losses of a node a day)"
+    )
+    made = choice(site="/site")
+    assert made.reason(5.0) == "as the site says"
+    made.chosen = Tier("/program", "auto")
+    assert made.unserved_per_day is not None
+    made.chosen = Tier("/program", 60)
+    assert made.reason(None) == "as the program says"
 
 
 def test_the_first_choice_of_a_job_stays() -> None:
@@ -58,9 +78,12 @@ def test_the_sites_directory_is_the_users() -> None:
         ("/a", 1e9, "interval_s is 1e\\+09"),
         ("/a", float("nan"), "interval_s is nan"),
         ("", 60, "no directory"),
+        ("", "auto", "no directory"),
+        ("/a", "hourly", "interval_s is 'hourly'"),
     ],
 )
-def test_what_cannot_be_is_told(directory: str, interval_s: float, words: str) -> None:
+def test_what_cannot_be_is_told(directory: str, interval_s: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Tier.of(Tier(directory, interval_s))
     assert Tier.of(Tier("/a b/c", 1.4)) == Tier("/a b/c", 1) and Tier.of("/a") == Tier("/a")
+    assert Tier.of(Tier("/a", "auto")) == Tier("/a", "auto")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf, sqrt
 from random import Random
 
 import pytest
 
 from gemini_hpc.core import placement
-from gemini_hpc.forecast.protection import Wish, protection, tier_every_s, unserved_per_day
-from gemini_hpc.forecast.schemes import DAY_S, Training
+from gemini_hpc.core.tier_interval import unserved_per_day
+from gemini_hpc.forecast.protection import Wish, protection
+from gemini_hpc.forecast.schemes import Training
 from gemini_hpc.forecast.simulation import Faults
 
 WISH = Wish(Training(64, 1.2e12, 20.0, 25e9, 2.5e9), 500e9)
@@ -57,13 +57,6 @@ def test_how_often_memory_does_not_serve_is_what_a_simulation_shows(m: int) -> N
             down.clear()
     expected = unserved_per_day(nodes, m, per_day, window_s) * days
     assert found == pytest.approx(expected, rel=0.2)
-
-
-def test_the_interval_of_the_tier() -> None:
-    """REFT, equation 5."""
-    assert tier_every_s(100.0, 0.01, 0.1) == pytest.approx(sqrt(2 * 1.0 * DAY_S / 0.1))
-    assert tier_every_s(100.0, 0.01, 0.0) == inf
-    assert tier_every_s(5000.0, 0.01, 1e6) == 5000.0
 
 
 def test_one_copy_leaves_failures_of_nodes_to_the_tier() -> None:

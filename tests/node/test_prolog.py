@@ -203,6 +203,7 @@ def test_replicas_out_of_range(node: Node, value: str) -> None:
         ("SPANK_GEMINI_TIER", "/\udcff"),
         ("SPANK_GEMINI_TIER_INTERVAL", "-1"),
         ("SPANK_GEMINI_TIER_INTERVAL", "604801"),
+        ("SPANK_GEMINI_TIER_INTERVAL", "Auto"),
         ("SPANK_GEMINI_HANG", "604801"),
         ("SPANK_GEMINI_HANG", "on"),
         ("SPANK_GEMINI_AFTER", "0"),
@@ -220,6 +221,11 @@ def test_replicas_out_of_range(node: Node, value: str) -> None:
 def test_hostile_texts(node: Node, name: str, value: str) -> None:
     one_line(node.prolog(**{name: value}))
     assert node.agents() == []
+
+
+def test_an_automatic_interval_of_the_tier_arrives(node: Node) -> None:
+    assert silent(node.prolog(SPANK_GEMINI_TIER="/lustre/x", SPANK_GEMINI_TIER_INTERVAL="auto"))
+    assert node.records()[0]["message"]["tier_interval"] == "auto"
 
 
 def test_texts_arrive_untouched(node: Node) -> None:

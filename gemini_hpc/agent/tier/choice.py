@@ -6,6 +6,8 @@ import pwd
 
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.config import Settings
+from gemini_hpc.core import tier_interval
+from gemini_hpc.core.numbers import TierInterval
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
 
@@ -45,11 +47,41 @@ class TierChoice:
         return self.directory == self._site and "{user}" in self._settings.tier
 
     @property
-    def interval_s(self) -> float:
-        """From the beginning of one save to that of the next."""
+    def interval(self) -> TierInterval:
+        """As submitted, or as the program says; 0: neither."""
         attach = self._attach
-        submitted = attach.tier_interval if attach is not None else 0
-        return float(submitted or self.chosen.interval_s or self._settings.tier_interval_s)
+        return (attach.tier_interval if attach is not None else 0) or self.chosen.interval_s
+
+    @property
+    def interval_s(self) -> float:
+        """From the beginning of one save to that of the next; an automatic one until a save has been measured."""
+        interval = self.interval
+        named_s = 0 if isinstance(interval, str) else interval
+        return float(named_s or self._settings.tier_interval_s)
+
+    @property
+    def unserved_per_day(self) -> float | None:
+        """Failures a day that memory cannot serve, where the interval follows from them; None: it does not."""
+        if not isinstance(self.interval, str):
+            return None
+        here, per_day = self._membership, self._settings.node_losses_per_day
+        return tier_interval.unserved_per_day(here.nodes, here.replicas, per_day, tier_interval.WINDOW_S)
+
+    def reason(self, took_s: float | None) -> str:
+        """Why the interval is what it is, for people. took_s: the last saves, if there have been any."""
+        unserved = self.unserved_per_day
+        if unserved is not None and took_s is None:
+            return "auto: the site's, until a save has been measured"
+        if unserved is not None:
+            here, loss = self._membership, self._settings.node_losses_per_day
+            return (
+                f"auto: a save takes {took_s:.3g} s, memory does not serve {unserved:.2g} failures a day "
+                f"({here.nodes} nodes, {here.replicas} replicas, {loss:g} losses of a node a day)"
+            )
+        attach = self._attach
+        if attach is not None and attach.tier_interval:
+            return "as submitted"
+        return "as the program says" if self.chosen.interval_s else "as the site says"
 
     def heeds(self, tier: Tier) -> bool:
         """Whether a program's choice counts and is not known yet; the first one of a job stays."""

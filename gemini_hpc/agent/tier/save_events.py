@@ -22,7 +22,9 @@ class Facts:
     salvaging: whether the nodes that are left save the last versions by themselves; tier: there is one, interval_s:
     from save to save, before_end_s: how long before the job's time limit, flushes: whether agents stay for the last
     versions; rejected: whether a version of a set has been, any_rejected: one has; names: that a version of a set is
-    to have; through: bytes of a set that are written; attempt: a number of which no other save bears the same.
+    to have; through: bytes of a set that are written; attempt: a number of which no other save bears the same;
+    unserved_per_day: failures that memory cannot serve, where the interval follows from them: interval_s is then that
+    before the first save.
     """
 
     here: tuple[int, int] | None
@@ -42,6 +44,7 @@ class Facts:
     names: Callable[[str, Stamp], Mapping[str, int]]
     through: Callable[[str], int]
     attempt: int
+    unserved_per_day: float | None = None
 
 
 # ---- what happens --------------------------------------------------------------------------------------

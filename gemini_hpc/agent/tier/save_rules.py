@@ -11,19 +11,23 @@ knows, and what is to be done about it is returned, in that order. `saver` does 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
 from gemini_hpc.agent.tier import save_events as events
 from gemini_hpc.agent.tier.save_events import Effect, Facts
 from gemini_hpc.agent.tier.save_progress import SaveProgress
 from gemini_hpc.core.slots import Stamp
+from gemini_hpc.core.tier_interval import automatic_s
 from gemini_hpc.wire import peer
 
 AGAIN_S = 5.0  # after a failure, or the interval if that is less
 GATHER_S = 3600.0
 FLUSH_TRIES = 3
+SAVES = 5  # whose durations count
 _NOTHING = Stamp(0, 0)
 
 
@@ -80,11 +84,24 @@ class SaveRules:
         self._naming: set[str] = set()
         self._ends_at = math.inf  # by Slurm's word
         self._before_end: dict[str, float] = {}  # the end before which a version has been saved
-        self._took_s: dict[str, float] = {}  # the last save
+        self._took_s: dict[str, deque[float]] = {}  # the last saves
         self._flushes: dict[int, _Flush] = {}
         self._own_flushes = 0  # numbers below zero
         self._end: _End | None = None
         self._settling: dict[int, _Settling] = {}
+
+    def took_s(self, name: str) -> float | None:
+        """How long the last saves of a set took, their median; None before the first."""
+        took = self._took_s.get(name)
+        return median(took) if took else None
+
+    def interval_s(self, name: str, named_s: float, unserved_per_day: float | None) -> float:
+        """From the beginning of one save of a set to that of the next; the arguments as in `Facts`."""
+        took_s = self.took_s(name)
+        return named_s if unserved_per_day is None or took_s is None else automatic_s(took_s, unserved_per_day)
+
+    def _every_s(self, name: str, facts: Facts) -> float:
+        return self.interval_s(name, facts.interval_s, facts.unserved_per_day)
 
     @property
     def waits(self) -> bool:
@@ -168,7 +185,7 @@ class SaveRules:
         if not facts.tier or stamp.epoch != facts.epoch or facts.rejected(name, stamp):
             return
         yield from self._keep(name, facts, now)
-        due = now >= self._due.setdefault(name, now + facts.interval_s) or self._near_end(name, facts, now)
+        due = now >= self._due.setdefault(name, now + self._every_s(name, facts)) or self._near_end(name, facts, now)
         yield from self._expire(name, facts, now)
         tidied = yield from self._tidied(name)
         if name not in self.gathering and tidied and due:
@@ -211,11 +228,15 @@ class SaveRules:
             return None
         return known[0] if min(wanted.values()) <= known[0].version <= sealed.version else None
 
+    def _last_s(self, name: str) -> float:
+        took = self._took_s.get(name)
+        return took[-1] if took else 0.0
+
     def _near_end(self, name: str, facts: Facts, now: float) -> bool:
         """Whether it is time for the save before the job's time limit."""
         if not facts.before_end_s or self._before_end.get(name) == self._ends_at:
             return False
-        return now >= self._ends_at - max(facts.before_end_s, 2 * self._took_s.get(name, 0.0))
+        return now >= self._ends_at - max(facts.before_end_s, 2 * self._last_s(name))
 
     def _tidied(self, name: str) -> Generator[Effect, None, bool]:
         """Whether what was begun before, and has not become whole, is gone; nothing is written until then."""
@@ -236,7 +257,7 @@ class SaveRules:
     # ---- one version -----------------------------------------------------------------------------------
 
     def _begin(self, name: str, stamp: Stamp, facts: Facts, now: float) -> Iterator[Effect]:
-        self._due[name] = now + facts.interval_s
+        self._due[name] = now + self._every_s(name, facts)
         if self._near_end(name, facts, now):
             self._before_end[name] = self._ends_at
         gathering = self.gathering[name] = SaveProgress(stamp, facts.sealed[name][1], facts.attempt, now)
@@ -277,7 +298,9 @@ class SaveRules:
             return
         if self.gathering.get(name) is gathering:
             del self.gathering[name]
-        self._took_s[name] = now - gathering.began
+        self._took_s.setdefault(name, deque(maxlen=SAVES)).append(now - gathering.began)
+        if facts.unserved_per_day is not None:
+            self._due[name] = gathering.began + self._every_s(name, facts)
         yield from self._done(gathering, "", facts, now)
 
     def _failed(

@@ -116,6 +116,8 @@ class Saver:
             problem=self.troubles.text(name) or self.problem,
             keeping=self._keeps.of_set(name),
             kept=self._keeps.given(name),
+            interval_s=self._decides.interval_s(name, self._choice.interval_s, self._choice.unserved_per_day),
+            interval_reason=self._choice.reason(self._decides.took_s(name)),
         )
 
     # ---- what happens ----------------------------------------------------------------------------------
@@ -211,6 +213,7 @@ class Saver:
             salvaging=self._salvaging(),
             tier=bool(self.tier),
             interval_s=self._choice.interval_s,
+            unserved_per_day=self._choice.unserved_per_day,
             before_end_s=settings.tier_before_end_s,
             flushes=bool(settings.tier_flush_s),
             rejected=self._rejections.covers,
