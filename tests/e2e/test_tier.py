@@ -234,6 +234,28 @@ def test_the_site_has_a_tier_for_all(cluster: Cluster) -> None:
         subprocess.run(["rm", "-rf", str(above)], check=True)
 
 
+def test_an_automatic_interval_is_long_once_a_save_has_been_measured(cluster: Cluster, tier: Path) -> None:
+    """The site's second holds until then; two nodes of a group are hardly ever lost together."""
+    settings = cluster.directory / "etc" / "gemini-hpc" / "gemini.toml"
+    text = settings.read_text()
+    settings.write_text(f"{text}\ntier_interval_s = 1.0\n")
+    try:
+        with nothing_left(cluster, 45):
+            options = (f"--gemini-tier={tier}", "--gemini-tier-interval=auto")
+            job = Heat.submit(cluster, "pmi2", *options, n=60, steps=150, step_s=0.1)
+            until(lambda: saved(tier, job), 60, what="a version on the tier")
+            until(lambda: "h: auto: a save takes" in inspect(job), 20, what="an automatic interval")
+            first = saved(tier, job)[0]
+            (training,) = json.loads(inspect(job, "--json"))["trainings"]
+            assert 3600 < training["tier"]["interval_s"] <= 86400
+            job.reach(first.version + 30)
+            assert saved(tier, job) == [first], "three seconds later nothing more is due"
+            job.finish()
+            swept(cluster)
+    finally:
+        settings.write_text(text)
+
+
 def test_before_the_time_limit(cluster: Cluster, tier: Path) -> None:
     """The limit comes down to a minute after the job has begun."""
     with endless(cluster, tier) as job:
