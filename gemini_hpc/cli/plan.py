@@ -66,6 +66,13 @@ def register(subparsers: _Subparsers) -> None:
         metavar="S",
         help="from the start of a program to its resume() (default: 60)",
     )
+    parser.add_argument(
+        "--group",
+        type=int,
+        default=4,
+        metavar="N",
+        help="also parity (--gemini-redundancy=xor:N) over groups of N nodes; 0: none (default: 4)",
+    )
     add_plot(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document (schema 1)")
     parser.set_defaults(func=run)
@@ -92,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
         found = [
             protection(wish, m) for m in (args.replicas, args.replicas + 1) if m <= max(args.nodes, args.replicas)
         ]
+        if 2 <= args.group <= args.nodes:
+            found.append(protection(wish, args.group, xor=True))
         if args.plot:
             plans(args.plot, wish, found)
     except (UserError, ValueError) as error:
@@ -162,7 +171,7 @@ def table(wish: Wish, plans: list[Protection], failures: Rate) -> str:
     lines = [
         f"{t.nodes} nodes, {size(t.node_bytes)} of state on each, {size(wish.memory_bytes)} of memory for copies",
         *fold(tame(failures.text()), width()),
-        f"{'replicas':<32}" + "".join(f"{p.replicas:<24}" for p in plans).rstrip(),
+        (" " * 32 + "".join(f"{p.name:<24}" for p in plans)).rstrip(),
     ]
     lines += [f"{what:<32}" + "".join(f"{text:<24}" for text in texts).rstrip() for what, texts in rows]
     return "\n".join(lines)

@@ -6,6 +6,7 @@ What the agents of all nodes, and their ranks, derive alike from the submission'
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import comb
 from typing import NamedTuple
 
 from gemini_hpc.core import parity, placement
@@ -22,6 +23,40 @@ class Redundancy(NamedTuple):
     def pairs(self) -> int:
         """Slot pairs for each shard, wherever: its copies, or itself and the parity beside it."""
         return 2 if self.xor else self.m
+
+    @property
+    def tolerates(self) -> int:
+        """Nodes of a group that may be lost at once."""
+        return 1 if self.xor else self.m - 1
+
+    @property
+    def memory(self) -> float:
+        """Of a node, in states of a node, each in one slot (REFT, section 4.1: 1/(n - 1) for parity)."""
+        return 1 + 1 / (self.m - 1) if self.xor else self.m
+
+    @property
+    def sent(self) -> int:
+        """By a node for each version, in states of a node; of the last group, where that is larger, the same."""
+        return 1 if self.xor else self.m - 1
+
+    @property
+    def fetched(self) -> int:
+        """By a lost node's replacement, for its own shards, in states of a node."""
+        return self.m - 1 if self.xor else 1
+
+    def recovery_probability(self, k: int) -> float:
+        """Probability that k nodes lost at once, all choices alike, leave memory recoverable. Exact. Raises
+        ValueError as `placement` does."""
+        if not self.xor:
+            return placement.recovery_probability(self.N, self.m, k)
+        q, rest = divmod(self.N, self.m)
+        if not q or not 0 <= k <= self.N:
+            raise ValueError(f"{k} lost nodes of {self.N}, in groups of {self.m}")
+        # one node each of k groups: without the last one, which has the nodes that are left over, or with it
+        ways = comb(q - 1, k) * self.m**k
+        if k:
+            ways += comb(q - 1, k - 1) * self.m ** (k - 1) * (self.m + rest)
+        return float(ways / comb(self.N, k))
 
     def group(self, node_rank: int) -> tuple[int, ...]:
         """The nodes that a node's parity group has, itself included."""

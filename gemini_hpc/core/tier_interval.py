@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import comb, inf, sqrt
 
-from gemini_hpc.core import placement
+from gemini_hpc.core.redundancy import Redundancy
 
 DAY_S = 86400.0
 AUTO = "auto"
@@ -19,13 +19,15 @@ MOST_S = DAY_S  # of an automatic interval: for what is in no rate
 
 
 @lru_cache(maxsize=64)
-def unserved_per_day(nodes: int, replicas: int, per_day: float, window_s: float) -> float:
-    """How often all holders of a shard are lost, in a day: after any first node, m - 1 others of the N within
-    `window_s`, times the probability that the placement does not survive such m at once (`placement`; GEMINI, Theorem
-    1). per_day: losses of one node. For failures that are rare. Raises ValueError for m < 1 or m > N."""
-    fatal = 1 - placement.recovery_probability(nodes, replicas, replicas)
-    others = comb(nodes - 1, replicas - 1)
-    return nodes * per_day * others * min(1.0, per_day * window_s / DAY_S) ** (replicas - 1) * fatal
+def unserved_per_day(of: Redundancy, per_day: float, window_s: float) -> float:
+    """How often memory loses a shard, in a day: after any first node, as many others of the N within `window_s` as
+    are one too many for a group, times the probability that so many at once are not survived (GEMINI, Theorem 1, and
+    likewise for parity). per_day: losses of one node. For failures that are rare. Raises ValueError for m < 1 or
+    m > N."""
+    more = of.tolerates
+    fatal = 1 - of.recovery_probability(more + 1)
+    others = comb(of.N - 1, more)
+    return of.N * per_day * others * min(1.0, per_day * window_s / DAY_S) ** more * fatal
 
 
 def every_s(save_s: float, share: float, unserved_a_day: float) -> float:

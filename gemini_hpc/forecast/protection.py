@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gemini_hpc.core import placement, save_interval, tier_interval
+from gemini_hpc.core import save_interval, tier_interval
+from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.forecast.schemes import DAY_S, Training, ours, ours_spare
 
 SLOTS = 2  # of each copy: the newest sealed version and the one under way
@@ -31,15 +32,16 @@ class Wish:
 
 @dataclass(frozen=True)
 class Protection:
-    """With one number of copies. needed_bytes: of a node, for all slots; transfer_s: one version on the network;
-    every, over: iterations from one version to the next, and in which it is sent; overhead: share of the time, within
-    the ceiling or not; repeated: completed iterations that a failure repeats at most; survival: probability by the
-    number of nodes that are lost at once; lost_s: work that a failure costs on the average; down_s: until training
-    goes on, by requeue and with a spare; effective: share of the time that is training which counts, likewise;
-    unserved_per_day: failures that no copy in memory serves; tier_save_s: of one version; tier_every_s: between two,
-    so that saving and losing cost least."""
+    """With one number of copies, or (redundancy "xor") with parity over groups of `replicas` nodes. needed_bytes: of
+    a node, for all slots; transfer_s: one version on the network; every, over: iterations from one version to the
+    next, and in which it is sent; overhead: share of the time, within the ceiling or not; repeated: completed
+    iterations that a failure repeats at most; survival: probability by the number of nodes that are lost at once;
+    lost_s: work that a failure costs on the average; down_s: until training goes on, by requeue and with a spare;
+    effective: share of the time that is training which counts, likewise; unserved_per_day: failures that no copy in
+    memory serves; tier_save_s: of one version; tier_every_s: between two, so that saving and losing cost least."""
 
     replicas: int
+    redundancy: str
     needed_bytes: float
     fits: bool
     transfer_s: float
@@ -56,28 +58,38 @@ class Protection:
     tier_save_s: float
     tier_every_s: float
 
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"xor:{self.replicas}" if self.redundancy == "xor" else f"{self.replicas} replicas"
 
-def protection(wish: Wish, replicas: int) -> Protection:
-    """Raises ValueError for numbers that cannot be: more copies than nodes, say."""
+
+def protection(wish: Wish, replicas: int, *, xor: bool = False) -> Protection:
+    """xor: parity over groups of so many nodes. Raises ValueError for numbers that cannot be: more copies than nodes,
+    say."""
     t = wish.training
+    if xor and not 2 <= replicas <= t.nodes:
+        raise ValueError(f"groups of {replicas} nodes on {t.nodes} nodes: from 2 to all of them")
     if not 1 <= replicas <= t.nodes:
         raise ValueError(f"{replicas} replicas on {t.nodes} nodes: from 1 to one on each node")
-    transfer_s, fetch_s = t.node_bytes * (replicas - 1) / t.network, t.node_bytes / t.network
+    of = Redundancy(t.nodes, replicas, xor)
+    transfer_s, fetch_s = t.node_bytes * of.sent / t.network, t.node_bytes * of.fetched / t.network
     chosen = save_interval.choose(
         lambda s: transfer_s - s * wish.idle * t.iteration_s, t.iteration_s, ceiling=wish.ceiling
     )
     lost_s = t.iteration_s * (chosen.j / 2 + chosen.s)
     down = ours(t, wish.imports_s).down_s + fetch_s, ours_spare(t).down_s + fetch_s
     a_day = t.nodes * wish.per_day
-    unserved = tier_interval.unserved_per_day(t.nodes, replicas, wish.per_day * wish.hardware, down[0])
+    unserved = tier_interval.unserved_per_day(of, wish.per_day * wish.hardware, down[0])
     tier_s = tier_interval.every_s(t.tier_s, wish.ceiling, unserved)
     from_tier_s = unserved * (tier_s / 2 + 2 * t.tier_s) if unserved else 0.0
-    needed = SLOTS * replicas * t.node_bytes
+    needed = SLOTS * of.memory * t.node_bytes
     by_requeue, by_spare = (
         max(0.0, 1 - chosen.overhead - (a_day * (each + lost_s) + from_tier_s) / DAY_S) for each in down
     )
     return Protection(
         replicas=replicas,
+        redundancy="xor" if xor else "replicate",
         needed_bytes=needed,
         fits=needed <= wish.memory_bytes,
         transfer_s=transfer_s,
@@ -86,7 +98,7 @@ def protection(wish: Wish, replicas: int) -> Protection:
         overhead=chosen.overhead,
         within=chosen.within,
         repeated=chosen.repeated,
-        survival={k: placement.recovery_probability(t.nodes, replicas, k) for k in range(1, min(5, t.nodes) + 1)},
+        survival={k: of.recovery_probability(k) for k in range(1, min(5, t.nodes) + 1)},
         lost_s=lost_s,
         down_s=down,
         effective=(by_requeue, by_spare),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import combinations
 
 import pytest
 from hypothesis import given
@@ -87,6 +88,16 @@ def test_one_node_of_each_group_may_be_lost(N: int, data: st.DataObject) -> None
     assert here.stranger(range(N)) is None
     homes = list(range(N))
     assert all(set(there) == set(here.receivers(rank)) for rank, there in enumerate(here.targets(homes)))
+
+
+@given(st.integers(2, 9), st.data())
+def test_the_probability_is_the_share_of_the_choices(N: int, data: st.DataObject) -> None:
+    here = Redundancy(N, data.draw(st.integers(2, N)), xor=True)
+    for k in range(N + 1):
+        choices = list(combinations(range(N), k))
+        assert here.recovery_probability(k) == pytest.approx(sum(map(here.survives, choices)) / len(choices))
+    with pytest.raises(ValueError, match="lost nodes"):
+        here.recovery_probability(N + 1)
 
 
 def test_with_whole_copies_it_is_the_placement() -> None:

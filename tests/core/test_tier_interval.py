@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.core.tier_interval import AUTO, COST, DAY_S, MOST_S, automatic_s, every_s, unserved_per_day
 from gemini_hpc.node import prolog
 
@@ -34,12 +35,12 @@ def test_no_other_interval_costs_less(save_s: float, lost_a_day: float) -> None:
 @pytest.mark.parametrize("nodes, replicas", [(64, 2), (60, 3), (4, 4), (5, 1)])
 def test_a_group_that_is_lost(nodes: int, replicas: int) -> None:
     """Where m divides N: a first loss in N f, and each of the others of its group within the window."""
-    found = unserved_per_day(nodes, replicas, 0.01, 600.0)
+    found = unserved_per_day(Redundancy(nodes, replicas), 0.01, 600.0)
     assert found == pytest.approx(nodes * 0.01 * (0.01 * 600 / DAY_S) ** (replicas - 1))
 
 
 def test_a_ring_is_lost_more_often_than_a_group() -> None:
-    assert unserved_per_day(5, 2, 0.01, 600.0) / 5 > unserved_per_day(4, 2, 0.01, 600.0) / 4
+    assert unserved_per_day(Redundancy(5, 2), 0.01, 600.0) / 5 > unserved_per_day(Redundancy(4, 2), 0.01, 600.0) / 4
 
 
 def test_automatic_has_bounds() -> None:

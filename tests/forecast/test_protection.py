@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from gemini_hpc.core import placement
+from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.core.tier_interval import unserved_per_day
 from gemini_hpc.forecast.protection import Wish, protection
 from gemini_hpc.forecast.schemes import Training
@@ -55,7 +56,7 @@ def test_how_often_memory_does_not_serve_is_what_a_simulation_shows(m: int) -> N
         if not placement.survivable(nodes, m, down):
             found += 1
             down.clear()
-    expected = unserved_per_day(nodes, m, per_day, window_s) * days
+    expected = unserved_per_day(Redundancy(nodes, m), per_day, window_s) * days
     assert found == pytest.approx(expected, rel=0.2)
 
 

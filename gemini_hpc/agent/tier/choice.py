@@ -65,7 +65,7 @@ class TierChoice:
         if not isinstance(self.interval, str):
             return None
         here, per_day = self._membership, self._settings.node_losses_per_day
-        return tier_interval.unserved_per_day(here.nodes, here.replicas, per_day, tier_interval.WINDOW_S)
+        return tier_interval.unserved_per_day(here.redundancy, per_day, tier_interval.WINDOW_S)
 
     def reason(self, took_s: float | None) -> str:
         """Why the interval is what it is, for people. took_s: the last saves, if there have been any."""
