@@ -268,6 +268,7 @@ class Agent:
                 self.membership.incarnation.rounds.tick(now)
             self.member.tend()
             self.keeps.tend(now)
+            self.transfers.incoming.tend()
             self._hangs.look(now)
             self._retention.runs(now)
 

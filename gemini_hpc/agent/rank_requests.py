@@ -276,6 +276,8 @@ class RankRequests:
         self._keep(client, m)
         shard.registered_round = number
         self._sets.recount(m.set)
+        if m.passed:
+            self._filling.passed(shard, m.passed)
         return local.Slots(shard.bytes), []
 
     def _begin(self, client: Client, m: local.Begin) -> Reply:

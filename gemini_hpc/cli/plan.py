@@ -141,10 +141,10 @@ def table(wish: Wish, plans: list[Protection], failures: Rate) -> str:
         return f"{size(one.needed_bytes)}{'' if one.fits else ': TOO MUCH'}"
 
     def every(one: Protection) -> str:
-        return "each iteration" if one.every == 1 else f"every {one.every} iterations"
+        return "each iteration" if one.every == 1 else f"one in {one.every}"
 
     def days(one: Protection) -> str:
-        return f"once in {long(86400 / one.unserved_per_day)}" if one.unserved_per_day else "never happens"
+        return long(86400 / one.unserved_per_day) if one.unserved_per_day else "never"
 
     def tier(one: Protection) -> str:
         return f"every {long(one.tier_every_s)}" if math.isfinite(one.tier_every_s) else "at the end"
@@ -165,13 +165,16 @@ def table(wish: Wish, plans: list[Protection], failures: Rate) -> str:
         ("back at work, with a spare", [seconds(p.down_s[1]) for p in plans]),
         ("time that trains, by requeue", [percent(p.effective[0]) for p in plans]),
         ("time that trains, with a spare", [percent(p.effective[1]) for p in plans]),
-        ("memory does not serve", [days(p) for p in plans]),
+        ("memory does not serve, once in", [days(p) for p in plans]),
         ("so the tier should have one", [tier(p) for p in plans]),
     ]
     lines = [
         f"{t.nodes} nodes, {size(t.node_bytes)} of state on each, {size(wish.memory_bytes)} of memory for copies",
         *fold(tame(failures.text()), width()),
-        (" " * 32 + "".join(f"{p.name:<24}" for p in plans)).rstrip(),
     ]
-    lines += [f"{what:<32}" + "".join(f"{text:<24}" for text in texts).rstrip() for what, texts in rows]
+    cells = [("", [p.name for p in plans]), *rows]
+    widths = [2 + max(len(texts[i]) for _, texts in cells) for i in range(len(plans))]
+    for what, texts in cells:
+        columns = "".join(text.ljust(width) for text, width in zip(texts, widths, strict=True))
+        lines.append(f"{what:<32}{columns}".rstrip())
     return "\n".join(lines)

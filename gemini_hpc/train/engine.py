@@ -162,7 +162,9 @@ class SaveEngine:
             self.planning.may_change(first.gathered, plan.alone)
         self.controller = self._control(plan, self.replicator)
         if session.redundancy.xor:
-            self._parity = StripeParity(me, session.client, session.targets[me.rank], session.homes)
+            self._parity = StripeParity(
+                me, session.client, session.targets[me.rank], session.homes, lambda: session.version
+            )
             session.on_rejoin.append(self._parity.again)
         elif transport and transport.pushed:
             reserved = [

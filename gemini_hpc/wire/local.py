@@ -233,7 +233,8 @@ class Register(OfRank, frozen=True, tag="register"):
     rank: the training rank whose shard it is; home: node rank where that training rank lives;
     bytes: size of one slot. pushed: the home's agent fills the slots, this rank only keeps their memory; bytes 0
     then: as large as they are now (`ControlPage.grown`). of: not the shard is meant, but the parity beside it, of
-    these ranks' (each with its home), which their homes' agents fill; answered without descriptors.
+    these ranks' (each with its home), which their homes' agents fill; answered without descriptors. passed: versions
+    up to this one will not come into it, or not again.
     """
 
     world: Count
@@ -241,6 +242,7 @@ class Register(OfRank, frozen=True, tag="register"):
     bytes: Bytes
     pushed: bool = False
     of: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=MAX_STRIPE)] = ()
+    passed: Version = 0
 
 
 class Slots(Message, frozen=True, tag="slots"):

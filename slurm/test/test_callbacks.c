@@ -48,6 +48,40 @@ static void passes_on(enum spank_context context)
 	CHECK_STRING(getenv("SLURM_GEMINI_AFTER"), "17");
 }
 
+static void parity_is_passed_on(void)
+{
+	setenv("SLURM_GEMINI_REDUNDANCY", "xor", 1);	/* inherited */
+	start(S_CTX_ALLOCATOR);
+	give("gemini-redundancy", "xor:3");
+	finish();
+	CHECK(stub_message_count() == 0);
+	CHECK_STRING(stub_control_getenv("GEMINI_REPLICAS"), "3");
+	CHECK_STRING(stub_control_getenv("GEMINI_REDUNDANCY"), "xor");
+	CHECK_STRING(getenv("SLURM_GEMINI_REPLICAS"), "3");
+	CHECK_STRING(getenv("SLURM_GEMINI_REDUNDANCY"), "xor");
+}
+
+static void copies_are_the_usual_thing(void)
+{
+	setenv("SLURM_GEMINI_REDUNDANCY", "xor", 1);
+	start(S_CTX_ALLOCATOR);
+	give("gemini-redundancy", "xor:3");
+	give("gemini-redundancy", "replicate");
+	give("gemini-replicas", "2");
+	finish();
+	CHECK_STRING(stub_control_getenv("GEMINI_REPLICAS"), "2");
+	CHECK_STRING(stub_control_getenv("GEMINI_REDUNDANCY"), NULL);
+	CHECK_STRING(getenv("SLURM_GEMINI_REDUNDANCY"), NULL);
+}
+
+static void parity_and_copies(void)
+{
+	start(S_CTX_ALLOCATOR);
+	give("gemini-redundancy", "xor");
+	give("gemini-replicas", "2");
+	finish();
+}
+
 static void spares_are_passed_on(void)
 {
 	setenv("SBATCH_NO_KILL", "1", 1);
@@ -209,6 +243,9 @@ int main(void)
 	CHECK(status_of(sbatch_in_protected_task) == 0);
 	CHECK(status_of(srun_in_allocation) == 0);
 	CHECK(status_of(daemons) == 0);
+	CHECK(status_of(parity_is_passed_on) == 0);
+	CHECK(status_of(copies_are_the_usual_thing) == 0);
+	CHECK(status_of(parity_and_copies) == EXIT_FAILURE);
 	CHECK(status_of(spares_are_passed_on) == 0);
 	CHECK(status_of(spares_need_no_kill) == EXIT_FAILURE);
 	CHECK(status_of(spares_alone) == EXIT_FAILURE);

@@ -57,6 +57,15 @@ static const struct {
 	{ "gemini-hang", "off " },
 	{ "gemini-hang", "" },
 	{ "gemini-after", "0" },
+	{ "gemini-redundancy", "" },
+	{ "gemini-redundancy", "rs:4+2" },
+	{ "gemini-redundancy", "xor:" },
+	{ "gemini-redundancy", "xor:1" },
+	{ "gemini-redundancy", "xor:33" },
+	{ "gemini-redundancy", "xor:04" },
+	{ "gemini-redundancy", "xor4" },
+	{ "gemini-redundancy", "xor:4;reboot" },
+	{ "gemini-redundancy", "Xor" },
 	{ "gemini-after", "-1" },
 	{ "gemini-after", "017" },
 	{ "gemini-after", "17_3" },
@@ -81,6 +90,10 @@ static const struct {
 	{ "gemini-hang", "off" },
 	{ "gemini-spares", "0" },
 	{ "gemini-spares", "1024" },
+	{ "gemini-redundancy", "replicate" },
+	{ "gemini-redundancy", "xor" },
+	{ "gemini-redundancy", "xor:2" },
+	{ "gemini-redundancy", "xor:32" },
 	{ "gemini-after", "1" },
 	{ "gemini-after", "4294967295" },
 };
@@ -90,7 +103,7 @@ static void test_values(enum spank_context context)
 	for (size_t i = 0; i < sizeof(refused) / sizeof(refused[0]); i++) {
 		stub_reset(context);
 		CHECK(slurm_spank_init(&handle, 0, NULL) == 0);
-		CHECK(stub_options_registered() == 6);
+		CHECK(stub_options_registered() == 7);
 		CHECK(stub_option(refused[i].option, refused[i].text, 0) == -1);
 		CHECK(stub_message_count() == 1);
 		CHECK(strncmp(stub_messages(), "gemini-hpc: --gemini-", 21) == 0);
@@ -161,7 +174,7 @@ static void test_site_arguments(void)
 		CHECK(stub_message_count() == 1);
 		CHECK(strstr(stub_messages(), "gemini-hpc: plugstack.conf: "));
 		/* The options stay known, so that jobs which use them are not refused as nonsense. */
-		CHECK(stub_options_registered() == 6);
+		CHECK(stub_options_registered() == 7);
 		CHECK(slurm_spank_init_post_opt(&handle, 1, argv) == 0);
 	}
 }

@@ -16,9 +16,9 @@ def test_a_column_for_the_copies_and_one_for_one_more(capsys: pytest.CaptureFixt
     assert main(JOB) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "failures: 0.015 of a node a day, 50 % with its memory (GEMINI, Figure 15b)"
-    assert lines[2].split() == ["replicas", "2", "3"]
+    assert lines[2].split() == ["2", "replicas", "3", "replicas", "xor:4"]
     (memory,) = [line for line in lines if line.startswith("memory of a node")]
-    assert memory.split()[-4:] == ["75.0", "GB", "112", "GB"]
+    assert memory.split()[-6:] == ["75.0", "GB", "112", "GB", "50.0", "GB"]
     assert max(map(len, lines)) <= 80
 
 
@@ -30,13 +30,19 @@ def test_what_does_not_fit_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*JOB, "--json", "--failures-per-node-day", "0"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["schema"] == 1 and [one["replicas"] for one in found["plans"]] == [2, 3]
+    assert found["schema"] == 1 and [(one["redundancy"], one["replicas"]) for one in found["plans"]] == [
+        ("replicate", 2),
+        ("replicate", 3),
+        ("xor", 4),
+    ]
     assert found["plans"][0]["tier_every_s"] is None and found["plans"][0]["effective"] == [1.0, 1.0]
 
 
 def test_two_nodes_have_no_third_copy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*JOB, "--nodes", "2", "--memory", "9TB", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["plans"]) == 1
+    assert main([*JOB, "--group", "0", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["plans"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ def test_agent_is_started_as_the_jobs_owner(node: Node) -> None:
             SPANK_GEMINI_TIER_INTERVAL="60",
             SPANK_GEMINI_HANG="300",
             SPANK_GEMINI_AFTER="17",
+            SPANK_GEMINI_REDUNDANCY="xor",
         )
     )
     (record,) = node.records()
@@ -89,6 +90,7 @@ def test_agent_is_started_as_the_jobs_owner(node: Node) -> None:
         "hang": 300,
         "spares": 0,
         "after": 17,
+        "xor": True,
     }
     agent = record["agent"]
     assert agent["argv"] == ["--job", "7", "--uid", str(ALICE), "--node", "n2", "--dir", "/run/gemini-hpc/7"]
@@ -206,6 +208,8 @@ def test_replicas_out_of_range(node: Node, value: str) -> None:
         ("SPANK_GEMINI_TIER_INTERVAL", "Auto"),
         ("SPANK_GEMINI_HANG", "604801"),
         ("SPANK_GEMINI_HANG", "on"),
+        ("SPANK_GEMINI_REDUNDANCY", "xor;touch /run/pwned"),
+        ("SPANK_GEMINI_REDUNDANCY", "rs:4+2"),
         ("SPANK_GEMINI_AFTER", "0"),
         ("SPANK_GEMINI_AFTER", "17_3"),
         ("SPANK_GEMINI_AFTER", "4294967296"),
@@ -380,6 +384,7 @@ def test_user_errors_never_fail_a_strict_prolog(node: Node) -> None:
         {"SPANK_GEMINI_TIER_INTERVAL": "1e9"},
         {"SPANK_GEMINI_HANG": "-1"},
         {"SPANK_GEMINI_AFTER": "x"},
+        {"SPANK_GEMINI_REDUNDANCY": "$(reboot)"},
         {"SLURM_NODELIST": "n[1-"},
         {"SLURM_NODELIST": ""},
         {"SLURM_JOB_NUM_NODES": "-1"},

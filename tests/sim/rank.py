@@ -355,11 +355,11 @@ class Rank:
             return False
         return isinstance(reply, local.Slots)
 
-    def _parity(self) -> local.Register:
+    def _parity(self, passed: int = 0) -> local.Register:
         others = self._here.receivers(self._node_rank)
         of = tuple((rank, home) for rank, home in sorted(self.barrier.homes.items()) if home in others)
         size = parity.block_bytes(self._bytes, len(of) + 1)
-        return local.Register(SET, self.rank, self.size, self._node_rank, size, of=of)
+        return local.Register(SET, self.rank, self.size, self._node_rank, size, of=of, passed=passed)
 
     def _protect_beside(self) -> None:
         """In a thread of its own."""
@@ -493,7 +493,7 @@ class Rank:
                 )
 
         if self._here.xor:
-            agent.ask(self._parity())
+            agent.ask(self._parity(passed=self.version + 1))
 
     def _content(self, rank: int, index: int, fd: int) -> tuple[int, int, int, str]:
         """(epoch, version, used, digest) of a slot: what this rank knows, else what the agent has committed."""

@@ -31,6 +31,7 @@ from gemini_hpc.wire.link import BlockingLink, LinkClosed
 
 SEAL_WAIT_S = 1.5
 _LATE_S = 1.0  # a version of which nothing more comes for so long makes room for a newer one
+_LOST_S = 10.0
 _RETRY_S = 0.001
 _PIECE_BYTES = 1 << 20
 
@@ -167,6 +168,30 @@ class PartReceiver:
             s.busy or (s.state == "complete" and s.stamp is not None and s.stamp > sealed) for s in shard.pair.slots
         )
         return not undecided or training.sealing is None or training.sealing.degraded
+
+    def tend(self) -> None:
+        """Called now and then: give up what will not become whole. Its home has had the shard beside it for long, and
+        nothing more comes of the others: a member may have sent it to an agent that has died since, and then waits
+        for this one to say that it has not got it."""
+        now, since = clock.monotonic(), clock.time() - _LOST_S
+        for shard in self._store.parities.values():
+            beside, state = self._store.get(shard.set, shard.rank), shard.parity
+            training = self._sets.get(shard.set)
+            if beside is None or state is None or training is None or training.sealing is None:
+                continue
+            fill, sealed = state.fill, training.sealed or Stamp(0, 0)
+            if fill is not None and (fill.writing or now - fill.touched < _LOST_S):
+                continue
+            for slot, came in zip(beside.pair.slots, beside.since, strict=True):
+                if slot.state != "complete" or slot.stamp is None or slot.stamp <= sealed or came > since:
+                    continue
+                if slot.stamp in shard.pair.complete_stamps() or slot.stamp.epoch != self._membership.epoch:
+                    continue
+                if (index := shard.pair.find(slot.stamp)) is not None:
+                    state.fill = None
+                    self._filling.void(shard, index)
+                if shard.pair.floor is None or slot.stamp >= shard.pair.floor:
+                    self._filling.passed(shard, slot.stamp.version)
 
     async def end(self, part: Part, digest: str, claimed: str, found: str) -> int:
         """Nobody writes these bytes any more; how many have come. digest: of the whole shard, where all have come;

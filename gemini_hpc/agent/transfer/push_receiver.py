@@ -85,6 +85,10 @@ class PushReceiver:
         self._pushes: dict[Key, _Push] = {}
         self.bytes = 0
 
+    def tend(self) -> None:
+        """Called now and then."""
+        self._parts.tend()
+
     def stop(self) -> None:
         """No byte of the old epoch is taken any more; see `ended`."""
         for push in self._pushes.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gemini_hpc.client.agent_connection import AgentClient, AgentRefused, Exchange
 from gemini_hpc.core import parity
@@ -15,8 +15,11 @@ _RESERVE_S = 120.0
 class StripeParity:
     """others: the other ranks of the stripe; homes: the node rank of every rank."""
 
-    def __init__(self, me: Identity, client: AgentClient, others: Sequence[int], homes: Sequence[int]) -> None:
-        self._me, self._client = me, client
+    def __init__(
+        self, me: Identity, client: AgentClient, others: Sequence[int], homes: Sequence[int], step: Callable[[], int]
+    ) -> None:
+        """step: completed ones of this rank."""
+        self._me, self._client, self._step = me, client, step
         self._others = tuple((rank, homes[rank]) for rank in sorted(others))
         self._bytes = 0
 
@@ -29,12 +32,19 @@ class StripeParity:
             raise AgentRefused(f"the agent answered a registration of parity with {reply}")
 
     def again(self, exchange: Exchange) -> None:
-        """The agent is another one: what its predecessor had of it is gone, until the next version."""
+        """The agent is another one: what its predecessor had of it is gone, and others will not send it again, nor
+        that of the step that they may be ahead. Were that not said, they would wait for it to be sealed."""
         if self._bytes:
-            exchange(self._wish())
+            exchange(self._wish(passed=self._step() + 1))
 
-    def _wish(self) -> local.Register:
+    def _wish(self, passed: int = 0) -> local.Register:
         me = self._me
         return local.Register(
-            set=me.set, rank=me.rank, world=me.world, home=me.node_rank, bytes=self._bytes, of=self._others
+            set=me.set,
+            rank=me.rank,
+            world=me.world,
+            home=me.node_rank,
+            bytes=self._bytes,
+            of=self._others,
+            passed=passed,
         )
