@@ -160,10 +160,12 @@ class PeerServer:
                 if isinstance(message, inspect_schema.InspectAsk):
                     await link.flush(self._picture.part(message.request, message.record))
 
-    def _find(self, ask: peer.PullAsk) -> tuple[Copy, Any] | None:
+    def _find(self, ask: peer.PullAsk) -> tuple[Copy, Any] | bool:
         find = self._store.find_parity if ask.parity else self._store.find
         found = find(ask.set, ask.rank, ask.stamp)
         if found is None:
-            return None
-        record = found[0].record(found[1])
-        return None if record is None else (record, found[0].memory[found[1]])
+            return False
+        shard, index = found
+        record, slot = shard.record(index), shard.pair.slots[index]
+        restored = slot.state == "filling" and slot.stamp is not None and slot.stamp.epoch < self._membership.epoch
+        return restored if record is None else (record, shard.memory[index])

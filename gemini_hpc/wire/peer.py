@@ -490,11 +490,13 @@ class PullAsk(Message, frozen=True, tag="pull?"):
 
 
 class PullHead(Message, frozen=True, tag="pull"):
-    """Head of a copy; copy None: not here, with the reason. part: the digest of what comes, where not all does."""
+    """Head of a copy; copy None: not here, with the reason. part: the digest of what comes, where not all does.
+    later: it is on its way here."""
 
     copy: Copy | None
     reason: str = ""
     part: str = ""
+    later: bool = False
 
 
 # ---- pushes, on connections of their own ---------------------------------------------------------------

@@ -104,7 +104,8 @@ class RealNode:
 
 class RealJob:
     """Agents of a job of `nodes` nodes with m replicas; `nodes` are those of the present incarnation, in the order of
-    their node ranks. tier, interval_s, hang: of the submission."""
+    their node ranks. tier, interval_s, hang: of the submission; xor: parity
+    over groups of m."""
 
     def __init__(
         self,
@@ -115,8 +116,10 @@ class RealJob:
         tier: Path | None = None,
         interval_s: int = 3600,
         hang: int | None = None,
+        xor: bool = False,
     ) -> None:
         directory.mkdir()
+        self._xor = xor
         self.tier, self._interval_s, self._hang = tier, interval_s, hang
         self.m, self.restart = m, 0
         self._directory = directory
@@ -135,7 +138,17 @@ class RealJob:
         def prolog(name: str) -> None:
             tier, interval_s = (str(self.tier), self._interval_s) if self.tier is not None else ("", 0)
             replies[name] = self.all[name].ask(
-                local.Attach(JOB, self.restart, ",".join(names), name, self.m, tier, interval_s, hang=self._hang)
+                local.Attach(
+                    JOB,
+                    self.restart,
+                    ",".join(names),
+                    name,
+                    self.m,
+                    tier,
+                    interval_s,
+                    hang=self._hang,
+                    xor=self._xor,
+                )
             )
 
         threads = [threading.Thread(target=prolog, args=(name,)) for name in names]

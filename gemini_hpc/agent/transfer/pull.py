@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from gemini_hpc import clock
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.slots import Stamp
@@ -19,6 +20,8 @@ from gemini_hpc.wire.handshake import Client, HandshakeError
 from gemini_hpc.wire.link import BlockingLink, Link, LinkClosed
 
 SILENCE_S = 5.0
+PATIENCE_S = 60.0  # with a source that is making it, or pulls it itself
+_LOOK_S = 0.05
 _PIECE_BYTES = 4 << 20
 
 
@@ -36,16 +39,20 @@ class Source(NamedTuple):
     stamp: Stamp
 
 
-async def serve(link: Link, find: Callable[[peer.PullAsk], tuple[Copy, Memfd] | None]) -> None:
-    """Answer one `PullAsk` on a connection and close it."""
+class NotYet(PullFailed):
+    """The source does not have it yet."""
+
+
+async def serve(link: Link, find: Callable[[peer.PullAsk], tuple[Copy, Memfd] | bool]) -> None:
+    """Answer one `PullAsk` on a connection and close it. find: the copy; whether it is on its way here."""
     try:
         async with asyncio.timeout(SILENCE_S):
             ask = await link.receive()
         if not isinstance(ask, peer.PullAsk):
             return
         found = find(ask)
-        if found is None:
-            await link.flush(peer.PullHead(None, "not held here"))
+        if isinstance(found, bool):
+            await link.flush(peer.PullHead(None, "on its way there" if found else "not held here", later=found))
             return
         record, memory = found
         start, end = (ask.start, ask.end) if ask.end else (0, record.used)
@@ -81,7 +88,7 @@ def fetch(
     failures: list[str] = []
     for source in sources:
         try:
-            _fetch_one(copy, memory, source, stop)
+            _fetch_patiently(copy, memory, source, stop)
             return source.host, "; ".join(failures)
         except (OSError, HandshakeError, LinkClosed, FrameError, PullFailed) as exc:
             failures.append(f"{source.host}: {exc or type(exc).__name__}")
@@ -121,6 +128,17 @@ def fetch_part(
         link.close()
 
 
+def _fetch_patiently(copy: Copy, memory: Memfd, source: Source, stop: Event) -> None:
+    deadline = clock.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return _fetch_one(copy, memory, source, stop)
+        except NotYet:
+            if clock.monotonic() > deadline or stop.is_set():
+                raise
+        clock.sleep(_LOOK_S)
+
+
 def _fetch_one(copy: Copy, memory: Memfd, source: Source, stop: Event) -> None:
     link = BlockingLink.connect(source.address, source.port, source.client, SILENCE_S)
     try:
@@ -128,7 +146,7 @@ def _fetch_one(copy: Copy, memory: Memfd, source: Source, stop: Event) -> None:
         link.send(peer.PullAsk(copy.set, copy.rank, source.stamp))
         head = link.receive(peer.PullHead)
         if head.copy is None:
-            raise PullFailed(head.reason)
+            raise (NotYet if head.later else PullFailed)(head.reason)
         if head.copy.used != copy.used or head.copy.digest != copy.digest:
             raise PullFailed("offers a different copy from the planned one")
         hasher = xxhash.xxh3_128()

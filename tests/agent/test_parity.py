@@ -1,0 +1,374 @@
+"""Real agents that keep parity of each other's shards: what they take, what they refuse, and what they make again."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import xxhash
+from train.agents import RealJob
+from waiting import until
+
+from gemini_hpc.core import parity
+from gemini_hpc.core.ranges import between
+from gemini_hpc.wire import local, munge, peer
+from gemini_hpc.wire.control_page import ControlPage
+from gemini_hpc.wire.link import LinkClosed
+
+from .conftest import STEP, Caller
+from .test_push_bad_input import Push
+
+SIZE = 1 << 17
+USED = {0: 50_000, 1: 90_001, 2: 4097}
+STRIPE = (0, 1, 2)
+CLOSED = (LinkClosed, OSError)
+
+
+def payload(rank: int, version: int) -> bytes:
+    return random.Random(f"{rank} {version}").randbytes(USED[rank])
+
+
+def digest(data: bytes) -> str:
+    return xxhash.xxh3_128(data).hexdigest()
+
+
+class Rank:
+    """Training rank k on the node with node rank k."""
+
+    def __init__(self, job: RealJob, rank: int, step: str) -> None:
+        self.rank, self.node = rank, job.nodes[rank]
+        self.caller = Caller(Path(self.node.path))
+        greeting = local.hello(set="default", rank=rank, world=3, local_rank=0, step=step, pid=os.getpid())
+        welcome, fds = self.caller.ask_fds(greeting)
+        assert isinstance(welcome, local.Welcome), welcome
+        self.welcome, self.page = welcome, ControlPage(fds[0], writable=False)
+        os.close(fds[0])
+        self.maps: list[mmap.mmap] = []
+        self.channels: dict[int, socket.socket] = {}
+
+    def register(self) -> None:
+        slots, own = self.caller.ask_fds(local.Register("default", self.rank, 3, self.rank, SIZE))
+        assert isinstance(slots, local.Slots), slots
+        self.maps = [mmap.mmap(fd, SIZE) for fd in own]
+        for fd in own:
+            os.close(fd)
+        kept, none = self.caller.ask_fds(self.wish())
+        assert isinstance(kept, local.Slots) and not none, kept
+
+    def wish(self, passed: int = 0) -> local.Register:
+        of = tuple((other, other) for other in STRIPE if other != self.rank)
+        size = parity.block_bytes(SIZE, 3)
+        return local.Register("default", self.rank, 3, self.rank, size, of=of, passed=passed)
+
+    def begin(self, version: int) -> int:
+        begun = self.caller.ask(local.Begin("default", self.rank, version))
+        assert isinstance(begun, local.Begun), begun
+        self.maps[begun.slot][: USED[self.rank]] = payload(self.rank, version)
+        return begun.slot
+
+    def say(self, holder: int, message: local.Message) -> local.Message | None:
+        if holder not in self.channels:
+            reply, fds = self.caller.ask_fds(local.OpenPush("default", self.rank, holder))
+            assert reply == local.Ok(), reply
+            self.channels[holder] = socket.socket(fileno=fds[0])
+            self.channels[holder].settimeout(15)
+        with suppress(OSError):
+            self.channels[holder].send(local.encode(message))
+            data = self.channels[holder].recv(local.MAX_PACKET_BYTES)
+            return local.reply_decoder.decode(data) if data else None
+        return None
+
+    def send(self, holder: int, version: int) -> int:
+        """How many bytes have gone."""
+        used, sent = USED[self.rank], 0
+        taken = self.say(holder, local.PushOffer(version, used))
+        assert isinstance(taken, local.Taken), taken
+        for start, end in between(taken.there, used):
+            for at in range(start, end, 30_000):
+                assert self.say(holder, local.PushChunk(min(30_000, end - at))) == local.Ok()
+                sent += min(30_000, end - at)
+        assert self.say(holder, local.PushDone(digest(payload(self.rank, version)))) == local.Ok()
+        return sent
+
+    def land(self, version: int, slot: int) -> None:
+        landed = local.Landed(
+            "default", self.rank, version, slot, USED[self.rank], digest(payload(self.rank, version))
+        )
+        assert self.caller.ask(landed) == local.Ok()
+
+    def save(self, version: int) -> None:
+        slot = self.begin(version)
+        assert sum(self.send(holder, version) for holder in STRIPE if holder != self.rank) == USED[self.rank]
+        self.land(version, slot)
+
+    def fetch(self, rank: int) -> bytes:
+        reply, fds = self.caller.ask_fds(local.Fetch("default", rank))
+        assert isinstance(reply, local.Copy), reply
+        data = os.pread(fds[0], reply.used, 0)
+        os.close(fds[0])
+        return data
+
+    def close(self) -> None:
+        for channel in self.channels.values():
+            channel.close()
+        self.caller.close()
+        del self.page
+        for m in self.maps:
+            m.close()
+
+
+class Site:
+    """Three agents, three ranks, groups of three."""
+
+    def __init__(self, directory: Path) -> None:
+        self.job, self.version, self.launches = RealJob(directory, 3, 3, xor=True), 0, 0
+        self.ranks: list[Rank] = []
+        self.launch()
+
+    def launch(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+        step = STEP if not self.launches else f"77.{self.launches}"
+        self.launches += 1
+        self.ranks = [Rank(self.job, k, step) for k in STRIPE]
+
+    def seal(self) -> None:
+        self.version += 1
+        for rank in self.ranks:
+            rank.save(self.version)
+        self.is_sealed(self.version)
+
+    def is_sealed(self, version: int) -> None:
+        until(lambda: all(r.page.sealed[1] == version for r in self.ranks), what=f"version {version} is sealed")
+
+    def parity(self, rank: int) -> set[tuple[str, int]]:
+        """State and version of the slots beside a rank's shard."""
+        held = self.job.inspect(self.job.nodes[rank]).held
+        return {(s.state, s.stamp[1] if s.stamp else 0) for s in held if s.of and s.rank == rank}
+
+    def push(self, rank: int, holder: int, **changes: int) -> Push:
+        """As the agent of a rank's home, to another node's."""
+        asked = {"epoch": self.ranks[0].welcome.epoch, "round": self.ranks[0].page.round} | changes
+        link = self.job.call(self.job.nodes[holder], "push", source=self.job.nodes[rank].name)
+        return Push(link, peer.PushAsk("default", rank, asked["epoch"], asked["round"]))
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+        for node in self.job.nodes:
+            log = node.log()
+            assert "Traceback" not in log and "event=error" not in log and "never retrieved" not in log, log
+        self.job.close()
+
+
+@pytest.fixture(autouse=True)
+def opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(munge, "encode", lambda payload, *, for_uid: payload)
+    monkeypatch.setattr(munge, "decode", lambda credential: (credential, os.geteuid()))
+
+
+@pytest.fixture
+def site(opened: None, tmp_path: Path) -> Iterator[Site]:
+    site = Site(tmp_path / "job")
+    for rank in site.ranks:
+        rank.register()
+    yield site
+    site.close()
+
+
+@pytest.mark.parametrize("lost", ["n1", "n2", "n3"])
+def test_what_a_lost_node_had_is_made_again(site: Site, lost: str) -> None:
+    for _ in range(3):
+        site.seal()
+    site.job.requeue([name for name in ("n1", "n2", "n3", "n4") if name != lost])
+    site.launch()
+    gone = next(k for k in STRIPE if site.job.nodes[k].name == "n4")
+    for rank in site.ranks:
+        assert (rank.welcome.chosen_version, rank.welcome.lost) == (3, ())
+        for other in STRIPE:
+            assert rank.fetch(other) == payload(other, 3), (rank.rank, other)
+    until(lambda: ("complete", 3) in site.parity(gone), what="its parity is there as well")
+    assert {("complete", 3)} <= site.parity((gone + 1) % 3)
+    for rank in site.ranks:
+        rank.register()
+    site.version = 3
+    for _ in range(2):
+        site.seal()
+
+
+def test_a_second_node_may_go_as_soon_as_the_first_has_come_back(site: Site) -> None:
+    for _ in range(2):
+        site.seal()
+    site.job.requeue(["n1", "n2", "n4"])
+    site.launch()
+    until(lambda: all(("complete", 2) in site.parity(k) for k in STRIPE), what="all of the parity")
+    until(lambda: all(site.job.held(node, k) for k, node in enumerate(site.job.nodes)), what="and of the shards")
+    site.job.requeue(["n2", "n4", "n5"])
+    site.launch()
+    for rank in site.ranks:
+        assert rank.welcome.chosen_version == 2 and [rank.fetch(k) for k in STRIPE] == [payload(k, 2) for k in STRIPE]
+
+
+def test_two_nodes_are_too_many_and_each_shard_is_named(site: Site) -> None:
+    site.seal()
+    site.job.requeue(["n1", "n4", "n5"])
+    site.launch()
+    lost = site.ranks[0].welcome.lost
+    assert site.ranks[0].welcome.chosen_version == 0 and len(lost) == 2
+    assert all("no complete copy of shard" in text and "gone: n2, n3" in text for text in lost), lost
+
+
+def test_nothing_is_sealed_before_all_are_in_it(site: Site) -> None:
+    site.seal()
+    site.version = 2
+    slots = [rank.begin(2) for rank in site.ranks]
+    for rank in site.ranks[:2]:
+        for holder in STRIPE:
+            if holder != rank.rank:
+                rank.send(holder, 2)
+        rank.land(2, slots[rank.rank])
+    assert ("filling", 2) in site.parity(0) and ("filling", 2) in site.parity(1)
+    until(lambda: ("complete", 2) not in site.parity(2) or True, what="a moment")
+    assert all(rank.page.sealed[1] == 1 for rank in site.ranks)
+    for holder in (0, 1):
+        site.ranks[2].send(holder, 2)
+    site.ranks[2].land(2, slots[2])
+    site.is_sealed(2)
+
+
+def test_who_goes_on_does_not_spoil_what_others_still_bring(site: Site) -> None:
+    """Rank 0 has begun version 3 where version 2 of rank 2 is late: version 2 comes to its end first."""
+    site.seal()
+    push = site.push(0, 1)
+    assert push.offer(2, USED[0], SIZE) == ""
+    one = site.push(2, 1)
+    assert one.offer(2, USED[2], SIZE) == ""
+    push.close()
+    until(lambda: ("filling", 2) in site.parity(1), what="it is torn, and still being written to")
+    late = site.push(0, 1)
+    assert "is still" in (said := late.offer(3, USED[0], SIZE)) or said == ""
+    late.close()
+    one.close()
+
+
+@pytest.mark.parametrize(
+    "how", ["early", "another digest", "no digest", "a chunk too long", "a chunk of what is not wanted", "twice"]
+)
+def test_a_part_that_is_not_what_it_should_be(site: Site, how: str) -> None:
+    """Its version is void, what was sealed stays, and the next version is sealed."""
+    site.seal()
+    start, end = parity.part(STRIPE, 0, 1, USED[0])
+    push = site.push(0, 1)
+    answer = push.answer(peer.PushHead(2, USED[0], SIZE))
+    assert answer.part and list(between(answer.there, USED[0])) == [(start, end)]
+    data = payload(0, 2)[start:end]
+    if how == "a chunk too long":
+        push.link.send(peer.PushChunk(start, end - start + 1))
+        assert push.ended()
+    elif how == "a chunk of what is not wanted":
+        push.link.send(peer.PushChunk(end if start == 0 else 0, 10))
+        assert push.ended()
+    elif how == "early":
+        assert push.chunk(start, data[:100]) == start + 100
+    else:
+        assert push.chunk(start, data) == end
+        said = {"another digest": digest(b"x"), "no digest": "", "twice": digest(data)}[how]
+        push.link.send(peer.PushDone(digest(payload(0, 2)), said))
+        if how == "no digest":
+            assert push.ended()
+        else:
+            assert push.link.receive(peer.PushAck).end == USED[0]
+    if how == "twice":
+        assert "has been here" in push.offer(2, USED[0], SIZE)
+    push.close()
+    until(lambda: ("complete", 1) in site.parity(1), what="what was sealed is there")
+    if how != "twice":
+        until(lambda: not any(v == 2 for _, v in site.parity(1)), what="the version is void")
+    site.version = 2
+    site.seal()
+
+
+@pytest.mark.parametrize(
+    ("used", "said"), [(0, None), (SIZE + 1, None), (USED[0], "")], ids=["nothing", "too much", "as it should be"]
+)
+def test_lengths(site: Site, used: int, said: str | None) -> None:
+    push = site.push(0, 1)
+    if said is None:
+        with pytest.raises(CLOSED):
+            push.offer(1, used, SIZE)
+    else:
+        assert push.offer(1, used, SIZE) == said
+    push.close()
+
+
+def test_more_than_the_parity_has_room_for(site: Site) -> None:
+    push = site.push(0, 1)
+    assert "for a parity of" in push.offer(1, 1 << 20, 1 << 20)
+    push.close()
+
+
+def test_only_the_home_may_push(site: Site) -> None:
+    link = site.job.call(site.job.nodes[1], "push", source="n3")
+    push = Push(link, peer.PushAsk("default", 0, site.ranks[0].welcome.epoch, site.ranks[0].page.round))
+    assert push.reason == "node rank 0 is the home of the shard of rank 0" and push.ended()
+    push.close()
+
+
+@pytest.mark.parametrize(
+    ("of", "why"),
+    [
+        (((1, 1),), "no stripe"),
+        (((1, 1), (2, 1)), "no stripe"),
+        (((1, 1), (1, 2)), "no stripe"),
+        (((0, 1), (2, 2)), "impossible parity"),
+        (((1, 1), (7, 2)), "impossible parity"),
+        (((1, 0), (2, 2)), "no stripe"),
+    ],
+)
+def test_stripes_that_cannot_be(site: Site, of: tuple[tuple[int, int], ...], why: str) -> None:
+    reply = site.ranks[0].caller.ask(local.Register("default", 0, 3, 0, 8192, of=of))
+    assert isinstance(reply, local.Error) and why in reply.error
+
+
+def test_a_rank_has_no_copies_of_others(site: Site) -> None:
+    reply = site.ranks[0].caller.ask(local.Register("default", 1, 3, 1, SIZE, pushed=True))
+    assert isinstance(reply, local.Error) and "keeps no copies" in reply.error
+
+
+def test_an_agent_that_comes_back_has_no_parity_and_says_so(site: Site) -> None:
+    """Nobody sends again what the dead one had: the others hear that it will not be sealed, and the next one is."""
+    site.seal()
+    slots = [rank.begin(2) for rank in site.ranks]
+    for rank in site.ranks:
+        for holder in STRIPE:
+            if holder != rank.rank:
+                rank.send(holder, 2)
+    for rank in site.ranks[1:]:
+        rank.land(2, slots[rank.rank])
+    assert isinstance(site.ranks[0].caller.ask(site.ranks[0].wish(passed=3)), local.Slots)
+    assert all(rank.page.sealed[1] == 1 for rank in site.ranks)
+
+
+def test_ranges_that_cannot_be_pulled(site: Site) -> None:
+    site.seal()
+    stamp = (site.ranks[0].welcome.epoch, 1)
+    for start, end in ((5, 5), (0, USED[0] + 1), (USED[0], 7)):
+        link = site.job.call(site.job.nodes[0], "pull", source="n2")
+        link.send(peer.PullAsk("default", 0, stamp, False, start, end))  # type: ignore[arg-type]
+        head = link.receive(peer.PullHead)
+        assert head.copy is None and "bytes" in head.reason
+        link.close()
+    link = site.job.call(site.job.nodes[0], "pull", source="n2")
+    link.send(peer.PullAsk("default", 0, stamp, False, 10, 20))  # type: ignore[arg-type]
+    head = link.receive(peer.PullHead)
+    link.sock.settimeout(10)
+    assert (
+        head.part == digest(payload(0, 1)[10:20]) and link.sock.recv(10, socket.MSG_WAITALL) == payload(0, 1)[10:20]
+    )
+    link.close()
