@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from gemini_hpc.core import parity, placement
 from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.wire import local
 from gemini_hpc.wire.stored import Tier
@@ -22,7 +23,8 @@ TRY_AGAIN_EXIT = 75  # EX_TEMPFAIL: `gemini-hpc run` starts the step again
 
 class Notice(msgspec.Struct, frozen=True, array_like=True):
     """What a rank tells the others. chosen: epoch, version and number of ranks of what there is to resume from;
-    later: with a problem, that there may be something which cannot be seen now."""
+    later: with a problem, that there may be something which cannot be seen now. holders: the nodes that keep this
+    one's shards, itself the first."""
 
     node_rank: int = -1
     replicas: int = 0
@@ -32,6 +34,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
     chosen: tuple[int, int, int] = (0, 0, 0)
     problem: str = ""
     later: bool = False
+    holders: tuple[int, ...] = ()
 
     @property
     def redundancy(self) -> Redundancy:
@@ -48,6 +51,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
             nodes=welcome.nodes,
             epoch=welcome.epoch,
             chosen=(welcome.chosen_epoch, welcome.chosen_version, welcome.chosen_world),
+            holders=_holders(welcome),
         )
 
 
@@ -84,20 +88,41 @@ def waiting(waited_s: float, why: str) -> str:
     return "waiting for the agents of all nodes to agree on what to resume from" if waited_s > 5 else ""
 
 
-def problem(notices: Sequence[Notice], mine: Notice, *, parity: bool = False) -> str:
-    """Why this program cannot be protected; "" where it can. parity: whether it can do with that."""
+def _holders(welcome: local.Welcome) -> tuple[int, ...]:
+    if welcome.xor:
+        return welcome.group
+    usual = min(welcome.replicas, welcome.nodes)
+    return welcome.group[: welcome.replicas] or placement.holders(welcome.node_rank, welcome.nodes, usual)
+
+
+def keepers(notices: Sequence[Notice]) -> placement.Keepers:
+    """By node rank, the nodes that keep its shards; with parity those of its group."""
+    return {n.node_rank: n.holders for n in sorted(notices, key=lambda n: n.node_rank)}
+
+
+def targets(notices: Sequence[Notice], mine: Notice) -> list[list[int]]:
+    """For each rank those to whose nodes its shard goes, in the order of sending. Raises ValueError for ranks that
+    cannot have parity."""
+    homes, found = [n.node_rank for n in notices], keepers(notices)
+    if not mine.redundancy.xor:
+        return placement.targets(homes, found)
+    return parity.targets(homes, list(found.values()))
+
+
+def problem(notices: Sequence[Notice], mine: Notice, *, with_parity: bool = False) -> str:
+    """Why this program cannot be protected; "" where it can. with_parity: whether it can do with that."""
     found = next((n.problem for n in notices if n.problem), "")
     if found:
         return found
     if any((n.redundancy, n.epoch, n.chosen) != (mine.redundancy, mine.epoch, mine.chosen) for n in notices):
         return "the ranks' agents do not agree about the job"
-    if mine.redundancy.xor and not parity:
+    if mine.redundancy.xor and not with_parity:
         return "it cannot do with parity: submit it with --gemini-replicas, not with --gemini-redundancy=xor"
     nodes, m = sorted({n.node_rank for n in notices}), mine.replicas
     if m > len(nodes):
         wanted = f"groups of {m} nodes" if mine.xor else f"{m} replicas"
         return f"{wanted} asked for, but the training runs on {len(nodes)} node{'s' * (len(nodes) > 1)}"
-    lacking = mine.redundancy.stranger(nodes)
+    lacking = placement.stranger(keepers(notices))
     if lacking:
         return (
             f"the training has ranks on only {len(nodes)} of the job's {mine.nodes} nodes: node rank {lacking[1]} "
@@ -105,7 +130,7 @@ def problem(notices: Sequence[Notice], mine: Notice, *, parity: bool = False) ->
             "of the job"
         )
     try:
-        mine.redundancy.targets([n.node_rank for n in notices])
+        targets(notices, mine)
     except ValueError as exc:
         return str(exc)
     return ""

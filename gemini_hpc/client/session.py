@@ -163,7 +163,7 @@ class Session:
         """Collective: find the agent, agree with the other ranks. problem: why this rank cannot be protected."""
         notice = self._greet(problem)
         notices = [msgspec.msgpack.decode(part, type=Notice) for part in self.all(msgspec.msgpack.encode(notice))]
-        problem = joining.problem(notices, notice, parity=self._parity)
+        problem = joining.problem(notices, notice, with_parity=self._parity)
         if problem:
             if self.client is not None and self.client.page is not None:
                 self.client.event("unprotected", 0, problem)
@@ -191,7 +191,7 @@ class Session:
             lambda: client.page, lambda: client.lost, self._hold_s, lambda text: self.say(f"rank {self.rank}: {text}")
         )
         self.redundancy = notice.redundancy
-        self.targets = notice.redundancy.targets(self.homes)
+        self.targets = joining.targets(notices, notice)
         self.outgoing = self.targets[self.rank]
         self.incoming = [r for r, t in enumerate(self.targets) if self.rank in t and r != self.rank]
         self.verdict.hope()

@@ -35,10 +35,12 @@ def count(previous: Mapping[str, int] | None, hosts: int, wanted: int) -> int:
     return max(1, min(hosts, max(wanted, len(previous or ()))))
 
 
-def map_hash(mapping: Mapping[str, int], job: int, restart: int) -> str:
-    """What the agents compare before one of them publishes the map: 32 hex digits."""
+def map_hash(mapping: Mapping[str, int], job: int, restart: int, order: Sequence[int] = ()) -> str:
+    """What the agents compare before one of them publishes the map: 32 hex digits. order: `placement.Order.ranks`."""
     digest = blake2b(digest_size=16)
     digest.update(f"gemini-hpc noderanks 1\n{job}\n{restart}\n".encode())
     for host, rank in sorted(mapping.items(), key=lambda item: (item[1], item[0])):
         digest.update(f"{rank} {host}\n".encode())
+    if order:
+        digest.update(f"order {','.join(map(str, order))}\n".encode())
     return digest.hexdigest()

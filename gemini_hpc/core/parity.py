@@ -11,10 +11,9 @@ The members of a stripe are ordered by rank. Pure; bytes are moved elsewhere.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from gemini_hpc.core import placement
 from gemini_hpc.core.ranges import Range
 
 ALIGN_BYTES = 4096
@@ -30,24 +29,35 @@ class Fold(NamedTuple):
     at: int
 
 
-def stripes(homes: Sequence[int], N: int, n: int) -> list[tuple[int, ...]]:
-    """For each rank the members of its stripe, in order. homes: the node rank of each rank of a program on N nodes,
-    in groups of n (`placement.groups`). Raises ValueError where one node of a group has more ranks than another."""
+def stripes(homes: Sequence[int], groups: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
+    """For each rank the members of its stripe, in order. homes: the node rank of each rank of a program; groups: of
+    node ranks, each node in one. Raises ValueError where one node of a group has more ranks than another."""
     on_node: dict[int, list[int]] = defaultdict(list)
     for rank, home in enumerate(homes):
         on_node[home].append(rank)
     of: dict[int, tuple[int, ...]] = {}
-    for group in placement.groups(N, n):
+    for group in groups:
         counts = {node: len(on_node.get(node, ())) for node in group}
         if len(set(counts.values())) > 1:
-            few, many = min(group, key=counts.__getitem__), max(group, key=counts.__getitem__)
+            few, many = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
             raise ValueError(
                 f"parity needs as many ranks on each node of a group: node rank {few} has {counts[few]}, node rank "
                 f"{many} has {counts[many]}"
             )
-        for members in zip(*(on_node[node] for node in group), strict=True):
+        for members in zip(*(on_node[node] for node in counts), strict=True):
             of.update(dict.fromkeys(members, tuple(sorted(members))))
     return [of[rank] for rank in range(len(homes))]
+
+
+def targets(homes: Sequence[int], groups: Iterable[Iterable[int]]) -> list[list[int]]:
+    """For each rank the others of its stripe, from the next one on around: the order in which it sends. Raises
+    ValueError as `stripes` does."""
+    apart = sorted({tuple(sorted(group)) for group in groups})
+    found = []
+    for rank, stripe in enumerate(stripes(homes, apart)):
+        turn = stripe.index(rank)
+        found.append([*stripe[turn + 1 :], *stripe[:turn]])
+    return found
 
 
 def block_bytes(used: int, members: int) -> int:

@@ -52,7 +52,7 @@ class Parities:
         in rank order; where: by rank the hosts that have one; by_rank: the host of each node rank."""
         N = of.N
         try:
-            stripes = parity.stripes([shard.home % N for shard in shards], N, of.m)
+            stripes = parity.stripes([shard.home % N for shard in shards], of.groups())
         except ValueError:
             return [], False
         made, whole = [], True

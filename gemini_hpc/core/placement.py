@@ -2,11 +2,15 @@
 
 Letters as in the paper: N nodes, m replicas (the own copy included), k nodes lost at once. N/m whole groups keep
 each other's shards; where m does not divide N, the last group takes the rest and is a ring.
+
+Groups are of nodes side by side in an `Order`: that of the node ranks, or one that keeps failure domains apart
+(`core.domains`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import comb
 from typing import Literal
@@ -22,6 +26,39 @@ def _check(N: int, m: int) -> None:
 def _check_rank(node_rank: int, N: int) -> None:
     if not 0 <= node_rank < N:
         raise ValueError(f"node rank {node_rank} is outside 0..{N - 1}")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """ranks: the node rank at each position of the placement; empty: each rank stands at its own position. Raises
+    ValueError where that is no permutation of 0..N-1."""
+
+    ranks: tuple[int, ...] = ()
+    _positions: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        positions = [-1] * len(self.ranks)
+        for position, rank in enumerate(self.ranks):
+            if not 0 <= rank < len(positions) or positions[rank] >= 0:
+                raise ValueError(f"an order of {len(positions)} node ranks has {rank} at position {position}")
+            positions[rank] = position
+        object.__setattr__(self, "_positions", tuple(positions))
+
+    def position(self, node_rank: int, N: int) -> int:
+        """Where a node rank stands. Raises ValueError for a rank that none of N nodes has, and another N."""
+        _check_rank(node_rank, N)
+        if not self.ranks:
+            return node_rank
+        if len(self.ranks) != N:
+            raise ValueError(f"an order of {len(self.ranks)} node ranks for {N} nodes")
+        return self._positions[node_rank]
+
+    def rank(self, position: int) -> int:
+        """Which node rank stands there."""
+        return self.ranks[position] if self.ranks else position
+
+
+AS_RANKED = Order()
 
 
 def groups(N: int, m: int) -> list[list[int]]:
@@ -44,73 +81,77 @@ def strategy(N: int, m: int) -> Literal["group", "mixed", "ring"]:
     return "mixed" if 2 * m <= N else "ring"
 
 
-def group_of(node_rank: int, N: int, m: int) -> int:
+def group_of(node_rank: int, N: int, m: int, order: Order = AS_RANKED) -> int:
     """Index into `groups(N, m)` of the group that a node belongs to."""
     _check(N, m)
-    _check_rank(node_rank, N)
-    return min(node_rank // m, N // m - 1)
+    return min(order.position(node_rank, N) // m, N // m - 1)
 
 
-def _ring(node_rank: int, N: int, m: int) -> tuple[int, int]:
-    """First node rank and size of a node's group; a whole group is a ring of m."""
+def ring(node_rank: int, N: int, m: int, order: Order = AS_RANKED) -> tuple[int, ...]:
+    """The node's group, from the node itself on around: the m - 1 that follow keep its shards, the m - 1 at the end
+    are those whose shards it keeps. A whole group is a ring of m."""
     if not (0 <= node_rank < N and 1 <= m <= N):  # in one look: it is asked for every node of a large job
         _check(N, m)
-        _check_rank(node_rank, N)
-    last = (N // m - 1) * m
-    return (node_rank // m * m, m) if node_rank < last else (last, N - last)
+    own, last = order.position(node_rank, N), (N // m - 1) * m
+    first, size = (own // m * m, m) if own < last else (last, N - last)
+    found = tuple([first + (own - first + step) % size for step in range(size)])
+    return found if not order.ranks else tuple([order.ranks[position] for position in found])
 
 
-def holders(node_rank: int, N: int, m: int) -> tuple[int, ...]:
+def holders(node_rank: int, N: int, m: int, order: Order = AS_RANKED) -> tuple[int, ...]:
     """The m nodes that keep a node's shards: itself, then the next m-1 of its group, cyclically."""
-    first, size = _ring(node_rank, N, m)
-    return tuple([first + (node_rank - first + step) % size for step in range(m)])
+    return ring(node_rank, N, m, order)[:m]
 
 
-def holds_for(node_rank: int, N: int, m: int) -> tuple[int, ...]:
+def holds_for(node_rank: int, N: int, m: int, order: Order = AS_RANKED) -> tuple[int, ...]:
     """The m nodes whose shards a node keeps: itself, then the m-1 before it in its group, cyclically."""
-    first, size = _ring(node_rank, N, m)
-    return tuple(first + (node_rank - first - step) % size for step in range(m))
+    found = ring(node_rank, N, m, order)
+    return (found[0], *found[:0:-1])[:m]
 
 
-def stranger(nodes: Sequence[int], N: int, m: int) -> tuple[int, int] | None:
-    """For a training with ranks on the node ranks `nodes` of a job of N nodes: a node rank, and one of its holders on
-    which the training has no rank to receive the copy; None where there is none."""
-    here = set(nodes)
-    missing = ((home, h) for home in nodes for h in holders(home, N, m) if h not in here)
+Keepers = Mapping[int, Sequence[int]]  # by node rank: its `holders`
+
+
+def stranger(keepers: Keepers) -> tuple[int, int] | None:
+    """For a training with ranks on these nodes: a node rank, and one of its holders on which the training has no rank
+    to receive the copy; None where there is none."""
+    missing = ((home, h) for home, found in keepers.items() for h in found if h not in keepers)
     return next(missing, None)
 
 
-def targets(homes: Sequence[int], N: int, m: int) -> list[list[int]]:
-    """For each rank those that it sends its shard to. homes: the node rank of each rank of a program on N nodes. The
-    ranks of a node are spread over those of a holder."""
+def targets(homes: Sequence[int], keepers: Keepers) -> list[list[int]]:
+    """For each rank those that it sends its shard to. homes: the node rank of each rank of a program. The ranks of a
+    node are spread over those of a holder."""
     on_node: dict[int, list[int]] = {node: [] for node in homes}
     for rank, home in enumerate(homes):
         on_node[home].append(rank)
 
     def of(rank: int) -> list[int]:
         index = on_node[homes[rank]].index(rank)
-        others = holders(homes[rank], N, m)[1:]
+        others = keepers[homes[rank]][1:]
         return [on_node[h][index % len(on_node[h])] for h in others]
 
     return [of(rank) for rank in range(len(homes))]
 
 
-def beyond(node_rank: int, N: int, m: int, candidates: Iterable[int], most: int = 3) -> tuple[int, ...]:
+def beyond(
+    node_rank: int, N: int, m: int, candidates: Iterable[int], most: int = 3, order: Order = AS_RANKED
+) -> tuple[int, ...]:
     """Of the candidates, nodes whose ranks have a node's shards in their tensors as well, `most` that are none of its
     holders, from the next one on evenly around the ring: nodes side by side are lost together more often."""
-    kept = set(holders(node_rank, N, m))
-    found = sorted({c for c in candidates if 0 <= c < N} - kept, key=lambda c: (c - node_rank) % N)
+    kept, own = set(holders(node_rank, N, m, order)), order.position(node_rank, N)
+    found = sorted({c for c in candidates if 0 <= c < N} - kept, key=lambda c: (order.position(c, N) - own) % N)
     count = min(most, len(found))
     return tuple(found[turn * len(found) // count] for turn in range(count))
 
 
-def survivable(N: int, m: int, failed: Iterable[int]) -> bool:
+def survivable(N: int, m: int, failed: Iterable[int], order: Order = AS_RANKED) -> bool:
     """Whether every node's shards have a holder left when the nodes of `failed` are lost at once."""
     _check(N, m)
     lost = set(failed)
     for node_rank in lost:
         _check_rank(node_rank, N)
-    return not any(lost.issuperset(holders(node_rank, N, m)) for node_rank in lost)
+    return not any(lost.issuperset(holders(node_rank, N, m, order)) for node_rank in lost)
 
 
 @lru_cache(maxsize=256)

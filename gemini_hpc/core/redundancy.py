@@ -5,19 +5,21 @@ What the agents of all nodes, and their ranks, derive alike from the submission'
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from math import comb
 from typing import NamedTuple
 
-from gemini_hpc.core import parity, placement
+from gemini_hpc.core import placement
 
 
 class Redundancy(NamedTuple):
-    """m: holders of a shard, or nodes of a group with parity (`xor`); N: node ranks of the job."""
+    """m: holders of a shard, or nodes of a group with parity (`xor`); N: node ranks of the job; order: in which they
+    form groups."""
 
     N: int
     m: int
     xor: bool = False
+    order: placement.Order = placement.AS_RANKED
 
     @property
     def pairs(self) -> int:
@@ -59,49 +61,35 @@ class Redundancy(NamedTuple):
         return float(ways / comb(self.N, k))
 
     def group(self, node_rank: int) -> tuple[int, ...]:
-        """The nodes that a node's parity group has, itself included."""
-        return tuple(placement.groups(self.N, self.m)[placement.group_of(node_rank, self.N, self.m)])
+        """The nodes of its parity group, from itself on around."""
+        return placement.ring(node_rank, self.N, self.m, self.order)
+
+    def groups(self) -> list[list[int]]:
+        """All of them, by node rank."""
+        return [[self.order.rank(position) for position in group] for group in placement.groups(self.N, self.m)]
 
     def holders(self, home: int) -> tuple[int, ...]:
         """The nodes with whole copies of a node's shards, the node first. Raises ValueError as `placement` does."""
-        return (home,) if self.xor else placement.holders(home, self.N, self.m)
+        return (home,) if self.xor else placement.holders(home, self.N, self.m, self.order)
 
     def receivers(self, home: int) -> tuple[int, ...]:
         """The other nodes to which the bytes of a node's shards go."""
         if self.xor:
-            return tuple(node for node in self.group(home) if node != home)
-        return placement.holders(home, self.N, self.m)[1:]
+            return self.group(home)[1:]
+        return placement.holders(home, self.N, self.m, self.order)[1:]
 
     def peers(self, node_rank: int) -> set[int]:
         """All nodes that send bytes to a node, or get bytes of it; and itself."""
         if self.xor:
             return set(self.group(node_rank))
         return {
-            *placement.holders(node_rank, self.N, self.m),
-            *placement.holds_for(node_rank, self.N, self.m),
+            *placement.holders(node_rank, self.N, self.m, self.order),
+            *placement.holds_for(node_rank, self.N, self.m, self.order),
         }
 
     def survives(self, failed: Iterable[int]) -> bool:
         """Whether the loss of these nodes at once leaves every shard somewhere, or what it can be made of."""
         if not self.xor:
-            return placement.survivable(self.N, self.m, failed)
+            return placement.survivable(self.N, self.m, failed, self.order)
         lost = set(failed)
-        return not any(len(lost.intersection(group)) > 1 for group in placement.groups(self.N, self.m))
-
-    def targets(self, homes: Sequence[int]) -> list[list[int]]:
-        """For each rank those to whose nodes its shard goes, in the order of sending. homes: the node rank of each.
-        Raises ValueError for homes that cannot have parity."""
-        if not self.xor:
-            return placement.targets(homes, self.N, self.m)
-        found = []
-        for rank, stripe in enumerate(parity.stripes(homes, self.N, self.m)):
-            turn = stripe.index(rank)
-            found.append([*stripe[turn + 1 :], *stripe[:turn]])
-        return found
-
-    def stranger(self, nodes: Sequence[int]) -> tuple[int, int] | None:
-        """For a training with ranks on these nodes: a node, and one where no rank can receive what that sends."""
-        if not self.xor:
-            return placement.stranger(nodes, self.N, self.m)
-        here = set(nodes)
-        return next(((home, other) for home in nodes for other in self.receivers(home) if other not in here), None)
+        return not any(len(lost.intersection(group)) > 1 for group in self.groups())

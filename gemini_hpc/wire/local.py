@@ -195,7 +195,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     shard, why memory could not serve; `notice` what the controller wants the job's users to know; `proto`
     the protocol that both speak from here on. `rejected`: what ranks have rejected, one sentence each; `fresh`: one
     of them allowed to begin anew where nothing else is left. after: the job that the chosen version was taken over
-    from; 0: this one has made it itself. xor: `replicas` is the size of a group with parity.
+    from; 0: this one has made it itself. xor: `replicas` is the size of a group with parity. group: node ranks, as
+    `placement.ring` has them.
     """
 
     job: int
@@ -215,6 +216,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     fresh: bool = False
     after: int = 0
     xor: bool = False
+    group: tuple[int, ...] = ()
 
 
 class Bequeath(OfRank, frozen=True, tag="bequeath"):

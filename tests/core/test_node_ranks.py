@@ -50,4 +50,5 @@ def test_the_hash_is_over_content_only() -> None:
     assert len(one) == 32
     assert one == map_hash({"b": 1, "a": 0}, 7, 2)
     others = [map_hash({"a": 1, "b": 0}, 7, 2), map_hash({"a": 0, "b": 1}, 8, 2), map_hash({"a": 0, "b": 1}, 7, 3)]
+    others.append(map_hash({"a": 0, "b": 1}, 7, 2, (1, 0)))
     assert one not in others

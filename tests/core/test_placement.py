@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from gemini_hpc.core import placement
 from gemini_hpc.core.placement import (
+    Order,
     beyond,
     group_of,
     groups,
@@ -56,6 +57,22 @@ def test_probability_is_what_counting_gives(N: int, m: int) -> None:
     for k in range(N + 1):
         good = sum(survivable(N, m, set(lost)) for lost in combinations(range(N), k))
         assert recovery_probability(N, m, k) == pytest.approx(good / comb(N, k), abs=1e-12)
+
+
+@given(sizes, st.data())
+def test_in_another_order_the_same_holds_under_other_names(size: tuple[int, int], data: st.DataObject) -> None:
+    N, m = size
+    order = Order(tuple(data.draw(st.permutations(range(N)))))
+    for position in range(N):
+        node = order.rank(position)
+        assert order.position(node, N) == position
+        assert holders(node, N, m, order) == tuple(map(order.rank, holders(position, N, m)))
+        assert holds_for(node, N, m, order) == tuple(map(order.rank, holds_for(position, N, m)))
+        assert group_of(node, N, m, order) == group_of(position, N, m)
+        ring = placement.ring(node, N, m, order)
+        assert (ring[:m], (ring[0], *ring[:0:-1])[:m]) == (holders(node, N, m, order), holds_for(node, N, m, order))
+        others = beyond(position, N, m, range(N))
+        assert beyond(node, N, m, range(N), order=order) == tuple(map(order.rank, others))
 
 
 @given(sizes, st.data())

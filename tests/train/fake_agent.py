@@ -184,6 +184,7 @@ class Node:
                 chosen_version=chosen.version,
                 chosen_world=job.chosen_world,
                 lost=job.lost,
+                group=placement.ring(self.rank, len(job.nodes), job.m) if job.m <= len(job.nodes) else (),
             ), [self.page_fd]
         if isinstance(m, local.Register):
             if job.refuse_register and self.rank in (job.refuse_register_on or (self.rank,)):

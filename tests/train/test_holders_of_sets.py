@@ -45,4 +45,4 @@ def test_a_set_on_whole_groups_is_protected(make_job: MakeJob) -> None:
     ],
 )
 def test_where_the_holders_are(nodes: tuple[int, ...], N: int, m: int, lacking: tuple[int, int] | None) -> None:
-    assert placement.stranger(nodes, N, m) == lacking
+    assert placement.stranger({node: placement.holders(node, N, m) for node in nodes}) == lacking

@@ -1,0 +1,181 @@
+"""Failure domains: which nodes fail together, and an order of placement that keeps them apart.
+
+GEMINI (SOSP '23, section 4) takes node failures as independent. Nodes at one switch or in one rack are not: so no two
+of them are to be in one group of m, as far as there are other nodes. A domain is a path of names, the widest first,
+such as "spine0.leaf1"; "" is not known, and a node of which nothing is known shares nothing with any other.
+
+How: the nodes, sorted by path, are dealt out to the groups in turn. The nodes of a domain are side by side in that
+list, whatever the level, so every group gets its even share of each: no order has fewer pairs. Where m does not
+divide N, the ring of m + N mod m nodes is chosen first, node by node, from the domain where that costs least; both
+costs are convex in the number of nodes, so this is least as well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from typing import Annotated
+
+import msgspec
+
+from gemini_hpc.core import placement
+from gemini_hpc.core.numbers import Count
+from gemini_hpc.core.placement import AS_RANKED, Order
+
+MAX_LEVELS, MAX_PATH = 8, 255
+MAX_SHARED, MAX_NAMED = 16, 32  # groups that are listed; nodes of each
+
+Name = Annotated[str, msgspec.Meta(max_length=MAX_PATH)]
+
+
+class Shared(msgspec.Struct, frozen=True):
+    """Nodes of one group that are in one domain."""
+
+    domain: Name
+    hosts: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_NAMED)]
+
+
+class Separation(msgspec.Struct, frozen=True):
+    """How far a job's domains are apart. known: nodes whose domain is known; shared: where a group shares one, the
+    first `MAX_SHARED`; more: how many others do."""
+
+    known: Count
+    shared: Annotated[tuple[Shared, ...], msgspec.Meta(max_length=MAX_SHARED)] = ()
+    more: Count = 0
+
+
+def arrange(domains: Sequence[str], m: int) -> Order:
+    """The order of placement for nodes of these domains, by node rank. That of the ranks where no other is better, so
+    always where nothing is known. Raises ValueError for an m that `placement.groups` refuses."""
+    N = len(domains)
+    q = len(placement.groups(N, m))
+    if m in (1, N) or not any(domains):
+        return AS_RANKED
+    left = sorted(range(N), key=lambda rank: (not domains[rank], domains[rank].split("."), rank))
+    members: list[int] = []
+    if N % m:
+        members = _ring_members(domains, m + N % m, q - 1) if q > 1 else left
+        chosen = set(members)
+        left = [rank for rank in left if rank not in chosen]
+        q -= 1
+    ranks = [rank for g in range(q) for rank in sorted(left[g::q])] + _spread(members, domains)
+    found = Order(tuple(ranks))
+    return found if _cost(found, domains, m) < _cost(AS_RANKED, domains, m) else AS_RANKED
+
+
+def fatal(domains: Sequence[str], m: int, order: Order = AS_RANKED) -> set[str]:
+    """Domains whose loss as a whole takes every holder of some shard."""
+    N = len(domains)
+    lost: set[str] = set()
+    for group in _groups(order, N, m):
+        size = len(group)
+        for start in range(size if size > m else 1):
+            held = {domains[group[(start + step) % size]] for step in range(m)}
+            if len(held) == 1:
+                lost |= held
+    return lost - {""}
+
+
+def separation(by_host: Mapping[str, str], noderanks: Mapping[str, int], m: int, order: Order) -> Separation | None:
+    """What is told of a job's placement; None where no domain is known. by_host: domains; noderanks: by host."""
+    hosts = {rank: host for host, rank in noderanks.items()}
+    domains = [by_host.get(hosts[rank], "") for rank in range(len(hosts))]
+    known = sum(map(bool, domains))
+    if not known:
+        return None
+    found: list[Shared] = []
+    count = 0
+    for group in _groups(order, len(domains), m):
+        together: dict[str, list[str]] = defaultdict(list)
+        for rank in sorted(group):
+            together[domains[rank]].append(hosts[rank])
+        for domain, names in together.items():
+            if domain and len(names) > 1 and m > 1:
+                count += 1
+                if len(found) < MAX_SHARED:
+                    found.append(Shared(domain, tuple(names[:MAX_NAMED])))
+    return Separation(known, tuple(found), count - len(found))
+
+
+def ordered(by_host: Mapping[str, str], noderanks: Mapping[str, int], m: int) -> Order:
+    """`arrange`, for nodes by name."""
+    if not by_host:
+        return AS_RANKED
+    hosts = sorted(noderanks, key=lambda host: noderanks[host])
+    return arrange([by_host.get(host, "") for host in hosts], m)
+
+
+def _groups(order: Order, N: int, m: int) -> Iterator[list[int]]:
+    """Node ranks of each group, in order."""
+    for positions in placement.groups(N, m):
+        yield [order.rank(position) for position in positions]
+
+
+def _levels(domain: str) -> list[str]:
+    """A domain and those around it, the narrowest first."""
+    parts = domain.split(".")[:MAX_LEVELS] if domain else []
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+
+
+def _ring_members(domains: Sequence[str], size: int, others: int) -> list[int]:
+    """Node ranks of the last group; `others` groups share out the rest. Each time the domain where a node more adds
+    the fewest pairs here, less those that it takes off the fullest group there; of equals, by the wider domains."""
+    own: dict[str, list[int]] = defaultdict(list)
+    alone: list[list[int]] = []
+    all_in = Counter[str]()
+    for rank, domain in enumerate(domains):
+        if domain:
+            own[domain].append(rank)
+            all_in.update(set(_levels(domain)))
+        else:
+            alone.append([rank])
+    here = Counter[str]()
+
+    def cost(domain: str) -> list[int]:
+        return [here[name] + 1 - -(-(all_in[name] - here[name]) // others) for name in _levels(domain)]
+
+    waiting = [(cost(domain), -ranks[-1], domain, ranks) for domain, ranks in own.items()]
+    waiting += [([0], -ranks[-1], "", ranks) for ranks in alone]
+    heapify(waiting)
+    members: list[int] = []
+    while len(members) < size:
+        known, last, domain, ranks = heappop(waiting)
+        now = cost(domain) if domain else known
+        if now > known:  # costs only grow
+            heappush(waiting, (now, last, domain, ranks))
+            continue
+        members.append(ranks.pop())
+        here.update(set(_levels(domain)))
+        if ranks:
+            heappush(waiting, (cost(domain), -ranks[-1], domain, ranks))
+    return members
+
+
+def _spread(members: Sequence[int], domains: Sequence[str]) -> list[int]:
+    """A ring in which the nodes of the domain that has most of them are as far apart as they can be."""
+    if not members:
+        return []
+    most, count = Counter(domains[rank] or str(rank) for rank in members).most_common(1)[0]
+    if count == 1:
+        return sorted(members)
+    inside = sorted(rank for rank in members if domains[rank] == most)
+    outside = sorted((rank for rank in members if domains[rank] != most), key=lambda rank: (domains[rank], rank))
+    placed = [
+        ((i + 0.5) / len(part), turn, rank)
+        for turn, part in enumerate((inside, outside))
+        for i, rank in enumerate(part)
+    ]
+    return [rank for _, _, rank in sorted(placed)]
+
+
+def _cost(order: Order, domains: Sequence[str], m: int) -> tuple[int, ...]:
+    """Pairs of nodes of one domain in one group; fatal domains; then such pairs for each wider level."""
+    pairs = [0] * MAX_LEVELS
+    for group in _groups(order, len(domains), m):
+        counts: dict[tuple[int, str], int] = defaultdict(int)
+        for rank in group:
+            for level, name in enumerate(_levels(domains[rank])):
+                pairs[level] += counts[level, name]
+                counts[level, name] += 1
+    return (pairs[0], len(fatal(domains, m, order)), *pairs[1:])

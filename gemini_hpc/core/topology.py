@@ -1,0 +1,107 @@
+"""Which failure domain each node is in, as a file says it: a site's own list, or what Slurm has.
+
+Three kinds of lines, also mixed; "#" begins a comment, "\\" at the end of a line goes on in the next:
+
+    n[1-32]  rack1                                 nodes, and the name or path of their domain
+    SwitchName=leaf1 Nodes=n[1-32]                 topology/tree: topology.conf, or `scontrol show topology`
+    SwitchName=spine Switches=leaf[1-8]
+    BlockName=b1 Nodes=n[1-18]                     topology/block
+
+A switch that others hang from is a wider domain: "spine.leaf1".
+"""
+
+from __future__ import annotations
+
+import re
+
+from gemini_hpc.core import hostlist
+from gemini_hpc.core.domains import MAX_LEVELS, MAX_PATH
+
+MAX_BYTES = 16 << 20  # of a file
+MAX_NODES = 1 << 20
+
+_NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{MAX_PATH}}}")
+_KEYS = ("switchname", "blockname")
+
+
+class TopologyError(ValueError):
+    """The text cannot be used; the message names the line, what was wanted and what was found."""
+
+
+def parse(text: str) -> dict[str, str]:
+    """Domains by node, in the order of the text. A node that is named twice is where it was named first. Raises
+    `TopologyError`."""
+    if len(text) > MAX_BYTES:
+        raise TopologyError(f"{len(text)} characters: wanted at most {MAX_BYTES}")
+    nodes: dict[str, str] = {}
+    above: dict[str, str] = {}
+    for number, line in _lines(text):
+        words = line.split()
+        try:
+            if "=" in words[0]:
+                _slurm(dict(_pair(word) for word in words if "=" in word), nodes, above)
+            elif len(words) == 2:
+                _put(nodes, words[0], _name(words[1]))
+            else:
+                raise ValueError(f"wanted NODES DOMAIN, or SwitchName=... Nodes=..., found {line[:80]!r}")
+        except ValueError as error:
+            raise TopologyError(f"line {number}: {error}") from None
+        if len(nodes) > MAX_NODES:
+            raise TopologyError(f"line {number}: more than {MAX_NODES} nodes")
+    paths: dict[str, str] = {}
+    return {node: paths.setdefault(name, _path(name, above)) for node, name in nodes.items()}
+
+
+def _lines(text: str) -> list[tuple[int, str]]:
+    """Without comments, those that go on in the next put together; each with its number."""
+    found: list[tuple[int, str]] = []
+    begun = ""
+    number = 0
+    for number, written in enumerate(text.splitlines(), 1):
+        line = begun + written.split("#", 1)[0].strip()
+        begun = f"{line[:-1]} " if line.endswith("\\") else ""
+        if line and not begun:
+            found.append((number, line))
+    if begun.strip():
+        found.append((number, begun.strip()))
+    return found
+
+
+def _pair(word: str) -> tuple[str, str]:
+    key, _, value = word.partition("=")
+    return key.lower(), value
+
+
+def _slurm(values: dict[str, str], nodes: dict[str, str], above: dict[str, str]) -> None:
+    key = next((key for key in _KEYS if key in values), None)
+    if key is None:
+        return  # BlockSizes=..., and whatever Slurm may add
+    name = _name(values[key])
+    if below := values.get("switches"):  # `scontrol show topology` names the nodes below again
+        for switch in _hosts(below):
+            above.setdefault(switch, name)
+    elif within := values.get("nodes"):
+        _put(nodes, within, name)
+
+
+def _put(nodes: dict[str, str], within: str, name: str) -> None:
+    for node in _hosts(within):
+        nodes.setdefault(node, name)
+
+
+def _hosts(text: str) -> list[str]:
+    return [] if text == "(null)" else hostlist.expand(text, MAX_NODES)
+
+
+def _name(text: str) -> str:
+    if not _NAME.fullmatch(text):
+        raise ValueError(f"wanted a name of letters, digits, '.', '_' and '-', found {text[:80]!r}")
+    return text
+
+
+def _path(name: str, above: dict[str, str]) -> str:
+    """With the switches that it hangs from; a circle ends it."""
+    path = [name]
+    while (wider := above.get(path[0])) is not None and wider not in path and len(path) < MAX_LEVELS:
+        path.insert(0, wider)
+    return ".".join(path)[-MAX_PATH:]
