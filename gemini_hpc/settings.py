@@ -230,6 +230,12 @@ class Settings:
         '--json), `"pyslurm"`, or `"auto"`: pyslurm where it is installed and fits Slurm\'s release, else '
         "commands. See [How Slurm is asked](#how-slurm-is-asked).",
     )
+    failure_domains: str = _setting(
+        "",
+        "File that says which nodes fail together (racks, switches), so that they do not hold copies for each other: "
+        "[failure domains](#failure-domains). Empty: Slurm's `topology.conf` in `/etc/slurm` or `/run/slurm/conf`, "
+        "where there is one. `\"none\"`: nodes side by side in the job's list hold each other's copies.",
+    )
     health_check: str = _setting(
         "",
         "Program (absolute path) that says whether a node is healthy: launchers run it as the job's owner when a "

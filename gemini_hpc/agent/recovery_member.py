@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from gemini_hpc.agent import outside_inventory, restart_state
 from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.peers.failure_domains import FailureDomains
 from gemini_hpc.agent.peers.identity import Identity
 from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
@@ -25,6 +26,7 @@ from gemini_hpc.agent.tier.salvage import Salvage
 from gemini_hpc.agent.tier.saver import Saver
 from gemini_hpc.agent.transfer.transfers import Transfers
 from gemini_hpc.core import hostlist
+from gemini_hpc.core.placement import Order
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.node import map_file
 from gemini_hpc.tier.version import Manifest
@@ -63,6 +65,9 @@ class RecoveryMember:
         self._saver, self._salvage, self._tier, self._rejections = saver, salvage, tier, rejections
         self._service, self._controller, self._log, self._spawn = service, controller, log, spawn
         self._predecessor = predecessor
+        self._domains = FailureDomains(
+            identity.settings.failure_domains, lambda problem: self.log("warning", detail=problem)
+        )
 
     @property
     def job(self) -> int:
@@ -114,6 +119,8 @@ class RecoveryMember:
         """Verify what is held (unless whoever pulls it will), and tell."""
         me, here = self._identity, self._membership
         await self._transfers.cease()
+        if here.incarnation is not None and here.incarnation.leads:
+            await self._domains.look(here.hosts)
         for shard in self._store.every():
             shard.pair.void_filling()
             if shard.parity is not None:
@@ -139,7 +146,13 @@ class RecoveryMember:
             unbroken=not me.again,
             doubt=here.doubt,
             rejected=self._rejections.all,
+            order=here.placed.ranks,
         )
+
+    @property
+    def domains(self) -> Mapping[str, str]:
+        """Failure domains by host, as far as they are known."""
+        return self._domains.by_host
 
     async def outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
         """What agents hold on nodes that the job has left."""
@@ -224,6 +237,7 @@ class RecoveryMember:
         self._rejections.learn(plan.rejected)
         self._saver.forget()
         here.noderanks, here.map_restart, here.epoch = dict(plan.noderanks), here.restart, plan.epoch
+        here.placed = Order(plan.order)
         incarnation.mesh.ports.update({h: p for h, p in plan.ports.items() if h != node})
         by_rank = {rank: host for host, rank in here.noderanks.items()}
         mine = here.noderanks.get(node)

@@ -177,6 +177,7 @@ class Sessions:
             rejected=self._rejections.sentences(m.set)[-_TOLD:],
             fresh=self._rejections.fresh(m.set),
             xor=here.redundancy.xor,
+            group=here.redundancy.group(here.noderanks[me.node]),
             after=here.incarnation.attach.after if chosen.version and chosen.epoch == INHERITED_EPOCH else 0,
         )
         return welcome, [training.page_fd()]

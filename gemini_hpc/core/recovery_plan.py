@@ -1,6 +1,7 @@
 """Inventories in, recovery plan out (docs/protocol.md, R4): what every agent computes alike after a restart.
 
-1. The previous node-rank map is the one of the latest restart that a survivor remembers; replacements fill gaps.
+1. The previous node-rank map is the one of the latest restart that a survivor remembers; replacements fill gaps. Its
+   order of placement stays while there are as many nodes; else failure domains are kept apart anew.
 2. The new epoch is above every epoch that anyone has seen.
 3. Per set, the highest stamp of which every shard has a complete copy somewhere is chosen.
 4. Every agent voids all but the stamps to keep (`SlotPair.void_except`) and acknowledges; only then training goes on.
@@ -25,9 +26,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gemini_hpc.core import node_ranks
+from gemini_hpc.core import domains, node_ranks
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.parity_plan import Made, Parities
+from gemini_hpc.core.placement import AS_RANKED, Order
 from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.core.slots import Stamp
 
@@ -36,7 +38,8 @@ from gemini_hpc.core.slots import Stamp
 class Inventory:
     """What one reachable agent has. `noderanks` is the map of the incarnation that it last belonged to, and
     `map_restart` that incarnation's restart count. `sealed` has, per set, the highest stamp that the agent knows to
-    have been sealed, in this epoch or by the plan of its recovery (`SetPlan.sealed`)."""
+    have been sealed, in this epoch or by the plan of its recovery (`SetPlan.sealed`). `order`, of placement, belongs
+    to the map (`placement.Order.ranks`)."""
 
     host: str
     noderanks: dict[str, int] | None
@@ -44,6 +47,7 @@ class Inventory:
     copies: tuple[Copy, ...]
     max_epoch: int
     sealed: tuple[tuple[str, Stamp], ...] = ()
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,7 @@ class RecoveryPlan:
     survivable: bool
     warnings: tuple[str, ...]
     latest: int = -1
+    order: Order = AS_RANKED
 
     def set_plan(self, set_name: str) -> SetPlan | None:
         return next((plan for plan in self.sets if plan.set_name == set_name), None)
@@ -135,13 +140,15 @@ def plan(
     noderanks: Mapping[str, int] | None = None,
     foreign: bool = False,
     xor: bool = False,
+    order: Order | None = None,
+    by_host: Mapping[str, str] | None = None,
 ) -> RecoveryPlan:
     """The plan for a job that now has `hosts`, in host-list order, with m replicas.
 
     nodes: how many of them are to train (all by default); the others are spares. There are then as many copies as
-    there are such nodes, at most. noderanks: those of this job, where they are decided. foreign: the inventories are
-    those of another job's agents, so a host that has a copy has it in another agent's memory, and pulls it, too.
-    xor: m nodes are a group with parity.
+    there are such nodes, at most. noderanks, order: those of this job, where they are decided. foreign: the
+    inventories are those of another job's agents, so a host that has a copy has it in another agent's memory, and
+    pulls it, too. by_host: failure domains. xor: m nodes are a group with parity.
 
     The new epoch is above all that the inventories know, and at least `min_epoch` (`first_epoch`): so it keeps apart
     from lineages that nobody reachable remembers.
@@ -151,8 +158,9 @@ def plan(
     m > len(hosts) without spares, and a host listed twice.
     """
     warnings: list[str] = []
-    order = _Order(hosts)
-    previous = _previous_map(inventories, order, warnings)
+    listed = _Order(hosts)
+    last = _last_map(inventories, listed, warnings)
+    previous, former_order = (last.noderanks, _order_of(last)) if last is not None else (None, AS_RANKED)
     if noderanks is not None:
         noderanks = dict(noderanks)
         m = min(m, len(noderanks))
@@ -162,13 +170,17 @@ def plan(
         former = None if foreign else previous  # as many of them as this job wants
         noderanks = node_ranks.assign(previous, hosts, node_ranks.count(former, len(hosts), nodes))
         m = min(m, len(noderanks))
-    redundancy = Redundancy(len(noderanks), m, xor and m > 1)
-    redundancy.receivers(0)  # a wrong m is told before anything else
-    gone = tuple(sorted((previous or {}).keys() - inventories.keys(), key=order))
-    survivable = _survivable(previous, gone, redundancy)
-    held = _held(inventories, order, warnings)
-    order_of = sorted(inventories, key=order)
-    parities = Parities(() if foreign else ((h, c) for h in order_of for c in inventories[h].copies if c.of))
+    Redundancy(len(noderanks), m).receivers(0)  # a wrong m is told before anything else
+    if order is None:
+        stands = len(previous or ()) == len(noderanks) and any(i.copies for i in inventories.values())
+        order = former_order if stands else domains.ordered(by_host or {}, noderanks, m)
+    redundancy = Redundancy(len(noderanks), m, xor and m > 1, order)
+    before = redundancy._replace(N=len(previous or ()), order=former_order)
+    gone = tuple(sorted((previous or {}).keys() - inventories.keys(), key=listed))
+    survivable = _survivable(previous, gone, before)
+    held = _held(inventories, listed, warnings)
+    by_place = sorted(inventories, key=listed)
+    parities = Parities(() if foreign else ((h, c) for h in by_place for c in inventories[h].copies if c.of))
     epoch = max(
         (
             epoch + 1
@@ -185,14 +197,15 @@ def plan(
         frozenset(gone),
         survivable,
         redundancy,
-        order,
+        before,
+        listed,
         parities,
         foreign,
     )
     sealed = _known_sealed(inventories)
     sets = tuple(_plan_set(name, held[name], sealed.get(name, set()), context, warnings) for name in sorted(held))
     latest = max((i.map_restart for i in inventories.values() if i.noderanks is not None), default=-1)
-    return RecoveryPlan(noderanks, epoch, sets, gone, survivable, tuple(warnings), latest)
+    return RecoveryPlan(noderanks, epoch, sets, gone, survivable, tuple(warnings), latest, order)
 
 
 def choose(copies: Iterable[Copy]) -> Stamp | None:
@@ -212,7 +225,8 @@ class _Context:
     gone: frozenset[str]
     survivable: bool
     redundancy: Redundancy
-    order: _Order
+    former: Redundancy
+    listed: _Order
     parities: Parities
     foreign: bool
 
@@ -230,8 +244,9 @@ class _Order:
 _Held = dict[tuple[str, int], dict[str, Copy]]  # (digest, used bytes) -> host -> its copy, in host order
 
 
-def _previous_map(inventories: Mapping[str, Inventory], order: _Order, warnings: list[str]) -> dict[str, int] | None:
-    known = [inventories[host] for host in sorted(inventories, key=order)]
+def _last_map(inventories: Mapping[str, Inventory], listed: _Order, warnings: list[str]) -> Inventory | None:
+    """One that knows the newest map."""
+    known = [inventories[host] for host in sorted(inventories, key=listed)]
     known = [inventory for inventory in known if inventory.noderanks is not None]
     if not known:
         return None
@@ -241,11 +256,20 @@ def _previous_map(inventories: Mapping[str, Inventory], order: _Order, warnings:
     newest = max(inventory.max_epoch for inventory in known)
     known = [inventory for inventory in known if inventory.max_epoch == newest]
     for inventory in known[1:]:
-        if inventory.noderanks != known[0].noderanks:
+        if (inventory.noderanks, inventory.order) != (known[0].noderanks, known[0].order):
             warnings.append(
                 f"node-rank maps of restart {latest} differ: using that of {known[0].host}, not of {inventory.host}"
             )
-    return known[0].noderanks
+    return known[0]
+
+
+def _order_of(last: Inventory) -> Order:
+    """Of its map; that of the ranks where what an agent says of it cannot be."""
+    try:
+        order = Order(last.order)
+    except ValueError:
+        return AS_RANKED
+    return order if len(order.ranks) == len(last.noderanks or ()) else AS_RANKED
 
 
 def _survivable(previous: dict[str, int] | None, gone: tuple[str, ...], redundancy: Redundancy) -> bool:
@@ -255,7 +279,7 @@ def _survivable(previous: dict[str, int] | None, gone: tuple[str, ...], redundan
     lost = {previous[host] for host in gone}
     if redundancy.m > N or any(not 0 <= rank < N for rank in lost):
         return not gone
-    return redundancy._replace(N=N).survives(lost)
+    return redundancy.survives(lost)
 
 
 def _known_sealed(inventories: Mapping[str, Inventory]) -> dict[str, set[Stamp]]:
@@ -267,11 +291,11 @@ def _known_sealed(inventories: Mapping[str, Inventory]) -> dict[str, set[Stamp]]
 
 
 def _held(
-    inventories: Mapping[str, Inventory], order: _Order, warnings: list[str]
+    inventories: Mapping[str, Inventory], listed: _Order, warnings: list[str]
 ) -> dict[str, dict[tuple[Stamp, int], dict[int, _Held]]]:
     """set -> (stamp, world) -> rank -> contents -> host -> its copy. More than one content is a disagreement."""
     held: dict[str, dict[tuple[Stamp, int], dict[int, _Held]]] = {}
-    for host in sorted(inventories, key=order):
+    for host in sorted(inventories, key=listed):
         for copy in inventories[host].copies:
             if not 0 <= copy.rank < copy.world or copy.home < 0:
                 warnings.append(
@@ -369,7 +393,7 @@ def _trusted(name: str, found: _Held, context: _Context, warnings: list[str]) ->
             not _proven(keepers),
             -len(keepers),
             all(context.previous.get(host) != copy.home for host, copy in keepers.items()),
-            context.order(next(iter(keepers))),
+            context.listed(next(iter(keepers))),
         ),
     )
     best = ranked[0]
@@ -421,10 +445,10 @@ def _reason(rank: int, newest: Stamp, home: int | None, others: set[Stamp], cont
         text += f", only of {', '.join(map(str, sorted(others)))}"
     N = len(context.previous)
     if home is None or not 0 <= home < N or context.redundancy.m > N:
-        return text + (f"; gone: {', '.join(sorted(context.gone, key=context.order))}" if context.gone else "")
+        return text + (f"; gone: {', '.join(sorted(context.gone, key=context.listed))}" if context.gone else "")
     by_rank = {rank: host for host, rank in context.previous.items()}
-    of = context.redundancy._replace(N=N)
-    keepers = [by_rank.get(holder, f"node rank {holder}") for holder in (home, *of.receivers(home))]
+    former = (home, *context.former.receivers(home))
+    keepers = [by_rank.get(holder, f"node rank {holder}") for holder in former]
     states = (
         f"{host} ({'gone' if host in context.gone else 'reachable' if host in context.reachable else 'unknown'})"
         for host in keepers

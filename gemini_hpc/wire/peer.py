@@ -13,6 +13,7 @@ import msgspec
 from gemini_hpc.core import recovery_plan
 from gemini_hpc.core.copy import Copy
 from gemini_hpc.core.culprits import Cause
+from gemini_hpc.core.domains import Separation
 from gemini_hpc.core.numbers import (
     MAX_RANKS,
     Attempt,
@@ -30,6 +31,7 @@ from gemini_hpc.core.numbers import (
     TierInterval,
     Version,
 )
+from gemini_hpc.core.placement import Order
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.standstill import Host, Standing
 from gemini_hpc.wire.message import Message
@@ -123,7 +125,7 @@ class Collect(Message, frozen=True, tag="collect"):
 class InventoryRecord(msgspec.Struct, frozen=True):
     """What one agent holds. unreadable: versions on the tier (set and stamp) that turned out damaged; unbroken: it is
     no successor of one that died, so it would know what has been sealed; doubt: as in the plan that it took last;
-    rejected: versions that ranks have found bad."""
+    rejected: versions that ranks have found bad. order: of placement, in that map (`placement.Order`)."""
 
     host: str
     noderanks: dict[str, Count] | None
@@ -137,6 +139,7 @@ class InventoryRecord(msgspec.Struct, frozen=True):
     unbroken: bool = False
     doubt: bool = False
     rejected: tuple[Rejection, ...] = ()
+    order: tuple[Count, ...] = ()
 
 
 class InventoryUp(Message, frozen=True, tag="inventory"):
@@ -220,7 +223,8 @@ class PlanDown(Message, frozen=True, tag="plan"):
     the tier has; no launch is served by such a plan. tier: what the program has chosen, where the submission has
     not. doubt: the tier may have something newer, so whoever plans next has to look there. counted: by host, the
     instances whose inventories it was made of; an agent that was started since does not take it. rejected: versions
-    that nobody is to choose any more. heritage: where the job takes over what another one has left."""
+    that nobody is to choose any more. heritage: where the job takes over what another one has left. order: of
+    placement (`placement.Order`); domains: what it could not keep apart, None where no failure domain is known."""
 
     round: Round
     step: str
@@ -236,6 +240,12 @@ class PlanDown(Message, frozen=True, tag="plan"):
     counted: dict[str, str] = msgspec.field(default_factory=dict)
     rejected: tuple[Rejection, ...] = ()
     heritage: Heritage | None = None
+    order: tuple[Count, ...] = ()
+    domains: Separation | None = None
+
+    def __post_init__(self) -> None:
+        if self.order and len(Order(self.order).ranks) != len(self.noderanks):
+            raise ValueError(f"an order of {len(self.order)} node ranks for {len(self.noderanks)} nodes")
 
 
 class Taken(Message, frozen=True, tag="taken"):

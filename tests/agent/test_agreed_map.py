@@ -26,6 +26,7 @@ class Host:
     def __init__(self, name: str, restart: int = 0) -> None:
         self.name, self.sent, self.lived, self.restart = name, list[tuple[str, Message]](), 0, restart
         self.chosen = Tier()
+        self.domains: dict[str, str] = {}
         self.older: peer.InventoryRecord | None = None
         self.known: tuple[Rejection, ...] = ()
         self.tier, self.sees, self.looks, self.unbroken, self.doubt = True, False, list[bool](), True, False

@@ -13,6 +13,7 @@ import xxhash
 from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.replicas.outlines import Outlines
 from gemini_hpc.agent.replicas.store import Shard
+from gemini_hpc.core.placement import AS_RANKED
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.shard_manifest import Manifest, Row
@@ -32,7 +33,7 @@ KEY = xxhash.xxh3_128(DIRECTORY).hexdigest()
 class Here:
     """Node n1 of a job of four with two replicas, in epoch 3."""
 
-    noderanks, nodes, replicas, round, epoch = HOSTS, 4, 2, 5, 3
+    noderanks, nodes, replicas, round, epoch, order = HOSTS, 4, 2, 5, 3, AS_RANKED
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, Message]] = []

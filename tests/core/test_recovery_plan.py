@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from gemini_hpc.core.copy import Copy
-from gemini_hpc.core.placement import holders, survivable
+from gemini_hpc.core.placement import AS_RANKED, Order, holders, survivable
 from gemini_hpc.core.recovery_plan import Inventory, SetPlan, choose, first_epoch, inherited, plan
 from gemini_hpc.core.slots import Stamp
 
@@ -22,7 +22,11 @@ def copy(rank: int, stamp: Stamp = FIVE, *, world: int = 4, digest: str = "", na
 
 
 def job(
-    N: int = 4, m: int = 2, stamps: tuple[Stamp, ...] = (FIVE,), sealed: Stamp | None = FIVE
+    N: int = 4,
+    m: int = 2,
+    stamps: tuple[Stamp, ...] = (FIVE,),
+    sealed: Stamp | None = FIVE,
+    order: Order = AS_RANKED,
 ) -> dict[str, Inventory]:
     """One rank per node, all copies in place."""
     noderanks = {f"n{node}": node for node in range(N)}
@@ -31,9 +35,10 @@ def job(
             host,
             noderanks,
             0,
-            tuple(copy(r, s, world=N) for r in range(N) if node in holders(r, N, m) for s in stamps),
+            tuple(copy(r, s, world=N) for r in range(N) if node in holders(r, N, m, order) for s in stamps),
             0,
             () if sealed is None else (("", sealed),),
+            order.ranks,
         )
         for host, node in noderanks.items()
     }
@@ -299,3 +304,90 @@ def test_another_job_does_not_say_how_many_nodes_train() -> None:
 
 def test_what_is_inherited_is_below_all_that_a_job_makes() -> None:
     assert inherited(Stamp(900, 7)) == Stamp(0, 7) < Stamp(first_epoch(0), 1)
+
+
+# ---- failure domains --------------------------------------------------------------------------------------
+
+RACKS = {"n0": "rack0", "n1": "rack0", "n2": "rack1", "n3": "rack1"}
+APART = Order((0, 2, 1, 3))
+
+
+def test_a_first_plan_keeps_racks_apart_and_leaves_ranks_alone() -> None:
+    made = plan({host: Inventory(host, None, -1, (), -1) for host in HOSTS}, HOSTS, 2, by_host=RACKS)
+    assert made.noderanks == {host: node for node, host in enumerate(HOSTS)}
+    assert made.order == APART
+    assert plan({host: Inventory(host, None, -1, (), -1) for host in HOSTS}, HOSTS, 2).order is AS_RANKED
+
+
+@pytest.mark.parametrize("known", [RACKS, {}, {**RACKS, "new": "rack1"}], ids=["of old", "no more", "of all"])
+def test_a_rack_is_lost_and_its_replacements_take_its_places(known: dict[str, str]) -> None:
+    inventories = job(order=APART)
+    del inventories["n2"], inventories["n3"]
+    made = plan(inventories, ["n0", "n1", "new", "newer"], 2, by_host=known)
+    assert (made.order, made.survivable) == (APART, True)
+    assert made.noderanks == {"n0": 0, "n1": 1, "new": 2, "newer": 3}
+    found = made.set_plan("")
+    assert found is not None and found.chosen == FIVE
+    assert {(pull.dest_host, pull.shard.rank, pull.sources) for pull in found.pulls} == {
+        ("new", 0, ("n0",)),
+        ("new", 2, ("n0",)),
+        ("newer", 1, ("n1",)),
+        ("newer", 3, ("n1",)),
+    }
+
+
+def test_a_job_that_has_begun_without_domains_goes_on_so() -> None:
+    assert plan(job(), HOSTS, 2, by_host=RACKS).order is AS_RANKED
+
+
+def test_with_fewer_nodes_racks_are_kept_apart_anew() -> None:
+    inventories = job(order=APART)
+    del inventories["n3"]
+    made = plan(inventories, ["n0", "n1", "n2"], 2, by_host=RACKS)
+    found = made.set_plan("")
+    assert made.order is AS_RANKED and found is not None and found.chosen == FIVE
+
+
+def test_who_lost_two_nodes_of_a_group_is_told_who_its_holders_were() -> None:
+    inventories = job(order=APART)
+    del inventories["n0"], inventories["n2"]
+    n1 = inventories["n1"]
+    inventories["n1"] = replace(n1, copies=(*n1.copies, copy(0, Stamp(0, 4))))
+    made = plan(inventories, ["n1", "n3", "x", "y"], 2, by_host=RACKS)
+    found = made.set_plan("")
+    assert found is not None and not made.survivable and found.outcome == "lost"
+    assert "its holders were n0 (gone), n2 (gone)" in found.lost[0].reason
+
+
+@pytest.mark.parametrize("order", [(0, 0, 1, 2), (0, 1), (5, 0, 1, 2), (0, 1, 2, 3, 4)])
+def test_an_order_that_cannot_be_counts_as_none(order: tuple[int, ...]) -> None:
+    inventories = {host: replace(inventory, order=order) for host, inventory in job().items()}
+    assert plan(inventories, HOSTS, 2, by_host=RACKS).order is AS_RANKED
+
+
+@given(
+    st.integers(2, 9).flatmap(
+        lambda N: st.tuples(
+            st.permutations(range(N)), st.integers(2, min(3, N)), st.sets(st.integers(0, N - 1)), st.just(N)
+        )
+    )
+)
+def test_in_any_order_what_is_survivable_is_found(case: tuple[list[int], int, set[int], int]) -> None:
+    ranks, m, failed, N = case
+    order = Order(tuple(ranks))
+    inventories = {host: i for host, i in job(N, m, order=order).items() if int(host[1:]) not in failed}
+    hosts = [*inventories, *(f"r{k}" for k in failed)]
+    made = plan(inventories, hosts, m)
+    if not inventories:
+        return
+    found = made.set_plan("")
+    assert found is not None and made.survivable == survivable(N, m, failed, order)
+    assert (found.outcome == "chosen") == made.survivable
+    assert made.order == (order if len(hosts) == N else made.order)
+    if made.survivable:
+        held = {host: {c.rank for c in i.copies} for host, i in inventories.items()}
+        for pull in found.pulls:
+            assert pull.dest_host.startswith("r"), "survivors have what they are to have"
+            held.setdefault(pull.dest_host, set()).add(pull.shard.rank)
+        by_rank = {rank: host for host, rank in made.noderanks.items()}
+        assert all(rank in held[by_rank[h]] for rank in range(N) for h in holders(rank, N, m, order))

@@ -23,7 +23,6 @@ import time
 import msgspec
 import xxhash
 
-from gemini_hpc.core import placement
 from gemini_hpc.wire import local, version
 from gemini_hpc.wire.control_page import ControlPage
 from gemini_hpc.wire.traffic import Operation, TimelineState, TrafficState
@@ -165,8 +164,8 @@ def main() -> int:
     if expect != states[0]:
         say("MIXED", version, found="chain")
         return 5
-    n, m = welcome.nodes, welcome.replicas
-    held = [Slots(agent, r, world, r, size) for r in placement.holds_for(welcome.node_rank, n, m)]
+    ring = welcome.group  # those that keep this node's shards come next, those whose shards it keeps at the end
+    held = [Slots(agent, r, world, r, size) for r in (ring[0], *ring[:0:-1])[: welcome.replicas]]
     late, seen = False, (0, 0)
     chosen, patience = (welcome.chosen_epoch, version), time.monotonic() + 10
     while page.sealed < chosen and time.monotonic() < patience:

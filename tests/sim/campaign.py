@@ -40,10 +40,16 @@ class Campaign:
         rng = self.rng = random.Random(seed ^ 0x5EED)
         size, spares = (rng.randint(3, 6), 4) if live else (rng.randint(2, 5), rng.randint(0, 2))
         settings = self.settings = Settings(
-            cluster_name="sim", memory_floor_bytes=0, attach_timeout_s=5.0, retention_s=120.0
+            cluster_name="sim",
+            memory_floor_bytes=0,
+            attach_timeout_s=5.0,
+            retention_s=120.0,
+            failure_domains="/domains" if seed % 2 else "none",
         )
         nodes = [Node(self.world, f"n{i}", settings) for i in range(1, size + spares + 1)]
         self.nodes = {node.name: node for node in nodes}
+        racks = random.Random(seed ^ 0xD0)
+        self.world.domains = {f"n{i}": f"rack{racks.randrange(3)}" for i in range(1, 16)}
         replicas = min(size, rng.choice((2, 3, 3, 4) if xor else (1, 2, 2, 2, 3)))
         within = rng.randint(1, 2) if spared else 0
         nodes += [Node(self.world, f"n{len(nodes) + i}", settings) for i in range(1, within + 1)]
@@ -267,7 +273,10 @@ class Campaign:
         """Whether of each shard a holder is left, or a node that knows all of it but the tensors."""
         n, m, nodes = self.job.size, min(self.job.replicas, self.job.size), self.job.launches[-1].places
         gone = {nodes[name] for name in lost if name in nodes}
-        knowing = ({*placement.holders(h, n, m), *placement.beyond(h, n, m, range(n))} for h in range(n))
+        order = next((a.membership.order for a in self._agents() if a.membership.nodes == n), placement.AS_RANKED)
+        knowing = (
+            {*placement.holders(h, n, m, order), *placement.beyond(h, n, m, range(n), order=order)} for h in range(n)
+        )
         return all(known - gone for known in knowing)
 
     def _pause(self) -> None:

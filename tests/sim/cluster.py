@@ -136,7 +136,9 @@ class Node:
 
     def __init__(self, cluster: Cluster, name: str, instance: int) -> None:
         self.cluster, self.node, self.instance = cluster, name, str(instance)
-        self.identity = Identity(Settings(), JOB, 0, name, "/run/gemini-hpc/7", instance > 0, self.instance, port=1)
+        self.identity = Identity(
+            Settings(failure_domains="none"), JOB, 0, name, "/run/gemini-hpc/7", instance > 0, self.instance, port=1
+        )
         self.membership = Membership()
         self.store = _Store()
         self.state = Disk(cluster, name)
@@ -193,6 +195,10 @@ class SimulatedMember(RecoveryMember):
 
     node: Node
 
+    @property
+    def domains(self) -> dict[str, str]:
+        return self.node.cluster.domains
+
     async def outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
         return ()
 
@@ -239,6 +245,8 @@ class Cluster:
         self.hosts = tuple(f"n{i}" for i in range(size))
         self.edges: list[Edge] = [(self.hosts[(i - 1) // FANOUT], self.hosts[i]) for i in range(1, size)]
         self.encoded = seed % 8 == 0
+        racks = random.Random(seed ^ 0xD0)  # in every other run it is known who fails together
+        self.domains = {host: f"rack{racks.randrange(3)}" for host in self.hosts} if racks.random() < 0.5 else {}
         self.story: list[tuple[str, object]] = []
         self.events: dict[str, int] = {}
         self.disks: dict[str, bytes] = {}
@@ -474,7 +482,7 @@ class Cluster:
         for node in self.nodes.values():
             mine = node.membership.noderanks[node.node]
             for rank in range(n):
-                if n > 1 and mine in placement.holders(rank, n, m):
+                if n > 1 and mine in placement.holders(rank, n, m, node.membership.order):
                     copy = Copy("default", rank, n, rank, 64, 64, Stamp(node.membership.epoch, version), "0" * 32)
                     node.store.held = [c for c in node.store.held if c.rank != rank] + [copy]
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gemini_hpc.core import hostlist
-from gemini_hpc.core.redundancy import Redundancy
+from gemini_hpc.core import hostlist, placement
 from gemini_hpc.wire import local
 
 from .kernel import Process
@@ -252,8 +251,14 @@ class Job:
         homes = next(iter(launch.ranks.values())).barrier.homes
         nodes = {node.name: node for node in self.nodes}
         names = {homes[r.rank]: nodes[r.process.host] for r in launch.ranks.values() if r.rank in homes}
-        here = Redundancy(self.size, min(self.replicas, self.size), self.xor and self.replicas > 1)
-        return {home: tuple(names[h] for h in (home, *here.receivers(home)) if h in names) for home in names}
+        count = self.size if self.xor else min(self.replicas, self.size)
+        groups = {homes[r.rank]: r.group for r in launch.ranks.values() if r.rank in homes}
+        return {
+            home: tuple(
+                names[h] for h in groups[home][:count] or placement.holders(home, self.size, count) if h in names
+            )
+            for home in names
+        }
 
     def _nothing_lost(self, launch: Launch, version: int) -> None:
         """No sealed version is lost while a holder of each shard lives; then at most one step is repeated."""

@@ -42,6 +42,7 @@ class Job:
         self.tier = Tier(self.world, f"{self.place}/tier")
         self.tier.install()
         given = {"cluster_name": "sim", "memory_floor_bytes": 0, "attach_timeout_s": 5.0, "agent_restarts": 1000}
+        given |= {"failure_domains": "none"}
         self.settings = Settings(**{**given, **settings})  # type: ignore[arg-type]
         self.replicas, self.interval_s = replicas, interval_s
         self.nodes: dict[str, Node] = {}

@@ -19,7 +19,6 @@ import xxhash
 from gemini_hpc.client.seal_wait import SealGate
 from gemini_hpc.core import parity
 from gemini_hpc.core.ranges import between
-from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.format import commit_record
 from gemini_hpc.wire import local
 from gemini_hpc.wire.control_page import ControlPage
@@ -131,7 +130,8 @@ class Rank:
         self._stamps: dict[tuple[int, int], tuple[int, int, int, str]] = {}
         self._chosen = (0, 0)
         self._channels: dict[int, Packets] = {}
-        self._here, self._node_rank = Redundancy(1, 1), 0
+        self._m, self._node_rank, self._xor = 0, 0, False
+        self.group: tuple[int, ...] = ()
         self._gate: SealGate | None = None
         self._crowded = self._still = False
         self._captured = 0  # the version that its tensors are, 0: they are being changed
@@ -220,8 +220,8 @@ class Rank:
             return None
         self._agent, self._page = agent, ControlPage(fds[0], writable=False)
         os.close(fds[0])
-        self.epoch, self._here = reply.epoch, Redundancy(reply.nodes, reply.replicas, reply.xor)
-        self._node_rank = reply.node_rank
+        self.epoch, self._m, self._xor = reply.epoch, reply.replicas, reply.xor
+        self._node_rank, self.group = reply.node_rank, reply.group
         self._chosen = reply.chosen_epoch, reply.chosen_version
         self._gate = SealGate(
             lambda: self._page,
@@ -252,7 +252,7 @@ class Rank:
         self._lineage = (*self._lineage, (self.epoch, version))
         self.watch("resumed", self, version)
         assert self._agent is not None
-        kept = [home for home in range(self._here.N) if self._node_rank in self._here.holders(home)]
+        kept = self.group[:1] if self._xor else (self.group[0], *self.group[:0:-1])[: self._m]
         wanted = [rank for rank, home in sorted(self.barrier.homes.items()) if home in kept]
         for register in [*(partial(self._register, rank) for rank in wanted), self._register_parity]:
             if not register():
@@ -344,9 +344,13 @@ class Rank:
             self._maps[rank] = [mmap.mmap(fd, reply.bytes) for fd in fds]
         return isinstance(reply, local.Slots)
 
+    @property
+    def _receivers(self) -> tuple[int, ...]:
+        return self.group[1:] if self._xor else self.group[1 : self._m]
+
     def _register_parity(self) -> bool:
         """True also where none is wanted."""
-        if not self._here.xor:
+        if not self._xor:
             return True
         assert self._agent is not None
         try:
@@ -356,7 +360,7 @@ class Rank:
         return isinstance(reply, local.Slots)
 
     def _parity(self, passed: int = 0) -> local.Register:
-        others = self._here.receivers(self._node_rank)
+        others = self._receivers
         of = tuple((rank, home) for rank, home in sorted(self.barrier.homes.items()) if home in others)
         size = parity.block_bytes(self._bytes, len(of) + 1)
         return local.Register(SET, self.rank, self.size, self._node_rank, size, of=of, passed=passed)
@@ -417,7 +421,7 @@ class Rank:
             self.watch("sketched", self, version)
         while self._held_back:
             self.world.clock.sleep(0.01)
-        taken = [self._push(holder, version, payload, digest) for holder in self._here.receivers(self._node_rank)]
+        taken = [self._push(holder, version, payload, digest) for holder in self._receivers]
         if not all(taken):  # were it complete here, nobody could ever abandon it
             agent.ask(local.Abort(SET, self.rank, version, reply.slot))
             return False
@@ -492,7 +496,7 @@ class Rank:
                     [fd],
                 )
 
-        if self._here.xor:
+        if self._xor:
             agent.ask(self._parity(passed=self.version + 1))
 
     def _content(self, rank: int, index: int, fd: int) -> tuple[int, int, int, str]:

@@ -94,6 +94,7 @@ class Site:
             fence_budget_nodes=budget,
             fence_budget_user_nodes=user_budget,
             auto_resume_s=auto_resume_s,
+            failure_domains="none",
         )
         self.hosts = [self.world.network.add(name) for name in names]
         self.nodes = {f"n{i}": Node(self.world, f"n{i}", self.settings) for i in range(1, nodes + 1)}

@@ -20,6 +20,7 @@ import msgspec
 from gemini_hpc import clock
 from gemini_hpc.agent import daemon as agent_module
 from gemini_hpc.agent import rescue, restart_state
+from gemini_hpc.agent.peers import failure_domains
 from gemini_hpc.agent.replicas import memory
 from gemini_hpc.agent.transfer import push_sender, threads
 from gemini_hpc.client import seal_wait
@@ -52,6 +53,7 @@ class World:
         self.uids: dict[str, int] = {}  # of processes, by name; else the owner's
         self.owners: dict[int, int] = {}  # of jobs that are not that owner's
         self.free_bytes: dict[str, int] = {}
+        self.domains: dict[str, str] = {}  # what the site's file says of nodes
         self.munged: set[str] = set()  # hosts on which it does not answer
         self.full: set[str] = set()  # hosts on which jobs' directories have no room
         self.packets: dict[int, Packets] = {}
@@ -441,6 +443,7 @@ def install(made: World) -> None:
     push_sender.socket = packets
     rescue.socket = SimpleNamespace(**{**vars(packets), "send_fds": _send_fds})  # type: ignore[assignment]
     memory.meminfo = _meminfo
+    failure_domains.read = lambda setting: dict(world().domains)  # type: ignore[assignment]
     seal_wait._POLL_S = 0.002  # a look costs as much as a message here
     made.put = restart_state.StateFile._put
     restart_state.StateFile._put = _put  # type: ignore[method-assign, assignment]

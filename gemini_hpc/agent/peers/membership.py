@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gemini_hpc.agent.peers.incarnation import Incarnation
+from gemini_hpc.core.placement import AS_RANKED, Order
 from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.message import Message
@@ -11,14 +12,15 @@ from gemini_hpc.wire.message import Message
 class Membership:
     """Data alone; the agent changes the incarnation, `recovery_member` what a plan decides, and everybody reads.
 
-    noderanks, epoch: of the plan that this agent took last, in the incarnation map_restart; doubt: that plan was made
-    without a look at the tier. heritage: what the job has taken over from its predecessor, if that was looked for
-    since this agent was started. detached: the job does not run here now.
+    noderanks, placed, epoch: of the plan that this agent took last, in the incarnation map_restart; doubt: that plan
+    was made without a look at the tier. heritage: what the job has taken over from its predecessor, if that was
+    looked for since this agent was started. detached: the job does not run here now.
     """
 
     def __init__(self) -> None:
         self.incarnation: Incarnation | None = None
         self.noderanks: dict[str, int] = {}
+        self.placed = AS_RANKED
         self.map_restart = -1
         self.epoch = 0
         self.doubt = False
@@ -50,7 +52,7 @@ class Membership:
     def redundancy(self) -> Redundancy:
         """How shards survive a loss of nodes."""
         xor = self.incarnation is not None and self.incarnation.attach.xor and self.replicas > 1
-        return Redundancy(self.nodes, self.replicas, xor)
+        return Redundancy(self.nodes, self.replicas, xor, self.order)
 
     @property
     def nodes(self) -> int:
@@ -61,6 +63,11 @@ class Membership:
         if self.map_restart == incarnation.restart and self.noderanks:
             return len(self.noderanks)
         return min(len(incarnation.hosts), incarnation.view.wanted)
+
+    @property
+    def order(self) -> Order:
+        """Of placement, for so many `nodes`."""
+        return self.placed if len(self.placed.ranks) == self.nodes else AS_RANKED
 
     @property
     def round(self) -> int:

@@ -15,14 +15,14 @@ Nothing here reads a clock.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
 import msgspec
 
 from gemini_hpc.agent.peers import round_plan
-from gemini_hpc.core import node_ranks, recovery_plan
+from gemini_hpc.core import domains, node_ranks, recovery_plan
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.votes import FANOUT, children, parent
 from gemini_hpc.tier.errors import TierFailed
@@ -76,6 +76,10 @@ class Host(Protocol):
 
     async def inventory(self) -> peer.InventoryRecord:
         """Verify what is held, and tell."""
+
+    @property
+    def domains(self) -> Mapping[str, str]:
+        """Failure domains by host, as far as they are known; looked up before the coordinator's inventory."""
 
     async def outside(self, former: tuple[str, ...]) -> tuple[peer.InventoryRecord, ...]:
         """What agents hold on nodes that the job has left."""
@@ -483,6 +487,7 @@ class RecoveryRounds:
             nodes=host.wanted,
             noderanks=plan.noderanks if ours else None,
             xor=host.xor,
+            by_host=host.domains,
         )
         if unseen and not any(s.chosen for s in plan.sets):  # who went on without starts from nothing
             plan = msgspec.structs.replace(plan, unseen=unseen)
@@ -527,6 +532,7 @@ class RecoveryRounds:
             min_epoch=recovery_plan.first_epoch(self._host.restart),
             nodes=self._host.wanted,
             xor=self._host.xor,
+            by_host=self._host.domains,
         )
         for warning in plan.warnings:
             self._host.log("warning", detail=warning)
@@ -543,13 +549,17 @@ class RecoveryRounds:
             step=self.step,
             epoch=plan.epoch,
             noderanks=plan.noderanks,
-            map_hash=node_ranks.map_hash(plan.noderanks, self._host.job, self._host.restart),
+            map_hash=node_ranks.map_hash(plan.noderanks, self._host.job, self._host.restart, plan.order.ranks),
             ports={r.host: r.port for r in records},
             sets=tuple(sets),
             pulls=pulls,
             tier=self._host.chosen,
             counted={r.host: r.instance for r in records if r.host in self.hosts},
             rejected=rejected,
+            order=plan.order.ranks,
+            domains=domains.separation(
+                self._host.domains, plan.noderanks, min(self._host.replicas, len(plan.noderanks)), plan.order
+            ),
         )
         # what agents of an older incarnation have is not the newest where those of the last are all gone
         # nor is what stands before a rejected version, of which the tier may have more

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gemini_hpc.core import node_ranks, recovery_plan
+from gemini_hpc.core import domains, node_ranks, recovery_plan
 from gemini_hpc.core.copy import Copy
+from gemini_hpc.core.placement import Order
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.tier.version import Manifest
 from gemini_hpc.wire import peer
@@ -77,6 +78,7 @@ def inventory(record: peer.InventoryRecord, rejected: tuple[Rejection, ...]) -> 
         copies=tuple(c for c in record.copies if good(c.set, c.stamp)),
         max_epoch=record.max_epoch,
         sealed=tuple((name, stamp) for name, stamp in record.sealed if good(name, stamp)),
+        order=record.order,
     )
 
 
@@ -128,9 +130,11 @@ def take_over(
     nodes: int,
     noderanks: Mapping[str, int] | None,
     xor: bool,
+    by_host: Mapping[str, str],
 ) -> peer.PlanDown:
     """The plan of a job that has nothing of its own, with what its predecessor has left. noderanks: this job's, where
-    earlier rounds have decided them; else a node of both jobs keeps its rank.
+    earlier rounds have decided them, and the plan has the order; else a node of both jobs keeps its rank. by_host:
+    failure domains.
 
     Each holder pulls its copies from the predecessor's agents, the one on its own node first. Nothing counts as
     sealed before all holders have theirs.
@@ -141,12 +145,25 @@ def take_over(
         found = inventory(record, record.rejected)
         copies = tuple(c for c in found.copies if not unwanted(c.set, c.stamp, rejected, ()))
         sealed = tuple((name, s) for name, s in found.sealed if not unwanted(name, s, rejected, ()))
-        good.append(recovery_plan.Inventory(found.host, found.noderanks, found.map_restart, copies, 0, sealed))
+        good.append(
+            recovery_plan.Inventory(found.host, found.noderanks, found.map_restart, copies, 0, sealed, found.order)
+        )
     made = recovery_plan.plan(
-        {i.host: i for i in good}, hosts, m, nodes=nodes, noderanks=noderanks or None, foreign=True, xor=xor
+        {i.host: i for i in good},
+        hosts,
+        m,
+        nodes=nodes,
+        noderanks=noderanks or None,
+        foreign=True,
+        xor=xor,
+        order=Order(plan.order) if noderanks else None,
+        by_host=by_host,
     )
     sets, pulls = planned(made, left.records)
-    theirs = from_tier(msgspec.structs.replace(plan, noderanks=made.noderanks, sets=sets, pulls=pulls), left.stored)
+    ranks = made.order.ranks
+    theirs = from_tier(
+        msgspec.structs.replace(plan, noderanks=made.noderanks, order=ranks, sets=sets, pulls=pulls), left.stored
+    )
     stamps = {s.name: s.chosen for s in theirs.sets if s.chosen is not None}
     why = "; ".join(filter(None, (left.why, *(f"{s.name}: {x}" for s in theirs.sets for x in s.lost[:1]))))
     heritage = peer.Heritage(left.job, {r.host: r.port for r in left.records}, stamps, why[:300])
@@ -158,7 +175,9 @@ def take_over(
     return msgspec.structs.replace(
         plan,
         noderanks=made.noderanks,
-        map_hash=node_ranks.map_hash(made.noderanks, job, restart),
+        order=ranks,
+        domains=domains.separation(by_host, made.noderanks, min(m, len(made.noderanks)), made.order),
+        map_hash=node_ranks.map_hash(made.noderanks, job, restart, ranks),
         sets=tuple((own | taken).values()),
         pulls=tuple(
             msgspec.structs.replace(order, copy=_renamed(order.copy), sources=_also(order, holders))

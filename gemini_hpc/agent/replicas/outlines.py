@@ -88,8 +88,12 @@ class Outlines:
             return []
         by_rank = {rank: host for host, rank in here.noderanks.items()}
         chosen = [
-            *placement.beyond(mine, here.nodes, here.replicas, nodes),
-            *(rank for rank in placement.holders(mine % here.nodes, here.nodes, here.replicas)[1:] if rank in nodes),
+            *placement.beyond(mine, here.nodes, here.replicas, nodes, order=here.order),
+            *(
+                rank
+                for rank in placement.holders(mine % here.nodes, here.nodes, here.replicas, here.order)[1:]
+                if rank in nodes
+            ),
         ]
         return [by_rank[rank] for rank in chosen if rank in by_rank]
 
@@ -204,7 +208,7 @@ class Outlines:
 
     def _holders(self, kept: Kept) -> tuple[int, ...]:
         here = self._membership
-        return placement.holders(kept.outline.home % here.nodes, here.nodes, here.replicas)
+        return placement.holders(kept.outline.home % here.nodes, here.nodes, here.replicas, here.order)
 
     def ranks(self, name: str) -> tuple[int, ...]:
         """Of whose shards there is an outline of this epoch, and is to be no copy."""

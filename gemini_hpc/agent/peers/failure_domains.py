@@ -1,0 +1,58 @@
+"""Failure domains of a job's nodes, as the coordinator of a recovery round knows them: from the site's file, or from
+Slurm's own topology.conf. What is not known is not kept apart, and no round waits long for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Mapping
+
+from gemini_hpc.core import topology
+from gemini_hpc.core.topology import TopologyError
+
+# Where slurmd finds it: beside slurm.conf as it is packaged, and where slurmctld sends it (`enable_configless`).
+SLURMS = ("/etc/slurm/topology.conf", "/run/slurm/conf/topology.conf")
+NONE = "none"
+LOOK_S = 2.0  # the prologs of all nodes wait, and a file system may be away
+
+
+class FailureDomains:
+    """setting: `Settings.failure_domains`; warn: told, in one sentence and once, why a file cannot be used."""
+
+    def __init__(self, setting: str, warn: Callable[[str], None]) -> None:
+        self._setting, self._warn = setting, warn
+        self._said = ""
+        self.by_host: Mapping[str, str] = {}
+
+    async def look(self, hosts: Iterable[str]) -> None:
+        """Read the file anew, for these hosts."""
+        if self._setting == NONE:
+            return
+        self.by_host, problem = {}, ""
+        try:
+            async with asyncio.timeout(LOOK_S):
+                found = await asyncio.to_thread(read, self._setting)
+            self.by_host = {host: found[host] for host in hosts if host in found}
+        except TopologyError as error:
+            problem = str(error)
+        except TimeoutError:
+            problem = f"{self._setting or SLURMS[0]} could not be read within {LOOK_S:g} s"
+        except OSError as error:
+            problem = f"{error.filename}: {error.strerror}"
+        if problem not in ("", self._said):
+            self._said = problem
+            self._warn(f"failure domains are not known: {problem}")
+
+
+def read(setting: str) -> dict[str, str]:
+    """Domains by node; empty where the setting names no file and Slurm has none. Raises `TopologyError` and
+    `OSError`."""
+    path = setting or next(filter(os.path.exists, SLURMS), "")
+    if not path:
+        return {}
+    with open(path, encoding="utf-8", errors="replace") as file:
+        text = file.read(topology.MAX_BYTES + 1)
+    try:
+        return topology.parse(text)
+    except TopologyError as error:
+        raise TopologyError(f"{path}: {error}") from None
