@@ -96,6 +96,7 @@ class Picture:
         incarnation = here.incarnation
         mesh = incarnation.mesh if incarnation is not None else None
         stage = incarnation.rounds.stage if incarnation is not None else "idle"
+        plan = incarnation.rounds.plan if incarnation is not None else None
         trouble = incarnation.rounds.trouble if incarnation is not None and not here.detached else ""
         unwritten = f"the agent cannot write its recovery state: {self._state.problem}" if self._state.problem else ""
         kept = here.detached and budget.taken_bytes > 0
@@ -131,4 +132,5 @@ class Picture:
             after=incarnation.attach.after if incarnation is not None else 0,
             taken=tuple(sorted(here.heritage.stamps.items())) if here.heritage is not None else (),
             not_taken=here.heritage.lost if here.heritage is not None else "",
+            domains=plan.domains if plan is not None else None,
         )

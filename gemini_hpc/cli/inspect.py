@@ -169,6 +169,8 @@ def render(d: Document, width: int = columns.USUAL) -> str:
         lines += columns.fold(f"{lemon['host']} did harm before, {times} lately: {what}", width, "    ", "")
     if d.get("spares"):
         lines += columns.fold(_spares(d["spares"]), width, "    ", "")
+    if d.get("domains"):
+        lines += columns.fold(_domains(d["domains"]), width, "    ", "")
     if d.get("after"):
         lines += columns.fold(_after(d["after"]), width, "    ", "")
     for s in d["trainings"]:
@@ -183,6 +185,20 @@ def _spares(s: Document) -> str:
     idle = f": {', '.join(s['idle'])}" if s["idle"] else ""
     without = f"; the job goes on without {', '.join(s['without'])}" if s["without"] else ""
     return f"spares {len(s['idle'])} of {s['wanted']}{idle}{without}"
+
+
+def _domains(d: Document) -> str:
+    said = [f"{_and(s['hosts'])} share {s['domain']}" for s in d["shared"][:MAX_NAMES_SHOWN]]
+    more = len(d["shared"]) - len(said) + d["more"]
+    said += [f"and {more} more group{'s' * (more > 1)}"] if more else []
+    return f"failure domains: {'; '.join(said) or 'no group has two nodes of one'} (known of {d['known']} nodes)"
+
+
+def _and(names: list[str]) -> str:
+    shown = names[:MAX_NAMES_SHOWN] + (
+        [f"{len(names) - MAX_NAMES_SHOWN} more"] if len(names) > MAX_NAMES_SHOWN else []
+    )
+    return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else "".join(shown)
 
 
 def _after(a: Document) -> str:

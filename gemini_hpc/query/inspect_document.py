@@ -6,6 +6,7 @@ bytes, a version is [epoch, version] or null:
   schema, job, asked ("controller" or "agents"), t, state, replicas, epoch, restart, kept_until (or null)
   slurm       {state, nodes, restarts, reason, requeue, user, partition, note, ...}: strings, as Slurm has them
   spares      null, or {wanted, idle: [host], without: [host]}
+  domains     null, or {known, shared: [{domain, hosts: [host]}], more}: groups that share a failure domain
   after       null, or {job, took_over: [{name, version}], lost}: from which job it goes on
   lemons      [{host, count, last, what: [word]}]: nodes of the job that did harm before
   nodes       [{node_rank, host, group, state, agent, address, interface, port, memory_bytes, memory_cap_bytes,
@@ -85,6 +86,7 @@ def picture(
         "slurm": dict(slurm),
         "spares": _spares(leader),
         "after": _after(leader),
+        "domains": _domains(leader),
         "lemons": [
             {"host": row.host, "count": row.count, "last": row.last, "what": list(row.what)} for row in lemons
         ],
@@ -127,6 +129,14 @@ def _after(leader: InspectPart | None) -> Document | None:
         return None
     taken = [{"name": name, "version": list(stamp)} for name, stamp in leader.taken[:MAX_SETS]]
     return {"job": leader.after, "took_over": taken, "lost": leader.not_taken[:500]}
+
+
+def _domains(leader: InspectPart | None) -> Document | None:
+    """None where no failure domain is known."""
+    if leader is None or leader.domains is None:
+        return None
+    shared = [{"domain": s.domain, "hosts": list(s.hosts)} for s in leader.domains.shared]
+    return {"known": leader.domains.known, "shared": shared, "more": leader.domains.more}
 
 
 def _shown(parts: Sequence[InspectPart]) -> list[str]:

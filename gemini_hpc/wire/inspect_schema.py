@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from gemini_hpc.core.domains import Separation
 from gemini_hpc.core.numbers import Bytes, Count, Epoch, Job, Port, Restart, Round, SetName, Time, Version
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire.message import Message
@@ -118,7 +119,8 @@ class InspectPart(Message, frozen=True, tag="inspect"):
     kept_until: Unix time at which a detached agent frees what it holds, 0.0: it does not. spares: that the job was
     submitted with; without: nodes that it has lost and goes on without. after: the job from which this one goes on;
     taken: the versions of it that were taken over, by set, under its own stamps; not_taken: why they are not all.
-    xor: `replicas` is the size of a group with parity."""
+    xor: `replicas` is the size of a group with parity. domains: which groups of nodes share a failure domain; None
+    where none is known."""
 
     host: str
     job: Job
@@ -151,6 +153,7 @@ class InspectPart(Message, frozen=True, tag="inspect"):
     taken: tuple[tuple[SetName, Stamp], ...] = ()
     not_taken: str = ""
     xor: bool = False
+    domains: Separation | None = None
 
 
 class JobAsk(Message, frozen=True, tag="job?"):

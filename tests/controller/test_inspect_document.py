@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from gemini_hpc.cli.inspect import render
 from gemini_hpc.controller.event_log import MAX_LOG_BYTES, EventLogs, tame
 from gemini_hpc.controller.journal import Journal
+from gemini_hpc.core.domains import Separation, Shared
 from gemini_hpc.core.placement import holders, recovery_probability
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.survival import survival
@@ -352,3 +353,18 @@ def test_from_which_job_it_goes_on() -> None:
     parts = [msgspec.structs.replace(part("n1", []), after=6, not_taken="nobody keeps anything")]
     said = render(picture(7, parts, [], {}, (), "controller", NOW))
     assert "goes on from job 6: nobody keeps anything" in said
+
+
+def test_groups_that_share_a_failure_domain_are_named() -> None:
+    assert picture(7, [part("n1", [])], [], {}, (), "controller", NOW)["domains"] is None
+
+    def said(found: Separation) -> str:
+        document = picture(7, [msgspec.structs.replace(part("n1", []), domains=found)], [], {}, (), "agents", NOW)
+        assert document["domains"]["known"] == found.known
+        return next(line for line in render(document, 300).splitlines() if line.startswith("failure domains"))
+
+    assert said(Separation(4)) == "failure domains: no group has two nodes of one (known of 4 nodes)"
+    shared = Separation(4, (Shared("rack1", ("n3", "n4")), Shared("rack2", ("n5", "n6", "n7"))))
+    assert said(shared) == "failure domains: n3 and n4 share rack1; n5, n6 and n7 share rack2 (known of 4 nodes)"
+    many = Separation(99, tuple(Shared(f"r{k}", ("a", "b")) for k in range(16)), 5)
+    assert "; and 13 more groups (" in said(many)
