@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from gemini_hpc.cli.plot import add_plot, plans
 from gemini_hpc.wire.sanitize import tame
 
 if TYPE_CHECKING:
+    from gemini_hpc.forecast.domain_loss import DomainLoss
     from gemini_hpc.forecast.protection import Protection, Wish
     from gemini_hpc.forecast.rate import Rate
 
@@ -32,8 +34,8 @@ def register(subparsers: _Subparsers) -> None:
         description="Say, for a number of copies and for one more, whether they fit into memory, how often a version "
         "is complete and what that costs, which losses of nodes it survives, what a failure costs, and how often the "
         "persistent tier should have a version. Computes only: needs no Slurm, but for --history sacct.",
-        epilog="Nodes are taken to fail by themselves, not by racks. How: docs/reproduction.md. Exit status: 0; 1 "
-        "where the copies asked for do not fit; 2 for a wrong command line.",
+        epilog="Nodes are taken to fail by themselves; with --topology also by racks. How: docs/reproduction.md. "
+        "Exit status: 0; 1 where the copies asked for do not fit; 2 for a wrong command line.",
     )
     parser.add_argument("--nodes", type=count(1, 200_000), required=True, metavar="N", help="of the job")
     parser.add_argument("--state", type=size, required=True, metavar="SIZE", help="of all ranks, such as 1.2TB")
@@ -73,6 +75,12 @@ def register(subparsers: _Subparsers) -> None:
         metavar="N",
         help="also parity (--gemini-redundancy=xor:N) over groups of N nodes; 0: none (default: 4)",
     )
+    parser.add_argument(
+        "--topology",
+        metavar="FILE",
+        help="which nodes fail together, as in the setting failure_domains or topology.conf: is the loss of a whole "
+        "domain survived? The job is on the first N nodes that it names",
+    )
     add_plot(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document (schema 1)")
     parser.set_defaults(func=run)
@@ -80,6 +88,7 @@ def register(subparsers: _Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The exit status."""
+    from gemini_hpc.forecast.domain_loss import domain_loss
     from gemini_hpc.forecast.protection import Wish, protection
     from gemini_hpc.forecast.schemes import Training
     from gemini_hpc.settings import Settings
@@ -101,17 +110,38 @@ def run(args: argparse.Namespace) -> int:
         ]
         if 2 <= args.group <= args.nodes:
             found.append(protection(wish, args.group, xor=True))
+        of = _domains(args)
+        racks = [domain_loss(of, one.replicas, xor=one.redundancy == "xor") for one in found] if of else []
         if args.plot:
             plans(args.plot, wish, found)
     except (UserError, ValueError) as error:
         print(f"gemini-hpc plan: {tame(str(error))}", file=sys.stderr)
         return 2
     if args.json:
-        documents = [_document(one) for one in found]
+        lost = [asdict(one) for one in racks]
+        documents = [_document(one) | {"domain_loss": lost[k] if lost else None} for k, one in enumerate(found)]
         print(json.dumps({"schema": SCHEMA, "failures": asdict(failures), "plans": documents}))
     else:
-        print(table(wish, found, failures))
+        print(table(wish, found, failures, racks))
     return 0 if found[0].fits else 1
+
+
+def _domains(args: argparse.Namespace) -> list[str]:
+    """Of the job's nodes; empty where no file is named. Raises ValueError for a file that cannot be used."""
+    from gemini_hpc.core import topology
+
+    if args.topology is None:
+        return []
+    try:
+        with open(args.topology, encoding="utf-8", errors="replace") as file:
+            found = topology.parse(file.read(topology.MAX_BYTES + 1))
+    except OSError as error:
+        raise ValueError(f"{args.topology}: {error.strerror}") from None
+    except topology.TopologyError as error:
+        raise ValueError(f"{args.topology}: {error}") from None
+    if len(found) < args.nodes:
+        raise ValueError(f"{args.topology} names {len(found)} nodes, the job has {args.nodes}")
+    return list(found.values())[: args.nodes]
 
 
 def _document(one: Protection) -> dict[str, Any]:
@@ -127,8 +157,8 @@ def long(s: float) -> str:
     return f"{s / 60:.0f} min"
 
 
-def table(wish: Wish, plans: list[Protection], failures: Rate) -> str:
-    """For a terminal: a line a fact, a column a number of copies."""
+def table(wish: Wish, plans: list[Protection], failures: Rate, racks: Sequence[DomainLoss] = ()) -> str:
+    """For a terminal: a line a fact, a column a number of copies. racks: of each, what is known of domains."""
     from gemini_hpc.report.columns import fold, width
     from gemini_hpc.report.traffic_text import seconds, size
 
@@ -160,6 +190,8 @@ def table(wish: Wish, plans: list[Protection], failures: Rate) -> str:
             (f"{k} node{'s' * (k > 1)} lost at once: survived", [percent(p.survival[k]) for p in plans])
             for k in plans[0].survival
         ),
+        *([("a whole domain lost: survived", [percent(r.survived) for r in racks])] if racks else []),
+        *([('with failure_domains = "none"', [percent(r.as_listed) for r in racks])] if racks else []),
         ("work lost with a failure", [seconds(p.lost_s) for p in plans]),
         ("back at work, by requeue", [seconds(p.down_s[0]) for p in plans]),
         ("back at work, with a spare", [seconds(p.down_s[1]) for p in plans]),

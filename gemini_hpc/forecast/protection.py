@@ -1,7 +1,7 @@
 """What protection a training of a given size can have: memory, time on the network, survival, the tier's interval.
 
-Failures of nodes come by themselves, each node's at the same rate; nodes that fail together for one reason (a rack, a
-switch) are not in it.
+Failures of nodes come by themselves, each node's at the same rate; for nodes that fail together for one reason (a
+rack, a switch) see `forecast.domain_loss`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +44,43 @@ def test_two_nodes_have_no_third_copy(capsys: pytest.CaptureFixture[str]) -> Non
     assert len(json.loads(capsys.readouterr().out)["plans"]) == 1
     assert main([*JOB, "--group", "0", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["plans"]) == 2
+
+
+def test_whole_racks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    racks = tmp_path / "topology.conf"
+    racks.write_text("".join(f"SwitchName=r{k} Nodes=n[{8 * k}-{8 * k + 7}]\n" for k in range(9)))
+    assert main([*JOB, "--topology", str(racks)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    (known,) = [line for line in lines if line.startswith("a whole domain lost")]
+    assert known.split()[-4:] == ["100.0", "%", "100.0", "%"]
+    (unknown,) = [line for line in lines if line.startswith("with failure_domains")]
+    assert unknown.split()[-4:] == ["0.0", "%", "0.0", "%"]
+    assert main([*JOB, "--topology", str(racks), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["plans"]
+    assert found[0]["domain_loss"] == {"domains": 8, "survived": 1.0, "as_listed": 0.0}
+    assert main([*JOB, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["domain_loss"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "No such file or directory"),
+        ("n[1-64] rack\x1b", "line 1: wanted a name of letters"),
+        ("n[1-63] rack", "names 63 nodes, the job has 64"),
+        ("", "names 0 nodes"),
+    ],
+)
+def test_a_topology_that_cannot_be_used_is_one_line(
+    text: str | None, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    racks = tmp_path / "racks"
+    if text is not None:
+        racks.write_text(text)
+    assert main([*JOB, "--topology", str(racks)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("gemini-hpc plan: ") and why in line
 
 
 @pytest.mark.parametrize(
