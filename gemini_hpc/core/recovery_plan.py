@@ -172,7 +172,9 @@ def plan(
         m = min(m, len(noderanks))
     Redundancy(len(noderanks), m).receivers(0)  # a wrong m is told before anything else
     if order is None:
-        stands = len(previous or ()) == len(noderanks) and any(i.copies for i in inventories.values())
+        moved = foreign and bool(by_host)  # copies change hands anyway
+        copies = any(i.copies for i in inventories.values())
+        stands = copies and not moved and len(previous or ()) == len(noderanks)
         order = former_order if stands else domains.ordered(by_host or {}, noderanks, m)
     redundancy = Redundancy(len(noderanks), m, xor and m > 1, order)
     before = redundancy._replace(N=len(previous or ()), order=former_order)

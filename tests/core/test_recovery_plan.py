@@ -340,6 +340,12 @@ def test_a_job_that_has_begun_without_domains_goes_on_so() -> None:
     assert plan(job(), HOSTS, 2, by_host=RACKS).order is AS_RANKED
 
 
+def test_who_takes_over_from_another_job_keeps_racks_apart() -> None:
+    assert plan(job(), HOSTS, 2, foreign=True, by_host=RACKS).order == APART
+    assert plan(job(order=APART), HOSTS, 2, foreign=True).order == APART
+    assert plan(job(), HOSTS, 2, foreign=True, order=APART).order == APART
+
+
 def test_with_fewer_nodes_racks_are_kept_apart_anew() -> None:
     inventories = job(order=APART)
     del inventories["n3"]

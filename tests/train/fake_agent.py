@@ -184,7 +184,7 @@ class Node:
                 chosen_version=chosen.version,
                 chosen_world=job.chosen_world,
                 lost=job.lost,
-                group=placement.ring(self.rank, len(job.nodes), job.m) if job.m <= len(job.nodes) else (),
+                group=placement.ring(self.rank, len(job.nodes), job.m, job.order) if job.m <= len(job.nodes) else (),
             ), [self.page_fd]
         if isinstance(m, local.Register):
             if job.refuse_register and self.rank in (job.refuse_register_on or (self.rank,)):
@@ -302,6 +302,7 @@ class FakeJob:
     def __init__(self, directory: Path, nodes: int, m: int) -> None:
         self.lock = threading.RLock()
         self.m, self.epoch, self.restart = m, 1, 0
+        self.order = placement.AS_RANKED
         self.chosen: Stamp | None = None
         self.chosen_world = 0
         self.sealed: Stamp | None = None
@@ -343,7 +344,7 @@ class FakeJob:
         if not pairs or len(pairs) != pairs[0].world * self.m:
             return
         for held in pairs:
-            wanted = placement.holders(held.home, len(self.nodes), self.m)
+            wanted = placement.holders(held.home, len(self.nodes), self.m, self.order)
             assert all(held.rank in self.nodes[h].held for h in wanted), "a shard is not where placement wants it"
         common = frozenset.intersection(*(held.pair.complete_stamps() for held in pairs))
         common = frozenset(s for s in common if s.version <= self.seal_until)
