@@ -44,10 +44,15 @@ class FailureDomains:
             self._warn(f"failure domains are not known: {problem}")
 
 
+def path_of(setting: str) -> str:
+    """The file that the setting means; "" where Slurm has none."""
+    return setting or next(filter(os.path.exists, SLURMS), "")
+
+
 def read(setting: str) -> dict[str, str]:
     """Domains by node; empty where the setting names no file and Slurm has none. Raises `TopologyError` and
     `OSError`."""
-    path = setting or next(filter(os.path.exists, SLURMS), "")
+    path = path_of(setting)
     if not path:
         return {}
     with open(path, encoding="utf-8", errors="replace") as file:
