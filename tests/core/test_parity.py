@@ -65,7 +65,7 @@ def test_a_rank_has_nothing_in_its_own_parity() -> None:
 def test_the_stripes_of_a_job(N: int, ranks: int, data: st.DataObject) -> None:
     n = data.draw(st.integers(1, N))
     homes = data.draw(st.permutations([node for node in range(N) for _ in range(ranks)]))
-    found = parity.stripes(homes, N, n)
+    found = parity.stripes(homes, placement.groups(N, n))
     for rank, stripe in enumerate(found):
         group = placement.groups(N, n)[placement.group_of(homes[rank], N, n)]
         assert rank in stripe and sorted(homes[r] for r in stripe) == group
@@ -74,7 +74,7 @@ def test_the_stripes_of_a_job(N: int, ranks: int, data: st.DataObject) -> None:
 
 def test_nodes_of_a_group_with_unequal_numbers_of_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="node rank 1 has 1, node rank 0 has 2"):
-        parity.stripes([0, 0, 1], 2, 2)
+        parity.stripes([0, 0, 1], [[0, 1]])
 
 
 @given(st.integers(2, 9), st.data())
@@ -85,9 +85,9 @@ def test_one_node_of_each_group_may_be_lost(N: int, data: st.DataObject) -> None
     assert here.survives(lost) == all(len(group & lost) < 2 for group in groups)
     for node in range(N):
         assert here.holders(node) == (node,) and {node, *here.receivers(node)} == groups[node] == here.peers(node)
-    assert here.stranger(range(N)) is None
-    homes = list(range(N))
-    assert all(set(there) == set(here.receivers(rank)) for rank, there in enumerate(here.targets(homes)))
+    order = placement.Order(tuple(data.draw(st.permutations(range(N)))))
+    there = parity.targets(range(N), (here._replace(order=order).group(node) for node in range(N)))
+    assert all(set(found) == set(here._replace(order=order).receivers(rank)) for rank, found in enumerate(there))
 
 
 @given(st.integers(2, 9), st.data())
@@ -104,4 +104,3 @@ def test_with_whole_copies_it_is_the_placement() -> None:
     here = Redundancy(5, 2)
     assert (here.pairs, here.holders(4), here.receivers(4)) == (2, (4, 2), (2,))
     assert here.peers(3) == {2, 3, 4} and here.survives([0, 2]) and not here.survives([0, 1])
-    assert here.targets(range(5)) == placement.targets(range(5), 5, 2) and here.stranger([0, 1]) is None

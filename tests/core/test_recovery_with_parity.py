@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from gemini_hpc.core import parity
+from gemini_hpc.core import parity, placement
 from gemini_hpc.core.copy import Copy, Member
 from gemini_hpc.core.recovery_plan import Inventory, SetPlan, plan
 from gemini_hpc.core.redundancy import Redundancy
@@ -28,7 +28,7 @@ def shard(rank: int, stamp: Stamp, N: int, digest: str = "") -> Copy:
 
 
 def parity_of(rank: int, stamp: Stamp, N: int, n: int) -> Copy:
-    stripe = parity.stripes(range(N), N, n)[rank]
+    stripe = parity.stripes(range(N), placement.groups(N, n))[rank]
     of = tuple(
         Member(s.rank, s.home, s.bytes, s.used, s.digest) for r in stripe if r != rank for s in [shard(r, stamp, N)]
     )

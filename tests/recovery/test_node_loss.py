@@ -71,6 +71,16 @@ def test_whole_group_lost(lite: Lite) -> None:
     assert hosts[2] in reasons and hosts[3] in reasons, reasons
 
 
+def test_two_nodes_of_a_group_of_three(lite: Lite) -> None:
+    """Three copies: the third node has everything."""
+    job = lite(nodes=3, replicas=3)
+    job.reach(8)
+    for node in job.hosts()[1:]:
+        job.cluster.power_off(node)
+    job.finish()
+    assert job.resumed(1) >= 8 and job.repeated(1) in (0, 1), job.story()
+
+
 def test_cut_before_the_first_seal(lite: Lite) -> None:
     job = lite(steps=30, pause_s=2.0)
     job.reach(0, "resumed")

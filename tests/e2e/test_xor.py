@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from test_tier import saved
 from training import Training
+from waiting import until
+
+from gemini_hpc.devcluster.cluster import Cluster
 
 Train = Callable[..., Training]
 Reference = Callable[[str], Training]
 NODES = 6
 CUT_AT = 15
+
+
+@pytest.fixture
+def tier(cluster: Cluster) -> Path:
+    path = cluster.home("alice") / "tier"
+    path.mkdir(exist_ok=True)
+    path.chmod(0o777)
+    return path
 
 
 @pytest.mark.parametrize(("parallel", "victim"), [("fsdp2", 1), ("ddp", 2)])
@@ -38,3 +52,24 @@ def test_nodes_of_four_are_cut_one_after_the_other(train: Train) -> None:
     job.finish()
     job.assert_same_as(wanted)
     assert job.repeated() <= 2 and job.output().count("resumed at version") == 2, job.output()
+
+
+def test_two_nodes_of_a_group_are_cut(train: Train, reference: Reference, tier: Path) -> None:
+    """Memory cannot serve that: `inspect` has said so before, and the job comes back from the tier."""
+    wanted = reference("fsdp2")
+    options = (f"--gemini-tier={tier}", "--gemini-tier-interval=1")
+    job = train("both", "--gemini-redundancy=xor:3", *options, parallel="fsdp2")
+    job.reach(8)
+    until(lambda: saved(tier, job) and saved(tier, job)[0].version >= 8, 60, what="a version on the tier")
+    asked = job.cluster.run(["gemini-hpc", "inspect", "--json", str(job.id)], user="alice")
+    found = json.loads(asked.stdout)
+    hosts = job.hosts()
+    survival = found["trainings"][0]["survival"]
+    assert (found["redundancy"], found["replicas"]) == ("xor", 3)
+    assert [row["probability"] for row in survival["survives"][:2]] == [1.0, 0.0], survival
+    assert sorted(hosts[:2]) in survival["fatal"], survival
+    for host in hosts[1:]:
+        job.cluster.power_off(host)
+    job.finish()
+    job.assert_same_as(wanted)
+    assert "from the tier" in job.output(), job.output()
