@@ -39,10 +39,11 @@ def digest(data: bytes) -> str:
 
 
 class Rank:
-    """Training rank k on the node with node rank k."""
+    """Training rank k on the node with node rank k + shift, in the same order."""
 
-    def __init__(self, job: RealJob, rank: int, step: str) -> None:
-        self.rank, self.node = rank, job.nodes[rank]
+    def __init__(self, job: RealJob, rank: int, step: str, shift: int = 0) -> None:
+        self.rank, self.home, self.shift = rank, (rank + shift) % 3, shift
+        self.node = job.nodes[self.home]
         self.caller = Caller(Path(self.node.path))
         greeting = local.hello(set="default", rank=rank, world=3, local_rank=0, step=step, pid=os.getpid())
         welcome, fds = self.caller.ask_fds(greeting)
@@ -53,7 +54,7 @@ class Rank:
         self.channels: dict[int, socket.socket] = {}
 
     def register(self) -> None:
-        slots, own = self.caller.ask_fds(local.Register("default", self.rank, 3, self.rank, SIZE))
+        slots, own = self.caller.ask_fds(local.Register("default", self.rank, 3, self.home, SIZE))
         assert isinstance(slots, local.Slots), slots
         self.maps = [mmap.mmap(fd, SIZE) for fd in own]
         for fd in own:
@@ -62,9 +63,9 @@ class Rank:
         assert isinstance(kept, local.Slots) and not none, kept
 
     def wish(self, passed: int = 0) -> local.Register:
-        of = tuple((other, other) for other in STRIPE if other != self.rank)
+        of = tuple((other, (other + self.shift) % 3) for other in STRIPE if other != self.rank)
         size = parity.block_bytes(SIZE, 3)
-        return local.Register("default", self.rank, 3, self.rank, size, of=of, passed=passed)
+        return local.Register("default", self.rank, 3, self.home, size, of=of, passed=passed)
 
     def begin(self, version: int) -> int:
         begun = self.caller.ask(local.Begin("default", self.rank, version))
@@ -104,7 +105,7 @@ class Rank:
 
     def save(self, version: int) -> None:
         slot = self.begin(version)
-        assert sum(self.send(holder, version) for holder in STRIPE if holder != self.rank) == USED[self.rank]
+        assert sum(self.send(holder, version) for holder in STRIPE if holder != self.home) == USED[self.rank]
         self.land(version, slot)
 
     def fetch(self, rank: int) -> bytes:
@@ -131,12 +132,12 @@ class Site:
         self.ranks: list[Rank] = []
         self.launch()
 
-    def launch(self) -> None:
+    def launch(self, shift: int = 0) -> None:
         for rank in self.ranks:
             rank.close()
         step = STEP if not self.launches else f"77.{self.launches}"
         self.launches += 1
-        self.ranks = [Rank(self.job, k, step) for k in STRIPE]
+        self.ranks = [Rank(self.job, k, step, shift) for k in STRIPE]
 
     def seal(self) -> None:
         self.version += 1
@@ -213,6 +214,17 @@ def test_a_second_node_may_go_as_soon_as_the_first_has_come_back(site: Site) -> 
     site.launch()
     for rank in site.ranks:
         assert rank.welcome.chosen_version == 2 and [rank.fetch(k) for k in STRIPE] == [payload(k, 2) for k in STRIPE]
+
+
+def test_ranks_that_are_on_other_nodes_than_before(site: Site) -> None:
+    """What each agent still has of the parity beside another rank's shard is not taken for the new one."""
+    site.seal()
+    site.launch(shift=1)
+    for rank in site.ranks:
+        assert rank.welcome.chosen_version == 1 and rank.fetch(rank.rank) == payload(rank.rank, 1)
+        rank.register()
+    site.seal()
+    site.seal()
 
 
 def test_two_nodes_are_too_many_and_each_shard_is_named(site: Site) -> None:

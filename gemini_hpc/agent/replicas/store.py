@@ -232,10 +232,11 @@ class Store:
     def _like(self, shard: Shard) -> dict[Key, Shard]:
         return self.shards if shard.parity is None else self.parities
 
-    def parity_of(self, set_name: str, rank: int) -> Shard | None:
-        """The parity here, as now registered, that this rank's shard is in."""
-        found = (p for p in self.parities.values() if p.set == set_name)
-        return next((p for p in found if p.parity is not None and rank in p.parity.homes), None)
+    def parity_of(self, set_name: str, rank: int, round_number: int) -> Shard | None:
+        """The parity here that this rank's shard is in, as registered in this round; else one that was in another,
+        when ranks may have been on other nodes."""
+        found = [p for p in self.parities.values() if p.set == set_name and p.parity and rank in p.parity.homes]
+        return max(found, key=lambda p: p.registered_round == round_number, default=None)
 
     def drop(self, shard: Shard) -> None:
         """Free a shard that nobody has registered: a copy that came to nothing."""

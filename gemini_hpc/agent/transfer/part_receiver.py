@@ -52,13 +52,16 @@ class PartReceiver:
         self._membership, self._sets, self._store = membership, sets, store
         self._filling, self._log = filling, log
 
+    def _parity_of(self, ask: peer.PushAsk) -> Shard | None:
+        return self._store.parity_of(ask.set, ask.rank, self._membership.round)
+
     def expects(self, ask: peer.PushAsk) -> bool:
         """Whether the shard is in a parity here."""
-        return self._store.parity_of(ask.set, ask.rank) is not None
+        return self._parity_of(ask) is not None
 
     def refusal(self, ask: peer.PushAsk, host: str) -> str:
         """Why nothing is taken from there now; "": it is."""
-        shard, here = self._store.parity_of(ask.set, ask.rank), self._membership
+        shard, here = self._parity_of(ask), self._membership
         if shard is None or shard.parity is None or shard.registered_round != here.round:
             return f"no parity of the shard of rank {ask.rank} is registered here"
         home = shard.parity.homes[ask.rank]
@@ -95,7 +98,7 @@ class PartReceiver:
         """Where this version's bytes go, or why they are not taken."""
         deadline = clock.monotonic() + SEAL_WAIT_S
         while True:
-            training, shard = self._sets.get(ask.set), self._store.parity_of(ask.set, ask.rank)
+            training, shard = self._sets.get(ask.set), self._parity_of(ask)
             if training is None or shard is None or shard.parity is None:
                 return "the parity has been freed"
             if reason := self.refusal(ask, host):
