@@ -41,6 +41,7 @@ FAMILIES = {
     "busy": "busy",
     "tier": "tier",
     "place": "place",
+    "xor": "parity",
 }
 
 

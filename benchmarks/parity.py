@@ -1,0 +1,103 @@
+"""What parity costs an agent's processors: folding bytes in as they come, and taking them out again; no network."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from threading import Event
+
+import numpy as np
+import xxhash
+
+from benchmarks.bench import Options
+from benchmarks.rows import Row, median_row
+from gemini_hpc.agent.replicas.memory import Memfd
+from gemini_hpc.agent.replicas.parity import Fold
+from gemini_hpc.agent.transfer import making
+from gemini_hpc.core import parity
+from gemini_hpc.core.copy import Copy, Member
+from gemini_hpc.core.slots import Stamp
+
+SHARD, MEMBERS = 256 << 20, 4
+_PIECE = 1 << 20
+_STAMP = Stamp(1, 1)
+
+
+def measure(options: Options) -> list[Row]:
+    """All rows of the family: shards of 256 MiB, groups of four."""
+    options.progress.say("xor", f"{MEMBERS} shards of {SHARD >> 20} MiB")
+    stripe = tuple(range(MEMBERS))
+    data = {rank: _memory(rank) for rank in stripe}
+    used = dict.fromkeys(stripe, SHARD)
+    ratios, encoded, decoded = [], [], []
+    for _ in range(options.count(5)):
+        ours, raw = _encode(stripe, used, data)
+        ratios.append(raw / ours)
+        moved = (MEMBERS - 1) * parity.block_bytes(SHARD, MEMBERS)
+        encoded.append(moved / ours / 1e9)
+        decoded.append(SHARD / _decode(stripe, used, data) / 1e9)
+    for memory in data.values():
+        memory.close()
+    what = "folding three members' bytes into parity, in pieces of 1 MiB: speed against NumPy's xor of the same bytes"
+    return [
+        Row("xor.encode_ratio", what, "x", statistics.median(ratios), tuple(ratios), limit=0.7, at_least=True),
+        median_row("xor.encode_gbps", "the same: bytes folded in", "GB/s", encoded),
+        median_row("xor.decode_gbps", "a lost shard made again of what is here, digest included", "GB/s", decoded),
+    ]
+
+
+def _memory(rank: int) -> Memfd:
+    memory = Memfd(f"gemini:bench:{rank}", SHARD)
+    with memory.view() as view:
+        np.frombuffer(view, np.uint64)[:] = np.random.default_rng(rank).integers(0, 1 << 63, SHARD // 8, np.uint64)
+    return memory
+
+
+def _encode(stripe: tuple[int, ...], used: dict[int, int], data: dict[int, Memfd]) -> tuple[float, float]:
+    """Seconds, ours and NumPy's, one right after the other."""
+    size = parity.block_bytes(SHARD, MEMBERS)
+    folds = parity.encoding(stripe, 0, used)
+    with memoryview(bytearray(size)) as into:
+        target = Fold(_STAMP, 0, into, {1: 1})
+        began = time.perf_counter()
+        for one in folds:
+            with data[one.rank].view() as view:
+                for at in range(one.start, one.end, _PIECE):
+                    with view[at : min(one.end, at + _PIECE)] as piece:
+                        target.add(at - one.start, piece)
+        ours = time.perf_counter() - began
+    plain = np.zeros(size, np.uint8)
+    began = time.perf_counter()
+    for one in folds:
+        with data[one.rank].view() as view:
+            part = np.frombuffer(view, np.uint8)[one.start : one.end]
+            np.bitwise_xor(plain[: len(part)], part, out=plain[: len(part)])
+            del part
+    return ours, time.perf_counter() - began
+
+
+def _decode(stripe: tuple[int, ...], used: dict[int, int], data: dict[int, Memfd]) -> float:
+    """Seconds to make shard 0 again, with everything in memory."""
+    shards = {rank: Copy("", rank, MEMBERS, rank, SHARD, SHARD, _STAMP, _digest(data[rank])) for rank in stripe}
+    made, parts = [], []
+    for rank in stripe[1:]:
+        size = parity.block_bytes(SHARD, MEMBERS)
+        memory = Memfd("gemini:bench:parity", size)
+        others = [r for r in stripe if r != rank]
+        of = tuple(Member(r, r, SHARD, SHARD, shards[r].digest) for r in others)
+        beside = Copy("", rank, MEMBERS, rank, size, size, _STAMP, "", of=of)
+        making.make(beside, memory, [(data[r], shards[r]) for r in others], Event())
+        made.append(memory)
+        parts += [(memory, beside), (data[rank], shards[rank])]
+    target = Memfd("gemini:bench:made", SHARD)
+    began = time.perf_counter()
+    making.make(shards[0], target, parts, Event())
+    took = time.perf_counter() - began
+    for memory in (*made, target):
+        memory.close()
+    return took
+
+
+def _digest(memory: Memfd) -> str:
+    with memory.view() as view:
+        return xxhash.xxh3_128(view).hexdigest()
