@@ -265,8 +265,11 @@ class RankRequests:
             raise Rejected(f"shards of node ranks {sorted(homes)} are no stripe of node rank {mine}")
         if m.rank in ranks or max(ranks) >= m.world or not m.bytes:
             raise Rejected(f"impossible parity beside the shard of rank {m.rank}: of ranks {sorted(ranks)}")
+        known = self._store.parities.get((m.set, m.rank))
+        grown = known is not None and known.parity is not None and known.parity.homes == dict(m.of)
+        size_bytes = max(m.bytes, known.bytes) if known is not None and grown else m.bytes
         try:
-            shard = await self._store.make_parity(m.set, m.rank, m.world, m.home, m.bytes, m.of)
+            shard = await self._store.make_parity(m.set, m.rank, m.world, m.home, size_bytes, m.of)
         except NoMemory as exc:
             training.note = str(exc)
             self._log.log("refused", detail=str(exc))

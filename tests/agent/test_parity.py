@@ -320,9 +320,23 @@ def test_lengths(site: Site, used: int, said: str | None) -> None:
 
 
 def test_more_than_the_parity_has_room_for(site: Site) -> None:
+    """It grows, and what was sealed stays until something newer is."""
+    site.seal()
     push = site.push(0, 1)
-    assert "for a parity of" in push.offer(1, 1 << 20, 1 << 20)
+    assert "has grown for it" in push.offer(2, 1 << 20, 1 << 20)
+    assert push.offer(3, 1 << 20, 1 << 20) == ""
+    assert ("complete", 1) in site.parity(1) and ("filling", 3) in site.parity(1)
     push.close()
+    kept = site.ranks[1].caller.ask(site.ranks[1].wish())
+    assert isinstance(kept, local.Slots) and kept.bytes == parity.block_bytes(1 << 20, 3), (
+        "registered anew, no smaller"
+    )
+    too_large = site.push(0, 1)
+    assert "not enough memory" in too_large.offer(4, 1 << 49, 1 << 49)
+    too_large.close()
+    site.version = 4
+    site.seal()
+    until(lambda: ("complete", 1) not in site.parity(1), what="the smaller one is freed")
 
 
 def test_only_the_home_may_push(site: Site) -> None:

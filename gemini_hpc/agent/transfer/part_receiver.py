@@ -16,6 +16,7 @@ import xxhash
 from gemini_hpc import clock
 from gemini_hpc.agent.peers.event_log import Log
 from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.replicas.memory import NoMemory
 from gemini_hpc.agent.replicas.parity import Fold, Parity
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
 from gemini_hpc.agent.replicas.store import Shard, Store
@@ -106,7 +107,7 @@ class PartReceiver:
             stripe = sorted((shard.rank, *shard.parity.homes))
             start, end = parity.part(stripe, ask.rank, shard.rank, head.used)
             if end - start > shard.bytes:
-                reason = f"{end - start} bytes of the shard of rank {ask.rank} for a parity of {shard.bytes} bytes"
+                reason = await self._grow(training, shard, shard.parity, head, end - start)
                 break
             try:
                 fold = await self._fold(training, shard, shard.parity, head.version)
@@ -128,6 +129,24 @@ class PartReceiver:
             return Part(shard, fold, ask.rank, (start, end))
         self._log("skipped", version=head.version, detail=f"parity of the shard of rank {ask.rank}: {reason}")
         return reason
+
+    async def _grow(
+        self, training: Training, shard: Shard, of: Parity, head: peer.PushHead, wanted_bytes: int
+    ) -> str:
+        """A shard has outgrown its slots at its home: a larger parity, from the next version on, for what others have
+        sent of this one is in the smaller. Returns why this one is not taken."""
+        number, size = self._membership.round, parity.block_bytes(head.bytes, len(of.homes) + 1)
+        try:
+            larger = await self._store.make_parity(
+                shard.set, shard.rank, shard.world, shard.home, max(size, wanted_bytes), of.homes.items()
+            )
+        except NoMemory as exc:
+            training.note = str(exc)
+            return str(exc)
+        if self._membership.round == number:  # else it is nobody's in the new one
+            larger.registered_round = number
+            self._filling.passed(larger, head.version)
+        return "the parity has grown for it: from the next version on"
 
     async def _fold(self, training: Training, shard: Shard, into: Parity, version: int) -> Fold | None:
         """The version's, begun here if need be; None: look again. Raises `core.slots.Refused`."""
@@ -211,6 +230,8 @@ class PartReceiver:
             member = fold.members[part.rank]
             fold.members[part.rank] = Member(member.rank, member.home, member.bytes, member.used, digest)
         slot, state = shard.pair.slots[fold.index], shard.parity
+        if not any(shard is held for held in self._store.every()):  # it has been freed meanwhile
+            return 0
         if state is None or state.fill is not fold or slot.state != "filling" or slot.stamp != fold.stamp:
             return 0
         if not fold.writing:
