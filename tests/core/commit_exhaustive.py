@@ -18,8 +18,10 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 from gemini_hpc.core.copy import Copy as CopyInfo
+from gemini_hpc.core.copy import Member
 from gemini_hpc.core.placement import holders, holds_for
-from gemini_hpc.core.recovery_plan import choose
+from gemini_hpc.core.recovery_plan import Inventory, choose, plan
+from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.core.slots import Refused, Slot, SlotPair, Stamp
 from gemini_hpc.core.votes import Decision, Root, Vote, merge, vote_of
 
@@ -70,9 +72,12 @@ class Findings:
     stuck: list[str] | None  # to a state from which no version can ever be sealed again
 
 
-def explore(N: int, m: int, protocol: Protocol, limit: int, *, liveness: bool = False) -> Findings:
-    """Breadth first through all states, so that traces are shortest. Raises if there are more than `limit`."""
-    model = _Model(N, m, protocol)
+def explore(
+    N: int, m: int, protocol: Protocol, limit: int, *, liveness: bool = False, parity: bool = False
+) -> Findings:
+    """Breadth first through all states, so that traces are shortest. parity: in groups of m, in place of copies.
+    Raises if there are more than `limit`."""
+    model = _ParityModel(N, m, protocol) if parity else _Model(N, m, protocol)
     start = model.start()
     came: dict[State, tuple[State, str] | None] = {start: None}
     queue = deque([start])
@@ -205,6 +210,67 @@ class _Model:
     def _worst(self, pairs: tuple[tuple[Pair, ...], ...], completed: int) -> tuple[bool, int]:
         chosen = [_chosen(self.N, self.m, pairs, failed) for failed in range(self.N)]
         return None in chosen, max((completed - version for version in chosen if version is not None), default=0)
+
+
+class _ParityModel(_Model):
+    """Each node keeps its own shard, and beside it the parity of the others of its group (`core.parity`). What comes
+    of a member is folded in at any time at which it has the version in a slot; when all are in, it is complete."""
+
+    def __init__(self, N: int, m: int, protocol: Protocol) -> None:
+        super().__init__(N, m, protocol)
+        self.others = [Redundancy(N, m, True).receivers(node) for node in range(N)]
+        self.keeps = [(node, node) for node in range(N)]
+        self.where = [[(rank, 0)] for rank in range(N)]
+
+    def events(self, state: State) -> Iterator[tuple[str, State, bool]]:
+        yield from super().events(state)
+        for node in range(self.N):
+            pair, (sealed, abandoned) = state.pairs[node][1], state.words[node]
+            for version in sorted({self._saved(state.steps[other]) for other in self.others[node]}):
+                begun = None
+                if pair[2] < version:
+                    begun = _begin(pair, version, sealed, abandoned, state.voted[node])
+                if begun is not None:
+                    yield f"node {node} begins parity of {version}", _put(state, node, 1, begun), False
+            done = _complete(pair)
+            if done is not None and all(self._has(state, other, pair[2]) for other in self.others[node]):
+                yield f"node {node} completes parity of {pair[2]}", _put(state, node, 1, done), False
+
+    @staticmethod
+    def _has(state: State, node: int, version: int) -> bool:
+        return any(name and held == version for name, held in state.pairs[node][0][:2])
+
+    def _worst(self, pairs: tuple[tuple[Pair, ...], ...], completed: int) -> tuple[bool, int]:
+        chosen = [_made(self.N, self.m, pairs, failed) for failed in range(self.N)]
+        return None in chosen, max((completed - version for version in chosen if version is not None), default=0)
+
+
+@cache
+def _made(N: int, m: int, pairs: tuple[tuple[Pair, ...], ...], failed: int) -> int | None:
+    """What production's plan chooses when a node is lost."""
+    here = Redundancy(N, m, True)
+    noderanks = {f"n{node}": node for node in range(N)}
+
+    def shard(rank: int, version: int) -> CopyInfo:
+        return CopyInfo("", rank, N, rank, 1 << 16, 9000, Stamp(0, version), f"{rank} {version}")
+
+    def beside(rank: int, version: int) -> CopyInfo:
+        others = sorted(here.receivers(rank))
+        of = tuple(Member(other, other, 1 << 16, 9000, f"{other} {version}") for other in others)
+        return CopyInfo("", rank, N, rank, 1 << 16, 9000, Stamp(0, version), f"p{rank} {version}", of=of)
+
+    inventories = {}
+    for host, node in noderanks.items():
+        if node != failed:
+            copies = tuple(
+                make(node, version)
+                for make, pair in zip((shard, beside), pairs[node], strict=True)
+                for name, version in pair[:2]
+                if name == "complete"
+            )
+            inventories[host] = Inventory(host, noderanks, 0, copies, 0)
+    found = plan(inventories, [*inventories, "new"], m, xor=True).set_plan("")
+    return found.chosen.version if found is not None and found.chosen is not None else None
 
 
 @cache

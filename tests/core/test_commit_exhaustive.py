@@ -53,6 +53,23 @@ def test_saved_every_jth_step_and_awaited_s_steps_later(job: tuple[int, int], j:
     assert findings.repeated == j + s - 1
 
 
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_parity_survives_any_one_node_at_any_moment(nodes: int) -> None:
+    findings = explore(nodes, nodes, SEAL_BEFORE_STEP, limit=400_000, liveness=True, parity=True)
+    assert findings.states > 500 and findings.stuck is None
+    assert findings.lost is None and findings.repeated == 1
+
+
+def test_parity_without_a_seal_is_lost_with_one_node() -> None:
+    findings = explore(3, 3, NO_SEAL, limit=400_000, parity=True)
+    assert findings.lost is not None
+
+
+def test_parity_blocks_nobody_where_waits_run_out() -> None:
+    findings = explore(2, 2, Protocol("step", patience=2), limit=400_000, liveness=True, parity=True)
+    assert findings.lost is None and findings.stuck is None and findings.repeated == 2
+
+
 def test_waits_that_run_out_lose_nothing_and_block_nothing() -> None:
     findings = explore(*PAIR, Protocol("step", patience=2), limit=200_000, liveness=True)
     assert findings.lost is None
