@@ -32,7 +32,8 @@ from gemini_hpc.wire.link import BlockingLink, LinkClosed
 
 SEAL_WAIT_S = 1.5
 _LATE_S = 1.0  # a version of which nothing more comes for so long makes room for a newer one
-_LOST_S = 10.0
+# What has not come for so long, and for so many usual iterations, does not come; where these are not known:
+_LOST_S, _LOST, _LOST_UNKNOWN_S = 10.0, 10.0, 60.0
 _RETRY_S = 0.001
 _PIECE_BYTES = 1 << 20
 
@@ -195,15 +196,17 @@ class PartReceiver:
         """Called now and then: give up what will not become whole. Its home has had the shard beside it for long, and
         nothing more comes of the others: a member may have sent it to an agent that has died since, and then waits
         for this one to say that it has not got it."""
-        now, since = clock.monotonic(), clock.time() - _LOST_S
+        now = clock.monotonic()
         for shard in self._store.parities.values():
             beside, state = self._store.get(shard.set, shard.rank), shard.parity
             training = self._sets.get(shard.set)
             if beside is None or state is None or training is None or training.sealing is None:
                 continue
-            fill, sealed = state.fill, training.sealed or Stamp(0, 0)
-            if fill is not None and (fill.writing or now - fill.touched < _LOST_S):
+            fill, sealed, pace = state.fill, training.sealed or Stamp(0, 0), training.pace.state()
+            patience_s = max(_LOST_S, _LOST * pace.usual_s) if pace is not None else _LOST_UNKNOWN_S
+            if fill is not None and (fill.writing or now - fill.touched < patience_s):
                 continue
+            since = clock.time() - patience_s
             for slot, came in zip(beside.pair.slots, beside.since, strict=True):
                 if slot.state != "complete" or slot.stamp is None or slot.stamp <= sealed or came > since:
                     continue
