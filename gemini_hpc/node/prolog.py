@@ -77,10 +77,15 @@ class Incarnation:
     xor: bool = False
 
 
+# Of the command line, as the prolog's script gives them; all but the first six may be empty.
+_ALWAYS = ("job", "uid", "restart", "replicas", "node", "nodelist")
+ARGUMENTS = (*_ALWAYS, "tier", "tier_interval", "hang", "spares", "after", "redundancy")
+
+
 def parse(argv: list[str]) -> Incarnation:
     """The incarnation of a command line; raises `ValueError` with what was wanted and found."""
-    if len(argv) != 12:
-        raise ValueError(f"wanted 12 arguments, found {len(argv)}")
+    if len(argv) != len(ARGUMENTS):
+        raise ValueError(f"wanted {len(ARGUMENTS)} arguments, found {len(argv)}")
     job, uid, restart, replicas, node, nodelist, tier, tier_interval, hang, spares, after, redundancy = argv
     return Incarnation(
         job=parse_number("job id", job, 1, 2**32 - 1),

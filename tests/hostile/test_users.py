@@ -11,6 +11,8 @@ import pytest
 from harness import LITE
 from waiting import until
 
+from gemini_hpc.node.prolog import ARGUMENTS
+
 from .conftest import ALICE, PYTHON, Site, one_line
 
 
@@ -172,18 +174,20 @@ def test_bad_settings(site: Site, settings_file: Path, kind: str) -> None:
         "/tmp",
     ]
     one_line(site.cluster.exec(node, agent, user="alice"), where, words, status=2)
+    given = {
+        "job": "999",
+        "uid": str(ALICE),
+        "restart": "0",
+        "replicas": "2",
+        "node": node,
+        "nodelist": "n[1-2]",
+    }
     prolog = [
         PYTHON,
         "-I",
         "-m",
         "gemini_hpc.node.prolog",
-        "999",
-        str(ALICE),
-        "0",
-        "2",
-        node,
-        "n[1-2]",
-        *[""] * 5,
+        *[given.get(name, "") for name in ARGUMENTS],
     ]
     done = site.cluster.exec(node, prolog)
     assert (done.returncode, len(done.stderr.splitlines())) == (0, 1), done.stderr
