@@ -14,6 +14,7 @@ from gemini_hpc.agent.replicas.memory import Memfd
 from gemini_hpc.agent.replicas.outlines import Outlines
 from gemini_hpc.agent.replicas.store import Shard
 from gemini_hpc.core.placement import AS_RANKED
+from gemini_hpc.core.redundancy import Redundancy
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format import shard_manifest
 from gemini_hpc.format.shard_manifest import Manifest, Row
@@ -34,6 +35,7 @@ class Here:
     """Node n1 of a job of four with two replicas, in epoch 3."""
 
     noderanks, nodes, replicas, round, epoch, order = HOSTS, 4, 2, 5, 3, AS_RANKED
+    redundancy = Redundancy(4, 2)
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, Message]] = []

@@ -54,9 +54,8 @@ def empty(hosts: tuple[str, ...] = HOSTS, rejected: tuple[Rejection, ...] = ()) 
 
 
 def taken(found: Left, hosts: tuple[str, ...] = HOSTS, plan: peer.PlanDown | None = None) -> peer.PlanDown:
-    return take_over(
-        plan or empty(hosts), found, hosts, 2, restart=0, job=18, nodes=len(hosts), noderanks=None, by_host={}
-    )
+    options: dict[str, Any] = {"restart": 0, "job": 18, "noderanks": None, "xor": False, "by_host": {}}
+    return take_over(plan or empty(hosts), found, hosts, 2, nodes=len(hosts), **options)
 
 
 def manifest(stamp: Stamp) -> Manifest:

@@ -115,11 +115,11 @@ class _Sets(_Still):
 
 class _Store:
     def __init__(self) -> None:
-        self.shards: dict[Any, Any] = {}
+        self.shards, self.parities = dict[Any, Any](), dict[Any, Any]()
         self.held: list[Copy] = []
 
-    def __iter__(self) -> Any:
-        return iter(())
+    def every(self) -> list[Any]:
+        return []
 
     def copies(self) -> list[Copy]:
         return self.held

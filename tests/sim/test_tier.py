@@ -48,7 +48,7 @@ _BROKEN = [
     ("kept", "forgetful", "was to be kept, and removed", 1),
     ("rejected", "unmarked", "", 1),
     ("agents_die", "untidy", "stay", 16),
-    ("ends_again", "at_once", "whole", 76),
+    ("ends_again", "at_once", "whole", 122),
     ("succeeds", "silent_leave", "all agents have ended", 7),
     ("node_lost", "left", "is on the tier", 1),
     ("power", "trusting", "is called whole", 1),
