@@ -121,7 +121,15 @@ class Agent:
             self.controller_link.register,
         )
         self.spares = Spares(
-            node, here, self.launches, log, spawn, self._begin, self._left_out, first=self.rescue.over
+            node,
+            here,
+            self.launches,
+            log,
+            spawn,
+            self._begin,
+            self._left_out,
+            first=self.rescue.over,
+            hold=trainings.hold,
         )
         self._predecessor = Predecessor(me, here, self.controller_link, spawn)
         self.transfers = Transfers(
@@ -497,6 +505,8 @@ class Agent:
             self._sick.heard(incarnation, name, message)
         elif isinstance(message, (peer.StandingUp, peer.HungDown)):
             self._hangs.heard(incarnation, name, message)
+        elif isinstance(message, (peer.MoveUp, peer.HoldDown)):
+            self.spares.told(incarnation, name, message)
         elif isinstance(message, (peer.Outline, peer.OutlineDigest)):
             self._outlines.heard(name, message)
         elif isinstance(message, peer.SaveDown) and name == rounds.parent:

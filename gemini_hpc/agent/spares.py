@@ -13,21 +13,24 @@ import msgspec
 from gemini_hpc import clock
 from gemini_hpc.agent.launches import Launches
 from gemini_hpc.agent.peers.event_log import Log
+from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
 from gemini_hpc.core.views import View
-from gemini_hpc.wire import local
+from gemini_hpc.wire import local, peer
 from gemini_hpc.wire.evacuate import EvacuateAsk, Evacuated
 from gemini_hpc.wire.link import Link
 
 _TOGETHER_S = 0.05
 _SEAL_S = 5.0  # a node is left at the next seal, or after this time
+_HOLD_S = _SEAL_S + 1.0  # for so long ranks wait for that, at most
 _ASK_S = 5.0
 
 
 class Spares:
     """One agent's part. enter: begins another view; leave: ends what runs here, for the job goes on without this
-    node; first: returns when what must come before another view is over."""
+    node; first: returns when what must come before another view is over; hold: whether ranks here stop at the next
+    version that is sealed."""
 
     def __init__(
         self,
@@ -40,10 +43,13 @@ class Spares:
         leave: Callable[[], None],
         *,
         first: Callable[[], Awaitable[None]],
+        hold: Callable[[bool], None],
     ) -> None:
         self._node, self._membership, self._launches = node, membership, launches
         self._log, self._spawn, self._enter, self._leave, self._first = log, spawn, enter, leave, first
+        self._hold = hold
         self._moving: set[str] = set()
+        self._holds: Incarnation | None = None  # whose ranks are held
 
     # ---- nodes that die --------------------------------------------------------------------------------
 
@@ -85,6 +91,7 @@ class Spares:
         gone = sorted(view.lost - incarnation.view.lost)
         self._log("without", detail=f"{', '.join(gone)[:300]} {why}: a spare is to make up for it")
         self._moving -= view.lost
+        self._release()
         self._enter(msgspec.structs.replace(incarnation.attach, lost=tuple(sorted(view.lost))), view)
         self._launches.lost(gone, why)
 
@@ -99,6 +106,9 @@ class Spares:
             self._moving |= wanted
             self._log("moving", detail=f"leaving {', '.join(sorted(wanted))[:300]} at the next sealed version")
             self._spawn(self._move_late(frozenset(wanted)))
+            incarnation = self._membership.incarnation
+            assert incarnation is not None  # else it cannot be left
+            self._ask_to_hold(incarnation)
         return ""
 
     def leave(self, host: str, why: str) -> str:
@@ -123,9 +133,47 @@ class Spares:
             return "the job has no spare to go on with, or its batch script runs there"
         return ""
 
+    # ---- no step beyond the version that is resumed from -----------------------------------------------
+
+    def told(self, incarnation: Incarnation, host: str, m: peer.MoveUp | peer.HoldDown) -> None:
+        """A child's wish for the root; or the root's word."""
+        rounds = incarnation.rounds
+        if m.round != rounds.round or not incarnation.live:
+            return
+        if isinstance(m, peer.MoveUp) and host in rounds.children:
+            self._ask_to_hold(incarnation)
+        elif isinstance(m, peer.HoldDown) and host == rounds.parent:
+            self._hold_all(incarnation)
+
+    def _ask_to_hold(self, incarnation: Incarnation) -> None:
+        """The root's word comes everywhere before that of the next seal, for both take the same way: ranks that wait
+        for the seal see both."""
+        rounds = incarnation.rounds
+        if incarnation.leads:
+            self._hold_all(incarnation)
+        elif rounds.parent is not None:
+            incarnation.send(rounds.parent, peer.MoveUp(rounds.round))
+
+    def _hold_all(self, incarnation: Incarnation) -> None:
+        if self._holds is not incarnation:
+            self._holds = incarnation
+            incarnation.send_down(peer.HoldDown(incarnation.rounds.round))
+            self._hold(True)
+            self._spawn(self._release_late(incarnation))
+
+    async def _release_late(self, incarnation: Incarnation) -> None:
+        await asyncio.sleep(_HOLD_S)
+        if self._holds is incarnation:
+            self._release()
+
+    def _release(self) -> None:
+        if self._holds is not None:
+            self._holds = None
+            self._hold(False)
+
     def sealed(self) -> None:
-        """A version has just been sealed: no rank has gone beyond the next one."""
-        if self._moving:
+        """A version has just been sealed. Where ranks are held, none goes on."""
+        if self._moving and self._holds is not None:
             asyncio.get_running_loop().call_soon(self._go_on_without, frozenset(self._moving), "left")
 
     async def _move_late(self, hosts: frozenset[str]) -> None:

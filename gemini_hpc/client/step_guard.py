@@ -1,9 +1,12 @@
-"""Not completing a step that a node's death would have repeated.
+"""Not completing a step that a node's death would have repeated, or that the job's leaving a node would repeat.
 
 When a node dies after an iteration's last collective, the survivors can still complete its optimizer step, and only
 the next collective stops them. Where the version before that step is not sealed, the job comes back one version
 earlier, and has two steps to repeat. So a training stops before such a step while the agents say that a node is dead,
 or have to find out: it ends anyway, as soon as Slurm knows.
+
+A job leaves a node on purpose right after a seal. The root has told all agents before (`wire.peer.HoldDown`), so no
+rank sees that seal without the word that it is the last one here, and none makes another step.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Callable
 from gemini_hpc import clock
 from gemini_hpc.wire.control_page import STATE_DEGRADED, STATE_FROZEN, ControlPage
 
+LEAVES_S = 10.0  # longer than agents keep ranks from going on
 SUSPECT_S = 3.0  # longer than the agents take to find out whether a silent node is dead
 _POLL_S = 0.005
 
@@ -37,6 +41,7 @@ class StepGuard:
         self._clock, self._sleep = clock, sleep
         self._missing_since: float | None = None
         self._dead_since: float | None = None
+        self._leaving_since: float | None = None
         self.waited_s = 0.0
 
     def hold(self, wanted: tuple[int, int]) -> None:
@@ -44,6 +49,24 @@ class StepGuard:
         SUSPECT_S)."""
         began = self._clock()
         while self._stays(wanted):
+            self._sleep(_POLL_S)
+        self.waited_s += self._clock() - began
+
+    def leaving(self) -> bool:
+        """Whether the job is about to leave a node, and that has been waited for less than LEAVES_S."""
+        page = self._page()
+        if page is None or not page.held or self._lost():
+            self._leaving_since = None
+            return False
+        now = self._clock()
+        if self._leaving_since is None:
+            self._leaving_since = now
+        return now - self._leaving_since < LEAVES_S
+
+    def stand_by(self) -> None:
+        """Block while it is."""
+        began = self._clock()
+        while self.leaving():
             self._sleep(_POLL_S)
         self.waited_s += self._clock() - began
 

@@ -143,11 +143,25 @@ class OptimizerGate:
             if controller.due(job.version):
                 self.wait_sealed(job)
         if controller is not None and controller.scheme != "none" and session.protected:
+            if session.guard.leaving():
+                self._stand_by(job)
             session.guard.hold(self._indispensable(max(controller.repeats, self._max_repeated)))
         spent = time.perf_counter() - began
         if controller is not None:
             controller.waited(spent)
         self._times.hooked(spent)
+
+    def _stand_by(self, job: Job | None) -> None:
+        """The job is about to leave a node: nothing is repeated where all ranks stop at a version that is kept."""
+        session = self._session
+        if job is None:
+            kept = self.resumed_from is not None and self.resumed_from[1] == session.version
+        else:
+            kept = job.version == session.version and not job.hopeless
+            job.hurried = job.hurried or kept
+        if kept:
+            self._engine.pacer.wait_for()
+            session.guard.stand_by()
 
     def _indispensable(self, repeats: int) -> tuple[int, int]:
         """The (epoch, version) without which a failure after the next step repeats more than `repeats` steps."""

@@ -15,7 +15,7 @@ PAGE_BYTES = 4096
 MAGIC = 0x0001_494E_494D_4547
 _WORD = struct.Struct("<Q")
 
-MAGIC_AT, SEALED_AT, STATE_AT, BEAT_AT, DEAD_AT, ROUND_AT, ABANDONED_AT, GROWN_AT = 0, 8, 16, 24, 32, 40, 48, 56
+MAGIC_AT, SEALED_AT, STATE_AT, BEAT_AT, DEAD_AT, ROUND_AT, ABANDONED_AT, GROWN_AT, HELD_AT = range(0, 72, 8)
 
 STATE_ARMING, STATE_PROTECTED, STATE_DEGRADED, STATE_FROZEN = 0, 1, 2, 3
 
@@ -110,6 +110,15 @@ class ControlPage:
     def set_grown(self, count: int) -> None:
         """Publish the number of times."""
         self._put(GROWN_AT, count)
+
+    @property
+    def held(self) -> bool:
+        """Whether the job is about to leave a node at the next seal: no rank makes a step beyond that version."""
+        return bool(self._get(HELD_AT))
+
+    def set_held(self, held: bool) -> None:
+        """Publish whether ranks are held."""
+        self._put(HELD_AT, int(held))
 
     def close(self) -> None:
         """Unmap."""

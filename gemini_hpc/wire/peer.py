@@ -339,6 +339,21 @@ class HungDown(Message, frozen=True, tag="hung"):
     standing: Standing
 
 
+# ---- a node that the job is to leave, along the tree ----------------------------------------------------
+
+
+class MoveUp(Message, frozen=True, tag="move"):
+    """Up: the job is to leave a node at the next seal."""
+
+    round: Round
+
+
+class HoldDown(Message, frozen=True, tag="hold"):
+    """Down, before the decision of the next seal: from that version on no rank makes another step."""
+
+    round: Round
+
+
 # ---- to the tier, along the tree -----------------------------------------------------------------------
 
 

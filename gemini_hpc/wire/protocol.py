@@ -30,6 +30,8 @@ AnyMessage = (
     | peer.DecisionDown
     | peer.StandingUp
     | peer.HungDown
+    | peer.MoveUp
+    | peer.HoldDown
     | peer.SaveDown
     | peer.SaveUp
     | peer.SaveOver

@@ -194,6 +194,9 @@ def main() -> int:
                 time.sleep(0.0005)
             late = page.sealed < (welcome.epoch, version)
             say("late" if late else "sealed", version)
+            patience = time.monotonic() + 10
+            while page.held and not late and time.monotonic() < patience:  # the job leaves a node
+                time.sleep(0.0005)
         except (OSError, ConnectionError):
             say("agent gone", version)
             for _ in range(100):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gemini_hpc.client.step_guard import SUSPECT_S, StepGuard
+from gemini_hpc.client.step_guard import LEAVES_S, SUSPECT_S, StepGuard
 from gemini_hpc.wire import control_page
 
 
@@ -113,3 +113,32 @@ def test_no_hold_is_wanted() -> None:
     scene.missing(dead=1)
     assert not scene.held() and not scene.said
     os.close(scene.fd)
+
+
+def stood_by(scene: Scene) -> float:
+    began = scene.now
+    if scene.brake.leaving():
+        scene.brake.stand_by()
+    return scene.now - began
+
+
+def test_a_node_that_is_left_is_waited_for(scene: Scene) -> None:
+    assert not stood_by(scene)
+    scene.page.set_held(True)
+    scene.at(103.0, lambda: scene.page.set_held(False))
+    assert stood_by(scene) == pytest.approx(3, abs=0.1) and not stood_by(scene)
+
+
+def test_agents_that_do_not_leave_it_are_waited_for_once(scene: Scene) -> None:
+    scene.page.set_held(True)
+    assert stood_by(scene) == pytest.approx(LEAVES_S, abs=0.1) and not stood_by(scene)
+    scene.page.set_held(False)
+    assert not stood_by(scene)
+    scene.page.set_held(True)
+    assert stood_by(scene) == pytest.approx(LEAVES_S, abs=0.1), "another time"
+
+
+def test_without_an_agent_no_node_is_left(scene: Scene) -> None:
+    scene.page.set_held(True)
+    scene.at(101.0, lambda: setattr(scene, "lost", True))
+    assert stood_by(scene) == pytest.approx(1, abs=0.1)

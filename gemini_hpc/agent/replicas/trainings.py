@@ -202,6 +202,11 @@ class Trainings:
         for training in self:
             training.page.set_dead_nodes(len(incarnation.mesh.dead) if incarnation is not None else 0)
 
+    def hold(self, held: bool) -> None:
+        """Whether ranks stop at the next version that is sealed."""
+        for training in self:
+            training.page.set_held(held)
+
     def _show(self, training: Training) -> None:
         """Whether a seal can come: trainers wait for one only then."""
         sealing, incarnation = training.sealing, self._membership.live
