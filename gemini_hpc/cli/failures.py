@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +16,7 @@ from gemini_hpc.cli.text_file import read_lines
 
 if TYPE_CHECKING:
     from gemini_hpc.forecast.rate import Rate
+    from gemini_hpc.wire.inspect_schema import EventRecord
 
 _SACCT_S = 120.0
 
@@ -24,8 +28,8 @@ def add_failures(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusive
     rates.add_argument(
         "--history",
         metavar="FILE",
-        help="take the rate from the site's past: a file with the output of sacct (docs/reproduction.md), or the "
-        "word sacct, which asks Slurm",
+        help="take the rate from the site's past: a file with the output of sacct (docs/reproduction.md), the word "
+        "sacct, which asks Slurm, or a directory of event logs of protected jobs (the controller's state_dir/jobs)",
     )
     parser.add_argument(
         "--history-days", type=count(1, 3650), default=90, metavar="N", help="to ask sacct for (default: 90)"
@@ -48,6 +52,8 @@ def rate_of(args: argparse.Namespace) -> Rate:
     found = Rate()
     if args.failures_per_node_day is not None:
         found = replace(found, per_day=args.failures_per_node_day, source="as given")
+    elif args.history is not None and os.path.isdir(args.history):
+        found = _written_down(args.history)
     elif args.history is not None:
         where = f"sacct, {args.history_days} days" if args.history == "sacct" else args.history
         lines = _asked(args.history_days) if args.history == "sacct" else read_lines(args.history)
@@ -58,6 +64,36 @@ def rate_of(args: argparse.Namespace) -> Rate:
         except ValueError as error:
             raise UserError(str(error)) from None
     return found if args.hardware is None else replace(found, hardware=args.hardware)
+
+
+def _written_down(directory: str) -> Rate:
+    """Of the event logs in this directory; a line that is no event is passed over, as `inspect` does."""
+    from gemini_hpc.forecast import event_history
+    from gemini_hpc.forecast.rate import of_events
+
+    seen = event_history.Seen()
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError as error:
+        raise UserError(f"{directory}: {error.strerror}") from None
+    for name in names:
+        if name.endswith(".jsonl"):
+            seen += event_history.of_job(_events(os.path.join(directory, name)))
+    try:
+        return of_events(seen, directory)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _events(path: str) -> Iterator[EventRecord]:
+    import msgspec
+
+    from gemini_hpc.wire.inspect_schema import EventRecord
+
+    decoder = msgspec.json.Decoder(EventRecord)
+    for line in read_lines(path):
+        with suppress(msgspec.MsgspecError):
+            yield decoder.decode(line)
 
 
 def _asked(days: int) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gemini_hpc.forecast.event_history import Seen
 from gemini_hpc.slurm.accounting import History
 
 USUAL_PER_DAY, USUAL_HARDWARE = 0.015, 0.5
@@ -31,9 +32,27 @@ def of_history(history: History, where: str) -> Rate:
     is nothing to count."""
     if not history.runs or history.node_days <= 0:
         raise ValueError(f"{where}: no run of a job in it, so nothing is known of failures")
-    days = f"{history.node_days:,.0f}" if history.node_days >= 10 else f"{history.node_days:.2g}"
+    days = _days(history.node_days)
     if not history.lost:
         source = f"{where}: none lost in {days} node-days; {NONE_SEEN:g} taken, the bound at 95 %"
         return Rate(NONE_SEEN / history.node_days, 1.0, source)
     source = f"{where}: {history.lost} lost in {days} node-days"
     return Rate(history.lost / history.node_days, 1.0, source)
+
+
+def of_events(seen: Seen, where: str) -> Rate:
+    """From what protected jobs have written down: losses of nodes, and programs that failed on healthy ones, apart.
+    Raises ValueError where there is nothing to count."""
+    if not seen.jobs or seen.node_days <= 0:
+        raise ValueError(f"{where}: no protected job in it, so nothing is known of failures")
+    failures = seen.lost + seen.failed
+    jobs = f"{seen.jobs} job{'s' * (seen.jobs > 1)}, {_days(seen.node_days)} node-days"
+    if not failures:
+        source = f"{where}: {jobs} without a failure; {NONE_SEEN:g} taken, the bound at 95 %"
+        return Rate(NONE_SEEN / seen.node_days, 1.0, source)
+    source = f"{where}: {seen.lost} lost, {seen.failed} failed on healthy nodes; {jobs}"
+    return Rate(failures / seen.node_days, seen.lost / failures, source)
+
+
+def _days(node_days: float) -> str:
+    return f"{node_days:,.0f}" if node_days >= 10 else f"{node_days:.2g}"

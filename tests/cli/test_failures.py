@@ -52,6 +52,37 @@ def test_where_none_was_lost_the_bound_is_taken(tmp_path: Path, capsys: pytest.C
     assert failures["per_day"] == pytest.approx(3 / 98) and "the bound at 95 %" in failures["source"]
 
 
+DAY = 86400.0
+
+
+def written(t: float, name: str, host: str, restart: int = 0) -> str:
+    return json.dumps({"t": t * DAY, "name": name, "host": host, "restart": restart, "version": 0, "detail": ""})
+
+
+def test_the_rate_of_event_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two nodes for ten days; n2 is lost after five of them, and n3 takes its place."""
+    soon = 5 + 20 / DAY
+    lines = [written(0, "owner", ""), written(0, "attached", "n1"), written(0, "attached", "n2")]
+    lines += [written(2, "failed_first", "n1"), written(5, "confirmed", "n2"), written(soon, "failed_first", "n1")]
+    lines += [written(5, "detached", "n1"), written(5, "attached", "n1", 1), written(5, "attached", "n3", 1)]
+    lines += ["no event", written(10, "detached", "n1", 1), written(10, "released", "n3", 1), ""]
+    (tmp_path / "7.jsonl").write_text("\n".join(lines))
+    (tmp_path / "8.jsonl").write_text(written(0, "owner", "") + "\n")
+    (tmp_path / "notes").write_text("nothing of ours")
+    assert main([*PLAN, "--history", str(tmp_path), "--json"]) == 0
+    source = f"{tmp_path}: 1 lost, 1 failed on healthy nodes; 1 job, 20 node-days"
+    assert json.loads(capsys.readouterr().out)["failures"] == {"per_day": 0.1, "hardware": 0.5, "source": source}
+
+
+def test_event_logs_without_a_failure_or_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--history", str(tmp_path)]) == 2
+    assert "no protected job in it" in capsys.readouterr().err
+    (tmp_path / "7.jsonl").write_text(f"{written(0, 'attached', 'n1')}\n{written(6, 'saved', 'n1')}\n")
+    assert main([*PLAN, "--history", str(tmp_path), "--json"]) == 0
+    failures = json.loads(capsys.readouterr().out)["failures"]
+    assert failures["per_day"] == 0.5 and "1 job, 6 node-days without a failure" in failures["source"]
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

@@ -1,0 +1,55 @@
+"""How often nodes and programs have failed, as event logs of protected jobs tell it. Pure: events in, counts out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gemini_hpc.wire.inspect_schema import EventRecord
+
+_LOST, _FAILED = "confirmed", "failed_first"
+_ENDS = frozenset(("detached", "released"))
+_TOGETHER_S = 60.0  # ranks that fail so near to a node's loss fail by it
+_DAY_S = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """jobs: with an agent on some node; node_days: of all their nodes; lost: nodes, with their memory; failed: times
+    that a rank on a healthy node was the first one to fail."""
+
+    jobs: int = 0
+    node_days: float = 0.0
+    lost: int = 0
+    failed: int = 0
+
+    def __add__(self, other: Seen) -> Seen:
+        return Seen(
+            self.jobs + other.jobs,
+            self.node_days + other.node_days,
+            self.lost + other.lost,
+            self.failed + other.failed,
+        )
+
+
+def of_job(events: Iterable[EventRecord]) -> Seen:
+    """Of one job. A node counts from its agent's first word of an incarnation to the last one, or to its loss; where
+    neither is there (a log that lost its older half), as long as the log goes."""
+    ordered = sorted(events, key=lambda e: e.t)
+    since: dict[str, float] = {}
+    lost: list[float] = []
+    failed: list[float] = []
+    node_s, attached = 0.0, False
+    for event in ordered:
+        if event.name == "attached":
+            attached = True
+            node_s += event.t - since.get(event.host, event.t)
+            since[event.host] = event.t
+        elif event.name in _ENDS or event.name == _LOST:
+            node_s += event.t - since.pop(event.host, event.t)
+            lost += [event.t] if event.name == _LOST else []
+        elif event.name == _FAILED:
+            failed.append(event.t)
+    node_s += sum(ordered[-1].t - t for t in since.values())
+    alone = [t for t in failed if not any(abs(t - other) < _TOGETHER_S for other in lost)]
+    return Seen(int(attached), node_s / _DAY_S, len(lost), len(alone)) if attached else Seen()
