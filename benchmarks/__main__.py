@@ -42,6 +42,7 @@ FAMILIES = {
     "tier": "tier",
     "place": "place",
     "xor": "parity",
+    "disk": "disk",
 }
 
 

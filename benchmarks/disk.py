@@ -1,0 +1,80 @@
+"""A user's own model, checkpointed to a file and in memory: examples/disk_or_memory.py with one rank and with four.
+
+The measures, and 3 runs of 100 iterations with a file after every 25th, are those of the KAUST report (Albahrani and
+Alkhalifah, 2025, tables 1 and 2), which has 2.5 GB on A100 GPUs. Here all nodes share one machine, its two cores and
+its disk.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench import PYTHON, USER, MeasureError, Options, cluster, directory, wait_for
+from benchmarks.rows import Row, median_row
+from gemini_hpc.devcluster.cluster import Cluster
+
+_EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+_NAME = "disk_or_memory"
+_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+
+
+def measure(options: Options) -> list[Row]:
+    """All rows of the family."""
+    rows: list[Row] = []
+    for ranks in (1, 4):
+        found: list[dict[str, dict[str, float]]] = []
+        with cluster(ranks) as on:
+            for number in range(options.count(3)):
+                options.progress.say("disk", f"{ranks} ranks: run {number + 1}")
+                found.append(_once(on, ranks))
+        rows += _rows(ranks, found)
+    return rows
+
+
+def _once(on: Cluster, ranks: int) -> dict[str, dict[str, float]]:
+    where = directory(on)
+    for suffix in (".py", ".sh"):
+        shutil.copy(_EXAMPLES / f"{_NAME}{suffix}", where)
+    asked = [f"-N{ranks}", f"--gemini-replicas={min(2, ranks)}", f"--output={where}/out", f"--chdir={where}"]
+    job = on.sbatch([*asked, f"--export=ALL,PYTHON={PYTHON}", str(where / f"{_NAME}.sh")], user=USER)
+    wait_for("the job ends", lambda: on.job(job).get("JobState") in _ENDED, 600.0, 0.5)
+    said = (where / "out").read_text()
+    if on.job(job).get("JobState") != "COMPLETED":
+        raise MeasureError(said)
+    notes = [json.loads(line) for line in (where / f"{_NAME}.{job}.jsonl").read_text().splitlines()]
+    return {way: _figures([note for note in notes if note["way"] == way]) for way in ("disk", "memory")}
+
+
+def _figures(notes: list[dict[str, Any]]) -> dict[str, float]:
+    by_name = {note["name"]: note for note in notes}
+    killed, back = by_name["killed"], by_name["back"]
+    if not back["iteration"]:
+        raise MeasureError("it began at the first iteration again")
+    saves = sorted(killed["saves"])
+    return {
+        "save_ms": 1000 * saves[len(saves) // 2],
+        "load_ms": 1000 * back["seconds"],
+        "rate": killed["rate"],
+        "repeated": killed["iteration"] - back["iteration"],
+    }
+
+
+def _rows(ranks: int, found: list[dict[str, dict[str, float]]]) -> list[Row]:
+    rows = []
+    for name, what, unit in (
+        ("save_ms", "a checkpoint keeps the training waiting", "ms"),
+        ("load_ms", "model and optimizer are loaded after a SIGKILL", "ms"),
+        ("rate", "iterations a second", "1/s"),
+        ("repeated", "iterations that are repeated after the SIGKILL", ""),
+    ):
+        for way in ("disk", "memory"):
+            of = "one rank" if ranks == 1 else f"{ranks} ranks"
+            rows.append(
+                median_row(
+                    f"disk.{way}{ranks}_{name}", f"{way}, {of}: {what}", unit, [run[way][name] for run in found]
+                )
+            )
+    return rows
