@@ -36,6 +36,7 @@ HELD_GRACE_S = 3.0
 REQUEUE_WAIT_S = 60.0
 GOES_ON_S = 15.0  # for the agents of a job with spares, to go on without its lost nodes
 FAST_POLL_S, SLOW_POLL_S, PATIENT_POLL_S = 0.03, 0.2, 0.5
+REST, MOST_REST_S = 3.0, 1.0
 SURVEY_S = 0.5
 ASK_S = 2.0  # what Slurm would allocate is asked so often
 NUDGE_AFTER_S = 0.5
@@ -131,6 +132,7 @@ class Requeue:
         try:
             outcome = ""
             while not outcome and clock.monotonic() - began < limit_s:
+                asked = clock.monotonic()
                 try:
                     outcome = await self._step(began)
                 except SlurmUnreachable:
@@ -140,7 +142,8 @@ class Requeue:
                     self._once("refused", "", str(exc))
                     await asyncio.sleep(SLOW_POLL_S)
                 if not outcome:
-                    await asyncio.sleep(_pace(clock.monotonic() - began))
+                    now = clock.monotonic()
+                    await asyncio.sleep(_pace(now - began, now - asked))
             if not outcome and leave_held:
                 reservation, self.held.name = self.held.name or self.own_request, ""
                 await self._unpin("given up", reservation)
@@ -322,9 +325,11 @@ class Requeue:
             await self.held.widen(job, self._nodes, keep, {*self.survivors.dead, *out}, missing)
 
 
-def _pace(followed_s: float) -> float:
-    """How long to wait before Slurm is asked of the job again: what takes long may take half a second more."""
-    return FAST_POLL_S if followed_s < 15 else SLOW_POLL_S if followed_s < PINNED_S else PATIENT_POLL_S
+def _pace(followed_s: float, answer_s: float) -> float:
+    """How long to wait before Slurm is asked of the job again: what takes long may take half a second more. A Slurm
+    that is slow to answer is busy with that for a quarter of the time at most."""
+    usual_s = FAST_POLL_S if followed_s < 15 else SLOW_POLL_S if followed_s < PINNED_S else PATIENT_POLL_S
+    return max(usual_s, min(REST * answer_s, MOST_REST_S))
 
 
 def given_up(job: Job, dead: Sequence[str]) -> bool:

@@ -83,7 +83,7 @@ def wait_idle(layout: Layout, outer: ProcessId, nodes: Sequence[str], timeout_s:
             text = ", ".join(f"{node} is {state}" for node, state in late.items())
             log = layout.log / f"slurmd.{next(iter(late))}.log"
             raise DevclusterError(f"not idle within {timeout_s:g} s: {text}; {log.name} ends: {log_tail(log)}")
-        clock.sleep(0.03)
+        clock.sleep(0.1)
 
 
 def slurmd_started(layout: Layout, outer: ProcessId, node: str) -> float:

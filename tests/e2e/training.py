@@ -63,11 +63,14 @@ class Training:
         self.wait("completion", lambda: self.state == "COMPLETED", timeout_s)
 
     def wait(self, what: str, true: Callable[[], bool], timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline, look_at = time.monotonic() + timeout_s, 0.0
         while not true():
-            if time.monotonic() > deadline or self.state in ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
+            now = time.monotonic()
+            failed = now > look_at and self.state in ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+            if failed or now > deadline:
                 raise AssertionError(f"no {what}: {self.state}\n{self.output()[-4000:]}")
-            time.sleep(0.05)
+            look_at = now + 1.0 if now > look_at else look_at
+            time.sleep(0.2)
 
     def assert_same_as(self, other: Training) -> None:
         assert self.losses() == other.losses()

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from waiting import pause_s
+
 Found = dict[Any, str]
 
 
@@ -21,6 +23,10 @@ def new(before: Found, after: Found) -> list[str]:
 def assert_nothing_new(before: Found, look: Callable[[], Found], within_s: float) -> None:
     """What ends by itself may take that long; AssertionError naming all that is still there then."""
     deadline = time.monotonic() + within_s
-    while left := new(before, look()):
-        assert time.monotonic() < deadline, f"left behind after {within_s:g} s:\n  " + "\n  ".join(left)
-        time.sleep(0.1)
+    while True:
+        began = time.monotonic()
+        if not (left := new(before, look())):
+            return
+        now = time.monotonic()
+        assert now < deadline, f"left behind after {within_s:g} s:\n  " + "\n  ".join(left)
+        time.sleep(pause_s(now - began, 0.1))
