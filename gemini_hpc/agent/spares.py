@@ -105,9 +105,9 @@ class Spares:
         if not wanted <= self._moving:
             self._moving |= wanted
             self._log("moving", detail=f"leaving {', '.join(sorted(wanted))[:300]} at the next sealed version")
-            self._spawn(self._move_late(frozenset(wanted)))
             incarnation = self._membership.incarnation
             assert incarnation is not None  # else it cannot be left
+            self._spawn(self._move_late(frozenset(wanted), incarnation.restart))
             self._ask_to_hold(incarnation)
         return ""
 
@@ -173,12 +173,14 @@ class Spares:
 
     def sealed(self) -> None:
         """A version has just been sealed. Where ranks are held, none goes on."""
-        if self._moving and self._holds is not None:
+        if self._moving and self._holds is not None and self._holds is self._membership.incarnation:
             asyncio.get_running_loop().call_soon(self._go_on_without, frozenset(self._moving), "left")
 
-    async def _move_late(self, hosts: frozenset[str]) -> None:
+    async def _move_late(self, hosts: frozenset[str], restart: int) -> None:
+        """Without a seal. A requeue meanwhile has chosen the job's nodes anew."""
         await asyncio.sleep(_SEAL_S)
-        if hosts <= self._moving:
+        incarnation = self._membership.incarnation
+        if hosts <= self._moving and incarnation is not None and incarnation.restart == restart:
             self._go_on_without(hosts, "left")
         self._moving -= hosts
 

@@ -37,7 +37,7 @@ class Agent:
         )
         self.incarnation.hosts = tuple(self.incarnation.view.hosts)
         self.incarnation.send_down = lambda m: [self.send(child, m) for child in rounds.children]
-        here = Membership()
+        here = self.here = Membership()
         here.incarnation, here.detached = self.incarnation, False
         launches: Any = SimpleNamespace(lost=lambda gone, why: None)
         self.spares = Spares(
@@ -169,4 +169,21 @@ def test_only_the_tree_of_this_round_is_heeded(tell: Callable[[Story], None]) ->
         await net.carry()
         assert not any(agent.held for agent in net.agents.values())
 
+    tell(story)
+
+
+def test_a_requeue_meanwhile_has_chosen_the_nodes_anew(
+    tell: Callable[[Story], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(net: Net) -> None:
+        n4 = net.agents["n4"]
+        n4.spares.move(["n3"])
+        await net.carry()
+        later = SimpleNamespace(**{**vars(n4.incarnation), "restart": 1})
+        n4.here.incarnation = later  # type: ignore[assignment]
+        n4.spares.sealed()
+        await asyncio.sleep(0.3)
+        assert not net.left_by()
+
+    monkeypatch.setattr("gemini_hpc.agent.spares._SEAL_S", 0.1)
     tell(story)

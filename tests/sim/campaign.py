@@ -170,6 +170,11 @@ class Campaign:
             *[self._arm] * 6,
         ]
         self._alone = self._live and self.rng.random() < 0.5  # nothing else happens
+        moves = random.Random(self.seed ^ 0x306E)
+        if self.job.within and not self._live and moves.random() < 0.5:
+            self._alone = self.job.moves = moves.random() < 0.5
+            at = moves.uniform(0.5, FAULTS_S)
+            self._at(at, lambda: self._move(moves))
         if self._live:
             self._at(self.rng.uniform(1.0, 4.0), self._arm_group)
         if self._alone:
@@ -278,6 +283,16 @@ class Campaign:
             {*placement.holders(h, n, m, order), *placement.beyond(h, n, m, range(n), order=order)} for h in range(n)
         )
         return all(known - gone for known in knowing)
+
+    def _move(self, rng: random.Random) -> None:
+        """The job is to leave a node; any other agent may be told of it."""
+        node = rng.choice(self.job.nodes)
+        seats = [other.seats.get(JOB) for other in self.job.nodes if other is not node]
+        told = [seat for seat in seats if seat is not None and seat.process is not None and seat.agent is not None]
+        if told:
+            seat = rng.choice(told)
+            why_not = seat.process.context.copy().run(seat.agent.spares.move, [node.name])
+            self._tell(f"the job is to leave {node.name}: {why_not or seat.agent.identity.node}")
 
     def _pause(self) -> None:
         node, lasts = self._some(), self.rng.choice((0.1, 0.7, 2.0, 5.0))

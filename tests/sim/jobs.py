@@ -82,6 +82,7 @@ class Job:
         )  # every rank stands at a version that it knows is sealed
         self.on_all_sketched: Callable[[int], None] = lambda version: None  # and every home knows all but its tensors
         self.stood_at = 0  # with which ranks stood when all holders of a shard were lost at once
+        self.moves = False  # nothing happens, but that it leaves a node on purpose
         self.unprotected: set[str] = set()  # steps in which a rank trained without protection
         self._said: dict[str, str] = {}
 
@@ -274,6 +275,8 @@ class Job:
             if not gone:
                 raise Wrong(f"lost: {launch.step} resumes from {version}, though {self.sealed} was sealed")
             self.sealed = version
+        elif self.moves and len(self.launches) > 1 and version < self.launches[-2].trained:
+            raise Wrong(f"{launch.step} repeats a step, and no node has failed: a planned move")
         elif len(self.launches) > 1 and not (before := self.launches[-2]).unsure and before.trained > version + 1:
             raise Wrong(f"repeated: {launch.step} resumes from {version}, {before.step} had come to {before.trained}")
 

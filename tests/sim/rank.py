@@ -17,6 +17,7 @@ from typing import Any
 import xxhash
 
 from gemini_hpc.client.seal_wait import SealGate
+from gemini_hpc.client.step_guard import LEAVES_S
 from gemini_hpc.core import parity
 from gemini_hpc.core.ranges import between
 from gemini_hpc.format import commit_record
@@ -402,6 +403,15 @@ class Rank:
         if self._agent.over:
             self._rejoin()
         self.watch("sealed" if sealed else "late", self, version)
+        self._stand_by()
+
+    def _stand_by(self) -> None:
+        """The job leaves a node: as `client.step_guard`."""
+        until = self.world.loop.now + LEAVES_S
+        while self._page is not None and self._page.held and self.world.loop.now < until:
+            if self._agent is None or self._agent.over:
+                return
+            self.world.clock.sleep(0.005)
 
     def _save(self, version: int, state: str) -> bool:
         agent = self._agent

@@ -34,6 +34,7 @@ class Trainings:
         self._membership, self._store, self._notes, self._on_sealed = membership, store, notes, on_sealed
         self._sets: dict[str, Training] = {}
         self._recounts: set[str] = set()
+        self._held = False
 
     def __iter__(self) -> Iterator[Training]:
         return iter(list(self._sets.values()))
@@ -51,6 +52,7 @@ class Trainings:
         training = self._sets.get(name)
         if training is None:
             training = self._sets[name] = Training(name)
+            training.page.set_held(self._held)
             incarnation = self._membership.live
             if incarnation is not None:
                 training.plan(None, incarnation.rounds.round)
@@ -203,7 +205,8 @@ class Trainings:
             training.page.set_dead_nodes(len(incarnation.mesh.dead) if incarnation is not None else 0)
 
     def hold(self, held: bool) -> None:
-        """Whether ranks stop at the next version that is sealed."""
+        """Whether ranks stop at the next version that is sealed, those that have yet to come as well."""
+        self._held = held
         for training in self:
             training.page.set_held(held)
 
