@@ -29,8 +29,8 @@ _ASK_S = 5.0
 
 class Spares:
     """One agent's part. enter: begins another view; leave: ends what runs here, for the job goes on without this
-    node; first: returns when what must come before another view is over; hold: whether ranks here stop at the next
-    version that is sealed."""
+    node; first: returns when what must come before another view is over; hold: ranks here, up to an epoch, stop at
+    the next version that is sealed; 0: none does."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Spares:
         leave: Callable[[], None],
         *,
         first: Callable[[], Awaitable[None]],
-        hold: Callable[[bool], None],
+        hold: Callable[[int], None],
     ) -> None:
         self._node, self._membership, self._launches = node, membership, launches
         self._log, self._spawn, self._enter, self._leave, self._first = log, spawn, enter, leave, first
@@ -91,7 +91,6 @@ class Spares:
         gone = sorted(view.lost - incarnation.view.lost)
         self._log("without", detail=f"{', '.join(gone)[:300]} {why}: a spare is to make up for it")
         self._moving -= view.lost
-        self._release()
         self._enter(msgspec.structs.replace(incarnation.attach, lost=tuple(sorted(view.lost))), view)
         self._launches.lost(gone, why)
 
@@ -158,18 +157,16 @@ class Spares:
         if self._holds is not incarnation:
             self._holds = incarnation
             incarnation.send_down(peer.HoldDown(incarnation.rounds.round))
-            self._hold(True)
+            self._hold(self._membership.epoch)
             self._spawn(self._release_late(incarnation))
 
     async def _release_late(self, incarnation: Incarnation) -> None:
+        """Not at once when the job goes on without the node: ranks of the attempt before may still run. Those of the
+        next one have a later epoch."""
         await asyncio.sleep(_HOLD_S)
         if self._holds is incarnation:
-            self._release()
-
-    def _release(self) -> None:
-        if self._holds is not None:
             self._holds = None
-            self._hold(False)
+            self._hold(0)
 
     def sealed(self) -> None:
         """A version has just been sealed. Where ranks are held, none goes on."""

@@ -188,7 +188,11 @@ class Session:
             _LOST_S if os.environ.get(SPARES_ENV, "0") not in ("", "0") else 0.0,
         )
         self.guard = StepGuard(
-            lambda: client.page, lambda: client.lost, self._hold_s, lambda text: self.say(f"rank {self.rank}: {text}")
+            lambda: client.page,
+            lambda: client.lost,
+            self._hold_s,
+            lambda text: self.say(f"rank {self.rank}: {text}"),
+            self.epoch,
         )
         self.redundancy = notice.redundancy
         self.targets = joining.targets(notices, notice)

@@ -31,12 +31,14 @@ class StepGuard:
         lost: Callable[[], bool],
         hold_s: float,
         say: Callable[[str], None],
+        epoch: int,
         *,
         clock: Callable[[], float] = clock.monotonic,
         sleep: Callable[[float], None] = clock.sleep,
     ) -> None:
         """page: the agent's; lost: whether it is gone, which says nothing of other nodes; hold_s: longest wait for a
-        dead node's job to end."""
+        dead node's job to end; epoch: the rank's, not 0."""
+        self._epoch = epoch
         self._page, self._lost, self._hold_s, self._say = page, lost, hold_s, say
         self._clock, self._sleep = clock, sleep
         self._missing_since: float | None = None
@@ -53,9 +55,10 @@ class StepGuard:
         self.waited_s += self._clock() - began
 
     def leaving(self) -> bool:
-        """Whether the job is about to leave a node, and that has been waited for less than LEAVES_S."""
+        """Whether the job is about to leave a node, and that has been waited for less than LEAVES_S. An agent that is
+        lost meanwhile has most likely gone on without the node, and the launcher is about to end this rank."""
         page = self._page()
-        if page is None or not page.held or self._lost():
+        if page is None or not page.held or page.held < self._epoch:
             self._leaving_since = None
             return False
         now = self._clock()

@@ -112,13 +112,14 @@ class ControlPage:
         self._put(GROWN_AT, count)
 
     @property
-    def held(self) -> bool:
-        """Whether the job is about to leave a node at the next seal: no rank makes a step beyond that version."""
-        return bool(self._get(HELD_AT))
+    def held(self) -> int:
+        """The job is about to leave a node at the next seal: no rank of this epoch, or an earlier one, makes a step
+        beyond that version. 0: it is not."""
+        return self._get(HELD_AT)
 
-    def set_held(self, held: bool) -> None:
-        """Publish whether ranks are held."""
-        self._put(HELD_AT, int(held))
+    def set_held(self, epoch: int) -> None:
+        """Publish of which epoch ranks are held."""
+        self._put(HELD_AT, epoch)
 
     def close(self) -> None:
         """Unmap."""

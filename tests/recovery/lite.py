@@ -195,7 +195,7 @@ def main() -> int:
             late = page.sealed < (welcome.epoch, version)
             say("late" if late else "sealed", version)
             patience = time.monotonic() + 10
-            while page.held and not late and time.monotonic() < patience:  # the job leaves a node
+            while page.held >= welcome.epoch and not late and time.monotonic() < patience:  # the job leaves a node
                 time.sleep(0.0005)
         except (OSError, ConnectionError):
             say("agent gone", version)

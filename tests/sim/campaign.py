@@ -171,8 +171,9 @@ class Campaign:
         ]
         self._alone = self._live and self.rng.random() < 0.5  # nothing else happens
         moves = random.Random(self.seed ^ 0x306E)
-        if self.job.within and not self._live and moves.random() < 0.5:
-            self._alone = self.job.moves = moves.random() < 0.5
+        if self.job.within and not self._live and self.seed % 4 == 3:
+            self._alone = self.job.moves = moves.random() < 0.7
+            self.job.pause_s = min(self.job.pause_s, 0.05) if self._alone else self.job.pause_s
             at = moves.uniform(0.5, FAULTS_S)
             self._at(at, lambda: self._move(moves))
         if self._live:

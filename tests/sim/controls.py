@@ -263,6 +263,12 @@ def losses_are_not_told() -> None:
     patch(Spares, "heard", lambda self, lost: None)
 
 
+@spared
+def nobody_is_held() -> None:
+    """Planned moves: ranks go on beyond the seal at which a node is left."""
+    patch(Trainings, "hold", lambda self, epoch: None)
+
+
 # ---- of jobs whose ranks are replicas of each other: `python -m tests.sim --live --broken NAME` --------
 
 LIVE: dict[str, Callable[[], None]] = {}

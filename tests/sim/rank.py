@@ -408,9 +408,7 @@ class Rank:
     def _stand_by(self) -> None:
         """The job leaves a node: as `client.step_guard`."""
         until = self.world.loop.now + LEAVES_S
-        while self._page is not None and self._page.held and self.world.loop.now < until:
-            if self._agent is None or self._agent.over:
-                return
+        while self._page is not None and self._page.held >= self.epoch and self.world.loop.now < until:
             self.world.clock.sleep(0.005)
 
     def _save(self, version: int, state: str) -> bool:

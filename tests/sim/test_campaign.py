@@ -62,6 +62,7 @@ _FIRST = {
     "live-is-forgotten": 7,
     "losses-are-not-told": 17,
     "any-part-goes-on": 4,
+    "nobody-is-held": 35,
     "any-version-will-do": 10,
     "a-seal-frees-what-was-rescued": 32,
     "only-who-keeps-outlines": 29,

@@ -24,7 +24,13 @@ class Scene:
         self.said: list[str] = []
         self.happens: Callable[[], None] = lambda: None
         self.brake = StepGuard(
-            lambda: self.page, lambda: self.lost, hold_s, self.said.append, clock=lambda: self.now, sleep=self._sleep
+            lambda: self.page,
+            lambda: self.lost,
+            hold_s,
+            self.said.append,
+            3,
+            clock=lambda: self.now,
+            sleep=self._sleep,
         )
 
     def _sleep(self, seconds: float) -> None:
@@ -124,21 +130,23 @@ def stood_by(scene: Scene) -> float:
 
 def test_a_node_that_is_left_is_waited_for(scene: Scene) -> None:
     assert not stood_by(scene)
-    scene.page.set_held(True)
-    scene.at(103.0, lambda: scene.page.set_held(False))
+    scene.page.set_held(2)
+    assert not stood_by(scene), "ranks of the attempt before"
+    scene.page.set_held(3)
+    scene.at(103.0, lambda: scene.page.set_held(0))
     assert stood_by(scene) == pytest.approx(3, abs=0.1) and not stood_by(scene)
 
 
 def test_agents_that_do_not_leave_it_are_waited_for_once(scene: Scene) -> None:
-    scene.page.set_held(True)
+    scene.page.set_held(3)
     assert stood_by(scene) == pytest.approx(LEAVES_S, abs=0.1) and not stood_by(scene)
-    scene.page.set_held(False)
+    scene.page.set_held(0)
     assert not stood_by(scene)
-    scene.page.set_held(True)
+    scene.page.set_held(3)
     assert stood_by(scene) == pytest.approx(LEAVES_S, abs=0.1), "another time"
 
 
-def test_without_an_agent_no_node_is_left(scene: Scene) -> None:
-    scene.page.set_held(True)
+def test_an_agent_that_has_gone_on_does_not_let_its_ranks_go(scene: Scene) -> None:
+    scene.page.set_held(3)
     scene.at(101.0, lambda: setattr(scene, "lost", True))
-    assert stood_by(scene) == pytest.approx(1, abs=0.1)
+    assert stood_by(scene) == pytest.approx(LEAVES_S, abs=0.1)

@@ -34,7 +34,7 @@ class Trainings:
         self._membership, self._store, self._notes, self._on_sealed = membership, store, notes, on_sealed
         self._sets: dict[str, Training] = {}
         self._recounts: set[str] = set()
-        self._held = False
+        self._held = 0
 
     def __iter__(self) -> Iterator[Training]:
         return iter(list(self._sets.values()))
@@ -204,11 +204,12 @@ class Trainings:
         for training in self:
             training.page.set_dead_nodes(len(incarnation.mesh.dead) if incarnation is not None else 0)
 
-    def hold(self, held: bool) -> None:
-        """Whether ranks stop at the next version that is sealed, those that have yet to come as well."""
-        self._held = held
+    def hold(self, epoch: int) -> None:
+        """Ranks up to this epoch stop at the next version that is sealed, those that have yet to come as well; 0: all
+        go on."""
+        self._held = epoch
         for training in self:
-            training.page.set_held(held)
+            training.page.set_held(epoch)
 
     def _show(self, training: Training) -> None:
         """Whether a seal can come: trainers wait for one only then."""
