@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from gemini_hpc.agent.daemon import Agent
 from gemini_hpc.config import Settings
@@ -171,6 +172,8 @@ class Campaign:
         ]
         self._alone = self._live and self.rng.random() < 0.5  # nothing else happens
         moves = random.Random(self.seed ^ 0x306E)
+        if self.job.within and self.seed % 4 == 1:
+            self._at(moves.uniform(1.0, FAULTS_S), lambda: self._split(moves))
         if self.job.within and not self._live and self.seed % 4 == 3:
             self._alone = self.job.moves = moves.random() < 0.7
             self.job.pause_s = min(self.job.pause_s, 0.05) if self._alone else self.job.pause_s
@@ -233,6 +236,18 @@ class Campaign:
         self._tell(f"link {a} to {b} is cut for {lasts} s")
         self.world.network.cut(a, b, both=False)
         self._ends(lasts, lambda: self._heal(a, b))
+
+    def _split(self, rng: random.Random) -> None:
+        """The nodes are two networks for a while."""
+        names = [node.name for node in self.job.nodes]
+        rng.shuffle(names)
+        at, lasts = rng.randrange(1, len(names)), rng.choice((1.0, 4.0, 8.0))
+        self._tell(f"{', '.join(names[:at])} and the others do not reach each other for {lasts} s")
+        pairs = [(a, b) for a in names[:at] for b in names[at:]]
+        for a, b in pairs:
+            self.world.network.cut(a, b)
+        for a, b in pairs:
+            self._ends(lasts, partial(self.world.network.mend, a, b))
 
     def _heal(self, a: str, b: str) -> None:
         self._tell(f"link {a} {b} is back")

@@ -262,15 +262,17 @@ class Job:
         }
 
     def _nothing_lost(self, launch: Launch, version: int) -> None:
-        """No sealed version is lost while a holder of each shard lives; then at most one step is repeated."""
+        """No sealed version is lost while a holder of each shard lives, and the job goes on with it; then at most one
+        step is repeated."""
         if version < self.stood_at:
             raise Wrong(f"lost: {launch.step} resumes from {version}, though {self.stood_at} lived in its ranks")
         self.stood_at = 0
         if self.sealed and version < self.sealed:
+            late, left = self.saved_from, launch.lost
             gone = [
                 home
                 for home, holders in self.holders.items()
-                if self._too_many([node.lost_at > self.saved_from for node in holders])
+                if self._too_many([node.lost_at > late or node.name in left for node in holders])
             ]
             if not gone:
                 raise Wrong(f"lost: {launch.step} resumes from {version}, though {self.sealed} was sealed")
