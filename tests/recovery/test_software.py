@@ -55,8 +55,12 @@ def test_a_signal_from_the_user_is_no_failure(lite: Lite, how: list[str]) -> Non
     """To the ranks alone, past the batch script, or to all of the job: `lite.py` dies of it, and stays so."""
     job = lite(run=RUN)
     job.reach(5)
-    job.cluster.run(["scancel", *how, str(job.id)], user="alice")
-    until(lambda: job.state in ("COMPLETED", "FAILED", "CANCELLED"), 40, what="job over")
+    sent = job.cluster.run(["scancel", *how, str(job.id)], user="alice")
+    assert sent.returncode == 0, sent.stderr
+    try:
+        until(lambda: job.state in ("COMPLETED", "FAILED", "CANCELLED"), 40, what="job over")
+    except AssertionError as exc:
+        raise AssertionError(f"{exc}\n{job.story()}\n{job.output()}") from None
     assert len(launches(job)) == 1 and "restart 1 of" not in job.output(), job.story()
 
 

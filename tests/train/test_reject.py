@@ -100,7 +100,9 @@ def test_three_are_rejected_and_not_more(real_job: MakeJob, tier: Path, undistur
     assert "no version is left to resume from" not in last.stderr[1], "one rank says so"
     job.requeue(["n1", "n2"])
     results = run(job).wait()
-    assert [r["start"] for r in results] == [5, 5] and [r["digest"] for r in results] == undisturbed
+    starts = {r["start"] for r in results}
+    assert starts in ({5}, {6}), "6 is what has been trained before the fourth was refused; it may be sealed"
+    assert [r["digest"] for r in results] == undisturbed
 
 
 def test_after_some_steps_the_next_launch_takes_the_older_one(
