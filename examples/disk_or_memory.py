@@ -193,9 +193,8 @@ def train(a: argparse.Namespace, name: str, notes: Notes) -> None:
     again = bool(notes.of(name, "killed"))
     model, loss = built(a.model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    way: Way = (
-        Disk(model, optimizer, a.where / "disk_or_memory.pt", a.every) if name == "disk" else Memory(model, optimizer)
-    )
+    file = notes.path.with_suffix(".pt")
+    way: Way = Disk(model, optimizer, file, a.every) if name == "disk" else Memory(model, optimizer)
     began = time.perf_counter()
     start = way.load()
     if again:

@@ -24,6 +24,8 @@ def run(where: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_each_way_is_killed_once_and_its_figures_stand_side_by_side(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
+    (tmp_path / "disk_or_memory.pt").write_bytes(b"of another job")
+    (tmp_path / "disk_or_memory.8.pt").write_bytes(b"of another job")
     words = ["--model", "mine:build", "--iterations", "20", "--every", "5", "--kill-at", "13"]
     assert [run(tmp_path, *words).returncode for _ in range(2)] == [-signal.SIGKILL] * 2, "once for each way"
     done = run(tmp_path, *words)
