@@ -52,7 +52,7 @@ def rate_of(args: argparse.Namespace) -> Rate:
     found = Rate()
     if args.failures_per_node_day is not None:
         found = replace(found, per_day=args.failures_per_node_day, source="as given")
-    elif args.history is not None and os.path.isdir(args.history):
+    elif args.history is not None and args.history != "sacct" and os.path.isdir(args.history):
         found = _written_down(args.history)
     elif args.history is not None:
         where = f"sacct, {args.history_days} days" if args.history == "sacct" else args.history

@@ -122,6 +122,8 @@ def sacct(tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sacct_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "past").write_text(PAST)
     sacct(tmp_path, f'echo "$*" >{tmp_path}/asked; cat {tmp_path}/past', monkeypatch)
+    (tmp_path / "here" / "sacct").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")  # the word is no directory
     assert main([*PLAN, "--history", "sacct", "--history-days", "30", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["failures"]
     assert found["source"] == "sacct, 30 days: 1 lost in 98 node-days"
