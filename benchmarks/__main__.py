@@ -42,6 +42,7 @@ FAMILIES = {
     "tier": "tier",
     "place": "place",
     "xor": "parity",
+    "rs": "reed_solomon",
     "disk": "disk",
 }
 

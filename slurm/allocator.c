@@ -16,9 +16,9 @@ static bool asks_for_too_few(const struct options *options, uint32_t most)
 	if (!most || replicas <= most)
 		return false;
 	if (options->group) {
-		slurm_error(MESSAGE_PREFIX "--gemini-redundancy=xor:%" PRIu32 " wants %" PRIu32 " nodes, and --nodes asks "
+		slurm_error(MESSAGE_PREFIX "--gemini-redundancy=%s wants %" PRIu32 " nodes for a group, and --nodes asks "
 			    "for %" PRIu32 ": ask for more nodes or a smaller group",
-			    replicas, replicas, most);
+			    options->redundancy, replicas, most);
 		return true;
 	}
 	slurm_error(MESSAGE_PREFIX "--gemini-replicas=%" PRIu32 " wants %" PRIu32 " nodes, one per copy, and --nodes asks "

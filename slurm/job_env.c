@@ -85,6 +85,6 @@ int job_env_publish(spank_t sp, const struct options *options)
 	if (options->after)
 		rc |= publish_number(sp, option_names[5], options->after);
 	if (options->group)
-		rc |= publish(sp, option_names[6], REDUNDANCY_XOR);
+		rc |= publish(sp, option_names[6], options->redundancy);
 	return rc;
 }

@@ -12,14 +12,13 @@
  * environment, which prolog and epilog see as SPANK_X.
  */
 #define ENV_REPLICAS "GEMINI_REPLICAS"
-#define ENV_REDUNDANCY "GEMINI_REDUNDANCY"	/* only where it is not "replicate" */
+#define ENV_REDUNDANCY "GEMINI_REDUNDANCY"	/* "xor", over groups of ENV_REPLICAS nodes; or "rs:K+M" */
 #define ENV_TIER "GEMINI_TIER"
 #define ENV_TIER_INTERVAL "GEMINI_TIER_INTERVAL"
 #define ENV_HANG "GEMINI_HANG"
 #define ENV_SPARES "GEMINI_SPARES"
 #define ENV_AFTER "GEMINI_AFTER"
 #define SLURM_ENV(name) "SLURM_" name
-#define REDUNDANCY_XOR "xor"	/* a value of ENV_REDUNDANCY; the groups are of ENV_REPLICAS nodes */
 
 /* srun takes its --no-kill from here: in a job with spares a step goes on when a node is set DOWN. */
 #define ENV_NO_KILL "SLURM_NO_KILL"

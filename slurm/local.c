@@ -28,7 +28,7 @@ static void warn_if_different(const struct options *options)
 	if (after)
 		(void)options_parse_after(after, &job_after);
 	if ((options->replicas && options->replicas != job_replicas) ||
-	    (options->group && (options->group != job_replicas || !redundancy)) ||
+	    (options->group && (options->group != job_replicas || strcmp(options->redundancy, redundancy ? redundancy : "") != 0)) ||
 	    (options->tier[0] && strcmp(options->tier, tier ? tier : "") != 0) ||
 	    (options->hang[0] && strcmp(options->hang, hang ? hang : "") != 0) ||
 	    (options->tier_interval[0] && strcmp(options->tier_interval, interval ? interval : "") != 0) ||

@@ -20,19 +20,39 @@ bool options_parse_replicas(const char *text, uint32_t *replicas)
 	return true;
 }
 
-bool options_parse_redundancy(const char *text, uint32_t *group)
+static bool parse_code(const char *text, uint32_t *group)
 {
-	uint64_t value = GROUP_USUAL;
+	const char *plus = strchr(text, '+');
+	uint64_t data, parity;
+
+	if (!plus || !number_parse(text, (size_t)(plus - text), 1, REPLICAS_MAX, &data) ||
+	    !number_parse_string(plus + 1, 1, PARITY_MAX, &parity) || data + parity > REPLICAS_MAX)
+		return false;
+	*group = (uint32_t)(data + parity);
+	return true;
+}
+
+bool options_parse_redundancy(const char *text, uint32_t *group, char value[REDUNDANCY_SIZE])
+{
+	uint64_t nodes = GROUP_USUAL;
 
 	if (strcmp(text, "replicate") == 0) {
 		*group = 0;
+		value[0] = '\0';
+		return true;
+	}
+	if (strncmp(text, "rs:", 3) == 0) {
+		if (!parse_code(text + 3, group))
+			return false;
+		(void)snprintf(value, REDUNDANCY_SIZE, "%s", text);
 		return true;
 	}
 	if (strncmp(text, "xor", 3) != 0)
 		return false;
-	if (text[3] && (text[3] != ':' || !number_parse_string(text + 4, 2, REPLICAS_MAX, &value)))
+	if (text[3] && (text[3] != ':' || !number_parse_string(text + 4, 2, REPLICAS_MAX, &nodes)))
 		return false;
-	*group = (uint32_t)value;
+	*group = (uint32_t)nodes;
+	(void)snprintf(value, REDUNDANCY_SIZE, "%s", "xor");
 	return true;
 }
 
@@ -100,10 +120,11 @@ static int on_option(int which, const char *text, int remote)
 			    REPLICAS_MAX, message_shown(text, shown));
 		return -1;
 	case OPTION_REDUNDANCY:
-		if (options_parse_redundancy(text, &given.group))
+		if (options_parse_redundancy(text, &given.group, given.redundancy))
 			return 0;
-		slurm_error(MESSAGE_PREFIX "--gemini-redundancy: wanted replicate, xor, or xor:N with N from 2 to %d, "
-			    "found '%s'", REPLICAS_MAX, message_shown(text, shown));
+		slurm_error(MESSAGE_PREFIX "--gemini-redundancy: wanted replicate, xor:N with N from 2 to %d, or rs:K+M "
+			    "with M from 1 to %d and K + M to %d, found '%s'",
+			    REPLICAS_MAX, PARITY_MAX, REPLICAS_MAX, message_shown(text, shown));
 		return -1;
 	case OPTION_TIER:
 		if (options_parse_tier(text)) {
@@ -158,8 +179,8 @@ static struct spank_option option_table[] = {
 	  .cb = on_option },
 	{ .name = (char[]){ "gemini-redundancy" },
 	  .arginfo = (char[]){ "HOW" },
-	  .usage = (char[]){ "replicate (the default), or xor:N: parity over groups of N nodes (2-32) instead of "
-			     "copies" },
+	  .usage = (char[]){ "replicate (the default); xor:N: parity over groups of N nodes (2-32), instead of "
+			     "copies; rs:K+M: over groups of K+M nodes, any M of which may be lost (1-4)" },
 	  .has_arg = 1,
 	  .val = OPTION_REDUNDANCY,
 	  .cb = on_option },
@@ -217,7 +238,8 @@ bool options_complete(void)
 	const struct options *options = &given;
 
 	if (given.group && given.replicas) {
-		slurm_error(MESSAGE_PREFIX "--gemini-redundancy=xor keeps parity and no copies: leave --gemini-replicas out");
+		slurm_error(MESSAGE_PREFIX "--gemini-redundancy=%s keeps parity and no copies: leave --gemini-replicas out",
+			    given.redundancy);
 		return false;
 	}
 	if (given.group)

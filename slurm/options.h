@@ -10,6 +10,8 @@
 enum {
 	REPLICAS_MAX = 32,		/* copies of every shard, the own node's included; nodes of a parity group */
 	GROUP_USUAL = 4,
+	PARITY_MAX = 4,			/* nodes of a group that may be lost */
+	REDUNDANCY_SIZE = 8,		/* "xor", "rs:28+4" */
 	TIER_MAX = 4096,		/* bytes of a path */
 	TIER_INTERVAL_MAX_S = 604800,	/* a week */
 	HANG_MAX_S = 604800,
@@ -24,6 +26,7 @@ enum {
 struct options {
 	uint32_t replicas;	/* with parity: the nodes of a group */
 	uint32_t group;		/* 0: whole copies */
+	char redundancy[REDUNDANCY_SIZE];	/* with parity: "xor", or "rs:K+M" */
 	uint32_t spares;
 	uint32_t after;
 	char tier[TIER_MAX + 1];
@@ -39,7 +42,7 @@ const struct options *options_get(void);
 
 /* Each checks one value as the user wrote it. */
 bool options_parse_replicas(const char *text, uint32_t *replicas);
-bool options_parse_redundancy(const char *text, uint32_t *group);
+bool options_parse_redundancy(const char *text, uint32_t *group, char value[REDUNDANCY_SIZE]);
 bool options_parse_tier(const char *text);
 bool options_parse_tier_interval(const char *text);
 bool options_parse_hang(const char *text);

@@ -219,9 +219,9 @@ static void end_if_unprotectable(spank_t sp, const struct config *config, uint32
 		return;
 	}
 	if (speaks(sp) && env_has(sp, SLURM_ENV(ENV_REDUNDANCY)))
-		slurm_error(MESSAGE_PREFIX "--gemini-redundancy=xor:%" PRIu32 " wants %" PRIu32 " nodes, and this job has "
-			    "%" PRIu32 ": ask for more nodes or a smaller group",
-			    replicas, replicas, nodes);
+		slurm_error(MESSAGE_PREFIX "--gemini-redundancy wants %" PRIu32 " nodes for a group, and this job has %" PRIu32
+			    ": ask for more nodes or a smaller group",
+			    replicas, nodes);
 	else if (speaks(sp))
 		slurm_error(MESSAGE_PREFIX "--gemini-replicas=%" PRIu32 " wants %" PRIu32 " nodes, one per copy, "
 			    "and this job has %" PRIu32 ": ask for more nodes or fewer replicas",

@@ -88,6 +88,7 @@ class Picture:
                     since=shard.since[index],
                     verified=shard.verified[index],
                     of=tuple(sorted(shard.parity.homes.items())) if shard.parity is not None else (),
+                    blocks=shard.parity.blocks if shard.parity is not None else 1,
                 )
 
     def part(self, request: int, record: inspect_schema.RecordAsk | None = None) -> inspect_schema.InspectPart:
@@ -106,7 +107,7 @@ class Picture:
             uid=me.uid,
             restart=max(here.restart, 0),
             replicas=here.replicas,
-            xor=here.redundancy.xor,
+            parity=here.redundancy.parity,
             epoch=here.epoch,
             round=here.round,
             state="detached" if here.detached else stage,

@@ -9,9 +9,10 @@ from gemini_hpc import clock
 from gemini_hpc.agent.peers.event_log import EventLog
 from gemini_hpc.agent.peers.membership import Membership
 from gemini_hpc.agent.peers.tasks import Spawn
-from gemini_hpc.agent.replicas import replica_fills
+from gemini_hpc.agent.replicas import galois, replica_fills
 from gemini_hpc.agent.replicas.memory import NoMemory, adopt
 from gemini_hpc.agent.replicas.outlines import Outlines
+from gemini_hpc.agent.replicas.parity import Parity
 from gemini_hpc.agent.replicas.pledges import Wish
 from gemini_hpc.agent.replicas.rejections import Rejections
 from gemini_hpc.agent.replicas.slot_writes import SlotWrites
@@ -260,16 +261,17 @@ class RankRequests:
         here, number = self._membership, self._membership.round
         mine = here.noderanks[self._node]
         ranks, homes = {rank for rank, _ in m.of}, {home for _, home in m.of}
-        others = set(here.redundancy.receivers(mine)) if here.redundancy.xor else set()
+        others = set(here.redundancy.receivers(mine)) if here.redundancy.parity else set()
         if m.home != mine or homes != others or not len(ranks) == len(homes) == len(m.of):
             raise Rejected(f"shards of node ranks {sorted(homes)} are no stripe of node rank {mine}")
         if m.rank in ranks or max(ranks) >= m.world or not m.bytes:
             raise Rejected(f"impossible parity beside the shard of rank {m.rank}: of ranks {sorted(ranks)}")
         known = self._store.parities.get((m.set, m.rank))
-        grown = known is not None and known.parity is not None and known.parity.homes == dict(m.of)
+        blocks = here.redundancy.parity
+        grown = known is not None and known.parity is not None and known.parity.is_like(Parity(dict(m.of), blocks))
         size_bytes = max(m.bytes, known.bytes) if known is not None and grown else m.bytes
         try:
-            shard = await self._store.make_parity(m.set, m.rank, m.world, m.home, size_bytes, m.of)
+            shard = await self._store.make_parity(m.set, m.rank, m.world, m.home, size_bytes, m.of, blocks)
         except NoMemory as exc:
             training.note = str(exc)
             self._log.log("refused", detail=str(exc))
@@ -278,6 +280,8 @@ class RankRequests:
             raise Rejected("a recovery round is under way")
         self._keep(client, m)
         shard.registered_round = number
+        if blocks > 1 and galois.library() is None:
+            training.note = f"{galois.LIBRARY} (ISA-L) is not on {self._node}: parity takes it long to reckon"
         self._sets.recount(m.set)
         if m.passed:
             self._filling.passed(shard, m.passed)

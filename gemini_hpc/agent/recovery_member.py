@@ -90,9 +90,9 @@ class RecoveryMember:
         return max(1, self._current().attach.replicas)
 
     @property
-    def xor(self) -> bool:
-        """Whether these are a group with parity."""
-        return self._current().attach.xor
+    def parity(self) -> int:
+        """Blocks of it in a row; 0: whole copies."""
+        return self._current().attach.parity
 
     @property
     def wanted(self) -> int:

@@ -143,7 +143,7 @@ class Rescue:
         if incarnation is None or incarnation.live is False:
             return []
         gone = {rank for host, rank in here.noderanks.items() if host in incarnation.mesh.dead}
-        if here.redundancy.xor or not any(gone.issuperset(here.redundancy.holders(rank)) for rank in gone):
+        if here.redundancy.parity or not any(gone.issuperset(here.redundancy.holders(rank)) for rank in gone):
             return []
         return sorted(name for name, channels in self._channels.items() if channels)
 

@@ -176,7 +176,7 @@ class Sessions:
             proto=proto,
             rejected=self._rejections.sentences(m.set)[-_TOLD:],
             fresh=self._rejections.fresh(m.set),
-            xor=here.redundancy.xor,
+            parity=here.redundancy.parity,
             group=here.redundancy.group(here.noderanks[me.node]),
             after=here.incarnation.attach.after if chosen.version and chosen.epoch == INHERITED_EPOCH else 0,
         )

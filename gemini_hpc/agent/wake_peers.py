@@ -63,7 +63,7 @@ class Wake:
             attach.lost,
             attach.hang,
             attach.after,
-            attach.xor,
+            attach.parity,
         )
         ports = candidates(settings, self._identity.job)
         try:
@@ -101,7 +101,7 @@ class Wake:
                 message.lost,
                 message.hang,
                 message.after,
-                message.xor,
+                message.parity,
             )
             self._spawn(self._enter(attach))
 

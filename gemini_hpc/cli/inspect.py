@@ -149,8 +149,8 @@ def render(d: Document, width: int = columns.USUAL) -> str:
     reason = f" ({slurm['reason']})" if slurm.get("reason") else ""
     head = f"job {d['job']}: {d['state']}   slurm {slurm.get('state') or '?'}{reason}"
     kept = f"replicas {d['replicas'] or '?'}"
-    if d.get("redundancy") == "xor":
-        kept = f"parity over groups of {d['replicas']} nodes"
+    if lost := d.get("parity"):
+        kept = f"parity over groups of {d['replicas']} nodes{f', any {lost} of which may be lost' * (lost > 1)}"
     counts = f"restarts {slurm.get('restarts', d['restart'])}   {kept}   epoch {d['epoch']}"
     if d["ended"] and not d["nodes"]:
         counts = f"restarts {d['restart']}"

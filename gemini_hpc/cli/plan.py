@@ -24,6 +24,16 @@ if TYPE_CHECKING:
     _Subparsers = argparse._SubParsersAction[Any]
 
 SCHEMA = 1
+_USUAL = ("xor:4", "rs:4+2")
+
+
+def _redundancy(text: str) -> tuple[int, int]:
+    from gemini_hpc.core.redundancy import parse
+
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def register(subparsers: _Subparsers) -> None:
@@ -69,11 +79,12 @@ def register(subparsers: _Subparsers) -> None:
         help="from the start of a program to its resume() (default: 60)",
     )
     parser.add_argument(
-        "--group",
-        type=int,
-        default=4,
-        metavar="N",
-        help="also parity (--gemini-redundancy=xor:N) over groups of N nodes; 0: none (default: 4)",
+        "--redundancy",
+        type=_redundancy,
+        action="append",
+        metavar="HOW",
+        help="also parity, as sbatch's --gemini-redundancy has it: xor:N or rs:K+M; may be given more than once; "
+        "replicate: none (default: xor:4 and rs:4+2)",
     )
     parser.add_argument(
         "--topology",
@@ -108,10 +119,11 @@ def run(args: argparse.Namespace) -> int:
         found = [
             protection(wish, m) for m in (args.replicas, args.replicas + 1) if m <= max(args.nodes, args.replicas)
         ]
-        if 2 <= args.group <= args.nodes:
-            found.append(protection(wish, args.group, xor=True))
+        for group, parity in args.redundancy or (_redundancy(how) for how in _USUAL):
+            if parity and (args.redundancy or group <= args.nodes):
+                found.append(protection(wish, group, parity=parity))
         of = _domains(args)
-        racks = [domain_loss(of, one.replicas, xor=one.redundancy == "xor") for one in found] if of else []
+        racks = [domain_loss(of, one.replicas, parity=one.parity) for one in found] if of else []
         if args.plot:
             plans(args.plot, wish, found)
     except (UserError, ValueError) as error:
@@ -153,7 +165,7 @@ def long(s: float) -> str:
     """Minutes to years."""
     for unit, length_s in (("years", 31557600.0), ("days", 86400.0), ("h", 3600.0)):
         if s >= 2 * length_s:
-            return f"{s / length_s:,.0f} {unit}" if s < 10_000 * length_s else f"> 10,000 {unit}"
+            return f"{s / length_s:,.0f} {unit}" if s < 10_000 * length_s else f">10k {unit}"
     return f"{s / 60:.0f} min"
 
 
@@ -171,19 +183,19 @@ def table(wish: Wish, plans: list[Protection], failures: Rate, racks: Sequence[D
         return f"{size(one.needed_bytes)}{'' if one.fits else ': TOO MUCH'}"
 
     def every(one: Protection) -> str:
-        return "each iteration" if one.every == 1 else f"one in {one.every}"
+        return "each" if one.every == 1 else f"1 in {one.every}"
 
     def days(one: Protection) -> str:
         return long(86400 / one.unserved_per_day) if one.unserved_per_day else "never"
 
     def tier(one: Protection) -> str:
-        return f"every {long(one.tier_every_s)}" if math.isfinite(one.tier_every_s) else "at the end"
+        return long(one.tier_every_s) if math.isfinite(one.tier_every_s) else "at the end"
 
     t = wish.training
     rows = [
         ("memory of a node", [fits(p) for p in plans]),
         ("on the network, a version", [seconds(p.transfer_s) for p in plans]),
-        ("a version is saved", [every(p) for p in plans]),
+        ("iterations that are saved", [every(p) for p in plans]),
         ("which costs", [f"{100 * p.overhead:.2f} %{'' if p.within else ': TOO MUCH'}" for p in plans]),
         ("iterations repeated at most", [str(p.repeated) for p in plans]),
         *(
@@ -198,7 +210,7 @@ def table(wish: Wish, plans: list[Protection], failures: Rate, racks: Sequence[D
         ("time that trains, by requeue", [percent(p.effective[0]) for p in plans]),
         ("time that trains, with a spare", [percent(p.effective[1]) for p in plans]),
         ("memory does not serve, once in", [days(p) for p in plans]),
-        ("so the tier should have one", [tier(p) for p in plans]),
+        ("the tier needs one, once in", [tier(p) for p in plans]),
     ]
     lines = [
         f"{t.nodes} nodes, {size(t.node_bytes)} of state on each, {size(wish.memory_bytes)} of memory for copies",

@@ -73,10 +73,7 @@ def plans(path: str, wish: Wish, found: list[Protection]) -> None:
     rates = [times * (wish.per_day or 0.001) for times in _TIMES]
     trains: dict[str, list[float]] = {}
     for one in found:
-        at = [
-            protection(replace(wish, per_day=rate), one.replicas, xor=one.redundancy == "xor").effective
-            for rate in rates
-        ]
+        at = [protection(replace(wish, per_day=rate), one.replicas, parity=one.parity).effective for rate in rates]
         for place, way in enumerate(("by requeue", "with a spare")):
             trains[f"{one.name}, {way}"] = [both[place] for both in at]
     time = Curves("time that trains", "failures of a node a day", rates, trains, logarithmic=True)

@@ -28,7 +28,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
 
     node_rank: int = -1
     replicas: int = 0
-    xor: bool = False
+    parity: int = 0
     nodes: int = 0
     epoch: int = 0
     chosen: tuple[int, int, int] = (0, 0, 0)
@@ -39,7 +39,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
     @property
     def redundancy(self) -> Redundancy:
         """How shards survive a loss of nodes."""
-        return Redundancy(self.nodes, self.replicas, self.xor)
+        return Redundancy(self.nodes, self.replicas, self.parity)
 
     @classmethod
     def of(cls, welcome: local.Welcome) -> Notice:
@@ -47,7 +47,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
         return cls(
             node_rank=welcome.node_rank,
             replicas=welcome.replicas,
-            xor=welcome.xor,
+            parity=welcome.parity,
             nodes=welcome.nodes,
             epoch=welcome.epoch,
             chosen=(welcome.chosen_epoch, welcome.chosen_version, welcome.chosen_world),
@@ -89,7 +89,7 @@ def waiting(waited_s: float, why: str) -> str:
 
 
 def _holders(welcome: local.Welcome) -> tuple[int, ...]:
-    if welcome.xor:
+    if welcome.parity:
         return welcome.group
     usual = min(welcome.replicas, welcome.nodes)
     return welcome.group[: welcome.replicas] or placement.holders(welcome.node_rank, welcome.nodes, usual)
@@ -104,7 +104,7 @@ def targets(notices: Sequence[Notice], mine: Notice) -> list[list[int]]:
     """For each rank those to whose nodes its shard goes, in the order of sending. Raises ValueError for ranks that
     cannot have parity."""
     homes, found = [n.node_rank for n in notices], keepers(notices)
-    if not mine.redundancy.xor:
+    if not mine.redundancy.parity:
         return placement.targets(homes, found)
     return parity.targets(homes, list(found.values()))
 
@@ -116,11 +116,11 @@ def problem(notices: Sequence[Notice], mine: Notice, *, with_parity: bool = Fals
         return found
     if any((n.redundancy, n.epoch, n.chosen) != (mine.redundancy, mine.epoch, mine.chosen) for n in notices):
         return "the ranks' agents do not agree about the job"
-    if mine.redundancy.xor and not with_parity:
-        return "it cannot do with parity: submit it with --gemini-replicas, not with --gemini-redundancy=xor"
+    if mine.redundancy.parity and not with_parity:
+        return "it cannot do with parity: submit it with --gemini-replicas, not with --gemini-redundancy"
     nodes, m = sorted({n.node_rank for n in notices}), mine.replicas
     if m > len(nodes):
-        wanted = f"groups of {m} nodes" if mine.xor else f"{m} replicas"
+        wanted = f"groups of {m} nodes" if mine.parity else f"{m} replicas"
         return f"{wanted} asked for, but the training runs on {len(nodes)} node{'s' * (len(nodes) > 1)}"
     lacking = placement.stranger(keepers(notices))
     if lacking:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from gemini_hpc.core.numbers import Bytes, Count
+from gemini_hpc.core.numbers import Blocks, Bytes, Count
 from gemini_hpc.core.slots import Stamp
 
 
@@ -22,7 +22,8 @@ class Copy(msgspec.Struct, frozen=True):
     """Complete and verified. home: the node rank where the training rank lived; bytes: the slot's size, used: what of
     it counts; digest: xxh3_128 (hex) of the used part. proven: it is
     the one that was made at the shard's home; else a replica's, which no other may contradict. of: this is no copy of
-    the rank's shard, but the parity beside it, of these shards of its stripe (`core.parity`)."""
+    the rank's shard, but the parity beside it, of these shards of its stripe, in so many blocks,
+    `room` bytes apart (`core.parity`)."""
 
     set: str
     rank: Count
@@ -34,3 +35,5 @@ class Copy(msgspec.Struct, frozen=True):
     digest: str
     proven: bool = True
     of: tuple[Member, ...] = ()
+    blocks: Blocks = 1
+    room: Bytes = 0

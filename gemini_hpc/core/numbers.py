@@ -26,6 +26,8 @@ Attempt = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # any number that is a
 Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]
 Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]  # Unix time in seconds; neither NaN nor infinity
 Pairs = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+PARITY_MAX = 4  # blocks of parity in a row of a group
+Blocks = Annotated[int, msgspec.Meta(ge=0, le=PARITY_MAX)]
 Seconds = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 TierInterval = Seconds | Literal["auto"]  # 0: none is named; "auto": `tier_interval`
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]

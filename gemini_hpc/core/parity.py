@@ -1,32 +1,38 @@
-"""Parity over the nodes of a group: which bytes of a shard are in whose parity (REFT, section 4.1: RAIM5).
+"""Parity over the nodes of a group: which bytes of a shard are in whose parity (REFT, section 4.1: RAIM5; and
+Reed-Solomon codes where more than one node of a group may be lost).
 
-A *stripe* has one shard of each node of a group, k of them. Each shard is cut into k - 1 blocks, one for each other
-member; a member's parity is the exclusive or of the blocks that the others have for it. So each node keeps its own
-shard and 1/(k - 1) of one more, and any one of a stripe's nodes may be lost: block by block its shard is what is left
-when the others' blocks are taken out of the parity where they lie together.
+A *stripe* has one shard of each node of a group, n of them, and `blocks` blocks of parity in each *row*, M for short.
+Row r has the parity of the members r, r + 1 ... r + M - 1 (around), and one block of the shard of each of the other
+n - M. So each shard is cut into n - M blocks, and each node keeps its own shard and M / (n - M) of one more: any M of
+a stripe's nodes may be lost. Block j of a row's parity is the sum of the row's blocks, each times the coefficient of
+its member (`core.gf256`). Those of j = 0 are 1, so with M = 1 all is exclusive or.
 
-The members of a stripe are ordered by rank. Pure; bytes are moved elsewhere.
+The blocks of a member's parity lie one after the other, `room` bytes apart: first that of its own row, j = 0, then
+that of the row before. The members of a stripe are ordered by rank. Pure; bytes are moved elsewhere.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
+from gemini_hpc.core import gf256
 from gemini_hpc.core.ranges import Range
 
 ALIGN_BYTES = 4096
 
 
 class Fold(NamedTuple):
-    """Bytes `start` to `end` of a rank's shard, or of the parity beside it, belong to those from `at` on."""
+    """Bytes `start` to `end` of a rank's shard, or of the parity beside it, `by` times, belong to those from `at`."""
 
     rank: int
     parity: bool
     start: int
     end: int
     at: int
+    by: int = 1
 
 
 def stripes(homes: Sequence[int], groups: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
@@ -60,49 +66,164 @@ def targets(homes: Sequence[int], groups: Iterable[Iterable[int]]) -> list[list[
     return found
 
 
-def block_bytes(used: int, members: int) -> int:
-    """Of a shard with `used` bytes: what one parity has of it, at most. Whole pages."""
-    others = max(1, members - 1)
-    return -(-used // (others * ALIGN_BYTES)) * ALIGN_BYTES
+def block_bytes(used: int, members: int, blocks: int = 1) -> int:
+    """Of a shard with `used` bytes: what one block has of it, at most. Whole pages."""
+    cut = max(1, members - blocks)
+    return -(-used // (cut * ALIGN_BYTES)) * ALIGN_BYTES
 
 
-def part(stripe: Sequence[int], rank: int, holder: int, used: int) -> Range:
+def part(stripe: Sequence[int], rank: int, holder: int, used: int, blocks: int = 1) -> Range:
     """The bytes of a rank's shard that are in the parity of `holder`, another member; start = end where its share is
     empty. Raises ValueError for one that is no other member."""
+    first, last = _numbers(stripe, rank, holder, blocks)
+    size = block_bytes(used, len(stripe), blocks)
+    return min(used, first * size), min(used, (last + 1) * size)
+
+
+def share(stripe: Sequence[int], rank: int, holder: int, used: int, blocks: int = 1, room: int = 0) -> list[Fold]:
+    """The same, with where it is folded in, from the first byte on. room: bytes from one block of the parity to the
+    next."""
+    first, last = _numbers(stripe, rank, holder, blocks)
+    size, index = block_bytes(used, len(stripe), blocks), stripe.index(rank)
+    distance = (stripe.index(holder) - index) % len(stripe)
+    folds = []
+    for number in range(first, last + 1):
+        start, end = min(used, number * size), min(used, (number + 1) * size)
+        if end > start:
+            j = distance - 1 - number
+            folds.append(Fold(rank, False, start, end, j * room, gf256.coefficient(j, index)))
+    return folds
+
+
+def parity_bytes(stripe: Sequence[int], holder: int, used: Mapping[int, int], blocks: int = 1, room: int = 0) -> int:
+    """Length of a member's parity. used: bytes of each other member's shard."""
+    folds = encoding(stripe, holder, used, blocks, room)
+    return max((fold.at + fold.end - fold.start for fold in folds), default=0)
+
+
+def encoding(
+    stripe: Sequence[int],
+    holder: int,
+    used: Mapping[int, int],
+    blocks: int = 1,
+    room: int = 0,
+) -> list[Fold]:
+    """What a member's parity is made of, while all other shards are there."""
+    others = (rank for rank in stripe if rank != holder)
+    return [fold for rank in others for fold in share(stripe, rank, holder, used[rank], blocks, room)]
+
+
+def encoding_without(
+    stripe: Sequence[int],
+    holder: int,
+    used: Mapping[int, int],
+    whole: AbstractSet[int],
+    rooms: Mapping[int, int],
+    blocks: int,
+    room: int,
+) -> list[Fold]:
+    """The same, of what there is: each block of a shard that is missing is made of its row. whole, rooms: as in
+    `decoding`. Raises ValueError where that is too little."""
+    folds: list[Fold] = []
+    for fold in encoding(stripe, holder, used, blocks, room):
+        if fold.rank in whole:
+            folds.append(fold)
+            continue
+        number = fold.start // block_bytes(used[fold.rank], len(stripe), blocks)
+        row = (stripe.index(fold.rank) + 1 + number) % len(stripe)
+        beside = {other: room for other, room in rooms.items() if other != holder}
+        made = _block(stripe, fold.rank, row, used, whole, beside, blocks, fold.at, fold.end - fold.start)
+        folds += [one._replace(by=gf256.multiply(one.by, fold.by)) for one in made]
+    return folds
+
+
+def decoding(
+    stripe: Sequence[int],
+    lost: int,
+    used: Mapping[int, int],
+    whole: AbstractSet[int],
+    rooms: Mapping[int, int],
+    blocks: int = 1,
+) -> list[Fold]:
+    """What a lost shard is made of. used: bytes of each member's shard, also of lost ones; whole: members whose
+    shards there are; rooms: of the parities that there are, by the member beside whose shard one lies. Raises
+    ValueError where that is too little."""
+    folds: list[Fold] = []
+    size = block_bytes(used[lost], len(stripe), blocks)
+    for number in range(max(1, len(stripe) - blocks)):
+        at, stop = min(used[lost], number * size), min(used[lost], (number + 1) * size)
+        if stop > at:
+            row = (stripe.index(lost) + 1 + number) % len(stripe)
+            folds += _block(stripe, lost, row, used, whole, rooms, blocks, at, stop - at)
+    return folds
+
+
+def decodable(
+    stripe: Sequence[int], lost: int, whole: AbstractSet[int], beside: AbstractSet[int], blocks: int = 1
+) -> bool:
+    """Whether a lost shard can be made again, of whatever size it is. whole: members whose shards there are; beside:
+    those beside whose shards there is parity."""
+    n, at = len(stripe), stripe.index(lost)
+    for row in range(at + 1, at + 1 + n - blocks):
+        around = [stripe[(row + step) % n] for step in range(n)]
+        missing = sum(rank == lost or rank not in whole for rank in around[blocks:])
+        if missing > sum(rank != lost and rank in beside for rank in around[:blocks]):
+            return False
+    return True
+
+
+def _numbers(stripe: Sequence[int], rank: int, holder: int, blocks: int) -> tuple[int, int]:
+    """The first and the last block of a shard that are in the parity of `holder`."""
     index, other = stripe.index(rank), stripe.index(holder)
     if index == other:
         raise ValueError(f"rank {rank} has nothing in its own parity")
-    size = block_bytes(used, len(stripe))
-    start = min(used, ((other - index - 1) % len(stripe)) * size)
-    return start, min(used, start + size)
+    distance = (other - index) % len(stripe)
+    return max(0, distance - blocks), min(distance, len(stripe) - blocks) - 1
 
 
-def parity_bytes(stripe: Sequence[int], holder: int, used: Mapping[int, int]) -> int:
-    """Length of a member's parity. used: bytes of each other member's shard."""
-    parts = (part(stripe, rank, holder, used[rank]) for rank in stripe if rank != holder)
-    return max(end - start for start, end in parts)
+def _in_row(stripe: Sequence[int], row: int, used: Mapping[int, int], blocks: int) -> Iterator[tuple[int, Range]]:
+    """The members that have bytes in it, and which."""
+    for index, rank in enumerate(stripe):
+        number = (row - index) % len(stripe) - 1
+        if 0 <= number < len(stripe) - blocks:
+            size = block_bytes(used[rank], len(stripe), blocks)
+            start, end = min(used[rank], number * size), min(used[rank], (number + 1) * size)
+            if end > start:
+                yield rank, (start, end)
 
 
-def encoding(stripe: Sequence[int], holder: int, used: Mapping[int, int]) -> list[Fold]:
-    """What a member's parity is made of, from the first byte on."""
-    found = ((rank, *part(stripe, rank, holder, used[rank])) for rank in stripe if rank != holder)
-    return [Fold(rank, False, start, end, 0) for rank, start, end in found if end > start]
-
-
-def decoding(stripe: Sequence[int], lost: int, used: Mapping[int, int]) -> list[Fold]:
-    """What a lost shard is made of. used: bytes of each member's shard, also of the lost one."""
+def _block(
+    stripe: Sequence[int],
+    lost: int,
+    row: int,
+    used: Mapping[int, int],
+    whole: AbstractSet[int],
+    rooms: Mapping[int, int],
+    blocks: int,
+    at: int,
+    size: int,
+) -> list[Fold]:
+    """One block of a lost shard: as many blocks of parity as the row lacks shards, and those that it has."""
+    members = dict(_in_row(stripe, row, used, blocks))
+    missing = [rank for rank in members if rank == lost or rank not in whole]
+    beside = [(j, stripe[(row + j) % len(stripe)]) for j in range(blocks)]
+    chosen = [(j, holder) for j, holder in beside if holder in rooms and holder != lost][: len(missing)]
+    if len(chosen) < len(missing):
+        raise ValueError(f"of {len(missing)} blocks that are missing in a row only {len(chosen)} can be found")
+    columns = {rank: stripe.index(rank) for rank in members}
+    matrix = [[gf256.coefficient(j, columns[rank]) for rank in missing] for j, _ in chosen]
+    weights = gf256.solve(matrix, missing.index(lost))
     folds = []
-    for holder in stripe:
-        if holder == lost:
+    for (j, holder), weight in zip(chosen, weights, strict=True):
+        if weight:
+            begin = j * rooms[holder]
+            folds.append(Fold(holder, True, begin, begin + size, at, weight))
+    for rank, (start, end) in members.items():
+        if rank in missing:
             continue
-        at, stop = part(stripe, lost, holder, used[lost])
-        size = stop - at
-        if not size:
-            continue
-        folds.append(Fold(holder, True, 0, size, at))
-        for rank in stripe:
-            if rank not in (lost, holder):
-                start, end = part(stripe, rank, holder, used[rank])
-                if end > start:
-                    folds.append(Fold(rank, False, start, min(end, start + size), at))
+        by = 0
+        for (j, _), weight in zip(chosen, weights, strict=True):
+            by ^= gf256.multiply(weight, gf256.coefficient(j, columns[rank]))
+        if by:
+            folds.append(Fold(rank, False, start, min(end, start + size), at, by))
     return folds

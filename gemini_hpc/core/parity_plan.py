@@ -58,21 +58,43 @@ class Parities:
         made, whole = [], True
         for shard, stripe in zip(shards, stripes, strict=True):
             dest = by_rank[shard.home % N]
-            others = [shards[rank] for rank in stripe if rank != shard.rank]
-            members = tuple(Member(o.rank, o.home, o.bytes, o.used, o.digest) for o in others)
-            held = self._found.get((shard.set, shard.stamp, shard.world), {}).get(shard.rank, {}).get(dest)
-            if held is not None and held.of == members:
+            members = {rank: tuple(_member(shards[other]) for other in stripe if other != rank) for rank in stripe}
+            beside = {
+                rank: next(iter(held.items()))
+                for rank in stripe
+                if (held := self._like(shards[rank], members[rank], of.parity))
+            }
+            if dest in self._like(shard, members[shard.rank], of.parity):
                 continue
-            parts = [(where[o.rank][0], o) for o in others if o.rank in where]
-            if len(parts) < len(others):
+            room = max(parity.block_bytes(member.bytes, len(stripe), of.parity) for member in members[shard.rank])
+            used = {rank: shards[rank].used for rank in stripe}
+            there = {rank: (where[rank][0], shards[rank]) for rank in stripe if rank in where}
+            rooms = {rank: copy.room for rank, (_, copy) in beside.items()}
+            try:
+                folds = parity.encoding_without(stripe, shard.rank, used, there.keys(), rooms, of.parity, room)
+            except ValueError:
                 whole = False
                 continue
-            used = {o.rank: o.used for o in others}
-            length = parity.parity_bytes(stripe, shard.rank, used)
-            size = max(parity.block_bytes(o.bytes, len(stripe)) for o in others)
-            copy = Copy(shard.set, shard.rank, shard.world, shard.home, size, length, shard.stamp, "", of=members)
-            made.append(Made(dest, copy, tuple(parts)))
+            copy = Copy(
+                shard.set,
+                shard.rank,
+                shard.world,
+                shard.home,
+                of.parity * room,
+                parity.parity_bytes(stripe, shard.rank, used, of.parity, room),
+                shard.stamp,
+                "",
+                of=members[shard.rank],
+                blocks=of.parity,
+                room=room,
+            )
+            made.append(Made(dest, copy, _parts(folds, there, beside)))
         return made, whole
+
+    def _like(self, shard: Copy, members: tuple[Member, ...], blocks: int) -> dict[str, Copy]:
+        """By host, the parities beside a shard that are of these others."""
+        held = self._found.get((shard.set, shard.stamp, shard.world), {}).get(shard.rank, {})
+        return {host: copy for host, copy in held.items() if (copy.of, copy.blocks) == (members, blocks)}
 
     @staticmethod
     def _make(
@@ -83,27 +105,50 @@ class Parities:
         parities: Mapping[int, Mapping[str, Copy]],
         ranks: Mapping[int, Held],
     ) -> Made | None:
-        with_it = {
+        beside = {
             rank: (host, copy)
             for rank, by_host in parities.items()
             for host, copy in by_host.items()
             if lost in copy.of
         }
-        parts: list[tuple[str, Copy]] = []
-        for rank, (host, copy) in sorted(with_it.items()):
-            stripe = {rank, *(member.rank for member in copy.of)}
-            if stripe != {lost.rank, *with_it}:
-                return None
+        if len({(copy.blocks, _stripe(copy)) for _, copy in beside.values()}) != 1:
+            return None
+        [(blocks, stripe)] = {(copy.blocks, _stripe(copy)) for _, copy in beside.values()}
+        members: dict[int, set[Member]] = {}
+        for _, copy in beside.values():
             for member in copy.of:
-                if member != lost and (member.digest, member.used) not in ranks.get(member.rank, {}):
-                    return None
-            others = next((found for _, other in with_it.values() for found in other.of if found.rank == rank), None)
-            if others is None and len(stripe) > 2:
+                members.setdefault(member.rank, set()).add(member)
+        shards: dict[int, tuple[str, Copy]] = {}
+        for rank in stripe:
+            said, contents = members.get(rank, set()), ranks.get(rank, {})
+            if len(said) > 1:
                 return None
-            contents = ranks.get(rank, {})
-            keepers = contents.get((others.digest, others.used)) if others else next(iter(contents.values()), None)
-            if not keepers:
-                return None
-            parts += [(host, copy), next(iter(keepers.items()))]
+            known = {(member.digest, member.used) for member in said}
+            # of two members nobody else says what the one that is left has
+            if found := next((kept for key, kept in contents.items() if key in known or not known), None):
+                shards[rank] = next(iter(found.items()))
+        used = {rank: member.used for rank, said in members.items() for member in said}
+        used |= {rank: copy.used for rank, (_, copy) in shards.items()}
+        rooms = {rank: copy.room for rank, (_, copy) in beside.items()}
+        try:
+            folds = parity.decoding(stripe, lost.rank, used, shards.keys(), rooms, blocks)
+        except (ValueError, KeyError):
+            return None
+        parts = _parts(folds, shards, beside)
         copy = Copy(name, lost.rank, world, lost.home, lost.bytes, lost.used, stamp, lost.digest)
-        return Made("", copy, tuple(parts)) if parts else None
+        return Made("", copy, parts) if parts else None
+
+
+def _stripe(copy: Copy) -> tuple[int, ...]:
+    return tuple(sorted({copy.rank, *(member.rank for member in copy.of)}))
+
+
+def _member(shard: Copy) -> Member:
+    return Member(shard.rank, shard.home, shard.bytes, shard.used, shard.digest)
+
+
+def _parts(
+    folds: Iterable[parity.Fold], shards: Mapping[int, tuple[str, Copy]], beside: Mapping[int, tuple[str, Copy]]
+) -> tuple[tuple[str, Copy], ...]:
+    wanted = sorted({(fold.rank, fold.parity) for fold in folds})
+    return tuple((beside if of_parity else shards)[rank] for rank, of_parity in wanted)

@@ -139,7 +139,7 @@ def plan(
     nodes: int | None = None,
     noderanks: Mapping[str, int] | None = None,
     foreign: bool = False,
-    xor: bool = False,
+    parity: int = 0,
     order: Order | None = None,
     by_host: Mapping[str, str] | None = None,
 ) -> RecoveryPlan:
@@ -148,7 +148,8 @@ def plan(
     nodes: how many of them are to train (all by default); the others are spares. There are then as many copies as
     there are such nodes, at most. noderanks, order: those of this job, where they are decided. foreign: the
     inventories are those of another job's agents, so a host that has a copy has it in another agent's memory, and
-    pulls it, too. by_host: failure domains. xor: m nodes are a group with parity.
+    pulls it, too. by_host: failure domains. parity: blocks of it in a row of a group
+    of m nodes; 0: whole copies.
 
     The new epoch is above all that the inventories know, and at least `min_epoch` (`first_epoch`): so it keeps apart
     from lineages that nobody reachable remembers.
@@ -176,7 +177,7 @@ def plan(
         copies = any(i.copies for i in inventories.values())
         stands = copies and not moved and len(previous or ()) == len(noderanks)
         order = former_order if stands else domains.ordered(by_host or {}, noderanks, m)
-    redundancy = Redundancy(len(noderanks), m, xor and m > 1, order)
+    redundancy = Redundancy(len(noderanks), m, min(parity, m - 1), order)
     before = redundancy._replace(N=len(previous or ()), order=former_order)
     gone = tuple(sorted((previous or {}).keys() - inventories.keys(), key=listed))
     survivable = _survivable(previous, gone, before)
@@ -359,7 +360,7 @@ def _plan_set(
             elif context.foreign:
                 pulls.append(Pull(dest, shard, _sources(dest, list(keepers), rank + turn)))
     settled = max(sealed & set(keep), default=None)
-    if context.redundancy.xor and not context.foreign:
+    if context.redundancy.parity and not context.foreign:
         new, whole = context.parities.lacking(shards, where, by_rank, context.redundancy)
         again += new
         if not whole:  # nobody could seal it: what follows has to be allowed to take its place

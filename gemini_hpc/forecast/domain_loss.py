@@ -22,22 +22,23 @@ class DomainLoss:
     as_listed: float
 
 
-def domain_loss(of: Sequence[str], m: int, *, xor: bool = False) -> DomainLoss:
-    """of: each node's domain, in the order of Slurm's list; xor: parity over groups of m. Raises ValueError for an m
+def domain_loss(of: Sequence[str], m: int, *, parity: int = 0) -> DomainLoss:
+    """of: each node's domain, in the order of Slurm's list; parity: blocks of it in a row of a group of m
+    nodes; 0: whole copies. Raises ValueError for an m
     that cannot be, and where no domain is known."""
     known = len(set(of) - {""})
     if not known:
         raise ValueError("no node has a known failure domain")
     order = domains.arrange(of, m)
-    if xor:
-        apart, listed = _twice(of, m, order), _twice(of, m, AS_RANKED)
+    if parity:
+        apart, listed = _too_many(of, m, parity, order), _too_many(of, m, parity, AS_RANKED)
     else:
         apart, listed = domains.fatal(of, m, order), domains.fatal(of, m)
     return DomainLoss(known, 1 - len(apart) / known, 1 - len(listed) / known)
 
 
-def _twice(of: Sequence[str], m: int, order: Order) -> set[str]:
-    """Domains with two nodes of one parity group."""
-    groups = Redundancy(len(of), m, True, order).groups()
+def _too_many(of: Sequence[str], m: int, parity: int, order: Order) -> set[str]:
+    """Domains with more nodes of one group than it may lose."""
+    groups = Redundancy(len(of), m, parity, order).groups()
     counted = (Counter(of[node] for node in group if of[node]) for group in groups)
-    return {domain for count in counted for domain, nodes in count.items() if nodes > 1}
+    return {domain for count in counted for domain, nodes in count.items() if nodes > parity}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gemini_hpc.core import save_interval, tier_interval
-from gemini_hpc.core.redundancy import Redundancy
+from gemini_hpc.core.redundancy import Redundancy, kind, name
 from gemini_hpc.forecast.schemes import DAY_S, Training, ours, ours_spare
 
 SLOTS = 2  # of each copy: the newest sealed version and the one under way
@@ -32,7 +32,8 @@ class Wish:
 
 @dataclass(frozen=True)
 class Protection:
-    """With one number of copies, or (redundancy "xor") with parity over groups of `replicas` nodes. needed_bytes: of
+    """With one number of copies, or with `parity` blocks of parity for each group of `replicas` nodes (redundancy:
+    "replicate", "xor", "rs"). needed_bytes: of
     a node, for all slots; transfer_s: one version on the network; every, over: iterations from one version to the
     next, and in which it is sent; overhead: share of the time, within the ceiling or not; repeated: completed
     iterations that a failure repeats at most; survival: probability by the number of nodes that are lost at once;
@@ -42,6 +43,7 @@ class Protection:
 
     replicas: int
     redundancy: str
+    parity: int
     needed_bytes: float
     fits: bool
     transfer_s: float
@@ -61,18 +63,18 @@ class Protection:
     @property
     def name(self) -> str:
         """For people."""
-        return f"xor:{self.replicas}" if self.redundancy == "xor" else f"{self.replicas} replicas"
+        return name(self.replicas, self.parity)
 
 
-def protection(wish: Wish, replicas: int, *, xor: bool = False) -> Protection:
-    """xor: parity over groups of so many nodes. Raises ValueError for numbers that cannot be: more copies than nodes,
-    say."""
+def protection(wish: Wish, replicas: int, *, parity: int = 0) -> Protection:
+    """parity: blocks of it in a row of a group of so many nodes; 0: whole copies. Raises
+    ValueError for numbers that cannot be: more copies than nodes, say."""
     t = wish.training
-    if xor and not 2 <= replicas <= t.nodes:
-        raise ValueError(f"groups of {replicas} nodes on {t.nodes} nodes: from 2 to all of them")
+    if parity and not parity < replicas <= t.nodes:
+        raise ValueError(f"groups of {replicas} nodes on {t.nodes} nodes: from {parity + 1} to all of them")
     if not 1 <= replicas <= t.nodes:
         raise ValueError(f"{replicas} replicas on {t.nodes} nodes: from 1 to one on each node")
-    of = Redundancy(t.nodes, replicas, xor)
+    of = Redundancy(t.nodes, replicas, parity)
     transfer_s, fetch_s = t.node_bytes * of.sent / t.network, t.node_bytes * of.fetched / t.network
     chosen = save_interval.choose(
         lambda s: transfer_s - s * wish.idle * t.iteration_s, t.iteration_s, ceiling=wish.ceiling
@@ -89,7 +91,8 @@ def protection(wish: Wish, replicas: int, *, xor: bool = False) -> Protection:
     )
     return Protection(
         replicas=replicas,
-        redundancy="xor" if xor else "replicate",
+        redundancy=kind(parity),
+        parity=parity,
         needed_bytes=needed,
         fits=needed <= wish.memory_bytes,
         transfer_s=transfer_s,

@@ -60,8 +60,8 @@ _PROTECTED, _UNPROTECTED, _NOT_STARTED = 0, 10, 11
 @dataclass(frozen=True, slots=True)
 class Incarnation:
     """One run of a job, as slurmd describes it; `tier_interval` is 0 and `tier` empty where not given, `hang_s` None;
-    0: off. tier_interval: seconds, or "auto". after: the job where this one is to go on; 0: none. xor: parity over
-    groups of `replicas` nodes, no copies."""
+    0: off. tier_interval: seconds, or "auto". after: the job where this one is to go on; 0: none. parity:
+    blocks of it in a row of a group of `replicas` nodes; 0: whole copies."""
 
     job: int
     uid: int
@@ -74,7 +74,7 @@ class Incarnation:
     hang_s: int | None = None
     spares: int = 0
     after: int = 0
-    xor: bool = False
+    parity: int = 0
 
 
 # Of the command line, as the prolog's script gives them; all but the first six may be empty.
@@ -99,8 +99,19 @@ def parse(argv: list[str]) -> Incarnation:
         hang_s=_hang_s(hang),
         spares=parse_number("spares", spares, 0, SPARES_MAX) if spares else 0,
         after=parse_number("job to go on after", after, 1, 2**32 - 1) if after else 0,
-        xor=_text("redundancy", redundancy, "|xor") == "xor",
+        parity=_parity(redundancy, replicas),
     )
+
+
+def _parity(redundancy: str, replicas: str) -> int:
+    """As the plugin passes it on: "", "xor", or "rs:K+M" over groups of K + M = replicas nodes."""
+    text = _text("redundancy", redundancy, r"|xor|rs:[1-9][0-9]?\+[1-4]")
+    if not text.startswith("rs:"):
+        return int(text == "xor")
+    data, parity = map(int, text[3:].split("+"))
+    if data + parity != int(replicas):
+        raise ValueError(f"redundancy: {text!r} is not for groups of {replicas} nodes")
+    return parity
 
 
 def parse_number(what: str, text: str, least: int, most: int) -> int:
@@ -322,7 +333,7 @@ def _attach(directory: str, inc: Incarnation, deadline: float, root: socket.sock
         "hang": inc.hang_s,
         "spares": inc.spares,
         "after": inc.after,
-        "xor": inc.xor,
+        "parity": inc.parity,
     }
     process: int | None = None
     ended = heard = False

@@ -31,6 +31,7 @@ from typing import Any
 
 import msgspec
 
+from gemini_hpc.core.redundancy import kind
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.core.survival import Survival, survival
 from gemini_hpc.query import past
@@ -80,7 +81,8 @@ def picture(
         "state": _state(parts, absent, trainings, slurm),
         "ended": None,
         "replicas": leader.replicas if leader else 0,
-        "redundancy": "xor" if leader and leader.xor else "replicate",
+        "redundancy": kind(leader.parity if leader else 0),
+        "parity": leader.parity if leader else 0,
         "epoch": max((p.epoch for p in parts), default=0),
         "restart": restart,
         "slurm": dict(slurm),

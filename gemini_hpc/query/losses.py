@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 
+from gemini_hpc.core import parity, survival
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire.inspect_schema import HeldSlot
 
 Slots = Sequence[tuple[str, HeldSlot]]  # each with its host
 _NOBODY: frozenset[str] = frozenset()
+_COUNTED = survival.MAX_K - 1  # beside the home of the shard
 
 
 class Losses:
@@ -42,28 +45,53 @@ class Losses:
             hosts = _hosts(copies, stamp)
             if hosts and live is not None:
                 hosts |= set(live.get(rank, ()))
-            needed = again.get(rank, _NOBODY)
-            found += [hosts | {host} for host in needed] if needed else [hosts]
+            found += [hosts | others for others in again.get(rank, (_NOBODY,))]
         return found
 
-    def _again(self, stamp: Stamp | None) -> dict[int, frozenset[str]]:
-        """By rank, where its shard can be made again: the nodes that are all needed for that."""
-        beside: dict[int, tuple[str, frozenset[int]]] = {}
+    def _again(self, stamp: Stamp | None) -> dict[int, list[frozenset[str]]]:
+        """By rank, shards that can be made again: losses of other nodes after which they cannot."""
+        beside: dict[int, tuple[str, frozenset[int], int]] = {}
         for host, slot in self._parity:
             if slot.state == "complete" and slot.stamp == stamp and slot.of:
-                beside[slot.rank] = host, frozenset(rank for rank, _ in slot.of)
-        found: dict[int, frozenset[str]] = {}
+                beside[slot.rank] = host, frozenset(rank for rank, _ in slot.of), slot.blocks
+        copies = {rank: min(hosts) for rank, slots in self._by_rank.items() if (hosts := _hosts(slots, stamp))}
+        found = {}
         for rank in self._by_rank:
-            holders = {other: host for other, (host, of) in beside.items() if rank in of}
-            stripes = {of | {other} for other, (_, of) in beside.items() if rank in of}
-            if len(stripes) != 1 or next(iter(stripes)) != {rank, *holders}:
-                continue
-            nodes = set(holders.values())
-            for other in holders:
-                nodes |= set(sorted(_hosts(self._by_rank.get(other, ()), stamp))[:1] or {""})
-            if "" not in nodes:
-                found[rank] = frozenset(nodes)
+            mine = {other: of for other, of in beside.items() if rank in of[1]}
+            stripes = {(tuple(sorted(of | {other})), blocks) for other, (_, of, blocks) in mine.items()}
+            if len(stripes) == 1:
+                [(stripe, blocks)] = stripes
+                parities = {other: host for other, (host, _, _) in mine.items()}
+                if losses := _fatal(stripe, blocks, rank, copies, parities):
+                    found[rank] = losses
         return found
+
+
+def _fatal(
+    stripe: tuple[int, ...], blocks: int, rank: int, copies: Mapping[int, str], parities: Mapping[int, str]
+) -> list[frozenset[str]]:
+    """Losses of nodes after which a shard that is lost cannot be made again, of two nodes at most, or of all; empty
+    where it cannot be now. copies, parities: by rank, each with its node."""
+
+    def can(lost: Iterable[str]) -> bool:
+        whole = {other for other in stripe if copies.get(other, "") not in ("", *lost)}
+        beside = {other for other, host in parities.items() if host not in lost}
+        return parity.decodable(stripe, rank, whole, beside, blocks)
+
+    others = [other for other in stripe if other != rank]
+    nodes = sorted({host for other in others for host in (copies.get(other), parities.get(other)) if host})
+    if not can(()):
+        return []
+    if len(nodes) == len(others) and all(copies.get(other) == parities.get(other) for other in others):
+        sizes: tuple[int, ...] = (blocks,) if blocks <= _COUNTED else ()  # nothing is missing: any of so many
+    else:
+        sizes = tuple(range(1, _COUNTED + 1))
+    found: list[frozenset[str]] = []
+    for size in sizes:
+        for lost in map(frozenset, combinations(nodes, size)):
+            if not any(known <= lost for known in found) and (len(sizes) == 1 or not can(lost)):
+                found.append(lost)
+    return found or [frozenset(nodes)]
 
 
 def _hosts(copies: Slots, stamp: Stamp | None) -> frozenset[str]:

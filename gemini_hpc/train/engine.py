@@ -97,7 +97,9 @@ class SaveEngine:
     @property
     def wants_nccl(self) -> bool:
         """Whether copies should go from GPU to GPU."""
-        return self._traffic.transport == "nccl" and self.transport is not None and not self._session.redundancy.xor
+        return (
+            self._traffic.transport == "nccl" and self.transport is not None and not self._session.redundancy.parity
+        )
 
     @property
     def ranks_agree(self) -> bool:
@@ -123,7 +125,7 @@ class SaveEngine:
             self.transport.joined_anew(session.client)
         elif session.world > 1 and session.welcome.replicas > 1:
             asked = self._traffic.transport
-            kind: choice.Kind = "host" if session.redundancy.xor else asked
+            kind: choice.Kind = "host" if session.redundancy.parity else asked
             self.transport, odd = choice.make(kind, session.client, session.name, session.rank, session.homes)
             if kind not in (asked, asked.replace("auto", "host")):
                 odd = f'transport="{asked}" cannot be used with parity: what goes into it travels over host'
@@ -161,10 +163,9 @@ class SaveEngine:
         if self.driver is None:
             self.planning.may_change(first.gathered, plan.alone)
         self.controller = self._control(plan, self.replicator)
-        if session.redundancy.xor:
-            self._parity = StripeParity(
-                me, session.client, session.targets[me.rank], session.homes, lambda: session.version
-            )
+        if session.redundancy.parity:
+            blocks, others = session.redundancy.parity, session.targets[me.rank]
+            self._parity = StripeParity(me, session.client, others, session.homes, blocks, lambda: session.version)
             session.on_rejoin.append(self._parity.again)
         elif transport and transport.pushed:
             reserved = [
@@ -273,10 +274,12 @@ class SaveEngine:
         return stats_messages.profile_key(over + plan.packed.hex(), map(str, self._session.homes))
 
     def _copy_bytes(self, plan: Plan) -> int:
-        """What one copy takes on the network."""
+        """What one copy takes on the network; with parity, what goes to one other of the group, on the average."""
         stays = plan.frozen_bytes if self.transport is not None and self.transport.pushed else 0
         whole = plan.layout.small_offset + plan.layout.small_capacity // 2 - stays
-        return whole // len(self._session.outgoing) if self._parity is not None else whole
+        if self._parity is None:
+            return whole
+        return whole * self._session.redundancy.parity // len(self._session.outgoing)
 
     def _live_on(self, plan: Plan) -> None:
         """The agent is to know which nodes have this rank's shard in their tensors."""

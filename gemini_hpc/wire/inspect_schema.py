@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from gemini_hpc.core.domains import Separation
-from gemini_hpc.core.numbers import Bytes, Count, Epoch, Job, Port, Restart, Round, SetName, Time, Version
+from gemini_hpc.core.numbers import Blocks, Bytes, Count, Epoch, Job, Port, Restart, Round, SetName, Time, Version
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.traffic import Duration, Point, TimelineState, TrafficState
@@ -42,7 +42,8 @@ class InspectAsk(Message, frozen=True, tag="inspect?"):
 
 class HeldSlot(msgspec.Struct, frozen=True):
     """One slot as its holder sees it. state: empty, filling, complete; verified: Unix time of the last check.
-    of: it has no copy of the rank's shard but the parity beside it, of these ranks' (each with its home)."""
+    of: it has no copy of the rank's shard but the parity beside it, of these ranks' (each with its home), in so many
+    blocks."""
 
     set: str
     rank: Count
@@ -56,6 +57,7 @@ class HeldSlot(msgspec.Struct, frozen=True):
     since: Time
     verified: Time
     of: tuple[tuple[Count, Count], ...] = ()
+    blocks: Blocks = 1
 
 
 class TierState(msgspec.Struct, frozen=True):
@@ -119,7 +121,8 @@ class InspectPart(Message, frozen=True, tag="inspect"):
     kept_until: Unix time at which a detached agent frees what it holds, 0.0: it does not. spares: that the job was
     submitted with; without: nodes that it has lost and goes on without. after: the job from which this one goes on;
     taken: the versions of it that were taken over, by set, under its own stamps; not_taken: why they are not all.
-    xor: `replicas` is the size of a group with parity. domains: which groups of nodes share a failure domain; None
+    parity: blocks of it in a row of a group of `replicas` nodes; 0: whole copies. domains: which groups of nodes
+    share a failure domain; None
     where none is known."""
 
     host: str
@@ -152,7 +155,7 @@ class InspectPart(Message, frozen=True, tag="inspect"):
     after: Job = 0
     taken: tuple[tuple[SetName, Stamp], ...] = ()
     not_taken: str = ""
-    xor: bool = False
+    parity: Blocks = 0
     domains: Separation | None = None
 
 

@@ -14,6 +14,7 @@ import msgspec
 from gemini_hpc.core.culprits import Cause
 from gemini_hpc.core.numbers import (
     MAX_RANKS,
+    Blocks,
     Bytes,
     Count,
     Epoch,
@@ -54,7 +55,8 @@ class Attach(Message, frozen=True, tag="attach"):
     spares: nodes that are not to train as long as others are there; lost: nodes that the agents have lost in this
     incarnation, and go on without (a prolog never says so). hang: seconds after which
     a training that stands still hangs; 0: never, None: as the site says. after: the job of the same owner where this
-    one is to go on; 0: none. xor: no copies, but parity over groups of `replicas` nodes.
+    one is to go on; 0: none. parity: no copies, but so many blocks of it in a row of a group of
+    `replicas` nodes (`core.parity`).
     """
 
     job: Job
@@ -68,7 +70,7 @@ class Attach(Message, frozen=True, tag="attach"):
     lost: tuple[str, ...] = ()
     hang: Seconds | None = None
     after: Job = 0
-    xor: bool = False
+    parity: Blocks = 0
 
 
 class Ready(Message, frozen=True, tag="ready"):
@@ -195,7 +197,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     shard, why memory could not serve; `notice` what the controller wants the job's users to know; `proto`
     the protocol that both speak from here on. `rejected`: what ranks have rejected, one sentence each; `fresh`: one
     of them allowed to begin anew where nothing else is left. after: the job that the chosen version was taken over
-    from; 0: this one has made it itself. xor: `replicas` is the size of a group with parity. group: node ranks, as
+    from; 0: this one has made it itself. parity: as of `Attach`, or fewer where nodes are. group: node ranks, as
     `placement.ring` has them.
     """
 
@@ -215,7 +217,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     rejected: tuple[str, ...] = ()
     fresh: bool = False
     after: int = 0
-    xor: bool = False
+    parity: Blocks = 0
     group: tuple[int, ...] = ()
 
 

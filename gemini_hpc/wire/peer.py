@@ -17,6 +17,7 @@ from gemini_hpc.core.domains import Separation
 from gemini_hpc.core.numbers import (
     MAX_RANKS,
     Attempt,
+    Blocks,
     Bytes,
     Count,
     Epoch,
@@ -162,7 +163,7 @@ class Wake(Message, frozen=True, tag="wake"):
     lost: tuple[str, ...] = ()
     hang: Seconds | None = None
     after: Job = 0
-    xor: bool = False
+    parity: Blocks = 0
 
 
 TIER = "tier:"  # among the sources of a copy: the persistent tier; no host has such a name

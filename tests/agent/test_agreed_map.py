@@ -21,7 +21,7 @@ from gemini_hpc.wire.stored import NodeFile, Rejection, Stored, Tier
 
 
 class Host:
-    job, replicas, xor, wanted, instance, after = 7, 2, False, 3, "i", 0
+    job, replicas, parity, wanted, instance, after = 7, 2, 0, 3, "i", 0
 
     def __init__(self, name: str, restart: int = 0) -> None:
         self.name, self.sent, self.lived, self.restart = name, list[tuple[str, Message]](), 0, restart

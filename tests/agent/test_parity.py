@@ -26,7 +26,7 @@ from .conftest import STEP, Caller
 from .test_push_bad_input import Push
 
 SIZE = 1 << 17
-USED = {0: 50_000, 1: 90_001, 2: 4097}
+USED = {0: 50_000, 1: 90_001, 2: 4097, 3: 131_072, 4: 70_000}
 STRIPE = (0, 1, 2)
 CLOSED = (LinkClosed, OSError)
 
@@ -43,10 +43,11 @@ class Rank:
     """Training rank k on the node with node rank k + shift, in the same order."""
 
     def __init__(self, job: RealJob, rank: int, step: str, shift: int = 0) -> None:
-        self.rank, self.home, self.shift = rank, (rank + shift) % 3, shift
+        self.world = len(job.nodes)
+        self.rank, self.home, self.shift = rank, (rank + shift) % self.world, shift
         self.node = job.nodes[self.home]
         self.caller = Caller(Path(self.node.path))
-        greeting = local.hello(set="default", rank=rank, world=3, local_rank=0, step=step, pid=os.getpid())
+        greeting = local.hello(set="default", rank=rank, world=self.world, local_rank=0, step=step, pid=os.getpid())
         welcome, fds = self.caller.ask_fds(greeting)
         assert isinstance(welcome, local.Welcome), welcome
         self.welcome, self.page = welcome, ControlPage(fds[0], writable=False)
@@ -57,16 +58,17 @@ class Rank:
         self.channels: dict[int, socket.socket] = {}
 
     def register(self) -> None:
-        slots, own = self.caller.ask_fds(local.Register("default", self.rank, 3, self.home, SIZE))
+        slots, own = self.caller.ask_fds(local.Register("default", self.rank, self.world, self.home, SIZE))
         assert isinstance(slots, local.Slots), slots
         self.maps, self.fds = [mmap.mmap(fd, SIZE) for fd in own], own
         kept, none = self.caller.ask_fds(self.wish())
         assert isinstance(kept, local.Slots) and not none, kept
 
     def wish(self, passed: int = 0) -> local.Register:
-        of = tuple((other, (other + self.shift) % 3) for other in STRIPE if other != self.rank)
-        size = parity.block_bytes(SIZE, 3)
-        return local.Register("default", self.rank, 3, self.home, size, of=of, passed=passed)
+        n, blocks = self.world, self.welcome.parity
+        of = tuple((other, (other + self.shift) % n) for other in range(n) if other != self.rank)
+        size = blocks * parity.block_bytes(SIZE, n, blocks)
+        return local.Register("default", self.rank, n, self.home, size, of=of, passed=passed)
 
     def begin(self, version: int) -> int:
         begun = self.caller.ask(local.Begin("default", self.rank, version))
@@ -106,7 +108,8 @@ class Rank:
 
     def save(self, version: int) -> None:
         slot = self.begin(version)
-        assert sum(self.send(holder, version) for holder in STRIPE if holder != self.home) == USED[self.rank]
+        sent = sum(self.send(holder, version) for holder in range(self.world) if holder != self.home)
+        assert sent == self.welcome.parity * USED[self.rank]
         self.land(version, slot)
 
     def fetch(self, rank: int) -> bytes:
@@ -134,7 +137,13 @@ class Rank:
         self.caller.close()
         self.caller = Caller(Path(self.node.path))
         greeting = local.hello(
-            set="default", rank=self.rank, world=3, local_rank=0, step=self.step, pid=os.getpid(), rejoin=True
+            set="default",
+            rank=self.rank,
+            world=self.world,
+            local_rank=0,
+            step=self.step,
+            pid=os.getpid(),
+            rejoin=True,
         )
         welcome, fds = self.caller.ask_fds(greeting)
         assert isinstance(welcome, local.Welcome), welcome
@@ -144,16 +153,18 @@ class Rank:
         for slot, fd in enumerate(self.fds):
             version = complete.get(slot, 0)
             used, of = (USED[self.rank], digest(payload(self.rank, version))) if version else (0, "")
-            back = local.HandBack("default", self.rank, 3, self.home, SIZE, slot, welcome.epoch, version, used, of)
+            back = local.HandBack(
+                "default", self.rank, self.world, self.home, SIZE, slot, welcome.epoch, version, used, of
+            )
             assert self.caller.ask(back, [fd]) == local.Ok()
         assert isinstance(self.caller.ask(self.wish(passed)), local.Slots)
 
 
 class Site:
-    """Three agents, three ranks, groups of three."""
+    """One group of so many agents, each with a rank; blocks: of parity in a row."""
 
-    def __init__(self, directory: Path) -> None:
-        self.job, self.version, self.launches = RealJob(directory, 3, 3, xor=True), 0, 0
+    def __init__(self, directory: Path, nodes: int = 3, blocks: int = 1) -> None:
+        self.job, self.version, self.launches = RealJob(directory, nodes, nodes, parity=blocks), 0, 0
         self.ranks: list[Rank] = []
         self.launch()
 
@@ -162,7 +173,7 @@ class Site:
             rank.close()
         step = STEP if not self.launches else f"77.{self.launches}"
         self.launches += 1
-        self.ranks = [Rank(self.job, k, step, shift) for k in STRIPE]
+        self.ranks = [Rank(self.job, k, step, shift) for k in range(len(self.job.nodes))]
 
     def seal(self) -> None:
         self.version += 1
@@ -206,6 +217,49 @@ def site(opened: None, tmp_path: Path) -> Iterator[Site]:
         rank.register()
     yield site
     site.close()
+
+
+@pytest.fixture
+def five(opened: None, tmp_path: Path) -> Iterator[Site]:
+    """rs:3+2."""
+    site = Site(tmp_path / "job", 5, 2)
+    for rank in site.ranks:
+        rank.register()
+    yield site
+    site.close()
+
+
+@pytest.mark.parametrize("lost", [("n1", "n2"), ("n2", "n4"), ("n5", "n1")])
+def test_with_two_blocks_two_nodes_may_be_lost_at_once(five: Site, lost: tuple[str, str]) -> None:
+    for _ in range(3):
+        five.seal()
+    left = [node.name for node in five.job.nodes if node.name not in lost]
+    five.job.requeue([*left, "n6", "n7"])
+    five.launch()
+    for rank in five.ranks:
+        assert (rank.welcome.chosen_version, rank.welcome.lost) == (3, ())
+        assert rank.fetch(rank.rank) == payload(rank.rank, 3)
+    until(lambda: all(("complete", 3) in five.parity(k) for k in range(5)), what="the parity is there as well")
+    # What was made again is what it is made of: two of those that were left go next.
+    names = [node.name for node in five.job.nodes]
+    five.job.requeue([*(name for name in names if name not in left[:2]), "n8", "n9"])
+    five.launch()
+    for rank in five.ranks:
+        assert (rank.welcome.chosen_version, rank.welcome.lost) == (3, ())
+        for other in range(5):
+            assert rank.fetch(other) == payload(other, 3), (rank.rank, other)
+        rank.register()
+    five.version = 3
+    for _ in range(2):
+        five.seal()
+
+
+def test_with_two_blocks_three_nodes_are_too_many(five: Site) -> None:
+    five.seal()
+    five.job.requeue(["n1", "n4", "n6", "n7", "n8"])
+    five.launch()
+    lost = five.ranks[0].welcome.lost
+    assert five.ranks[0].welcome.chosen_version == 0 and len(lost) == 3
 
 
 @pytest.mark.parametrize("lost", ["n1", "n2", "n3"])

@@ -55,7 +55,7 @@ def empty(hosts: tuple[str, ...] = HOSTS, rejected: tuple[Rejection, ...] = ()) 
 
 
 def taken(found: Left, hosts: tuple[str, ...] = HOSTS, plan: peer.PlanDown | None = None) -> peer.PlanDown:
-    options: dict[str, Any] = {"restart": 0, "job": 18, "noderanks": None, "xor": False, "by_host": {}}
+    options: dict[str, Any] = {"restart": 0, "job": 18, "noderanks": None, "parity": 0, "by_host": {}}
     return take_over(plan or empty(hosts), found, hosts, 2, nodes=len(hosts), **options)
 
 

@@ -17,9 +17,9 @@ def test_a_column_for_the_copies_and_one_for_one_more(capsys: pytest.CaptureFixt
     assert main(JOB) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "failures: 0.015 of a node a day, 50 % with its memory (GEMINI, Figure 15b)"
-    assert lines[2].split() == ["2", "replicas", "3", "replicas", "xor:4"]
+    assert lines[2].split() == ["2", "replicas", "3", "replicas", "xor:4", "rs:4+2"]
     (memory,) = [line for line in lines if line.startswith("memory of a node")]
-    assert memory.split()[-6:] == ["75.0", "GB", "112", "GB", "50.0", "GB"]
+    assert memory.split()[-8:] == ["75.0", "GB", "112", "GB", "50.0", "GB", "56.2", "GB"]
     assert max(map(len, lines)) <= 80
 
 
@@ -35,6 +35,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("replicate", 2),
         ("replicate", 3),
         ("xor", 4),
+        ("rs", 6),
     ]
     assert found["plans"][0]["tier_every_s"] is None and found["plans"][0]["effective"] == [1.0, 1.0]
 
@@ -42,8 +43,12 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_two_nodes_have_no_third_copy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*JOB, "--nodes", "2", "--memory", "9TB", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["plans"]) == 1
-    assert main([*JOB, "--group", "0", "--json"]) == 0
+    assert main([*JOB, "--redundancy", "replicate", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["plans"]) == 2
+    assert main([*JOB, "--redundancy=rs:8+3", "--json"]) == 0
+    last = json.loads(capsys.readouterr().out)["plans"][-1]
+    assert (last["redundancy"], last["replicas"], last["parity"]) == ("rs", 11, 3)
+    assert [last["survival"][str(k)] for k in (1, 2, 3)] == [1.0, 1.0, 1.0] and last["survival"]["4"] < 1
 
 
 def test_whole_racks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,9 +58,9 @@ def test_whole_racks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     (known,) = [line for line in lines if line.startswith("a whole domain lost")]
-    assert known.split()[-4:] == ["100.0", "%", "100.0", "%"]
+    assert known.split()[-8:] == ["100.0", "%"] * 4
     (unknown,) = [line for line in lines if line.startswith("with failure_domains")]
-    assert unknown.split()[-4:] == ["0.0", "%", "0.0", "%"]
+    assert unknown.split()[-8:] == ["0.0", "%"] * 4
     assert main([*JOB, "--topology", str(racks), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["plans"]
     assert found[0]["domain_loss"] == {"domains": 8, "survived": 1.0, "as_listed": 0.0}
@@ -89,6 +94,8 @@ def test_a_topology_that_cannot_be_used_is_one_line(
         (JOB[:3], "the following arguments are required"),
         ([*JOB, "--replicas", "9"], "no whole number from 1 to 8"),
         ([*JOB, "--nodes", "2", "--replicas", "3"], "3 replicas on 2 nodes"),
+        ([*JOB, "--redundancy", "rs:4"], "rs:K+M with M from 1 to 4"),
+        ([*JOB, "--redundancy", "rs:28+4", "--nodes", "20"], "groups of 32 nodes on 20 nodes"),
         ([*JOB, "--idle", "2"], "no number from 0 to 1"),
     ],
 )
@@ -104,7 +111,7 @@ def test_a_wrong_word_is_one_line(words: list[str], why: str, capsys: pytest.Cap
 
 @pytest.mark.parametrize(
     ("s", "text"),
-    [(90.0, "2 min"), (7200.0, "2 h"), (864000.0, "10 days"), (1e9, "32 years"), (1e15, "> 10,000 years")],
+    [(90.0, "2 min"), (7200.0, "2 h"), (864000.0, "10 days"), (1e9, "32 years"), (1e15, ">10k years")],
 )
 def test_long_times(s: float, text: str) -> None:
     assert long(s) == text

@@ -218,7 +218,7 @@ class _ParityModel(_Model):
 
     def __init__(self, N: int, m: int, protocol: Protocol) -> None:
         super().__init__(N, m, protocol)
-        self.others = [Redundancy(N, m, True).receivers(node) for node in range(N)]
+        self.others = [Redundancy(N, m, 1).receivers(node) for node in range(N)]
         self.keeps = [(node, node) for node in range(N)]
         self.where = [[(rank, 0)] for rank in range(N)]
 
@@ -248,7 +248,7 @@ class _ParityModel(_Model):
 @cache
 def _made(N: int, m: int, pairs: tuple[tuple[Pair, ...], ...], failed: int) -> int | None:
     """What production's plan chooses when a node is lost."""
-    here = Redundancy(N, m, True)
+    here = Redundancy(N, m, 1)
     noderanks = {f"n{node}": node for node in range(N)}
 
     def shard(rank: int, version: int) -> CopyInfo:
@@ -269,7 +269,7 @@ def _made(N: int, m: int, pairs: tuple[tuple[Pair, ...], ...], failed: int) -> i
                 if name == "complete"
             )
             inventories[host] = Inventory(host, noderanks, 0, copies, 0)
-    found = plan(inventories, [*inventories, "new"], m, xor=True).set_plan("")
+    found = plan(inventories, [*inventories, "new"], m, parity=1).set_plan("")
     return found.chosen.version if found is not None and found.chosen is not None else None
 
 

@@ -6,42 +6,132 @@ import random
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemini_hpc.core import parity, placement
+from gemini_hpc.core import gf256, parity, placement, redundancy
 from gemini_hpc.core.parity import Fold
 from gemini_hpc.core.redundancy import Redundancy
 
 sizes = st.integers(1, 40_000)
 
 
-def xored(into: bytearray, folds: list[Fold], shards: dict[int, bytes], parities: dict[int, bytes]) -> bytes:
+def folded(into: bytearray, folds: list[Fold], shards: dict[int, bytes], parities: dict[int, bytes]) -> bytes:
     for fold in folds:
         source = (parities if fold.parity else shards)[fold.rank]
         for index, byte in enumerate(source[fold.start : fold.end]):
-            into[fold.at + index] ^= byte
+            into[fold.at + index] ^= gf256.multiply(byte, fold.by)
     return bytes(into)
 
 
-@given(st.lists(sizes, min_size=2, max_size=5), st.data())
-def test_any_one_member_comes_back_byte_for_byte(used: list[int], data: st.DataObject) -> None:
-    stripe = tuple(sorted(data.draw(st.sets(st.integers(0, 99), min_size=len(used), max_size=len(used)))))
+def lengths_of(shards: dict[int, bytes]) -> dict[int, int]:
+    return {rank: len(shard) for rank, shard in shards.items()}
+
+
+def parity_beside(stripe: tuple[int, ...], rank: int, shards: dict[int, bytes], blocks: int) -> bytes:
+    lengths, room = lengths_of(shards), room_of(shards, blocks)
+    size = parity.parity_bytes(stripe, rank, lengths, blocks, room)
+    assert size <= blocks * room
+    return folded(bytearray(size), parity.encoding(stripe, rank, lengths, blocks, room), shards, {})
+
+
+def room_of(shards: dict[int, bytes], blocks: int) -> int:
+    return max(parity.block_bytes(len(shard), len(shards), blocks) for shard in shards.values())
+
+
+@st.composite
+def stripes_of(draw: st.DrawFn) -> tuple[tuple[int, ...], dict[int, bytes], int]:
+    """A stripe, its shards, and the blocks of parity in a row."""
+    ranks = tuple(sorted(draw(st.sets(st.integers(0, 99), min_size=2, max_size=7))))
     dice = random.Random(1)
-    shards = {rank: dice.randbytes(size) for rank, size in zip(stripe, used, strict=True)}
-    lengths = {rank: len(shard) for rank, shard in shards.items()}
-    parities = {
-        rank: xored(
-            bytearray(parity.parity_bytes(stripe, rank, lengths)), parity.encoding(stripe, rank, lengths), shards, {}
-        )
-        for rank in stripe
-    }
-    lost = data.draw(st.sampled_from(stripe))
-    left = {rank: shard for rank, shard in shards.items() if rank != lost}
-    kept = {rank: made for rank, made in parities.items() if rank != lost}
-    again = xored(bytearray(lengths[lost]), parity.decoding(stripe, lost, lengths), left, kept)
-    assert again == shards[lost]
-    assert xored(bytearray(len(parities[lost])), parity.encoding(stripe, lost, lengths), left, {}) == parities[lost]
+    shards = {rank: dice.randbytes(draw(sizes)) for rank in ranks}
+    return ranks, shards, draw(st.integers(1, min(4, len(ranks) - 1)))
+
+
+@settings(deadline=None)
+@given(stripes_of(), st.data())
+def test_any_m_members_come_back_byte_for_byte(
+    case: tuple[tuple[int, ...], dict[int, bytes], int], data: st.DataObject
+) -> None:
+    stripe, shards, blocks = case
+    lengths, room = lengths_of(shards), room_of(shards, blocks)
+    parities = {rank: parity_beside(stripe, rank, shards, blocks) for rank in stripe}
+    lost = data.draw(st.sets(st.sampled_from(stripe), min_size=1, max_size=blocks))
+    left = {rank: shard for rank, shard in shards.items() if rank not in lost}
+    kept = {rank: made for rank, made in parities.items() if rank not in lost}
+    for rank in lost:
+        assert parity.decodable(stripe, rank, left.keys(), kept.keys(), blocks)
+        folds = parity.decoding(stripe, rank, lengths, left.keys(), dict.fromkeys(kept, room), blocks)
+        assert folded(bytearray(lengths[rank]), folds, left, kept) == shards[rank]
+
+
+@settings(deadline=None)
+@given(stripes_of(), st.data())
+def test_what_cannot_be_found_is_said_and_all_else_is_found(
+    case: tuple[tuple[int, ...], dict[int, bytes], int], data: st.DataObject
+) -> None:
+    """Shards and parities lost in any combination, as by the death of agents. Full shards: `decodable` is exact."""
+    stripe, shards, blocks = case
+    shards = {rank: random.Random(rank).randbytes(4096 * (len(stripe) - blocks)) for rank in stripe}
+    lengths, room = lengths_of(shards), room_of(shards, blocks)
+    whole = data.draw(st.sets(st.sampled_from(stripe)))
+    beside = data.draw(st.sets(st.sampled_from(stripe)))
+    kept = {rank: parity_beside(stripe, rank, shards, blocks) for rank in beside}
+    for rank in set(stripe) - whole:
+        try:
+            folds = parity.decoding(stripe, rank, lengths, whole, dict.fromkeys(beside - {rank}, room), blocks)
+        except ValueError as error:
+            assert "only" in str(error) and not parity.decodable(stripe, rank, whole, beside - {rank}, blocks)
+            continue
+        assert parity.decodable(stripe, rank, whole, beside - {rank}, blocks)
+        assert folded(bytearray(lengths[rank]), folds, shards, kept) == shards[rank]
+
+
+@settings(deadline=None)
+@given(stripes_of(), st.data())
+def test_parity_is_made_without_the_lost_shards(
+    case: tuple[tuple[int, ...], dict[int, bytes], int], data: st.DataObject
+) -> None:
+    """Its holder has come in the place of a lost node; others of the stripe are lost as well."""
+    stripe, shards, blocks = case
+    lengths, room = lengths_of(shards), room_of(shards, blocks)
+    lost = data.draw(st.sets(st.sampled_from(stripe), min_size=1, max_size=blocks))
+    holder = data.draw(st.sampled_from(sorted(lost)))
+    left = {rank: shard for rank, shard in shards.items() if rank not in lost}
+    kept = {rank: parity_beside(stripe, rank, shards, blocks) for rank in left}
+    rooms = dict.fromkeys(kept, room)
+    folds = parity.encoding_without(stripe, holder, lengths, left.keys(), rooms, blocks, room)
+    wanted = parity_beside(stripe, holder, shards, blocks)
+    assert folded(bytearray(len(wanted)), folds, left, kept) == wanted
+
+
+def test_one_more_than_m_is_too_many() -> None:
+    stripe, shards = (0, 1, 2, 3, 4, 5), dict.fromkeys(range(6), bytes(40_000))
+    for blocks in (1, 2, 3):
+        for lost in combinations(stripe, blocks + 1):
+            left = set(stripe) - set(lost)
+            assert not parity.decodable(stripe, lost[0], left, left, blocks)
+            with pytest.raises(ValueError, match="can be found"):
+                parity.decoding(stripe, lost[0], lengths_of(shards), left, dict.fromkeys(left, 1 << 20), blocks)
+
+
+def test_with_one_block_all_is_exclusive_or() -> None:
+    stripe, lengths = (0, 1, 2, 3), dict.fromkeys(range(4), 30_000)
+    assert {fold.by for fold in parity.encoding(stripe, 2, lengths)} == {1}
+    assert {fold.by for fold in parity.decoding(stripe, 2, lengths, {0, 1, 3}, dict.fromkeys((0, 1, 3), 0))} == {1}
+
+
+@given(st.integers(2, 8), st.integers(1, 4), st.integers(1, 1 << 40), st.data())
+def test_a_share_is_the_part_in_order(members: int, blocks: int, used: int, data: st.DataObject) -> None:
+    blocks = min(blocks, members - 1)
+    stripe = tuple(range(members))
+    rank, holder = data.draw(st.permutations(stripe))[:2]
+    start, end = parity.part(stripe, rank, holder, used, blocks)
+    at = start
+    for fold in parity.share(stripe, rank, holder, used, blocks, 1 << 41):
+        assert fold.start == at and fold.by
+        at = fold.end
+    assert at == end
 
 
 @given(st.integers(2, 8), st.integers(1, 1 << 40))
@@ -78,11 +168,12 @@ def test_nodes_of_a_group_with_unequal_numbers_of_ranks_are_refused() -> None:
 
 
 @given(st.integers(2, 9), st.data())
-def test_one_node_of_each_group_may_be_lost(N: int, data: st.DataObject) -> None:
-    here = Redundancy(N, data.draw(st.integers(2, N)), xor=True)
+def test_as_many_nodes_of_each_group_may_be_lost(N: int, data: st.DataObject) -> None:
+    m = data.draw(st.integers(2, N))
+    here = Redundancy(N, m, data.draw(st.integers(1, min(4, m - 1))))
     lost = data.draw(st.sets(st.integers(0, N - 1)))
     groups = [set(here.group(node)) for node in range(N)]
-    assert here.survives(lost) == all(len(group & lost) < 2 for group in groups)
+    assert here.survives(lost) == all(len(group & lost) <= here.tolerates for group in groups)
     for node in range(N):
         assert here.holders(node) == (node,) and {node, *here.receivers(node)} == groups[node] == here.peers(node)
     order = placement.Order(tuple(data.draw(st.permutations(range(N)))))
@@ -92,7 +183,8 @@ def test_one_node_of_each_group_may_be_lost(N: int, data: st.DataObject) -> None
 
 @given(st.integers(2, 9), st.data())
 def test_the_probability_is_the_share_of_the_choices(N: int, data: st.DataObject) -> None:
-    here = Redundancy(N, data.draw(st.integers(2, N)), xor=True)
+    m = data.draw(st.integers(2, N))
+    here = Redundancy(N, m, data.draw(st.integers(1, min(4, m - 1))))
     for k in range(N + 1):
         choices = list(combinations(range(N), k))
         assert here.recovery_probability(k) == pytest.approx(sum(map(here.survives, choices)) / len(choices))
@@ -104,3 +196,29 @@ def test_with_whole_copies_it_is_the_placement() -> None:
     here = Redundancy(5, 2)
     assert (here.pairs, here.holders(4), here.receivers(4)) == (2, (4, 2), (2,))
     assert here.peers(3) == {2, 3, 4} and here.survives([0, 2]) and not here.survives([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted", "name"),
+    [
+        ("xor", (4, 1), "xor:4"),
+        ("xor:2", (2, 1), "xor:2"),
+        ("rs:4+2", (6, 2), "rs:4+2"),
+        ("rs:28+4", (32, 4), "rs:28+4"),
+    ],
+)
+def test_what_the_option_asks_for(text: str, wanted: tuple[int, int], name: str) -> None:
+    assert redundancy.parse(text) == wanted and redundancy.name(*wanted) == name
+
+
+@pytest.mark.parametrize(
+    "text", ["xor:1", "xor:33", "xor:04", "rs:4", "rs:4+5", "rs:29+4", "rs:0+1", "rs:4+2 ", "raid"]
+)
+def test_another_value_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="wanted replicate"):
+        redundancy.parse(text)
+
+
+def test_one_hundred_thousand_nodes_are_counted() -> None:
+    here = Redundancy(100_000, 6, 2)
+    assert here.recovery_probability(2) == 1.0 and 0 < 1 - here.recovery_probability(3) < 1e-8

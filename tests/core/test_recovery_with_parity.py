@@ -20,23 +20,27 @@ FIVE, SIX = Stamp(0, 5), Stamp(0, 6)
 
 
 def used(rank: int) -> int:
-    return 50_000 + 3000 * rank
+    return 1_000_000 + 3000 * rank
 
 
 def shard(rank: int, stamp: Stamp, N: int, digest: str = "") -> Copy:
-    return Copy("", rank, N, rank, 1 << 17, used(rank), stamp, digest or f"{rank}@{stamp}")
+    return Copy("", rank, N, rank, 1 << 20, used(rank), stamp, digest or f"{rank}@{stamp}")
 
 
-def parity_of(rank: int, stamp: Stamp, N: int, n: int) -> Copy:
+def parity_of(rank: int, stamp: Stamp, N: int, n: int, blocks: int = 1) -> Copy:
     stripe = parity.stripes(range(N), placement.groups(N, n))[rank]
     of = tuple(
         Member(s.rank, s.home, s.bytes, s.used, s.digest) for r in stripe if r != rank for s in [shard(r, stamp, N)]
     )
-    length = parity.parity_bytes(stripe, rank, {m.rank: m.used for m in of})
-    return Copy("", rank, N, rank, 1 << 16, length, stamp, f"p{rank}@{stamp}", of=of)
+    room = max(parity.block_bytes(m.bytes, len(stripe), blocks) for m in of)
+    length = parity.parity_bytes(stripe, rank, {m.rank: m.used for m in of}, blocks, room)
+    digest = f"p{rank}@{stamp}"
+    return Copy("", rank, N, rank, blocks * room, length, stamp, digest, of=of, blocks=blocks, room=room)
 
 
-def job(N: int, n: int, stamps: tuple[Stamp, ...] = (FIVE,), sealed: Stamp | None = FIVE) -> dict[str, Inventory]:
+def job(
+    N: int, n: int, stamps: tuple[Stamp, ...] = (FIVE,), sealed: Stamp | None = FIVE, blocks: int = 1
+) -> dict[str, Inventory]:
     """One rank per node, all copies and parities in place."""
     noderanks = {f"n{node}": node for node in range(N)}
     return {
@@ -44,7 +48,7 @@ def job(N: int, n: int, stamps: tuple[Stamp, ...] = (FIVE,), sealed: Stamp | Non
             host,
             noderanks,
             0,
-            tuple(c for s in stamps for c in (shard(node, s, N), parity_of(node, s, N, n))),
+            tuple(c for s in stamps for c in (shard(node, s, N), parity_of(node, s, N, n, blocks))),
             0,
             () if sealed is None else (("", sealed),),
         )
@@ -52,8 +56,8 @@ def job(N: int, n: int, stamps: tuple[Stamp, ...] = (FIVE,), sealed: Stamp | Non
     }
 
 
-def planned(inventories: dict[str, Inventory], hosts: list[str], n: int) -> SetPlan:
-    found = plan(inventories, hosts, n, xor=True).set_plan("")
+def planned(inventories: dict[str, Inventory], hosts: list[str], n: int, blocks: int = 1) -> SetPlan:
+    found = plan(inventories, hosts, n, parity=blocks).set_plan("")
     assert found is not None
     return found
 
@@ -73,12 +77,44 @@ def test_a_lost_nodes_shard_and_parity_are_made_by_its_replacement(N: int, data:
     assert [s.rank for s in found.shards] == list(range(N))
     again, new = found.made
     assert (again.dest_host, again.copy) == ("new", shard(lost, FIVE, N))
-    others = set(Redundancy(N, n, xor=True).receivers(lost))
-    for each in (True, False):
-        assert {c.rank for host, c in again.parts if bool(c.of) == each} == others
+    others = set(Redundancy(N, n, parity=1).receivers(lost))
+    assert {c.rank for _, c in again.parts if c.of} == others
+    assert {c.rank for _, c in again.parts if not c.of} == (others if len(others) > 1 else set())
     assert all(host == f"n{c.rank}" for host, c in (*again.parts, *new.parts))
     assert new.dest_host == "new" and {m.rank for m in new.copy.of} == others == {c.rank for _, c in new.parts}
-    assert structs.replace(new.copy, bytes=1 << 16, digest=f"p{lost}@{FIVE}") == parity_of(lost, FIVE, N, n)
+    assert structs.replace(new.copy, digest=f"p{lost}@{FIVE}") == parity_of(lost, FIVE, N, n)
+
+
+@given(st.integers(3, 9), st.data())
+def test_as_many_lost_nodes_as_there_are_blocks_are_made_again(N: int, data: st.DataObject) -> None:
+    n = data.draw(st.integers(3, N))
+    blocks = data.draw(st.integers(2, min(4, n - 1)))
+    group = data.draw(st.sampled_from(placement.groups(N, n)))
+    lost = sorted(data.draw(st.sets(st.sampled_from(group), min_size=1, max_size=blocks)))
+    inventories = {host: i for host, i in job(N, n, blocks=blocks).items() if int(host[1:]) not in lost}
+    new = [f"x{node}" for node in lost]
+    found = planned(inventories, [*new, *inventories], n, blocks)
+    assert (found.outcome, found.chosen, found.sealed, found.pulls) == ("chosen", FIVE, FIVE, ())
+    shards = {made.copy.rank: made for made in found.made if not made.copy.of}
+    assert [made.copy for _, made in sorted(shards.items())] == [shard(node, FIVE, N) for node in lost]
+    for made in shards.values():
+        assert made.dest_host == f"x{lost[0]}" or made.dest_host in new
+        assert all(host == f"n{c.rank}" for host, c in made.parts)
+    dest = {made.dest_host for made in shards.values()}
+    assert dest == set(new)
+
+
+def test_of_one_node_too_many_nothing_is_made() -> None:
+    inventories = {host: i for host, i in job(6, 6, blocks=2).items() if host not in ("n0", "n2", "n5")}
+    assert planned(inventories, ["x", "y", "z", *inventories], 6, 2).outcome == "lost"
+
+
+def test_with_two_blocks_one_parity_may_be_missing_beside_a_lost_node() -> None:
+    inventories = job(6, 6, blocks=2)
+    del inventories["n1"]
+    inventories["n2"] = replace(inventories["n2"], copies=(shard(2, FIVE, 6),))
+    found = planned(inventories, ["n0", "new", "n2", "n3", "n4", "n5"], 6, 2)
+    assert found.outcome == "chosen" and found.chosen == FIVE
 
 
 def test_nobody_lost_nothing_is_made() -> None:
@@ -89,7 +125,7 @@ def test_nobody_lost_nothing_is_made() -> None:
 def test_two_nodes_of_a_group_are_too_many_and_of_two_groups_are_not() -> None:
     for pair in combinations(range(6), 2):
         inventories = {h: i for h, i in job(6, 3).items() if int(h[1:]) not in pair}
-        made = plan(inventories, [*inventories, "x", "y"], 3, xor=True)
+        made = plan(inventories, [*inventories, "x", "y"], 3, parity=1)
         survives = pair[0] // 3 != pair[1] // 3
         assert made.survivable == survives
         found = made.set_plan("")
@@ -143,14 +179,14 @@ def test_a_job_of_another_size_goes_on_with_parity_of_the_next_version() -> None
 
 
 def test_whole_copies_of_a_predecessor_are_taken_and_its_parity_is_not() -> None:
-    made = plan(job(3, 3), hosts(3), 3, xor=True, foreign=True).set_plan("")
+    made = plan(job(3, 3), hosts(3), 3, parity=1, foreign=True).set_plan("")
     assert made is not None and made.made == () and len(made.pulls) == 3
     left = job(3, 3)
     del left["n2"]
-    lost = plan(left, hosts(3), 3, xor=True, foreign=True).set_plan("")
+    lost = plan(left, hosts(3), 3, parity=1, foreign=True).set_plan("")
     assert lost is not None and lost.outcome != "chosen"
 
 
 def test_parity_of_one_is_a_single_copy() -> None:
-    made = plan({"n0": job(3, 3)["n0"]}, ["n0"], 1, xor=True)
+    made = plan({"n0": job(3, 3)["n0"]}, ["n0"], 1, parity=1)
     assert made.noderanks == {"n0": 0}

@@ -30,7 +30,7 @@ def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]
 def test_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     found = said(["plan", *JOB, "--memory", "1TB"], capsys)
     assert (list(found), list(found["failures"])) == (PLAN, FAILURES)
-    assert [list(one) for one in found["plans"]] == [ONE_PLAN] * 3
+    assert [list(one) for one in found["plans"]] == [ONE_PLAN] * 4
 
 
 def test_a_simulation(capsys: pytest.CaptureFixture[str]) -> None:

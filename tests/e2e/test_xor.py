@@ -1,4 +1,4 @@
-"""Parity in place of copies, on a real cluster: a node of a group is cut, and the job is what it would have been."""
+"""Parity in place of copies, on a real cluster: nodes of a group are cut, and the job is what it would have been."""
 
 from __future__ import annotations
 
@@ -38,11 +38,18 @@ def test_a_node_of_three_is_cut(train: Train, reference: Reference, parallel: st
     assert job.repeated() <= 1 and "resumed at version 1" in job.output(), job.output()
 
 
-def test_nodes_of_four_are_cut_one_after_the_other(train: Train) -> None:
+@pytest.fixture
+def on_four(train: Train, references: dict[str, Training]) -> Training:
+    """An undisturbed run on four nodes."""
+    if "four" not in references:
+        references["four"] = train("four", "-N4", parallel="fsdp2")
+        references["four"].finish()
+    return references["four"]
+
+
+def test_nodes_of_four_are_cut_one_after_the_other(train: Train, on_four: Training) -> None:
     """The second one as soon as the job has come as far as before: what the first one's replacement has made again is
     what it is made of."""
-    wanted = train("four", "-N4", parallel="fsdp2")
-    wanted.finish()
     job = train("xor4", "-N4", "--gemini-redundancy=xor:4", parallel="fsdp2", iteration_s=0.3)
     job.reach(CUT_AT)
     job.cluster.power_off(job.hosts()[3])
@@ -50,8 +57,24 @@ def test_nodes_of_four_are_cut_one_after_the_other(train: Train) -> None:
     job.reach(CUT_AT + 10)
     job.cluster.power_off(job.hosts()[1])
     job.finish()
-    job.assert_same_as(wanted)
+    job.assert_same_as(on_four)
     assert job.repeated() <= 2 and job.output().count("resumed at version") == 2, job.output()
+
+
+def test_two_nodes_of_a_group_are_cut_with_two_blocks(train: Train, on_four: Training) -> None:
+    job = train("rs", "-N4", "--gemini-redundancy=rs:2+2", parallel="fsdp2", iteration_s=0.3)
+    job.reach(CUT_AT)
+    asked = job.cluster.run(["gemini-hpc", "inspect", "--json", str(job.id)], user="alice")
+    found = json.loads(asked.stdout)
+    survival = found["trainings"][0]["survival"]
+    assert (found["redundancy"], found["replicas"], found["parity"]) == ("rs", 4, 2)
+    assert [row["probability"] for row in survival["survives"]] == [1.0, 1.0, 0.0], survival
+    hosts = job.hosts()
+    for host in (hosts[1], hosts[2]):
+        job.cluster.power_off(host)
+    job.finish()
+    job.assert_same_as(on_four)
+    assert job.repeated() <= 1 and "resumed at version 1" in job.output(), job.output()
 
 
 def test_two_nodes_of_a_group_are_cut(train: Train, reference: Reference, tier: Path) -> None:

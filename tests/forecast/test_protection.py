@@ -74,10 +74,10 @@ def test_impossible_copies_are_refused(m: int) -> None:
 
 
 def test_parity_takes_less_memory_and_survives_less() -> None:
-    two, four = protection(WISH, 2), protection(WISH, 4, xor=True)
+    two, four = protection(WISH, 2), protection(WISH, 4, parity=1)
     assert four.needed_bytes == pytest.approx(two.needed_bytes * (1 + 1 / 3) / 2)
     assert four.transfer_s == two.transfer_s and four.down_s[0] > two.down_s[0], "sends as much, reads more"
     assert four.survival[1] == 1.0 and four.survival[2] < two.survival[2]
     assert four.unserved_per_day > two.unserved_per_day and four.tier_every_s < two.tier_every_s
     with pytest.raises(ValueError, match="groups of 1 nodes"):
-        protection(WISH, 1, xor=True)
+        protection(WISH, 1, parity=1)

@@ -90,7 +90,7 @@ def test_agent_is_started_as_the_jobs_owner(node: Node) -> None:
         "hang": 300,
         "spares": 0,
         "after": 17,
-        "xor": True,
+        "parity": 1,
     }
     agent = record["agent"]
     assert agent["argv"] == ["--job", "7", "--uid", str(ALICE), "--node", "n2", "--dir", "/run/gemini-hpc/7"]

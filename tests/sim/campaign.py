@@ -52,6 +52,7 @@ class Campaign:
         racks = random.Random(seed ^ 0xD0)
         self.world.domains = {f"n{i}": f"rack{racks.randrange(3)}" for i in range(1, 16)}
         replicas = min(size, rng.choice((2, 3, 3, 4) if xor else (1, 2, 2, 2, 3)))
+        parity = (2 if seed % 2 and replicas > 2 else 1) if xor else 0
         within = rng.randint(1, 2) if spared else 0
         nodes += [Node(self.world, f"n{len(nodes) + i}", settings) for i in range(1, within + 1)]
         self.nodes = {node.name: node for node in nodes}
@@ -64,7 +65,7 @@ class Campaign:
             pause_s=max(0.2 if live else 0.0, rng.choice((0.05, 0.2, 0.3))),  # see _TOLD_S
             within=within,
             live=live,
-            xor=xor,
+            parity=parity,
         )
         self._live = live
         self.job.on_over = self._over

@@ -135,7 +135,7 @@ class Truth:
                 if shard is None or stamp not in shard.pair.complete_stamps():
                     self.wrong(f"R2: {stamp} is sealed, and {agent.identity.node} has no copy of shard {rank}")
                 beside = agent.store.parities.get((training.name, rank))
-                if here_too.xor and (beside is None or stamp not in beside.pair.complete_stamps()):
+                if here_too.parity and (beside is None or stamp not in beside.pair.complete_stamps()):
                     self.wrong(f"R2: {stamp} is sealed, and {agent.identity.node} has no parity beside shard {rank}")
 
     def _homes(self, training: Training, number: int) -> dict[int, int]:

@@ -47,7 +47,7 @@ class Launch:
 class Job:
     """One job. spares: nodes that a requeue may use; none left: it waits until one of its own has booted. within: how
     many of its nodes are spares of its own (`--gemini-spares`); live: its ranks are replicas of each other;
-    xor: its nodes keep parity in groups of `replicas`."""
+    parity: blocks of it that its nodes keep for each row of a group of `replicas` (`core.parity`)."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class Job:
         pause_s: float,
         within: int = 0,
         live: bool = False,
-        xor: bool = False,
+        parity: int = 0,
     ) -> None:
-        self.within, self.live, self.xor = within, live, xor
+        self.within, self.live, self.parity = within, live, parity
         self.world, self.number, self.nodes, self.spares = world, number, nodes, spares
         self.replicas, self.steps, self.pause_s = replicas, 1 << 30, pause_s
         self.size = len(nodes) - within  # nodes that train
@@ -101,7 +101,7 @@ class Job:
         nodelist = hostlist.compress(self.names)
         for node in self.nodes:
             attach = local.Attach(
-                self.number, restart, nodelist, node.name, self.replicas, spares=self.within, xor=self.xor
+                self.number, restart, nodelist, node.name, self.replicas, spares=self.within, parity=self.parity
             )
             process = Process(self.world.loop, f"prolog-{self.number}", node.name)
             node.processes.append(process)
@@ -252,7 +252,7 @@ class Job:
         homes = next(iter(launch.ranks.values())).barrier.homes
         nodes = {node.name: node for node in self.nodes}
         names = {homes[r.rank]: nodes[r.process.host] for r in launch.ranks.values() if r.rank in homes}
-        count = self.size if self.xor else min(self.replicas, self.size)
+        count = self.size if self.parity else min(self.replicas, self.size)
         groups = {homes[r.rank]: r.group for r in launch.ranks.values() if r.rank in homes}
         return {
             home: tuple(
@@ -284,7 +284,9 @@ class Job:
 
     def _too_many(self, lost: list[bool]) -> bool:
         """Whether so much of a shard's home, and of the others in its group, has gone that it cannot come back."""
-        return (lost[0] and any(lost[1:])) if self.xor and len(lost) > 1 else all(lost)
+        if not self.parity or len(lost) < 2:
+            return all(lost)
+        return lost[0] and sum(lost) > min(self.parity, len(lost) - 1)
 
     def rank_died(self, launch: Launch) -> None:
         """A rank was killed."""

@@ -131,7 +131,7 @@ class Rank:
         self._stamps: dict[tuple[int, int], tuple[int, int, int, str]] = {}
         self._chosen = (0, 0)
         self._channels: dict[int, Packets] = {}
-        self._m, self._node_rank, self._xor = 0, 0, False
+        self._m, self._node_rank, self._blocks = 0, 0, 0
         self.group: tuple[int, ...] = ()
         self._gate: SealGate | None = None
         self._crowded = self._still = False
@@ -221,7 +221,7 @@ class Rank:
             return None
         self._agent, self._page = agent, ControlPage(fds[0], writable=False)
         os.close(fds[0])
-        self.epoch, self._m, self._xor = reply.epoch, reply.replicas, reply.xor
+        self.epoch, self._m, self._blocks = reply.epoch, reply.replicas, reply.parity
         self._node_rank, self.group = reply.node_rank, reply.group
         self._chosen = reply.chosen_epoch, reply.chosen_version
         self._gate = SealGate(
@@ -253,7 +253,7 @@ class Rank:
         self._lineage = (*self._lineage, (self.epoch, version))
         self.watch("resumed", self, version)
         assert self._agent is not None
-        kept = self.group[:1] if self._xor else (self.group[0], *self.group[:0:-1])[: self._m]
+        kept = self.group[:1] if self._blocks else (self.group[0], *self.group[:0:-1])[: self._m]
         wanted = [rank for rank, home in sorted(self.barrier.homes.items()) if home in kept]
         for register in [*(partial(self._register, rank) for rank in wanted), self._register_parity]:
             if not register():
@@ -347,11 +347,11 @@ class Rank:
 
     @property
     def _receivers(self) -> tuple[int, ...]:
-        return self.group[1:] if self._xor else self.group[1 : self._m]
+        return self.group[1:] if self._blocks else self.group[1 : self._m]
 
     def _register_parity(self) -> bool:
         """True also where none is wanted."""
-        if not self._xor:
+        if not self._blocks:
             return True
         assert self._agent is not None
         try:
@@ -363,7 +363,7 @@ class Rank:
     def _parity(self, passed: int = 0) -> local.Register:
         others = self._receivers
         of = tuple((rank, home) for rank, home in sorted(self.barrier.homes.items()) if home in others)
-        size = parity.block_bytes(self._bytes, len(of) + 1)
+        size = self._blocks * parity.block_bytes(self._bytes, len(of) + 1, self._blocks)
         return local.Register(SET, self.rank, self.size, self._node_rank, size, of=of, passed=passed)
 
     def _protect_beside(self) -> None:
@@ -504,7 +504,7 @@ class Rank:
                     [fd],
                 )
 
-        if self._xor:
+        if self._blocks:
             agent.ask(self._parity(passed=self.version + 1))
 
     def _content(self, rank: int, index: int, fd: int) -> tuple[int, int, int, str]:

@@ -104,8 +104,8 @@ class RealNode:
 
 class RealJob:
     """Agents of a job of `nodes` nodes with m replicas; `nodes` are those of the present incarnation, in the order of
-    their node ranks. tier, interval_s, hang: of the submission; xor: parity
-    over groups of m."""
+    their node ranks. tier, interval_s, hang: of the submission; parity: blocks of it in a row
+    of a group of m."""
 
     def __init__(
         self,
@@ -116,10 +116,10 @@ class RealJob:
         tier: Path | None = None,
         interval_s: int = 3600,
         hang: int | None = None,
-        xor: bool = False,
+        parity: int = 0,
     ) -> None:
         directory.mkdir()
-        self._xor = xor
+        self._parity = parity
         self.tier, self._interval_s, self._hang = tier, interval_s, hang
         self.m, self.restart = m, 0
         self._directory = directory
@@ -147,7 +147,7 @@ class RealJob:
                     tier,
                     interval_s,
                     hang=self._hang,
-                    xor=self._xor,
+                    parity=self._parity,
                 )
             )
 

@@ -51,8 +51,9 @@ class Membership:
     @property
     def redundancy(self) -> Redundancy:
         """How shards survive a loss of nodes."""
-        xor = self.incarnation is not None and self.incarnation.attach.xor and self.replicas > 1
-        return Redundancy(self.nodes, self.replicas, xor, self.order)
+        attach = self.incarnation.attach if self.incarnation is not None else None
+        parity = min(attach.parity, self.replicas - 1) if attach is not None and self.replicas > 1 else 0
+        return Redundancy(self.nodes, self.replicas, parity, self.order)
 
     @property
     def nodes(self) -> int:

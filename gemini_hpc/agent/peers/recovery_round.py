@@ -61,8 +61,8 @@ class Host(Protocol):
         """Holders of a shard, as far as there are nodes."""
 
     @property
-    def xor(self) -> bool:
-        """Whether these are a group with parity."""
+    def parity(self) -> int:
+        """Blocks of it in a row; 0: whole copies."""
 
     @property
     def wanted(self) -> int:
@@ -486,7 +486,7 @@ class RecoveryRounds:
             restart=host.restart,
             nodes=host.wanted,
             noderanks=plan.noderanks if ours else None,
-            xor=host.xor,
+            parity=host.parity,
             by_host=host.domains,
         )
         if unseen and not any(s.chosen for s in plan.sets):  # who went on without starts from nothing
@@ -531,7 +531,7 @@ class RecoveryRounds:
             self._host.replicas,
             min_epoch=recovery_plan.first_epoch(self._host.restart),
             nodes=self._host.wanted,
-            xor=self._host.xor,
+            parity=self._host.parity,
             by_host=self._host.domains,
         )
         for warning in plan.warnings:

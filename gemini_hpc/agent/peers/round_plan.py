@@ -129,7 +129,7 @@ def take_over(
     job: int,
     nodes: int,
     noderanks: Mapping[str, int] | None,
-    xor: bool,
+    parity: int,
     by_host: Mapping[str, str],
 ) -> peer.PlanDown:
     """The plan of a job that has nothing of its own, with what its predecessor has left. noderanks: this job's, where
@@ -155,7 +155,7 @@ def take_over(
         nodes=nodes,
         noderanks=noderanks or None,
         foreign=True,
-        xor=xor,
+        parity=parity,
         order=Order(plan.order) if noderanks else None,
         by_host=by_host,
     )

@@ -84,7 +84,7 @@ class Outlines:
     def _hosts(self, nodes: tuple[int, ...]) -> list[str]:
         here = self._membership
         mine = here.noderanks.get(self._node)
-        if mine is None or here.redundancy.xor:  # then nothing is rescued from live tensors
+        if mine is None or here.redundancy.parity:  # then nothing is rescued from live tensors
             return []
         by_rank = {rank: host for host, rank in here.noderanks.items()}
         chosen = [

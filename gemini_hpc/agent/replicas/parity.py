@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from gemini_hpc import clock
+from gemini_hpc.agent.replicas import galois
 from gemini_hpc.core.copy import Member
 from gemini_hpc.core.slots import Stamp
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
 
 class Fold:
-    """One version. index: of its slot; wanted: ranks of which nothing has come; writing: those that are coming."""
+    """One version. index: of its slot; room: bytes from one block to the next; wanted: ranks of which nothing has
+    come; writing: those that are coming."""
 
-    def __init__(self, stamp: Stamp, index: int, view: memoryview, wanted: Mapping[int, int]) -> None:
-        self.stamp, self.index, self.view = stamp, index, view
+    def __init__(self, stamp: Stamp, index: int, view: memoryview, room: int, wanted: Mapping[int, int]) -> None:
+        self.stamp, self.index, self.view, self.room = stamp, index, view, room
         self.wanted, self.writing = set(wanted), set[int]()
         self.members: dict[int, Member] = {}
         self.torn = False  # one of them has ended too early
@@ -41,26 +38,24 @@ class Fold:
         """Those that are in it, in the order of their ranks."""
         return tuple(self.members[rank] for rank in sorted(self.members))
 
-    def add(self, at: int, data: memoryview) -> None:
-        """Fold bytes in, from any thread. Raises ValueError for bytes beyond the slot's end."""
+    def add(self, at: int, data: memoryview, by: int = 1) -> None:
+        """Fold bytes in, `by` times, from any thread. Raises ValueError for bytes beyond the slot's end."""
         if at + len(data) > len(self.view):
             raise ValueError(f"bytes {at} to {at + len(data)} of a parity of {len(self.view)} bytes")
         with self._lock:
-            fold(self.view[at : at + len(data)], data)
+            galois.add(self.view[at : at + len(data)], data, by)
 
 
 class Parity:
-    """homes: node rank by rank, of the shards that are in it; of: those of a complete slot."""
+    """homes: node rank by rank, of the shards that are in it; blocks: of it (`core.parity`); of, rooms: the shards
+    that are in a complete slot, and its bytes from one block to the next."""
 
-    def __init__(self, homes: Mapping[int, int]) -> None:
-        self.homes = dict(homes)
+    def __init__(self, homes: Mapping[int, int], blocks: int) -> None:
+        self.homes, self.blocks = dict(homes), blocks
         self.of: list[tuple[Member, ...]] = [(), ()]
+        self.rooms = [0, 0]
         self.fill: Fold | None = None
 
-
-def fold(into: memoryview, data: memoryview) -> None:
-    """into ^= data, of the same length; the GIL is free meanwhile."""
-    import numpy as np
-
-    bytes_here: NDArray[np.uint8] = np.frombuffer(into, np.uint8)
-    np.bitwise_xor(bytes_here, np.frombuffer(data, np.uint8), out=bytes_here)
+    def is_like(self, other: Parity) -> bool:
+        """Whether it is of the same shards, in the same way."""
+        return (self.homes, self.blocks) == (other.homes, other.blocks)

@@ -65,6 +65,8 @@ class Shard:
             digest=slot.digest,
             proven=slot.stamp != self.unproven,
             of=self.parity.of[index] if self.parity is not None else (),
+            blocks=self.parity.blocks if self.parity is not None else 1,
+            room=self.parity.rooms[index] if self.parity is not None else 0,
         )
 
     def settle(self, index: int, digest: str) -> bool:
@@ -150,20 +152,27 @@ class Store:
             return shard
 
     async def make_parity(
-        self, set_name: str, rank: int, world: int, home: int, size_bytes: int, of: Iterable[tuple[int, int]]
+        self,
+        set_name: str,
+        rank: int,
+        world: int,
+        home: int,
+        size_bytes: int,
+        of: Iterable[tuple[int, int]],
+        blocks: int,
     ) -> Shard:
-        """The same for the parity beside a shard. of: the ranks whose shards are in it, each with its home. Raises
-        `NoMemory`."""
-        homes = dict(of)
+        """The same for the parity beside a shard. of: the ranks whose shards are in it, each with its home; blocks:
+        of it. Raises `NoMemory`."""
+        wanted = Parity(dict(of), blocks)
         async with self._making:
             old = self.parities.get((set_name, rank))
             same = old is not None and (old.bytes, old.world) == (size_bytes, world)
-            if same and old is not None and old.parity is not None and old.parity.homes == homes:
+            if same and old is not None and old.parity is not None and old.parity.is_like(wanted):
                 old.home = home
                 return old
             what = f"parity beside the shard of rank {rank}"
             memory = await self._slots(f"gemini:{set_name}:parity {rank}", what, size_bytes)
-            self.put(Shard(set_name, rank, world, home, size_bytes, memory, parity=Parity(homes)))
+            self.put(Shard(set_name, rank, world, home, size_bytes, memory, parity=wanted))
             return self.parities[set_name, rank]
 
     async def _slots(self, name: str, what: str, size_bytes: int, *, reserve: bool = True) -> list[Memfd]:

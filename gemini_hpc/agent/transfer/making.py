@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from threading import Event
 
+from gemini_hpc.agent.replicas import galois
 from gemini_hpc.agent.replicas.memory import Memfd
-from gemini_hpc.agent.replicas.parity import fold
 from gemini_hpc.agent.transfer import pull
 from gemini_hpc.core import parity
 from gemini_hpc.core.copy import Copy
@@ -24,15 +24,10 @@ def make(
     came for it. parts: where each one that it is made of is. Raises `pull.PullFailed`, also soon after `stop` is set.
     """
     where = {(part.rank, bool(part.of)): (source, part) for source, part in parts}
-    stripe = sorted({copy.rank, *(rank for rank, _ in where)})
-    used = {part.rank: part.used for _, part in parts if not part.of}
     try:
-        if copy.of:
-            folds = parity.encoding(stripe, copy.rank, used)
-        else:
-            folds = parity.decoding(stripe, copy.rank, {**used, copy.rank: copy.used})
-    except KeyError as exc:
-        raise pull.PullFailed(f"the shard of rank {exc} is missing among its parts") from None
+        folds = _folds(copy, [part for _, part in parts])
+    except (KeyError, ValueError) as exc:
+        raise pull.PullFailed(f"its parts do not make it: {exc}") from None
     came = 0
     with memory.view() as view:
         for at in range(0, copy.used, _PIECE_BYTES):
@@ -46,6 +41,18 @@ def make(
     return digest, came
 
 
+def _folds(copy: Copy, parts: Sequence[Copy]) -> list[parity.Fold]:
+    shards, beside = [part for part in parts if not part.of], [part for part in parts if part.of]
+    used = {member.rank: member.used for part in (copy, *beside) for member in part.of}
+    used |= {part.rank: part.used for part in shards}
+    whole, rooms = {part.rank for part in shards}, {part.rank: part.room for part in beside}
+    stripe = sorted({copy.rank, *used, *rooms})
+    if copy.of:
+        return parity.encoding_without(stripe, copy.rank, used, whole, rooms, copy.blocks, copy.room)
+    blocks = beside[0].blocks if beside else 1
+    return parity.decoding(stripe, copy.rank, used | {copy.rank: copy.used}, whole, rooms, blocks)
+
+
 def _fold_in(
     one: parity.Fold,
     view: memoryview,
@@ -54,7 +61,7 @@ def _fold_in(
 ) -> int:
     def take(at: int, data: memoryview) -> None:
         with view[one.at + at : one.at + at + len(data)] as into:
-            fold(into, data)
+            galois.add(into, data, one.by)
 
     found = where.get((one.rank, one.parity))
     if found is None:

@@ -39,12 +39,13 @@ _PIECE_BYTES = 1 << 20
 
 
 class Part(NamedTuple):
-    """One member's bytes of a version: those of its shard that come, and where they are folded in."""
+    """One member's bytes of a version: those of its shard that come, and where they are folded in, in order."""
 
     shard: Shard
     fold: Fold
     rank: int
     wanted: Range
+    places: list[parity.Fold]
 
 
 class PartReceiver:
@@ -78,7 +79,8 @@ class PartReceiver:
         """The digest of the bytes that came, all of which are folded in. Raises LinkClosed, OSError."""
         at, end = part.wanted
         hasher, piece = xxhash.xxh3_128(), bytearray(min(_PIECE_BYTES, max(1, end - at)))
-        into = 0
+        places = iter(part.places)
+        place = next(places, None)
         while at < end:
             link.wait(None)
             chunk = link.receive(peer.PushChunk)
@@ -86,11 +88,14 @@ class PartReceiver:
                 raise LinkClosed(f"a chunk of {chunk.length} bytes at {chunk.offset}, after {at} of {end} bytes")
             stop = at + chunk.length
             while at < stop:
-                with memoryview(piece)[: min(len(piece), stop - at)] as data:
+                while place is not None and place.end <= at:
+                    place = next(places, None)
+                assert place is not None  # together they are what is wanted
+                with memoryview(piece)[: min(len(piece), stop - at, place.end - at)] as data:
                     link.fill(data, silence_s)
                     hasher.update(data)
-                    part.fold.add(into, data)
-                    at, into = at + len(data), into + len(data)
+                    part.fold.add(place.at + at - place.start, data, place.by)
+                    at += len(data)
             link.send(peer.PushAck(at))
         return hasher.hexdigest()
 
@@ -106,9 +111,9 @@ class PartReceiver:
             if reason := self.refusal(ask, host):
                 return reason
             stripe = sorted((shard.rank, *shard.parity.homes))
-            start, end = parity.part(stripe, ask.rank, shard.rank, head.used)
-            if end - start > shard.bytes:
-                reason = await self._grow(training, shard, shard.parity, head, end - start)
+            blocks = shard.parity.blocks
+            if parity.block_bytes(head.used, len(stripe), blocks) > shard.bytes // blocks:
+                reason = await self._grow(training, shard, shard.parity, head)
                 break
             try:
                 fold = await self._fold(training, shard, shard.parity, head.version)
@@ -127,19 +132,20 @@ class PartReceiver:
             fold.writing.add(ask.rank)
             shard.pair.slots[fold.index].busy = True
             fold.members[ask.rank] = Member(ask.rank, shard.parity.homes[ask.rank], head.bytes, head.used, "")
-            return Part(shard, fold, ask.rank, (start, end))
+            wanted = parity.part(stripe, ask.rank, shard.rank, head.used, blocks)
+            places = parity.share(stripe, ask.rank, shard.rank, head.used, blocks, fold.room)
+            return Part(shard, fold, ask.rank, wanted, places)
         self._log("skipped", version=head.version, detail=f"parity of the shard of rank {ask.rank}: {reason}")
         return reason
 
-    async def _grow(
-        self, training: Training, shard: Shard, of: Parity, head: peer.PushHead, wanted_bytes: int
-    ) -> str:
+    async def _grow(self, training: Training, shard: Shard, of: Parity, head: peer.PushHead) -> str:
         """A shard has outgrown its slots at its home: a larger parity, from the next version on, for what others have
         sent of this one is in the smaller. Returns why this one is not taken."""
-        number, size = self._membership.round, parity.block_bytes(head.bytes, len(of.homes) + 1)
+        number = self._membership.round
+        room = parity.block_bytes(max(head.bytes, head.used), len(of.homes) + 1, of.blocks)
         try:
             larger = await self._store.make_parity(
-                shard.set, shard.rank, shard.world, shard.home, max(size, wanted_bytes), of.homes.items()
+                shard.set, shard.rank, shard.world, shard.home, of.blocks * room, of.homes.items(), of.blocks
             )
         except NoMemory as exc:
             training.note = str(exc)
@@ -170,7 +176,7 @@ class PartReceiver:
         into.of[index] = ()
         if into.fill is not None:
             into.fill.view.release()
-        into.fill = Fold(stamp, index, view, into.homes)
+        into.fill = Fold(stamp, index, view, shard.bytes // into.blocks, into.homes)
         return into.fill
 
     @staticmethod
@@ -248,11 +254,12 @@ class PartReceiver:
 
     async def _complete(self, shard: Shard, state: Parity, fold: Fold) -> None:
         stripe = sorted((shard.rank, *state.homes))
-        used = parity.parity_bytes(stripe, shard.rank, {m.rank: m.used for m in fold.of})
+        lengths = {m.rank: m.used for m in fold.of}
+        used = parity.parity_bytes(stripe, shard.rank, lengths, state.blocks, fold.room)
         slot = shard.pair.slots[fold.index]
         slot.busy = True
         digest = await asyncio.to_thread(shard.memory[fold.index].digest, used)
-        state.of[fold.index] = fold.of
+        state.of[fold.index], state.rooms[fold.index] = fold.of, fold.room
         self._forget(state, fold)
         self._filling.arrived(shard, fold.index, Committed(fold.stamp, used, digest), digest)
 

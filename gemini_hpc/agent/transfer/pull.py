@@ -108,7 +108,7 @@ def fetch_part(
         head = link.receive(peer.PullHead)
         if head.copy is None:
             raise PullFailed(head.reason)
-        if (head.copy.used, head.copy.digest, head.copy.of) != (copy.used, copy.digest, copy.of):
+        if _content(head.copy) != _content(copy):
             raise PullFailed("offers a different copy from the planned one")
         hasher, piece, at = xxhash.xxh3_128(), bytearray(min(_PIECE_BYTES, end - start)), 0
         while at < end - start:
@@ -126,6 +126,10 @@ def fetch_part(
             raise PullFailed("the digest of a part does not match")
     finally:
         link.close()
+
+
+def _content(copy: Copy) -> tuple[object, ...]:
+    return copy.used, copy.digest, copy.of, copy.blocks, copy.room
 
 
 def _fetch_patiently(copy: Copy, memory: Memfd, source: Source, stop: Event) -> None:

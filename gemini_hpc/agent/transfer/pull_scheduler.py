@@ -143,7 +143,9 @@ class PullScheduler:
         stamp = self._stamps[_key(copy)] = copy.stamp
         try:
             if of:
-                shard = await self._store.make_parity(copy.set, copy.rank, copy.world, copy.home, copy.bytes, of)
+                shard = await self._store.make_parity(
+                    copy.set, copy.rank, copy.world, copy.home, copy.bytes, of, copy.blocks
+                )
             else:
                 shard = await self._store.make(copy.set, copy.rank, copy.world, copy.home, copy.bytes)
             if stop.is_set():
@@ -203,7 +205,7 @@ class PullScheduler:
 
     def _completed(self, copy: Copy, shard: Shard, index: int) -> None:
         if shard.parity is not None:
-            shard.parity.of[index] = copy.of
+            shard.parity.of[index], shard.parity.rooms[index] = copy.of, copy.room
         shard.pair.complete(index, copy.stamp, copy.digest, copy.used)
         shard.since[index] = shard.verified[index] = clock.time()
         shard.memory[index].commit(Committed(copy.stamp, copy.used, copy.digest))

@@ -16,17 +16,24 @@ class StripeParity:
     """others: the other ranks of the stripe; homes: the node rank of every rank."""
 
     def __init__(
-        self, me: Identity, client: AgentClient, others: Sequence[int], homes: Sequence[int], step: Callable[[], int]
+        self,
+        me: Identity,
+        client: AgentClient,
+        others: Sequence[int],
+        homes: Sequence[int],
+        blocks: int,
+        step: Callable[[], int],
     ) -> None:
-        """step: completed ones of this rank."""
-        self._me, self._client, self._step = me, client, step
+        """blocks: of it; step: completed ones of this rank."""
+        self._me, self._client, self._blocks, self._step = me, client, blocks, step
         self._others = tuple((rank, homes[rank]) for rank in sorted(others))
         self._bytes = 0
 
     def reserve(self, totals: Sequence[int]) -> None:
         """Have the agent take the memory. totals: bytes of each rank's slot. Raises AgentLost, AgentRefused."""
         members = len(self._others) + 1
-        self._bytes = max(parity.block_bytes(totals[rank], members) for rank, _ in self._others)
+        rooms = (parity.block_bytes(totals[rank], members, self._blocks) for rank, _ in self._others)
+        self._bytes = self._blocks * max(rooms)
         reply, _ = self._client.request(self._wish(), timeout_s=_RESERVE_S)
         if not isinstance(reply, local.Slots):
             raise AgentRefused(f"the agent answered a registration of parity with {reply}")
