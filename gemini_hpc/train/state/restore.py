@@ -236,7 +236,7 @@ def make_optimizer_state(tree: StateTree, rows: Sequence[Row], small: dict[str, 
             dtype = dtype_of(row.dtype)
             if row.like_owner:
                 if not (isinstance(old, torch.Tensor) and old.shape == parameter.shape and old.dtype == dtype):
-                    state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                    state[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             elif not (
                 isinstance(old, torch.Tensor)
                 and not isinstance(old, DTensor)
@@ -246,11 +246,11 @@ def make_optimizer_state(tree: StateTree, rows: Sequence[Row], small: dict[str, 
                 like = local(parameter)
                 device = like.device if row.device == like.device.type else torch.device(row.device)
                 if isinstance(parameter, DTensor) and tuple(parameter.shape) == row.shape and row.shape:
-                    state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                    state[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
                 elif tuple(like.shape) == row.shape and row.shape:
-                    state[name] = torch.zeros_like(like, dtype=dtype, requires_grad=False)
+                    state[name] = torch.empty_like(like, dtype=dtype, requires_grad=False)
                 else:
-                    state[name] = torch.zeros(row.shape, dtype=dtype, device=device)
+                    state[name] = torch.empty(row.shape, dtype=dtype, device=device)
 
 
 def _composed(old: Any, made: dict[str, Any], rows: dict[str, Row], parameter: torch.Tensor) -> torch.Tensor:
