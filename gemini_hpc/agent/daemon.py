@@ -129,6 +129,7 @@ class Agent:
             self._begin,
             self._left_out,
             first=self.rescue.over,
+            costs=self.rescue.out_of_reach,
             hold=trainings.hold,
         )
         self._predecessor = Predecessor(me, here, self.controller_link, spawn)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 
 import msgspec
@@ -117,6 +117,14 @@ class Rescue:
     def live(self, name: str) -> tuple[int, ...]:
         """Ranks of whose shards a copy could be made here."""
         return self._outlines.ranks(name) if self._channels.get(name) else ()
+
+    def out_of_reach(self, dead: Collection[str]) -> bool:
+        """Whether only these nodes have something that is sealed: no other holds a copy, or knows it by heart."""
+        here = self._membership
+        gone = {rank for host, rank in here.noderanks.items() if host in dead}
+        if not gone or here.redundancy.survives(gone):
+            return False
+        return any(training.sealed and not self.live(training.name) for training in self._trainings)
 
     # ---- deaths ----------------------------------------------------------------------------------------
 

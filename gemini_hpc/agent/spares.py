@@ -6,7 +6,7 @@ Not in here: who is dead (`peers.failure_detector`), and what the new view resum
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 import msgspec
 
@@ -25,11 +25,13 @@ _TOGETHER_S = 0.05
 _SEAL_S = 5.0  # a node is left at the next seal, or after this time
 _HOLD_S = _SEAL_S + 1.0  # for so long ranks wait for that, at most
 _ASK_S = 5.0
+_BACK_S = 10.0  # for nodes without which something sealed is lost: they may only be cut off
 
 
 class Spares:
     """One agent's part. enter: begins another view; leave: ends what runs here, for the job goes on without this
-    node; first: returns when what must come before another view is over; hold: ranks here, up to an epoch, stop at
+    node; first: returns when what must come before another view is over; costs: whether something that is sealed
+    could not be recovered without these nodes; hold: ranks here, up to an epoch, stop at
     the next version that is sealed; 0: none does."""
 
     def __init__(
@@ -43,11 +45,12 @@ class Spares:
         leave: Callable[[], None],
         *,
         first: Callable[[], Awaitable[None]],
+        costs: Callable[[Collection[str]], bool],
         hold: Callable[[int], None],
     ) -> None:
         self._node, self._membership, self._launches = node, membership, launches
         self._log, self._spawn, self._enter, self._leave, self._first = log, spawn, enter, leave, first
-        self._hold = hold
+        self._costs, self._hold = costs, hold
         self._moving: set[str] = set()
         self._holds: Incarnation | None = None  # whose ranks are held
 
@@ -63,7 +66,21 @@ class Spares:
         await asyncio.sleep(_TOGETHER_S)
         await self._first()
         if self._membership.incarnation is not None:
+            await self._wait_for_the_last(self._membership.incarnation)
+        if self._membership.incarnation is not None:
             self._go_on_without(self._membership.incarnation.mesh.dead, "lost")
+
+    async def _wait_for_the_last(self, incarnation: Incarnation) -> None:
+        """Bounded. Who is silent may only be cut off, and going on without a node cannot be taken back."""
+        if not self._costs(incarnation.mesh.dead):
+            return
+        names = ", ".join(sorted(incarnation.mesh.dead))[:300]
+        self._log("waits", detail=f"{names} may only be cut off, and nobody else holds what they do: {_BACK_S:g} s")
+        deadline = clock.monotonic() + _BACK_S
+        while self._membership.incarnation is incarnation and self._costs(incarnation.mesh.dead):
+            if clock.monotonic() > deadline:
+                return
+            await asyncio.sleep(_TOGETHER_S)
 
     def heard(self, lost: tuple[str, ...]) -> None:
         """A peer of this incarnation goes on without these nodes."""

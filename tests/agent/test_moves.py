@@ -49,6 +49,7 @@ class Agent:
             lambda attach, view: self.views.append(attach.lost),
             lambda: None,
             first=lambda: asyncio.sleep(0),
+            costs=lambda dead: False,
             hold=lambda epoch: setattr(self, "held", bool(epoch)),
         )
 

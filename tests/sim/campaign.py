@@ -176,6 +176,7 @@ class Campaign:
         if self.job.within and self.seed % 4 == 1:
             self._at(moves.uniform(1.0, FAULTS_S), lambda: self._split(moves))
         if self.job.within and not self._live and self.seed % 4 == 3:
+            self.job.leaves = True
             self._alone = self.job.moves = moves.random() < 0.7
             self.job.pause_s = min(self.job.pause_s, 0.05) if self._alone else self.job.pause_s
             at = moves.uniform(0.5, FAULTS_S)

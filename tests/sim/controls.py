@@ -264,6 +264,12 @@ def losses_are_not_told() -> None:
 
 
 @spared
+def nobody_waits() -> None:
+    """Views: a job goes on at once without nodes that are only cut off, and hold something alone."""
+    patch(Rescue, "out_of_reach", lambda self, dead: False)
+
+
+@spared
 def nobody_is_held() -> None:
     """Planned moves: ranks go on beyond the seal at which a node is left."""
     patch(Trainings, "hold", lambda self, epoch: None)

@@ -82,6 +82,7 @@ class Job:
         )  # every rank stands at a version that it knows is sealed
         self.on_all_sketched: Callable[[int], None] = lambda version: None  # and every home knows all but its tensors
         self.stood_at = 0  # with which ranks stood when all holders of a shard were lost at once
+        self.leaves = False  # nodes of its own will, with what they hold
         self.moves = False  # nothing happens, but that it leaves a node on purpose
         self.unprotected: set[str] = set()  # steps in which a rank trained without protection
         self._said: dict[str, str] = {}
@@ -269,18 +270,21 @@ class Job:
         self.stood_at = 0
         if self.sealed and version < self.sealed:
             late, left = self.saved_from, launch.lost
-            gone = [
-                home
-                for home, holders in self.holders.items()
-                if self._too_many([node.lost_at > late or node.name in left for node in holders])
-            ]
-            if not gone:
+            if not any(self._gone(holders, late, left) for holders in self.holders.values()):
                 raise Wrong(f"lost: {launch.step} resumes from {version}, though {self.sealed} was sealed")
             self.sealed = version
         elif self.moves and len(self.launches) > 1 and version < self.launches[-2].trained:
             raise Wrong(f"{launch.step} repeats a step, and no node has failed: a planned move")
         elif len(self.launches) > 1 and not (before := self.launches[-2]).unsure and before.trained > version + 1:
             raise Wrong(f"repeated: {launch.step} resumes from {version}, {before.step} had come to {before.trained}")
+
+    def _gone(self, holders: tuple[Node, ...], late: float, left: frozenset[str]) -> bool:
+        """Whether a shard cannot come back. What a node has that is only silent is lost with it where another holder
+        has lost its own copy, as where the job leaves it on purpose; else the job has to wait for it."""
+        lost = [node.lost_at > late for node in holders]
+        if any(lost) or self.leaves:
+            lost = [was or node.name in left for was, node in zip(lost, holders, strict=True)]
+        return self._too_many(lost)
 
     def _too_many(self, lost: list[bool]) -> bool:
         """Whether so much of a shard's home, and of the others in its group, has gone that it cannot come back."""

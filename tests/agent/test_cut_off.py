@@ -1,0 +1,112 @@
+"""Nodes that are silent, and alone hold something that is sealed: a job with spares waits for them a while."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gemini_hpc.agent import spares
+from gemini_hpc.agent.peers.membership import Membership
+from gemini_hpc.agent.rescue import Rescue
+from gemini_hpc.agent.spares import Spares
+from gemini_hpc.core.slots import Stamp
+from gemini_hpc.core.views import View
+from gemini_hpc.wire.local import Attach
+
+HOSTS = ("n1", "n2", "n3", "n4", "n5")
+
+
+class Agent:
+    """On n1, of a job of four nodes and a spare, with two copies: n1 and n2 hold each other's, n3 and n4 too."""
+
+    def __init__(self, sealed: bool = True, live: bool = False) -> None:
+        self.lost: tuple[str, ...] = ()
+        self.events: list[str] = []
+        self.dead: set[str] = set()
+        attach = Attach(7, 0, "n[1-5]", "n1", 2, spares=1)
+        here = self.here = Membership()
+        mesh = SimpleNamespace(dead=self.dead)
+        view = View(HOSTS, 1)
+        incarnation: Any = SimpleNamespace(attach=attach, view=view, mesh=mesh, hosts=HOSTS, live=True, restart=0)
+        here.incarnation, here.detached = incarnation, False
+        here.noderanks = {host: rank for rank, host in enumerate(HOSTS[:4])}
+        trainings: Any = [SimpleNamespace(name="default", sealed=Stamp(1, 9) if sealed else None)]
+        unused: Any = None
+        rescue = Rescue(here, unused, trainings, unused, unused, unused, unused, unused, unused)
+        rescue.live = lambda name: (2,) if live else ()  # type: ignore[method-assign]
+        launches: Any = SimpleNamespace(lost=lambda gone, why: None)
+        self.tasks: list[asyncio.Task[None]] = []
+        self.spares = Spares(
+            "n1",
+            here,
+            launches,
+            lambda name, **_: self.events.append(name),
+            lambda made: self.tasks.append(asyncio.ensure_future(made)),  # type: ignore[arg-type]
+            lambda attach, view: setattr(self, "lost", attach.lost),
+            lambda: None,
+            first=lambda: asyncio.sleep(0),
+            costs=rescue.out_of_reach,
+            hold=lambda epoch: None,
+        )
+
+    async def over(self) -> None:
+        await asyncio.gather(*self.tasks)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spares, "_BACK_S", 0.4)
+    monkeypatch.setattr(spares, "_TOGETHER_S", 0.01)
+
+
+def told(dead: set[str], back: set[str] = frozenset(), **of: bool) -> tuple[tuple[str, ...], list[str]]:  # type: ignore[assignment]
+    """What n1 goes on without, and its events, where these nodes fall silent, and some are heard again soon."""
+
+    async def story() -> Agent:
+        agent = Agent(**of)
+        agent.dead |= dead
+        agent.spares.died()
+        await asyncio.sleep(0.1)
+        assert not back or not agent.lost, "it has not waited"
+        agent.dead -= back
+        await agent.over()
+        return agent
+
+    agent = asyncio.run(story())
+    return agent.lost, agent.events
+
+
+def test_nobody_waits_for_a_node_whose_copies_others_hold() -> None:
+    assert told({"n3"}) == (("n3",), ["without"])
+
+
+def test_a_node_that_comes_back_is_not_left() -> None:
+    assert told({"n3", "n4"}, {"n3", "n4"}) == ((), ["waits"])
+
+
+def test_one_that_comes_back_is_enough() -> None:
+    assert told({"n3", "n4"}, {"n4"}) == (("n3",), ["waits", "without"])
+
+
+def test_the_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the tier serves, or the job begins anew: with two spares, for one does not make up for two nodes."""
+
+    async def story() -> Agent:
+        agent = Agent()
+        incarnation: Any = agent.here.incarnation
+        incarnation.view = View((*HOSTS, "n6"), 2)
+        agent.dead |= {"n3", "n4"}
+        agent.spares.died()
+        await agent.over()
+        return agent
+
+    agent = asyncio.run(story())
+    assert (agent.lost, agent.events) == (("n3", "n4"), ["waits", "without"])
+
+
+@pytest.mark.parametrize("of", [{"sealed": False}, {"live": True}])
+def test_what_is_not_there_or_elsewhere_as_well_is_not_waited_for(of: dict[str, bool]) -> None:
+    assert "waits" not in told({"n3", "n4"}, **of)[1]
