@@ -121,7 +121,8 @@ class Rescue:
     def out_of_reach(self, dead: Collection[str]) -> bool:
         """Whether only these nodes have something that is sealed: no other holds a copy, or knows it by heart."""
         here = self._membership
-        gone = {rank for host, rank in here.noderanks.items() if host in dead}
+        lost = set(dead).union(here.lost)  # until a new view has its plan, these have the places of before
+        gone = {rank for host, rank in here.noderanks.items() if host in lost}
         if not gone or here.redundancy.survives(gone):
             return False
         return any(training.sealed and not self.live(training.name) for training in self._trainings)

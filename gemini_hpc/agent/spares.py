@@ -25,6 +25,8 @@ _TOGETHER_S = 0.05
 _SEAL_S = 5.0  # a node is left at the next seal, or after this time
 _HOLD_S = _SEAL_S + 1.0  # for so long ranks wait for that, at most
 _ASK_S = 5.0
+_SUSPECTS_S = 4.0
+_STEADY_S = 3.0  # so long nobody has come back, or died
 _BACK_S = 10.0  # for nodes without which something sealed is lost: they may only be cut off
 
 
@@ -52,6 +54,7 @@ class Spares:
         self._log, self._spawn, self._enter, self._leave, self._first = log, spawn, enter, leave, first
         self._costs, self._hold = costs, hold
         self._moving: set[str] = set()
+        self._waits: Incarnation | None = None  # in which nodes are waited for
         self._holds: Incarnation | None = None  # whose ranks are held
 
     # ---- nodes that die --------------------------------------------------------------------------------
@@ -65,22 +68,43 @@ class Spares:
         """A moment later: what is known of a death has left by then, and who died with it is known, too."""
         await asyncio.sleep(_TOGETHER_S)
         await self._first()
-        if self._membership.incarnation is not None:
-            await self._wait_for_the_last(self._membership.incarnation)
-        if self._membership.incarnation is not None:
-            self._go_on_without(self._membership.incarnation.mesh.dead, "lost")
-
-    async def _wait_for_the_last(self, incarnation: Incarnation) -> None:
-        """Bounded. Who is silent may only be cut off, and going on without a node cannot be taken back."""
-        if not self._costs(incarnation.mesh.dead):
+        incarnation = self._membership.incarnation
+        if incarnation is None or self._waits is incarnation:  # who waits goes on later, without all that are dead
             return
-        names = ", ".join(sorted(incarnation.mesh.dead))[:300]
-        self._log("waits", detail=f"{names} may only be cut off, and nobody else holds what they do: {_BACK_S:g} s")
-        deadline = clock.monotonic() + _BACK_S
-        while self._membership.incarnation is incarnation and self._costs(incarnation.mesh.dead):
-            if clock.monotonic() > deadline:
+        await self._hear_of_suspects(incarnation)
+        if self._costs(incarnation.mesh.dead):
+            self._waits = incarnation
+            try:
+                await self._wait_for_the_last(incarnation)
+            finally:
+                self._waits = None
+        if self._membership.incarnation is incarnation:
+            self._go_on_without(incarnation.mesh.dead, "lost")
+
+    async def _hear_of_suspects(self, incarnation: Incarnation) -> None:
+        """Bounded. Where the job could not go on without those that are suspected as well, this node may be the one
+        that is cut off: it loses sight of the others one by one."""
+        deadline = clock.monotonic() + _SUSPECTS_S
+        while self._membership.incarnation is incarnation and clock.monotonic() < deadline:
+            mesh = incarnation.mesh
+            if self._view_without(mesh.dead) is None or self._view_without(mesh.dead | mesh.silent()) is not None:
                 return
             await asyncio.sleep(_TOGETHER_S)
+
+    async def _wait_for_the_last(self, incarnation: Incarnation) -> None:
+        """Bounded. Who is silent may only be cut off, and going on without a node cannot be taken back. Nodes that
+        were cut off together do not come back at one instant."""
+        known = set(incarnation.mesh.dead)
+        names = ", ".join(sorted(known))[:300]
+        self._log("waits", detail=f"{names} may only be cut off, and nobody else holds what they do: {_BACK_S:g} s")
+        began = changed = clock.monotonic()
+        while known and self._membership.incarnation is incarnation:
+            await asyncio.sleep(_TOGETHER_S)
+            now, dead = clock.monotonic(), set(incarnation.mesh.dead)
+            if dead != known:
+                known, changed = dead, now
+            if now - began > _BACK_S or (now - changed > _STEADY_S and not self._costs(dead)):
+                return
 
     def heard(self, lost: tuple[str, ...]) -> None:
         """A peer of this incarnation goes on without these nodes."""

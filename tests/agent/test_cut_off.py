@@ -28,7 +28,8 @@ class Agent:
         self.dead: set[str] = set()
         attach = Attach(7, 0, "n[1-5]", "n1", 2, spares=1)
         here = self.here = Membership()
-        mesh = SimpleNamespace(dead=self.dead)
+        self.silent: set[str] = set()
+        mesh = SimpleNamespace(dead=self.dead, silent=lambda: self.silent)
         view = View(HOSTS, 1)
         incarnation: Any = SimpleNamespace(attach=attach, view=view, mesh=mesh, hosts=HOSTS, live=True, restart=0)
         here.incarnation, here.detached = incarnation, False
@@ -60,6 +61,7 @@ class Agent:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spares, "_BACK_S", 0.4)
     monkeypatch.setattr(spares, "_TOGETHER_S", 0.01)
+    monkeypatch.setattr(spares, "_STEADY_S", 0.15)
 
 
 def told(dead: set[str], back: set[str] = frozenset(), **of: bool) -> tuple[tuple[str, ...], list[str]]:  # type: ignore[assignment]
@@ -89,6 +91,45 @@ def test_a_node_that_comes_back_is_not_left() -> None:
 
 def test_one_that_comes_back_is_enough() -> None:
     assert told({"n3", "n4"}, {"n4"}) == (("n3",), ["waits", "without"])
+
+
+def test_nodes_that_come_back_one_by_one_all_come_back() -> None:
+    """Also where those that are missing last hold nothing, and another death is told meanwhile."""
+
+    async def story() -> Agent:
+        agent = Agent()
+        agent.dead |= {"n2", "n3", "n4", "n5"}
+        agent.spares.died()
+        await asyncio.sleep(0.05)
+        for back in ("n2", "n3", "n4", "n5"):
+            agent.dead -= {back}
+            agent.spares.died()
+            await asyncio.sleep(0.05)
+        await agent.over()
+        return agent
+
+    agent = asyncio.run(story())
+    assert (agent.lost, agent.events) == ((), ["waits"])
+
+
+@pytest.mark.parametrize("cut_off", [True, False])
+def test_who_loses_sight_of_most_others_does_not_go_on(cut_off: bool) -> None:
+    """n3 is dead for it first; the others, which it may not reach either, are suspected only."""
+
+    async def story() -> Agent:
+        agent = Agent()
+        agent.dead |= {"n3"}
+        agent.silent |= {"n4", "n5"}
+        agent.spares.died()
+        await asyncio.sleep(0.1)
+        assert not agent.lost
+        agent.silent.clear()
+        agent.dead |= {"n4", "n5"} if cut_off else set()
+        await agent.over()
+        return agent
+
+    agent = asyncio.run(story())
+    assert agent.lost == (() if cut_off else ("n3",))
 
 
 def test_the_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gemini_hpc.agent.peers.failure_detector import Dead, FailureDetector, Liveness, Probe
+from gemini_hpc.agent.peers.failure_detector import BACK, Dead, Doubt, FailureDetector, Liveness, Probe
 
 HOSTS = ("a", "b", "c", "d", "e", "f")
 SILENCE_S = 2.0
@@ -157,6 +157,32 @@ def test_the_dead_come_back_and_all_are_told_once() -> None:
         assert not detector.dead
 
 
+def test_who_was_cut_off_itself_looks_for_the_others_again() -> None:
+    detector = Watch().detector
+    for host in "bcdef":
+        detector.told("f" if host != "f" else "e", host, alive=False, now=5.0)
+    dead = set(detector.dead)
+    assert len(dead) > 3
+    first, *doubts = detector.hear("b", 6.0)
+    assert first == Liveness("b", alive=True) and doubts == [Doubt(host, SILENCE_S / 2) for host in "cde"]
+    again, *more = detector.found("c", 6.1)
+    assert again == Liveness("c", alive=True) and not {"d", "e"} & {
+        doubt.host for doubt in more if isinstance(doubt, Doubt)
+    }
+    assert detector.hear("d", 6.0 + SILENCE_S)[1:], "those that are dead still, after a while once more"
+
+
+@pytest.mark.parametrize("back", ["heard", "told"])
+def test_who_was_cut_off_is_not_believed_about_the_others(back: str) -> None:
+    """b was in a part of the network of its own, and takes those for dead whom it could not reach."""
+    detector = Watch().detector
+    detector.told("d", "b", alive=False, now=5.0)
+    assert detector.told("b", "e", alive=False, now=5.0) == [], "it counts as dead itself"
+    alive = detector.hear("b", 6.0) if back == "heard" else detector.told("c", "b", alive=True, now=6.0)
+    assert alive and detector.told("b", "e", alive=False, now=6.0) == [] and detector.dead == set()
+    assert detector.told("b", "e", alive=False, now=6.0 + BACK * SILENCE_S) != [], "it has been back for long"
+
+
 def test_who_has_left_is_neither_suspected_nor_buried_until_it_is_heard_again() -> None:
     """Agents end one after the other when a job does: their epilogs may run seconds apart."""
     watch = Watch()
@@ -192,7 +218,7 @@ def test_whatever_comes(seed: int) -> None:
     for _ in range(400):
         now += rng.expovariate(4.0)
         host, before = rng.choice(HOSTS[1:]), set(detector.dead)
-        kind = rng.choice(["hear", "tick", "tick", "judge", "told"])
+        kind = rng.choice(["hear", "tick", "tick", "judge", "told", "found"])
         if kind == "hear":
             effects = detector.hear(host, now) if host != "b" else []
         elif kind == "tick":
@@ -201,6 +227,8 @@ def test_whatever_comes(seed: int) -> None:
             probe = under_way.pop(rng.randrange(len(under_way)))
             answers = [rng.choice([False, None, False, True]) for _ in probe.witnesses]
             effects = detector.judge(probe, probe.host != "b" and rng.random() < 0.5, answers, now)
+        elif kind == "found" and host != "b" and host in detector.dead:
+            effects = detector.found(host, now)
         else:
             effects = detector.told("f", host, alive=rng.random() < 0.5, now=now)
         for effect in effects:
@@ -208,6 +236,8 @@ def test_whatever_comes(seed: int) -> None:
                 assert effect.host not in {probe.host for probe in under_way} | detector.dead
                 assert effect.host not in effect.witnesses and "a" not in effect.witnesses
                 under_way.append(effect)
+            elif isinstance(effect, Doubt):
+                assert effect.host in detector.dead
             elif isinstance(effect, Liveness):
                 assert told[effect.host] is not effect.alive
                 told[effect.host] = effect.alive

@@ -2,8 +2,9 @@
 
 A partner that has been silent for too long is suspected, and probed: by this agent, and by a few others for it. Whom
 anybody can reach is alive. Whom nobody can reach is dead, which all are told (an obituary); another's obituary is
-believed about a peer of which nothing has been heard for half that time. A dead peer that is heard of again is alive,
-which all are told too. Who has left, after a training that succeeded, is neither suspected nor dead.
+believed about a peer of which nothing has been heard for half that time, unless who says so counted as dead itself a
+moment ago. A dead peer that is heard of again is alive, which all are told too; then others that count as dead are
+looked for once more. Who has left, after a training that succeeded, is neither suspected nor dead.
 
 No clock, no socket and nothing that waits is here: each call names the time (monotonic), and returns what is to be
 done, in that order. `mesh` does it.
@@ -14,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-MAX_WITNESSES = 3
+MAX_WITNESSES = MAX_DOUBTS = 3
+BACK = 3.0  # times the silence: for so long nothing is believed of the dead, of one who was taken for dead itself
 COMES_S = 4.0  # within which a survivor of the incarnation before should be heard: no prolog of it need have run
 
 
@@ -26,6 +28,14 @@ class Probe:
     witnesses: tuple[str, ...]
     direct_s: float
     indirect_s: float
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Try for so long to reach one that counts as dead; then `found`."""
+
+    host: str
+    direct_s: float
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class Dead:
     known: bool
 
 
-Effect = Probe | Liveness | Dead
+Effect = Probe | Doubt | Liveness | Dead
 
 
 class FailureDetector:
@@ -64,6 +74,8 @@ class FailureDetector:
         self.suspects: set[str] = set()
         self.dead: set[str] = set()
         self.left: set[str] = set()
+        self._back: dict[str, float] = {}  # who counted as dead, and was heard again: when
+        self._doubted: dict[str, float] = {}  # whose death was looked into once more: when
         self.watching = True
 
     def silent(self, links: Collection[str]) -> set[str]:
@@ -75,13 +87,13 @@ class FailureDetector:
         """Something came from this peer then."""
         self.heard[host] = at
         self.left.discard(host)
-        return self._alive(host)
+        return self._alive(host, at)
 
     def leaves(self, host: str) -> list[Effect]:
         """This peer says that it ends, and why that is well."""
         self.left.add(host)
         self.suspects.discard(host)
-        return self._alive(host)
+        return self._alive(host, self._ticked_at)
 
     def tick(self, now: float, links: Collection[str]) -> list[Effect]:
         """Called once a heartbeat: whom to suspect. links: hosts to which there is one."""
@@ -107,11 +119,16 @@ class FailureDetector:
         self.suspects.discard(probe.host)
         if mine or any(theirs) or probe.host in self.left:
             self.heard[probe.host] = now
-            return []
+            return self._alive(probe.host, now)
         if not self.watching:
             return []
         agree = tuple(other for other, reached in zip(probe.witnesses, theirs, strict=True) if reached is False)
         return self._bury(probe.host, (self._me, *agree))
+
+    def found(self, host: str, now: float) -> list[Effect]:
+        """One that counts as dead could be reached."""
+        self.heard[host] = now
+        return self._alive(host, now)
 
     def give_up(self, probe: Probe) -> None:
         """Nothing came of it."""
@@ -122,10 +139,17 @@ class FailureDetector:
         if host not in self._hosts:
             return []
         if alive:
-            return self._alive(host)
+            return self._alive(host, now)
         heard = self.heard.get(host)
         fresh = heard is not None and now - heard <= self._silence_s / 2
-        return [] if fresh or host in self.dead | self.left else self._bury(host, (sender,))
+        if fresh or host in self.dead | self.left or self._was_cut_off(sender, now):
+            return []
+        return self._bury(host, (sender,))
+
+    def _was_cut_off(self, host: str, now: float) -> bool:
+        """Until a moment ago: then it takes for dead whom it could not reach, and says so as soon as it can."""
+        back = self._back.get(host)
+        return host in self.dead or (back is not None and now - back < BACK * self._silence_s)
 
     def _bury(self, host: str, witnesses: tuple[str, ...]) -> list[Effect]:
         known = host in self.dead
@@ -133,8 +157,13 @@ class FailureDetector:
         news: list[Effect] = [] if known else [Liveness(host, False)]
         return [*news, Dead(host, witnesses, known)]
 
-    def _alive(self, host: str) -> list[Effect]:
+    def _alive(self, host: str, now: float) -> list[Effect]:
         if host not in self.dead:
             return []
         self.dead.discard(host)
-        return [Liveness(host, True)]
+        self._back[host] = now
+        # If this agent was cut off itself, the others are alive as well, and most of them have no reason to say so.
+        long_ago = now - self._silence_s
+        again = [other for other in sorted(self.dead) if self._doubted.get(other, long_ago) <= long_ago][:MAX_DOUBTS]
+        self._doubted.update(dict.fromkeys(again, now))
+        return [Liveness(host, True), *(Doubt(other, self._silence_s / 2) for other in again)]

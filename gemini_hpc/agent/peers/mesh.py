@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable
 from contextlib import suppress
 
 from gemini_hpc import clock
-from gemini_hpc.agent.peers.failure_detector import Effect, FailureDetector, Liveness, Probe
+from gemini_hpc.agent.peers.failure_detector import Doubt, Effect, FailureDetector, Liveness, Probe
 from gemini_hpc.config import Settings
 from gemini_hpc.wire import peer, protocol
 from gemini_hpc.wire.handshake import Client, HandshakeError, OtherView
@@ -216,6 +216,8 @@ class Mesh:
         for effect in effects:
             if isinstance(effect, Probe):
                 self._spawn(self._probe(effect))
+            elif isinstance(effect, Doubt):
+                self._spawn(self._doubt(effect))
             elif isinstance(effect, Liveness):
                 for other in self.links:
                     self.send(other, peer.Liveness(effect.host, effect.alive, self.restart))
@@ -231,6 +233,10 @@ class Mesh:
             self._do(self.detector.judge(probe, mine is True, theirs, clock.monotonic()))
         finally:
             self.detector.give_up(probe)
+
+    async def _doubt(self, doubt: Doubt) -> None:
+        if await self._reach(doubt.host, doubt.direct_s):
+            self._do(self.detector.found(doubt.host, clock.monotonic()))
 
     async def reach(self, name: str, timeout_s: float) -> bool:
         """Whether there is a link to this host, a new one if none lives."""
