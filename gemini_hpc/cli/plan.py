@@ -195,6 +195,7 @@ def table(wish: Wish, plans: list[Protection], failures: Rate, racks: Sequence[D
     rows = [
         ("memory of a node", [fits(p) for p in plans]),
         ("on the network, a version", [seconds(p.transfer_s) for p in plans]),
+        ("of one core, to fold it in", [seconds(p.fold_s) if p.parity else "-" for p in plans]),
         ("iterations that are saved", [every(p) for p in plans]),
         ("which costs", [f"{100 * p.overhead:.2f} %{'' if p.within else ': TOO MUCH'}" for p in plans]),
         ("iterations repeated at most", [str(p.repeated) for p in plans]),

@@ -12,6 +12,7 @@ from gemini_hpc.core import save_interval, tier_interval
 from gemini_hpc.core.redundancy import Redundancy, kind, name
 from gemini_hpc.forecast.schemes import DAY_S, Training, ours, ours_spare
 
+FOLD_BYTES_S = 4.2e9  # of parity, by one core of the project's own machine: `make bench ONLY=rs`
 SLOTS = 2  # of each copy: the newest sealed version and the one under way
 
 
@@ -34,7 +35,8 @@ class Wish:
 class Protection:
     """With one number of copies, or with `parity` blocks of parity for each group of `replicas` nodes (redundancy:
     "replicate", "xor", "rs"). needed_bytes: of
-    a node, for all slots; transfer_s: one version on the network; every, over: iterations from one version to the
+    a node, for all slots; transfer_s: one version on the network; fold_s: of one core,
+    for the parity of one version, 0 with copies; every, over: iterations from one version to the
     next, and in which it is sent; overhead: share of the time, within the ceiling or not; repeated: completed
     iterations that a failure repeats at most; survival: probability by the number of nodes that are lost at once;
     lost_s: work that a failure costs on the average; down_s: until training goes on, by requeue and with a spare;
@@ -47,6 +49,7 @@ class Protection:
     needed_bytes: float
     fits: bool
     transfer_s: float
+    fold_s: float
     every: int
     over: int
     overhead: float
@@ -96,6 +99,7 @@ def protection(wish: Wish, replicas: int, *, parity: int = 0) -> Protection:
         needed_bytes=needed,
         fits=needed <= wish.memory_bytes,
         transfer_s=transfer_s,
+        fold_s=t.node_bytes * of.sent / FOLD_BYTES_S if parity else 0.0,
         every=chosen.j,
         over=chosen.s,
         overhead=chosen.overhead,
