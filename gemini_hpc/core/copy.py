@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from gemini_hpc.core.numbers import Blocks, Bytes, Count
+from gemini_hpc.core.numbers import Bytes, Count, SomeBlocks
 from gemini_hpc.core.slots import Stamp
 
 
@@ -35,5 +35,5 @@ class Copy(msgspec.Struct, frozen=True):
     digest: str
     proven: bool = True
     of: tuple[Member, ...] = ()
-    blocks: Blocks = 1
+    blocks: SomeBlocks = 1
     room: Bytes = 0

@@ -27,7 +27,8 @@ Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]
 Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]  # Unix time in seconds; neither NaN nor infinity
 Pairs = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 PARITY_MAX = 4  # blocks of parity in a row of a group
-Blocks = Annotated[int, msgspec.Meta(ge=0, le=PARITY_MAX)]
+Blocks = Annotated[int, msgspec.Meta(ge=0, le=PARITY_MAX)]  # 0: no parity
+SomeBlocks = Annotated[int, msgspec.Meta(ge=1, le=PARITY_MAX)]
 Seconds = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 TierInterval = Seconds | Literal["auto"]  # 0: none is named; "auto": `tier_interval`
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]

@@ -22,6 +22,7 @@ from gemini_hpc.core import gf256
 from gemini_hpc.core.ranges import Range
 
 ALIGN_BYTES = 4096
+MAX_MEMBERS = 64  # of a stripe: more than a group can have nodes
 
 
 class Fold(NamedTuple):

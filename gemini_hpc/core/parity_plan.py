@@ -31,7 +31,8 @@ class Parities:
         self._found: dict[tuple[str, Stamp, int], dict[int, dict[str, Copy]]] = {}
         for host, copy in held:
             ranks = {copy.rank, *(member.rank for member in copy.of)}
-            if len(ranks) == len(copy.of) + 1 and max(ranks) < copy.world:
+            apart = len(ranks) == len(copy.of) + 1 and max(ranks) < copy.world
+            if apart and copy.blocks < len(ranks) <= parity.MAX_MEMBERS:
                 of_set = self._found.setdefault((copy.set, copy.stamp, copy.world), {})
                 of_set.setdefault(copy.rank, {})[host] = copy
 
@@ -58,15 +59,15 @@ class Parities:
         made, whole = [], True
         for shard, stripe in zip(shards, stripes, strict=True):
             dest = by_rank[shard.home % N]
-            members = {rank: tuple(_member(shards[other]) for other in stripe if other != rank) for rank in stripe}
+            mine = _others(shard.rank, stripe, shards)
+            if dest in self._like(shard, mine, of.parity):
+                continue
             beside = {
                 rank: next(iter(held.items()))
                 for rank in stripe
-                if (held := self._like(shards[rank], members[rank], of.parity))
+                if (held := self._like(shards[rank], _others(rank, stripe, shards), of.parity))
             }
-            if dest in self._like(shard, members[shard.rank], of.parity):
-                continue
-            room = max(parity.block_bytes(member.bytes, len(stripe), of.parity) for member in members[shard.rank])
+            room = max(parity.block_bytes(member.bytes, len(stripe), of.parity) for member in mine)
             used = {rank: shards[rank].used for rank in stripe}
             there = {rank: (where[rank][0], shards[rank]) for rank in stripe if rank in where}
             rooms = {rank: copy.room for rank, (_, copy) in beside.items()}
@@ -84,7 +85,7 @@ class Parities:
                 parity.parity_bytes(stripe, shard.rank, used, of.parity, room),
                 shard.stamp,
                 "",
-                of=members[shard.rank],
+                of=mine,
                 blocks=of.parity,
                 room=room,
             )
@@ -143,8 +144,9 @@ def _stripe(copy: Copy) -> tuple[int, ...]:
     return tuple(sorted({copy.rank, *(member.rank for member in copy.of)}))
 
 
-def _member(shard: Copy) -> Member:
-    return Member(shard.rank, shard.home, shard.bytes, shard.used, shard.digest)
+def _others(rank: int, stripe: Sequence[int], shards: Sequence[Copy]) -> tuple[Member, ...]:
+    others = (shards[other] for other in stripe if other != rank)
+    return tuple(Member(o.rank, o.home, o.bytes, o.used, o.digest) for o in others)
 
 
 def _parts(

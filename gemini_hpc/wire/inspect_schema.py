@@ -8,7 +8,20 @@ from __future__ import annotations
 import msgspec
 
 from gemini_hpc.core.domains import Separation
-from gemini_hpc.core.numbers import Blocks, Bytes, Count, Epoch, Job, Port, Restart, Round, SetName, Time, Version
+from gemini_hpc.core.numbers import (
+    Blocks,
+    Bytes,
+    Count,
+    Epoch,
+    Job,
+    Port,
+    Restart,
+    Round,
+    SetName,
+    SomeBlocks,
+    Time,
+    Version,
+)
 from gemini_hpc.core.slots import Stamp
 from gemini_hpc.wire.message import Message
 from gemini_hpc.wire.traffic import Duration, Point, TimelineState, TrafficState
@@ -57,7 +70,7 @@ class HeldSlot(msgspec.Struct, frozen=True):
     since: Time
     verified: Time
     of: tuple[tuple[Count, Count], ...] = ()
-    blocks: Blocks = 1
+    blocks: SomeBlocks = 1
 
 
 class TierState(msgspec.Struct, frozen=True):

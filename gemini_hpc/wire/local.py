@@ -28,6 +28,7 @@ from gemini_hpc.core.numbers import (
     Time,
     Version,
 )
+from gemini_hpc.core.parity import MAX_MEMBERS
 from gemini_hpc.wire import version
 from gemini_hpc.wire.bounds import Strict
 from gemini_hpc.wire.stored import Reason, Tier
@@ -36,7 +37,7 @@ from gemini_hpc.wire.traffic import TimelineState, TrafficState
 MAX_PACKET_BYTES = 64 * 1024
 MAX_KEPT_BYTES = 40 * 1024
 MAX_LIVE_NODES = 16
-MAX_STRIPE = 64  # more than a parity group can have nodes
+MAX_STRIPE = MAX_MEMBERS
 
 Blob = Annotated[bytes, msgspec.Meta(max_length=MAX_KEPT_BYTES)]
 Key = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{8,64}\Z")]

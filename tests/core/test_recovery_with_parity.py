@@ -152,6 +152,22 @@ def test_a_parity_that_is_missing_is_made_where_all_shards_are() -> None:
     assert made.dest_host == "n1" and made.copy.of == parity_of(1, FIVE, 3, 3).of
 
 
+def test_a_parity_of_more_members_than_can_be_is_left_out() -> None:
+    """As one may be named by a peer: there is no code for so many."""
+    inventories = job(3, 3)
+    del inventories["n0"]
+    bad = parity_of(1, FIVE, 3, 3)
+    many = tuple(structs.replace(bad.of[0], rank=rank) for rank in (0, *range(2, 300)))
+    copies = (shard(1, FIVE, 3), structs.replace(bad, of=many, world=400))
+    inventories["n1"] = replace(inventories["n1"], copies=copies)
+    found = plan(inventories, ["new", "n1", "n2"], 3, parity=1)
+    made = found.set_plan("")
+    assert made is None or made.outcome != "chosen"
+    short = structs.replace(bad, of=bad.of[:1], blocks=2)
+    inventories["n1"] = replace(inventories["n1"], copies=(shard(1, FIVE, 3), short))
+    assert planned(inventories, ["new", "n1", "n2"], 3).outcome == "lost"
+
+
 @pytest.mark.parametrize("of", ["another digest", "twice the same", "its own", "of no such rank"])
 def test_a_parity_that_says_something_else_is_not_used(of: str) -> None:
     inventories = job(3, 3)

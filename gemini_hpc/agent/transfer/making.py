@@ -28,6 +28,8 @@ def make(
         folds = _folds(copy, [part for _, part in parts])
     except (KeyError, ValueError) as exc:
         raise pull.PullFailed(f"its parts do not make it: {exc}") from None
+    if any(fold.at + fold.end - fold.start > copy.used for fold in folds):
+        raise pull.PullFailed("its parts are longer than it is")
     came = 0
     with memory.view() as view:
         for at in range(0, copy.used, _PIECE_BYTES):
@@ -47,6 +49,8 @@ def _folds(copy: Copy, parts: Sequence[Copy]) -> list[parity.Fold]:
     used |= {part.rank: part.used for part in shards}
     whole, rooms = {part.rank for part in shards}, {part.rank: part.room for part in beside}
     stripe = sorted({copy.rank, *used, *rooms})
+    if len(stripe) > parity.MAX_MEMBERS:
+        raise ValueError(f"a stripe of {len(stripe)} members")
     if copy.of:
         return parity.encoding_without(stripe, copy.rank, used, whole, rooms, copy.blocks, copy.room)
     blocks = beside[0].blocks if beside else 1
