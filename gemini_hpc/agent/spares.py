@@ -77,7 +77,8 @@ class Spares:
             try:
                 await self._wait_for_the_last(incarnation)
             finally:
-                self._waits = None
+                if self._waits is incarnation:
+                    self._waits = None
         if self._membership.incarnation is incarnation:
             self._go_on_without(incarnation.mesh.dead, "lost")
 
