@@ -17,30 +17,54 @@ from gemini_hpc.wire.link import LinkClosed
 _PIECE_BYTES = 1 << 20
 
 
-def make(
-    copy: Copy, memory: Memfd, parts: Sequence[tuple[pull.Source | Memfd, Copy]], stop: Event
-) -> tuple[str, int]:
-    """Make a copy, or the parity beside it, in `memory` (blocking): the digest of what was made, and the bytes that
-    came for it. parts: where each one that it is made of is. Raises `pull.PullFailed`, also soon after `stop` is set.
-    """
-    where = {(part.rank, bool(part.of)): (source, part) for source, part in parts}
-    try:
-        folds = _folds(copy, [part for _, part in parts])
-    except (KeyError, ValueError) as exc:
-        raise pull.PullFailed(f"its parts do not make it: {exc}") from None
-    if any(fold.at + fold.end - fold.start > copy.used for fold in folds):
-        raise pull.PullFailed("its parts are longer than it is")
-    came = 0
-    with memory.view() as view:
-        for at in range(0, copy.used, _PIECE_BYTES):
-            size = min(_PIECE_BYTES, copy.used - at)
-            view[at : at + size] = bytes(size)
-        for one in folds:
-            came += _fold_in(one, view, where, stop)
-    digest = memory.digest(copy.used)
-    if not copy.of and digest != copy.digest:
-        raise pull.PullFailed("the digest does not match: what it was made of does not belong together")
-    return digest, came
+Parts = Sequence[tuple[pull.Source | Memfd, Copy]]
+
+
+class Making:
+    """A copy, or the parity beside it, on its way into `memory`. parts: where each one that it is made of is. Raises
+    `pull.PullFailed`. First `clear`, then `fold` each of the regions, in any threads, then `digest`."""
+
+    def __init__(self, copy: Copy, memory: Memfd, parts: Parts) -> None:
+        self._copy, self._memory = copy, memory
+        self._where = {(part.rank, bool(part.of)): (source, part) for source, part in parts}
+        try:
+            folds = _folds(copy, [part for _, part in parts])
+        except (KeyError, ValueError) as exc:
+            raise pull.PullFailed(f"its parts do not make it: {exc}") from None
+        if any(fold.at + fold.end - fold.start > copy.used for fold in folds):
+            raise pull.PullFailed("its parts are longer than it is")
+        by_place: dict[int, list[parity.Fold]] = {}
+        for fold in folds:
+            by_place.setdefault(fold.at, []).append(fold)
+        self.regions = list(by_place.values())  # each of its own bytes
+
+    def clear(self) -> None:
+        """Blocking."""
+        with self._memory.view() as view:
+            for at in range(0, self._copy.used, _PIECE_BYTES):
+                size = min(_PIECE_BYTES, self._copy.used - at)
+                view[at : at + size] = bytes(size)
+
+    def fold(self, region: Sequence[parity.Fold], stop: Event) -> int:
+        """The bytes that have come for it (blocking). Raises `pull.PullFailed`, also soon after `stop` is set."""
+        with self._memory.view() as view:
+            return sum(_fold_in(one, view, self._where, stop) for one in region)
+
+    def digest(self) -> str:
+        """Of what was made (blocking). Raises `pull.PullFailed` where it is not what it should be."""
+        found = self._memory.digest(self._copy.used)
+        if not self._copy.of and found != self._copy.digest:
+            raise pull.PullFailed("the digest does not match: what it was made of does not belong together")
+        return found
+
+
+def make(copy: Copy, memory: Memfd, parts: Parts, stop: Event) -> tuple[str, int]:
+    """All of it, one after the other (blocking): the digest of what was made, and the bytes that came for it. Raises
+    `pull.PullFailed`, also soon after `stop` is set."""
+    made = Making(copy, memory, parts)
+    made.clear()
+    came = sum(made.fold(region, stop) for region in made.regions)
+    return made.digest(), came
 
 
 def _folds(copy: Copy, parts: Sequence[Copy]) -> list[parity.Fold]:

@@ -29,6 +29,7 @@ from gemini_hpc.tier.errors import TierFailed
 from gemini_hpc.wire import peer
 from gemini_hpc.wire.handshake import Client
 
+_REGIONS = 4  # of one shard or parity that are made at once
 _AT_ONCE = 4
 
 
@@ -190,9 +191,18 @@ class PullScheduler:
                 if held is None or held[0].pair.slots[held[1]].digest != part.digest:
                     raise pull.PullFailed(f"shard {part.rank} is not held here")
                 found.append((held[0].memory[held[1]], part))
-            digest, came = await asyncio.to_thread(making.make, copy, memory, found, stop)
-        self.bytes += came
-        return digest
+            made = making.Making(copy, memory, found)
+            await asyncio.to_thread(made.clear)
+            for first in range(0, len(made.regions), _REGIONS):
+                some = made.regions[first : first + _REGIONS]
+                # All have to end, also where one fails: they write to the memory.
+                came = await asyncio.gather(
+                    *(asyncio.to_thread(made.fold, region, stop) for region in some), return_exceptions=True
+                )
+                if failed := [error for error in came if isinstance(error, BaseException)]:
+                    raise failed[0]
+                self.bytes += sum(size for size in came if isinstance(size, int))
+            return await asyncio.to_thread(made.digest)
 
     def _source(self, host: str, stamp: Stamp) -> pull.Source | None:
         """An agent of this job; None: it is dead."""
