@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from gemini_hpc.agent.peers.incarnation import Incarnation
 from gemini_hpc.agent.peers.recovery_round import RecoveryRounds
 from gemini_hpc.agent.replicas import trainings, voting
 from gemini_hpc.agent.replicas.outlines import Kept, Outlines
@@ -267,6 +268,11 @@ def losses_are_not_told() -> None:
 def nobody_waits() -> None:
     """Views: a job goes on at once without nodes that are only cut off, and hold something alone."""
     patch(Rescue, "out_of_reach", lambda self, dead: False)
+
+    async def at_once(self: Spares, incarnation: Incarnation) -> None:
+        return
+
+    patch(Spares, "_hear_of_suspects", at_once)
 
 
 @spared

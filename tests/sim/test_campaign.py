@@ -60,7 +60,7 @@ _FIRST = {
     "votes-not-kept": 10,
     "nothing-is-abandoned": 10,
     "live-is-forgotten": 7,
-    "losses-are-not-told": 17,
+    "losses-are-not-told": 45,
     "any-part-goes-on": 9,
     "nobody-is-held": 35,
     "any-version-will-do": 10,
