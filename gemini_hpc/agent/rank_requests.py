@@ -281,7 +281,7 @@ class RankRequests:
         self._keep(client, m)
         shard.registered_round = number
         if blocks > 1 and galois.library() is None:
-            training.note = f"{galois.LIBRARY} (ISA-L) is not on {self._node}: parity takes it long to reckon"
+            training.note = f"{galois.LIBRARY} (ISA-L) is not on {self._node}: parity is slow there"
         self._sets.recount(m.set)
         if m.passed:
             self._filling.passed(shard, m.passed)

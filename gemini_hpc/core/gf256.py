@@ -1,4 +1,4 @@
-"""Arithmetic of the field with 256 elements in which Reed-Solomon parity is reckoned, byte by byte.
+"""Arithmetic of the field with 256 elements in which Reed-Solomon parity is computed, byte by byte.
 
 Addition is exclusive or. The polynomial is 0x11d, which ISA-L and most others use, so that a library can do the bulk
 of it. Pure; for some bytes, not for buffers.

@@ -89,7 +89,7 @@ def share(stripe: Sequence[int], rank: int, holder: int, used: int, blocks: int 
     distance = (stripe.index(holder) - index) % len(stripe)
     folds = []
     for number in range(first, last + 1):
-        start, end = min(used, number * size), min(used, (number + 1) * size)
+        start, end = _nth(number, size, used)
         if end > start:
             j = distance - 1 - number
             folds.append(Fold(rank, False, start, end, j * room, gf256.coefficient(j, index)))
@@ -152,7 +152,7 @@ def decoding(
     folds: list[Fold] = []
     size = block_bytes(used[lost], len(stripe), blocks)
     for number in range(max(1, len(stripe) - blocks)):
-        at, stop = min(used[lost], number * size), min(used[lost], (number + 1) * size)
+        at, stop = _nth(number, size, used[lost])
         if stop > at:
             row = (stripe.index(lost) + 1 + number) % len(stripe)
             folds += _block(stripe, lost, row, used, whole, rooms, blocks, at, stop - at)
@@ -173,6 +173,11 @@ def decodable(
     return True
 
 
+def _nth(number: int, size: int, used: int) -> Range:
+    """The bytes of a shard's block; start = end where it is empty."""
+    return min(used, number * size), min(used, (number + 1) * size)
+
+
 def _numbers(stripe: Sequence[int], rank: int, holder: int, blocks: int) -> tuple[int, int]:
     """The first and the last block of a shard that are in the parity of `holder`."""
     index, other = stripe.index(rank), stripe.index(holder)
@@ -188,7 +193,7 @@ def _in_row(stripe: Sequence[int], row: int, used: Mapping[int, int], blocks: in
         number = (row - index) % len(stripe) - 1
         if 0 <= number < len(stripe) - blocks:
             size = block_bytes(used[rank], len(stripe), blocks)
-            start, end = min(used[rank], number * size), min(used[rank], (number + 1) * size)
+            start, end = _nth(number, size, used[rank])
             if end > start:
                 yield rank, (start, end)
 
