@@ -1,4 +1,4 @@
-# gemini-hpc: `make demo` shows the main job, `make test` runs every test, `make check` the quick ones; all install
+# gemini-hpc: `make demo` shows the main job, `make test` every promise once, `make check` the quick tests; all install
 # what they need first.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -14,9 +14,6 @@ TORCH := torch==2.13.0
 TORCHAO := torchao==0.18.0
 DEBIAN := slurm-wlm slurm-client slurmctld slurmd munge libmunge2 libslurm-dev iproute2 util-linux procps \
           gcc libc6-dev make python3 python3-venv
-# Tests mostly wait, so a third worker pays on two cores. WORKERS=0: all in one process, one after the other.
-WORKERS ?= 3
-DEAL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # The development cluster's profile `site`; strace, which cuts processes off at a system call; and ISA-L, for
 # Reed-Solomon parity: tests and benchmarks need them, the demo does not.
 DEBIAN_SITE := slurmdbd mariadb-server-core strace libisal2
@@ -38,9 +35,9 @@ CODE := gemini_hpc tests benchmarks examples
 DEBIAN_ROOTS := debootstrap debian-archive-keyring
 CACHE ?= /var/cache/gemini-hpc
 RELEASE ?=
-ON_EACH_RELEASE := tests/spank tests/devcluster tests/controller tests/recovery
+ON_EACH_RELEASE := spank devcluster controller recovery
 
-.PHONY: help deps deps-site deps-mpi deps-fronts deps-stacks debian-packages venv install demo check test test-long test-slurm test-here lint bench clean
+.PHONY: help deps deps-site deps-mpi deps-fronts deps-stacks debian-packages venv install demo check sim test test-all test-long test-slurm test-here lint bench clean
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -127,30 +124,34 @@ check: $(VENV)/.python ## within 90 s, as any user: ruff, mypy, and the tests th
 	@$(PY) -m ruff check $(CODE)
 	@$(PY) -m ruff format --check -q $(CODE)
 	@$(PY) -m mypy
-	@PYTHONPATH=$(CURDIR) $(PY) -m pytest -q -rfE $(DEAL) --quick tests
+	@PYTHONPATH=$(CURDIR) $(PY) -m tests.stages quick
 	@[ -z "$(SEEDS)" ] || PYTHONPATH=$(CURDIR) $(PY) -m tests.sim --seeds $(SEEDS)
 
 sim: $(VENV)/.python ## simulated clusters with faults: SEEDS=1000 for so many; SEED=7 repeats one and prints its story, SITE=1 that of a whole site
 	@PYTHONPATH=$(CURDIR) $(PY) -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),200)) $(if $(SITE),--site)
 	@[ -n "$(SEED)$(SITE)" ] || PYTHONPATH=$(CURDIR) $(PY) -m tests.sim --site --seeds $(or $(SEEDS),200)
 
-test: install deps-site deps-mpi deps-fronts deps-stacks lint ## the tests, on real clusters in namespaces; up to 8 failures run once more, alone (tests/flakes.toml); WORKERS=0: one after the other
-	@$(MAKE) -s -C slurm all test
-	@rm -f .pytest_cache/v/cache/lastfailed
-	@$(PY) -m pytest -q $(DEAL) tests || $(PY) -m tests.once_more $$?
+TESTED := install deps-site deps-mpi deps-fronts deps-stacks
 
-test-long: install deps-site deps-mpi deps-fronts deps-stacks ## the long campaigns, and the variants of tests/moved.toml
-	@$(PY) -m pytest -q $(DEAL) -m "long or variant" tests
+test: $(TESTED) ## ten minutes, as root: the quick tests, and every promise once, on real clusters (docs/promises.md)
+	@$(MAKE) -s -C slurm all test
+	@$(PY) -m tests.stages test
+
+test-all: $(TESTED) ## all tests: PART=k/n for one of n parts of equal time, DIRS="train tier" for some; RECORD=1 notes times
+	@$(MAKE) -s -C slurm all test
+	@$(PY) -m tests.stages all $(if $(PART),--part $(PART)) $(if $(RECORD),--record) $(if $(SEED),--seed $(SEED)) $(DIRS)
+
+test-long: $(TESTED) ## the long campaigns
+	@$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m long tests
 
 test-slurm: install ## what depends on Slurm's release, on another: RELEASE=24.11 or 26.05; the first time makes its root below CACHE
 	$(call install_debian,$(DEBIAN_ROOTS))
 	@[ -n "$(RELEASE)" ] || { echo "make test-slurm: RELEASE= is missing: 24.11 or 26.05"; exit 1; }
-	@$(PY) -m tests.releases $(RELEASE) --cache $(CACHE) -- make -s test-here WORKERS=$(WORKERS)
+	@$(PY) -m tests.releases $(RELEASE) --cache $(CACHE) -- make -s test-here
 
 test-here: install deps-site ## the same on this machine's own release
 	@$(MAKE) -s -C slurm all test
-	@rm -f .pytest_cache/v/cache/lastfailed
-	@$(PY) -m pytest -q $(DEAL) -m "not long" $(ON_EACH_RELEASE) || $(PY) -m tests.once_more $$?
+	@$(PY) -m tests.stages all $(ON_EACH_RELEASE)
 	@$(VENV)/bin/gemini-hpc demo
 
 bench: install deps-site ## speed, as ratios; ONLY=FAMILY for one (save, fig11, fig13, fig16, ...); writes bench.json

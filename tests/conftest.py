@@ -1,21 +1,22 @@
-"""For all tests: the order in which `pytest -n 3 --dist loadfile --no-loadscope-reorder` deals the files; what
-`pytest --quick` leaves out; failures of tasks that nobody hears of; and the leak check. That looks before and after
-each test, each file, and, in the main process, the whole run."""
+"""For all tests: which ones a run takes, in what order, and what it records; what a failed one is repeated with;
+failures of tasks that nobody hears of; and the leak check. That looks before and after each test, each file, and, in
+the main process, the whole run."""
 
 from __future__ import annotations
 
 import gc
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import moved
+import hypothesis
+import parts
 import pytest
 import quick
-from dealing import Work, longest_first, taken
 from leaks import Found, assert_nothing_new, machine, new
 from unheard import Unheard
+
+from gemini_hpc.devcluster.cluster import Cluster
 
 # What ends by itself after a test may take that long: a process that was sent its signal, a memfd of a dead agent.
 SETTLE_S = 10.0
@@ -24,11 +25,19 @@ SHMEM_TOLERANCE_BYTES = 64 << 20
 _unheard = Unheard()
 _outcome = pytest.StashKey[bool]()
 _complaint = pytest.StashKey[str]()
+_running: pytest.Item | None = None
 _before_the_run = pytest.StashKey[tuple[Found, int]]()
 
 
+# Time limits are pytest-timeout's. `steady` draws the same few examples each time.
+hypothesis.settings.register_profile("usual", deadline=None)
+hypothesis.settings.register_profile("steady", deadline=None, derandomize=True, database=None, max_examples=20)
+hypothesis.settings.load_profile("usual")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="what needs neither root nor a cluster nor long: quick.py")
+    parser.addoption("--quick", action="store_true", help="the tests that need neither root nor a cluster nor long")
+    parser.addoption("--record", action="store_true", help="write how long each file took to tests/durations.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,22 +49,21 @@ def pytest_configure(config: pytest.Config) -> None:
         quick.begin()
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Saves the import of what is left out as a whole. None: as usual."""
-    below = config.option.quick and collection_path.is_relative_to(quick.TESTS)
-    return True if below and quick.later(collection_path.relative_to(quick.TESTS).as_posix()) else None
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if moved.instead(item.nodeid.removeprefix("tests/")):
-            item.add_marker("variant")
-    if config.option.quick and (left_out := [item for item in items if quick.later(item.nodeid)]):
+    if config.option.quick and (left_out := [item for item in items if quick.is_left_out(item)]):
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not quick.later(item.nodeid)]
+        items[:] = [item for item in items if not quick.is_left_out(item)]
     if hasattr(config, "workerinput"):
-        items[:] = longest_first(items)
+        order = {
+            file: n for n, file in enumerate(parts.longest_first({_file(i.nodeid) for i in items}, parts.read()))
+        }
+        items.sort(key=lambda item: order[_file(item.nodeid)])
+
+
+def _file(test: str) -> str:
+    """Return the file of a test, relative to tests/."""
+    return test.partition("::")[0].removeprefix("tests/")
 
 
 def pytest_collection_finish() -> None:
@@ -94,6 +102,28 @@ def no_leaks(request: pytest.FixtureRequest, no_leaks_of_a_file: None) -> Iterat
     yield
     if request.node.stash.get(_outcome, True):
         _nothing_new(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def clusters_are_marked() -> Iterator[None]:
+    """Fail the test that brings up a cluster and is not marked: the stages of `make test` go by the marker."""
+    up = Cluster.up
+
+    def marked_up(*arguments: Any, **options: Any) -> Cluster:
+        if _running is not None and _running.get_closest_marker("cluster") is None:
+            pytest.fail("this test brings up a cluster: mark it with pytest.mark.cluster")
+        return up(*arguments, **options)
+
+    Cluster.up = marked_up  # type: ignore[method-assign,assignment]
+    yield
+    Cluster.up = up  # type: ignore[method-assign]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    global _running  # noqa: PLW0603
+    _running = item
+    return (yield)
 
 
 @pytest.fixture(autouse=True)
@@ -144,13 +174,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     reports = [r for found in terminalreporter.stats.values() for r in found if isinstance(r, pytest.TestReport)]
     if config.option.quick:
         terminalreporter.section("the quick check")
-        why = [str(r.longrepr[2]) for r in reports if r.skipped and isinstance(r.longrepr, tuple)]
-        for line in [*quick.skipped(why), *quick.over_budget([(r.nodeid, r.duration) for r in reports])]:
+        for line in quick.over_budget([(r.nodeid, r.duration) for r in reports]):
             terminalreporter.write_line(line)
-    elif reports := [r for r in reports if hasattr(r, "worker_id")]:
-        terminalreporter.section("the longest files")
-        for line in taken([Work(r.worker_id, r.nodeid, r.start, r.stop) for r in reports]):
-            terminalreporter.write_line(line)
+    if config.option.record:
+        parts.record((_file(r.nodeid), _kind(r), r.duration) for r in reports)
+    if failed := sorted({r.nodeid for r in reports if r.failed}):
+        terminalreporter.section("to repeat a failure", red=True)
+        for test in failed:
+            terminalreporter.write_line(f"PYTHONPATH=. .venv/bin/python -m pytest -m '' '{test}'")
     if complaint := config.stash.get(_complaint, ""):
         terminalreporter.section("after all tests", red=True)
         terminalreporter.write_line(complaint)
+
+
+def _kind(report: pytest.TestReport) -> str:
+    """Return which of the stages of `make test-all` runs a test."""
+    return next((kind for kind in ("alone", "cluster") if kind in report.keywords), "work")

@@ -49,6 +49,7 @@ def busctl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) -> Path
     return tmp_path / "said"
 
 
+@pytest.mark.slow
 def test_systemd_moves_and_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, top: Path, sleeper: int
 ) -> None:
@@ -105,6 +106,7 @@ def test_v2_is_written_as_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert written[-1] == ("gemini-hpc/7/cgroup.procs", "4711"), "entered when its limits stand"
 
 
+@pytest.mark.slow
 def test_earlier_agent_in_a_scope_of_its_own_is_ended(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, top: Path, sleeper: int
 ) -> None:
@@ -138,6 +140,7 @@ def test_a_controller_that_is_not_there_is_no_failure(monkeypatch: pytest.Monkey
     assert choice.how == "stay" and "memory.max: No such file" in choice.why
 
 
+@pytest.mark.slow
 def test_reservation_stops_before_the_kernel_kills(top: Path) -> None:
     """In a cgroup of 200 MiB: what does not fit is refused with the numbers, at once or half way."""
     (top / "memory.limit_in_bytes").write_text(str(200 * MIB))

@@ -22,6 +22,8 @@ from gemini_hpc.wire.traffic import TimelineState, TrafficState
 
 from .conftest import SIZE, AgentProcess, Caller
 
+pytestmark = pytest.mark.slow
+
 _SEAL_ALL = 1 | 2 | 4
 Make = Callable[..., AgentProcess]
 

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _SCRIPT = Path(__file__).with_name("number_used_again.py")
 
 
+@pytest.mark.slow
 def test_number_that_is_used_again() -> None:
     # the numbers of processes are chosen in a process namespace of its own
     argv = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, str(_SCRIPT)]

@@ -24,6 +24,8 @@ from gemini_hpc.wire.message import Message
 
 from .conftest import STEP, Caller
 
+pytestmark = pytest.mark.slow
+
 SIZE, USED = 1 << 16, 50_000
 SETTLE_S = 10.0
 CLOSED = (LinkClosed, OSError)

@@ -178,6 +178,7 @@ def every_state(first: World) -> Iterator[World]:
                 yield deepcopy(after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "begins, faults, early, least", [("a", 2, 1, 5000), ("b", 1, 1, 3000), ("ab", 0, 1, 3000), ("ab", 1, 0, 1500)]
 )

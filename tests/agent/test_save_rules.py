@@ -200,6 +200,7 @@ def every_state(first: World) -> Iterator[World]:
                 yield deepcopy(after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "may, least",
     [

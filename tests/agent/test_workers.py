@@ -65,6 +65,7 @@ def test_worker_ends_with_its_agent() -> None:
             os.close(pidfd)
 
 
+@pytest.mark.slow
 def test_too_many_at_once_are_refused() -> None:
     with supervisor(lambda _: signal.pause() or 0) as (channel, _):
         pidfds = [channel.start({}) for _ in range(WORKERS_MAX)]

@@ -342,6 +342,7 @@ def test_nothing_is_made_in_a_directory_that_is_not_there(tmp_path: Path, form: 
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_full_disk(tmp_path: Path, form: str, capsys: Told) -> None:
     where = version_of(tmp_path / "tier", width=10000)

@@ -20,6 +20,8 @@ from gemini_hpc.cli import sendback
 from gemini_hpc.slurm import SlurmError
 from gemini_hpc.wire import local
 
+pytestmark = pytest.mark.slow
+
 Attempt = Callable[..., tuple[int, int, str]]
 SHOW = "echo ${SLURM_NTASKS-none} ${SLURM_NPROCS-none}"
 

@@ -77,6 +77,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_what_is_not_run(tmp_path: Path) -> None:
     good = program(tmp_path, "true")
     assert unfit(str(good)) == ""

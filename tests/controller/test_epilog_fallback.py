@@ -14,6 +14,8 @@ from waiting import until
 
 from .conftest import PYTHON, Site
 
+pytestmark = pytest.mark.cluster
+
 EPILOG = f"""#!/bin/sh
 python={PYTHON}
 t0=$(date +%s.%N)

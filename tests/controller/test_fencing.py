@@ -133,6 +133,7 @@ def check(c: Case, verdict: Verdict) -> None:
         assert c.witnesses == {"n1", "n3"}
 
 
+@pytest.mark.slow
 def test_every_combination_of_what_is_seen() -> None:
     """Fenced if, and only if, everything speaks for it."""
     fenced = tried = 0

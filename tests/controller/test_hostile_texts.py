@@ -19,6 +19,8 @@ from . import hostile, inside
 from .conftest import SLEEPER, Site
 from .scontrol_line import parse_job
 
+pytestmark = pytest.mark.cluster
+
 
 def give_feature(cluster: Cluster) -> None:
     """All nodes: without one, no job can ask for features."""

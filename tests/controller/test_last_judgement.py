@@ -26,6 +26,8 @@ from gemini_hpc.wire.controller import Report
 
 from .test_takeover import JOB, HalfDone
 
+pytestmark = pytest.mark.slow
+
 OTHER = dataclasses.replace(JOB, raw_id=JOB.raw_id + 1, nodes=("m1", "m2", "m3"))
 SILENT, ALIVE = (Look(port, port, port) for port in (Port.SILENT, Port.ANSWERS))
 

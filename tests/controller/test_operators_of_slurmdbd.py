@@ -6,6 +6,7 @@ import os
 import time
 from typing import Any
 
+import pytest
 from waiting import until
 
 from gemini_hpc.devcluster import Cluster
@@ -18,6 +19,7 @@ def inspect(cluster: Cluster, job: int, user: str) -> Any:
     return cluster.run(argv, user=user)
 
 
+@pytest.mark.cluster
 def test_operators_of_a_real_slurmdbd() -> None:
     with Cluster.up(f"dbd{os.getpid()}", nodes=1, profile="site") as cluster:
         job = cluster.sbatch(["-N1"], script="#!/bin/sh\nsleep 300\n")

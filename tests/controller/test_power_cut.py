@@ -12,6 +12,8 @@ from gemini_hpc.core.hostlist import expand
 
 from .conftest import Site
 
+pytestmark = pytest.mark.cluster
+
 
 def story(site: Site, job: int, cut: float) -> list[str]:
     """Prints what happened when; the names of the controller's own events."""

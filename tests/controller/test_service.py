@@ -8,9 +8,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import pytest
 from waiting import until
 
 from .conftest import PYTHON, Site
+
+pytestmark = pytest.mark.cluster
 
 
 def start(site: Site, mode: str = "") -> tuple[int, list[str]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 
+import pytest
 from waiting import until
 
 from gemini_hpc.config import Settings
@@ -40,6 +41,7 @@ def stays(site: Site, true: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.cluster
 def test_slurmd_that_hangs_is_not_a_dead_node(site: Site) -> None:
     """Only the daemon is stopped; the agent lives and answers, whatever its peers report."""
     job = site.submit("-N3", "--requeue", "--exclusive")
@@ -52,6 +54,7 @@ def test_slurmd_that_hangs_is_not_a_dead_node(site: Site) -> None:
     site.cluster.exec(hosts[1], ["pkill", "-CONT", "-x", "slurmd"])
 
 
+@pytest.mark.cluster
 def test_frozen_node_whose_kernel_still_accepts_connections_is_left_to_slurm(site: Site) -> None:
     """Nothing runs on it any more, but its kernel lives: anybody can make a port look like that. When Slurm itself
     finds it dead, the requeue is steered as ever."""
@@ -70,6 +73,7 @@ def test_frozen_node_whose_kernel_still_accepts_connections_is_left_to_slurm(sit
         site.cluster.power_off(hosts[1])
 
 
+@pytest.mark.cluster
 def test_controller_that_reaches_few_nodes_fences_nobody(make_site: Callable[..., Site]) -> None:
     """One node is dead indeed; but as long as the controller misses others as well, the fault may be its own."""
     site = make_site(settings={"fence_budget_nodes": 100})
@@ -92,6 +96,7 @@ def test_default_budget() -> None:
     assert (defaults["fence_confirm_s"], defaults["slurm_settle_s"]) == (5.0, 60.0)
 
 
+@pytest.mark.cluster
 def test_mass_outage_over_several_jobs_fences_nobody(make_site: Callable[..., Site]) -> None:
     """Each job alone would be within the budget."""
     site = make_site(nodes=6, settings={"fence_budget_nodes": 2, "fence_confirm_s": 1.5})
@@ -103,6 +108,7 @@ def test_mass_outage_over_several_jobs_fences_nobody(make_site: Callable[..., Si
     stays(site, lambda: not fenced(site), 8)
 
 
+@pytest.mark.cluster
 def test_budget_survives_a_controller_restart(make_site: Callable[..., Site]) -> None:
     site = make_site(settings={"fence_budget_nodes": 1})
     job, hosts = start(site)
@@ -119,6 +125,7 @@ def test_budget_survives_a_controller_restart(make_site: Callable[..., Site]) ->
     assert fenced(site) == [hosts[1]]
 
 
+@pytest.mark.cluster
 def test_fenced_node_stays_down_when_it_comes_back(site: Site) -> None:
     job, hosts = start(site)
     site.cluster.power_off(hosts[1])
@@ -129,6 +136,7 @@ def test_fenced_node_stays_down_when_it_comes_back(site: Site) -> None:
     assert f"Reason=gemini-hpc: no answer from slurmd and agent, job {job} restart 0" in reason
 
 
+@pytest.mark.cluster
 def test_node_that_has_booted_anew_is_given_back(make_site: Callable[..., Site]) -> None:
     site = make_site(settings={"auto_resume_s": 2.0})
     job, hosts = start(site)
@@ -143,6 +151,7 @@ def test_node_that_has_booted_anew_is_given_back(make_site: Callable[..., Site])
     stays(site, lambda: site.log().count(given_back) == 1 and "give-back:" not in site.log(), 4)
 
 
+@pytest.mark.cluster
 def test_node_that_was_only_cut_off_is_not_given_back(make_site: Callable[..., Site]) -> None:
     """It answers again, but it is the same boot: nobody knows what it was doing."""
     site = make_site(settings={"auto_resume_s": 1.0})
@@ -154,6 +163,7 @@ def test_node_that_was_only_cut_off_is_not_given_back(make_site: Callable[..., S
     stays(site, lambda: fenced(site) == [hosts[1]], 5)
 
 
+@pytest.mark.cluster
 def test_nobody_is_fenced_before_slurmctld_has_settled(make_site: Callable[..., Site]) -> None:
     site = make_site(settings={"slurm_settle_s": 15.0})
     booted = time.time()
@@ -164,6 +174,7 @@ def test_nobody_is_fenced_before_slurmctld_has_settled(make_site: Callable[..., 
     site.running(job, restart=1)
 
 
+@pytest.mark.cluster
 def test_backup_slurmctld_takes_over_in_mid_recovery(make_site: Callable[..., Site]) -> None:
     """The controller host dies between DOWN and the start; the other controller finishes from the journal."""
     lines = ["SlurmctldHost=n6(10.77.0.16)", "SlurmctldTimeout=5", "PartitionName=two Nodes=n[1-5] Default=YES"]
@@ -187,6 +198,7 @@ def test_backup_slurmctld_takes_over_in_mid_recovery(make_site: Callable[..., Si
     assert fenced(site) == [hosts[1]]
 
 
+@pytest.mark.cluster
 def test_controller_beside_a_backup_stands_by(make_site: Callable[..., Site]) -> None:
     site = make_site(slurm_conf=["SlurmctldHost=n5(10.77.0.15)"])
     log = site.cluster.directory / "standby.log"
@@ -197,6 +209,7 @@ def test_controller_beside_a_backup_stands_by(make_site: Callable[..., Site]) ->
     stays(site, lambda: "event=ready" not in log.read_text(), 3)
 
 
+@pytest.mark.cluster
 def test_reservation_that_serves_nobody_is_swept(site: Site) -> None:
     """As a controller leaves it that dies right after the creation, whose job is then cancelled."""
     for name in ("gemini_4711_0123456789ab", "somebody_elses"):

@@ -14,6 +14,8 @@ from waiting import until
 from .conftest import PYTHON, Site
 from .test_site_fencing import fenced, start, stays
 
+pytestmark = pytest.mark.cluster
+
 
 def port_of(site: Site, key: str = "SlurmdPort") -> int:
     lines = site.cluster.run(["scontrol", "show", "config"]).stdout.splitlines()

@@ -13,6 +13,8 @@ from waiting import until
 
 from .conftest import PYTHON, SLEEPER, Site
 
+pytestmark = pytest.mark.cluster
+
 ASK_SLURM = """
 import asyncio, sys
 from gemini_hpc.slurm import Slurm, SlurmError

@@ -16,6 +16,8 @@ from waiting import until
 
 from .conftest import PYTHON, Site
 
+pytestmark = pytest.mark.cluster
+
 MOST = 64  # boundaries that are tried; a recovery has about half as many
 
 

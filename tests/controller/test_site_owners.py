@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import pytest
 from waiting import until
 
 from .conftest import Site
+
+pytestmark = pytest.mark.cluster
 
 
 def protected(site: Site, user: str, nodes: int = 3) -> tuple[int, list[str]]:

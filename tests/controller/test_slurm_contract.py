@@ -85,6 +85,7 @@ def asking(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield Asking([])
 
 
+@pytest.mark.cluster
 def test_equal_facts(cluster: Cluster, asking: Asking) -> None:
     plain = cluster.sbatch(["-N2", "--mem-per-cpu=150", "--mincpus=2", "-x", "n3", "-t", "9"], script=LONG)
     array = cluster.sbatch(["--array=1-4%2", "--no-requeue", "--mem-per-cpu=20"], script=LONG)
@@ -127,6 +128,7 @@ async def _settled(slurm: Slurm, running: int, failed: int) -> bool:
     return True
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("way", WAYS)
 def test_the_way_that_is_used_is_told(way: str, cluster: Cluster, asking: Asking) -> None:
     asking.told.clear()
@@ -139,6 +141,7 @@ def test_the_way_that_is_used_is_told(way: str, cluster: Cluster, asking: Asking
         assert (used.name, used.left) == (way, False)
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("way", WAYS)
 def test_changes_take_effect(way: str, cluster: Cluster, asking: Asking) -> None:
     job = cluster.sbatch(["-N1", "-w", "n1", "--requeue"], script=LONG)
@@ -162,6 +165,7 @@ def test_changes_take_effect(way: str, cluster: Cluster, asking: Asking) -> None
         asking.ask(way, lambda slurm: slurm.node_down("n99", "gemini-hpc: not there"))
 
 
+@pytest.mark.cluster
 def test_no_array_is_requeued_by_its_last_task(cluster: Cluster, asking: Asking) -> None:
     """By raw id, which is all that pyslurm has, the last task stands for all."""
     array = cluster.sbatch(["--array=1-2", "--requeue"], script=LONG)

@@ -21,7 +21,7 @@ from gemini_hpc.devcluster.chaos import Weather, moments
 
 from .conftest import CHECKOUT, tool
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from gemini_hpc.devcluster import Cluster, DevclusterError
 
 from .conftest import tool
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
 
 
 def test_jobs_run_as_their_user(cluster: Cluster) -> None:

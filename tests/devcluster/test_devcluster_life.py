@@ -20,7 +20,7 @@ from gemini_hpc.devcluster.teardown import members
 
 from .conftest import CHECKOUT, PREFIX, Trace, killed_up, links, tool
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
 
 def test_up_and_down_leave_nothing(name: str) -> None:

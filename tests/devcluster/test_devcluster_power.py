@@ -13,7 +13,7 @@ from gemini_hpc.devcluster import Cluster, DevclusterError
 
 from .conftest import tool
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
 # Accepts one connection, says a word, and then sits there.
 SERVER = """

@@ -22,7 +22,7 @@ from gemini_hpc.slurm.accounting import History
 
 from .conftest import PREFIX, Trace, everything_running, killed_up, tool
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")

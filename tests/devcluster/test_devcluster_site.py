@@ -12,7 +12,7 @@ from gemini_hpc.devcluster import Cluster, DevclusterError, services, sitefiles
 
 from .conftest import Trace, tool
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
 PLUGIN = """\
 #include <slurm/spank.h>

@@ -21,6 +21,8 @@ from gemini_hpc.doctor.examine import CHECKS, examine
 from gemini_hpc.doctor.facts import Facts
 from gemini_hpc.doctor.finding import Unavailable
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
 TOOLS = [f"/usr/bin/{name}" for name in ("scontrol", "squeue", "sinfo", "sacctmgr", "sbatch", "srun", "munge")]

@@ -16,6 +16,8 @@ from gemini_hpc.doctor.finding import ok, warning, worst, wrong
 
 from .conftest import Patient, Report
 
+pytestmark = pytest.mark.cluster
+
 ALICE = 5001
 VERB = "import sys; sys.path.insert(0, '{place}'); from gemini_hpc.cli.main import main; sys.exit(main())"
 

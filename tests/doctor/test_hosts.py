@@ -18,6 +18,8 @@ from gemini_hpc.devcluster import Cluster
 
 from .conftest import Patient, Report
 
+pytestmark = pytest.mark.cluster
+
 PYTHON = "/opt/gemini-hpc/venv/bin/python"
 LISTEN = "import socket, time; s = socket.create_server(('', {port})); print('ready', flush=True); time.sleep(60)"
 LATE = (

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import time
 
+import pytest
 from waiting import until
 
 from .conftest import Patient
+
+pytestmark = pytest.mark.cluster
 
 
 def test_a_node_without_an_agent(patient: Patient) -> None:

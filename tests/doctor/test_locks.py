@@ -90,6 +90,7 @@ def test_a_lock_on_another_file_of_the_same_number_is_not_ours(held: tuple[Path,
     assert not locks.holds(process.pid, other.stat())
 
 
+@pytest.mark.cluster
 def test_overlayfs(tmp_path: Path) -> None:
     """A lock that is taken on a file of a lower layer, as in a container's image."""
     place = tmp_path / "place"

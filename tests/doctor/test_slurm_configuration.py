@@ -6,6 +6,8 @@ import pytest
 
 from .conftest import EXPLAINED, Patient
 
+pytestmark = pytest.mark.cluster
+
 # check, lines for slurm.conf, keys taken out of it, status, what the finding names
 SLURM_CONF = [
     ("slurm.prolog-flags", [], ["PrologFlags"], "wrong", "(none)"),

@@ -7,9 +7,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from training import Training
 
 from gemini_hpc.devcluster.cluster import Cluster
+
+pytestmark = pytest.mark.cluster
 
 ALONE = Path(__file__).with_name("alone.py")
 PYTHON = "/opt/gemini-hpc/venv/bin/python"

@@ -13,6 +13,8 @@ from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
+pytestmark = pytest.mark.cluster
+
 N, STEPS = 300, 50
 
 

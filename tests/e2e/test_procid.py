@@ -8,9 +8,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from training import Training
 
 from gemini_hpc.devcluster.cluster import Cluster
+
+pytestmark = pytest.mark.cluster
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPT = """#!/bin/bash

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import pytest
 from training import Training
 
+pytestmark = pytest.mark.cluster
+
 Train = Callable[..., Training]
 NODES = 6
 CUT_AT = 8

@@ -22,6 +22,8 @@ from gemini_hpc.devcluster.cluster import Cluster
 from gemini_hpc.node.meminfo import meminfo
 from gemini_hpc.tier import version
 
+pytestmark = pytest.mark.cluster
+
 N, STEPS = 48, 160
 MIB = 1 << 20
 BELOW_MIB, MOST_MIB = 1024, 8192

@@ -8,10 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+import pytest
 from training import Training
 
 from gemini_hpc.core import placement
 from gemini_hpc.devcluster.cluster import Cluster
+
+pytestmark = pytest.mark.cluster
 
 Train = Callable[..., Training]
 Reference = Callable[[str], Training]

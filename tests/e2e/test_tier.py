@@ -21,6 +21,8 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.devcluster.cluster import Cluster
 from gemini_hpc.tier import version
 
+pytestmark = pytest.mark.cluster
+
 Train = Callable[..., Training]
 Reference = Callable[[str], Training]
 

@@ -27,6 +27,8 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.devcluster.cluster import Cluster
 from gemini_hpc.tier import nodefile, version
 
+pytestmark = pytest.mark.cluster
+
 N = 48
 STAGES = ("begun", "writing", "some", "all", "whole")
 VICTIMS = ("agent of the root", "agent of another", "trainer", "node of the root", "node of another", "every node")

@@ -12,6 +12,8 @@ from training import Training
 
 from gemini_hpc.devcluster.cluster import Cluster
 
+pytestmark = pytest.mark.cluster
+
 Train = Callable[..., Training]
 Reference = Callable[[str], Training]
 CUT_AT = 15

@@ -13,6 +13,8 @@ import pytest
 
 from benchmarks.chaos import outcome
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "programs" / "chaotic.py"
 
 

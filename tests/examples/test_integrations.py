@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from train.launch import free_port
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

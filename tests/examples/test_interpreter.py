@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = [("job.sh", ("torch", "gemini_hpc")), ("heat_mpi.sh", ("numpy", "mpi4py", "gemini_hpc"))]
 

@@ -7,12 +7,15 @@ import json
 import time
 from pathlib import Path
 
+import pytest
 from waiting import until
 
 from gemini_hpc.config import Settings
 from gemini_hpc.wire.ports import candidates
 
 from .conftest import PYTHON, Site, Steady
+
+pytestmark = pytest.mark.cluster
 
 
 def as_agent(site: Site) -> dict[str, object]:

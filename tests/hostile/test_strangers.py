@@ -8,6 +8,8 @@ import pytest
 
 from .conftest import NOBODY, PYTHON, Site, Steady, at_most_one_a_second, complaints, turned_away
 
+pytestmark = pytest.mark.cluster
+
 HANDSHAKE_S = 5.0
 
 

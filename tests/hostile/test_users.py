@@ -15,6 +15,8 @@ from gemini_hpc.node.prolog import ARGUMENTS
 
 from .conftest import ALICE, PYTHON, Site, one_line
 
+pytestmark = pytest.mark.cluster
+
 
 def queued(site: Site) -> int:
     return len(site.cluster.run(["squeue", "-h", "-a"]).stdout.splitlines())

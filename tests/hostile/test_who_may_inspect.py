@@ -12,6 +12,8 @@ import pytest
 
 from .conftest import ALICE, Site, one_line
 
+pytestmark = pytest.mark.cluster
+
 ALLOWED = ("alice", None, "slurm", "games", "daemon")
 OTHERS = ("bob", "nobody", "man")
 

@@ -17,6 +17,8 @@ from tests.train.test_host import sealed
 
 from .conftest import Launch
 
+pytestmark = pytest.mark.slow
+
 STEPS, DIED = 14, 9
 MakeJob = Callable[..., RealJob]
 Train = Callable[..., Any]

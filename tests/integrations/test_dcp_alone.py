@@ -25,6 +25,8 @@ from tests.train.conftest import job, make_job
 from tests.train.fake_agent import FakeJob
 from tests.train.test_start import drain
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["job", "make_job"]
 STATE = {"model": {"w": torch.arange(6.0).view(2, 3), "e": torch.empty(0, 2)}, "list": [1, torch.ones(2)], "n": None}
 

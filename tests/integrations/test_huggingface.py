@@ -9,6 +9,8 @@ import pytest
 
 from .recovery import OWN, Recovery, Start
 
+pytestmark = pytest.mark.slow
+
 STEPS = 24  # an epoch has 9
 HF: dict[str, Any] = {"stack": "huggingface", "steps": STEPS}
 

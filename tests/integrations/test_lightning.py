@@ -9,6 +9,8 @@ import pytest
 
 from .recovery import OWN, Recovery, Start
 
+pytestmark = pytest.mark.slow
+
 STEPS = 24  # an epoch has 17 batches, which are 9 steps; validation after each fourth batch
 PL: dict[str, Any] = {"stack": "lightning", "steps": STEPS}
 

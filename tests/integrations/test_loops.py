@@ -8,6 +8,8 @@ import pytest
 
 from .recovery import OWN, Recovery, Start
 
+pytestmark = pytest.mark.slow
+
 STEPS = 24
 STACKS = ["accelerate", "fabric"]
 

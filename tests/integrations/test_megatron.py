@@ -13,6 +13,8 @@ from tests.train.agents import RealJob
 
 from .conftest import Launch
 
+pytestmark = pytest.mark.slow
+
 STEPS, DIED = 9, 5
 MakeJob = Callable[..., RealJob]
 Train = Callable[..., Any]

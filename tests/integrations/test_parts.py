@@ -6,10 +6,13 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from gemini_hpc.integrations.huggingface import _Order, _Progress
+
+pytestmark = pytest.mark.slow
 
 NAMES = """
 from gemini_hpc.integrations.naming import next_name

@@ -14,6 +14,8 @@ from tests.train.agents import RealJob
 
 from .conftest import Launch
 
+pytestmark = pytest.mark.slow
+
 STEPS, DIED = 14, 9
 MakeJob = Callable[..., RealJob]
 Train = Callable[..., Any]

@@ -13,6 +13,8 @@ from waiting import until
 
 from .launchers import TOY, Launchers, alive
 
+pytestmark = pytest.mark.slow
+
 Launch = Callable[..., Launchers]
 Undisturbed = Callable[..., list[str]]
 RELAUNCHES = ("rank_failed", "relaunch", "not_relaunched")

@@ -16,6 +16,8 @@ from gemini_hpc.client.agent_connection import ask_verdict
 
 from .launchers import Command
 
+pytestmark = pytest.mark.slow
+
 
 def sealed(job: RealJob) -> int:
     """The newest sealed version."""

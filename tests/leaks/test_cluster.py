@@ -14,6 +14,8 @@ from gemini_hpc.devcluster import Cluster, cgroups
 from . import Found, assert_nothing_new, new
 from .cluster import Bystander, held, present
 
+pytestmark = pytest.mark.cluster
+
 PYTHON = ["/opt/gemini-hpc/venv/bin/python", "-I", "-c"]
 SLEEPER = "#!/bin/sh\nexec sleep 600\n"
 

@@ -18,6 +18,8 @@ from gemini_hpc.devcluster import Cluster
 
 from . import assert_nothing_new, machine, new
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parents[1]
 
 
@@ -150,6 +152,7 @@ def test_network_mounts_and_the_run_directory(command: str, word: str) -> None:
     assert word in done.stdout
 
 
+@pytest.mark.cluster
 def test_a_cluster() -> None:
     name = f"leak{machine.PID}"
     try:

@@ -16,6 +16,8 @@ from gemini_hpc.node.meminfo import meminfo
 
 from .conftest import MIB, Site
 
+pytestmark = pytest.mark.cluster
+
 TAKEN_MIB, BELOW_MIB = 4096, 2048
 # Takes memory as fast as one core can, then keeps it for a moment.
 HOG = f"""python3 -c '

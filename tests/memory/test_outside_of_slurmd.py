@@ -16,7 +16,10 @@ from gemini_hpc.node.memory_cgroup import AGENTS_ROOM_BYTES
 from .conftest import CAP_BYTES, MIB, Site
 
 Inspect = Callable[[int], dict[str, Any]]
-pytestmark = pytest.mark.skipif(not cgroups.possible(), reason="no writable memory cgroup (v1) on this machine")
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(not cgroups.possible(), reason="no writable memory cgroup (v1) on this machine"),
+]
 OWN = "gemini-hpc"
 
 

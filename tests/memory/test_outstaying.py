@@ -14,7 +14,10 @@ from gemini_hpc.node.memory_cgroup import TASKS_MAX
 
 from .conftest import Site
 
-pytestmark = pytest.mark.skipif(not cgroups.possible(), reason="no writable memory cgroup (v1) on this machine")
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(not cgroups.possible(), reason="no writable memory cgroup (v1) on this machine"),
+]
 
 # Every way that the kernel has into another process of one's own.
 TRESPASS = r"""

@@ -11,6 +11,8 @@ from waiting import until
 
 from .conftest import Site
 
+pytestmark = pytest.mark.cluster
+
 NAMES = "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|GEMINI_SOCKET"
 SHOW = (
     f'bash -c \'echo TASK=$SLURM_PROCID NODE=$SLURM_NODEID $(env | grep -E "^({NAMES})=" | sort | tr "\\n" " ") END\''

@@ -7,10 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from harness import LiteJob
 from waiting import until
 
 from .conftest import Site
+
+pytestmark = pytest.mark.cluster
 
 # Both trainings in every task of one step; the second one's log has ".b" behind its name.
 BOTH = (

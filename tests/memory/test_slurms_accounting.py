@@ -15,6 +15,8 @@ from gemini_hpc.devcluster.cluster import Cluster
 
 from .conftest import MIB
 
+pytestmark = pytest.mark.cluster
+
 KILL = "JobAcctGatherParams=OverMemoryKill"
 SHARD = 32 * MIB  # a rank maps two slots of two shards: 128 MiB
 

@@ -16,6 +16,8 @@ from gemini_hpc.wire import version
 
 from .conftest import MIB, Site
 
+pytestmark = pytest.mark.cluster
+
 UNMAPPED = "the agent here and those of the job's other nodes"
 
 

@@ -12,6 +12,8 @@ from waiting import until
 
 from .conftest import Site
 
+pytestmark = pytest.mark.cluster
+
 UNPROTECTABLE = 78
 
 

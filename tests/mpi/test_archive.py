@@ -23,6 +23,8 @@ from tests.train.transport_teams import OPENMPI
 
 from .archiver import plate
 
+pytestmark = pytest.mark.slow
+
 N = 12
 PARALLEL = Path(sys.prefix) / "parallel/bin/python"
 OPTIONS = ("--oversubscribe", "--bind-to", "none")

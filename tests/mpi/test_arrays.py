@@ -14,6 +14,8 @@ from gemini_hpc.core.slots import Stamp
 from gemini_hpc.format.slot_header import pack_header
 from gemini_hpc.mpi.arrays import Arrays, Part, Saved
 
+pytestmark = pytest.mark.slow
+
 
 def saved(arrays: Arrays) -> Saved:
     """As the agent gives it back."""

@@ -11,6 +11,8 @@ from tests.train.fake_agent import FakeJob
 from tests.train.test_mpi import MpiRun
 from tests.train.transport_teams import MPICH, OPENMPI, Mpi, lacking
 
+pytestmark = pytest.mark.slow
+
 STEPS = 30
 MakeJob = Callable[[int, int], FakeJob]
 

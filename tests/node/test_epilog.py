@@ -9,6 +9,8 @@ import pytest
 from .conftest import ALICE, BOB, Node, _package
 from .expect import one_line, silent
 
+pytestmark = pytest.mark.slow
+
 
 def test_released_agent_leaves_nothing(node: Node) -> None:
     assert silent(node.prolog())

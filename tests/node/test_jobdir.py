@@ -12,6 +12,8 @@ import pytest
 from gemini_hpc.node import job_directory, stale_jobs
 from gemini_hpc.node.job_directory import JobDirError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Iterator[tuple[Path, int]]:

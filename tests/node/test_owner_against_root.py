@@ -13,6 +13,8 @@ import pytest
 from .conftest import ALICE, ALICE_GID, BOB, Node
 from .expect import one_line, silent
 
+pytestmark = pytest.mark.slow
+
 DIRECTORY = "/run/gemini-hpc/7"
 CLEAN = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"}
 

@@ -13,6 +13,8 @@ import pytest
 from .conftest import ALICE, ALICE_EXTRA_GID, ALICE_GID, BOB, ROOT, Node
 from .expect import one_line, silent
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = [ROOT / "prolog_epilog" / name for name in ("prolog", "epilog")]
 
 

@@ -11,6 +11,8 @@ from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Cluster]:

@@ -14,6 +14,8 @@ from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
+pytestmark = pytest.mark.cluster
+
 FENCE_S, LONGER_S = 2.0, 4.0
 
 

@@ -11,6 +11,8 @@ from harness import LiteJob, clean
 
 from gemini_hpc.devcluster.cluster import Cluster
 
+pytestmark = pytest.mark.cluster
+
 CUT_S = 5.0
 
 

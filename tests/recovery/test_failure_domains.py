@@ -12,6 +12,8 @@ from harness import LiteJob
 from gemini_hpc.devcluster.cluster import Cluster
 from gemini_hpc.devcluster.layout import Layout
 
+pytestmark = pytest.mark.cluster
+
 Lite = Any
 TOPOLOGY = """\
 SwitchName=rack1 Nodes=n[1-2]

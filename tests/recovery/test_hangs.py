@@ -17,6 +17,8 @@ from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
+pytestmark = pytest.mark.cluster
+
 PROGRAM = Path(__file__).parents[1] / "train" / "hanging.py"
 HANG_S, STEPS, AT = 5, 60, 40
 LONGER_S = 3 * HANG_S

@@ -13,6 +13,8 @@ from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
+pytestmark = pytest.mark.cluster
+
 CHECK = Path(__file__).with_name("red_if_told")
 LAUNCH = "python -m gemini_hpc.launch"
 

@@ -14,6 +14,8 @@ from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
+pytestmark = pytest.mark.cluster
+
 ENDED_S, HELD_S = 8.0, 25.0
 
 

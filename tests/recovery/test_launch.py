@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from harness import LiteJob
 from waiting import until
+
+pytestmark = pytest.mark.cluster
 
 Lite = Any
 

@@ -10,6 +10,8 @@ from harness import LiteJob
 
 from gemini_hpc.devcluster.cluster import Cluster
 
+pytestmark = pytest.mark.cluster
+
 Lite = Any
 
 

@@ -10,6 +10,8 @@ from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
+pytestmark = pytest.mark.cluster
+
 Lite = Any
 RUN = "gemini-hpc run -- srun --kill-on-bad-exit=1"
 REQUEUED_WITHIN_S = (

@@ -12,6 +12,8 @@ from waiting import until
 from gemini_hpc.devcluster import slurm
 from gemini_hpc.devcluster.cluster import Cluster
 
+pytestmark = pytest.mark.cluster
+
 Lite = Any
 
 

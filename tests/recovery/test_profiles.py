@@ -12,6 +12,8 @@ from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
+pytestmark = pytest.mark.cluster
+
 # All but this is the product's own default: a budget for one test after the other, agents gone at their end.
 SETTINGS = {"retention_s": 20.0, "fence_budget_nodes": 1000}
 

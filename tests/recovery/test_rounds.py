@@ -14,6 +14,8 @@ from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
+pytestmark = pytest.mark.cluster
+
 Lite = Any
 KILLER = Path(__file__).with_name("killer.py")
 WHEN = ("attached", "planned", "live")

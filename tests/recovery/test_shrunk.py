@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from harness import LiteJob
 from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
+
+pytestmark = pytest.mark.cluster
 
 Lite = Any
 

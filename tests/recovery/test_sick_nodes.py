@@ -12,6 +12,8 @@ from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
+pytestmark = pytest.mark.cluster
+
 Lite = Any
 LAUNCH = "python -m gemini_hpc.launch"
 

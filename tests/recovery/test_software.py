@@ -14,6 +14,8 @@ from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
+pytestmark = pytest.mark.cluster
+
 Lite = Any
 RUN = "gemini-hpc run --max-restarts 2 -- srun --kill-on-bad-exit=1"
 

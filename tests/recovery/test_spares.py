@@ -10,6 +10,8 @@ import pytest
 from harness import LiteJob
 from waiting import until
 
+pytestmark = pytest.mark.cluster
+
 Lite = Any
 OPTIONS = ("-N4", "--no-kill", "--gemini-spares=1")
 

@@ -14,6 +14,8 @@ from waiting import until
 
 from gemini_hpc.devcluster.cluster import Cluster
 
+pytestmark = pytest.mark.cluster
+
 LEAST_S = 3.0
 
 

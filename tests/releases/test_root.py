@@ -16,6 +16,8 @@ from . import machine, root
 from .errors import ReleaseError
 from .root import Recipe
 
+pytestmark = pytest.mark.slow
+
 RECIPE = Recipe("24.11", "http://mirror.invalid/debian", ("slurmd", "munge"))
 TOP = Path(__file__).resolve().parents[2]
 

@@ -13,6 +13,8 @@ import pytest
 
 from . import run
 
+pytestmark = pytest.mark.slow
+
 TOP = Path(__file__).resolve().parents[2]
 _CODE = """
 import signal, sys

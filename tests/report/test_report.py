@@ -31,6 +31,8 @@ from gemini_hpc.wire.traffic import Point, TimelineState, TrafficState
 
 from .test_text import STEADY, but, part
 
+pytestmark = pytest.mark.slow
+
 TIMELINE = stats_messages.timeline(
     version=42,
     iteration_s=3.1,

@@ -9,6 +9,8 @@ import pytest
 
 from gemini_hpc.devcluster.cluster import Cluster
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.mark.parametrize("word", ["optional", "required"])
 def test_a_job_runs_unprotected_and_its_node_stays(word: str) -> None:

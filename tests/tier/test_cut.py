@@ -26,6 +26,8 @@ from gemini_hpc.tier.shards import Shard, digest
 
 from .test_worker import Node
 
+pytestmark = pytest.mark.slow
+
 CHANGES = "mkdir,rename,openat,write,pwrite64,ftruncate,fsync,unlink,rmdir,unlinkat"
 CALL = re.compile(r"^(\d+)\s+(\w+)\((.*)\) += (-?\w+)")
 ORDERS = ("write 0", "write 1", "finish")

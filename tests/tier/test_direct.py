@@ -23,6 +23,8 @@ from gemini_hpc.tier.writeback import Behind
 
 from . import slots
 
+pytestmark = pytest.mark.slow
+
 PART = direct_io.PART_BYTES
 PAGE = direct_io.PAGE_BYTES
 

@@ -16,6 +16,8 @@ from gemini_hpc.wire.stored import Rejection
 from .test_version import save
 from .test_worker import WITHOUT_RIGHTS, Node, carry_out, look
 
+pytestmark = pytest.mark.slow
+
 
 def keep(node: Node, **wanted: int) -> orders.Finished:
     answer = node.save(keep_last=1, names=wanted)

@@ -172,6 +172,7 @@ def test_compressed_tensors_are_written_and_read_part_by_part(tmp_path: Path) ->
     assert max(wrote) < 2 << 20 and sum(wrote) == sum(read) and max(read) < 2 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compress", [False, True])
 def test_shards_of_many_sizes_come_back_when_they_are_read_ahead(tmp_path: Path, compress: bool) -> None:
     """Large tensors and small ones by turns, three ranks in a file, each read from where it about begins."""

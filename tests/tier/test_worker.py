@@ -21,6 +21,8 @@ from gemini_hpc.tier.shards import Shard, digest
 
 from . import slots
 
+pytestmark = pytest.mark.slow
+
 ROWS = (Row("model.w", "float32", (64, 16), True, "cpu"),)
 STAMP = Stamp(2, 7)
 IDLE = 3

@@ -13,6 +13,8 @@ from gemini_hpc.train.schedule.dispatch_hooks import Signature
 
 from .launch import Run
 
+pytestmark = pytest.mark.slow
+
 ITERATIONS = 4
 
 

@@ -15,6 +15,8 @@ from gemini_hpc.wire import local
 from .fake_agent import FakeJob
 from .launch import Run, train
 
+pytestmark = pytest.mark.slow
+
 MakeJob = Callable[[int, int], FakeJob]
 
 

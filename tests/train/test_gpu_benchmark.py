@@ -16,6 +16,8 @@ from gemini_hpc.train.device.host_copy import HostCopies
 from .fake_gpu import LiveDevice
 from .timed_device import LaggingDevice
 
+pytestmark = pytest.mark.slow
+
 
 class Sleeping:
     """Four layers of 15 ms, and 5 ms on the network after each."""

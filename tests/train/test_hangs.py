@@ -16,6 +16,8 @@ from waiting import until
 from .agents import RealJob
 from .launch import ROOT, environments
 
+pytestmark = pytest.mark.slow
+
 STEPS, AT = 60, 40
 HANG_S = 5
 THREADS = {"OMP_NUM_THREADS": "1"}

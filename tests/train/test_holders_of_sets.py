@@ -11,6 +11,8 @@ from gemini_hpc.core import placement
 from .fake_agent import FakeJob
 from .launch import Run
 
+pytestmark = pytest.mark.slow
+
 MakeJob = Callable[[int, int], FakeJob]
 
 

@@ -11,6 +11,8 @@ from .agents import RealJob, RealNode
 from .conftest import HOST, STEPS
 from .launch import Run, train
 
+pytestmark = pytest.mark.slow
+
 MakeJob = Callable[..., RealJob]
 Start = Callable[..., Run]
 

@@ -87,6 +87,7 @@ def test_quantized_optimizer_states_come_back(
     assert "protected" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_quantized_optimizer_states_of_two_ranks(make_job: MakeJob) -> None:
     """Dealt out between the ranks, a node lost."""
     job = make_job(2, 2)
@@ -101,6 +102,7 @@ def test_quantized_optimizer_states_of_two_ranks(make_job: MakeJob) -> None:
         assert a["report"]["captured"]["own_tensors"] and b["report"]["state"] == "protected"
 
 
+@pytest.mark.slow
 def test_quantized_optimizer_states_of_sharded_parameters(make_job: MakeJob) -> None:
     """FSDP2: DTensors around them, each rank's own."""
     job = make_job(2, 2)

@@ -19,6 +19,8 @@ from .agents import RealJob
 from .fake_agent import FakeJob
 from .launch import Run, train
 
+pytestmark = pytest.mark.slow
+
 STEPS = 24
 SLOW = {"kind": "ddp", "steps": STEPS, "sleep_s": 0.15, "kwargs": {"transport": "host", "seal_timeout_s": 3.0}}
 MakeJob = Callable[..., RealJob]

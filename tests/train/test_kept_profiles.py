@@ -12,6 +12,8 @@ from .conftest import HOST
 from .launch import train
 from .test_host import MakeJob, Start, both_hold
 
+pytestmark = pytest.mark.slow
+
 ADAPTER = {"adapter": True, "width": 128, "steps": 40, "norm": "layer", "sleep_s": 0.02}
 
 

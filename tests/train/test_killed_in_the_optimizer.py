@@ -8,9 +8,13 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+import pytest
+
 from .agents import RealJob
 from .conftest import HOST
 from .launch import Run, train
+
+pytestmark = pytest.mark.slow
 
 MOST = 64  # tensors
 

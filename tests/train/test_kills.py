@@ -17,6 +17,8 @@ from waiting import until
 from .fake_agent import FakeJob
 from .launch import Run, train
 
+pytestmark = pytest.mark.slow
+
 MakeJob = Callable[[int, int], FakeJob]
 
 # An iteration of some 60 ms, half of it idle; the copies need a good part of that.

@@ -22,6 +22,7 @@ from .test_checkpointer import wait_armed, wait_sealed
 MakeJob = Callable[[int, int], FakeJob]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["checkpoint", "compile"])
 def test_a_wrapper_below_fully_shard_has_no_name(make_job: MakeJob, wrap: str) -> None:
     """A run with activation checkpointing, or compiled, goes on without; and the other way round."""
@@ -102,6 +103,7 @@ def sparse_model() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -140,6 +142,7 @@ class Stateful:
         pass
 
 
+@pytest.mark.slow
 def test_a_value_that_cannot_be_captured_trains_unprotected(job: FakeJob, capfd: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -157,6 +160,7 @@ class Sparsely(torch.optim.SGD):
                 self.state[p]["few"] = torch.eye(3).to_sparse()
 
 
+@pytest.mark.slow
 def test_state_that_appears_and_cannot_be_captured_ends_protection(
     job: FakeJob, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -331,6 +335,7 @@ def test_what_was_tied_and_is_not_any_more_is_loaded_twice(job: FakeJob) -> None
     assert torch.equal(b.one.weight, a.one.weight) and torch.equal(b.two.weight, a.one.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["evaluate_first", "evaluate_unbuilt"])
 def test_what_a_forward_has_gathered_is_not_used_after_the_resume(make_job: MakeJob, at: str) -> None:
     """Before resume(), and before the checkpointer is made: FSDP2 leaves the root's parameters gathered."""

@@ -46,6 +46,7 @@ def small_bytes(job: FakeJob) -> int:
     return max(held.small_bytes() for held in job.pairs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "kind"), [(1, "plain"), (2, "ddp"), (2, "fsdp2")])
 def test_large_buffers_and_averages_have_places_of_their_own(make_job: MakeJob, world: int, kind: str) -> None:
     job = make_job(world, world)
@@ -54,6 +55,7 @@ def test_large_buffers_and_averages_have_places_of_their_own(make_job: MakeJob, 
     assert 0 < small_bytes(job) < 100_000, "none of them is in the small state"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "kind"), [(1, "plain"), (2, "ddp"), (2, "fsdp2")])
 def test_a_large_tensor_that_appears_late_is_planned_for(make_job: MakeJob, world: int, kind: str) -> None:
     """Before and after the ranks have new plan, it comes back."""
@@ -66,6 +68,7 @@ def test_a_large_tensor_that_appears_late_is_planned_for(make_job: MakeJob, worl
     assert 0 < small_bytes(job) < 100_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart_from", [1, 4])
 def test_replicas_that_drift_apart_are_each_ranks_own(make_job: MakeJob, apart_from: int) -> None:
     """Local steps: parameters were equal when the state was dealt out."""
@@ -76,6 +79,7 @@ def test_replicas_that_drift_apart_are_each_ranks_own(make_job: MakeJob, apart_f
         assert "no longer the same on all ranks" in " ".join(first["findings"])
 
 
+@pytest.mark.slow
 def test_state_of_an_optimizer_that_does_not_keep_its_shape(make_job: MakeJob) -> None:
     """The ranks plan anew, twice; then it is part of the small state."""
     options = {"kind": "ddp", "norm": "layer", "steps": 60, "fickle": True, "sleep_s": 0.02}
@@ -85,6 +89,7 @@ def test_state_of_an_optimizer_that_does_not_keep_its_shape(make_job: MakeJob) -
         assert len(planned) == 2 and report["state"] == "protected", report["findings"]
 
 
+@pytest.mark.slow
 def test_what_is_the_same_everywhere_is_not_planned_anew(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     for report in train(job, 2, kind="ddp", norm="layer", steps=40, sleep_s=0.01):
@@ -180,6 +185,7 @@ def test_what_cannot_be_captured_as_bytes_is_left_alone(odd: torch.Tensor) -> No
     assert lift.out_of({"buffers": {"x": odd}})["buffers"]["x"] is odd and not lift.found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_large_tensor_that_keeps_growing_stays_in_the_small_state(make_job: MakeJob, world: int) -> None:
     """It has a place only until its shape changes: versions that lack it are not sealed, and protection goes on."""

@@ -24,6 +24,8 @@ from .fake_agent import FakeJob
 from .launch import Run, train
 from .transport_teams import MPICH, OPENMPI, Mpi, end, lacking
 
+pytestmark = pytest.mark.slow
+
 STEPS = 40
 TRAINING: dict[str, Any] = {"kind": "ddp", "steps": STEPS}
 # Longer than any pause of a busy machine: no version is given up here.

@@ -15,6 +15,8 @@ from gemini_hpc.wire import local
 from .fake_agent import FakeJob
 from .launch import Run, train
 
+pytestmark = pytest.mark.slow
+
 MakeJob = Callable[[int, int], FakeJob]
 KWARGS: dict[str, Any] = {"chunk_bytes": 1 << 17, "transport": "nccl", "every": 1}
 # Two ranks, a shard of 1.7 MB, 15 collectives in an iteration.

@@ -17,6 +17,8 @@ from gemini_hpc.train.nccl.library import ID_BYTES, Library
 
 from .fake_device import FakeStream, World
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -140,6 +140,7 @@ def test_without_a_loader_the_resume_says_what_the_script_has_to_skip(
     assert "no loader was passed: the script itself has to skip 4 steps of data" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_zero_redundancy(make_job: MakeJob) -> None:
     """Its moments are in `optim`, on each rank those of its own parameters."""
     job = make_job(2, 2)
@@ -154,6 +155,7 @@ def test_zero_redundancy(make_job: MakeJob) -> None:
         assert b["digest"] == a["digest"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 2, 3])
 def test_step_once_per_micro_batch(make_job: MakeJob, every: int) -> None:
     """Versions at which gradients wait are none; the one after them is sealed before the next optimizer step, and is
@@ -166,6 +168,7 @@ def test_step_once_per_micro_batch(make_job: MakeJob, every: int) -> None:
     assert len(late) == 30 and max(late[8:]) <= (0 if not every else 4 * every), late
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["die_at", "die_within"])
 def test_step_once_per_micro_batch_and_a_kill(make_job: MakeJob, how: str) -> None:
     """After a whole optimizer step, and among its micro-batches: one is repeated at most, and nothing differs."""

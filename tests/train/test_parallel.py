@@ -11,6 +11,8 @@ from .agents import RealJob
 from .conftest import HOST, STEPS
 from .launch import Run, train
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = "tests.train.parallel_program"
 
 

@@ -16,6 +16,8 @@ from .agents import RealJob
 from .launch import Run, train
 from .test_keep import SLOW
 
+pytestmark = pytest.mark.slow
+
 STEPS = 24
 OPTIONS = {"kind": "ddp", "steps": STEPS, "kwargs": {"transport": "host", "seal_timeout_s": 3.0}}
 SEALED: dict[str, Any] = {

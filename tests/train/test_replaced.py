@@ -241,6 +241,7 @@ def test_lbfgs(job: FakeJob, search: str | None) -> None:
     assert start == chosen.version and again == losses[start:]
 
 
+@pytest.mark.slow
 def test_a_gathered_model_is_the_sharded_one(make_job: MakeJob) -> None:
     """FSDP2 leaves the parameters that an evaluation has gathered in their modules."""
     job = make_job(2, 2)
@@ -254,6 +255,7 @@ def test_a_gathered_model_is_the_sharded_one(make_job: MakeJob) -> None:
     assert [r["digest"] for r in resumed] == [r["digest"] for r in whole]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "options"),
     [

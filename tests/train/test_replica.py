@@ -11,6 +11,8 @@ from .conftest import HOST, STEPS
 from .launch import train
 from .test_host import MakeJob, Start, both_hold, sealed
 
+pytestmark = pytest.mark.slow
+
 DDP = {"kind": "ddp", "width": 128, "norm": "layer", "sleep_s": 0.02}
 
 

@@ -14,6 +14,8 @@ from .agents import RealJob
 from .conftest import HOST, STEPS
 from .launch import Run, train
 
+pytestmark = pytest.mark.slow
+
 MakeJob = Callable[..., RealJob]
 Begin = Callable[..., Run]
 DDP = {"kind": "ddp", "width": 128, "norm": "layer", "steps": STEPS, "kwargs": HOST}

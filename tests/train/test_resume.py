@@ -16,6 +16,8 @@ from gemini_hpc.wire.stored import Tier
 from .fake_agent import FakeJob
 from .launch import Run, train
 
+pytestmark = pytest.mark.slow
+
 MakeJob = Callable[[int, int], FakeJob]
 FULL = {"workers": 2, "accumulate": 2, "kwargs": {"audit": 1}}
 

@@ -65,6 +65,7 @@ def left(make_job: MakeJob, tier: Path, kind: str, world: int, **more: Any) -> t
     return drain(job, tier), told[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -81,6 +82,7 @@ def test_other_ranks(make_job: MakeJob, tmp_path: Path, before: tuple[str, int],
     assert {r["digest"] for r in loaded} == {told["digest"]}
 
 
+@pytest.mark.slow
 def test_as_many_ranks_go_on_bit_by_bit(make_job: MakeJob, tmp_path: Path) -> None:
     where, _ = left(make_job, tmp_path, "ddp", 2)
     straight = train(None, 2, kind="ddp", **{**OPTIONS, "steps": 9})
@@ -90,6 +92,7 @@ def test_as_many_ranks_go_on_bit_by_bit(make_job: MakeJob, tmp_path: Path) -> No
         assert a["digest"] == b["digest"]
 
 
+@pytest.mark.slow
 def test_what_the_job_has_itself_comes_first(make_job: MakeJob, tmp_path: Path) -> None:
     where, _ = left(make_job, tmp_path / "tier", "ddp", 2)
     job = make_job(1, 1)
@@ -99,6 +102,7 @@ def test_what_the_job_has_itself_comes_first(make_job: MakeJob, tmp_path: Path) 
     assert [r["start"] for r in train(job, 2, **{**options, "steps": 9})] == [7, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["torch", "dcp", "safetensors"])
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 3)])
 def test_exported_and_started_from(
@@ -127,6 +131,7 @@ def fresh(seed: int = 5, norm: bool = False) -> tuple[Net, torch.optim.Optimizer
     return net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("form", ["torch", "dcp"])
 def test_torch_loads_an_export_with_its_own_functions(make_job: MakeJob, tmp_path: Path, form: str) -> None:
@@ -148,6 +153,7 @@ def test_torch_loads_an_export_with_its_own_functions(make_job: MakeJob, tmp_pat
     assert (group["lr"], group["initial_lr"], group["weight_decay"]) == (0.01 * math.cos(4 / 40), 0.01, 0.1)
 
 
+@pytest.mark.slow
 def test_an_export_has_what_appeared_after_the_first_step(make_job: MakeJob, tmp_path: Path) -> None:
     where, _ = left(make_job, tmp_path / "tier", "plain", 1, thaw_at=3)
     out = tmp_path / "out"
@@ -227,6 +233,7 @@ def test_checkpoints_of_others(tmp_path: Path, form: str) -> None:
         assert all(torch.equal(have[number][name], value) for name, value in values.items()), number
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("before", ["", "checkpoint"], ids=["plain", "wrapped"])
 @pytest.mark.parametrize("wrap", ["checkpoint", "compile"])
@@ -296,11 +303,13 @@ def refused(start: Path, **more: Any) -> str:
     return last
 
 
+@pytest.mark.slow
 def test_a_model_of_another_size_is_refused(make_job: MakeJob, tmp_path: Path) -> None:
     where, _ = left(make_job, tmp_path, "ddp", 2)
     assert "does not fit this training" in refused(where, width=48)
 
 
+@pytest.mark.slow
 def test_a_damaged_tensor_is_noticed(make_job: MakeJob, tmp_path: Path) -> None:
     where, _ = left(make_job, tmp_path, "ddp", 2)
     file = where / "node-0000.h5"
@@ -311,6 +320,7 @@ def test_a_damaged_tensor_is_noticed(make_job: MakeJob, tmp_path: Path) -> None:
     assert "damaged" in refused(where)
 
 
+@pytest.mark.slow
 def test_what_is_not_there_is_told(tmp_path: Path) -> None:
     assert "no such directory" in refused(tmp_path / "nothing")
     (tmp_path / "text.pt").write_text("no checkpoint")
@@ -328,6 +338,7 @@ def test_a_damaged_version_is_passed_over(tmp_path: Path) -> None:
     assert found.version == 4 and f"passed over: {newer}/manifest.json" in found.what
 
 
+@pytest.mark.slow
 def test_half_a_version_is_none(make_job: MakeJob, tmp_path: Path) -> None:
     where, _ = left(make_job, tmp_path, "ddp", 2)
     os.unlink(where / version.MANIFEST)

@@ -17,6 +17,8 @@ from gemini_hpc.wire import local
 from .fake_agent import FakeJob
 from .launch import Run, train
 
+pytestmark = pytest.mark.slow
+
 MakeJob = Callable[[int, int], FakeJob]
 
 # Two ranks, four blocks of 10 ms forward and 20 ms backward; a shard of 1.8 MB, so 20 MB/s leave room and 4 do not.

@@ -20,6 +20,8 @@ from gemini_hpc.train.transport.gloo import GlooTransport
 
 from .transport_teams import KINDS, STARTS, Kind, Mpi, Team, Teams, lacking
 
+pytestmark = pytest.mark.slow
+
 STARTED = sorted({kind.start for kind in KINDS})
 MPIS = [name for name in STARTED if isinstance(STARTS[name].members, Mpi)]
 

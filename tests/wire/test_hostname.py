@@ -55,6 +55,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_probes_and_links_reach_a_node_of_such_a_name(tmp_path: Path) -> None:
     """In a mount namespace with a hosts file that knows it."""
     hosts, program = tmp_path / "hosts", tmp_path / "dial.py"
