@@ -19,11 +19,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests import parts
+from tests import parts, promises
 
 ROOT = parts.TESTS.parent
 PASSED, NO_TESTS = 0, 5  # pytest's exit codes
-WITNESS = "mark.witness("
 STEADY = "--hypothesis-profile=steady"
 
 
@@ -46,11 +45,14 @@ QUICK = Stage("the quick tests", ("--quick", STEADY), ["tests"], 2)
 
 def of_test() -> list[Stage]:
     """Return the stages of `make test`."""
-    files = [f"tests/{file}" for file in parts.files() if WITNESS in (parts.TESTS / file).read_text()]
+    witnesses = promises.marked("witness")
+    files = {real: sorted({f"tests/{w.file}" for w in witnesses if w.is_cluster is real}) for real in (False, True)}
     return [
         QUICK,
-        Stage("promises, shown by trainings and simulations", ("-m", "witness and not cluster", STEADY), files, 2),
-        Stage("promises, shown on real clusters", ("-m", "witness and cluster", STEADY), files, 2),
+        Stage(
+            "promises, shown by trainings and simulations", ("-m", "witness and not cluster", STEADY), files[False], 2
+        ),
+        Stage("promises, shown on real clusters", ("-m", "witness and cluster", STEADY), files[True], 2),
     ]
 
 
