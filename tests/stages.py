@@ -49,10 +49,8 @@ def of_test() -> list[Stage]:
     files = {real: sorted({f"tests/{w.file}" for w in witnesses if w.is_cluster is real}) for real in (False, True)}
     return [
         QUICK,
-        Stage(
-            "promises, shown by trainings and simulations", ("-m", "witness and not cluster", STEADY), files[False], 2
-        ),
-        Stage("promises, shown on real clusters", ("-m", "witness and cluster", STEADY), files[True], 2),
+        Stage("promises, by trainings and simulations", ("-m", "witness and not cluster", STEADY), files[False], 2),
+        Stage("promises, on real clusters", ("-m", "witness and cluster", STEADY), files[True], 2),
     ]
 
 
