@@ -30,6 +30,7 @@ class RealNode:
     directory: Path
     base: int
     tiered: bool = False
+    heartbeat_s: float = 0.1
     process: Child | None = None
     path: str = field(init=False)
 
@@ -44,7 +45,7 @@ class RealNode:
             "agent_port_base": self.base,
             "agent_port_count": 16,
             "attach_timeout_s": 15.0,
-            "heartbeat_s": 0.1,
+            "heartbeat_s": self.heartbeat_s,
         }
         agent = {"job": JOB, "node": self.name, "directory": str(self.directory), "again": again}
         log = self.directory / "log"
@@ -89,7 +90,7 @@ class RealNode:
 class RealJob:
     """Agents of a job of `nodes` nodes with m replicas; `nodes` are those of the present incarnation, in the order of
     their node ranks. tier, interval_s, hang: of the submission; parity: blocks of it in a row
-    of a group of m."""
+    of a group of m. heartbeat_s: 0.1 finds the dead soon, and takes an agent for dead that a busy machine holds up."""
 
     def __init__(
         self,
@@ -101,9 +102,10 @@ class RealJob:
         interval_s: int = 3600,
         hang: int | None = None,
         parity: int = 0,
+        heartbeat_s: float = 0.1,
     ) -> None:
         directory.mkdir()
-        self._parity = parity
+        self._parity, self._heartbeat_s = parity, heartbeat_s
         self.tier, self._interval_s, self._hang = tier, interval_s, hang
         self.m, self.restart = m, 0
         self._directory = directory
@@ -116,7 +118,9 @@ class RealJob:
         """All prologs of an incarnation."""
         for name in names:
             if name not in self.all:
-                self.all[name] = RealNode(name, self._directory / name, self._base, self.tier is not None)
+                self.all[name] = RealNode(
+                    name, self._directory / name, self._base, self.tier is not None, self._heartbeat_s
+                )
         replies: dict[str, local.Reply] = {}
 
         def prolog(name: str) -> None:
