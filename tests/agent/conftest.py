@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,18 +14,14 @@ from typing import Any
 
 import pytest
 import xxhash
+from train.agents import FORKED
 from waiting import until
+from zygote import Child
 
 from gemini_hpc.wire import local, version
 from gemini_hpc.wire.control_page import ControlPage
 
 JOB, STEP, SIZE = 77, "77.0", 1 << 16
-_SERVE = (
-    "import sys, os; from gemini_hpc.agent.daemon import serve; from gemini_hpc.config import Settings; "
-    "s = Settings(interface='lo', agent_port_base=int(sys.argv[2]), memory_fraction=float(sys.argv[3]), "
-    "memory_floor_bytes=0, attach_timeout_s=5.0); "
-    "sys.exit(serve(s, job=77, uid=os.geteuid(), node='n1', directory=sys.argv[1], again=sys.argv[4] == 'again'))"
-)
 Answer = tuple[local.Message | None, list[int]]
 
 
@@ -122,9 +115,11 @@ class AgentProcess:
 
     def start(self, *, again: bool = False, nodelist: str = "n1") -> None:
         base = 20000 + os.getpid() % 1000 * 16
-        argv = [str(self.directory), str(base), str(self._fraction), "again" if again else "new"]
-        with self.log_path.open("a") as log:
-            self.process = subprocess.Popen([sys.executable, "-c", _SERVE, *argv], stdout=log, stderr=log)
+        settings = {"agent_port_base": base, "memory_fraction": self._fraction, "attach_timeout_s": 5.0}
+        agent = {"job": JOB, "node": "n1", "directory": str(self.directory), "again": again}
+        self.process = Child(
+            FORKED, out=self.log_path, err=self.log_path, settings=settings, agent=agent, open=False, tiered=False
+        )
         attach = local.Attach(JOB, 0, nodelist, "n1", 1)
         deadline = time.monotonic() + 20
         while True:
@@ -165,8 +160,8 @@ class AgentProcess:
         until(lambda: self.fds() <= fds, timeout_s, what=f"no more than the {fds} descriptors of before")
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(5)
+        self.process.kill()
+        assert self.process.wait(5) is not None
 
     def close(self) -> None:
         for caller in self._peer_server:

@@ -164,7 +164,8 @@ class Site:
     """One group of so many agents, each with a rank; blocks: of parity in a row."""
 
     def __init__(self, directory: Path, nodes: int = 3, blocks: int = 1) -> None:
-        self.job, self.version, self.launches = RealJob(directory, nodes, nodes, parity=blocks), 0, 0
+        self.job = RealJob(directory, nodes, nodes, parity=blocks, heartbeat_s=2.0)
+        self.version, self.launches = 0, 0
         self.ranks: list[Rank] = []
         self.launch()
 

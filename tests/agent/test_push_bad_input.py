@@ -115,7 +115,7 @@ class Site:
     """Three agents and three ranks; version 3 is sealed."""
 
     def __init__(self, directory: Path) -> None:
-        self.job = RealJob(directory, 3, 2)
+        self.job = RealJob(directory, 3, 2, heartbeat_s=2.0)
         self.ranks = [Rank(self.job, k) for k in range(3)]
         self.version = 0
         self.round = self.ranks[0].page.round

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from zygote import Child
 
 from gemini_hpc.client.agent_connection import AgentLost, ask_once
 from gemini_hpc.wire import inspect_schema, local
@@ -19,29 +19,7 @@ from gemini_hpc.wire.link import BlockingLink
 from gemini_hpc.wire.munge import my_uid
 
 JOB, CLUSTER = 81, "cluster"
-_SERVE = """
-import os, sys
-from gemini_hpc.agent.daemon import serve
-from gemini_hpc.config import Settings
-from gemini_hpc.wire import munge
-munge.encode = lambda payload, *, for_uid: payload
-munge.decode = lambda credential: (credential, os.geteuid())
-directory, base, node, again, tiered = sys.argv[1:]
-if tiered:  # what works on the tier is forked by a supervisor, with which the agent dies
-    import ctypes, signal
-    from gemini_hpc.agent import __main__ as supervisor
-    from gemini_hpc.agent.tier import worker_process, workers
-    mine, above = workers.Workers(workers.tier), os.getpid()
-    if agent := os.fork():
-        mine.theirs.close()
-        sys.exit(supervisor._attend(agent, mine))
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-    mine.sock.close()
-    worker_process.use(workers.Channel(mine.theirs))
-settings = Settings(interface="lo", peer_address="127.0.0.1", agent_port_base=int(base), agent_port_count=16,
-                    memory_floor_bytes=0, attach_timeout_s=15.0, heartbeat_s=0.1)
-sys.exit(serve(settings, job=81, uid=os.geteuid(), node=node, directory=directory, again=again == "again"))
-"""
+FORKED = Path(__file__).parents[1] / "agent" / "forked.py"
 
 
 @dataclass
@@ -52,7 +30,8 @@ class RealNode:
     directory: Path
     base: int
     tiered: bool = False
-    process: subprocess.Popen[bytes] | None = None
+    heartbeat_s: float = 0.1
+    process: Child | None = None
     path: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,10 +40,16 @@ class RealNode:
         self.start()
 
     def start(self, *, again: bool = False) -> None:
-        argv = [sys.executable, "-c", _SERVE, str(self.directory), str(self.base), self.name]
-        with (self.directory / "log").open("a") as log:
-            argv += ["again" if again else "new", "tiered" if self.tiered else ""]
-            self.process = subprocess.Popen(argv, stdout=log, stderr=log)
+        settings = {
+            "peer_address": "127.0.0.1",
+            "agent_port_base": self.base,
+            "agent_port_count": 16,
+            "attach_timeout_s": 15.0,
+            "heartbeat_s": self.heartbeat_s,
+        }
+        agent = {"job": JOB, "node": self.name, "directory": str(self.directory), "again": again}
+        log = self.directory / "log"
+        self.process = Child(FORKED, out=log, err=log, settings=settings, agent=agent, open=True, tiered=self.tiered)
         self.ask(local.VerdictRequest())
 
     def die(self) -> None:
@@ -77,8 +62,8 @@ class RealNode:
     def stop(self, seconds: float) -> None:
         """Hold the agent still for a while."""
         assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-        threading.Timer(seconds, self.process.send_signal, (signal.SIGCONT,)).start()
+        self.process.signal(signal.SIGSTOP)
+        threading.Timer(seconds, self.process.signal, (signal.SIGCONT,)).start()
 
     def ask(self, message: local.Message, timeout_s: float = 30.0) -> local.Reply:
         deadline = time.monotonic() + timeout_s
@@ -105,7 +90,7 @@ class RealNode:
 class RealJob:
     """Agents of a job of `nodes` nodes with m replicas; `nodes` are those of the present incarnation, in the order of
     their node ranks. tier, interval_s, hang: of the submission; parity: blocks of it in a row
-    of a group of m."""
+    of a group of m. heartbeat_s: 0.1 finds the dead soon, and takes an agent for dead that a busy machine holds up."""
 
     def __init__(
         self,
@@ -117,9 +102,10 @@ class RealJob:
         interval_s: int = 3600,
         hang: int | None = None,
         parity: int = 0,
+        heartbeat_s: float = 0.1,
     ) -> None:
         directory.mkdir()
-        self._parity = parity
+        self._parity, self._heartbeat_s = parity, heartbeat_s
         self.tier, self._interval_s, self._hang = tier, interval_s, hang
         self.m, self.restart = m, 0
         self._directory = directory
@@ -132,7 +118,9 @@ class RealJob:
         """All prologs of an incarnation."""
         for name in names:
             if name not in self.all:
-                self.all[name] = RealNode(name, self._directory / name, self._base, self.tier is not None)
+                self.all[name] = RealNode(
+                    name, self._directory / name, self._base, self.tier is not None, self._heartbeat_s
+                )
         replies: dict[str, local.Reply] = {}
 
         def prolog(name: str) -> None:

@@ -9,10 +9,7 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -22,12 +19,12 @@ from typing import Any
 
 from leaks import machine
 from waiting import until
+from zygote import ROOT, Child
 
 from .fake_agent import FakeJob
 
-ROOT = Path(__file__).resolve().parents[2]
-_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-
+__all__ = ["ROOT", "Process", "Run", "environments", "free_port", "train"]
+_ZYGOTE = Path(__file__).with_name("zygote.py")
 
 # Below those that the kernel gives to whoever asks for any; other test processes begin elsewhere.
 _ports = islice(cycle(range(10000, 18000)), os.getpid() * 613 % 8000, None)
@@ -53,63 +50,6 @@ def environments(world: int) -> list[dict[str, str]]:
     return [{**common, "RANK": str(rank)} for rank in range(world)]
 
 
-class _Zygote:
-    """See zygote.py; started at first use, ends with this process."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()
-        self._codes: dict[int, int] = {}
-        self._pids: list[int] = []
-        self._changed = threading.Condition()
-
-    def _start(self) -> subprocess.Popen[str]:
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("GEMINI_", "SLURM_"))}
-        env.update(PYTHONPATH=str(ROOT), **_THREADS)
-        process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("zygote.py"))],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        threading.Thread(target=self._read, args=(process,), daemon=True).start()
-        atexit.register(process.kill)
-        machine.keep(process.pid)
-        return process
-
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            answer = json.loads(line)
-            with self._changed:
-                if "code" in answer:
-                    self._codes[answer["pid"]] = answer["code"]
-                else:
-                    self._codes.pop(answer["pid"], None)  # of an earlier process with this number
-                    self._pids.append(answer["pid"])
-                self._changed.notify_all()
-
-    def fork(self, **request: Any) -> int:
-        with self._lock:
-            if self._process is None:
-                self._process = self._start()
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            with self._changed:
-                assert self._changed.wait_for(lambda: bool(self._pids), 120), "the zygote does not answer"
-                return self._pids.pop()
-
-    def code(self, pid: int, timeout_s: float) -> int | None:
-        with self._changed:
-            self._changed.wait_for(lambda: pid in self._codes, timeout_s)
-            return self._codes.get(pid)
-
-
-_zygote = _Zygote()
-
-
 @cache
 def _outputs() -> str:
     """One directory for what the processes print; gone when the tests are over."""
@@ -119,25 +59,14 @@ def _outputs() -> str:
     return directory
 
 
-class Process:
+class Process(Child):
     """One training process."""
 
     def __init__(self, env: dict[str, str], options: dict[str, Any] | None = None, **more: Any) -> None:
         """options: of worker.py; more: see zygote.py."""
-        self._directory = Path(tempfile.mkdtemp(dir=_outputs()))
-        self._out, self._err = self._directory / "out", self._directory / "err"
-        self.pid = _zygote.fork(env=env, options=options, out=str(self._out), err=str(self._err), **more)
-
-    def poll(self) -> int | None:
-        return _zygote.code(self.pid, 0.0)
-
-    def signal(self, number: int) -> None:
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
-                os.kill(self.pid, number)
-
-    def wait(self, timeout_s: float) -> int | None:
-        return _zygote.code(self.pid, timeout_s)
+        directory = Path(tempfile.mkdtemp(dir=_outputs()))
+        self._out, self._err = directory / "out", directory / "err"
+        super().__init__(_ZYGOTE, out=self._out, err=self._err, env=env, options=options, **more)
 
     def read(self) -> tuple[str, str]:
         return (
