@@ -84,5 +84,6 @@ def test_each_release_of_the_changelog_has_its_commit() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     sections = [line.split()[1] for line in text.splitlines() if line.startswith("## ")]
     assert sections[0] == "Unreleased"
-    assert list(releases(text)) == sections[1:]
+    # The newest one's commit cannot name itself: its row comes with the next commit.
+    assert list(releases(text)) in (sections[1:], sections[2:])
     assert sections[1] == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
