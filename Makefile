@@ -3,15 +3,16 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
+# In the order written, also with -j: Debian's packages come before what needs them.
+.NOTPARALLEL:
 
 # Each worker, and each process that a test starts, would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 PY := $(VENV)/bin/python
-TORCH := torch==2.13.0
-# Optimizer states that are made of other tensors, for the tests.
-TORCHAO := torchao==0.18.0
+# What makes .venv. On a cluster agents run as the jobs' owners: not a Python below somebody's home.
+PYTHON ?= /usr/bin/python3
 DEBIAN := slurm-wlm slurm-client slurmctld slurmd munge libmunge2 libslurm-dev iproute2 util-linux procps \
           gcc libc6-dev make python3 python3-venv
 # The development cluster's profile `site`; strace, which cuts processes off at a system call; and ISA-L, for
@@ -22,10 +23,6 @@ DEBIAN_MPI := libpmix-dev
 # HDF5 and h5py that are built with MPI (Debian's Open MPI 4), for Debian's own Python: PyPI has none.
 DEBIAN_HDF5 := python3-h5py-mpi python3-mpi4py openmpi-bin
 PARALLEL := $(VENV)/parallel
-# Two MPIs for the tests of the transport, each in a place of its own: both have a bin/mpiexec and a lib/libmpi.so.
-MPIS := openmpi mpich
-# Other training stacks, for gemini_hpc.integrations. They take the torch that is there.
-FRONTS := transformers==5.24.0 accelerate==1.15.0 peft==0.21.2 lightning==2.6.6
 SOURCES := pyproject.toml README.md $(shell find gemini_hpc slurm prolog_epilog examples -type f \
           -not -name '*.pyc' -not -name '*.so' -not -path '*/build/*' 2>/dev/null)
 
@@ -37,7 +34,7 @@ CACHE ?= /var/cache/gemini-hpc
 RELEASE ?=
 ON_EACH_RELEASE := spank devcluster controller recovery
 
-.PHONY: help deps deps-site deps-mpi deps-fronts deps-stacks debian-packages venv install demo check sim test test-all test-long test-slurm test-here lint bench clean
+.PHONY: help deps deps-site deps-mpi deps-fronts deps-stacks debian-packages venv install demo check sim test test-all test-long test-slurm test-here lint bench tags clean
 
 help: ## this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -66,64 +63,62 @@ deps-site: deps
 debian-packages:
 	@echo $(DEBIAN) $(DEBIAN_SITE)
 
-# From PyPI alone: neither root nor a Debian package.
-define install_python
-	@[ -x $(PY) ] || /usr/bin/python3 -m venv $(VENV)
-	@$(PY) -c 'import torch' 2>/dev/null || { echo "installing torch (CPU build)"; $(PY) -m pip install -q $(TORCH); }
-	@$(PY) -c 'import hatchling, numpy, pytest, hypothesis, ruff, mypy, pytest_timeout, xdist, greenlet, msgspec, xxhash, matplotlib, h5py, safetensors, mpi4py' 2>/dev/null \
-	  || { echo "installing Python packages"; $(PY) -m pip install -q hatchling numpy msgspec xxhash \
-	       pytest pytest-timeout pytest-xdist greenlet hypothesis ruff mypy "matplotlib>=3.7" "h5py>=3.10" safetensors "mpi4py>=4"; }
-	@$(PY) -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torchao") is None)' \
-	  || { echo "installing torchao"; $(PY) -m pip install -q --no-deps $(TORCHAO); }
-	@touch $(VENV)/.python
+# pyproject.toml alone says which Python packages there have to be: its dependencies, and a list for each purpose.
+LISTED := 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+           print(*(p | p["optional-dependencies"])[sys.argv[1]], sep="\n")'
+
+# $(call installed,LIST...,COMMAND): a file of .venv that holds what COMMAND has installed from $@.new; nothing where
+# that is what is wanted. From PyPI alone: neither root nor a Debian package.
+define installed
+	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
+	@for list in $(1); do $(PY) -c $(LISTED) $$list; done >$@.new
+	@cmp -s $@.new $@ || { echo "installing Python packages:" $(1); $(2); }
+	@mv $@.new $@
 endef
+PIP = $(PY) -m pip install -q
 
-$(VENV)/.python: Makefile
-	$(install_python)
+$(VENV)/.python: pyproject.toml
+	$(call installed,dependencies dev,$(PIP) -r $@.new)
 
-$(VENV)/.made: deps
-	$(install_python)
-	@touch $@
+$(VENV)/.fronts: pyproject.toml | $(VENV)/.python
+	$(call installed,dev-fronts,$(PIP) -r $@.new -r $(VENV)/.python)
 
-deps-mpi: $(VENV)/.made
+$(VENV)/.stacks: pyproject.toml | $(VENV)/.python
+	$(call installed,dev-stacks,$(PIP) --no-deps -r $@.new)
+
+$(VENV)/.mpi: pyproject.toml | $(VENV)/.python
+	$(call installed,dev-mpi,while read -r mpi; do \
+	  $(PIP) --no-deps --ignore-installed --prefix $(VENV)/mpi/$${mpi%%[<>=]*} "$$mpi"; done <$@.new)
+
+$(VENV)/.parallel: pyproject.toml | $(VENV)/.python
+	$(call installed,dependencies,/usr/bin/python3 -m venv --system-site-packages $(PARALLEL); \
+	  $(PARALLEL)/bin/python -m pip install -q -r $@.new)
+
+deps-mpi: deps $(VENV)/.mpi $(VENV)/.parallel
 	$(call install_debian,$(DEBIAN_MPI) $(DEBIAN_HDF5))
-	@for mpi in $(MPIS); do [ -x $(VENV)/mpi/$$mpi/bin/mpiexec ] || { echo "installing $$mpi into $(VENV)/mpi"; \
-	  $(PY) -m pip install -q --no-deps --ignore-installed --prefix $(VENV)/mpi/$$mpi $$mpi; }; done
-	@$(PARALLEL)/bin/python -c 'import msgspec, xxhash' 2>/dev/null || { echo "installing into $(PARALLEL)"; \
-	  /usr/bin/python3 -m venv --system-site-packages $(PARALLEL); $(PARALLEL)/bin/python -m pip install -q msgspec xxhash; }
 
-deps-fronts: $(VENV)/.made
-	@$(PY) -c 'import sys; from importlib.metadata import version; sys.exit(any(version(name) != pin for name, pin in (p.split("==") for p in sys.argv[1:])))' \
-	  $(FRONTS) 2>/dev/null || { echo "installing" $(FRONTS); $(PY) -m pip install -q $(FRONTS) $(TORCH); }
+deps-fronts: deps $(VENV)/.fronts
+deps-stacks: deps $(VENV)/.stacks
 
-# Other training stacks, without what they ask for: that would replace the CPU build of torch, or draw CUDA in.
-STACKS := megatron-core==0.16.1 torchtitan==0.3.0
-STACKS_IMPORT := docstring_parser==0.18.0 typeguard==4.6.1 tyro==1.0.17 spmd_types==0.2.3 torchdata==0.11.0 packaging
-
-deps-stacks: $(VENV)/.made
-	@$(PY) -W ignore -c 'import megatron.core.optimizer, torchtitan.components.checkpointer, torchtitan.components.dataloader' 2>/dev/null \
-	  || { echo "installing Megatron-Core and torchtitan"; $(PY) -m pip install -q --no-deps $(STACKS) $(STACKS_IMPORT); }
-
-$(VENV)/.installed: $(SOURCES) | $(VENV)/.made
+$(VENV)/.installed: $(SOURCES) | deps $(VENV)/.python
 	@echo "installing gemini-hpc into $(VENV)"
 	@$(PY) -m pip install -q --no-build-isolation --no-deps --force-reinstall .
 	@touch $@
 
-venv: $(VENV)/.made
+venv: deps $(VENV)/.python
 install: $(VENV)/.installed ## Python environment with this package in .venv
 
 demo: install ## a node dies in mid-training: watch the job come back (about two minutes)
 	@$(VENV)/bin/gemini-hpc demo
 
-lint: install deps-mpi ## ruff and mypy
-	@$(VENV)/bin/ruff check $(CODE)
-	@$(VENV)/bin/mypy
-
-# The package is taken from this directory: nothing is installed.
-check: $(VENV)/.python ## within 90 s, as any user: ruff, mypy, and the tests that need no root, no cluster and little time
-	@$(PY) -m ruff check $(CODE)
+lint: $(VENV)/.python ## ruff, mypy and codespell, as any user
+	@$(PY) -m ruff check -q $(CODE)
 	@$(PY) -m ruff format --check -q $(CODE)
 	@$(PY) -m mypy
+	@$(PY) -m codespell_lib . .github/*
+
+# The package is taken from this directory: nothing is installed.
+check: lint ## within 90 s, as any user: lint, and the tests that need no root, no cluster and little time
 	@PYTHONPATH=$(CURDIR) $(PY) -m tests.stages quick
 	@[ -z "$(SEEDS)" ] || PYTHONPATH=$(CURDIR) $(PY) -m tests.sim --seeds $(SEEDS)
 
@@ -156,6 +151,9 @@ test-here: install deps-site ## the same on this machine's own release
 
 bench: install deps-site ## speed, as ratios; ONLY=FAMILY for one (save, fig11, fig13, fig16, ...); writes bench.json
 	@$(PY) -m benchmarks $(if $(ONLY),--only $(ONLY))
+
+tags: ## a tag for each release in CHANGELOG.md's table; nothing is pushed
+	@python3 -m tests.docs.tags
 
 clean: ## remove what was built here
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -95,7 +95,7 @@ def test_requirements_that_are_named_have_an_anchor() -> None:
     found = set()
     for path in [*ROOT.glob("gemini_hpc/**/*.py"), *ROOT.glob("tests/**/*.py")]:
         text = re.sub(r"\s+", " ", path.read_text())
-        for names in re.findall(rf"(?:\(r|\"\"\"R)equirements? ({name}(?:, {name})*)", text):
+        for names in re.findall(rf"(?:\(|\"\"\")(?i:requirements?) ({name}(?:, {name})*)", text):
             found |= {one for one in names.split(", ") if "-" in one}
     assert len(found) > 10 and found <= known
 
