@@ -9,7 +9,7 @@ import re
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from waiting import until
 from gemini_hpc.wire import local
 from gemini_hpc.wire.traffic import TimelineState, TrafficState
 
-from .conftest import SIZE, AgentProcess, Caller
+from .conftest import SIZE, AgentProcess, Caller, case
 
 _SEAL_ALL = 1 | 2 | 4
 Make = Callable[..., AgentProcess]
@@ -31,16 +31,6 @@ def refused(reply: local.Message | None, *words: str) -> None:
     assert "\n" not in reply.error
     for word in words:
         assert word in reply.error, reply.error
-
-
-@contextmanager
-def case(name: object) -> Iterator[None]:
-    """Name what a test fails at, one of many of which it sends one agent all."""
-    try:
-        yield
-    except BaseException as error:
-        error.add_note(f"case: {name}")
-        raise
 
 
 PACKETS = {
