@@ -8,7 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,16 @@ from gemini_hpc.wire.control_page import ControlPage
 
 JOB, STEP, SIZE = 77, "77.0", 1 << 16
 Answer = tuple[local.Message | None, list[int]]
+
+
+@contextmanager
+def case(name: object) -> Iterator[None]:
+    """Name what a test fails at, one of many of which it sends one agent all."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"case: {name}")
+        raise
 
 
 class Caller:

@@ -20,7 +20,7 @@ from waiting import until
 from gemini_hpc.wire import local
 from gemini_hpc.wire.traffic import TimelineState, TrafficState
 
-from .conftest import SIZE, AgentProcess, Caller
+from .conftest import SIZE, AgentProcess, Caller, case
 
 pytestmark = pytest.mark.slow
 
@@ -59,22 +59,23 @@ PACKETS = {
 }
 
 
-@pytest.mark.parametrize("name", PACKETS)
-def test_packets_that_are_no_messages(agent: AgentProcess, name: str) -> None:
+def test_packets_that_are_no_messages(agent: AgentProcess) -> None:
     trainer = agent.trainer()
     trainer.step()
     caller = agent.caller()
-    caller.raw(b"{}")
-    fds = agent.fds()
-    refused(caller.raw(PACKETS[name]))
-    assert caller.ask(local.VerdictRequest()).alive == ("n1",), "the connection is still good"
-    read, write = os.pipe()
-    for _ in range(20):
-        refused(caller.raw(PACKETS[name], [read, write]))
-    os.close(read)
-    os.close(write)
-    agent.quiet(fds)
-    trainer.step()
+    for name, packet in PACKETS.items():
+        with case(name):
+            caller.raw(b"{}")
+            fds = agent.fds()
+            refused(caller.raw(packet))
+            assert caller.ask(local.VerdictRequest()).alive == ("n1",), "the connection is still good"
+            read, write = os.pipe()
+            for _ in range(20):
+                refused(caller.raw(packet, [read, write]))
+            os.close(read)
+            os.close(write)
+            agent.quiet(fds)
+            trainer.step()
 
 
 def test_descriptors_nobody_asked_for_are_closed(agent: AgentProcess) -> None:
@@ -150,20 +151,22 @@ def test_requests_before_hello(agent: AgentProcess) -> None:
     trainer.step()
 
 
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", "../x", "a/b", "/etc/passwd", "a\nb", "a\0b", "-" * 65, "\u00e4", ".hidden", "x" * 60000]
-)
-def test_set_names_that_look_like_paths(agent: AgentProcess, name: str) -> None:
-    fds = agent.fds()
-    caller = agent.caller()
-    refused(caller.hello(name=name), "invalid name, rank or step")
-    caller.close()
-    agent.quiet(fds)
+NAMES = ["", ".", "..", "../x", "a/b", "/etc/passwd", "a\nb", "a\0b", "-" * 65, "\u00e4", ".hidden", "x" * 60000]
 
 
-@pytest.mark.parametrize(("rank", "world"), [(0, 0), (1, 1), (5, 3)])
-def test_ranks_that_cannot_be(agent: AgentProcess, rank: int, world: int) -> None:
-    refused(agent.caller().hello(rank, world), f"rank {rank} of {world}")
+def test_set_names_that_look_like_paths(agent: AgentProcess) -> None:
+    for name in NAMES:
+        with case(name[:100]):
+            fds = agent.fds()
+            caller = agent.caller()
+            refused(caller.hello(name=name), "invalid name, rank or step")
+            caller.close()
+            agent.quiet(fds)
+
+
+def test_ranks_that_cannot_be(agent: AgentProcess) -> None:
+    for rank, world in [(0, 0), (1, 1), (5, 3)]:
+        refused(agent.caller().hello(rank, world), f"rank {rank} of {world}")
 
 
 def test_wrong_protocol_and_step(agent: AgentProcess) -> None:
@@ -202,33 +205,34 @@ def test_another_world(agent: AgentProcess) -> None:
     trainer.step()
 
 
-@pytest.mark.parametrize(
-    ("request_", "words"),
-    [
-        (local.Register("default", 0, 1, 5, SIZE), "home 5"),
-        (local.Register("default", 1, 1, 0, SIZE), "rank 1 of 1"),
-        (local.Register("default", 0, 1, 0, 0), "0 bytes"),
-        (local.Register("default", 0, 1, 0, (1 << 50) - 1), "not enough memory for the replicas: wanted"),
-        (local.Begin("default", 3, 1), "rank 3"),
-        (local.Landed("default", 0, 9, 0, 10, "x"), "not being filled"),
-        (local.Landed("default", 0, 9, -1, 10, "x"), "not being filled"),
-        (local.Landed("default", 0, 9, 1 << 40, 10, "x"), "not being filled"),
-        (local.Fetch("default", 9), "shard 9 is not part"),
-        (local.Finished("default", 7), "rank 7"),
-        (local.Begin("other", 0, 1), "say hello first"),
-        (local.Traffic("default", 1, TrafficState(1.0, "gemini", "gloo", "steady")), "rank 1"),
-        (local.Timeline("default", 7, TimelineState(1, 1.0, 1.0)), "rank 7"),
-        (local.Keep("default", 1, "0" * 32, b"x"), "rank 1"),
-        (local.Recall("default", 1, "0" * 32), "rank 1"),
-        (local.Recall("other", 0, "0" * 32), "say hello first"),
-        (local.HandBack("default", 0, 1, 0, SIZE, 0, 1, 1, 10, "x"), "descriptor"),
-    ],
-)
-def test_requests_that_cannot_be_served(agent: AgentProcess, request_: local.Message, words: str) -> None:
+CANNOT_BE_SERVED: list[tuple[local.Message, str]] = [
+    (local.Register("default", 0, 1, 5, SIZE), "home 5"),
+    (local.Register("default", 1, 1, 0, SIZE), "rank 1 of 1"),
+    (local.Register("default", 0, 1, 0, 0), "0 bytes"),
+    (local.Register("default", 0, 1, 0, (1 << 50) - 1), "not enough memory for the replicas: wanted"),
+    (local.Begin("default", 3, 1), "rank 3"),
+    (local.Landed("default", 0, 9, 0, 10, "x"), "not being filled"),
+    (local.Landed("default", 0, 9, -1, 10, "x"), "not being filled"),
+    (local.Landed("default", 0, 9, 1 << 40, 10, "x"), "not being filled"),
+    (local.Fetch("default", 9), "shard 9 is not part"),
+    (local.Finished("default", 7), "rank 7"),
+    (local.Begin("other", 0, 1), "say hello first"),
+    (local.Traffic("default", 1, TrafficState(1.0, "gemini", "gloo", "steady")), "rank 1"),
+    (local.Timeline("default", 7, TimelineState(1, 1.0, 1.0)), "rank 7"),
+    (local.Keep("default", 1, "0" * 32, b"x"), "rank 1"),
+    (local.Recall("default", 1, "0" * 32), "rank 1"),
+    (local.Recall("other", 0, "0" * 32), "say hello first"),
+    (local.HandBack("default", 0, 1, 0, SIZE, 0, 1, 1, 10, "x"), "descriptor"),
+]
+
+
+def test_requests_that_cannot_be_served(agent: AgentProcess) -> None:
     trainer = agent.trainer()
     trainer.step()
-    refused(trainer.caller.ask(request_), words)
-    trainer.step()
+    for request, words in CANNOT_BE_SERVED:
+        with case(request):
+            refused(trainer.caller.ask(request), words)
+            trainer.step()
 
 
 def test_used_bytes_beyond_the_slot(agent: AgentProcess) -> None:
@@ -383,32 +387,38 @@ def back(**changes: int | str) -> local.HandBack:
     return local.HandBack("default", **fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", IMPOSTORS)
-def test_hand_back_of_something_else(rejoined: tuple[AgentProcess, Caller], name: str) -> None:
+def test_hand_back_of_something_else(rejoined: tuple[AgentProcess, Caller]) -> None:
     agent, caller = rejoined
-    fds = agent.fds()
-    for _ in range(10):
-        fd = IMPOSTORS[name]()
-        refused(caller.ask(back(), [fd]), "handed back")
-        os.close(fd)
-    agent.quiet(fds)
+    for name, make in IMPOSTORS.items():
+        with case(name):
+            fds = agent.fds()
+            for _ in range(10):
+                fd = make()
+                refused(caller.ask(back(), [fd]), "handed back")
+                os.close(fd)
+            agent.quiet(fds)
     assert isinstance(caller.ask(local.Register("default", 0, 1, 0, SIZE)), local.Slots), "the trainer goes on"
     assert isinstance(caller.ask(local.Begin("default", 0, 2)), local.Begun)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"slot": 2}, {"slot": -1}, {"rank": 1}, {"world": 2}, {"home": 3}, {"bytes": 0}, {"epoch": 1000}],
-    ids=str,
-)
-def test_hand_back_that_cannot_be(rejoined: tuple[AgentProcess, Caller], changes: dict[str, int]) -> None:
+def test_hand_back_that_cannot_be(rejoined: tuple[AgentProcess, Caller]) -> None:
     agent, caller = rejoined
-    fds, fd = agent.fds(), memfd()
-    refused(caller.ask(back(**changes), [fd]))
-    refused(caller.ask(back(), [fd, fd]), "one descriptor")
-    refused(caller.ask(back()), "one descriptor")
-    os.close(fd)
-    agent.quiet(fds)
+    for name, value in [
+        ("slot", 2),
+        ("slot", -1),
+        ("rank", 1),
+        ("world", 2),
+        ("home", 3),
+        ("bytes", 0),
+        ("epoch", 1000),
+    ]:
+        with case(f"{name} {value}"):
+            fds, fd = agent.fds(), memfd()
+            refused(caller.ask(back(**{name: value}), [fd]))
+            refused(caller.ask(back(), [fd, fd]), "one descriptor")
+            refused(caller.ask(back()), "one descriptor")
+            os.close(fd)
+            agent.quiet(fds)
 
 
 def test_hand_back_of_holes_is_refused(rejoined: tuple[AgentProcess, Caller]) -> None:
